@@ -71,7 +71,7 @@ def main(args):
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
 
     staged = args.plugin == "hybrid"
-    own = None if staged else booster.plugin.laid_on()  # a pipeline's loss is that of all devices already
+    own = None if staged else booster.plugin.default_mesh()  # a pipeline's loss is that of all devices already
     with fs.report.Report(fs.report.Bar(args.epochs * len(loader)), mesh=own) as report:
         for _ in range(args.epochs):
             batches = iter(loader)

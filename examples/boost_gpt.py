@@ -88,7 +88,7 @@ def main(args):
     model, optimizer, loss_fn, loader, schedule = booster.boost(model, optimizer, criterion, loader, schedule)
 
     staged = args.plugin == "hybrid"
-    own = None if staged else booster.plugin.laid_on()  # a pipeline's loss is that of all devices already
+    own = None if staged else booster.plugin.default_mesh()  # a pipeline's loss is that of all devices already
     with fs.report.Report(fs.report.Bar(steps), mesh=own) as report:
         for _ in range(args.epochs):
             batches = iter(loader)

@@ -1,7 +1,7 @@
 """The command `fshard`, which is also `python -m fshard`.
 
-fshard run --processes 4 train.py start a file in several processes (`fshard.launching.torchrun`) fshard doctor the
-installation: devices, features, correctness (`fshard.doctor`)
+fshard run --processes 4 train.py     start a file in several processes (`fshard.launching.torchrun`)
+fshard doctor                         the installation: devices, features, correctness (`fshard.doctor`)
 """
 
 from __future__ import annotations

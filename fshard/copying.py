@@ -16,7 +16,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def copied(module: Module, instead: Mapping[int, Any]) -> Module:
-    """Copy a module by `copy.deepcopy`, with other objects in the place of some, by their ids.
+    """Copy a module by `copy.deepcopy`, with some objects replaced, by their ids.
 
     >>> layer = nn.Linear(2, 2)
     >>> made = copied(layer, {id(layer.weight): layer.weight})
@@ -26,7 +26,7 @@ def copied(module: Module, instead: Mapping[int, Any]) -> Module:
     memo = dict(instead)
     for part in module.modules():
         for x in tree_leaves([*vars(part).values()]):
-            if isinstance(x, Tensor) and not x.is_leaf:  # weight_norm's, say, which torch does not copy
+            if isinstance(x, Tensor) and not x.is_leaf:  # such as weight_norm's, which torch does not copy
                 memo.setdefault(id(x), x.detach().clone())
     try:
         return copy.deepcopy(module, memo)
@@ -42,7 +42,7 @@ _lazy_clone: Any = _C._VariableFunctions._lazy_clone
 _transform_now: Any = _C._functorch.peek_interpreter_stack
 
 
-def lent(x: Any) -> Any:
+def lazy_copy(x: Any) -> Any:
     """Return a copy to write to; its memory is copied at the first write.
 
     >>> x = torch.zeros(2)
@@ -59,5 +59,5 @@ def lent(x: Any) -> Any:
 
 
 def untouched(copy: Any) -> bool:
-    """Return whether nobody has written to what was lent."""
+    """Return True if a lazy copy has not been written to."""
     return type(copy) is Tensor and _transform_now() is None and _C._is_cow_tensor(copy)

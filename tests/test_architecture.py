@@ -3,8 +3,11 @@
 import ast
 import functools
 import inspect
+import io
+import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,6 +19,7 @@ import pytest
 import fshard
 
 PACKAGE = Path(fshard.__file__).parent
+ROOT = Path(__file__).parents[1]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Single modules below all rooms, such as fshard/errors.py.
@@ -188,6 +192,42 @@ def test_docstrings_begin_with_what_they_describe():
     texts = [(module, ast.get_docstring(node) or "") for module, node in nodes(documented)]
     texts += [(module, node.value.value) for module, node in nodes(ast.Expr) if isinstance(node.value, ast.Constant)]
     assert [module for module, text in texts if str(text).startswith("What ")] == []
+
+
+def banned_words() -> set[str]:
+    """Read the first column of the glossary's table of words that are not used."""
+    table = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").partition("| not | but |")[2]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")]
+    return {word.strip() for row in rows[: rows.index(" concept ")] for word in row.split(",")}
+
+
+def prose_and_names(path: Path) -> Iterator[str]:
+    """Yield docstrings without doctests and quoted code, comments, and the names that a module defines."""
+    source = path.read_text(encoding="utf-8")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(ast.Constant(str(text))):
+                yield re.sub(r"`[^`]*`", "", text.partition(">>>")[0])
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+
+
+def test_banned_words_of_the_glossary_do_not_occur():
+    banned = banned_words()
+    assert {"whole", "told", "lies"} <= banned
+    found = {
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in MODULES
+        for text in prose_and_names(path)
+        for word in re.findall(r"[A-Za-z][a-z]*", text)
+        if word.lower() in banned
+    }
+    assert sorted(found) == []
 
 
 # The public API.

@@ -43,9 +43,9 @@ def taken(
     others = [*_of_others(optimizer, criterion, dataloader, lr_scheduler)]
     if lost is not None and not wrong + others:
         raise lost
-    told = [*wrong, *([] if lost is None else [str(lost).removeprefix(f"{who}: ").rstrip(".")]), *others]
-    if told:
-        raise ModuleError(f"{who}: {'; '.join(told)}.")
+    errors = [*wrong, *([] if lost is None else [str(lost).removeprefix(f"{who}: ").rstrip(".")]), *others]
+    if errors:
+        raise ModuleError(f"{who}: {'; '.join(errors)}.")
     return source
 
 

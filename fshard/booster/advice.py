@@ -2,12 +2,14 @@
 
 For each candidate, simplest first:
 
-1. lay out parameters and optimizer state on an abstract mesh as the plugin does: layouts give the bytes per device; 2.
-add the bytes of a step: unsharded parameters, gradients, activations; 3. return the first plugin whose fullest device
-fits; if there is none, raise with the table.
+1. shard parameters and optimizer state on an abstract mesh as the plugin does: layouts give the bytes per device;
+2. add the bytes of a step: unsharded parameters, gradients, activations;
+3. return the first plugin whose fullest device fits; if there is none, raise with the table.
 
-fits on one device DDPPlugin the optimizer's state does not ZeroPlugin(stage=1), then stage=2 parameters do not
-FSDPPlugin unsharded units or activations do not HybridParallelPlugin: fewer layers on each device
+fits on one device                       DDPPlugin
+the optimizer's state does not           ZeroPlugin(stage=1), then stage=2
+parameters do not                        FSDPPlugin
+unsharded units or activations do not    HybridParallelPlugin: fewer layers on each device
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ def auto_plugin(
     axes = as_axes(options.get("axis") or mesh.axis_names)
     batch = activations * prod(size for axis, size in mesh.axes if axis in axes)
     titles = "".join(f"{title:>15}" for title in (*Budget._fields, "together"))
-    rows, told = [f"{'bytes a device':20}{titles}  of {memory:,}"], set[str]()
+    rows, shown = [f"{'bytes a device':20}{titles}  of {memory:,}"], set[str]()
     for (name, *_), plugin in zip(candidates, made, strict=True):
         try:
             if isinstance(plugin, FshardError):
@@ -116,8 +118,8 @@ def auto_plugin(
             held = budget(plugin.arranged(_abstract(plugin, mesh)), model, source, batch)
         except FshardError as error:
             reason = " ".join(str(error).split())
-            rows += [f"{name:20}  {reason}"] if reason not in told else []
-            told.add(reason)
+            rows += [f"{name:20}  {reason}"] if reason not in shown else []
+            shown.add(reason)
             continue
         fits, sizes = held.total <= memory, "".join(f"{size:>15,}" for size in (*held, held.total))
         rows.append(f"{name:20}{sizes}  {'fits' if fits else 'too much'}")
@@ -209,13 +211,13 @@ def budget(how: Arrangement, model: nn.Module, source: OptimizerSource, activati
     return max(found, key=lambda one: one.total)
 
 
-def _activations(how: Arrangement, schedule: Schedule | None, whole: int) -> list[int]:
+def _activations(how: Arrangement, schedule: Schedule | None, total: int) -> list[int]:
     """Return the bytes of activations at each coordinate along the pipeline."""
-    part = Fraction(whole, prod(how.mesh.shape[axis] for axis in how.axes))
+    part = Fraction(total, prod(how.mesh.shape[axis] for axis in how.axes))
     if schedule is None:
         return [ceil(part)]
     one = part / schedule.stages / schedule.microbatches
-    return [ceil(x) for x in schedule.simulate(activation=one).peak_activations] if whole else [0] * schedule.devices
+    return [ceil(x) for x in schedule.simulate(activation=one).peak_activations] if total else [0] * schedule.devices
 
 
 def _leaves(tree: PyTree) -> list[Sharded]:
@@ -231,7 +233,7 @@ def _bytes(leaves: Sequence[Sharded], device: int) -> int:
 def _in_use(how: Arrangement, used: Sequence[tuple[str, PyTree]], device: int) -> tuple[int, int]:
     """Count the bytes of copies and gradients of parameters that a device uses: trees of them, and the stage of each."""
     schedule, trees, compute = how.options.get("schedule"), how.options["reproducible"], how.options["compute"]
-    devices, lay = prod(how.mesh.shape[axis] for axis in how.axes), how.partition(NOTHING).gradients
+    devices, gradient_layout = prod(how.mesh.shape[axis] for axis in how.axes), how.partition(NOTHING).gradients
     turns = schedule.microbatches if schedule is not None else how.options["slices"] // devices if trees else 1
     once = how.stage < 2 or schedule is not None or trees
     unsharded, reduced, converted, gradients = Counter[str](), Counter[str](), 0, 0
@@ -249,7 +251,7 @@ def _in_use(how: Arrangement, used: Sequence[tuple[str, PyTree]], device: int) -
             dtype = how.options["reduce"] or dtype
             if turns > 1 or trees:
                 dtype = torch.promote_types(dtype, torch.float32)
-            own = size if once else prod(lay(x.layout).local_shape(x.shape, 0))
+            own = size if once else prod(gradient_layout(x.layout).local_shape(x.shape, 0))
             gradients += own * torch.promote_types(dtype, x.dtype).itemsize
             reduced[unit] += size * dtype.itemsize if own < size else 0
     live = how.options.get("live_units", 2) if how.options.get("reshard_after_forward", True) else None

@@ -51,12 +51,12 @@ class Announced:
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self._mesh, self._axes, self._parts = mesh, axes, prod(mesh.shape[axis] for axis in axes)
         self._totals = WeakTensorKeyDictionary()  # of tensors that are still there; None: of several batches
-        self._told = set[int]()
+        self._announced_totals = set[int]()
         self._last: int | None = None
         self._before: int | None = None  # the last of the pass before
         self._unused = self._ahead = False
 
-    def tell(self, total: int | None, part: PyTree) -> None:
+    def announce(self, total: int | None, part: PyTree) -> None:
         """Record a returned batch and its number of samples on all devices; None: a pass begins or ends."""
         if total is None:
             self._ahead = self._last is not None and (self._ahead or self._unused)
@@ -67,7 +67,7 @@ class Announced:
         else:
             self._ahead = self._ahead or self._unused
         self._last, self._unused = total, True
-        self._told.add(total)
+        self._announced_totals.add(total)
         for leaf in flatten_outside(part)[1]:
             for x in tensors_in(leaf):
                 self._totals[x] = total if self._totals.get(x, total) == total else None
@@ -106,7 +106,7 @@ class Announced:
 
     def _in_doubt(self) -> bool:
         """Return True if the weight of an unrecognised batch matters and is ambiguous."""
-        return self._ahead and any(total % self._parts for total in self._told)
+        return self._ahead and any(total % self._parts for total in self._announced_totals)
 
     def _which(self, leaves: Sequence[Any], device: int) -> tuple[bool, int | None]:
         """Return True if leaves are a loader's, and the number of samples of their batch, if known."""
@@ -117,7 +117,9 @@ class Announced:
             return True, total
         rows = {*map(rows_of, leaves)}
         fitting = (
-            [total for total in self._told if max(self._own(total, device), 1) in rows] if self._ahead else [self._last]
+            [total for total in self._announced_totals if max(self._own(total, device), 1) in rows]
+            if self._ahead
+            else [self._last]
         )
         return False, fitting[0] if len(fitting) == 1 else None
 

@@ -31,8 +31,8 @@ from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.module.replica import give_up_memory
 from fshard.transforms.patterns import Choice
 from fshard.transforms.reproducible.randomness import folded, keyed_random
-from fshard.transforms.shard_params import Rules, lay
-from fshard.transforms.stages.plan import has_stages, lay_stages
+from fshard.transforms.shard_params import Rules, apply_rules
+from fshard.transforms.stages.plan import has_stages, place_stages
 from fshard.transforms.train_step import Metrics, train_step
 from fshard.transforms.value_and_grad import gradient_of
 
@@ -69,7 +69,7 @@ class Arrangement:
         axes: that shard a batch.
         rules: layouts of parameters.
         stage: of ZeRO.
-        pieces: the axes of ZeRO's shards; none: nothing is sharded.
+        zero_axes: the axes of ZeRO's shards; none: nothing is sharded.
         scaled: losses are scaled, for gradients in 16 bits.
         sync_batchnorm: BatchNorm takes mean and variance over all devices.
         seed: of random draws in the model.
@@ -83,7 +83,7 @@ class Arrangement:
     axes: tuple[str, ...]
     rules: Any = field(default_factory=P)
     stage: Stage = 0
-    pieces: tuple[str, ...] = ()
+    zero_axes: tuple[str, ...] = ()
     scaled: bool = False
     sync_batchnorm: bool = False
     seed: int = 0
@@ -106,8 +106,8 @@ class Arrangement:
     def partition(self, opt: Optimizer) -> Partitioned:
         """Return an optimizer whose work is divided."""
         opt = loss_scaled(opt) if self.scaled and opt.loss_scale is None else opt
-        axes = self.pieces or self.mesh.axis_names
-        return partition_optimizer(opt, mesh=self.mesh, axis=axes, stage=self.stage if self.pieces else 0)
+        axes = self.zero_axes or self.mesh.axis_names
+        return partition_optimizer(opt, mesh=self.mesh, axis=axes, stage=self.stage if self.zero_axes else 0)
 
     def divided(self, source: OptimizerSource) -> Callable[[], Partitioned]:
         """Return a function that partitions an optimizer with its current options."""
@@ -116,17 +116,23 @@ class Arrangement:
 
     def gradient(self, model: nn.Module, source: OptimizerSource) -> ImperativeGradient | StagedGradient:
         """Return the gradient that a loop calls; the model runs in place, and the memory of its parameters is freed."""
-        lay = self.partition(NOTHING).gradients
-        how: Any = {"mesh": self.mesh, "axes": self.axes, "seed": self.seed, "gradients": lay, **self.options}
+        gradient_layout = self.partition(NOTHING).gradients
+        how: Any = {
+            "mesh": self.mesh,
+            "axes": self.axes,
+            "seed": self.seed,
+            "gradients": gradient_layout,
+            **self.options,
+        }
         if self.cut is not None:
             stages = self.cut(model)
-            params, buffers = self._lay_stages(model, stages, source)
+            params, buffers = self._shard_stages(model, stages, source)
             give_up_memory([model, *stages], torch.device(self.mesh.device_type))
             return StagedGradient(stages, params, buffers, **how)
         apply, params, buffers = functionalize_in_place(model, buffers=self.buffers, sync_batchnorm=self._synchronised)
-        laid = self._lay(model, params, buffers, source)
+        sharded = self._shard(model, params, buffers, source)
         give_up_memory([model], torch.device(self.mesh.device_type))
-        return ImperativeGradient(apply, laid, buffers, **how)
+        return ImperativeGradient(apply, sharded, buffers, **how)
 
     def functional(
         self, model: nn.Module, source: OptimizerSource, criterion: Criterion | None
@@ -134,11 +140,11 @@ class Arrangement:
         """Return the state to begin with, and the step that takes it: see `loss_of`."""
         if self.cut is None:
             apply, given, buffers = functionalize(model, buffers=self.buffers, sync_batchnorm=self._synchronised)
-            params = self._lay(model, given, buffers, source)
+            params = self._shard(model, given, buffers, source)
             loss, own = loss_of(apply, criterion), dict[str, Any]()
         else:
             loss = self.cut(model)
-            params, buffers = self._lay_stages(model, loss, source)
+            params, buffers = self._shard_stages(model, loss, source)
             own = {"loss": loss_of_pair(criterion)}
         opts = self.divided(source)
         how: Any = {
@@ -167,12 +173,12 @@ class Arrangement:
     def _synchronised(self) -> tuple[str, ...] | None:
         return self.axes if self.sync_batchnorm else None
 
-    def _lay(self, model: nn.Module, params: Any, buffers: Any, source: OptimizerSource) -> Any:
-        return lay_model(model, params, buffers, self.rules, source.trained, mesh=self.mesh, seed=self.seed)
+    def _shard(self, model: nn.Module, params: Any, buffers: Any, source: OptimizerSource) -> Any:
+        return shard_model(model, params, buffers, self.rules, source.trained, mesh=self.mesh, seed=self.seed)
 
-    def _lay_stages(self, model: nn.Module, stages: Sequence[nn.Module], source: OptimizerSource) -> tuple[Any, Any]:
+    def _shard_stages(self, model: nn.Module, stages: Sequence[nn.Module], source: OptimizerSource) -> tuple[Any, Any]:
         where: Any = {name: self.options[name] for name in ("schedule", "axis")}
-        return lay_stage_tensors(model, stages, self.rules, source.trained, mesh=self.mesh, seed=self.seed, **where)
+        return shard_stage_tensors(model, stages, self.rules, source.trained, mesh=self.mesh, seed=self.seed, **where)
 
 
 def _of_all(opt: Partitioned) -> Partitioned:
@@ -210,7 +216,7 @@ Trained = Callable[[Mapping[str, Tensor]], PyTree]
 """Freezes some of the parameters that it is given by their names."""
 
 
-def lay_model(
+def shard_model(
     model: nn.Module,
     params: Mapping[str, Tensor],
     buffers: dict[str, Tensor],
@@ -221,21 +227,21 @@ def lay_model(
     seed: int,
 ) -> PyTree:
     """Shard a model's parameters by rules; add buffers of lazy layers to `buffers`."""
-    laid = lay(trained(params), rules, mesh, put=reserved)
+    sharded = apply_rules(trained(params), rules, mesh, put=reserved)
     if mesh.runtime == "abstract":
-        return laid
+        return sharded
 
     def take(name: str, made: Tensor) -> None:
-        if name in laid:
-            fill(laid[name], made)
+        if name in sharded:
+            fill(sharded[name], made)
         else:
             buffers[name] = made.to(torch.device(mesh.device_type))
 
     draw(model, seed, {name for name, x in {**params, **buffers}.items() if x.is_meta}, take)
-    return laid
+    return sharded
 
 
-def lay_stage_tensors(
+def shard_stage_tensors(
     model: nn.Module,
     stages: Sequence[nn.Module],
     rules: Rules,
@@ -250,10 +256,10 @@ def lay_stage_tensors(
     for stage in stages:
         refuse_hooks(stage)
     where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
-    params = lay_stages([trained(dict(stage.named_parameters())) for stage in stages], rules, **where, put=reserved)
-    buffers = lay_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
-    laid: dict[str, Sharded] = {}
+    params = place_stages([trained(dict(stage.named_parameters())) for stage in stages], rules, **where, put=reserved)
+    buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
+    sharded: dict[str, Sharded] = {}
     for here, own, rest in zip(has_stages(**where), params, buffers, strict=True):
-        laid |= {**own, **rest} if here else {}
-    draw(model, seed, laid, lambda name, made: fill(laid[name], made))
+        sharded |= {**own, **rest} if here else {}
+    draw(model, seed, sharded, lambda name, made: fill(sharded[name], made))
     return params, buffers

@@ -84,16 +84,16 @@ class Booster:
         """
         source = taken("boost", model, optimizer, criterion, dataloader, lr_scheduler)
         how = self.plugin.arranged().of(len(self._loops.own.models))
-        stand_in = Model(model, how.gradient(model, source))
+        boosted = Model(model, how.gradient(model, source))
         BOOSTED.add(model)
         source.point_at(dict(model.named_parameters()))
-        self._loops.own.models.append(stand_in)
+        self._loops.own.models.append(boosted)
         wrapped = None
         if optimizer is not None:
-            wrapped = BoostedOptimizer(optimizer, how.divided(source), stand_in, source, zeros=how.zeros)
+            wrapped = BoostedOptimizer(optimizer, how.divided(source), boosted, source, zeros=how.zeros)
         if isinstance(dataloader, DataLoader):
             dataloader = Loader.of(dataloader, seed=self.plugin.seed, **self._cut(how))
-        return stand_in, wrapped, criterion, dataloader, lr_scheduler
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     def enable_lora(self, model: nn.Module, lora_config: LoraConfig | None = None) -> nn.Module:
         """Return a model to boost, in which only differences of low rank are trained: see `lora`."""

@@ -20,11 +20,11 @@ from fshard.booster.announced import Counted
 from fshard.errors import LayoutError
 from fshard.transforms.batch import is_opaque
 
-Pieces = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+CotangentSplit = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 """From the index of a slice and the joined cotangent: the slice's output, and its cotangent."""
 
 
-def side_by_side(outputs: Sequence[Any], rows: Sequence[int]) -> tuple[list[tuple[Any, Pieces]], TreeSpec]:
+def side_by_side(outputs: Sequence[Any], rows: Sequence[int]) -> tuple[list[tuple[Any, CotangentSplit]], TreeSpec]:
     """Join the outputs of slices with these numbers of samples: samples are concatenated, means averaged.
 
     >>> pairs, _ = side_by_side([torch.zeros(2), torch.ones(1)], [2, 1])
@@ -38,19 +38,19 @@ def side_by_side(outputs: Sequence[Any], rows: Sequence[int]) -> tuple[list[tupl
     return [_joined(column, rows) for column in columns], structure
 
 
-def _joined(column: Sequence[Any], rows: Sequence[int]) -> tuple[Any, Pieces]:
+def _joined(column: Sequence[Any], rows: Sequence[int]) -> tuple[Any, CotangentSplit]:
     first = column[0]
     if not isinstance(first, Tensor):
         return first, _nowhere
     needs = any(x.requires_grad for x in column)
     if first.ndim and all(len(x) == max(row, 1) for x, row in zip(column, rows, strict=True)):
         ends = [sum(rows[: turn + 1]) for turn in range(len(rows))]
-        whole = torch.cat([x.detach()[:row] for x, row in zip(column, rows, strict=True)])
+        joined = torch.cat([x.detach()[:row] for x, row in zip(column, rows, strict=True)])
 
-        def piece(turn: int, g: Tensor) -> tuple[Tensor, Tensor]:
+        def split_cotangent(turn: int, g: Tensor) -> tuple[Tensor, Tensor]:
             return column[turn][: rows[turn]], g[ends[turn] - rows[turn] : ends[turn]].clone()
 
-        return whole.requires_grad_(needs), piece
+        return joined.requires_grad_(needs), split_cotangent
     if not first.ndim and first.is_floating_point():
         shares = [row / sum(rows) for row in rows]
         mean = torch.stack([x.detach() * share for x, share in zip(column, shares, strict=True)]).sum()

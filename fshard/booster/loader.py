@@ -90,8 +90,8 @@ class Loader:
         """Make a loader of one of torch's, whose batches are then those of all devices together."""
         sampler: Any = loader.sampler
         wrong = [
-            told
-            for told, found in {
+            text
+            for text, found in {
                 "an IterableDataset": isinstance(loader.dataset, IterableDataset),
                 "a batch_sampler, or batch_size=None": loader.batch_size is None,
                 f"the sampler {type(sampler).__name__}": type(sampler) not in (RandomSampler, SequentialSampler),

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from fshard.booster.announced import Announced, Counted
-from fshard.booster.join_slices import Pieces, refuse_unsliced, side_by_side
+from fshard.booster.join_slices import CotangentSplit, refuse_unsliced, side_by_side
 from fshard.errors import LayoutError, ModuleError, ScopeError
 from fshard.mesh.layout import Layout, Mesh, PyTree, flatten, flatten_outside, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
@@ -39,7 +39,7 @@ from fshard.transforms.device_step import DeviceStep
 from fshard.transforms.fsdp.lazy_param import unsharded
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered
 from fshard.transforms.fsdp.units import Unit
-from fshard.transforms.gradient import as_they_lie, unstaged
+from fshard.transforms.gradient import same_layouts, unstaged
 from fshard.transforms.graph_checks import (
     refuse_attached,
     refuse_backward,
@@ -107,7 +107,7 @@ class _OpenStep:
     counted: Counted | None = None
     slices: list[int] | None = None
     buffers: list[PyTree] = field(default_factory=list[PyTree])
-    joined: list[tuple[Tensor, Pieces]] = field(default_factory=list[tuple[Tensor, Pieces]])
+    joined: list[tuple[Tensor, CotangentSplit]] = field(default_factory=list[tuple[Tensor, CotangentSplit]])
     is_forward: bool = False
     has_unreduced: bool = False
     used: list[float] = field(default_factory=list[float])
@@ -154,7 +154,7 @@ class ImperativeGradient:
         refuse_outside(mesh)
         self.apply, self.params, self.mesh, self.axes = apply, params, mesh, axes
         self.draws = LoopDraws(seed)
-        self.lay: Callable[[Layout], Layout] = options.get("gradients") or as_they_lie
+        self.gradient_layout: Callable[[Layout], Layout] = options.get("gradients") or same_layouts
         self._agreed = Buffers(buffers, resolve_mesh(mesh))  # as they were on all devices after the last step
         self._buffers = self._agreed.part(0)  # as the last forward has left them
         self._announced = Announced(mesh, axes)
@@ -173,7 +173,7 @@ class ImperativeGradient:
 
     def announce(self, total: int | None, part: PyTree) -> None:
         """Record the number of samples on all devices of the next batch."""
-        self._announced.tell(total, part)
+        self._announced.announce(total, part)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class ImperativeGradient:
         with self.draws.next(grad=grad):
             key = drawn_key()
         now.device = DeviceStep(how, now.runtime, now.tree, self._agreed, batch, 0, key, 1.0)
-        run = self._forward_slices if sliced else self._forward_whole
+        run = self._forward_slices if sliced else self._forward_once
         try:
             output = run(now, grad=grad)
         except BaseException:
@@ -210,7 +210,7 @@ class ImperativeGradient:
             self._open, now.is_forward = now, True
         return output
 
-    def _forward_whole(self, now: _OpenStep, *, grad: bool) -> Any:
+    def _forward_once(self, now: _OpenStep, *, grad: bool) -> Any:
         assert now.device is not None
         output, self._buffers = self._one(now, [x for (x,) in now.device.batch.columns], self._buffers, 0, grad=grad)
         now.slices = None
@@ -228,7 +228,7 @@ class ImperativeGradient:
         ]
         now.slices, now.buffers = [slice.rows for slice in slices], [buffers for _, buffers in parts]
         found, structure = side_by_side([output for output, _ in parts], now.slices)
-        recorded = [(x, pieces) for x, pieces in found if isinstance(x, Tensor) and x.requires_grad]
+        recorded = [(x, split) for x, split in found if isinstance(x, Tensor) and x.requires_grad]
         for x, _ in recorded:
             x.register_post_accumulate_grad_hook(lambda _: refuse_backward())
         now.joined += recorded
@@ -242,7 +242,7 @@ class ImperativeGradient:
         assert now.device is not None
         device, runtime = now.device, now.runtime
         args, kwargs = device.batch.tree(leaves, self._gradient.how.unit_options.compute)
-        with keyed_random(device.key, 0, number), owning(device.batch.mesh.axis_names, device.talk.notice):
+        with keyed_random(device.key, 0, number), owning(device.batch.mesh.axis_names, device.collectives.notice):
             if grad:
                 with runtime.saved.watch():
                     output, after = self.apply(now.tree(), buffers, *args, **kwargs)
@@ -313,8 +313,8 @@ class ImperativeGradient:
         if self.is_reproducible:
             self._back_through_slices(now, loss, start)
         else:
-            now.runtime.begin_backward(device.everyone, device.talk.along, keep, idle=not now.share)
-            with now.runtime.reductions.asked():
+            now.runtime.begin_backward(device.everyone, device.collectives.along, keep, idle=not now.share)
+            with now.runtime.reductions.collecting():
                 torch.autograd.grad(loss, [now.runtime.anchor], start, allow_unused=True)
             if keep is None:
                 now.runtime.reductions.end()
@@ -327,7 +327,7 @@ class ImperativeGradient:
         device, runtime = now.device, now.runtime
         assert device is not None and now.slices is not None
         trees = TreeAccumulator(runtime.units, runtime.reductions.as_reduced)
-        runtime.begin_backward(device.everyone, device.talk.along, trees.add, idle=not now.share)
+        runtime.begin_backward(device.everyone, device.collectives.along, trees.add, idle=not now.share)
         joined = now.joined
         refuse_attached(loss, [x for x, _ in joined])
         given = torch.autograd.grad(loss, [x for x, _ in joined], start, allow_unused=True) if joined else ()
@@ -337,9 +337,9 @@ class ImperativeGradient:
         if all(g is None for g in given):
             raise LayoutError("backward: the loss must depend on what this model has returned; got another model's.")
         for turn in range(len(now.slices)):
-            pairs = [pieces(turn, g) for (_, pieces), g in zip(joined, given, strict=True) if g is not None]
+            pairs = [split(turn, g) for (_, split), g in zip(joined, given, strict=True) if g is not None]
             outputs, cotangents = [x for x, _ in pairs], [g for _, g in pairs]
-            with runtime.reductions.asked():
+            with runtime.reductions.collecting():
                 torch.autograd.grad(outputs, [runtime.anchor], cotangents, allow_unused=True)
             trees.end_slice(1.0)
         for unit in runtime.units:
@@ -377,7 +377,7 @@ class ImperativeGradient:
         assert device is not None
         runtime = now.runtime
         if now.has_unreduced:
-            runtime.begin_backward(device.everyone, device.talk.along, None, idle=False)
+            runtime.begin_backward(device.everyone, device.collectives.along, None, idle=False)
             runtime.reductions.end()
             self._agree(now, device)
         runtime.check_unchanged()

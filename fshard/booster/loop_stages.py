@@ -22,7 +22,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
-from fshard.transforms.gradient import Runs, StepValue, as_they_lie
+from fshard.transforms.gradient import Runs, StepValue, same_layouts
 from fshard.transforms.origin import refuse_distant
 from fshard.transforms.value_and_grad import gradient_of
 
@@ -58,7 +58,7 @@ class StagedGradient:
         refuse_outside(mesh)
         self.params, self.buffers, self.mesh = params, buffers, mesh
         self.draws = LoopDraws(seed)
-        self.lay: Callable[[Layout], Layout] = options.get("gradients") or as_they_lie
+        self.gradient_layout: Callable[[Layout], Layout] = options.get("gradients") or same_layouts
         self.is_reproducible: bool = options.get("reproducible", False)
         self._stages = stages
         self._options = {"mesh": mesh, "batch": P(axes) if axes else P(), "schedule": schedule, **options}
@@ -139,7 +139,7 @@ def loss_in(output: Any) -> Tensor:
 
 
 def _sum(given: Sequence[Sharded]) -> Sharded | None:
-    """Add gradients up, one after the other."""
+    """Add gradients in sequence."""
     if not given:
         return None
     first, *others = given

@@ -1,9 +1,11 @@
 """Plugins: mesh, layouts of parameters, gradients and optimizer state, and precision.
 
-plugin parameters gradients optimizer state DDPPlugin replicated all-reduced replicated ZeroPlugin(stage=1) replicated
-reduce-scattered once a step sharded ZeroPlugin(stage=2) replicated reduce-scattered per unit sharded FSDPPlugin
-sharded reduce-scattered per unit sharded HybridParallelPlugin those of a stage on its devices, and along the other
-axes by its `zero_stage`
+plugin                   parameters       gradients                     optimizer state
+DDPPlugin                replicated       all-reduced                   replicated
+ZeroPlugin(stage=1)      replicated       reduce-scattered once a step  sharded
+ZeroPlugin(stage=2)      replicated       reduce-scattered per unit     sharded
+FSDPPlugin               sharded          reduce-scattered per unit     sharded
+HybridParallelPlugin     those of a stage on its devices, and along the other axes by its `zero_stage`
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ class Plugin:
         """Return True if the model is split into stages."""
         return False
 
-    def laid_on(self) -> Mesh:
+    def default_mesh(self) -> Mesh:
         """Return the mesh: that which was given, that of `fs.run`, or all processes."""
         if self.mesh is not None:
             return self.mesh
@@ -119,8 +121,8 @@ class Plugin:
         return mesh.axis_names if self.axis is None else mesh.check_axes(self.axis, "axis=")
 
     def arranged(self, mesh: Mesh | None = None) -> Arrangement:
-        """Return the arrangement on a mesh; None: that of `laid_on`."""
-        mesh = mesh or self.laid_on()
+        """Return the arrangement on a mesh; None: that of `default_mesh`."""
+        mesh = mesh or self.default_mesh()
         options = {
             "compute": {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[self.precision],
             "reduce": torch.float32 if self.precision == "fp16" else None,
@@ -132,7 +134,7 @@ class Plugin:
             mesh=mesh,
             axes=self.axes(mesh),
             stage=self.zero(),
-            pieces=self.axes(mesh),
+            zero_axes=self.axes(mesh),
             scaled=self.precision == "fp16",
             sync_batchnorm=self.sync_batchnorm,
             seed=self.seed,
@@ -190,18 +192,18 @@ class FSDPPlugin(Plugin):
         return wrong + refusal(lambda: fsdp((), unit=self.unit)) + _wrong_axes("shard_axis", self.shard_axis, self.mesh)
 
     def conflicts(self) -> list[str]:
-        strange = {*self.pieces(self.mesh)} - {*self.axes(self.mesh)} if self.mesh is not None else ()
+        strange = {*self.zero_axes(self.mesh)} - {*self.axes(self.mesh)} if self.mesh is not None else ()
         return super().conflicts() + [f'shard_axis must be among axis=, got "{axis}"' for axis in sorted(strange)]
 
-    def pieces(self, mesh: Mesh) -> tuple[str, ...]:
+    def zero_axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes that shard parameters and state."""
         return self.axes(mesh) if self.shard_axis is None else mesh.check_axes(self.shard_axis, "shard_axis=")
 
     def arranged(self, mesh: Mesh | None = None) -> Arrangement:
         how = super().arranged(mesh)
-        pieces = self.pieces(how.mesh)
+        zero_axes = self.zero_axes(how.mesh)
         options = {**how.options, "reshard_after_forward": self.reshard_after_forward}
-        return replace(how, pieces=pieces, rules=fsdp(pieces, unit=self.unit), options=options)
+        return replace(how, zero_axes=zero_axes, rules=fsdp(zero_axes, unit=self.unit), options=options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +272,7 @@ class HybridParallelPlugin(Plugin):
             self.schedule, stages=chunks * self.pipeline, microbatches=self.microbatches, devices=devices
         )
 
-    def laid_on(self) -> Mesh:
+    def default_mesh(self) -> Mesh:
         """Return the mesh: that which was given, that of `fs.run`, or all processes, the stages along the last axis."""
         if self.mesh is not None:
             return self.mesh

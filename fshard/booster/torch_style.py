@@ -162,7 +162,7 @@ class Loops:
         own = self.own
         if axes:
             own.announced = own.announced or Announced(mesh, axes)
-            own.announced.tell(samples, part)
+            own.announced.announce(samples, part)
         for model in own.models:
             model.gradient.announce(samples, part)
 
@@ -231,7 +231,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """The gradients of all backwards since the last step, of `scale` times the loss, in their layouts."""
         if self._grads is None:
             grads, own = self._gradient.gradients(), self._gradient
-            self._grads = with_zeros(grads, own.params, own.lay) if self._zeros else grads
+            self._grads = with_zeros(grads, own.params, own.gradient_layout) if self._zeros else grads
         return self._grads
 
     def clip_grad_by_norm(
@@ -323,12 +323,14 @@ def _boosted(given: Any, kind: type[Any], name: str, error: type[Exception]) -> 
     return given
 
 
-def with_zeros(grads: PyTree, params: PyTree, lay: Callable[[Layout], Layout]) -> PyTree:
-    """Return gradients with zeros for trained parameters that have none; `lay` gives the layout of a gradient."""
+def with_zeros(grads: PyTree, params: PyTree, gradient_layout: Callable[[Layout], Layout]) -> PyTree:
+    """Return gradients with zeros for trained parameters that have none; `gradient_layout` gives the layout of a gradient."""
     given, _ = flatten(grads, sharded_is_leaf=True, none_is_leaf=True)
     leaves, structure = flatten(params, sharded_is_leaf=True, none_is_leaf=True)
     both = zip(leaves, given, strict=True)
-    return unflatten(structure, [_zeros(x, lay(x.layout)) if g is None and trainable(x) else g for x, g in both])
+    return unflatten(
+        structure, [_zeros(x, gradient_layout(x.layout)) if g is None and trainable(x) else g for x, g in both]
+    )
 
 
 def _zeros(x: Sharded, layout: Layout) -> Sharded:

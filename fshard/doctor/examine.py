@@ -151,7 +151,7 @@ def measure(mesh: fs.Mesh) -> list[Speed]:
         "psum": (lambda x: fs.psum(x, axis), {}),
         "all_gather": (lambda x: fs.all_gather(x, axis), {}),
         "psum_scatter": (lambda x: fs.psum_scatter(x, axis), {}),
-        "ppermute": (lambda x: fs.ppermute(x, axis, ring), {"pairs": ring}),
+        "ppermute": (lambda x: fs.ppermute(x, axis, ring), {"perm": ring}),
     }
     found: list[Speed] = []
     for name, (call, options) in calls.items():

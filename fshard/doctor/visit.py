@@ -42,7 +42,7 @@ def visit(arguments: Sequence[str]) -> int:
         verdict = judge(findings)
     except Exception as error:
         verdict = failed(error, count)
-    _say(findings, verdict, known.json)
+    _print(findings, verdict, known.json)
     return 0 if verdict.well else 1
 
 
@@ -77,16 +77,16 @@ def _among_others(processes: int | None, device: str | None, as_json: bool) -> i
     except Exception as error:
         found, verdict = [], failed(error, count)
     if fs.mesh.process_index() == 0:
-        _say(found, verdict, as_json)
+        _print(found, verdict, as_json)
     elif not found:  # process 0 may be past speaking
         sys.stderr.write(f"process {fs.mesh.process_index()}: {verdict.sentence}\n")
     return 0 if verdict.well else 1
 
 
-def _say(findings: Sequence[Findings], verdict: Verdict, as_json: bool) -> None:
+def _print(findings: Sequence[Findings], verdict: Verdict, as_json: bool) -> None:
     if as_json:
-        told = {**asdict(verdict), "processes": [asdict(one) for one in findings]}
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        found_ = {**asdict(verdict), "processes": [asdict(one) for one in findings]}
+        sys.stdout.write(json.dumps(found_, indent=2) + "\n")
     else:
         show(findings, verdict)
 
@@ -127,13 +127,15 @@ def _functions(name: str) -> tuple[str, ...]:
 
 def _collectives(findings: Sequence[Findings]) -> str | None:
     """Return a line for each wrong collective, with an example."""
-    told: list[str] = []
+    found_: list[str] = []
     for at, trial in enumerate(findings[0].trials):
         complaints = [complaint for one in findings for complaint in one.trials[at].complaints]
         if complaints:
             name = " and ".join(_functions(trial.collective))
-            told.append(f"{name} wrong in {len(complaints)} of {trial.cases * len(findings)} results, {complaints[0]}")
-    return "; ".join(told) if told else None
+            found_.append(
+                f"{name} wrong in {len(complaints)} of {trial.cases * len(findings)} results, {complaints[0]}"
+            )
+    return "; ".join(found_) if found_ else None
 
 
 def _versions(findings: Sequence[Findings]) -> str | None:

@@ -34,13 +34,13 @@ class Cell:
     """One shard of the tensor.
 
     Args:
-        piece: its number among the shards, in device order.
+        shard: its number among the shards, in device order.
         ranges: of each dim, or the one flat range.
         copies: one device of every replica.
         summands: the steps from there to the devices whose sum the replica is; none if it is not unreduced.
     """
 
-    piece: int
+    shard: int
     ranges: tuple[Range, ...]
     copies: Devices
     summands: Devices
@@ -147,8 +147,8 @@ def _sides(shape: Sequence[int], layout: Layout) -> tuple[Side, ...]:
         return (_side(shape, layout, "flat", 0, layout.spec.flat_axes, _INSIDE),)
     dims = dict(enumerate(layout.spec.dims(len(shape))))
     cut = [dim for dim, axes in dims.items() if _parts(layout, axes) > 1]
-    whole = [dim for dim in reversed(dims) if dim not in cut]
-    drawn = sorted(cut + whole[: max(0, 2 - len(cut))])
+    others = [dim for dim in reversed(dims) if dim not in cut]
+    drawn = sorted(cut + others[: max(0, 2 - len(cut))])
     outer = len(drawn) - 2
     inside, outside = (_INSIDE, _OUTSIDE) if outer < 2 else (_INSIDE_MANY, _OUTSIDE_MANY)
     return tuple(
@@ -210,7 +210,7 @@ def _cell(shape: Sequence[int], layout: Layout, at: Mapping[str, int]) -> Cell:
     first = mesh.index({**layout.place, **at})
     owners = [name for name in mesh.axis_names if name in spec.split_axes]
     return Cell(
-        piece=arithmetic.ravel([at.get(name, 0) for name in owners], [mesh.shape[name] for name in owners]),
+        shard=arithmetic.ravel([at.get(name, 0) for name in owners], [mesh.shape[name] for name in owners]),
         ranges=layout.ranges(shape, first),
         copies=box(mesh, layout.replicated_axes, first),
         summands=box(mesh, spec.unreduced, 0),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import optree
 from torch import Tensor
 
-from fshard.explore.words import most_bytes, whole_bytes
+from fshard.explore.words import global_bytes, most_bytes
 from fshard.mesh.layout import NAMESPACE, Layout, Mesh, PyTree, ShardType
 from fshard.mesh.layout.sharded import Sharded, typeof
 
@@ -28,7 +28,7 @@ _o: Any = optree
 class Bytes(NamedTuple):
     """Bytes of a subtree: in total, and on the fullest device."""
 
-    whole: int = 0
+    total: int = 0
     device: int = 0
     host: int = 0
     unplaced: int = 0
@@ -51,11 +51,11 @@ class Leaf:
         """Its bytes."""
         if self.type is None:
             return Bytes()
-        whole = whole_bytes(self.type)
+        total = global_bytes(self.type)
         if self.layout is None:
-            return Bytes(whole, unplaced=whole)
+            return Bytes(total, unplaced=total)
         held = most_bytes(self.type, self.layout)
-        return Bytes(whole, host=held) if self.layout.memory == "host" else Bytes(whole, device=held)
+        return Bytes(total, host=held) if self.layout.memory == "host" else Bytes(total, device=held)
 
 
 @dataclass(frozen=True)

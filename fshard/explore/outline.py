@@ -98,11 +98,11 @@ def amount(held: Bytes) -> str:
     >>> amount(Bytes(whole=4096, device=1024)), amount(Bytes(whole=12, unplaced=12))
     ('4.0 KiB, 1.0 KiB per device', '12 B, on no mesh')
     """
-    if not held.whole:
+    if not held.total:
         return ""
-    parts = [size(held.whole)]
+    parts = [size(held.total)]
     parts += [f"{size(held.device)} per device"] if held.device else []
     parts += [f"{size(held.host)} per device in host memory"] if held.host else []
     if held.unplaced:
-        parts.append("on no mesh" if held.unplaced == held.whole else f"{size(held.unplaced)} on no mesh")
+        parts.append("on no mesh" if held.unplaced == held.total else f"{size(held.unplaced)} on no mesh")
     return ", ".join(parts)

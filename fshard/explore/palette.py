@@ -23,10 +23,10 @@ _FILLS = (
 )
 
 
-def fill(piece: int) -> str:
+def fill(shard: int) -> str:
     """Return the colour of a shard.
 
     >>> fill(0), fill(11) == fill(0)
     ('#7cb7e8', True)
     """
-    return _FILLS[piece % len(_FILLS)]
+    return _FILLS[shard % len(_FILLS)]

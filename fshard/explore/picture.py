@@ -107,7 +107,7 @@ def picture(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.floa
     """
     if layout is not None and _is_shape(x):
         x = torch.empty(tuple(x), dtype=dtype, device="meta")
-    stock = take_stock(x if layout is None else _laid(x, layout))
+    stock = take_stock(x if layout is None else _with_layouts(x, layout))
     return Picture(stock if isinstance(stock, Branch) else _grid(stock))
 
 
@@ -163,7 +163,7 @@ def _grid(leaf: Leaf) -> Grid:
     return plan_grid(leaf.type, leaf.layout.mesh)
 
 
-def _laid(tree: PyTree, prefix: PyTree) -> PyTree:
+def _with_layouts(tree: PyTree, prefix: PyTree) -> PyTree:
     """Return the tree with leaves in the layouts of a prefix tree, or raise with all that are invalid."""
     paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True)
     try:
@@ -171,21 +171,21 @@ def _laid(tree: PyTree, prefix: PyTree) -> PyTree:
     except ValueError as error:
         raise LayoutError(f"visualize: layout is no prefix of the tree: {error}") from error
     complaints: list[str] = []
-    laid: list[Any] = []
+    sharded: list[Any] = []
     for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
         if not isinstance(leaf, Sharded | Tensor):
-            laid.append(leaf)
+            sharded.append(leaf)
             continue
         try:
             if not isinstance(layout, Layout):
                 raise LayoutError(f"layout is a {type(layout).__name__}. Write fs.Layout(mesh, P(...)).")
             layout.check(tuple(leaf.shape))
-            laid.append(Leaf(ShardType(leaf.dtype, tuple(leaf.shape), layout.spec, layout.memory), layout))
+            sharded.append(Leaf(ShardType(leaf.dtype, tuple(leaf.shape), layout.spec, layout.memory), layout))
         except LayoutError as error:
             complaints.append(f"x{path}: {error}")
     if complaints:
         raise LayoutError("visualize: " + " ".join(complaints))
-    return unflatten(structure, laid)
+    return unflatten(structure, sharded)
 
 
 def _is_shape(x: PyTree) -> bool:

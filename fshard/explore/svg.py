@@ -95,7 +95,7 @@ def _column(grid: Grid, block: GridBlock, place: int, label: str) -> float:
 def _cell(grid: Grid, cell: Cell | None, x: float, y: float, width: float, height: float) -> str:
     if cell is None:
         return _text("…", x + width / 2, y + height / 2 + 4, anchor="middle")
-    colour, shape = fill(cell.piece), f'width="{width:g}" height="{height:g}" rx="5"'
+    colour, shape = fill(cell.shard), f'width="{width:g}" height="{height:g}" rx="5"'
     cards = min(cell.copies.count, 3) - 1  # the cards below the uppermost: shown as rims
     pile = "".join(
         f'<rect x="{x + 2.5 * card:g}" y="{y + 2.5 * card:g}" {shape} fill="{colour}" stroke="{INK}" '

@@ -54,7 +54,7 @@ def _draw(grid: Grid, block: GridBlock) -> list[Text]:
 def _row(label: str, texts: list[str], cells: tuple[Cell | None, ...], widths: list[int]) -> Text:
     line = Text(label + "│")
     for text, cell, width in zip(texts, cells, widths, strict=True):
-        style = Style(color=INK, bgcolor=fill(cell.piece)) if cell and not cell.is_empty else _NOTHING
+        style = Style(color=INK, bgcolor=fill(cell.shard)) if cell and not cell.is_empty else _NOTHING
         line.append(_centred(text, width), style)
         line.append("│")
     return line

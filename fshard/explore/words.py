@@ -21,7 +21,7 @@ def size(count: int) -> str:
     return f"{count / 1024**power:,.{1 if power else 0}f} {units[power]}"
 
 
-def whole_bytes(kind: ShardType) -> int:
+def global_bytes(kind: ShardType) -> int:
     """Return the bytes of the global tensor."""
     return prod(kind.shape) * kind.dtype.itemsize
 
@@ -44,7 +44,7 @@ def headline(grid: Grid) -> tuple[str, str]:
     every = "on the only device" if count == 1 else f"on each of {count:,} devices"
     return (
         f"{kind} on {grid.mesh}",
-        f"{size(whole_bytes(kind))}, {upto}{size(most_bytes(kind, grid.layout))} {every}",
+        f"{size(global_bytes(kind))}, {upto}{size(most_bytes(kind, grid.layout))} {every}",
     )
 
 

@@ -3,7 +3,7 @@
 The parent serves the store in which the processes find each other, as torchrun's agent does: no port is guessed, and
 the store outlives every process. A process that fails reports it and leaves its group, which closes its connections;
 peers that wait for it then fail too instead of hanging, and the pool can be used again. A process that reports nothing
-is asked for its stack and ended.
+reports its stack and is ended.
 
     parent   store ---- run ---------------- reports in rank order, or the first error with all others as notes
                          |  task      ^ report

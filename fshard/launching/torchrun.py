@@ -1,8 +1,9 @@
 """The command line of torchrun for that of `fshard run`: a few shorter options, all others are torchrun's.
 
-fshard run --processes 4 train.py --rate 0.1 four processes here fshard run --nodes 2 --node-index 0 --address
-gpu1:29500 --processes 8 train.py the first of two machines fshard run --processes 4 -m package.module a module fshard
-run --processes 4 --max-restarts 3 train.py an option of torchrun
+fshard run --processes 4 train.py --rate 0.1          four processes here
+fshard run --nodes 2 --node-index 0 --address gpu1:29500 --processes 8 train.py      the first of two machines
+fshard run --processes 4 -m package.module            a module
+fshard run --processes 4 --max-restarts 3 train.py    an option of torchrun
 """
 
 from __future__ import annotations

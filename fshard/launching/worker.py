@@ -70,8 +70,8 @@ class WorkerReport:
     @property
     def followed(self) -> bool:
         """True if it only lost the connection to a peer, as a consequence of another failure."""
-        told = isinstance(self.error, RuntimeError | MeshError) and any(word in str(self.error) for word in LOST)
-        return told or isinstance(self.error, LostProcessError)
+        texts = isinstance(self.error, RuntimeError | MeshError) and any(word in str(self.error) for word in LOST)
+        return texts or isinstance(self.error, LostProcessError)
 
     def account(self, first: WorkerReport) -> str:
         """Return its error, in one line if the error of another process caused it or is the same."""
@@ -79,8 +79,8 @@ class WorkerReport:
             return ":\n" + f"{type(self.error).__name__}: {self.error}".splitlines()[0]
         if self is not first and repr(self.error) == repr(first.error):
             return " in the same way"
-        told = [self.trace.rstrip(), *(getattr(self.error, "__notes__", []) if self is not first else [])]
-        return "".join(f":\n{text}" if place == 0 else f"\n{text}" for place, text in enumerate(told) if text)
+        texts = [self.trace.rstrip(), *(getattr(self.error, "__notes__", []) if self is not first else [])]
+        return "".join(f":\n{text}" if place == 0 else f"\n{text}" for place, text in enumerate(texts) if text)
 
 
 _OUR_FRAMES = f'  File "{__file__}"'
@@ -218,9 +218,9 @@ def _do(rank: int, task: bytes, connection: Connection, packed: Callable[[Any], 
         report = packed(WorkerReport(rank, time.monotonic(), result, joined=dist.is_initialized()))
     except BaseException as error:
         tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        told = traceback.TracebackException(type(error), error, tail)
-        told.__notes__ = []  # they travel with the error
-        trace = "".join(told.format())
+        texts = traceback.TracebackException(type(error), error, tail)
+        texts.__notes__ = []  # they travel with the error
+        trace = "".join(texts.format())
         failed = WorkerReport(rank, time.monotonic(), error=_portable(error, packed), trace=trace)
         _flush()
         connection.send_bytes(packed(failed))

@@ -35,7 +35,7 @@ from fshard.optim.schedules import Rate, rate_at
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
-    """Apply one after the other; the state is the tuple of theirs.
+    """Apply transformations in sequence; the state is the tuple of theirs.
 
     >>> import torch, fshard.optim as optim
     >>> opt = chain(clip_by_value(1.0), optim.sgd(0.5))
@@ -67,12 +67,12 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     return Optimizer(init, through(lambda one: one.update), step, elementwise, loss_scale, arrays=True)
 
 
-def _jointly(said: list[Elementwise]) -> Elementwise:
+def _jointly(flags: list[Elementwise]) -> Elementwise:
     """Return True if all are elementwise, per leaf where one of them differs by leaf."""
-    if not any(map(callable, said)):
-        return all(said)
+    if not any(map(callable, flags)):
+        return all(flags)
     return lambda params: [
-        all(column) for column in zip(*(elementwise_leaves(one, params) for one in said), strict=True)
+        all(column) for column in zip(*(elementwise_leaves(one, params) for one in flags), strict=True)
     ]
 
 

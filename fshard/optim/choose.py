@@ -114,9 +114,9 @@ def by_label(
 
 def _elementwise(opts: Mapping[Any, Optimizer], labels: PyTree | Callable[[str, Leaf], Any]) -> Elementwise:
     """Return `elementwise` of each leaf's optimizer; one value if all are equal."""
-    said = [opt.elementwise for opt in opts.values()]
-    if all(one is True for one in said) or all(one is False for one in said):
-        return said == [True] * len(said)
+    flags = [opt.elementwise for opt in opts.values()]
+    if all(one is True for one in flags) or all(one is False for one in flags):
+        return flags == [True] * len(flags)
 
     def of_leaves(params: PyTree) -> list[bool]:
         at = Leaves.of(params)

@@ -207,14 +207,14 @@ def kind_of(leaf: Leaf) -> str:
     return repr(leaf) if isinstance(leaf, Sharded) else f"a {type(leaf).__name__} of shape {tuple(leaf.shape)}"
 
 
-def check_whole(name: str, *, refuse: Callable[[Leaf], str | None] = lambda leaf: None) -> Callable[[Leaves], None]:
+def check_unsharded(name: str, *, refuse: Callable[[Leaf], str | None] = lambda leaf: None) -> Callable[[Leaves], None]:
     """Return a check that every parameter is unsharded on its devices, and not rejected for another reason; raises
     with all.
     """
 
     def check(at: Leaves) -> None:
         found = [(path or "the leaf", leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if trainable(leaf)]
-        cut = [f"\n  params{path} is {leaf!r}" for path, leaf in found if not is_whole(leaf)]
+        cut = [f"\n  params{path} is {leaf!r}" for path, leaf in found if not is_unsharded(leaf)]
         if cut:
             raise LayoutError(
                 f"{name} needs whole matrices, but these parameters are in pieces:{''.join(cut)}\n"
@@ -235,7 +235,7 @@ def refuse_complex(leaf: Leaf) -> str | None:
     return "it is complex" if leaf.dtype.is_complex else None
 
 
-def is_whole(leaf: Leaf) -> bool:
+def is_unsharded(leaf: Leaf) -> bool:
     """Return True if every device that stores any of a leaf stores all of it, in its shape."""
     if not isinstance(leaf, Sharded):
         return True

@@ -220,10 +220,10 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Te
 def sum_over_mesh_later(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Callable[[], Tensor]:
     """Compute the local rows now; return the function that sums them."""
     cut = [_cut_axes(leaf.layout) if isinstance(leaf, Sharded) else () for leaf in leaves]
-    whole = [(i, 0) for i, axes in enumerate(cut) if not axes]
+    full = [(i, 0) for i, axes in enumerate(cut) if not axes]
     mesh = next((leaf.mesh for leaf, axes in zip(leaves, cut, strict=True) if axes), None)
     if mesh is None:
-        total = row(whole)
+        total = row(full)
         return lambda: total
     over = tuple(axis for axis in mesh.axis_names if any(axis in axes for axes in cut))
     parts: list[Tensor] = []
@@ -232,7 +232,7 @@ def sum_over_mesh_later(leaves: Sequence[Leaf], row: Callable[[Places], Tensor])
         first = {axes: not any(place[axis] for axis in over if axis not in axes) for axes in {*cut}}
         parts.append(row([(i, index) for i, axes in enumerate(cut) if axes and first[axes]]))
     summands = Sharded(tuple(parts[0].shape), Layout(mesh, P(unreduced=over)), tuple(parts))
-    beside, site = row(whole) if whole else None, call_site()
+    beside, site = row(full) if full else None, call_site()
 
     def added() -> Tensor:
         (sums,) = reshard_all([summands], [Layout(mesh)], site)

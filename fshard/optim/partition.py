@@ -113,7 +113,7 @@ def partition_optimizer(
     def init(params: PyTree) -> PyTree:
         at = Leaves.of(params)
         _refuse_elsewhere(at, at.leaves, mesh)
-        (own,) = _laid([at.leaves], _targets(at, flat, axes), call_site())
+        (own,) = _reshard_leaves([at.leaves], _targets(at, flat, axes), call_site())
         return opt.init(at.rebuild(own))
 
     def through(act: Update, *, donated: bool) -> Update:
@@ -130,13 +130,13 @@ def partition_optimizer(
                 for leaf, target in zip(column, targets, strict=True)
             ):
                 return act(grads, state, params)
-            laid, own = _laid([given, at.leaves], targets, site)
-            grads, own = at.rebuild(laid), at.rebuild(own)
-            del given, laid
+            resharded, own = _reshard_leaves([given, at.leaves], targets, site)
+            grads, own = at.rebuild(resharded), at.rebuild(own)
+            del given, resharded
             result, state = act(grads, state, own)
             after = at.beside(result, "the optimizer's results")
             del grads, own, result  # then `after` holds the last references to old memory
-            return at.rebuild((_handed_over if donated else _back)(at, after, site)), state
+            return at.rebuild((_write_in_place if donated else _back)(at, after, site)), state
 
         return run
 
@@ -146,7 +146,7 @@ def partition_optimizer(
         through(step_of(opt), donated=True),
         opt.elementwise,
         opt.loss_scale,
-        lambda layout: pieces(layout, axes),
+        lambda layout: shard_layout(layout, axes),
         stage,
     )
 
@@ -164,7 +164,7 @@ def _check(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
         )
 
 
-def pieces(layout: Layout, axes: tuple[str, ...]) -> Layout:
+def shard_layout(layout: Layout, axes: tuple[str, ...]) -> Layout:
     """Return the layout of the shards that devices along `axes` work on.
 
     Existing sharding over some of the axes is kept; the others split it further, flat. One device splits nothing.
@@ -201,14 +201,14 @@ def _divided(
     largest first. Frozen ones count, though they are not moved: so unfreezing one changes no owner.
     """
     targets = list[Layout | None]([None] * len(layouts))
-    whole: dict[tuple[Mesh, P], dict[int, Layout]] = {}
+    owned: dict[tuple[Mesh, P], dict[int, Layout]] = {}
     for place, (layout, is_flat) in enumerate(zip(layouts, elementwise, strict=True)):
         if layout is None or firsts[place] != place:
             continue
-        targets[place] = cut = pieces(layout, axes)
+        targets[place] = cut = shard_layout(layout, axes)
         if not is_flat and cut.spec.split_axes:
-            whole.setdefault((cut.mesh, P.flat(*cut.spec.split_axes, at=dict(cut.spec.at))), {})[place] = layout
-    for (mesh, spec), some in whole.items():
+            owned.setdefault((cut.mesh, P.flat(*cut.spec.split_axes, at=dict(cut.spec.at))), {})[place] = layout
+    for (mesh, spec), some in owned.items():
         over = spec.split_axes
         owners = shared_out([prod(shapes[place]) for place in some], prod(mesh.shape[axis] for axis in over))
         for (place, layout), owner in zip(some.items(), owners, strict=True):
@@ -255,7 +255,7 @@ def _refuse_elsewhere(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool
         )
 
 
-def _laid(
+def _reshard_leaves(
     columns: Sequence[list[Leaf]], layouts: Sequence[Layout | None], site: Site, into: Sequence[Leaf] = ()
 ) -> list[list[Leaf]]:
     """Return leaves in the given layouts, resharded together; unchanged where none is given."""
@@ -279,10 +279,10 @@ def _laid(
 
 def _back(at: Leaves, after: list[Leaf], site: Site, into: Sequence[Leaf] = ()) -> list[Leaf]:
     """Give results the layouts of the parameters."""
-    return _laid([after], [leaf and leaf.layout for leaf in at.leaves], site, into)[0]
+    return _reshard_leaves([after], [leaf and leaf.layout for leaf in at.leaves], site, into)[0]
 
 
-def _handed_over(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
+def _write_in_place(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
     """Give results the layouts of the parameters, in the memory of the old parameters where possible.
 
     Where results cannot be assembled in the old memory that is done for some at a time, so little more than one copy

@@ -26,7 +26,7 @@ from fshard.mesh.layout import NAMESPACE, P, PyTree, Structure, flatten, holders
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
 from fshard.optim.contract import Optimizer, Update, check_optimizer
-from fshard.optim.leaves import Leaf, Leaves, check_whole, is_whole, kind_of, trainable
+from fshard.optim.leaves import Leaf, Leaves, check_unsharded, is_unsharded, kind_of, trainable
 
 _optree: Any = optree
 Check = Callable[[Leaves], None]
@@ -52,8 +52,8 @@ def on_arrays(opt: Any, who: str) -> Any:
     if getattr(opt, "arrays", False):
         return opt
     elementwise, step = getattr(opt, "elementwise", False), getattr(opt, "step", None)
-    whole = check_whole("A pair of plain functions without elementwise=True")
-    check: Check = (lambda at: None) if elementwise is True else whole
+    check_full = check_unsharded("A pair of plain functions without elementwise=True")
+    check: Check = (lambda at: None) if elementwise is True else check_full
     return Optimizer(
         _init_on_devices(opt.init, check),
         _on_devices(opt.update, check, writes=False),
@@ -100,12 +100,15 @@ def _init_on_devices(init: Callable[[PyTree], PyTree], check: Check) -> Callable
 
         _check_numbers(at, states[0])
 
-        def laid(*entries: list[Any]) -> PyTree:
+        def assemble_tree(*entries: list[Any]) -> PyTree:
             rows = [dict(zip(tree, own, strict=True)) for tree, own in zip(trees, entries, strict=True)]
-            return at.rebuild([_laid(x, [row.get(i) for row in rows], devices) for i, x in enumerate(at.leaves)])
+            return at.rebuild([_assemble(x, [row.get(i) for row in rows], devices) for i, x in enumerate(at.leaves)])
 
         columns = zip(*(state.entries for state in states), strict=True)
-        made = [laid(*column) if like else column[0] for column, like in zip(columns, states[0].is_like, strict=True)]
+        made = [
+            assemble_tree(*column) if like else column[0]
+            for column, like in zip(columns, states[0].is_like, strict=True)
+        ]
         return unflatten(states[0].structure, made)
 
     return run
@@ -205,7 +208,7 @@ def _without_values(leaf: Sharded) -> Tensor:
     return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
 
-def _laid(param: Leaf, column: Sequence[Any], devices: list[_Device]) -> Leaf:
+def _assemble(param: Leaf, column: Sequence[Any], devices: list[_Device]) -> Leaf:
     """Assemble the state of a parameter from each device's; the last one may be without values."""
     example = next((x for x in column if x is not None), None)
     if example is None or not isinstance(param, Sharded):
@@ -218,7 +221,7 @@ def _laid(param: Leaf, column: Sequence[Any], devices: list[_Device]) -> Leaf:
     shape, layout = param.shape, param.layout
     shapes = [layout.local_shape(shape, at) for at in (*(device.number for device in devices), holders(layout)[0])]
     if any(x is not None and tuple(x.shape) != own for x, own in zip(column, shapes, strict=False)):
-        if example.ndim and not is_whole(param):
+        if example.ndim and not is_unsharded(param):
             raise OptimizerError(
                 f"state of an elementwise optimizer must have the shape of its parameter's shard, or be a number; got "
                 f"{tuple(example.shape)} beside {kind_of(param)}. Leave out elementwise=True: an owner then has all of it."

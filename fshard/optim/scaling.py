@@ -1,7 +1,8 @@
 """Dynamic loss scaling: prevents underflow of float16 gradients by scaling the loss, and overflow by a smaller scale.
 
-loss x scale ─> backward in float16 ─> gradients / scale ─> the optimizer an infinite gradient anywhere: no step on any
-device, and a smaller scale many finite steps in a row: a larger scale
+loss x scale ─> backward in float16 ─> gradients / scale ─> the optimizer
+an infinite gradient anywhere: no step on any device, and a smaller scale
+many finite steps in a row: a larger scale
 
 Skip a step whose gradients are not finite, on all devices or on none.
 

@@ -123,9 +123,9 @@ def one_cycle(
     return rate
 
 
-def _part(done: float, whole: float) -> float:
+def _part(done: float, full: float) -> float:
     """Return the completed fraction of an interval; 1 for an empty one."""
-    return min(done / whole, 1.0) if whole else 1.0
+    return min(done / full, 1.0) if full else 1.0
 
 
 def inverse_sqrt(peak: float, *, warmup: int) -> Schedule:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fshard.errors import OptimizerError
 from fshard.optim.contract import Optimizer
-from fshard.optim.leaves import Leaf, check_whole, refuse_complex
+from fshard.optim.leaves import Leaf, check_unsharded, refuse_complex
 from fshard.optim.rules.cells import Cells, Rule, each_kind
 from fshard.optim.rules.lists import rounds_by_place
 from fshard.optim.rules.rule import Slots, writer
@@ -152,7 +152,7 @@ def _pure(cls: type[torch.optim.Optimizer], who: str, options: dict[str, Any]) -
         slots,
         _in_32_bits(unfused) if known.elementwise else each_kind(unfused, complex_as_real=False),
         fast=_rule(cls, known, options) if options.get("fused") else None,
-        check=None if known.elementwise else check_whole(who, refuse=known.refuse),
+        check=None if known.elementwise else check_unsharded(who, refuse=known.refuse),
         elementwise=known.elementwise,
     )
 

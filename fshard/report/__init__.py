@@ -5,9 +5,12 @@ with fs.report.Report(fs.report.Bar(total=300), fs.report.JsonLines("run.jsonl")
         params, state, metrics = step(params, state, batch)
         report(metrics)
 
-Report counts steps, adds samples a second and memory, and passes numbers to writers, on device 0 Writer the protocol:
-write(step, values), close() Bar a progress bar, in a terminal, in Jupyter, and as lines in a file JsonLines a line of
-JSON per step TensorBoard scalars, if tensorboard is installed Profile a Chrome trace of each device
+Report       counts steps, adds samples a second and memory, and passes numbers to writers, on device 0
+Writer       the protocol: write(step, values), close()
+Bar          a progress bar, in a terminal, in Jupyter, and as lines in a file
+JsonLines    a line of JSON per step
+TensorBoard  scalars, if tensorboard is installed
+Profile      a Chrome trace of each device
 """
 
 from fshard.report.bar import Bar

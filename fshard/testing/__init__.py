@@ -1,10 +1,13 @@
 """The testing kit: for fshard's own tests, and for programs and runtimes built with it.
 
-certify compares a sharded training run with one on one device: of loss functions, modules and optimizers processes
-runs a function in several processes: `run_processes(fn, n)` plugin for pytest: the `mesh` fixture and marker
-strategies draws meshes, layouts, tensors and trees for hypothesis oracles defines every collective on a plain list of
-tensors conformance compares a runtime with the oracles, for every collective, dtype and group of axes:
-`check_runtime(mesh)` cases lists the cases of the conformance suite gpt a small GPT as plain functions
+certify        compares a sharded training run with one on one device: of loss functions, modules and optimizers
+processes      runs a function in several processes: `run_processes(fn, n)`
+plugin         for pytest: the `mesh` fixture and marker
+strategies     draws meshes, layouts, tensors and trees for hypothesis
+oracles        defines every collective on a plain list of tensors
+conformance    compares a runtime with the oracles, for every collective, dtype and group of axes: `check_runtime(mesh)`
+cases          lists the cases of the conformance suite
+gpt            a small GPT as plain functions
 """
 
 from importlib import import_module

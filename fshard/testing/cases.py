@@ -26,7 +26,7 @@ FEW_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
 """One of each kind, for options that do not depend on the dtype."""
 
 Form = Literal["plain", "strided", "conjugate", "slice", "expanded"]
-Road = Literal["call", "start", "func"]
+CallMode = Literal["call", "start", "func"]
 """How to call and differentiate: directly, by `.start(...).wait()`, or under torch.func."""
 
 
@@ -38,8 +38,8 @@ class Operand(NamedTuple):
     form: Form = "plain"
 
     def __str__(self) -> str:
-        lies = "" if self.form == "plain" else f" {self.form}"
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{lies}"
+        suffix = "" if self.form == "plain" else f" {self.form}"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Case:
     axes: tuple[str, ...]
     operands: tuple[Operand, ...]
     options: tuple[tuple[str, Any], ...] = ()
-    road: Road = "call"
+    mode: CallMode = "call"
     seed: int = 0
 
     @property
@@ -65,8 +65,8 @@ class Case:
 
     def __str__(self) -> str:
         options = "".join(f", {name}={value}" for name, value in self.options)
-        road = "" if self.road == "call" else f" by {self.road}"
-        return f"{self.collective}({' '.join(map(str, self.operands))}, {'+'.join(self.axes)}{options}){road}"
+        mode = "" if self.mode == "call" else f" by {self.mode}"
+        return f"{self.collective}({' '.join(map(str, self.operands))}, {'+'.join(self.axes)}{options}){mode}"
 
 
 # -- what the devices hold ----------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, *seeds: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
 
 
-def _laid_out(x: Tensor, form: Form) -> Tensor:
+def _in_format(x: Tensor, form: Form) -> Tensor:
     """Return the same values in another memory format."""
     match form:
         case "strided":
@@ -99,7 +99,7 @@ def operand(case: Case, place: int, device: int) -> Tensor:
     dtype, shape, form = case.operands[place]
     if form == "expanded":
         return _values(shape[:-1], dtype, case.seed, place, device).unsqueeze(-1).expand(shape)
-    return _laid_out(_values(shape, dtype, case.seed, place, device), form)
+    return _in_format(_values(shape, dtype, case.seed, place, device), form)
 
 
 def cotangent(case: Case, place: int, device: int, like: Tensor) -> Tensor:
@@ -145,20 +145,20 @@ def _special_cases(base: Case, n: int) -> Iterator[Case]:
         for form in ("strided", "conjugate", "slice", "expanded"):
             if form != "conjugate" or dtype not in (torch.int64, torch.bfloat16):
                 yield replace(base, operands=(Operand(dtype, (n, 2, n), form),))
-        for road in ("start", "func"):
-            yield replace(base, operands=(Operand(dtype, (n, n)),), road=road)
+        for mode in ("start", "func"):
+            yield replace(base, operands=(Operand(dtype, (n, n)),), mode=mode)
         yield replace(base, operands=(Operand(dtype, (n, 0)),))
         yield replace(base, operands=(Operand(dtype, (n, 11, 13)),), seed=1)
     tree = tuple(Operand(dtype, (n, width)) for width in (1, 3) for dtype in few)
-    for road in ("call", "start", "func"):
-        yield replace(base, operands=tree, road=road)
+    for mode in ("call", "start", "func"):
+        yield replace(base, operands=tree, mode=mode)
     if not {"dim", "split_dim"} & dict(base.options).keys() or base.collective == "all_gather":
         yield replace(base, operands=(Operand(torch.float32, ()),))
         yield replace(base, operands=(Operand(torch.bfloat16, (3,)),))
 
 
 def large_cases(mesh: fs.Mesh, elements: int = 300_007) -> Iterator[Case]:
-    """Return cases of many elements (an odd number), where runtimes may take other ways than for few."""
+    """Return cases of many elements (an odd number), for which runtimes may use other algorithms."""
     n = mesh.size
     for name, oracle in ORACLES.items():
         case = Case(name, mesh.axis_names, (), tuple(oracle.options(n)[0].items()))

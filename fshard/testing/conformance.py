@@ -88,7 +88,7 @@ def _perform(case: Case, device: int, device_type: str) -> CaseOutcome:
         gs = [cotangent(case, place, device, y).to(y.device) for place, y in enumerate(ys)]
         return [g for g in gs if kind(g.dtype) in "fc"]
 
-    if not moving or case.road == "func":
+    if not moving or case.mode == "func":
         with fs.ledger() as book:
             ys, _ = function(*moving)
         if not moving:
@@ -129,10 +129,10 @@ def _call(case: Case, xs: Tensors) -> tuple[Tensors, Tensors]:
     tree: Any = xs[0] if len(xs) == 1 else {"first": xs[0], "others": tuple(xs[1:])}
     options = dict(case.options)
     if case.collective == "send_recv":
-        result, tokens = _send_recv(tree, case.axis, case.road == "start", **options)
+        result, tokens = _send_recv(tree, case.axis, case.mode == "start", **options)
     else:
         collective = getattr(fs, case.collective)
-        started = collective.start(tree, case.axis, **options).wait if case.road == "start" else None
+        started = collective.start(tree, case.axis, **options).wait if case.mode == "start" else None
         result, tokens = started() if started else collective(tree, case.axis, **options), []
     return optree.tree_leaves(result), tokens
 

@@ -149,8 +149,8 @@ def pvary_backward(gs: Tensors, xs: Tensors) -> Tensors:
 
 def all_gather_backward(gs: Tensors, xs: Tensors, *, dim: int = 0, to: str = "varying") -> Tensors:
     """Sum the cotangents of each shard over its users; a replicated result is used once."""
-    whole = gs if to == "replicated" else psum(gs)
-    return [cut(g, len(gs), dim)[i].reshape(x.shape) for i, (g, x) in enumerate(zip(whole, xs, strict=True))]
+    full = gs if to == "replicated" else psum(gs)
+    return [cut(g, len(gs), dim)[i].reshape(x.shape) for i, (g, x) in enumerate(zip(full, xs, strict=True))]
 
 
 def psum_scatter_backward(gs: Tensors, xs: Tensors, *, dim: int = 0) -> Tensors:

@@ -196,13 +196,13 @@ def run_one_test(arguments: list[str]) -> None:
 
     torch.manual_seed(0)  # the test before may have drawn differently in each process
     random.seed(0)
-    observer, said = _Observer(), io.StringIO()
-    with contextlib.redirect_stdout(said):
+    observer, output = _Observer(), io.StringIO()
+    with contextlib.redirect_stdout(output):
         code = pytest.main(arguments, plugins=[observer])
     if observer.raised is None and code == pytest.ExitCode.OK and observer.ran:
         return
     if isinstance(observer.raised, pytest.skip.Exception):
         raise SkippedThere(observer.raised.msg)
     error = observer.raised or RuntimeError(f"pytest {' '.join(arguments)} ended with {code!r}.")
-    error.__notes__ = [*getattr(error, "__notes__", []), said.getvalue()]
+    error.__notes__ = [*getattr(error, "__notes__", []), output.getvalue()]
     raise error.with_traceback(None)

@@ -43,8 +43,8 @@ FEW = 12
 
 def _mesh_written(mesh: Mesh) -> str:
     runtime = "" if mesh.runtime == "virtual" else f', runtime="{mesh.runtime}"'
-    whole = f"fs.make_mesh({dict(mesh.parent or mesh.axes)}{runtime})"
-    return whole if mesh.parent is None else f"{whole}[{mesh.axis_names}]"
+    full = f"fs.make_mesh({dict(mesh.parent or mesh.axes)}{runtime})"
+    return full if mesh.parent is None else f"{full}[{mesh.axis_names}]"
 
 
 def _layout_written(layout: Layout) -> str:

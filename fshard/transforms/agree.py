@@ -86,20 +86,20 @@ def agreed_turns(used: Sequence[int], count: int, group: Group | None, site: Sit
     return sorted(used, key=lambda number: -first[number])
 
 
-def marks(*told: object) -> list[float]:
+def marks(*numbers: object) -> list[float]:
     """Return numbers whose sums over devices show whether all devices had the same: see `unlike`.
 
     >>> here, there = marks([0, 1], "x"), marks([1, 0], "x")
     >>> unlike([a + b for a, b in zip(here, here)]), unlike([a + b for a, b in zip(here, there)])
     ([], [0])
     """
-    found = [mark(one) for one in told]
+    found = [mark(one) for one in numbers]
     return [1.0, *found, *(each**2 for each in found)]
 
 
-def mark(told: object) -> float:
+def mark(numbers: object) -> float:
     """Return a hash of 20 bits."""
-    return float(zlib.crc32(repr(told).encode()) % (1 << 20)) if told else 0.0
+    return float(zlib.crc32(repr(numbers).encode()) % (1 << 20)) if numbers else 0.0
 
 
 def unlike(sums: Sequence[float]) -> list[int]:
@@ -166,7 +166,7 @@ _INDEX = "fs.axis_index"
 """A call that sends nothing: it counts in the first step, in which devices agree, but not for one device in a later one."""
 
 
-class Talk:
+class CollectiveRecord:
     """The collectives that one device's loss function calls in a step; `objection` may reject them.
 
     `along`: axes beside the batch's that were used; `mixed`: whether a collective used both kinds.

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.copying import lent
+from fshard.copying import lazy_copy
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.layout import (
     Layout,
@@ -173,11 +173,11 @@ class Batch:
             return [Slice(own, rows, rows)]
         ranges = {cut: cut.ranges(self.mesh, device, count) for cut in self.cuts if cut is not None}
 
-        whole = lent if count > 1 else lambda x: x  # a write to one slice must not change the next
+        copy_ = lazy_copy if count > 1 else lambda x: x  # a write to one slice must not change the next
 
         def one(turn: int) -> Slice:
             leaves = [
-                whole(x) if cut is None else _rows(x, ranges[cut], turn) for x, cut in zip(own, self.cuts, strict=True)
+                copy_(x) if cut is None else _rows(x, ranges[cut], turn) for x, cut in zip(own, self.cuts, strict=True)
             ]
             if apart:
                 leaves = [x if cut is None else x.clone() for x, cut in zip(leaves, self.cuts, strict=True)]
@@ -223,7 +223,7 @@ class BatchPart:
                 f"this device has {rows} of the batch's {self.cut.length} samples, as the loader has cut it, but {found}. Give "
                 "what has a row for each sample, and what all devices take whole by itself."
             )
-        tensors = [lent(in_memory(x, mesh, "device")) if isinstance(x, Tensor) else x for x in leaves]
+        tensors = [lazy_copy(in_memory(x, mesh, "device")) if isinstance(x, Tensor) else x for x in leaves]
         cuts = [None if rows_of(x) is None else self.cut for x in leaves]
         shapes = tuple((*([self.cut.length] if x.ndim else []), *x.shape[1:]) for x in leaves if isinstance(x, Tensor))
         return Batch(mesh, (device,), [(x,) for x in tensors], cuts, structure, self.cut.axes, shapes)
@@ -241,14 +241,14 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     if not all_plain(leaves):
         _refuse_opaque(batch, specs)
     try:
-        laid = [_placed(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
+        placed = [_placed(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
     except (LayoutError, MeshError):
         with collected("batch") as attempt:
             for path, leaf, spec in zip(paths_of(structure), leaves, chosen, strict=True):
                 with attempt(path):
                     _placed(leaf, spec, mesh)
         raise
-    cuts, columns = [cut for cut, _ in laid], [column for _, column in laid]
+    cuts, columns = [cut for cut, _ in placed], [column for _, column in placed]
     if not any(cuts):
         cuts = _uncut(columns)
     over = [axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in chosen)]
@@ -298,21 +298,21 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
     is_cut = mesh.size > 1 and (layout.spec.is_flat or layout.spec.axes)
     if is_cut or not is_plain or not x.is_contiguous():
         return cut, device_put(x, layout).shards
-    whole = in_memory(x, mesh, "device")
-    return cut, tuple(lent(whole) for _ in local_devices(mesh))  # it is only read, as a rule
+    copy_ = in_memory(x, mesh, "device")
+    return cut, tuple(lazy_copy(copy_) for _ in local_devices(mesh))  # it is only read, as a rule
 
 
 def _samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
     """Return each device's samples of a tensor; a layout may shard the other dims too."""
-    mesh, pieces = layout.mesh, list[Tensor]()
+    mesh, shards = layout.mesh, list[Tensor]()
     for device in local_devices(mesh):
         (own,) = cut.ranges(mesh, device, 1)
-        piece = x[slice(*_filled(own, cut.length))]
+        shard = x[slice(*_filled(own, cut.length))]
         if layout.spec.split_axes != cut.axes:
             _, *inside = layout.ranges(x.shape, device)
-            piece = piece[(slice(None), *(slice(*each) for each in inside))]
-        pieces.append(in_memory(piece.clone(), mesh, "device"))
-    return tuple(pieces)
+            shard = shard[(slice(None), *(slice(*each) for each in inside))]
+        shards.append(in_memory(shard.clone(), mesh, "device"))
+    return tuple(shards)
 
 
 @lru_cache(maxsize=1024)

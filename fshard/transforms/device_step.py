@@ -1,6 +1,7 @@
 """One device's step: forward and backward of its slices, in sequence.
 
-slice 0 slice 1 last slice gradients kept accumulated accumulated, reduced as each unit's are ready
+slice 0          slice 1          last slice
+gradients kept   accumulated      accumulated, reduced as each unit's are ready
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from fshard.mesh.layout import PyTree, Structure
 from fshard.mesh.spmd.scope import Group, owning
 from fshard.optim.scaling import held_by
 from fshard.source import Site
-from fshard.transforms.agree import Talk, disagreement, exchanged, marks, objection, on_host, summed, unlike
+from fshard.transforms.agree import CollectiveRecord, disagreement, exchanged, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.fsdp.param_runtime import Order, ParamRuntime, followed
 from fshard.transforms.fsdp.reductions import Accumulate
 from fshard.transforms.fsdp.units import Unit, UnitOptions
 from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.means import (
+    AuxLeaves,
     Count,
     LossSums,
     Rows,
-    Told,
     Weight,
     added,
     collected,
+    combine_aux,
     idling,
     refuse_weights,
     something,
+    sort_aux,
     together,
-    told,
-    told_of_all,
     weighted,
     weights_of,
 )
@@ -107,7 +108,7 @@ class SliceOutput(NamedTuple):
 
     found: LossSums
     written: dict[str, Tensor]
-    told: Told
+    aux: AuxLeaves
 
 
 class DeviceResult(NamedTuple):
@@ -156,12 +157,12 @@ class DeviceStep:
         self.place, self.key, self.scale, self.scaled = place, key, scale, scale
         self.group = self._along(batch.axes)  # the devices that have other samples
         self.turns = how.turns(1 if self.group is None else self.group.size)
-        self.talk = Talk(batch, objection(batch, self.turns, reproducible=how.slices is not None))
+        self.collectives = CollectiveRecord(batch, objection(batch, self.turns, reproducible=how.slices is not None))
 
     @property
     def everyone(self) -> Group | None:
         """All devices whose losses make up the objective; in the order in which slices are added up."""
-        return self._along((*self.talk.along, *self.batch.axes))
+        return self._along((*self.collectives.along, *self.batch.axes))
 
     def _along(self, axes: tuple[str, ...]) -> Group | None:
         return self.runtime.scope.group(axes, "value_and_grad") if axes else None
@@ -209,15 +210,15 @@ class DeviceStep:
             runtime.warn_of_attributes()
         gradients = self.gradients(used, mean.weight)
         counts = [slice.rows if self.batch.cut else None for slice in slices]
-        numbers, rows = told_of_all([part.told for part in parts], counts, mean, self._rows)
+        numbers, rows = combine_aux([part.aux for part in parts], counts, mean, self._rows)
         runtime.close()
-        structure = parts[-1].told.structure
+        structure = parts[-1].aux.structure
         return DeviceResult(mean.loss, mean.weight, numbers, rows, structure, gradients, changed, runtime.order)
 
     def _rows(self, rows: Sequence[Tensor]) -> Rows:
         """Concatenate the slices' results that have a row per sample."""
         cut = () if self.batch.cut is None else self.batch.cut.axes
-        same = tuple(axis for axis in (*self.talk.along, *self.batch.axes) if axis not in cut)
+        same = tuple(axis for axis in (*self.collectives.along, *self.batch.axes) if axis not in cut)
         return collected(rows, self.batch, self._along(same), self._along(cut), self.runtime.site)
 
     def _one(self, turn: SliceTurn, keep: Accumulate | None = None) -> SliceOutput:
@@ -227,7 +228,7 @@ class DeviceStep:
         with (
             keyed_random(self.key, 0, number),
             idling(not slice.rows),
-            owning(self.batch.mesh.axis_names, self.talk.notice),
+            owning(self.batch.mesh.axis_names, self.collectives.notice),
         ):
             loss, buffers, aux = self._forward(slice, count)
             self.agree_on_axes(loss.device)
@@ -235,7 +236,7 @@ class DeviceStep:
         if keep is None:
             runtime.reductions.end()
         written = self.buffers.changed(self.place, buffers, loss.device)
-        beside = told(aux, slice.samples, loss.device)
+        beside = sort_aux(aux, slice.samples, loss.device)
         found = LossSums(loss.detach(), count.weight, [*beside.means.values()], [*beside.counts.values()])
         return SliceOutput(found, written, beside)
 
@@ -253,18 +254,18 @@ class DeviceStep:
     def agree_on_axes(self, near: torch.device) -> None:
         """Agree with all devices on the axes over which any of them called a collective, once."""
         known = None if self.runtime.fresh else self.runtime.expected.along
-        self.talk.agree(self.runtime.scope, known, near, self.runtime.site)
+        self.collectives.agree(self.runtime.scope, known, near, self.runtime.site)
 
     def _backward(self, loss: Tensor, count: Count, keep: Accumulate | None) -> None:
         how, runtime = self.how, self.runtime
-        idle = not count.weight and not self.talk.mixed  # other losses may depend on samples of weight 0
-        runtime.begin_backward(self.everyone, self.talk.along, keep, idle=idle)
+        idle = not count.weight and not self.collectives.mixed  # other losses may depend on samples of weight 0
+        runtime.begin_backward(self.everyone, self.collectives.along, keep, idle=idle)
         if not loss.requires_grad:
             return
         share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
         self.scaled = held_by(loss.dtype, self.scale)
         start = torch.full_like(loss, share * self.scaled)
-        with runtime.reductions.asked():
+        with runtime.reductions.collecting():
             torch.autograd.grad(loss, [runtime.anchor], start, allow_unused=True)
 
     def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
@@ -294,17 +295,17 @@ class DeviceStep:
         given, near = self.buffers.before(self.place), found[0].loss.device
         origin, wrote = self._origin(), written_paths(written)
         others = irregular(written, given)
-        told = runtime.sequence, *origin.told
+        numbers_ = runtime.sequence, *origin.numbers
         own, kept = (
-            marks(*told, *([others] if paths else [])),
+            marks(*numbers_, *([others] if paths else [])),
             [float(unit.accumulated is not None) for unit in runtime.units],
         )
         flags = [float(path in wrote) for path in paths]
         flags += [float(len({entry.path for entry in others}) < len(others))] if paths else []
         row = [*own, *flags, *kept, *map(float, runtime.reductions.used)]
-        mean, sums = together(found, row, self.everyone, self.talk.many, runtime.site)
+        mean, sums = together(found, row, self.everyone, self.collectives.many, runtime.site)
         differing, sums = unlike(sums[: len(own)]), sums[len(own) :]
-        wrong = [place for place in differing if place < len(told)]
+        wrong = [place for place in differing if place < len(numbers_)]
         if wrong and wrong[-1]:  # different inputs may be the reason for different all-gathers
             origin.refuse(wrong[-1] - 1, runtime.scope.mesh, self._exchanged)
         if wrong:
@@ -327,8 +328,8 @@ class DeviceStep:
         key = None if self.how.slices is None else self.key
         if not runtime.fresh or not batch.alone:
             return Origin(batch.shapes, key, {}, {})
-        whole = zip(runtime.leaves, runtime.shards, strict=True)
-        leaves = {leaf.path: bits(x) for leaf, x in whole if not leaf.gather.steps}
+        pairs = zip(runtime.leaves, runtime.shards, strict=True)
+        leaves = {leaf.path: bits(x) for leaf, x in pairs if not leaf.gather.steps}
         return Origin(batch.shapes, key, leaves, {path: bits(x) for path, x in batch.unsharded.items()})
 
     def _exchanged(self, own: Sequence[int]) -> dict[int, list[int]]:

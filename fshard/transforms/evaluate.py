@@ -74,15 +74,15 @@ def evaluate(
     (tensor(8.), ['all_gather', 'psum'])
     """
     refuse_unscheduled("evaluate", loss_fn, schedule)
-    whole: dict[str, Any] = {"accumulate": accumulate, "slices": slices, "prefetch": prefetch}
+    unstaged_options: dict[str, Any] = {"accumulate": accumulate, "slices": slices, "prefetch": prefetch}
     both: dict[str, Any] = {"has_buffers": has_buffers, "has_aux": has_aux, "weight": weight, "compute": compute}
     both |= {"mesh": mesh, "batch": batch, "reproducible": reproducible, "live_units": live_units}
     if schedule is None:
         _refuse(staging, "without schedule=")
-        own = whole
+        own = unstaged_options
     else:
         usual = {"accumulate": 1, "slices": None, "prefetch": 1}
-        _refuse([name for name in whole if whole[name] != usual[name]], "with schedule=")
+        _refuse([name for name in unstaged_options if unstaged_options[name] != usual[name]], "with schedule=")
         _refuse(staging.keys() - {"loss", "inputs", "skips", "axis", "dynamic"}, "with schedule=")
         own = staging
     forward = gradient_of("evaluate", loss_fn, schedule=schedule, backward=False, **both, **own)

@@ -83,10 +83,10 @@ def unstaged(
     how = How(
         loss_fn, has_buffers, has_aux, weight, accumulate, once, count if reproducible else None, unit_options, backward
     )
-    return Gradient(how, mesh, batch, gradients or as_they_lie, frozen)
+    return Gradient(how, mesh, batch, gradients or same_layouts, frozen)
 
 
-def as_they_lie(layout: Layout) -> Layout:
+def same_layouts(layout: Layout) -> Layout:
     """Give gradients the layouts of their parameters."""
     return layout
 

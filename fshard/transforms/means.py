@@ -202,7 +202,7 @@ class idling:
         _here.idle = self._before
 
 
-class Told(NamedTuple):
+class AuxLeaves(NamedTuple):
     """Leaves by their indices in the tree: means, counts, and rows per sample."""
 
     means: dict[int, Tensor]
@@ -211,12 +211,12 @@ class Told(NamedTuple):
     structure: Structure
 
 
-def told(aux: PyTree, samples: int | None, near: torch.device) -> Told:
+def sort_aux(aux: PyTree, samples: int | None, near: torch.device) -> AuxLeaves:
     """Sort the metrics of a slice with this number of samples; raise with all that are invalid."""
     if isinstance(aux, tuple) and not aux:
         return _NOTHING
     paths, leaves, structure = flatten_with_paths(aux)
-    found, wrong = Told({}, {}, {}, structure), list[str]()
+    found, wrong = AuxLeaves({}, {}, {}, structure), list[str]()
     for place, (path, x) in enumerate(zip(paths, leaves, strict=True)):
         x = torch.full((), x, device=near) if isinstance(x, bool | int | float) else x
         kind = _complaint(x, samples)
@@ -234,7 +234,7 @@ def told(aux: PyTree, samples: int | None, near: torch.device) -> Told:
     return found
 
 
-_NOTHING = Told({}, {}, {}, flatten_with_paths(())[2])
+_NOTHING = AuxLeaves({}, {}, {}, flatten_with_paths(())[2])
 
 
 def _complaint(x: Any, samples: int | None) -> str | None:
@@ -273,17 +273,17 @@ def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: G
         x = x / same.size if averaged else x
     cut = batch.cut
     if cut is None or group is None or cut.length % cut.parts == 0:
-        return laid(x, batch)
+        return with_batch_layout(x, batch)
     longest = -(-cut.length // cut.parts)
     filled = x.new_zeros(longest, *x.shape[1:])
     filled[: len(x)] = x
     (every,) = Bound(AllGather(0, True), group, site).run((filled,))
-    pieces = [piece[:length] for piece, length in zip(every.split(longest), cut.lengths(), strict=True)]
-    return laid(torch.cat(pieces), batch)
+    parts = [part[:length] for part, length in zip(every.split(longest), cut.lengths(), strict=True)]
+    return with_batch_layout(torch.cat(parts), batch)
 
 
-def told_of_all(
-    each: Sequence[Told], rows: Sequence[int | None], mean: LossSums, collect: Callable[[Sequence[Tensor]], Rows]
+def combine_aux(
+    each: Sequence[AuxLeaves], rows: Sequence[int | None], mean: LossSums, collect: Callable[[Sequence[Tensor]], Rows]
 ) -> tuple[dict[int, Tensor], dict[int, Rows]]:
     """Return the metrics by index: numbers, of which `mean` has the global ones, and rows.
 
@@ -295,11 +295,13 @@ def told_of_all(
     """
     last = each[-1]
     numbers = dict(zip((*last.means, *last.counts), (*mean.means, *mean.counts), strict=True))
-    columns = {place: [told.rows[place][:count] for told, count in zip(each, rows, strict=True)] for place in last.rows}
+    columns = {
+        place: [sort_aux.rows[place][:count] for sort_aux, count in zip(each, rows, strict=True)] for place in last.rows
+    }
     return numbers, {place: collect(column) for place, column in columns.items()}
 
 
-def laid(x: Tensor, batch: Batch) -> Rows:
+def with_batch_layout(x: Tensor, batch: Batch) -> Rows:
     """Give collected rows the batch's layout, or replicate them where it is uneven."""
     cut = batch.cut
     if cut is None or cut.length % cut.parts:
@@ -309,9 +311,9 @@ def laid(x: Tensor, batch: Batch) -> Rows:
 
 def put_together(means: dict[int, Tensor], rows: Sequence[dict[int, Rows]], structure: Structure) -> PyTree:
     """Return the tree: numbers, and rows as the devices at hand hold them."""
-    whole = {
+    integers = {
         place: Sharded(one.shape, one.layout, tuple(device[place].own for device in rows))
         for place, one in rows[0].items()
     }
-    known = {**means, **whole}
+    known = {**means, **integers}
     return unflatten(structure, [known[place] for place in range(structure.num_leaves)])

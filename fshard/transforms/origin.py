@@ -58,7 +58,7 @@ class Origin:
     batch: Mapping[str, int]
 
     @property
-    def told(self) -> tuple[tuple[list[int], ...], ...]:
+    def numbers(self) -> tuple[tuple[list[int], ...], ...]:
         """The numbers that must be equal on all devices: kinds of them (see `_DIFFERENT`), in two groups."""
         key = [] if self.key is None else [self.key % (1 << 40)]
         lengths = [length for shape in self.shapes for length in shape]
@@ -66,7 +66,7 @@ class Origin:
 
     def refuse(self, group: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
         """Raise, naming the devices that differ in a group of numbers; `exchange` gives those of all devices."""
-        for kind, own in enumerate(self.told[group], 2 * group):
+        for kind, own in enumerate(self.numbers[group], 2 * group):
             found = {name_of(mesh, device): [*numbers] for device, numbers in exchange(own).items()}
             if any(numbers != own for numbers in found.values()):
                 raise MismatchError(f"value_and_grad: {_DIFFERENT[kind].format(self._who(kind, found))}")

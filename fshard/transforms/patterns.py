@@ -1,8 +1,9 @@
 """Paths of leaves in a tree, patterns of paths, and the units that they form.
 
-blocks[3].attn.w a path; `blocks.3.attn.w` as modules name it and `["blocks"][3]["attn"]["w"]` are the same
-blocks[*].attn.w a pattern, anchored at both ends **.w any number of components, and then w blocks[3] the default unit
-of blocks[3].attn.w
+blocks[3].attn.w        a path; `blocks.3.attn.w` as modules name it and `["blocks"][3]["attn"]["w"]` are the same
+blocks[*].attn.w        a pattern, anchored at both ends
+**.w                    any number of components, and then w
+blocks[3]               the default unit of blocks[3].attn.w
 """
 
 from __future__ import annotations

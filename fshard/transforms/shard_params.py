@@ -75,10 +75,10 @@ def _count(shape: Sequence[int]) -> int:
 def _by_unit_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str]:
     """Assign leaves to the innermost unit whose pattern matches; others to their default one."""
     begins = [[parts_of(path)[:end] for end in range(len(parts_of(path)), 0, -1)] for path in paths]
-    asked = {pattern: parts_of(pattern) for pattern in patterns}
+    given_ = {pattern: parts_of(pattern) for pattern in patterns}
     unused = [
         f'"{name}"'
-        for name, one in asked.items()
+        for name, one in given_.items()
         if not any(matches_parts(one, begin) for row in begins for begin in row)
     ]
     if unused:
@@ -86,7 +86,7 @@ def _by_unit_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str
             f"fsdp: no leaf is in a unit {' or '.join(unused)}. {listed(paths)}; a pattern begins where their paths do."
         )
     found = [
-        next((begin for begin in row if any(matches_parts(one, begin) for one in asked.values())), None)
+        next((begin for begin in row if any(matches_parts(one, begin) for one in given_.values())), None)
         for row in begins
     ]
     others = default_units(paths)
@@ -112,9 +112,9 @@ def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
     )
     if not found:
         present = sorted({type(part).__name__ for part in module.modules()})
-        asked = " or ".join(kind.__name__ for kind in kinds) or "of no class"
+        given_ = " or ".join(kind.__name__ for kind in kinds) or "of no class"
         raise ModuleError(
-            f"units_of: {type(module).__name__} has no {asked} with parameters inside. Its modules are {', '.join(present)}."
+            f"units_of: {type(module).__name__} has no {given_} with parameters inside. Its modules are {', '.join(present)}."
         )
     return found
 
@@ -168,16 +168,16 @@ def shard_params(
             raise LayoutError(
                 "shard_params: seed= draws lazy layers of a module; a tree of tensors has none. Leave it out."
             )
-        return lay(params, rules, mesh, frozen)
+        return apply_rules(params, rules, mesh, frozen)
     tree = dict(params.named_parameters())
     if seed is None or mesh.runtime == "abstract":
-        return lay(tree, rules, mesh, frozen)
-    laid = lay(tree, rules, mesh, frozen, reserved)
-    draw(params, seed, tree.keys(), lambda name, x: fill(laid[name], x), "shard_params")
-    return laid
+        return apply_rules(tree, rules, mesh, frozen)
+    sharded = apply_rules(tree, rules, mesh, frozen, reserved)
+    draw(params, seed, tree.keys(), lambda name, x: fill(sharded[name], x), "shard_params")
+    return sharded
 
 
-def lay(
+def apply_rules(
     params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice = None, put: Callable[[Any, Layout], Any] = device_put
 ) -> PyTree:
     """Give parameters their layouts by rules, each by `put`."""

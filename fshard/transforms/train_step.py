@@ -1,7 +1,7 @@
 """`train_step`: gradient, optimizer and metrics as one pure function.
 
-params, state, batch ─> value_and_grad ─> opt.step ─> params, state, metrics params, state, buffers, batch ─> (with
-buffers, of BatchNorm say) ─> params, state, buffers, metrics
+params, state, batch           ─> value_and_grad ─> opt.step ─> params, state, metrics
+params, state, buffers, batch  ─> (with buffers) ─> params, state, buffers, metrics
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def trained(kind, plugin, *, built, make_optimizer=adamw, functional=False, mesh
         if plugin.in_stages():
             losses.append(booster.execute_pipeline(iter([(x, y)]), model, criterion, optimizer)["loss"].item())
         else:
-            size = 8 // plugin.laid_on().size
+            size = 8 // plugin.default_mesh().size
             place = dist.get_rank() if dist.is_initialized() else fs.axis_index("data")
             here = slice(place * size, (place + 1) * size)
             loss = criterion(model(x[here]), y[here])

@@ -33,7 +33,7 @@ INVALID = {
         "mesh must be a Mesh or None, got {'data': 2}",
     ),
     "axis": (lambda: fs.DDPPlugin(mesh=MESH, axis="rows"), 'axis=: .* has no axis "rows"'),
-    "axis of another type": (lambda: fs.DDPPlugin(axis=3), "axis: An axis is a name .* found 3"),
+    "axis of another type": (lambda: fs.DDPPlugin(axis=3), "axis: An axis must be a name .* got 3"),
     "axis twice": (lambda: fs.DDPPlugin(axis=("data", "data")), "axis must be axes that are named once"),
     "seed": (lambda: fs.DDPPlugin(seed=-1), "seed must be an integer >= 0, got -1"),
     "slices": (lambda: fs.DDPPlugin(reproducible=True, slices=True), "slices must be an integer >= 1, got True"),

@@ -367,8 +367,8 @@ def test_svg_marks():
 
 
 def blocks(mesh, count):
-    cut, whole = fs.Layout(mesh, P("data")), fs.Layout(mesh, P())
-    block = {"w": fs.device_put(torch.ones(8, 6), cut), "b": fs.device_put(torch.ones(6), whole)}
+    cut, total = fs.Layout(mesh, P("data")), fs.Layout(mesh, P())
+    block = {"w": fs.device_put(torch.ones(8, 6), cut), "b": fs.device_put(torch.ones(6), total)}
     return {
         "blocks": [dict(block) for _ in range(count)],
         "head": fs.device_put(torch.ones(8), fs.Layout(mesh, P.flat("data"), "host")),

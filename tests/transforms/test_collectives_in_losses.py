@@ -135,7 +135,7 @@ def broadcast_alone(p, batch):
     return (z * z[:1]).mean()
 
 
-def remembered(p, batch):
+def memory(p, batch):
     """A block that is run again in the backward."""
     z = fs.remat(lambda p, x: hidden(p, x) - fs.pmean(hidden(p, x).mean(0), "data"))(p, batch[0])
     return (z @ p["v"] - batch[1]).square().mean()
@@ -158,7 +158,7 @@ LOSSES = {
     "softmax": (softmax_over_samples, softmax_alone, 1),
     "neighbours": (neighbours, neighbours_alone, 4),
     "broadcast": (broadcast, broadcast_alone, 4),
-    "remat": (remembered, remembered_alone, 4),
+    "remat": (memory, remembered_alone, 4),
 }
 """Written for devices, for one device, and whether any number of samples is right for it (1) or even parts only (4)."""
 

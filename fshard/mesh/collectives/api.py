@@ -27,7 +27,7 @@ _PSUM, _PVARY = Psum(), Pvary()
 
 
 def _dim(what: str, leaf: Tensor, dim: int) -> int:
-    if not _is_whole(dim):
+    if not _is_integer(dim):
         raise LayoutError(f"{what}: a dim is a whole number, not {dim!r}.")
     if not -leaf.ndim <= dim < leaf.ndim:
         raise LayoutError(f"{what}: dim {dim} does not exist in a tensor of shape {tuple(leaf.shape)}.")
@@ -239,11 +239,11 @@ def _is_pair(pair: object) -> TypeGuard[Sequence[int]]:
     return (
         isinstance(pair, tuple | list)
         and len(ends := cast("Sequence[object]", pair)) == 2
-        and all(map(_is_whole, ends))
+        and all(map(_is_integer, ends))
     )
 
 
-def _is_whole(number: object) -> TypeGuard[int]:
+def _is_integer(number: object) -> TypeGuard[int]:
     return isinstance(number, Integral) and not isinstance(number, bool)
 
 
@@ -281,7 +281,7 @@ def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> CollectiveCall:
 
 def check_index(what: str, role: str, index: int, group: Group) -> None:
     """Raise unless `index` is an index along the group's axes."""
-    if not _is_whole(index) or not 0 <= index < group.size:
+    if not _is_integer(index) or not 0 <= index < group.size:
         raise LayoutError(
             f"{what}: {role} {index!r} is not in 0..{group.size - 1}, the places along {'+'.join(group.axes)}."
         )
@@ -295,7 +295,7 @@ def axis_index(axis: Axes) -> int:
     >>> fs.run(lambda: fs.axis_index("data"), mesh=fs.make_mesh({"data": 3}))
     [0, 1, 2]
     """
-    return require("fs.axis_index").asked(axis, "fs.axis_index").index
+    return require("fs.axis_index").called_group(axis, "fs.axis_index").index
 
 
 @uncompiled
@@ -306,4 +306,4 @@ def axis_size(axis: Axes) -> int:
     >>> fs.run(lambda: fs.axis_size("data"), mesh=fs.make_mesh({"data": 3}))
     [3, 3, 3]
     """
-    return require("fs.axis_size").asked(axis, "fs.axis_size").size
+    return require("fs.axis_size").called_group(axis, "fs.axis_size").size

@@ -125,8 +125,8 @@ def over_many(one: Callable[[Tensors], Tensors], many: Callable[[Tensors], Tenso
     level = batches_nested()
     bare = [_torch._remove_batch_dim(x, level, 1, 0) if is_legacy_batchedtensor(x) else None for x in xs]
     size = next(x.shape[0] for x in bare if x is not None)
-    whole = tuple(leading(x, None, size) if given is None else given for x, given in zip(xs, bare, strict=True))
-    return tuple(_torch._add_batch_dim(y.contiguous(), 0, level) for y in many(whole))
+    batched = tuple(leading(x, None, size) if given is None else given for x, given in zip(xs, bare, strict=True))
+    return tuple(_torch._add_batch_dim(y.contiguous(), 0, level) for y in many(batched))
 
 
 class _Transformed(Function):

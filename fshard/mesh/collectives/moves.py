@@ -61,8 +61,8 @@ class Move:
 
 def describe(move: Move) -> str:
     """Return a move as a person would call it: psum, all_gather(dim=1)."""
-    told = {one.name: getattr(move, one.name) for one in fields(cast("Any", move))}
-    shown = ", ".join(f"{name}={value!r}" for name, value in told.items() if value is not False)
+    values = {one.name: getattr(move, one.name) for one in fields(cast("Any", move))}
+    shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not False)
     return f"{move.name}({shown})" if shown and not isinstance(move, Extreme) else move.name
 
 
@@ -113,15 +113,15 @@ def _rows(x: Tensor, dim: int, n: int) -> Tensor:
     )
 
 
-def _piece(shape: torch.Size, dim: int, n: int) -> list[int]:
+def _shard_shape(shape: torch.Size, dim: int, n: int) -> list[int]:
     return [length // n if place == dim else length for place, length in enumerate(shape)]
 
 
-def _joined(rows: Tensor, piece: Sequence[int], dim: int, n: int) -> Tensor:
+def _concat_rows(rows: Tensor, shard: Sequence[int], dim: int, n: int) -> Tensor:
     """Concatenate rows along `dim`. (n, elements) -> (..., n*k, ...)"""
     if dim == 0:
-        return rows.reshape(n * piece[0], *piece[1:])
-    return rows.reshape(n, *piece).movedim(0, dim).flatten(dim, dim + 1)
+        return rows.reshape(n * shard[0], *shard[1:])
+    return rows.reshape(n, *shard).movedim(0, dim).flatten(dim, dim + 1)
 
 
 class _Reduce(Wired):
@@ -188,7 +188,7 @@ class PsumScatter(Wired):
     wire: ClassVar[WireKind] = "scatter"
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        return [piece.clone() for piece in tree_sum(xs).chunk(len(xs), self.dim)]
+        return [shard.clone() for shard in tree_sum(xs).chunk(len(xs), self.dim)]
 
     def transposed(self) -> Move:
         return AllGather(self.dim)
@@ -200,7 +200,7 @@ class PsumScatter(Wired):
         return _rows(x, self.dim, n)
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
-        return rows if len(shape) == 1 else rows.reshape(_piece(shape, self.dim, n))
+        return rows if len(shape) == 1 else rows.reshape(_shard_shape(shape, self.dim, n))
 
     def sent(self, size: int, index: int, n: int) -> Fraction:
         return Fraction((n - 1) * size, n)
@@ -220,8 +220,8 @@ class AllGather(Wired):
     wire: ClassVar[WireKind] = "gather"
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        whole = torch.cat(xs, self.dim)
-        return [whole for _ in xs]
+        full = torch.cat(xs, self.dim)
+        return [full for _ in xs]
 
     def transposed(self) -> Move:
         return Take(self.dim) if self.replicated else PsumScatter(self.dim)
@@ -230,7 +230,7 @@ class AllGather(Wired):
         return replace(self, dim=self.dim + 1)
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
-        return _joined(rows, shape, self.dim, n)
+        return _concat_rows(rows, shape, self.dim, n)
 
     def sent(self, size: int, index: int, n: int) -> Fraction:
         return Fraction((n - 1) * size)
@@ -240,7 +240,8 @@ class AllGather(Wired):
 class AllToAll(Wired):
     """Split `split` into a shard per device, and concatenate the received ones along `concat`.
 
-    device 0 [1 2] => [1 3] (<= the same with split and concat exchanged) device 1 [3 4] [2 4]
+    device 0  [1 2]   =>  [1 3]         (<= the same with split and concat exchanged)
+    device 1  [3 4]       [2 4]
     """
 
     split: int
@@ -250,8 +251,8 @@ class AllToAll(Wired):
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         n, split, concat = len(xs), self.split + 1, self.concat
-        pieces = torch.stack(xs).unflatten(split, (n, xs[0].shape[self.split] // n))  # (from, ..., to, shard, ...)
-        return [row.movedim(0, concat).flatten(concat, concat + 1).clone() for row in pieces.unbind(split)]
+        shards = torch.stack(xs).unflatten(split, (n, xs[0].shape[self.split] // n))  # (from, ..., to, shard, ...)
+        return [row.movedim(0, concat).flatten(concat, concat + 1).clone() for row in shards.unbind(split)]
 
     def transposed(self) -> Move:
         return AllToAll(self.concat, self.split)
@@ -263,7 +264,7 @@ class AllToAll(Wired):
         return _rows(x, self.split, n)
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
-        return _joined(rows, _piece(shape, self.split, n), self.concat, n)
+        return _concat_rows(rows, _shard_shape(shape, self.split, n), self.concat, n)
 
     def sent(self, size: int, index: int, n: int) -> Fraction:
         return Fraction((n - 1) * size, n)
@@ -273,7 +274,8 @@ class AllToAll(Wired):
 class Permute(Wired):
     """Send along `pairs` of (source, destination); a device that receives nothing gets zeros.
 
-    device 0 [1] => [0] (<= the pairs reversed) pairs ((0, 1),) device 1 [2] [1]
+    device 0  [1]     =>  [0]           (<= the pairs reversed)      pairs ((0, 1),)
+    device 1  [2]         [1]
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -298,7 +300,8 @@ class Permute(Wired):
 class Broadcast(Wired):
     """Copy the value of the device at index `source` to all.
 
-    device 0 [1] => [1] (<= the source takes the cotangent, the others zeros) device 1 [2] [1]
+    device 0  [1]     =>  [1]           (<= the source takes the cotangent, the others zeros)
+    device 1  [2]         [1]
 
     Counted as a chain from the source: every device but the last sends it once.
     """

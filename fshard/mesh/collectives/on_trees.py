@@ -46,7 +46,7 @@ from fshard.uncompiled import uncompiled
 
 Params = ParamSpec("Params")
 
-MOST_ROADS = 1024
+MAX_FAST_PATHS = 1024
 """Fast paths cached per scope."""
 
 
@@ -76,7 +76,7 @@ class PackedTensors:
 
     bound: Bound
     xs: Tensors
-    places: Sequence[int]
+    indices: Sequence[int]
 
     def run(self, guard: Guard | Bound | None) -> Tensors:
         if type(self.bound.move) is Stay:
@@ -122,14 +122,14 @@ class CollectiveCall:
             return self.batches[0].run(None)[0]
         return self._finished([batch.run(self.guard) for batch in self.batches])
 
-    def road(self, tree: PyTree) -> Callable[[Tensor], Tensor] | None:
+    def fast_path(self, tree: PyTree) -> Callable[[Tensor], Tensor] | None:
         """Return the short way for calls like this one, on single tensors, if there is one."""
         if self.structure is not None or self.guard is not None or self.batches[0].xs[0] is not tree:
             return None
         move, group = self.batches[0].bound.move, self.batches[0].bound.group
-        road = None if isinstance(move, Alone) else group.world.road(cast("Wired", move), group, tree)
+        fast_path = None if isinstance(move, Alone) else group.world.fast_path(cast("Wired", move), group, tree)
         after = self.after
-        return road if road is None or after is None else lambda x: after(road(x), group)
+        return fast_path if fast_path is None or after is None else lambda x: after(fast_path(x), group)
 
     def start(self) -> Handle:
         if transformed() or any(
@@ -146,12 +146,12 @@ class CollectiveCall:
             results = [tuple(self.after(y, group) for y in ys) for ys in results] if group is not None else results
         if self.structure is None:
             return results[0][0]
-        placed = {
-            place: y
+        by_index = {
+            index: y
             for batch, ys in zip(self.batches, results, strict=True)
-            for place, y in zip(batch.places, ys, strict=True)
+            for index, y in zip(batch.indices, ys, strict=True)
         }
-        return unflatten(self.structure, [placed[place] for place in range(len(placed))])
+        return unflatten(self.structure, [by_index[index] for index in range(len(by_index))])
 
 
 class Collective(Protocol[Params]):
@@ -169,15 +169,15 @@ def collective(plan: Callable[Params, CollectiveCall]) -> Collective[Params]:
         if kwargs:
             _validate_keywords(name, signature, args, kwargs)
         scope = here()
-        if scope is None or scope.roads is None or not args or not _plain(x := args[0]):
+        if scope is None or scope.fast_paths is None or not args or not _plain(x := args[0]):
             return plan(*args, **kwargs).run()
-        roads, key = scope.roads, _key(name, x, args[1:], kwargs)
-        if key is not None and key not in roads:
-            if len(roads) == MOST_ROADS:
-                roads.clear()
-            roads[key] = plan(*args, **kwargs).road(x)
-        road = roads.get(key)
-        return plan(*args, **kwargs).run() if road is None else road(x)
+        fast_paths, key = scope.fast_paths, _key(name, x, args[1:], kwargs)
+        if key is not None and key not in fast_paths:
+            if len(fast_paths) == MAX_FAST_PATHS:
+                fast_paths.clear()
+            fast_paths[key] = plan(*args, **kwargs).fast_path(x)
+        fast_path = fast_paths.get(key)
+        return plan(*args, **kwargs).run() if fast_path is None else fast_path(x)
 
     def start(*args: Params.args, **kwargs: Params.kwargs) -> Handle:
         _validate_keywords(name, signature, args, kwargs)
@@ -269,7 +269,7 @@ def call(
     value is varying (`Scope.own`) nothing must be; the result is then converted as by `pvary`.
     """
     scope = require(what)
-    group, site = scope.asked(axis, what), call_site()
+    group, site = scope.called_group(axis, what), call_site()
     guard: Guard | Bound | None = None
     if equal is not None and not scope.own.isdisjoint(group.axes):
         own = tuple(axis for axis in group.axes if axis in scope.own)
@@ -301,15 +301,15 @@ def _all_prepared(
     """Prepare all leaves of a tree; raise with all invalid leaves, grouped by error."""
     ready: list[tuple[Tensor, Move]] = []
     wrong: dict[str, list[int]] = {}
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         try:
             ready.append(prepared(leaf))
         except LayoutError as error:
-            wrong.setdefault(str(error).removeprefix(f"{what}: "), []).append(place)
+            wrong.setdefault(str(error).removeprefix(f"{what}: "), []).append(index)
     if wrong:
         paths, _, _ = flatten_with_paths(tree, sharded_is_leaf=True)
-        told = [f"leaf {', '.join(paths[place] for place in places)}: {text}" for text, places in wrong.items()]
-        raise LayoutError(f"{what}: " + ("\n  " if len(told) > 1 else "") + "\n  ".join(told))
+        lines = [f"leaf {', '.join(paths[index] for index in indices)}: {text}" for text, indices in wrong.items()]
+        raise LayoutError(f"{what}: " + ("\n  " if len(lines) > 1 else "") + "\n  ".join(lines))
     return ready
 
 
@@ -317,16 +317,16 @@ def _batches(
     leaves: list[tuple[Tensor, Move]], group: Group, site: Site, structure: Structure | None
 ) -> list[PackedTensors]:
     alike: dict[tuple[torch.dtype, Move], list[int]] = {}  # (4)
-    for place, (leaf, own) in enumerate(leaves):
-        alike.setdefault((leaf.dtype, own), []).append(place)
+    for index, (leaf, own) in enumerate(leaves):
+        alike.setdefault((leaf.dtype, own), []).append(index)
     paths = paths_of(structure) if structure is not None else ("",)
     return [
         PackedTensors(
-            Bound(own, group, site._replace(leaves=tuple([paths[place] for place in places]))),
-            tuple(leaves[place][0] for place in places),
-            places,
+            Bound(own, group, site._replace(leaves=tuple([paths[index] for index in indices]))),
+            tuple(leaves[index][0] for index in indices),
+            indices,
         )
-        for (_, own), places in alike.items()
+        for (_, own), indices in alike.items()
     ]
 
 

@@ -152,7 +152,7 @@ class _Exchange:
         differentiable = [token for token in reals if token.dtype.is_floating_point]
         return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())
 
-    def road(self, tree: PyTree) -> None: ...
+    def fast_path(self, tree: PyTree) -> None: ...
 
     def start(self) -> Handle:
         """Return a handle: a send starts now, a recv is queued behind earlier ones."""
@@ -222,6 +222,6 @@ def recv(like: PyTree, axis: Axes, source: int) -> Any:
 
 
 def _begin(what: str, tree: PyTree, axis: Axes) -> tuple[Group, Site, list[Tensor], Structure | None]:
-    group = require(what).asked(axis, what)
+    group = require(what).called_group(axis, what)
     leaves, structure = tensors_of(what, tree)
     return group, call_site(), leaves, structure

@@ -45,9 +45,9 @@ def to_dtensor(x: Sharded) -> DTensor:
     order = sorted(range(x.ndim), key=lambda dim: (-local.stride(dim), dim))
     if local.stride() != _dense(local.shape, order):
         local, order = local.contiguous(), list(range(x.ndim))
-    whole = torch.Size(x.shape)
+    full_shape = torch.Size(x.shape)
     return DTensor.from_local(
-        local, to_device_mesh(mesh), placements, run_check=False, shape=whole, stride=_dense(whole, order)
+        local, to_device_mesh(mesh), placements, run_check=False, shape=full_shape, stride=_dense(full_shape, order)
     )
 
 

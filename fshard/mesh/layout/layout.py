@@ -149,16 +149,16 @@ class Layout:
                     f"The shape of the whole tensor cannot be read off a piece of shape {tuple(local)} that lies as {spec}. "
                     "Write it into the spec: shape=(...)."
                 )
-            whole = spec.shape
+            full_shape = spec.shape
         else:
             if len(spec.entries) > len(local):
                 raise LayoutError(
                     f"A piece of shape {tuple(local)} has {len(local)} dims, but {spec} has {len(spec.entries)} entries."
                 )
             cuts = [prod(self.mesh.shape[axis] for axis in axes) for axes in spec.dims(len(local))]
-            whole = tuple(length * cut for length, cut in zip(local, cuts, strict=True))
-        self.check(whole)
-        return whole
+            full_shape = tuple(length * cut for length, cut in zip(local, cuts, strict=True))
+        self.check(full_shape)
+        return full_shape
 
     def with_spec(self, spec: P) -> Layout:
         return Layout(self.mesh, spec, self.memory, self.unit, self.frozen)

@@ -68,7 +68,7 @@ class Sharded:
         scope = inside(self.mesh)
         if scope is not None and scope.notice is not None:
             for axis in scope.axes.keys() & self.spec.axes:
-                scope.asked(axis, "the local shard")
+                scope.called_group(axis, "the local shard")
         if len(self.shards) == 1:
             return self.shards[0]
         own = local_devices(self.mesh)
@@ -92,7 +92,7 @@ class Sharded:
                 "shards has to make the same of each."
             )
         given = tuple(tuple(shard.shape) for shard in self.shards)
-        if given != _pieces(self.layout, self.shape, devices):
+        if given != _local_shapes(self.layout, self.shape, devices):
             raise LayoutError(
                 f"The shards of this Sharded have shapes {', '.join(map(str, sorted(set(given))))}, which are not the pieces "
                 f"of a tensor of shape {self.shape} as {self.spec}. Trees of shards are for elementwise functions."
@@ -117,7 +117,7 @@ class Sharded:
 
 
 @lru_cache(maxsize=4096)
-def _pieces(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _local_shapes(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(layout.local_shape(shape, device) for device in devices)
 
 
@@ -156,13 +156,13 @@ def typeof(x: Sharded | Tensor) -> ShardType:
 
 
 @uncompiled
-def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None) -> Sharded:
+def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None) -> Sharded:
     """Build a global array from each device's local shard, without communication.
 
     Processes compare their shapes only under `FSHARD_CHECK=1`.
 
     Args:
-        piece: this process's shard, on a process mesh or inside `run`; on a virtual mesh from outside, a function of
+        shard: this process's shard, on a process mesh or inside `run`; on a virtual mesh from outside, a function of
             the device's coordinates, `piece(data=0, model=1)`. A function works everywhere.
         layout: of the global array.
         shape: the global shape; needed for flat layouts only.
@@ -177,29 +177,29 @@ def from_local(piece: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
         raise LayoutError(f"from_local needs a Layout, found {type(layout).__name__}. Write fs.Layout(mesh, P(...)).")
     layout = layout.on(resolve_mesh(layout.mesh))
     devices = local_devices(layout.mesh)
-    if isinstance(piece, Tensor) and len(devices) > 1:
+    if isinstance(shard, Tensor) and len(devices) > 1:
         raise LayoutError(
             f"from_local was given one piece for the {len(devices)} devices of {layout.mesh}. Give a function of the "
             f"coordinates, from_local(lambda {', '.join(layout.mesh.axis_names)}: ..., layout), or call it inside fs.run."
         )
-    pieces = [piece(**layout.mesh.coordinates(device)) if callable(piece) else piece for device in devices]
-    kinds = {dtype_name(x.dtype) if isinstance(x, Tensor) and is_dense(x) else type(x).__name__ for x in pieces}
-    if len(kinds) > 1 or not all(isinstance(x, Tensor) and is_dense(x) for x in pieces):
+    shards_ = [shard(**layout.mesh.coordinates(device)) if callable(shard) else shard for device in devices]
+    kinds = {dtype_name(x.dtype) if isinstance(x, Tensor) and is_dense(x) else type(x).__name__ for x in shards_}
+    if len(kinds) > 1 or not all(isinstance(x, Tensor) and is_dense(x) for x in shards_):
         raise LayoutError(
             f"from_local: the pieces have to be dense tensors of one dtype; found {', '.join(sorted(kinds))}."
         )
-    whole = tuple(shape) if shape is not None else layout.global_shape(pieces[0].shape)
-    layout.check(whole, "the whole tensor")
+    full_shape = tuple(shape) if shape is not None else layout.global_shape(shards_[0].shape)
+    layout.check(full_shape, "the whole tensor")
     wrong = [
-        f"device {layout.mesh.coordinates(device)} has {tuple(own.shape)} instead of {layout.local_shape(whole, device)}"
-        for device, own in zip(devices, pieces, strict=True)
-        if tuple(own.shape) != layout.local_shape(whole, device)
+        f"device {layout.mesh.coordinates(device)} has {tuple(own.shape)} instead of {layout.local_shape(full_shape, device)}"
+        for device, own in zip(devices, shards_, strict=True)
+        if tuple(own.shape) != layout.local_shape(full_shape, device)
     ]
     if wrong:
         raise LayoutError(
-            f"from_local: the pieces do not make up a tensor of shape {whole} as {layout.spec}: {'; '.join(wrong)}."
+            f"from_local: the pieces do not make up a tensor of shape {full_shape} as {layout.spec}: {'; '.join(wrong)}."
         )
-    made = Sharded(whole, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in pieces))
+    made = Sharded(full_shape, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in shards_))
     agree(layout.mesh, f"from_local of {typeof(made)}")
     return made
 

@@ -170,8 +170,8 @@ def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
     shape = tuple(x.shape)
 
     def program(device: int, xs: Tensors) -> Tensors:
-        piece = take(xs[0], plan_reshard(Layout(layout.mesh), layout, shape), site)
-        return (piece.clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
+        shard = take(xs[0], plan_reshard(Layout(layout.mesh), layout, shape), site)
+        return (shard.clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
 
     (shards,) = run_mapped(layout.mesh, program, [on_all(x, layout)])
     return _with_memory(Sharded(shape, layout, shards), layout.memory)
@@ -201,10 +201,10 @@ def reshard(tree: PyTree, layout: PyTree) -> PyTree:
     """
     site = call_site()
     given: dict[int, tuple[Sharded, Layout]] = {}
-    lies = any(isinstance(x, Sharded) for x in flatten(tree, sharded_is_leaf=True)[0])
+    has_sharded = any(isinstance(x, Sharded) for x in flatten(tree, sharded_is_leaf=True)[0])
 
     def note(place: int, x: Any, to: Layout) -> Any:
-        if isinstance(x, Sharded) or not lies:
+        if isinstance(x, Sharded) or not has_sharded:
             refuse_unfit(x, to)
             given[place] = _movable(x, to), to
         return x
@@ -315,9 +315,9 @@ def unshard(tree: PyTree) -> PyTree:
     given: list[Sharded] = [leaves[place] for place in places]
     for x in given:
         x.check()
-    wholes: dict[int, Tensor] = {}
+    full_tensors: dict[int, Tensor] = {}
     for place, x in zip(places, reshard_all(given, [Layout(x.mesh) for x in given], call_site()), strict=True):
-        if id(x) not in wholes:  # tied tensors stay tied
-            wholes[id(x)] = apply(First(len(x.shards)), x.shards)[0]
-        leaves[place] = wholes[id(x)]
+        if id(x) not in full_tensors:  # tied tensors stay tied
+            full_tensors[id(x)] = apply(First(len(x.shards)), x.shards)[0]
+        leaves[place] = full_tensors[id(x)]
     return unflatten(structure, leaves)

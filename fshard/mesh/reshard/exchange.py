@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.collectives.moves import Alone, Move, Wired, WireKind, plain
-from fshard.mesh.reshard.regions import Laid, Numbers, Sizes, alike, meet, memory_of, part, regions_of, volume
+from fshard.mesh.reshard.regions import ElementLayout, Numbers, Sizes, alike, meet, memory_of, part, regions_of, volume
 
 View = tuple[int, tuple[int, ...]]
 """Where a box begins in memory, and its lengths."""
@@ -124,8 +124,8 @@ class Parts(Wired, ABC):
 class Supply(Parts):
     """Send each device the elements of its new shard that it lacks."""
 
-    before: Laid
-    after: Laid
+    before: ElementLayout
+    after: ElementLayout
     group: Sizes
     name = "all_to_all"
 
@@ -167,8 +167,8 @@ def _supplied(move: Supply) -> Numbers:
     held, wanted = regions_of(move.before, move.group), regions_of(move.after, move.group)
     rows = alike(move.group, move.before.axes)
     times = prod(size for axis, size in move.group if axis in move.before.axes - move.after.axes)
-    asked = volume(held[rows[:, 0]]) * times - volume(meet(held, wanted))[rows].sum(1)
-    ends = np.arange(rows.shape[1] + 1) * asked[:, None] // rows.shape[1]
+    counts = volume(held[rows[:, 0]]) * times - volume(meet(held, wanted))[rows].sum(1)
+    ends = np.arange(rows.shape[1] + 1) * counts[:, None] // rows.shape[1]
     result = np.empty(len(held), np.int64)
     result[rows] = np.diff(ends)
     return result
@@ -188,9 +188,9 @@ class Requests(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _requests(move: Supply, piece: int) -> Requests:
+def _requests(move: Supply, shard: int) -> Requests:
     held, wanted = regions_of(move.before, move.group), regions_of(move.after, move.group)
-    holders = alike(move.group, move.before.axes)[piece]
+    holders = alike(move.group, move.before.axes)[shard]
     regions = meet(held[holders[0]], wanted)
     regions[holders] = 0  # replicas lack the same elements
     return Requests(holders, regions, volume(regions).cumsum())
@@ -201,11 +201,11 @@ def _traffic(move: Supply, index: int) -> Traffic:
     held, wanted = regions_of(move.before, move.group), regions_of(move.after, move.group)
     rows = alike(move.group, move.before.axes)
     ((own, number),) = np.argwhere(rows == index)
-    asked = _requests(move, int(own))
-    sends = {int(to): asked.among(int(to), int(number)) for to in np.flatnonzero(volume(asked.regions))}
+    counts = _requests(move, int(own))
+    sends = {int(to): counts.among(int(to), int(number)) for to in np.flatnonzero(volume(counts.regions))}
     gets: dict[int, list[Numbers]] = {}
-    for piece in np.flatnonzero(volume(meet(held[rows[:, 0]], wanted[index]))):
-        requests = _requests(move, int(piece))
+    for shard in np.flatnonzero(volume(meet(held[rows[:, 0]], wanted[index]))):
+        requests = _requests(move, int(shard))
         gets |= {int(holder): requests.among(index, number) for number, holder in enumerate(requests.holders)}
     stays = part(meet(held[index], wanted[index]))
     return Traffic(
@@ -215,7 +215,7 @@ def _traffic(move: Supply, index: int) -> Traffic:
     )
 
 
-def _views(move: Supply, cut: Laid, boxes: list[Numbers], index: int) -> Views:
+def _views(move: Supply, cut: ElementLayout, boxes: list[Numbers], index: int) -> Views:
     """Return the memory offsets of boxes of global indices on one device."""
     apart, first = memory_of(cut, move.group)
     places = [int((box[:, 0] * apart).sum() - first[index]) for box in boxes]

@@ -93,29 +93,29 @@ def go(
     that are assembled from flat shards.
     """
     scope, results = require("fs.reshard"), list(xs)
-    later: list[tuple[Ride, Pending, list[Fit]]] = []
+    later: list[tuple[SharedStep, Pending, list[Fit]]] = []
     for turn in range(max([len(way.steps) for way in ways], default=0)):
-        for ride in _rides(tuple(ways), turn, tuple([x.dtype for x in results])):
-            move, given = ride.move, [results[place] for place in ride.places]
-            if ride.at and not _is_at(ride.at, scope):
-                ride.put(results, ride.watched(given, scope, site))
+        for shared in _shared_steps(tuple(ways), turn, tuple([x.dtype for x in results])):
+            move, given = shared.move, [results[place] for place in shared.places]
+            if shared.at and not _is_at(shared.at, scope):
+                shared.put(results, shared.watched(given, scope, site))
                 continue
-            if move is None or (ride.kind == "flat_slice" and _is_plain(given)):
-                ride.put(results, ride.alone(given, scope, site))
+            if move is None or (shared.kind == "flat_slice" and _is_plain(given)):
+                shared.put(results, shared.alone(given, scope, site))
                 continue
-            bound, fits = Bound(move, scope.group(ride.axes, "fs.reshard"), site), ride.fits(scope)
+            bound, fits = Bound(move, scope.group(shared.axes, "fs.reshard"), site), shared.fits(scope)
             filled_up = tuple([fit.before(x) for x, fit in zip(given, fits, strict=True)])
-            if into and ride.last and ride.kind == "flat_gather" and _is_plain(given):
-                places = tuple([into[place] for place in ride.places])
-                ride.put(results, _trimmed(bound.start(filled_up, places).wait(), fits))
-            elif ahead and ride.last and not isinstance(move, Alone):
-                later.append((ride, bound.start(filled_up), fits))
+            if into and shared.last and shared.kind == "flat_gather" and _is_plain(given):
+                places = tuple([into[place] for place in shared.places])
+                shared.put(results, _trimmed(bound.start(filled_up, places).wait(), fits))
+            elif ahead and shared.last and not isinstance(move, Alone):
+                later.append((shared, bound.start(filled_up), fits))
             else:
-                ride.put(results, _trimmed(apply(bound, filled_up), fits))
+                shared.put(results, _trimmed(apply(bound, filled_up), fits))
 
     def finish() -> list[Tensor]:
-        for ride, pending, fits in later:
-            ride.put(results, _trimmed(pending.wait(), fits))
+        for shared, pending, fits in later:
+            shared.put(results, _trimmed(pending.wait(), fits))
         return results
 
     return finish
@@ -146,7 +146,7 @@ class Fit(NamedTuple):
         return y if self.shape is None or y.shape == self.shape else y.reshape(self.shape)
 
 
-class Ride:
+class SharedStep:
     """One step that several leaves take together: `now` has each leaf's step and global shape."""
 
     __slots__ = ("_fits", "_where", "axes", "kind", "last", "move", "now", "at", "places")
@@ -209,7 +209,7 @@ class Ride:
 
 
 @lru_cache(maxsize=1024)
-def _rides(ways: tuple[ReshardPlan, ...], turn: int, dtypes: tuple[torch.dtype, ...]) -> tuple[Ride, ...]:
+def _shared_steps(ways: tuple[ReshardPlan, ...], turn: int, dtypes: tuple[torch.dtype, ...]) -> tuple[SharedStep, ...]:
     """Return the shared steps of leaves with these dtypes."""
     groups: dict[object, list[int]] = {}
     for place, (way, dtype) in enumerate(zip(ways, dtypes, strict=True)):
@@ -219,7 +219,7 @@ def _rides(ways: tuple[ReshardPlan, ...], turn: int, dtypes: tuple[torch.dtype, 
             one = move if move is not None and step.kind != "flat_slice" else (step.kind, bool(step.after.at))
             groups.setdefault((one, step.axes, step.at, dtype), []).append(place)
     return tuple(
-        Ride(
+        SharedStep(
             places,
             [(ways[place].steps[turn], ways[place].shape) for place in places],
             last=all(turn + 1 == len(ways[place].steps) for place in places),
@@ -244,8 +244,8 @@ def _fit(step: Step, shape: tuple[int, ...], scope: Scope) -> Fit:
         length = chunk(total, n) * n if step.move is None else step.move.length
         return Fit(length, flat_range(total, n, index) if here else (0, 0))
     assert step.move is not None
-    piece = _piece(after, shape, scope) if here else after.elsewhere(len(shape))
-    return Fit(step.move.length, (0, prod(piece)), piece)
+    shard_shape = _shard_shape(after, shape, scope) if here else after.elsewhere(len(shape))
+    return Fit(step.move.length, (0, prod(shard_shape)), shard_shape)
 
 
 def _is_at(on: tuple[tuple[str, int], ...], scope: Scope) -> bool:
@@ -253,7 +253,7 @@ def _is_at(on: tuple[tuple[str, int], ...], scope: Scope) -> bool:
     return all(scope.group((axis,), "fs.reshard").index == place for axis, place in on)
 
 
-def _piece(state: ShardState, shape: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
+def _shard_shape(state: ShardState, shape: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
     """Return the shape of a shard whose dims are sharded."""
     cuts = [prod(scope.group((axis,), "fs.reshard").size for axis in axes) for axes in state.dims]
     return tuple(length // cut for length, cut in zip(shape, cuts, strict=True))
@@ -263,4 +263,4 @@ def _reshaped(x: Tensor, step: Step, shape: tuple[int, ...], scope: Scope) -> Te
     after = step.after
     if after.flat is not None:
         return x.reshape(-1)
-    return x.reshape(_piece(after, shape, scope) if _is_at(after.at, scope) else after.elsewhere(len(shape)))
+    return x.reshape(_shard_shape(after, shape, scope) if _is_at(after.at, scope) else after.elsewhere(len(shape)))

@@ -95,12 +95,12 @@ class Handover(Parts):
         """Return the offsets of each tensor's range on a device."""
         return _side_by_side([stop - start for start, stop in self._bounds(index)])
 
-    def wholes(self, index: int) -> list[View]:
+    def full_views(self, index: int) -> list[View]:
         """Return the offset of each tensor on a device that may own it."""
         return _side_by_side([size if owner == index else 0 for size, owner in self.leaves])
 
     def traffic(self, index: int) -> Traffic:
-        return _handed(self, index)
+        return _traffic(self, index)
 
     def _bounds(self, index: int) -> list[Range]:
         return [flat_range(size, self.n, index) for size, _ in self.leaves]
@@ -108,24 +108,24 @@ class Handover(Parts):
     def between(self, index: int, owner: int) -> tuple[Views, Views]:
         """Return the ranges of an owner's tensors that a device holds: within its shard, and within the tensors."""
         mine = [place for place, (_, one) in enumerate(self.leaves) if one == owner]
-        ranges, wholes, bounds = self.ranges(index), self.wholes(owner), self._bounds(index)
+        ranges, full_views, bounds = self.ranges(index), self.full_views(owner), self._bounds(index)
         some = [place for place in mine if ranges[place][1] != (0,)]
-        within = [(wholes[place][0] + bounds[place][0], ranges[place][1]) for place in some]
+        within = [(full_views[place][0] + bounds[place][0], ranges[place][1]) for place in some]
         return Views(tuple(ranges[place] for place in some), (1,)), Views(tuple(within), (1,))
 
 
 @lru_cache(maxsize=1024)
-def _handed(move: Handover, index: int) -> Traffic:
+def _traffic(move: Handover, index: int) -> Traffic:
     others = [other for other in range(move.n) if other != index]
     ranges = {owner: move.between(index, owner)[0] for owner in others}
-    wholes = {source: move.between(source, index)[1] for source in others}
-    sends, gets = (wholes, ranges) if move.out else (ranges, wholes)
-    range_, whole = move.between(index, index)
+    full_views = {source: move.between(source, index)[1] for source in others}
+    sends, gets = (full_views, ranges) if move.out else (ranges, full_views)
+    range_, full = move.between(index, index)
 
     def some(parts: dict[int, Views]) -> dict[int, Views]:
         return {other: views for other, views in parts.items() if views.boxes}
 
-    return Traffic(some(sends), some(gets), (whole, range_) if move.out else (range_, whole))
+    return Traffic(some(sends), some(gets), (full, range_) if move.out else (range_, full))
 
 
 def _side_by_side(lengths: Sequence[int]) -> list[View]:
@@ -151,9 +151,9 @@ def hand_over(some: Sequence[Owned], on: MoveOn, *, out: bool) -> list[Tensor]:
 
 def _exchanged(some: Sequence[Owned], bound: Bound, move: Handover) -> list[Tensor]:
     index = bound.group.index
-    laid = filled(torch.cat([one.x.reshape(-1) for one in some]), move.length)
-    (received,) = apply(bound, (laid,))
-    views = move.ranges(index) if move.out else move.wholes(index)
+    packed = filled(torch.cat([one.x.reshape(-1) for one in some]), move.length)
+    (received,) = apply(bound, (packed,))
+    views = move.ranges(index) if move.out else move.full_views(index)
     parts = [_copied(received[start : start + length]) for start, (length,) in views]
     if move.out:
         return parts

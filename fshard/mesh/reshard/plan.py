@@ -24,7 +24,7 @@ from typing import Any, Literal
 from fshard.mesh.layout import P
 from fshard.mesh.layout.arithmetic import chunk, flat_range, ravel
 from fshard.mesh.reshard.exchange import KeptRange, Supply
-from fshard.mesh.reshard.regions import Dims, Laid, Sizes
+from fshard.mesh.reshard.regions import Dims, ElementLayout, Sizes
 
 Kind = Literal[
     "slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all",
@@ -55,7 +55,7 @@ class ShardState:
         return self.cut + self.at_axes
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """True if every device that stores an element stores all of them."""
         return self.flat is None and not self.cut
 
@@ -160,8 +160,8 @@ class _Path:
     @property
     def local(self) -> Fraction:
         """The elements of the largest shard."""
-        total, pieces = prod(self.shape), self.parts(self.state.cut)
-        return Fraction(total, pieces) if self.state.flat is None else Fraction(chunk(total, pieces))
+        total, n = prod(self.shape), self.parts(self.state.cut)
+        return Fraction(total, n) if self.state.flat is None else Fraction(chunk(total, n))
 
     def cut(self, changes: Mapping[int, tuple[str, ...]]) -> Dims:
         return tuple(changes.get(dim, axes) for dim, axes in enumerate(self.state.dims))
@@ -182,7 +182,7 @@ class _Path:
         if goal.flat is None:
             self._slices(goal)
         scattered = tuple(axis for axis in goal.flat or goal.at_axes if axis in over)
-        if scattered and self.state.is_whole and not self.state.at:
+        if scattered and self.state.is_unsharded and not self.state.at:
             n = self.parts(scattered)
             sent, rest = (n - 1) * chunk(prod(self.shape), n), self.state.unreduced - {*scattered}
             self.step("flat_scatter", scattered, sent, flat=scattered, unreduced=rest)
@@ -215,13 +215,15 @@ class _Path:
     def by_collectives(self, goal: ShardState) -> bool:
         """Change the layout by collectives of equal rows, or via flat ranges; return True if that reaches the target."""
         start = self.state
-        if start.at and start.is_whole and {*start.at_axes} == {*(goal.flat or ())} and not goal.at:
+        if start.at and start.is_unsharded and {*start.at_axes} == {*(goal.flat or ())} and not goal.at:
             self._exchange(start, goal.flat or (), flat=goal.flat, at=())
-        elif goal.at and goal.is_whole and {*goal.at_axes} == {*(start.flat or ())} and not start.at:
+        elif goal.at and goal.is_unsharded and {*goal.at_axes} == {*(start.flat or ())} and not start.at:
             self._exchange(goal, start.flat or (), flat=None, at=goal.at)
         elif {*start.at_axes} - {*goal.sharded}:  # elements that many devices need are sent once, then forwarded
             axes = (
-                start.at_axes if start.is_whole else tuple(axis for axis in self.sizes if axis not in start.unreduced)
+                start.at_axes
+                if start.is_unsharded
+                else tuple(axis for axis in self.sizes if axis not in start.unreduced)
             )
             self.follow(ShardState(((),) * len(self.shape), start.unreduced, axes))
             self.follow(goal)
@@ -229,10 +231,10 @@ class _Path:
             return False
         elif start.flat is None and goal.flat is None:
             return self._by_dims(goal)
-        elif start.flat is None and (start.is_whole or (start.dims[0] == goal.flat and not any(start.dims[1:]))):
-            kind = "flat_slice" if start.is_whole and goal.flat else "reshape"
+        elif start.flat is None and (start.is_unsharded or (start.dims[0] == goal.flat and not any(start.dims[1:]))):
+            kind = "flat_slice" if start.is_unsharded and goal.flat else "reshape"
             self.step(kind, goal.flat or (), 0, dims=goal.dims, flat=goal.flat)
-        elif goal.is_whole and start.flat:
+        elif goal.is_unsharded and start.flat:
             self.step("flat_gather", start.flat, (self.parts(start.flat) - 1) * self.local, flat=None)
         elif start.flat == () or (goal.flat is None and goal.dims[:1] == (start.flat,) and not any(goal.dims[1:])):
             self.step("reshape", start.flat or (), 0, dims=self.cut({0: start.flat or ()}), flat=None)
@@ -274,7 +276,7 @@ class _Path:
     def direct(self, goal: ShardState) -> None:
         flattened = not any(self.state.dims[1:]) and not any(goal.dims[1:])  # shards are ranges of the flattened tensor
         shape = (prod(self.shape),) if flattened else self.shape
-        before, after = _laid(self.state, shape, self.sizes), _laid(goal, shape, self.sizes)
+        before, after = _element_layout(self.state, shape, self.sizes), _element_layout(goal, shape, self.sizes)
         group = tuple((axis, size) for axis, size in self.sizes.items() if axis in before.axes | after.axes)
         supply = Supply(before, after, group)
         busiest = int(supply.elements().max())
@@ -283,9 +285,9 @@ class _Path:
         self.state = goal
 
 
-def _laid(state: ShardState, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Laid:
+def _element_layout(state: ShardState, shape: tuple[int, ...], sizes: Mapping[str, int]) -> ElementLayout:
     """Return the regions that devices hold in a state."""
     if state.flat is not None:
-        return Laid(shape, None, state.flat, state.at, (prod(sizes[axis] for axis in state.flat),))
+        return ElementLayout(shape, None, state.flat, state.at, (prod(sizes[axis] for axis in state.flat),))
     dims = state.dims[: len(shape)] or ((),)
-    return Laid(shape, dims, None, state.at, tuple(prod(sizes[axis] for axis in axes) for axes in dims))
+    return ElementLayout(shape, dims, None, state.at, tuple(prod(sizes[axis] for axis in axes) for axes in dims))

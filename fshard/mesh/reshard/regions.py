@@ -27,7 +27,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Laid:
+class ElementLayout:
     """The layout of elements: dims split evenly, or the flat tensor, on the devices at some coordinates."""
 
     shape: tuple[int, ...]
@@ -142,12 +142,12 @@ def alike(group: Sizes, axes: frozenset[str]) -> Numbers:
 
 
 @lru_cache(maxsize=64)
-def regions_of(cut: Laid, group: Sizes) -> Numbers:
+def regions_of(cut: ElementLayout, group: Sizes) -> Numbers:
     """Return the regions of all devices of a group, computed once."""
     return cut.regions(group)
 
 
 @lru_cache(maxsize=64)
-def memory_of(cut: Laid, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
+def memory_of(cut: ElementLayout, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
     """Return the memory offsets of shards for all devices of a group; cached."""
     return cut.memory(group)

@@ -33,12 +33,12 @@ class AbstractWorld:
     """Answers every collective with empty tensors of the right shape."""
 
     has_values = False
-    has_roads = False
+    has_fast_paths = False
 
     def __init__(self) -> None:
         self.scopes: dict[object, Scope] = {}
 
-    def road(self, move: Wired, group: Group, x: Tensor) -> None:
+    def fast_path(self, move: Wired, group: Group, x: Tensor) -> None:
         """Return None: there is nothing to be saved."""
 
     def part(self, group: Group, error: BaseException) -> None:

@@ -52,7 +52,7 @@ class Crew:
         self._context = Context()
         self._gone: set[int] = set()
         self._size = 0
-        self._door = threading.Lock()  # held to leave a run, and to interrupt a thread that has not left
+        self._door = threading.Lock()  # locked to leave a run, and to interrupt a thread that has not left
         self._started, self._ended, self._over = threading.Lock(), _closed(), _closed()
         self._trouble: RuntimeError | None = None
         self._spoiled = self._dismissed = False
@@ -225,18 +225,18 @@ def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
 @contextmanager
 def _unraisable_stopped_ignored() -> Generator[None]:
     """Ignore a `Stopped` raised where Python cannot unwind: in a destructor or a callback of the garbage collector."""
-    say = sys.unraisablehook
+    report = sys.unraisablehook
 
-    def say_others(lost: sys.UnraisableHookArgs, /) -> None:
+    def report_others(lost: sys.UnraisableHookArgs, /) -> None:
         if not issubclass(lost.exc_type, Stopped):
-            say(lost)
+            report(lost)
 
-    sys.unraisablehook = say_others
+    sys.unraisablehook = report_others
     try:
         yield
     finally:
-        if sys.unraisablehook is say_others:  # else another hook was installed on top of it
-            sys.unraisablehook = say
+        if sys.unraisablehook is report_others:  # else another hook was installed on top of it
+            sys.unraisablehook = report
 
 
 def _closed() -> threading.Lock:

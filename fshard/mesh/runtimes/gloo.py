@@ -31,7 +31,7 @@ SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
 LARGE = 16 << 20
 """Bytes from which on two processes gain by adding while they send."""
-PIECES = 4
+CHUNKS = 4
 """Number of shards for large tensors."""
 
 _KNOWN = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
@@ -63,14 +63,14 @@ def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     combine, size = combining(move), x.numel() * x.element_size()
     doubles = call.n & (call.n - 1) == 0
     if call.n == 2 and size > LARGE:
-        return _in_pieces(call, x, combine)
+        return _in_chunks(call, x, combine)
     if call.n == 2 or (doubles and size <= SMALL and x.dtype not in WIDER):  # a wide sum is rounded once, at the end
         return _doubling(call, x, combine)
     return _scatter_gather(call, x, combine)
 
 
 def _doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
-    """Add with the neighbour, then with the neighbours' neighbours: the levels of the tree, one after the other."""
+    """Recursive doubling: add with the neighbour, then with the next level of the tree."""
     tag, total, received, distance = call.tag(), x, _new(x.shape, x), 1
     result = _new(x.shape, x)
     while distance < call.n:
@@ -81,12 +81,12 @@ def _doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
     return total
 
 
-def _in_pieces(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
+def _in_chunks(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
     """Two processes, much data: one shard is added while the next is on its way."""
     received, result = _new(x.shape, x), _new(x.shape, x)
-    pieces = list(zip(x.chunk(PIECES), received.chunk(PIECES), result.chunk(PIECES), strict=True))
-    works = [_swap(call, mine, theirs, 1 - call.index, call.tag()) for mine, theirs, _ in pieces]
-    for work, (mine, theirs, out) in zip(works, pieces, strict=True):
+    chunks = list(zip(x.chunk(CHUNKS), received.chunk(CHUNKS), result.chunk(CHUNKS), strict=True))
+    works = [_swap(call, mine, theirs, 1 - call.index, call.tag()) for mine, theirs, _ in chunks]
+    for work, (mine, theirs, out) in zip(works, chunks, strict=True):
         yield work[:1]  # received rows
         combined([mine, theirs] if call.index == 0 else [theirs, mine], combine, None, out)
     yield [sent for _, sent in works]

@@ -105,7 +105,7 @@ class Many:
         self.messages = messages
 
     def drive(self) -> None:
-        """Wait for one after the other."""
+        """Wait for the messages in order."""
         for message in self.messages:
             with suppress(RuntimeError):  # of a receiver that is no more
                 message.work.wait(LONG)

@@ -103,8 +103,8 @@ def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     result = x.new_empty(sum(sizes.values()))
     sent = [outgoing[to].nbytes if to in outgoing else 0 for to in range(call.n)]
     got = [sizes.get(source, 0) * x.element_size() for source in range(call.n)]
-    whole = result.view(torch.uint8), given.view(torch.uint8)
-    yield [dist.all_to_all_single(*whole, got, sent, group=call.pg, async_op=True)]
+    buffers = result.view(torch.uint8), given.view(torch.uint8)
+    yield [dist.all_to_all_single(*buffers, got, sent, group=call.pg, async_op=True)]
     arrived = result.split([sizes.get(source, 0) for source in range(call.n)])
     return move.unpacked(x, call.index, {source: arrived[source] for source in sizes})
 

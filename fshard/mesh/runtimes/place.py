@@ -116,13 +116,13 @@ def placed(variables: Variables, parent: int | None = None) -> Place | None:
     Place(rank=1, world=2, local_rank=1, local_world=2, address='gpu7', port=2222, by='torchrun')
     """
     speaking = {by: names for by, names in LAUNCHERS.items() if _speaks(by, names, variables)}
-    whole = [by for by, names in speaking.items() if _set(names.rank, variables) and _set(names.world, variables)]
+    complete = [by for by, names in speaking.items() if _set(names.rank, variables) and _set(names.world, variables)]
     if not speaking:
         return None
-    if not whole:
+    if not complete:
         raise _refused([_half(names, variables) for names in speaking.values()])
-    by = whole[0]
-    if by != "torchrun" and whole[-1] == "SLURM" and _said(by, variables) == _said("SLURM", variables):
+    by = complete[0]
+    if by != "torchrun" and complete[-1] == "SLURM" and _values(by, variables) == _values("SLURM", variables):
         by = "SLURM"
     return _Reading(by, variables, parent).place()
 
@@ -132,7 +132,7 @@ def _set(names: tuple[str, ...], variables: Variables) -> str | None:
     return next((name for name in names if variables.get(name)), None)
 
 
-def _said(by: str, variables: Variables) -> list[str]:
+def _values(by: str, variables: Variables) -> list[str]:
     names = LAUNCHERS[by]
     return [variables[_set(each, variables) or ""] for each in (names.rank, names.world)]
 

@@ -35,8 +35,8 @@ from fshard.mesh.runtimes.running import Awaited, Running, UnderWay, explain, go
 from fshard.mesh.runtimes.watch import Watch, watching
 from fshard.mesh.shared_memory import apart
 from fshard.mesh.shared_memory.direct import Direct, TransferTurn
+from fshard.mesh.shared_memory.fast_path import FastPath, MessageLane
 from fshard.mesh.shared_memory.neighbours import Neighbours, meet
-from fshard.mesh.shared_memory.road import MessageLane, Road
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Wired
@@ -127,7 +127,7 @@ class ProcessWorld:
     """The world of processes, seen from this one."""
 
     has_values = True
-    has_roads = True
+    has_fast_paths = True
 
     def __init__(self, timeout: timedelta) -> None:
         self.rank = dist.get_rank()
@@ -230,13 +230,13 @@ class ProcessWorld:
         if self._watch is not None and group.size > 1:
             self._watch.meet(self._watch.start(group, call, site))
 
-    def road(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+    def fast_path(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """Return the fast path for tensors like this one: only on one machine and without FSHARD_CHECK=1."""
         if group.size == 1 or self._watch is not None or not self.near(group.members):
             return None
         link = self.link(group)
         assert isinstance(link, Direct)
-        return Road(move, group, x, link, self.timeout, self._under_way).take
+        return FastPath(move, group, x, link, self.timeout, self._under_way).take
 
     # -- messages -----------------------------------------------------------------------------------------------
 

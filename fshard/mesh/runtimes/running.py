@@ -104,8 +104,8 @@ class Running:
         self._wire.close()
         try:
             fail(error, self._link, self._timeout, self._what)
-        except BaseException as told:
-            self._error = told  # a second waiter gets the same error
+        except BaseException as raised:
+            self._error = raised  # a second waiter gets the same error
             raise
 
     def try_step(self) -> bool:

@@ -108,14 +108,14 @@ class Parcel:
         while not world.mail[self.route]:
             world.listening[self.route] = self.device
             world.park(self.device, self)
-        came = world.mail[self.route].popleft()
-        asked = _signature(self.likes), self.purpose, self.site.leaves
-        if (_signature(came.tensors), came.purpose, came.site.leaves) != asked:
+        message = world.mail[self.route].popleft()
+        expected = _signature(self.likes), self.purpose, self.site.leaves
+        if (_signature(message.tensors), message.purpose, message.site.leaves) != expected:
             raise MismatchError(
-                f"{world.name(self.device)} expects {self}, but what came is {came}."
-                + uneven(self.purpose, came.purpose)
+                f"{world.name(self.device)} expects {self}, but what came is {message}."
+                + uneven(self.purpose, message.purpose)
             )
-        return came.tensors
+        return message.tensors
 
 
 class VirtualMessage(NamedTuple):
@@ -135,7 +135,7 @@ class VirtualWorld:
     """The threads of one run and their shared state."""
 
     has_values = True
-    has_roads = False
+    has_fast_paths = False
     _crew: Crew
 
     def __init__(self, mesh: Mesh) -> None:
@@ -282,7 +282,7 @@ class VirtualWorld:
 
     # -- collectives --------------------------------------------------------------------------------------------
 
-    def road(self, move: Wired, group: Group, x: Tensor) -> None:
+    def fast_path(self, move: Wired, group: Group, x: Tensor) -> None:
         """Return None: there is nothing to be saved."""
 
     def part(self, group: Group, error: BaseException) -> None:
@@ -314,8 +314,8 @@ class VirtualWorld:
         index, slots, signature = group.index, self._slots[group.key], _signature(xs)
         for slot in slots:
             if index not in slot.values:
-                asked = move, signature, group.axes, purpose(), site.leaves
-                if asked != (
+                expected = move, signature, group.axes, purpose(), site.leaves
+                if expected != (
                     slot.move,
                     slot.signature,
                     slot.axes,
@@ -343,16 +343,16 @@ class VirtualWorld:
     def _raise_mismatch(
         self, slot: CollectiveSlot, move: Wired, signature: Signature, group: Group, site: Site, hint: str = ""
     ) -> NoReturn:
-        asked = CollectiveSlot(move, signature, group.axes, group.size)
+        expected = CollectiveSlot(move, signature, group.axes, group.size)
         mine = group.device
         lines = [(group.member(index), _describe(slot, slot.sites[index])) for index in sorted(slot.values)]
-        lines.append((mine, _describe(asked, site)))
+        lines.append((mine, _describe(expected, site)))
         raise MismatchError(
             f"The devices of one group of {self.mesh} met in one collective with different calls.\n"
             + _table([(self.name(device), what) for device, what in sorted(lines)])
             + "\nEvery device of a group has to call the same collectives in the same order, on equal shapes, dtypes and trees."
             + hint
-            + uneven(asked.purpose, slot.purpose)
+            + uneven(expected.purpose, slot.purpose)
         )
 
     # -- messages -----------------------------------------------------------------------------------------------

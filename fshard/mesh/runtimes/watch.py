@@ -74,8 +74,8 @@ class Watch:
         self._counts: dict[str, int] = defaultdict(int)
         self._open: dict[Meeting, None] = {}
         self._parted: dict[str, MismatchError] = {}
-        self._said = 0
-        self._say("runs", [], "")
+        self._turn = 0
+        self._publish_state("runs", [], "")
 
     # -- collectives --------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Watch:
         so.
         """
         with contextlib.suppress(dist.DistError):  # the process that served the store has died
-            self._say("has finished", [], "")
+            self._publish_state("has finished", [], "")
             until = time.monotonic() + 10
             while self.rank == 0 and time.monotonic() < until and not self._all_finished():
                 time.sleep(LOOK)
@@ -147,16 +147,16 @@ class Watch:
         self._counts[name] += 1
         return self._counts[name] - 1
 
-    def _say(self, what: str, keys: list[str], text: str) -> None:
-        self._said += 1
-        state = {"what": what, "keys": keys, "text": text, "turn": self._said}
+    def _publish_state(self, what: str, keys: list[str], text: str) -> None:
+        self._turn += 1
+        state = {"what": what, "keys": keys, "text": text, "turn": self._turn}
         self.store.set(f"state/{self.rank}", json.dumps(state))
 
     def _wait(self, keys: list[str], ranks: Sequence[int], text: str) -> None:
         """Wait for keys of other processes, described by the text, and advance what is in progress meanwhile."""
         if self.store.check(keys):
             return
-        self._say("waits", keys, f"waits in {text}")
+        self._publish_state("waits", keys, f"waits in {text}")
         began = looked = time.monotonic()
         pause = 0.0002
         while not self.store.check(keys):
@@ -169,7 +169,7 @@ class Watch:
                 self._look()
                 self._give_up(ranks, text, late=time.monotonic() - began > self._timeout)
                 looked = time.monotonic()
-        self._say("runs", [], "")
+        self._publish_state("runs", [], "")
 
     def _give_up(self, ranks: Sequence[int], text: str, *, late: bool) -> None:
         """Raise if one of these processes has gone without a word, or if it is too late."""

@@ -64,11 +64,11 @@ def wire(turn: TransferTurn, move: Wired, xs: Tensors, into: Tensors) -> Wire:
 
 def gather(turn: TransferTurn, xs: Tensors, into: Tensors) -> Wire:
     """All-gather of many tensors, each from its flat shards."""
-    table = _told(turn, xs)
-    here, ends = _lying(into), _ends_of(tuple([x.numel() for x in into]), into[0].element_size(), turn.n)
+    table = _publish(turn, xs)
+    here, ends = _own_addresses(into), _ends_of(tuple([x.numel() for x in into]), into[0].element_size(), turn.n)
     elsewhere = (table != here + ends[turn.index]).nonzero()
     for number in elsewhere.view(-1).tolist():
-        own = _piece(into[number].view(-1), turn.n, turn.index)
+        own = _shard(into[number].view(-1), turn.n, turn.index)
         own.copy_(xs[number].view(-1)[: own.numel()])
     yield turn.needs(*turn.others)
     for other in turn.others:
@@ -79,7 +79,7 @@ def gather(turn: TransferTurn, xs: Tensors, into: Tensors) -> Wire:
 
 def scatter(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
     """Reduce-scatter of many tensors. (n * elements,) each -> (elements,) each"""
-    table = _told(turn, xs)
+    table = _publish(turn, xs)
     yield turn.needs(*turn.others)
     _sum(turn, xs, into, combine)
     for other in turn.others:
@@ -90,10 +90,10 @@ def scatter(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) ->
 
 def reduce(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
     """All-reduce of many tensors: reduce-scatter, then all-gather. (elements,) each -> (elements,) each"""
-    table = _told(turn, xs)
+    table = _publish(turn, xs)
     yield turn.needs(*turn.others)
-    _sum(turn, xs, [_piece(x, turn.n, turn.index) for x in into], combine)
-    here = _told(turn, into, part=1)
+    _sum(turn, xs, [_shard(x, turn.n, turn.index) for x in into], combine)
+    here = _publish(turn, into, part=1)
     ends = _ends_of(tuple([x.numel() for x in into]), into[0].element_size(), turn.n)
     yield turn.needs(*turn.others, part=1)
     for other in turn.others:
@@ -105,15 +105,15 @@ def reduce(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) -> 
 _SUMS: dict[str, Callable[[TransferTurn, Tensors, Tensors, Combine], Wire]] = {"scatter": scatter, "reduce": reduce}
 
 
-def _told(turn: TransferTurn, xs: Tensors, part: int = 0) -> Tensor:
+def _publish(turn: TransferTurn, xs: Tensors, part: int = 0) -> Tensor:
     """Publish the addresses of tensors to all others, and return the table."""
-    table = _lying(xs)
+    table = _own_addresses(xs)
     for other in turn.others:
         turn.put(other, table.data_ptr(), table.nbytes, part)
     return table
 
 
-def _lying(xs: Tensors) -> Tensor:
+def _own_addresses(xs: Tensors) -> Tensor:
     return torch.tensor([x.data_ptr() for x in xs])
 
 
@@ -131,8 +131,8 @@ def _settled(turn: TransferTurn) -> Generator[list[Need], None, None]:
     turn.answered(answers)
 
 
-def _piece(whole: Tensor, n: int, index: int) -> Tensor:
-    return whole[slice(*flat_range(len(whole), n, index))]
+def _shard(full: Tensor, n: int, index: int) -> Tensor:
+    return full[slice(*flat_range(len(full), n, index))]
 
 
 @lru_cache(maxsize=1024)
@@ -199,7 +199,7 @@ def _batches(lengths: tuple[int, ...], item: int) -> Batches:
 
 def _sum(turn: TransferTurn, xs: Tensors, into: Tensors, combine: Combine) -> None:
     """Sum the own shards of all processes' tensors, at the published addresses."""
-    own, item = [_piece(x, turn.n, turn.index) for x in xs], xs[0].element_size()
+    own, item = [_shard(x, turn.n, turn.index) for x in xs], xs[0].element_size()
     ends = _ends_of(tuple([len(x) for x in xs]), item, turn.n)
     spans, batches, table, longest = _batches(tuple([x.numel() for x in own]), item)
     numbers, begins, places, sizes = table.unbind(1)

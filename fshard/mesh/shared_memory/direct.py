@@ -103,7 +103,7 @@ class Direct:
                 turn.put(to, buffer.data_ptr(), buffer.nbytes)
                 return None
             buffer = packed(xs)
-            turn.lies(to, buffer.data_ptr(), buffer.nbytes)
+            turn.offer_address(to, buffer.data_ptr(), buffer.nbytes)
         return Departed(Sent(self.neighbours, (self.peers[to], turn.key | ANSWER)), buffer)
 
     def receive(self, make: Callable[[], Tensor], source: int, what: What) -> Coming:
@@ -118,7 +118,7 @@ class Direct:
         return Coming(turn.needs(source), take)
 
     def messages(self, peer: int, *, sent: bool) -> Iterator[int]:
-        """Return the keys of the messages to a process, or from it, one after the other."""
+        """Yield the keys of the messages to a process, or from it, in order."""
         keys = self._messages.get((peer, sent))
         if keys is None:
             keys = self._messages[peer, sent] = map((self._group | MESSAGE).__or__, cycle(range(0, 1 << 31, 8)))
@@ -162,11 +162,11 @@ class TransferTurn:
     def put(self, to: int, address: int, size: int, part: int = 0) -> None:
         """Offer a tensor to a process: small ones are sent inline, large ones must stay until they have been read."""
         if size > INLINE:
-            self.lies(to, address, size, part)
+            self.offer_address(to, address, size, part)
         elif not self.peers[to].offer(self.key | part, INSIDE, size, self.stamp, address):
             self.neighbours.press(self.peers[to], (self.key | part, INSIDE, size, self.stamp, address))
 
-    def lies(self, to: int, address: int, size: int, part: int = 0) -> None:
+    def offer_address(self, to: int, address: int, size: int, part: int = 0) -> None:
         """Send a process the address of a tensor of any size."""
         if not self.peers[to].offer(self.key | part, address, size, self.stamp):
             self.neighbours.press(self.peers[to], (self.key | part, address, size, self.stamp))
@@ -198,7 +198,7 @@ class TransferTurn:
 
     def done(self, source: int) -> None:
         """Confirm to a process that its tensor has been read."""
-        self.lies(source, READ, 0, ANSWER)
+        self.offer_address(source, READ, 0, ANSWER)
 
     def answered(self, needs: list[Need]) -> None:
         """Put away the answers that have come."""
@@ -223,7 +223,7 @@ def reduce(turn: TransferTurn, x: Tensor, move: Wired) -> Wire:
 
 
 def _doubling(turn: TransferTurn, x: Tensor, combine: Combine) -> Wire:
-    """Add with the neighbour, then with the neighbours' neighbours: the levels of the tree, one after the other."""
+    """Recursive doubling: add with the neighbour, then with the next level of the tree."""
     total, size, distance = x, x.nbytes, 1
     received = result = x
     while distance < turn.n:
@@ -254,13 +254,13 @@ def _in_parts(turn: TransferTurn, x: Tensor, combine: Combine) -> Wire:
     parts = [(min(place * each, x.numel()), min((place + 1) * each, x.numel())) for place in range(turn.n)]
     result = _new((x.numel(),), x)
     for other in turn.others:
-        turn.lies(other, x.data_ptr(), size)
+        turn.offer_address(other, x.data_ptr(), size)
     yield turn.needs(*turn.others)
     begin, end = parts[turn.index]
     places = {other: turn.where(other, size) + begin * item for other in turn.others}
     _sum(turn, places, x[begin:end], result[begin:end], combine)
     for other in turn.others:
-        turn.lies(other, result.data_ptr(), size, part=1)
+        turn.offer_address(other, result.data_ptr(), size, part=1)
     yield turn.needs(*turn.others, part=1)
     for other in turn.others:
         begin, end = parts[other]

@@ -218,14 +218,14 @@ class Neighbours:
         """Sleep until something has come, and take it in."""
         with self.lock:
             self._sleepers += 1
-            self._say_asleep(1)
+            self._set_asleep(1)
         try:
             heard = self._heard(seconds)
         finally:
             with self.lock:
                 self._sleepers -= 1
                 if not self._sleepers:
-                    self._say_asleep(0)
+                    self._set_asleep(0)
         with self.lock:
             for number in heard:
                 self._by_number[number].hear()
@@ -235,14 +235,14 @@ class Neighbours:
     def _heard(self, seconds: float) -> list[int]:
         """Sleep; return the neighbours whose sockets are readable."""
         rings.fence(self._libc)
-        came = any(peer.incoming.filled for peer in self.known.values())
+        arrived = any(peer.incoming.filled for peer in self.known.values())
         poll = select.poll()  # one per thread: several may sleep
         for number, peer in self._by_number.items():
             if not peer.gone:
                 poll.register(number, select.POLLIN)
-        return [number for number, _ in poll.poll(0 if came else seconds * 1e3)]
+        return [number for number, _ in poll.poll(0 if arrived else seconds * 1e3)]
 
-    def _say_asleep(self, asleep: int) -> None:
+    def _set_asleep(self, asleep: int) -> None:
         for peer in self.known.values():
             peer.incoming.words[ASLEEP] = asleep
 

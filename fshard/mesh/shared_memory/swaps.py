@@ -117,8 +117,8 @@ class Swapping:
             own = rows[self._keeps[1]] = x.reshape(-1, self._length)[self._keeps[0] // self._size]
         for peer, at in self._gets:
             place = self._taken(peer, key)
-            lies = bytearray(place) if isinstance(place, bytes) else (ctypes.c_char * self._size).from_address(place)
-            rows[at] = torch.frombuffer(lies, dtype=self._dtype)
+            buffer = bytearray(place) if isinstance(place, bytes) else (ctypes.c_char * self._size).from_address(place)
+            rows[at] = torch.frombuffer(buffer, dtype=self._dtype)
         total = torch.empty(self._length, dtype=self._dtype, device="cpu")
         return combined([rows[at] for at in sorted(rows)], combine, own, total)
 

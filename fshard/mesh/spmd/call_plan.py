@@ -61,7 +61,7 @@ class Promise:
 class Transfer:
     """The plan of one tensor: its index, its layout, and how it is resharded.
 
-    `layout`: inside (arguments) or of the result. `piece`: shape of the first local shard of an argument. `slices`:
+    `layout`: inside (arguments) or of the result. `shard_shape`: shape of the first local shard of an argument. `slices`:
     slices of a plain argument, one per local device, if slicing is all that is needed.
     """
 
@@ -71,7 +71,7 @@ class Transfer:
     layout: Layout
     way: ReshardPlan = STAY
     promise: Promise | None = None
-    piece: tuple[int, ...] = ()
+    shard_shape: tuple[int, ...] = ()
     slices: tuple[tuple[slice, ...], ...] | None = None
 
     @property
@@ -203,7 +203,7 @@ class Recipes:
             f"argument {path} of {self.name}, with spec {spec}, is equal along {{axes}}, so its gradient has to be; but it "
             f"was used with each device's own data. Write {path} = fs.pvary({path}, {{axes}}) before that use",
         )
-        piece, way, slices = (
+        shard_shape, way, slices = (
             before.local_shape(shape, local_devices(mesh)[0]),
             plan_reshard(before, layout, shape),
             None,
@@ -211,7 +211,7 @@ class Recipes:
         if way.slices and isinstance(value, Tensor):
             ranges = [layout.ranges(shape, device) for device in local_devices(mesh)]
             slices = tuple(tuple(slice(*one) for one in each) for each in ranges)
-        return Transfer(place, path, shape, layout, way, promise, piece, slices)
+        return Transfer(place, path, shape, layout, way, promise, shard_shape, slices)
 
     def _checked(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, what: str) -> Layout:
         """Return the layout of a tensor with this spec, or raise."""

@@ -63,34 +63,34 @@ class Audit:
             self._compare(run, [xs[:width] for xs in typed], [xs[:width] for xs in own])
 
     def _by_types(self, device: int, xs: Tensors) -> Tensors:
-        entries, pieces = self.recipe.entries, self._pieces(xs)
+        entries, shards = self.recipe.entries, self._shards(xs)
         with torch.enable_grad():
-            own = [entry.hold(x, self.site) for x, entry in zip(pieces, entries, strict=True)]
+            own = [entry.hold(x, self.site) for x, entry in zip(shards, entries, strict=True)]
             recipe, _, leaves = self.recipes.of_results(require("shard_map").mesh, self.call(tuple(own)))
             ys = [entry.hold(leaves[entry.place], self.site) for entry in recipe.entries]
             gs = [
                 _cotangent(place, y, entry, device)
                 for place, (y, entry) in enumerate(zip(ys, recipe.entries, strict=True))
             ]
-            return *_gradients(ys, pieces, gs), *(y.detach() for y in ys)
+            return *_gradients(ys, shards, gs), *(y.detach() for y in ys)
 
     def _by_devices(self, device: int, xs: Tensors) -> Tensors:
-        scope, pieces = require("shard_map"), self._pieces(xs)
+        scope, shards = require("shard_map"), self._shards(xs)
         with torch.enable_grad(), owning(self.recipes.mapped):
-            recipe, _, leaves = self.recipes.of_results(scope.mesh, self.call(tuple(pieces)))
+            recipe, _, leaves = self.recipes.of_results(scope.mesh, self.call(tuple(shards)))
             ys = [leaves[entry.place] for entry in recipe.entries]
             gs = [
                 _cotangent(place, y, entry, device) / prod(scope.mesh.shape[axis] for axis in self._alike(entry))
                 for place, (y, entry) in enumerate(zip(ys, recipe.entries, strict=True))
             ]
-            found = _gradients(ys, pieces, gs)
+            found = _gradients(ys, shards, gs)
         sums = list[Tensor]()
         for g, entry in zip(found, self.recipe.entries, strict=True):
             over = self._alike(entry)
             sums += Bound(Psum(), scope.group(over, "shard_map"), self.site).run((g,)) if over else (g,)
         return *sums, *(y.detach() for y in ys)
 
-    def _pieces(self, xs: Tensors) -> list[Tensor]:
+    def _shards(self, xs: Tensors) -> list[Tensor]:
         """Return the arguments in their layouts inside, from as they were given, to be differentiated."""
         with torch.no_grad():
             own = [take(x.detach(), entry.way, self.site) for x, entry in zip(xs, self.recipe.entries, strict=True)]
@@ -127,10 +127,10 @@ class Audit:
 def _cotangent(place: int, y: Tensor, entry: Transfer, device: int) -> Tensor:
     """Return the device's shard of a random array, which is the same on all."""
     generator = torch.Generator().manual_seed(place)
-    whole = torch.randn(entry.shape, generator=generator, dtype=torch.complex128 if y.is_complex() else torch.float64)
-    whole = whole.flatten() if entry.layout.spec.is_flat or not entry.shape else whole
+    full = torch.randn(entry.shape, generator=generator, dtype=torch.complex128 if y.is_complex() else torch.float64)
+    full = full.flatten() if entry.layout.spec.is_flat or not entry.shape else full
     ranges = entry.layout.ranges(entry.shape, device)
-    return whole[tuple(slice(*one) for one in ranges[: whole.ndim])].to(y.device, y.dtype).view(y.shape)
+    return full[tuple(slice(*one) for one in ranges[: full.ndim])].to(y.device, y.dtype).view(y.shape)
 
 
 def _gradients(ys: Sequence[Tensor], xs: Sequence[Tensor], gs: Sequence[Tensor]) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Run a function of one device on all devices, as one differentiable operation.
 
 On a device, autograd records everything. Outside a virtual mesh the gradient is taken in a thread that is not a
-device, so the run is one autograd Function, whose backward is another run: each device goes through its own graph. The
+device, so the run is one autograd Function, whose backward is another run: each device runs the backward of its own graph. The
 graph is kept for one backward. A second backward, gradients of gradients and torch.func run another function, which
 computes the vjp.
 """
@@ -170,10 +170,10 @@ def _at_places(found: list[Tensors], wanted: Sequence[int], width: int) -> tuple
 
 def _replaced(xs: Tensors, places: tuple[int, ...], chosen: Tensors) -> Tensors:
     """Return tensors with some replaced, by index."""
-    whole = list(xs)
+    result = list(xs)
     for place, x in zip(places, chosen, strict=True):
-        whole[place] = x
-    return tuple(whole)
+        result[place] = x
+    return tuple(result)
 
 
 def backward(ys: Tensors, xs: list[Tensor], gs: Tensors, *, create_graph: bool = False) -> Tensors:

@@ -87,7 +87,7 @@ class Scope:
         self.mapped_axes = frozenset(self.mapped)
         self.axes: Mapping[str, tuple[int, int]] = {**outer.axes, **mesh.steps} if outer else mesh.steps
         self._groups: dict[Axes, Group] = {}
-        self.roads: dict[object, Callable[[Tensor], Tensor] | None] | None = {} if world.has_roads else None
+        self.fast_paths: dict[object, Callable[[Tensor], Tensor] | None] | None = {} if world.has_fast_paths else None
         self.inner: dict[object, Scope] = {}
         self.own: frozenset[str] = outer.own if outer else frozenset()
         self.notice: Notice | None = None
@@ -102,7 +102,7 @@ class Scope:
             found = self._groups[axes] = self._make(_names(axes, what), what)
         return found
 
-    def asked(self, axes: Axes, what: str) -> Group:
+    def called_group(self, axes: Axes, what: str) -> Group:
         """Return the group of a collective that the user's code calls, and notify the observer."""
         found = self.group(axes, what)
         if self.notice is not None:
@@ -113,9 +113,9 @@ class Scope:
         unknown = [name for name in names if name not in self.axes]
         if unknown or not names or len(set(names)) < len(names):
             known = ", ".join(f'"{name}"' for name in self.axes)
-            asked = ", ".join(f'"{name}"' for name in names) or "no axis"
+            given = ", ".join(f'"{name}"' for name in names) or "no axis"
             problem = "an axis is named twice" if names and not unknown else f"the axes bound here are {known}"
-            raise ScopeError(f"{what} over {asked}: {problem}. Name axes of the mesh that shard_map or run was given.")
+            raise ScopeError(f"{what} over {given}: {problem}. Name axes of the mesh that shard_map or run was given.")
         dims = tuple([self.axes[name] for name in names])
         return Group(names, dims, *_group_through(self.device, dims), self.device, self.world, self.mesh.ranks)
 
@@ -147,12 +147,12 @@ _here = _Here()
 def owning(axes: Iterable[str], notice: Notice | None = None) -> Generator[None]:
     """Let every value along some axes be the calling device's own for a while: see `fshard.transforms.agree`."""
     scope = require("a loss function")
-    before = scope.own, scope.notice, scope.roads
-    scope.own, scope.notice, scope.roads = frozenset(axes), notice, None  # fast paths would skip the observer
+    before = scope.own, scope.notice, scope.fast_paths
+    scope.own, scope.notice, scope.fast_paths = frozenset(axes), notice, None  # fast paths would skip the observer
     try:
         yield
     finally:
-        scope.own, scope.notice, scope.roads = before
+        scope.own, scope.notice, scope.fast_paths = before
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def entered(scope: Scope | None) -> Generator[None]:
 
 
 class Pending(Protocol):
-    """Something under way: `wait`, which may be called once, returns the results when they are there."""
+    """An operation in progress: `wait`, which may be called once, returns the results when they are there."""
 
     def wait(self) -> tuple[Tensor, ...]: ...
 
@@ -220,9 +220,9 @@ class World(Protocol):
         ...
 
     @property
-    def has_roads(self) -> bool: ...
+    def has_fast_paths(self) -> bool: ...
 
-    def road(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+    def fast_path(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """Return a short way to run one collective on tensors of this shape and dtype, if there is one."""
         ...
 

@@ -126,15 +126,15 @@ def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, le
         if joins:
             *joined, last = apply(Join(), entered)
             entered, token = tuple(joined), (last,)
-        return outputs.take(device, on_pieces(entered)) + token
+        return outputs.take(device, on_shards(entered)) + token
 
-    def on_pieces(xs: Tensors) -> PyTree:
+    def on_shards(xs: Tensors) -> PyTree:
         own = list(leaves)
         for x, entry in zip(xs, recipe.entries, strict=True):
             own[entry.place] = x
         return recipe.call(f, own)
 
-    audit = Audit(recipes, recipe, on_pieces, site) if recipes.checked and recipe.entries else None
+    audit = Audit(recipes, recipe, on_shards, site) if recipes.checked and recipe.entries else None
     shards = run_mapped(mesh, program, columns, mapped=recipes.mapped, checked=recipes.checked, audit=audit)
     if joins:
         shards.pop()
@@ -187,7 +187,7 @@ def _column(value: Tensor | Sharded, entry: Transfer, *, cut: bool) -> Tensors:
             return tuple([x[slices] for slices in entry.slices])
         return on_all(value, entry.layout)
     shards = value.shards
-    if len(shards) != 1 or getattr(shards[0], "shape", None) != entry.piece:
+    if len(shards) != 1 or getattr(shards[0], "shape", None) != entry.shard_shape:
         value.check()
     if value.layout.memory == "device":
         return shards
@@ -256,11 +256,11 @@ class _Outputs:
         may_differ = recipe.uneven or len(self.taken) > 1
         for entry, own in zip(recipe.entries, shards, strict=True):
             if may_differ:
-                self._check_pieces(own, entry)
+                self._check_shards(own, entry)
             leaves[entry.place] = Sharded(entry.shape, entry.layout, own)
         return unflatten(structure, leaves)
 
-    def _check_pieces(self, own: Tensors, entry: Transfer) -> None:
+    def _check_shards(self, own: Tensors, entry: Transfer) -> None:
         """Raise unless the devices' shards have one dtype and form one global shape."""
         if len({x.dtype for x in own}) > 1:
             raise LayoutError(

@@ -1,7 +1,11 @@
 """`Cells`: shards with their gradients and state as lists, the arguments of torch's kernels; and rules that write
 them.
 
-leaf 0 (two shards) 1 (plain) params p0a p0b p1 grads g0a g0b g1 steps t0 t0 t1 state m0a m0b m1 ...
+leaf      0 (two shards)     1 (plain)
+params    p0a    p0b         p1
+grads     g0a    g0b         g1
+steps     t0     t0          t1
+state     m0a    m0b         m1         ...
 
 torch's fused kernels, one pass over memory for a full optimizer step, read tensors as flat arrays: every shard and its
 state must be contiguous, on a device that has the kernels, in a dtype that they support. On the CPU, torch's fused SGD

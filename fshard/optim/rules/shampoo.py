@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fshard.optim.contract import Optimizer, at_least, refuse
-from fshard.optim.leaves import check_whole, refuse_complex
+from fshard.optim.leaves import check_unsharded, refuse_complex
 from fshard.optim.rules.cells import Cells
 from fshard.optim.rules.rule import writer
 from fshard.optim.schedules import Rate
@@ -56,7 +56,7 @@ def shampoo(
         "right": _preconditioner(1, eps, longest),
         "momentum_buffer": torch.zeros_like,
     }
-    return writer(lr, slots, rule, check=check_whole("shampoo", refuse=refuse_complex), elementwise=False)
+    return writer(lr, slots, rule, check=check_unsharded("shampoo", refuse=refuse_complex), elementwise=False)
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from fshard.errors import LayoutError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.spmd.scope import Group
-from fshard.pipeline.execution.halves import halves, whole
+from fshard.pipeline.execution.halves import halves, run_backward
 from fshard.pipeline.execution.leaves import StageValue, left
 from fshard.pipeline.execution.post import Mail, MessageForm, Post, Route, Wire, WireTurn
 from fshard.pipeline.execution.saved import Saved
@@ -37,7 +37,7 @@ class StageWork(Protocol):
 
     `begin` returns the input of the first stage, `call` runs a stage; `end` computes the loss from the last stage's
     result, and `start` returns its gradient. Gradients of weights are read at `edges` and passed to `add`, unless
-    `lends` states that autograd may add to their `.grad` in place. `outcome` is what all devices receive at the end.
+    `may_accumulate` states that autograd may add to their `.grad` in place. `outcome` is what all devices receive at the end.
     """
 
     def begin(self, microbatch: int) -> PyTree: ...
@@ -45,7 +45,7 @@ class StageWork(Protocol):
     def end(self, microbatch: int, y: PyTree) -> Tensor | None: ...
     def start(self, microbatch: int) -> Tensor: ...
     def edges(self, stage: int) -> list[GradientEdge]: ...
-    def lends(self, stage: int, microbatch: int) -> bool: ...
+    def may_accumulate(self, stage: int, microbatch: int) -> bool: ...
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None: ...
     def gather(self, stage: int) -> None: ...
     def free(self, stage: int) -> None: ...
@@ -65,7 +65,7 @@ class StageDevice:
     """One device in one step: it runs its `work` along the `route`.
 
     `kinds`: a key per microbatch that determines the shapes of messages. `known`: the message forms known to both
-    ends; None: every message is described. With `backward` forwards are recorded; with `tells` all devices receive the
+    ends; None: every message is described. With `backward` forwards are recorded; with `has_outcome` all devices receive the
     outcome.
     """
 
@@ -80,20 +80,20 @@ class StageDevice:
         known: dict[Any, MessageForm] | None,
         *,
         backward: bool,
-        tells: bool,
+        has_outcome: bool,
     ) -> None:
         self.route, self.work, self.index, self.backward = route, work, group.index, backward
         self.others = [other for other in range(group.size) if other != group.index]
-        self.last, self.tells = route.placement[-1], tells
-        comes = {**route.comes[group.index]}
-        if tells and group.index != self.last:
-            comes[self.last] = [*comes[self.last], _OUTCOME]
+        self.last, self.has_outcome = route.placement[-1], has_outcome
+        expected = {**route.expected[group.index]}
+        if has_outcome and group.index != self.last:
+            expected[self.last] = [*expected[self.last], _OUTCOME]
 
         def kind(mail: Mail) -> Any:  # no reference to the device: a cycle would keep the step's tensors alive
             """Return a key that determines the shapes of messages."""
             return mail.kind, mail.wire, tuple(kinds) if mail == _OUTCOME else kinds[mail.microbatch]
 
-        self.post = Post[Mail](group, site, device, comes, kind, known)
+        self.post = Post[Mail](group, site, device, expected, kind, known)
         self.clock = clock_of(group.device)
         self.here: dict[Mail, Any] = {}
         self.records: dict[tuple[int, int], Record] = {}
@@ -116,9 +116,9 @@ class StageDevice:
                 raise
             if self.clock is not None:
                 self.clock.did(action, began)
-        return self._told() if self.tells else None
+        return self._share_outcome() if self.has_outcome else None
 
-    # -- what stands in a row -----------------------------------------------------------------------------------
+    # -- the actions of a row -----------------------------------------------------------------------------------
 
     def _forward(self, turn: WireTurn, stage: int, microbatch: int) -> None:
         values = [StageValue(*self._take(mail, source)) for mail, source in turn.takes]
@@ -133,7 +133,7 @@ class StageDevice:
             with nullcontext() if saved is None else saved.watching():
                 y = self.work.call(stage, microbatch, entered[0][0], skips)
             made = [left(tree) for tree in self._results(turn, stage, microbatch, y)]
-        for (mail, to), (value, _) in zip(turn.gives, made, strict=False):  # no device receives the loss
+        for (mail, to), (value, _) in zip(turn.sends, made, strict=False):  # no device receives the loss
             self._give(mail, to, value)
         if self.backward:
             outputs = [edge for _, edges in made for edge in edges]
@@ -148,16 +148,16 @@ class StageDevice:
                 wanted = ", ".join(f"{name!r}: ..." for name in sorted(names))
                 raise LayoutError(f"pipelined: stage {stage} has skips, so it has to return (y, {{{wanted}}}).")
             y, skips = y
-        if turn.gives:
-            return [y if (name := mail.wire.name) is None else skips[name] for mail, _ in turn.gives]
+        if turn.sends:
+            return [y if (name := mail.wire.name) is None else skips[name] for mail, _ in turn.sends]
         loss = self.work.end(microbatch, y)
         return [] if loss is None else [loss]
 
     def _both(self, turn: WireTurn, stage: int, microbatch: int) -> None:
         record, gs = self._begun(turn, stage, microbatch)
         inputs = [edge for edges in record.inputs for edge in edges]
-        adding = self.work.lends(stage, microbatch)
-        gxs, gws = whole(record.outputs, gs, inputs, self.work.edges(stage), adding=adding)
+        adding = self.work.may_accumulate(stage, microbatch)
+        gxs, gws = run_backward(record.outputs, gs, inputs, self.work.edges(stage), adding=adding)
         self._hand_back(turn, record, gxs)  # first: another device waits for it
         if gws is not None:
             self.work.add(stage, microbatch, gws)
@@ -165,13 +165,13 @@ class StageDevice:
     def _inputs(self, turn: WireTurn, stage: int, microbatch: int) -> None:
         record, gs = self._begun(turn, stage, microbatch)
         inputs = [edge for edges in record.inputs for edge in edges]
-        weights, adding = self.work.edges(stage), self.work.lends(stage, microbatch)
+        weights, adding = self.work.edges(stage), self.work.may_accumulate(stage, microbatch)
         gxs, self.later[stage, microbatch] = halves(record.outputs, gs, inputs, weights, record.saved, adding=adding)
         self._hand_back(turn, record, gxs)
 
     def _weights(self, turn: WireTurn, stage: int, microbatch: int) -> None:
         self.work.edges(stage)  # unsharded, if the stage has units
-        self.work.lends(stage, microbatch)
+        self.work.may_accumulate(stage, microbatch)
         gws = self.later.pop((stage, microbatch))()
         if gws is not None:
             self.work.add(stage, microbatch, gws)
@@ -189,7 +189,7 @@ class StageDevice:
     def _hand_back(self, turn: WireTurn, record: Record, gxs: list[Tensor | None]) -> None:
         """Send the gradients of a stage's inputs to the stages that made them."""
         rest = iter(gxs)
-        for (mail, to), edges in zip(turn.gives, record.inputs, strict=False):  # not every microbatch needs any
+        for (mail, to), edges in zip(turn.sends, record.inputs, strict=False):  # not every microbatch needs any
             self._give(mail, to, [*islice(rest, len(edges))])
 
     # -- messages -----------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class StageDevice:
             self.clock.waited(Action(_COME[mail.kind], mail.ends[1], mail.microbatch), began)
         return found
 
-    def _told(self) -> PyTree:
+    def _share_outcome(self) -> PyTree:
         """Send the outcome to all devices."""
         if self.index != self.last:
             return self.post.take(_OUTCOME, self.last)

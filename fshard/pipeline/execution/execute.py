@@ -89,7 +89,7 @@ def pipelined(
             f"it is for {schedule.devices} devices, axis {axis} has {mesh.shape[axis]}",
         ),
         (backward and loss_fn is None, "a backward begins with a loss: give loss_fn=, or say backward=False"),
-        (backward and not any(map(_goes_back, schedule.rows)), "it has no backward: say backward=False"),
+        (backward and not any(map(_has_backward, schedule.rows)), "it has no backward: say backward=False"),
         (mesh.runtime == "abstract", "on an abstract mesh nobody says what a stage makes: `simulate` needs no stages"),
     ]
     if any(is_wrong for is_wrong, _ in wrong):
@@ -127,7 +127,7 @@ def pipelined(
     return step
 
 
-def _goes_back(row: Sequence[Action]) -> bool:
+def _has_backward(row: Sequence[Action]) -> bool:
     return any(action.kind in (Kind.B, Kind.I, Kind.W) for action in row)
 
 
@@ -159,7 +159,7 @@ def _run(
     work, known = Given(plan, batch, params, group.index), None
     if not plan.dynamic:
         known = plan.known.setdefault(group.device, {})
-    options = {"backward": plan.backward, "tells": plan.loss_fn is not None}
+    options = {"backward": plan.backward, "has_outcome": plan.loss_fn is not None}
     with parting(group):
         outcome = StageDevice(plan.route, work, group, device, site, batch.kinds, known, **options).run()
     loss, metrics = outcome or (None, [work.results[microbatch] for microbatch in sorted(work.results)] or None)
@@ -206,10 +206,10 @@ class Given:
     def edges(self, stage: int) -> list[GradientEdge]:
         return self.params[stage].edges
 
-    def lends(self, stage: int, microbatch: int) -> bool:
+    def may_accumulate(self, stage: int, microbatch: int) -> bool:
         """Let autograd add to the sums, where nothing has to be done with gradients before."""
         total = self.totals[stage]
-        return isinstance(total, RunningSum) and total.lend(self.params[stage].own)
+        return isinstance(total, RunningSum) and total.let_accumulate(self.params[stage].own)
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         self.totals[stage].add(microbatch, gs)

@@ -32,7 +32,7 @@ _run: Any = torch.autograd.Variable._execution_engine.run_backward  # pyright: i
 # -- the two halves ---------------------------------------------------------------------------------------------
 
 
-def whole(
+def run_backward(
     outputs: Sequence[GradientEdge],
     gradients: Sequence[Tensor | None],
     inputs: Sequence[GradientEdge],
@@ -69,7 +69,7 @@ def halves(
     ([tensor([[3.]])], [tensor([[2.]])])
     """
     if not inputs:
-        return [], lambda: whole(outputs, gradients, (), weights, adding=adding)[1]
+        return [], lambda: run_backward(outputs, gradients, (), weights, adding=adding)[1]
     saved = Saved() if saved is None else saved
     ends = [(edge, g) for edge, g in zip(outputs, gradients, strict=True) if g is not None]
     captured, below = divide([edge for edge, _ in ends], inputs, weights, saved)

@@ -4,7 +4,7 @@ The first message of a kind is preceded by its description: structure, shapes, d
 ends have it, and only tensors are sent, those of one dtype in one buffer.
 
 A *wire* leads from a stage to a later one: values are sent along it, and their gradients back. Every stage has one to
-the next; *skips* have names. All devices have the whole schedule, so each derives which messages it receives from
+the next; *skips* have names. All devices have the full schedule, so each derives which messages it receives from
 another, in which order: a message is sent as soon as it is computed, and received when it is needed.
 """
 
@@ -59,8 +59,8 @@ class Form(NamedTuple):
         return True
 
     def __str__(self) -> str:
-        told = [f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, _Like) else repr(x) for x in self.leaves]
-        return f"({', '.join(told)})"
+        described = [f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, _Like) else repr(x) for x in self.leaves]
+        return f"({', '.join(described)})"
 
 
 class MessageForm(NamedTuple):
@@ -116,7 +116,7 @@ class Post(Generic[Key]):
         group: the devices.
         site: the source line of the step.
         device: of the tensors.
-        comes: the messages from each other device, in order.
+        expected: the messages from each other device, in order.
         kind: of a message; messages of one kind have one form.
         known: the forms that both ends have, by kind and receiver; None: every message is described.
     """
@@ -126,16 +126,16 @@ class Post(Generic[Key]):
         group: Group,
         site: Site,
         device: torch.device,
-        comes: Mapping[int, Sequence[Key]],
+        expected: Mapping[int, Sequence[Key]],
         kind: Callable[[Key], Hashable],
         known: dict[Hashable, MessageForm] | None,
     ) -> None:
         self._group, self._site, self._device, self._kind, self._known = group, site, device, kind, known
-        self._comes = {source: deque(mails) for source, mails in comes.items()}
+        self._expected = {source: deque(mails) for source, mails in expected.items()}
         self._begun: dict[int, tuple[MessageForm, list[Pending] | Lane]] = {}
         self._ways: dict[Hashable, tuple[MessageForm, Lane | None]] = {}
         self._arrived: dict[Key, PyTree] = {}
-        for source in self._comes:
+        for source in self._expected:
             self._begin(source)
 
     def send(self, mail: Key, to: int, tree: PyTree) -> None:
@@ -149,9 +149,9 @@ class Post(Generic[Key]):
         if known is None:
             form = Form.of(leaves, structure)
             known = self._learn(mail, to, form)
-            told = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
-            self._send((torch.tensor([len(told)], device=self._device),), to)
-            self._send((told,), to)
+            described = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
+            self._send((torch.tensor([len(described)], device=self._device),), to)
+            self._send((described,), to)
         elif not known.form.fits(leaves, structure):
             raise LayoutError(
                 f"{mail} is {Form.of(leaves, structure)}; for a microbatch of the same shapes it was {known.form}, and whoever "
@@ -163,7 +163,7 @@ class Post(Generic[Key]):
     def take(self, mail: Key, source: int) -> PyTree:
         """Return the next message from a device, and wait for it."""
         while mail not in self._arrived:
-            first = self._comes[source].popleft()
+            first = self._expected[source].popleft()
             known, coming = self._begun.pop(source, None) or self._receive_all(self._hear(first, source), None, source)
             if not isinstance(coming, list):
                 tree = (coming.take(), *(known.rest or ()))
@@ -181,11 +181,11 @@ class Post(Generic[Key]):
 
     def _begin(self, source: int) -> None:
         """Start receiving the next message, if its form is known, so that it arrives during computation."""
-        way = self._way(self._comes[source][0], self._group.index, source) if self._comes[source] else None
+        way = self._way(self._expected[source][0], self._group.index, source) if self._expected[source] else None
         if way is not None:
             self._begun[source] = self._receive_all(*way, source)
 
-    # -- what is told -------------------------------------------------------------------------------------------
+    # -- descriptions -------------------------------------------------------------------------------------------
 
     def _way(self, mail: Key, to: int, other: int) -> tuple[MessageForm, Lane | None] | None:
         """Return the cached form of a message, and the cached lane to or from the other device, if any."""
@@ -203,8 +203,8 @@ class Post(Generic[Key]):
 
     def _hear(self, mail: Key, source: int) -> MessageForm:
         (length,) = self._receive((_like([1], torch.int64, self._device),), source).wait()
-        (told,) = self._receive((_like([int(length)], torch.uint8, self._device),), source).wait()
-        return self._learn(mail, self._group.index, pickle.loads(told.cpu().numpy().tobytes()))
+        (described,) = self._receive((_like([int(length)], torch.uint8, self._device),), source).wait()
+        return self._learn(mail, self._group.index, pickle.loads(described.cpu().numpy().tobytes()))
 
     # -- tensors of one dtype -----------------------------------------------------------------------------------
 
@@ -256,11 +256,11 @@ class WireTurn(NamedTuple):
 
     action: Action
     takes: Sequence[tuple[Mail, int]] = ()
-    gives: Sequence[tuple[Mail, int]] = ()
+    sends: Sequence[tuple[Mail, int]] = ()
 
 
 class Route:
-    """The wires of a schedule, the `turns` of each device, and the messages that `comes` to it from each other, in
+    """The wires of a schedule, the `turns` of each device, and the messages that `expected` to it from each other, in
     order.
 
     `split`: the backwards in two halves.
@@ -281,27 +281,27 @@ class Route:
         wires = [Wire(*pair) for pair in pairwise(range(schedule.stages))]
         wires += [Wire(*ends, name) for name, ends in skips.items()]
         wires.sort(key=lambda wire: -wire.to)  # gradients are accumulated in this order, as in one backward
-        self.gives = [[wire for wire in wires if wire.source == stage] for stage in range(schedule.stages)]
+        self.sends = [[wire for wire in wires if wire.source == stage] for stage in range(schedule.stages)]
         self.takes = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
-        self.names = [{wire.name for wire in gives if wire.name is not None} for gives in self.gives]
+        self.names = [{wire.name for wire in sends if wire.name is not None} for sends in self.sends]
         self.split = {(action.stage, action.microbatch) for row in self.rows for action in row if action.kind is Kind.I}
         _check(schedule, skips, units)
         self.turns = [[self._turn(action) for action in row] for row in self.rows]
         devices = range(schedule.devices)
-        self.comes = [{source: list[Mail]() for source in devices if source != device} for device in devices]
+        self.expected = [{source: list[Mail]() for source in devices if source != device} for device in devices]
         for source, turns in enumerate(self.turns):
-            for mail, to in (given for turn in turns for given in turn.gives):
+            for mail, to in (given for turn in turns for given in turn.sends):
                 if to != source:
-                    self.comes[to][source].append(mail)
+                    self.expected[to][source].append(mail)
 
     def _turn(self, action: Action) -> WireTurn:
-        takes, gives = self.takes[action.stage], self.gives[action.stage]
+        takes, sends = self.takes[action.stage], self.sends[action.stage]
         kind = Kind.F
         if action.kind in (Kind.B, Kind.I):
-            kind, takes, gives = Kind.B, gives, takes
+            kind, takes, sends = Kind.B, sends, takes
         elif action.kind is not Kind.F:
             return WireTurn(action)
-        taken, given = ([Mail(kind, wire, action.microbatch or 0) for wire in wires] for wires in (takes, gives))
+        taken, given = ([Mail(kind, wire, action.microbatch or 0) for wire in wires] for wires in (takes, sends))
         return WireTurn(
             action,
             [(mail, self.placement[mail.ends[0]]) for mail in taken],

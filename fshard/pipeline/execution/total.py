@@ -20,7 +20,7 @@ class RunningSum:
 
     >>> total = RunningSum()
     >>> w = torch.zeros(2, requires_grad=True)
-    >>> if total.lend([w]):
+    >>> if total.let_accumulate([w]):
     ...     w.sum().backward()
     >>> total.add(1, [torch.ones(2)])
     >>> total.result()
@@ -30,13 +30,13 @@ class RunningSum:
     def __init__(self) -> None:
         self._sums: list[Tensor | None] = []
         self._own: list[bool] = []
-        self._lent: Sequence[Tensor] = ()
+        self._accumulators: Sequence[Tensor] = ()
 
-    def lend(self, weights: Sequence[Tensor]) -> bool:
+    def let_accumulate(self, weights: Sequence[Tensor]) -> bool:
         """Let the `.grad` of the weights be the sums from now on, for autograd to add to them; called before it does."""
-        if not self._lent:
+        if not self._accumulators:
             self._begin(len(weights))
-            self._lent = weights
+            self._accumulators = weights
             self._set()
         self._take_back()
         return True
@@ -46,7 +46,7 @@ class RunningSum:
             self._sums, self._own = [None] * count, [False] * count
 
     def _set(self) -> None:
-        for place, weight in enumerate(self._lent):
+        for place, weight in enumerate(self._accumulators):
             total = self._sums[place]
             if total is not None and not self._own[place]:
                 self._sums[place], self._own[place] = total.clone(), True
@@ -54,7 +54,7 @@ class RunningSum:
 
     def _take_back(self) -> None:
         """Copy gradients that autograd stored but that share memory with another tensor."""
-        for place, weight in enumerate(() if all(self._own) else self._lent):
+        for place, weight in enumerate(() if all(self._own) else self._accumulators):
             if weight.grad is not None and not self._own[place]:
                 if weight.grad.is_sparse:
                     weight.grad = weight.grad.to_dense()

@@ -61,8 +61,8 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
     bad = [f"{what}={n!r}" for what, n in numbers.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1]
     if bad:
         raise ScheduleError(f"{name}: {' and '.join(bad)} should be a whole number, at least 1.")
-    lay, build = BUILDERS[name]
-    return build(name, lay(name, stages, devices), microbatches)
+    place, build = BUILDERS[name]
+    return build(name, place(name, stages, devices), microbatches)
 
 
 def gpipe(name: str, placement: Placement, microbatches: int) -> Schedule:
@@ -106,8 +106,9 @@ def interleaved(name: str, placement: Placement, microbatches: int) -> Schedule:
     Large-Scale Language Model Training on GPU Clusters"). Legs are of 2 and 4 ticks: that has a higher peak than 1 and
     2, and tolerates slower messages.
 
-    device 0 F0 F1 F2 f0 f1 f2 . . . . b0 -- . b1 -- . b2 -- B0 -- B1 -- B2 -- device 1 . F0 F1 F2 f0 f1 f2 . b0 -- .
-    b1 -- . b2 -- B0 -- B1 -- B2 -- device 2 . . F0 F1 F2 f0 b0 -- f1 b1 -- f2 b2 -- B0 -- B1 -- B2 --
+    device 0   F0 F1 F2 f0 f1 f2 .  .  .  .  b0 -- .  b1 -- .  b2 -- B0 -- B1 -- B2 --
+    device 1   .  F0 F1 F2 f0 f1 f2 .  b0 -- .  b1 -- .  b2 -- B0 -- B1 -- B2 --
+    device 2   .  .  F0 F1 F2 f0 b0 -- f1 b1 -- f2 b2 -- B0 -- B1 -- B2 --
     """
     devices = max(placement) + 1
     loops = -(-len(placement) // devices)
@@ -156,9 +157,9 @@ def zero_bubble_v(name: str, placement: Placement, microbatches: int) -> Schedul
 
     The last stage is on the same device as the first, so backwards begin where forwards do.
 
-    device 0 F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 I0 w2 W0 f3 i3 I1 w3 W1 f4 i4 I2 w4 I3 W2 I4 W3 W4 device 1 . F0 F1
-    F2 f0 F3 f1 i0 w0 f2 i1 I0 w1 F4 W0 f3 i2 I1 w2 W1 f4 i3 I2 i4 I3 w3 I4 W2 w4 W3 W4 device 2 . . F0 f0 F1 f1 F2 f2
-    i0 I0 w0 F3 W0 f3 i1 I1 w1 F4 W1 f4 i2 I2 i3 I3 i4 I4 w2 W2 w3 W3 w4 W4
+    device 0   F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 I0 w2 W0 f3 i3 I1 w3 W1 f4 i4 I2 w4 I3 W2 I4 W3 W4
+    device 1   .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 I0 w1 F4 W0 f3 i2 I1 w2 W1 f4 i3 I2 i4 I3 w3 I4 W2 w4 W3 W4
+    device 2   .  .  F0 f0 F1 f1 F2 f2 i0 I0 w0 F3 W0 f3 i1 I1 w1 F4 W1 f4 i2 I2 i3 I3 i4 I4 w2 W2 w3 W3 w4 W4
     """
     path = along_path(name, placement, microbatches, legs=(4, 2, 4, 2))
     return with_weights(path, room=2 * (max(placement) + 1), early=(forwards,))
@@ -167,9 +168,9 @@ def zero_bubble_v(name: str, placement: Placement, microbatches: int) -> Schedul
 def v_half(name: str, placement: Placement, microbatches: int) -> Schedule:
     """V-half: a path half as long as zbv's has half its peak, and half the bubble of 1F1B.
 
-    device 0 F0 F1 F2 . . f0 i0 w0 . . f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 W1 f3 i3 I2 w3 W2 . I3 W3 device 1 . F0 F1 F2 f0 .
-    . i0 w0 f1 I0 W0 i1 w1 f2 F3 I1 W1 i2 w2 f3 . I2 i3 W2 w3 I3 W3 device 2 . . F0 f0 F1 f1 . . i0 I0 w0 F2 W0 f2 i1
-    I1 w1 F3 W1 f3 i2 I2 w2 W2 i3 I3 w3 W3
+    device 0   F0 F1 F2 .  .  f0 i0 w0 .  .  f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 W1 f3 i3 I2 w3 W2 .  I3 W3
+    device 1   .  F0 F1 F2 f0 .  .  i0 w0 f1 I0 W0 i1 w1 f2 F3 I1 W1 i2 w2 f3 .  I2 i3 W2 w3 I3 W3
+    device 2   .  .  F0 f0 F1 f1 .  .  i0 I0 w0 F2 W0 f2 i1 I1 w1 F3 W1 f3 i2 I2 w2 W2 i3 I3 w3 W3
     """
     devices = max(placement) + 1
     pauses = (
@@ -182,10 +183,10 @@ def v_half(name: str, placement: Placement, microbatches: int) -> Schedule:
 def v_min(name: str, placement: Placement, microbatches: int) -> Schedule:
     """V-min: the shortest path in a V has a third of zbv's peak, and about two thirds of the bubble of 1F1B.
 
-    device 0 F0 F1 F2 . . . . f0 i0 w0 . . f1 i1 w1 I0 F3 W0 . f2 i2 I1 w2 W1 . f3 i3 I2 w3 W2 . . . I3 W3 device 1 .
-    F0 F1 F2 . . f0 . . i0 w0 f1 . . I0 i1 W0 w1 f2 F3 I1 i2 W1 w2 f3 . I2 i3 W2 w3 . . I3 W3 device 2 . . F0 F1 . f0 .
-    f1 . . i0 w0 F2 I0 W0 . i1 f2 w1 I1 F3 W1 i2 f3 w2 I2 W2 . i3 w3 . I3 W3 device 3 . . . F0 f0 F1 f1 . . . . i0 I0
-    w0 F2 W0 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 . . i3 I3 w3 W3
+    device 0   F0 F1 F2 .  .  .  .  f0 i0 w0 .  .  f1 i1 w1 I0 F3 W0 .  f2 i2 I1 w2 W1 .  f3 i3 I2 w3 W2 .  .  .  I3 W3
+    device 1   .  F0 F1 F2 .  .  f0 .  .  i0 w0 f1 .  .  I0 i1 W0 w1 f2 F3 I1 i2 W1 w2 f3 .  I2 i3 W2 w3 .  .  I3 W3
+    device 2   .  .  F0 F1 .  f0 .  f1 .  .  i0 w0 F2 I0 W0 .  i1 f2 w1 I1 F3 W1 i2 f3 w2 I2 W2 .  i3 w3 .  I3 W3
+    device 3   .  .  .  F0 f0 F1 f1 .  .  .  .  i0 I0 w0 F2 W0 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 .  .  i3 I3 w3 W3
     """
     devices = max(placement) + 1
     pauses = (0, 1 if devices % 3 == 1 else 3)  # found by trying, too
@@ -275,7 +276,7 @@ def _vee(name: str, stages: int, devices: int | None) -> Placement:
 class Builder(NamedTuple):
     """A placement of stages on devices, and the rows of actions for it."""
 
-    lay: Callable[[str, int, int | None], Placement]
+    place: Callable[[str, int, int | None], Placement]
     build: Callable[[str, Placement, int], Schedule]
 
 

@@ -87,7 +87,7 @@ def svg_of(simulation: Simulation) -> str:
         parts.append(_text(word, x + 17, bottom + 10.5))
         x += _LETTER * len(word) + 34
     note = _summary(simulation) + (
-        f"; drawn up to {_say(columns * unit)}" if columns * unit < simulation.makespan else ""
+        f"; drawn up to {_rounded(columns * unit)}" if columns * unit < simulation.makespan else ""
     )
     parts.append(_text(note, left, bottom + 12 + _LINE))
     width = max(left + scale * float(columns), x, left + _LETTER * len(note)) + 20
@@ -126,7 +126,7 @@ def _box(event: Event, labels: _Labels, x: float, top: float, width: float) -> s
     opacity = labels.shade[action.stage]
     shade = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
     box = (
-        f"<g><title>{action}: {word}, {_say(event.start)} to {_say(event.end)}</title>"
+        f"<g><title>{action}: {word}, {_rounded(event.start)} to {_rounded(event.end)}</title>"
         f'<rect x="{x:g}" y="{y:g}" width="{max(width - 1, 0.5):g}" height="{height:g}" rx="2" fill="{colour}"{shade}/>'
     )
     label = labels.action(action)
@@ -165,10 +165,11 @@ def _title(simulation: Simulation) -> str:
 
 def _summary(simulation: Simulation) -> str:
     peak = max(simulation.peak_activations, default=0)
-    return f"time {_say(simulation.makespan)}, bubble {_say(simulation.bubble)}, at most {_say(peak)} activations on a device"
+    times = f"time {_rounded(simulation.makespan)}, bubble {_rounded(simulation.bubble)}"
+    return f"{times}, at most {_rounded(peak)} activations on a device"
 
 
-def _say(number: Number) -> str:
+def _rounded(number: Number) -> str:
     short = isinstance(number, Rational) and number.denominator < 1000
     return str(number) if short else f"{float(number):.4g}"
 

@@ -302,15 +302,15 @@ def without_units(schedule: Schedule) -> Schedule:
 
 def _with_units(row: Sequence[Action], live: int) -> Iterator[Action]:
     last = {action.stage: number for number, action in enumerate(row) if action.kind in {Kind.B, Kind.W}}
-    whole: list[int] = []
+    unsharded: list[int] = []
     for number, (action, wanted) in enumerate(zip(row, _wanted(row, live), strict=True)):
-        yield from (Action(Kind.FREE, stage) for stage in whole if stage not in wanted)
-        yield from (Action(Kind.GATHER, stage) for stage in wanted if stage not in whole)
+        yield from (Action(Kind.FREE, stage) for stage in unsharded if stage not in wanted)
+        yield from (Action(Kind.GATHER, stage) for stage in wanted if stage not in unsharded)
         yield action
-        whole = wanted
+        unsharded = wanted
         if last.get(action.stage) == number:
             yield Action(Kind.REDUCE, action.stage)
-    yield from (Action(Kind.FREE, stage) for stage in whole)
+    yield from (Action(Kind.FREE, stage) for stage in unsharded)
 
 
 def _wanted(row: Sequence[Action], live: int) -> list[list[int]]:

@@ -28,8 +28,8 @@ from fshard.pipeline.split.midway import (
     Stage,
     Tracing,
     become,
+    describe,
     device_of,
-    told,
 )
 from fshard.pipeline.split.replay import Like, without_memory
 
@@ -84,12 +84,12 @@ class Blocks:
         for place, name in enumerate(self.names):
             become(Block, copy.get_submodule(name), place)
         run = Tracing(ForwardPart(type(copy).__name__, self.names, 0, len(self.names)), device_of(sample))
-        whole = True
+        is_complete = True
         try:
             with torch.no_grad(), torch.random.fork_rng():
-                run.of(copy, without_memory(told(Arguments.of(sample))))
+                run.of(copy, without_memory(describe(Arguments.of(sample))))
         except LayoutError:
-            whole = False
+            is_complete = False
             if len(run.begun) < len(self.names):
                 raise
         if run.begun != [*range(len(self.names))]:
@@ -98,7 +98,7 @@ class Blocks:
                 f"split_stages: each block is called once, in order, but the forward of {type(copy).__name__} calls "
                 f"{calls or 'none'}. Say which are to be cut: blocks=."
             )
-        unseen = set[int]() if whole else {len(self.names) - 1}  # the end looks at values: it may use anything
+        unseen = set[int]() if is_complete else {len(self.names) - 1}  # the end looks at values: it may use anything
         return {key: run.used.get(id(x), unseen) for key, x in self._nowhere.items()}
 
 

@@ -56,7 +56,7 @@ def device_of(tree: PyTree) -> torch.device:
     return next((x.device for x in tensors), torch.device("cpu"))
 
 
-def told(inputs: Arguments) -> Arguments:
+def describe(inputs: Arguments) -> Arguments:
     """Return the part of a microbatch that later stages receive."""
     return without_values(inputs, lambda x: x.is_floating_point() or x.is_complex())
 
@@ -90,7 +90,7 @@ class BlockRun:
     def __init__(self, part: ForwardPart, mail: Arguments | None, device: torch.device) -> None:
         self._part, self._mail = part, mail
         self._mode = None if mail is None else Replay(device)
-        self._came: Mapping[int, tuple[object, Tensor]] = {}
+        self._received: Mapping[int, tuple[object, Tensor]] = {}
 
     def of(self, module: Any, inputs: Arguments) -> Any:
         """Run a module's forward."""
@@ -121,9 +121,9 @@ class BlockRun:
             call = self.real(given)
         else:
             own = _by_path(given)
-            paths, came, structure = flatten_with_paths(self._mail, none_is_leaf=True)
-            pairs = [(own.get(path), real) for path, real in zip(paths, came, strict=True)]
-            self._came = {id(x): (x, real) for x, real in pairs if is_valueless(x) and isinstance(real, Tensor)}
+            paths, received, structure = flatten_with_paths(self._mail, none_is_leaf=True)
+            pairs = [(own.get(path), real) for path, real in zip(paths, received, strict=True)]
+            self._received = {id(x): (x, real) for x, real in pairs if is_valueless(x) and isinstance(real, Tensor)}
             call = unflatten(structure, [x if isinstance(real, Like) else real for x, real in pairs])
             self._mode.arrived = True
         _check(f"{self._part.names[place]} is called with", call)
@@ -132,7 +132,7 @@ class BlockRun:
     def real(self, given: Arguments) -> Arguments:
         """Fill values into the arguments of a block, where they were received."""
         leaves, structure = flatten(given, none_is_leaf=True)
-        return unflatten(structure, [self._came[id(x)][1] if id(x) in self._came else x for x in leaves])
+        return unflatten(structure, [self._received[id(x)][1] if id(x) in self._received else x for x in leaves])
 
     def at_work(self) -> AbstractContextManager[None]:
         """Return the context of a block that is run for real."""
@@ -219,7 +219,7 @@ class Stage:
         try:
             return run.of(_own_call(Stage, self), without_memory(inputs))
         except Reached as reached:
-            return StageMessage(reached.call, told(inputs))
+            return StageMessage(reached.call, describe(inputs))
 
 
 class Block:
@@ -228,12 +228,12 @@ class Block:
     _place: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run, whole = _now.get(), vars(self).get("_around", _as_it_is)(_own_call(Block, self))
+        run, forward = _now.get(), vars(self).get("_around", _as_it_is)(_own_call(Block, self))
         if run is None:
-            return whole(*args, **kwargs)
+            return forward(*args, **kwargs)
         call = run.called(self._place, Arguments(args, kwargs))
         with run.at_work():
-            return whole(*call.args, **call.kwargs)
+            return forward(*call.args, **call.kwargs)
 
 
 def around_blocks(stage: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
@@ -258,19 +258,19 @@ class Shapes:
     def of(self, given: Arguments, training: bool) -> Any:
         """Return the output of the block; its inputs are passed through."""
         leaves, structure = flatten(given, none_is_leaf=True)
-        told = [Like(x) if isinstance(x, Tensor) else x for x in leaves]
-        plain = all(isinstance(x, PLAIN) for x in told)
-        key = (structure, tuple([(type(x), x) for x in told]), training) if plain else None
+        describe = [Like(x) if isinstance(x, Tensor) else x for x in leaves]
+        plain = all(isinstance(x, PLAIN) for x in describe)
+        key = (structure, tuple([(type(x), x) for x in describe]), training) if plain else None
         found = self._known.get(key)
         if found is None:
-            found = self._asked(structure, told, training)
+            found = self._compute(structure, describe, training)
         if plain:
             self._known[key] = found
         form, made = found
         return unflatten(form, [without_memory(x) if place is None else leaves[place] for place, x in made])
 
-    def _asked(self, structure: Structure, told: Sequence[Any], training: bool) -> tuple[Structure, list[Any]]:
-        args, kwargs = unflatten(structure, given := [without_memory(x) for x in told])
+    def _compute(self, structure: Structure, describe: Sequence[Any], training: bool) -> tuple[Structure, list[Any]]:
+        args, kwargs = unflatten(structure, given := [without_memory(x) for x in describe])
         with torch.no_grad():
             made, form = flatten(self.block.train(training)(*args, **kwargs), none_is_leaf=True)
         places = {id(x): place for place, x in enumerate(given) if isinstance(x, Tensor)}

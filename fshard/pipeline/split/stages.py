@@ -1,6 +1,6 @@
 """`split_stages`: split a sequence of layers, or a module with blocks, into the stages of a pipeline.
 
-    embedding | block block block | block block block | block block head        balance="parameters", say
+    embedding | block block block | block block block | block block head        balance="parameters"
 
 A stage of layers is an `nn.Sequential` of the given layers themselves, under their names.
 """
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import PyTree, flatten
-from fshard.pipeline.execution.halves import whole
+from fshard.pipeline.execution.halves import run_backward
 from fshard.pipeline.execution.leaves import StageValue, left, map_tensors
 from fshard.pipeline.split.blocks import Blocks
 
@@ -305,7 +305,7 @@ def _seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
             y = layer(x)
             result, outputs = left(y)
             gs = [torch.ones_like(one) for one in flatten(y)[0] if isinstance(one, Tensor) and one.requires_grad]
-            whole(outputs, gs, inputs, weights)
+            run_backward(outputs, gs, inputs, weights)
             seconds.append(time.perf_counter() - began)
         value = result
         costs.append(median(seconds))

@@ -56,8 +56,8 @@ class Certificate:
         """Raise an AssertionError with the table if any leaf is DIVERGENT or INCONCLUSIVE; else return the certificate."""
         if self.first is None:
             return self
-        said = "is not" if self.first.verdict == "DIVERGENT" else "cannot be compared with"
-        raise AssertionError(f"the sharded run {said} the run on one device.\n{self}")
+        relation = "is not" if self.first.verdict == "DIVERGENT" else "cannot be compared with"
+        raise AssertionError(f"the sharded run {relation} the run on one device.\n{self}")
 
     def table(self) -> Table:
         """Build the rich table."""

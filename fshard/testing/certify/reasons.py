@@ -131,8 +131,8 @@ class Reasons:
             for dim, axis in enumerate(mesh.axis_names)
             if axis not in found.axes and largest(losses - losses.narrow(dim, 0, 1)) > self._tolerance * largest(losses)
         )
-        told = "is missing inside the loss function: the batch is whole along it, and yet losses differ"
-        return f"a reduction over {quoted(axes)} {told}" if axes else ""
+        reason = "is missing inside the loss function: the batch is whole along it, and yet losses differ"
+        return f"a reduction over {quoted(axes)} {reason}" if axes else ""
 
     # -- the update -----------------------------------------------------------------------------------------------
 

@@ -160,17 +160,17 @@ def sharded_run(task: CertifyTask, mesh: Mesh, stage: Any) -> list[Snapshot]:
     opt: Any = fs.partition_optimizer(task.opt, mesh=mesh, axis=task.axis, stage=stage)
     snapshots, given = list[Snapshot](), list[PyTree]()
 
-    def noting(act: Update) -> Update:
-        def noted(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    def recording(act: Update) -> Update:
+        def recorded_opt(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             given.append(_times(grads, 1 / _scale(opt, state)))  # a copy: the step may overwrite them
             return act(grads, state, params)
 
-        return noted
+        return recorded_opt
 
     params = task.place(task.params, mesh, stage)
     state, buffers = opt.init(params), fs.device_put(task.buffers, Layout(mesh))
-    noted = opt._replace(step=noting(step_of(opt)), update=noting(opt.update))
-    step = fs.train_step(task.loss_fn, noted, mesh=mesh, batch=task.batch_spec, **task.options)
+    recorded_opt = opt._replace(step=recording(step_of(opt)), update=recording(opt.update))
+    step = fs.train_step(task.loss_fn, recorded_opt, mesh=mesh, batch=task.batch_spec, **task.options)
     for turn in range(task.steps):
         with keyed_random(task.seed, turn):
             params, state, *new, _ = step(params, state, *([buffers] if task.has_buffers else []), task.batch)

@@ -315,14 +315,14 @@ def numbered(leaves: Sequence[Any]) -> tuple[list[int], list[int]]:
 
 def plan_param(path: str, x: Sharded, gradients: Callable[[Layout], Layout] | None) -> ParamPlan:
     """Return the plan of a parameter; `gradients` maps its layout to its gradient's, None if it is frozen."""
-    layout, whole = x.layout, Layout(x.mesh)
+    layout, unsharded = x.layout, Layout(x.mesh)
     wanted = layout if gradients is None else gradients(layout)
     if not isinstance(wanted, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise LayoutError(
             f"value_and_grad: {gradients=!r} has to return a Layout for {named(parts_of(path))}; found {wanted!r}. "
             "Write opt.gradients of a partitioned optimizer, or leave it out."
         )
-    gather = plan_reshard(layout, whole, x.shape)
+    gather = plan_reshard(layout, unsharded, x.shape)
     return ParamPlan(path, x.shape, x.dtype, layout.unit or unit_of(path), gather, gradients is not None, wanted)
 
 

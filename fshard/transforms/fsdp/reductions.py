@@ -65,7 +65,7 @@ class Reductions:
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
         self._accumulate: Accumulate | None = None
-        self._turn, self._idle, self._asked = 0, False, False
+        self._turn, self._idle, self._collecting = 0, False, False
         self._waiting: dict[int, list[Tensor | None]] = {}
         self._bucket: list[tuple[int, Tensor, ReshardPlan]] = []
         self._size = 0  # of the bucket, in bytes
@@ -98,13 +98,13 @@ class Reductions:
             self.turns = agreed_turns(used, len(self.units), group, self.site, self.shards[0].device)
 
     @contextmanager
-    def asked(self) -> Generator[None]:
+    def collecting(self) -> Generator[None]:
         """Accept gradients within: outside of it, a backward was not started by fshard, and other devices do not join in."""
-        self._asked = True
+        self._collecting = True
         try:
             yield
         finally:
-            self._asked = False
+            self._collecting = False
 
     def receive(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Receive the cotangents of one use of a unit."""
@@ -124,7 +124,7 @@ class Reductions:
 
     def _recorded(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Record the parameters as used; return their cotangents, dense, or None if the slice is idle."""
-        if not self._asked:
+        if not self._collecting:
             refuse_backward()
         for index, g in zip(unit.indices, gs, strict=True):
             self.used[index] |= g is not None

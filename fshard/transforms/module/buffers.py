@@ -69,8 +69,8 @@ class Buffers:
             )
         self._layout = Layout(mesh)
         self._given = dict(zip(paths, leaves, strict=True))
-        laid = [device_put(x, self._layout) if isinstance(x, Tensor) else x for x in leaves]
-        self._columns = [x.shards if isinstance(x, Sharded) else (x,) * mesh.size for x in laid]
+        placed = [device_put(x, self._layout) if isinstance(x, Tensor) else x for x in leaves]
+        self._columns = [x.shards if isinstance(x, Sharded) else (x,) * mesh.size for x in placed]
         self.paths = [path for path, x in self._given.items() if isinstance(x, Tensor | Sharded | int | float)]
 
     def part(self, place: int) -> PyTree:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from fshard.copying import lent
+from fshard.copying import lazy_copy
 from fshard.errors import ModuleError
 from fshard.mesh.layout import Axes
 from fshard.transforms.fsdp.units import versions_of
@@ -113,7 +113,7 @@ def module_function(
     ) -> tuple[Any, Tensors]:
         check(params, buffers)
         replica = replicas.mine()
-        copies = {name: lent(x) for name, x in buffers.items()}
+        copies = {name: lazy_copy(x) for name, x in buffers.items()}
         outer, replica.installed = replica.installed, {**params, **copies}
         replica.install(replica.installed)
         replica.add({name: copies[name] for name in buffers.keys() - check.buffers})

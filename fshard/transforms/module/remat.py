@@ -252,8 +252,8 @@ class Keeping(TorchDispatchMode):
             return
         memory = _memory(result)
         if not any(isinstance(x, Tensor) and _memory(x) == memory for x in args):  # else it is a view, or in place
-            lies = tuple(result.shape), result.stride(), int(result.storage_offset())
-            self._makers[memory] = Made(StorageWeakRef(result.untyped_storage()), self._number, *lies)
+            strides = tuple(result.shape), result.stride(), int(result.storage_offset())
+            self._makers[memory] = Made(StorageWeakRef(result.untyped_storage()), self._number, *strides)
 
     def mark(self, x: Tensor, label: str) -> None:
         """Keep the result that made x, if its name is one of the region's."""

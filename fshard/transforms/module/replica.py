@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fshard.copying import copied, lent, untouched
+from fshard.copying import copied, lazy_copy, untouched
 from fshard.mesh.spmd.scope import here
 from fshard.transforms.reproducible.randomness import Layers
 
@@ -68,7 +68,7 @@ class Replica:
         self._recurrent = [p for p in parts if isinstance(p, nn.RNNBase)]
         self.layers = Layers(self.modules.items(), adapt)
         self._resting: list[Any] | None = None
-        self._noted: dict[str, dict[str, Any]] | None = None
+        self._installed_at: dict[str, dict[str, Any]] | None = None
         self.installed: Mapping[str, Any] | None = None  # while a call runs
 
     def install(self, tensors: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ class Replica:
                 same = name in given and x is installed[name] and untouched(x)
                 after[name] = given[name] if same else x
         for entries, key, name in (*self._buffers, *slots):
-            entries[key] = lent(after.get(name))
+            entries[key] = lazy_copy(after.get(name))
         return after
 
     def rebound(self, params: Mapping[str, Any]) -> list[str]:
@@ -137,17 +137,17 @@ class Replica:
 
     def note_attributes(self) -> None:
         """Note the plain attributes of all modules before the first step."""
-        if self._noted is None:
-            self._noted = {name: _attributes(part) for name, part in self.modules.items()}
+        if self._installed_at is None:
+            self._installed_at = {name: _attributes(part) for name, part in self.modules.items()}
 
     def changed_attributes(self) -> list[str]:
         """Return the plain attributes that the calls since then have set."""
-        noted = self._noted or {}
+        recorded = self._installed_at or {}
         return [
             f"{name}.{key}".removeprefix(".")
             for name, part in self.modules.items()
             for key, x in _attributes(part).items()
-            if name in noted and noted[name].get(key, _MISSING) is not x
+            if name in recorded and recorded[name].get(key, _MISSING) is not x
         ]
 
 

@@ -87,21 +87,21 @@ def random_state(*others: torch.Generator) -> DrawState:
 
 
 class _Keyed(ContextDecorator):
-    """Draw by a key, and restore after; `told` is reported as the key of these draws."""
+    """Draw by a key, and restore after; `reported` is reported as the key of these draws."""
 
-    __slots__ = ("_before", "_key", "_told")
+    __slots__ = ("_before", "_key", "_reported")
 
-    def __init__(self, key: int, told: int | None = None) -> None:
-        self._key, self._told = key, told
+    def __init__(self, key: int, reported: int | None = None) -> None:
+        self._key, self._reported = key, reported
 
     def _recreate_cm(self) -> _Keyed:
-        return type(self)(self._key, self._told)
+        return type(self)(self._key, self._reported)
 
     def __enter__(self) -> None:
         self._before = random_state()
         self._before.begin(self._key)
-        if self._told is not None:
-            random_state().set(self._told)
+        if self._reported is not None:
+            random_state().set(self._reported)
 
     def __exit__(self, *_: object) -> None:
         self._before.set()

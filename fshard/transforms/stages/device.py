@@ -29,15 +29,15 @@ from fshard.transforms.device_step import DETACHED, counts_of, one_loss
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.means import (
+    AuxLeaves,
     LossSums,
     Rows,
-    Told,
     collected,
+    combine_aux,
     idling,
     something,
+    sort_aux,
     together,
-    told,
-    told_of_all,
     tree_sum,
 )
 from fshard.transforms.module.buffers import written_paths
@@ -111,7 +111,7 @@ class Shift:
         here = self._borrow(shards)
         self.params = {stage: self._params(stage, here) for stage in self.mine}
         self.totals = self._totals()
-        self.parts: dict[int, tuple[LossSums, Told]] = {}
+        self.parts: dict[int, tuple[LossSums, AuxLeaves]] = {}
 
     def _along(self, axes: tuple[str, ...]) -> Group | None:
         return self.scope.group(axes, self.plan.how.caller) if axes else None
@@ -152,7 +152,7 @@ class Shift:
         how, near = plan.how, self.near.device
         with owning(self.scope.mesh.axis_names, self._notice), parting(self.everyone):
             device = StageDevice(
-                plan.route, self, self.pipe, near, self.site, kinds, known, backward=how.backward, tells=True
+                plan.route, self, self.pipe, near, self.site, kinds, known, backward=how.backward, has_outcome=True
             )
             try:
                 loss, held, aux = device.run()
@@ -184,7 +184,7 @@ class Shift:
         g = g if divisor == 1.0 else g / divisor
         return g if self.scale == 1.0 else g / held
 
-    # -- what the schedule asks for ---------------------------------------------------------------------------------
+    # -- the work of a schedule -----------------------------------------------------------------------------------
 
     def begin(self, microbatch: int) -> PyTree:
         """Return the input of the first stage for a microbatch."""
@@ -224,7 +224,7 @@ class Shift:
                     )
                 returned, aux = returned
             loss = one_loss(how, returned, slice, count)
-        beside = told(aux, slice.samples, loss.device)
+        beside = sort_aux(aux, slice.samples, loss.device)
         means, counts = [*beside.means.values()], [*beside.counts.values()]
         self.parts[microbatch] = LossSums(loss.detach(), count.weight, means, counts), beside
         self.scaled = held_by(loss.dtype, self.scale)
@@ -239,9 +239,9 @@ class Shift:
         """Return the trained ones."""
         return self.params[stage].edges
 
-    def lends(self, stage: int, microbatch: int) -> bool:
+    def may_accumulate(self, stage: int, microbatch: int) -> bool:
         """Let autograd add to the sums, where nothing has to be done with gradients before."""
-        return bool(self.counts[microbatch].weight) and self.totals.lend(stage, self.params[stage].own)
+        return bool(self.counts[microbatch].weight) and self.totals.let_accumulate(stage, self.params[stage].own)
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         """Accumulate gradients; those of weight 0 count as zero, even if they are not finite."""
@@ -270,7 +270,7 @@ class Shift:
             return collected(rows, batch, self._along(same), self._along(cut), self.site)
 
         counts = [slice.rows if batch.cut else None for slice in self.slices]
-        numbers, rows = told_of_all([own for _, own in parts], counts, mean, collect)
+        numbers, rows = combine_aux([own for _, own in parts], counts, mean, collect)
         known, structure = {**numbers, **{place: one.own for place, one in rows.items()}}, parts[-1][1].structure
         aux = unflatten(structure, [known[place] for place in range(structure.num_leaves)])
         return mean.loss, torch.full_like(mean.loss, self.scaled / self.scale, dtype=torch.float64), aux
@@ -293,7 +293,7 @@ class Shift:
         origin, memory = self._origin(), self.memory
         written = [] if memory is None else memory.written([count.weight for count in self.counts])
         keys = [] if memory is None else memory.keys
-        wrote, own = written_paths(written), marks(*origin.told)
+        wrote, own = written_paths(written), marks(*origin.numbers)
         row = [*own, *(float(key in wrote) for key in keys), *map(float, self.totals.used)]
         (sums,) = summed((on_host(row, torch.device("cpu")),), self.everyone, self.site)
         found = sums.tolist()

@@ -80,13 +80,13 @@ class StageParams:
         self._ways = [leaf.gather for leaf in leaves]
         self._cut = [place for place, way in enumerate(self._ways) if any(step.kind != "reshape" for step in way.steps)]
         self._coming: Callable[[], list[Tensor]] | None = None
-        self._whole = not self._cut
-        wholes = dict(zip(self._uncut, self._go(self._uncut, ahead=False)(), strict=True))
+        self._unsharded = not self._cut
+        full_tensors = dict(zip(self._uncut, self._go(self._uncut, ahead=False)(), strict=True))
         for place in self._cut:
             near = self._converted(place)
-            wholes[place] = torch.empty(leaves[place].shape, dtype=near.dtype, device=near.device)
-            wholes[place].untyped_storage().resize_(0)
-        self._xs = [_guarded(wholes[place], leaf.path, self) for place, leaf in enumerate(leaves)]
+            full_tensors[place] = torch.empty(leaves[place].shape, dtype=near.dtype, device=near.device)
+            full_tensors[place].untyped_storage().resize_(0)
+        self._xs = [_guarded(full_tensors[place], leaf.path, self) for place, leaf in enumerate(leaves)]
         trained = [place for place, leaf in enumerate(leaves) if leaf.trained]
         self.own = [self._xs[place].requires_grad_() for place in trained]
         self._edges = edges_of(self.own)
@@ -124,7 +124,7 @@ class StageParams:
 
     def gather(self) -> None:
         """Prefetch: start the all-gather of sharded parameters."""
-        if not self._whole and self._coming is None:
+        if not self._unsharded and self._coming is None:
             self._coming = self._go(self._cut, ahead=True)
 
     def free(self) -> None:
@@ -134,12 +134,12 @@ class StageParams:
             memory = self._xs[place].untyped_storage()
             if memory.resizable():  # that of which numpy has an array stays until the step ends
                 memory.resize_(0)
-        self._whole = not self._cut
+        self._unsharded = not self._cut
 
     def _arrive(self) -> None:
         self.gather()
         if self._coming is not None:
-            values, self._coming, self._whole = self._coming(), None, True
+            values, self._coming, self._unsharded = self._coming(), None, True
             for place, value in zip(self._cut, values, strict=True):
                 x = _data_of(self._xs[place])  # whose changes autograd does not count
                 if x.untyped_storage().nbytes() != x.nbytes:
@@ -207,12 +207,12 @@ class StageSums:
             row.append(None if g is None else g.to(self._wide[leaf]))
         self._totals[stage].add(microbatch, row)
 
-    def lend(self, stage: int, own: Sequence[Tensor]) -> bool:
+    def let_accumulate(self, stage: int, own: Sequence[Tensor]) -> bool:
         """Let autograd accumulate into the weights' `.grad`, if sums are plain and in their own dtypes; return True
         if so.
         """
         total = self._totals[stage]
-        return self._simply[stage] and isinstance(total, RunningSum) and total.lend(own)
+        return self._simply[stage] and isinstance(total, RunningSum) and total.let_accumulate(own)
 
     def _keep(self, kept: dict[int, Tensor], microbatch: int, g: Tensor) -> None:
         at = 0 if self._weights is None else microbatch

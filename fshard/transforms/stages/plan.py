@@ -194,12 +194,12 @@ class Terms:
         place: int,
     ) -> Own:
         """Return the parameters of a stage, its own and borrowed ones."""
-        unique, whole = list(dict.fromkeys(numbers)), on_place(Layout(self.mesh), self.axis, place)
+        unique, unsharded = list(dict.fromkeys(numbers)), on_place(Layout(self.mesh), self.axis, place)
         at = [unique.index(number) for number in numbers]
 
         def gathered(number: int) -> ParamPlan:
-            piece, leaf = on_place(layouts[number], self.axis, place), leaves[number]
-            return leaf._replace(gather=plan_reshard(piece, whole, leaf.shape))
+            shard, leaf = on_place(layouts[number], self.axis, place), leaves[number]
+            return leaf._replace(gather=plan_reshard(shard, unsharded, leaf.shape))
 
         def tree(xs: list[Tensor]) -> PyTree:
             return unflatten(structure, [xs[place] for place in at])
@@ -235,7 +235,7 @@ def shard_stages(
 
     Args:
         stages: modules, whose parameters are taken by their names; or trees of parameters.
-        rules: their layouts along the other axes: as for `shard_params`, for the list of these trees: `fsdp("data")`, say,
+        rules: their layouts along the other axes: as for `shard_params`, for the list of these trees: such as `fsdp("data")`,
             or patterns as "*.blocks.*.w", which begin with the number of the stage. None: replicated.
         mesh: the devices.
         schedule: the placement of stages.
@@ -254,17 +254,23 @@ def shard_stages(
     where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
     modules = all(isinstance(one, nn.Module) for one in stages)  # other tensors have no initializer
     put = device_put if seed is None or not modules else reserved
-    result = lay_stages(trees, rules, **where, frozen=frozen, put=put)
+    result = place_stages(trees, rules, **where, frozen=frozen, put=put)
     seen: set[tuple[int, ...]] = set()
-    for stage, tree, laid, own in zip(stages, trees, result, has_stages(**where), strict=True):
+    for stage, tree, sharded, own in zip(stages, trees, result, has_stages(**where), strict=True):
         if isinstance(stage, nn.Module) and seed is not None and put is reserved and own:
             new = [name for name, x in tree.items() if key_of(x) not in seen]
-            draw(stage, seed, new, lambda name, x, laid=laid: fill(laid[name], x), "shard_stages")
+            draw(
+                stage,
+                seed,
+                new,
+                lambda name, x, sharded=sharded: fill(sharded[name], x),
+                "shard_stages",
+            )
         seen |= {key_of(x) for x in flatten(tree, sharded_is_leaf=True)[0]}
     return result
 
 
-def lay_stages(
+def place_stages(
     trees: Sequence[PyTree],
     rules: Rules | None = None,
     *,

@@ -34,7 +34,7 @@ from fshard.transforms.device_step import How
 from fshard.transforms.fsdp.param_runtime import numbered, refuse_half_frozen
 from fshard.transforms.fsdp.units import ParamPlan, UnitOptions
 from fshard.transforms.gradient import StepValue, called, refuse_unrecorded
-from fshard.transforms.means import Weight, laid
+from fshard.transforms.means import Weight, with_batch_layout
 from fshard.transforms.options import wrong_options
 from fshard.transforms.origin import refuse_unplaced
 from fshard.transforms.patterns import Choice, chosen, named, parts_of
@@ -213,14 +213,14 @@ class Staged:
         known = self._known(params, paths, leaves, at, mesh, parts)
         drawn = drawn_key()
         devices = local_devices(mesh)
-        remembered = None
+        updates = None
         if self.how.has_buffers:
-            remembered = StageBuffers(caller, buffers, mesh, self.axis, self.route.placement)
+            updates = StageBuffers(caller, buffers, mesh, self.axis, self.route.placement)
 
         def on_device(device: int) -> StageResult:
             place = devices.index(device) if len(devices) > 1 else 0
             shards = [leaves[at].shards[place] for at in unique]
-            memory = remembered and Memory(caller, remembered.part(place), self.modules)
+            memory = updates and Memory(caller, updates.part(place), self.modules)
             return Shift(
                 known.plan, shards, parts, place, drawn, scale, memory=memory, fresh=known.fresh, site=site
             ).run()
@@ -236,7 +236,7 @@ class Staged:
         grads = [known.gradient(number, leaf, devices, results) for number, leaf in leaves_of]
         one, rows = results[0], [flatten(result.aux)[0] for result in results]
         aux = unflatten(flatten(one.aux)[1], [_together(column, parts) for column in zip(*rows, strict=True)])
-        after = remembered.after([result.buffers for result in results]) if remembered else ()
+        after = updates.after([result.buffers for result in results]) if updates else ()
         value = StepValue(one.loss, one.weight, parts.samples, after, aux)
         return value, unflatten(structure, [grads[number] for number in at])
 
@@ -302,5 +302,5 @@ def _together(column: Sequence[Any], batch: Batch) -> Any:
     """Return a number that all devices agree on, or the number of rows of all samples."""
     if not column[0].ndim:
         return column[0]
-    rows = [laid(x, batch) for x in column]
+    rows = [with_batch_layout(x, batch) for x in column]
     return Sharded(rows[0].shape, rows[0].layout, tuple(one.own for one in rows))

@@ -8,7 +8,7 @@ from typing import get_args
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard.testing.cases import DTYPES, Case, Operand, Road, axes_choices
+from fshard.testing.cases import DTYPES, CallMode, Case, Operand, axes_choices
 from fshard.testing.oracles import ORACLES
 
 
@@ -30,5 +30,5 @@ def drawn_cases(draw: st.DrawFn, mesh: fs.Mesh, name: str | None = None) -> Case
         sizes = st.tuples(lengths, lengths, loose, lengths)
     forms = st.sampled_from(["plain", "strided", "slice"])
     operands = draw(st.lists(st.builds(Operand, dtypes, sizes, forms), min_size=1, max_size=5))
-    road: Road = draw(st.sampled_from(get_args(Road)))
-    return Case(name, axes, tuple(operands), tuple(options.items()), road, draw(st.integers(0, 2**31)))
+    mode: CallMode = draw(st.sampled_from(get_args(CallMode)))
+    return Case(name, axes, tuple(operands), tuple(options.items()), mode, draw(st.integers(0, 2**31)))

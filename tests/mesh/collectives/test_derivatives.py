@@ -503,9 +503,9 @@ def layers(draw):
     kinds=layers(),
     width=st.integers(1, 3),
     seed=st.integers(0, 2**20),
-    road=st.sampled_from(["inside", "outside", "outside func"]),
+    mode=st.sampled_from(["inside", "outside", "outside func"]),
 )
-def test_gradients_are_those_of_the_serial_program(shape, swapped, kinds, width, seed, road):
+def test_gradients_are_those_of_the_serial_program(shape, swapped, kinds, width, seed, mode):
     mesh = fs.make_mesh(dict(reversed(shape.items())) if swapped else shape)
     torch.manual_seed(seed)
     features, batch = 6 * width, 6
@@ -522,12 +522,12 @@ def test_gradients_are_those_of_the_serial_program(shape, swapped, kinds, width,
     def loss(params, x):
         return fs.pmean((sharded_mlp(params, x, kinds) ** 2).mean(), "data")
 
-    if road == "inside":
+    if mode == "inside":
         step = fs.shard_map(grad(loss), mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check=True)
         got = [tuple(map(fs.unshard, pair)) for pair in step(params, x)]
     else:
         mapped = fs.shard_map(loss, mesh=mesh, in_specs=(specs, P("data")), out_specs=P(), check=True)
-        if road == "outside func":
+        if mode == "outside func":
             got = grad(lambda params: fs.unshard(mapped(params, x)))(params)
         else:
             leaves = [leaf.requires_grad_() for pair in params for leaf in pair]

@@ -241,12 +241,12 @@ def one_fails():
 
 
 def test_whoever_waits_for_a_failed_process_is_told(tmp_path, link):
-    tells = tmp_path / "tells"
+    answer = tmp_path / "answer"
     with pytest.raises(KeyError, match="mine"):
-        run_processes(one_fails, 2, environment={"FSHARD_TEST_TELLS": str(tells), **link}, timeout=30)
+        run_processes(one_fails, 2, environment={"FSHARD_TEST_TELLS": str(answer), **link}, timeout=30)
     assert (
-        "psum of float32[2] over data" in tells.read_text()
-        and "Its own error is the one to look for" in tells.read_text()
+        "psum of float32[2] over data" in answer.read_text()
+        and "Its own error is the one to look for" in answer.read_text()
     )
 
 

@@ -268,10 +268,10 @@ def die_while_others_wait(size):
 
 @pytest.mark.parametrize("size", [3, 1 << 20])
 def test_the_death_of_a_process_is_told_at_once(tmp_path, size):
-    tells = tmp_path / "tells"
+    answer = tmp_path / "answer"
     with pytest.raises(RuntimeError):
-        run_processes(die_while_others_wait, 2, size, environment={"FSHARD_TEST_TELLS": str(tells)}, timeout=30)
-    assert f"psum of float32[{size}]" in tells.read_text()
+        run_processes(die_while_others_wait, 2, size, environment={"FSHARD_TEST_TELLS": str(answer)}, timeout=30)
+    assert f"psum of float32[{size}]" in answer.read_text()
 
 
 def fail_half_way():

@@ -72,7 +72,7 @@ def reused(params, x):
     return torch.sigmoid(x @ params[0]) @ params[0] * params[1]
 
 
-def stage_of(kind, in_place, gives=None):
+def stage_of(kind, in_place, sends=None):
     """Return a stage on trees (x, tokens, a word): what is no float goes along."""
     body = {"dense": dense, "residual": residual, "reused": reused, "rectified": partial(rectified, in_place=in_place)}[
         kind
@@ -85,7 +85,7 @@ def stage_of(kind, in_place, gives=None):
             y = y + value["v"] * 2
         y = y * others[0].sum() / 8
         result = {"x": y, "others": others}
-        return (result, {gives: {"v": y * 0.5, "n": others[0]}}) if gives else result
+        return (result, {sends: {"v": y * 0.5, "n": others[0]}}) if sends else result
 
     return stage
 
@@ -171,7 +171,7 @@ class Case:
         self.skips = {"far": tuple(ends)} if len(ends) == 2 else {}
         self.stages, self.plain = (
             [
-                stage_of(kind, in_place, gives="far" if self.skips and number == ends[0] else None)
+                stage_of(kind, in_place, sends="far" if self.skips and number == ends[0] else None)
                 for number, kind in enumerate(kinds)
             ]
             for in_place in (True, False)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.pipeline.execution.halves import halves, whole
+from fshard.pipeline.execution.halves import halves, run_backward
 from fshard.pipeline.execution.saved import Saved
 from fshard.pipeline.execution.total import RunningSum
 from fshard.pipeline.schedule.builders import pipeline_schedule
@@ -59,7 +59,7 @@ def compare(f, xs, ws, *, watched=True, deferred=None, seed=0):
     weights = edges(w for w in ws if w.requires_grad)
     ends, gs, sources = forward()
     with Work() as expected:
-        gxs, gws = whole(ends, gs, sources, weights)
+        gxs, gws = run_backward(ends, gs, sources, weights)
     saved = Saved() if watched else None
     ends, gs, sources = forward(saved)
     with Work() as early:
@@ -266,12 +266,12 @@ def test_a_whole_backward_adds_gradients_to_those_of_the_weights_and_to_nothing_
         return [get_gradient_edge(y * weights[4] + users)]
 
     own = [get_gradient_edge(w) for w in (*weights, unused)]
-    (gx,), expected = whole(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own)
+    (gx,), expected = run_backward(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own)
     total = RunningSum()
     for _ in range(3):
         x.grad = None
-        total.lend([*weights, unused])
-        found, rest = whole(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own, adding=True)
+        total.let_accumulate([*weights, unused])
+        found, rest = run_backward(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own, adding=True)
         assert found[0].equal(gx) and rest is None
     assert all(torch.equal(total, g + g + g) for total, g in zip(total.result()[:5], expected[:5], strict=True))
     assert total.result()[5] is None and users.grad is None
@@ -282,10 +282,10 @@ def test_what_was_added_before_and_is_added_after_sums_are_lent_counts():
     first = torch.ones(2)
     total.add(0, [first, None, None, None])
     for _ in range(2):
-        total.lend(weights)
+        total.let_accumulate(weights)
         sum(w.sum() for w in weights[:2]).backward()
     total.add(3, [torch.ones(2), torch.ones(2), None, torch.ones(2)])
-    total.lend(weights)
+    total.let_accumulate(weights)
     weights[3].sum().backward()
     assert [None if x is None else x.tolist() for x in total.result()] == [[4, 4], [3, 3], None, [2, 2]]
     assert first.tolist() == [1, 1]  # somebody else's
@@ -308,7 +308,7 @@ def test_sums_are_not_made_in_memory_that_is_somebody_elses():
     kept, part = torch.ones(3, 1), torch.ones(5)
     total, (w, v) = RunningSum(), (torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True))
     for _ in range(3):
-        total.lend([w, v])
+        total.let_accumulate([w, v])
         (Keeping.apply(w, kept).sum() + Keeping.apply(v, part[:3]).sum()).backward()
     assert [x.tolist() for x in total.result()] == [[3, 3, 3], [3, 3, 3]]
     assert kept.tolist() == [[1]] * 3 and part.tolist() == [1] * 5
@@ -316,10 +316,10 @@ def test_sums_are_not_made_in_memory_that_is_somebody_elses():
 
 def test_a_first_gradient_that_is_nobody_elses_is_the_sum():
     total, w = RunningSum(), torch.zeros(3, 3, requires_grad=True)
-    total.lend([w])
+    total.let_accumulate([w])
     (torch.ones(2, 3) @ w).sum().backward()
     first = w.grad.data_ptr()
-    total.lend([w])
+    total.let_accumulate([w])
     (torch.ones(2, 3) @ w).sum().backward()
     assert total.result()[0].data_ptr() == first and total.result()[0].tolist() == [[4] * 3] * 3
 
@@ -327,7 +327,7 @@ def test_a_first_gradient_that_is_nobody_elses_is_the_sum():
 def test_sums_of_sparse_gradients_are_dense():
     total, w = RunningSum(), torch.zeros(4, 2, requires_grad=True)
     for _ in range(3):
-        total.lend([w])
+        total.let_accumulate([w])
         F.embedding(torch.tensor([1, 1, 3]), w, sparse=True).sum().backward()
     assert total.result()[0].tolist() == [[0, 0], [6, 6], [0, 0], [3, 3]]
 

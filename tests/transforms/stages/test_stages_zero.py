@@ -468,14 +468,14 @@ def test_what_stages_remember_is_the_mean_of_what_microbatches_did(recompute):
     """As without stages, to the bit; two steps."""
     model, schedule = normalised(), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
     batches = [torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
-    expected = remembered(model, batches, None, slices=4)
-    assert same_trees(remembered(model, batches, schedule, recompute=recompute), expected)
+    expected = memory(model, batches, None, slices=4)
+    assert same_trees(memory(model, batches, schedule, recompute=recompute), expected)
 
 
 def test_deferred_batch_norm_remembers_the_whole_batch():
     model, schedule = normalised(), fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
     batch = torch.randn(19, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found, _ = remembered(model, [batch], schedule, deferred_batch_norm=True)
+    found, _ = memory(model, [batch], schedule, deferred_batch_norm=True)
     first = model[1]
     first(model[0](batch))
     torch.testing.assert_close(
@@ -484,7 +484,7 @@ def test_deferred_batch_norm_remembers_the_whole_batch():
     assert found["4.num_batches_tracked"] == 1
 
 
-def remembered(model, batches, schedule, **options):
+def memory(model, batches, schedule, **options):
     """Train; return buffers and parameters by the names of the model."""
     mesh = fs.make_mesh({"pipe": schedule.devices, "data": 2} if schedule else {"data": 2})
     options |= {"mesh": mesh, "batch": P("data"), "has_buffers": True, "reproducible": True}

@@ -1,7 +1,7 @@
 """Fast paths between processes of one machine, for one tensor shape and dtype, with everything precomputed.
 
 Preparing a small collective (group, source line, buffer, handle) takes longer than running it, and most are called
-repeatedly on tensors of one shape. A `Road` runs one collective, a `MessageLane` sends and receives messages. The
+repeatedly on tensors of one shape. A `FastPath` runs one collective, a `MessageLane` sends and receives messages. The
 source line is looked up only for an error: the call is still on the stack. Messages are numbered as on the link, so
 they keep their order with others.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fshard.source import Site
 
 
-class Road:
+class FastPath:
     """One move on tensors of one shape and dtype, along one link."""
 
     __slots__ = ("_group", "_like", "_link", "_move", "_timeout", "_under_way", "_wire", "stamp")
