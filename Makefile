@@ -37,8 +37,8 @@ format: $(READY)  ## rewrite the code as `check` wants it, where that can be don
 notebooks: $(READY)  ## execute the notebooks and write their outputs back
 	$(BIN)/python tests/test_notebooks.py
 
-docs: $(READY)  ## write the reference of the public API to build/docs
-	$(BIN)/pdoc --output-directory build/docs fshard
+docs: $(READY)  ## build the documentation site in build/docs, offline; warnings are errors
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs
 
 clean:  ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

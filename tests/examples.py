@@ -25,3 +25,15 @@ def printed(example, *options):
 def losses(text):
     """Return the losses of the steps that are shown, as they stand there."""
     return re.findall(r"step +\d+ +loss (\S+)", text)
+
+
+def python_blocks(text):
+    """Return the Python blocks of a Markdown text."""
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def run_block(block, names, file):
+    """Run a block with the names of those before it; return what it prints."""
+    with redirect_stdout(io.StringIO()) as out:
+        exec(compile(block, str(file), "exec"), names)
+    return out.getvalue()

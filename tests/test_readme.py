@@ -1,12 +1,12 @@
 """The blocks of the README run as they stand there: on virtual devices, and the same text in processes."""
 
-import re
 from pathlib import Path
 
 from fshard.testing.processes import run_processes
+from tests.examples import python_blocks
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL)
+BLOCKS = python_blocks(README.read_text())
 
 
 def ends_of(*blocks):
