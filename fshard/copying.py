@@ -46,7 +46,7 @@ def lazy_copy(x: Any) -> Any:
     """Return a copy to write to; its memory is copied at the first write.
 
     >>> x = torch.zeros(2)
-    >>> copy = lent(x)
+    >>> copy = lazy_copy(x)
     >>> untouched(copy), untouched(copy.add_(1)), x
     (True, False, tensor([0., 0.]))
     """

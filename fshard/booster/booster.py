@@ -58,7 +58,7 @@ class Booster:
 
     def __init__(self, plugin: Plugin | None = None) -> None:
         if plugin is not None and not isinstance(plugin, Plugin):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(f"Booster(plugin=) takes a plugin, fs.ZeroPlugin(stage=1) say, not {plugin!r}.")
+            raise LayoutError(f"Booster: plugin must be a plugin, such as fs.ZeroPlugin(stage=1); got {plugin!r}.")
         self.plugin = plugin or DDPPlugin()
         self._loops, self._steps = Loops(), list[Step]()
 
@@ -176,5 +176,5 @@ class Booster:
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take a step on a batch of all devices, or a batch of a prepared loader; the given state is donated."""
         if not isinstance(state, TrainState) or state.turn >= len(self._steps):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ModuleError("step comes after state = booster.init(model, optimizer, criterion).")
+            raise ModuleError("step needs a state: call state = booster.init(model, optimizer, criterion) first.")
         return self._steps[state.turn](state, self._loops.batch(batch))

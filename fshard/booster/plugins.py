@@ -92,7 +92,7 @@ class Plugin:
         if self.zero() != 3 and (idle := {"prefetch", "live_units"} & {*self.options}):
             wrong.append(f"options={sorted(idle)} need parameters that are sharded: stage 3, not {self.zero()}")
         if self.reproducible and self.sync_batchnorm:
-            wrong.append("sync_batchnorm=True needs all devices at once, reproducible=True computes slices one by one")
+            wrong.append("sync_batchnorm=True needs all devices together, reproducible=True computes slices one by one")
         if self.slices != Plugin.slices and (self.in_stages() or not self.reproducible):
             wrong.append("slices= needs reproducible=True, and a model that is not cut into stages")
         if self.mesh is not None and self.reproducible and not self.in_stages():
@@ -255,7 +255,7 @@ class HybridParallelPlugin(Plugin):
         if self.mesh is None and self.in_stages() and axis == "data":
             wrong.append('pipeline_axis must not be the axis of the batch, "data"')
         if self.sync_batchnorm:
-            wrong.append("sync_batchnorm=True has no meaning for stages, whose microbatches come one after the other")
+            wrong.append("sync_batchnorm=True has no meaning for stages, whose microbatches run in sequence")
         if not self.in_stages():
             given = [name for name in _OF_STAGES if _is_given(self, name)]
             return wrong + [f"{', '.join(given)} must be left out without stages: pipeline=1"] * bool(given)

@@ -102,7 +102,7 @@ class Model(nn.Module):
             wrong.append("an optimizer must be given, or torch.no_grad() around the call")
         if self._forward_hooks or self._forward_pre_hooks:
             wrong.append(
-                "the boosted model must have no hooks, since no stage has the whole; hook a part of model.module"
+                "the boosted model must have no hooks, since no stage has the full model; hook a submodule of model.module"
             )
         if wrong or not isinstance(self.gradient, StagedGradient):
             raise ModuleError(f"execute_pipeline: {'; '.join(wrong)}.")

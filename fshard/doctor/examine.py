@@ -110,12 +110,12 @@ def way(mesh: Mesh) -> str:
 def why_not_direct() -> str:
     """Return the reason why processes of one machine do not read each other's memory."""
     if os.environ.get("FSHARD_DIRECT", "1") == "0":
-        return "FSHARD_DIRECT=0 asks for gloo"
+        return "FSHARD_DIRECT=0 selects gloo"
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return f"reading memory needs Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if scope.exists() and scope.read_text().strip() not in ("0", "1"):
-        return f"{scope} is {scope.read_text().strip()}, which lets nobody read: 1 or 0 would"
+        return f"{scope} is {scope.read_text().strip()}, which allows no process to read: 0 or 1 would"
     return (
         "they may not read each other's memory: another user, another container, or one that forbids process_vm_readv"
     )

@@ -49,8 +49,8 @@ def visit(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fshard doctor",
-        description="Say what is here, how fast processes talk, and whether every collective is right. Under torchrun, srun or "
-        "mpirun (python -m fshard doctor) it looks at those processes.",
+        description="Show versions, devices, the speed between processes, and check every collective. Under torchrun, srun or "
+        "mpirun (python -m fshard doctor) it examines those processes.",
     )
     parser.add_argument(
         "--processes", type=int, help="how many to start; by default one for each GPU, and at least two"
@@ -116,7 +116,7 @@ def judge(findings: Sequence[Findings]) -> Verdict:
 def failed(error: BaseException, processes: int) -> Verdict:
     """Judge an error that was raised instead of results."""
     kind = f"{type(error).__name__}: {error}".rstrip(".")
-    advice = ("FSHARD_CHECK=1 says which process is in which call.", *getattr(error, "__notes__", []))
+    advice = ("FSHARD_CHECK=1 shows the call of each process.", *getattr(error, "__notes__", []))
     return Verdict(False, f"Not well: {processes} processes did not get through. {kind}.", advice)
 
 
@@ -154,13 +154,13 @@ def _remedies(findings: Sequence[Findings]) -> list[str]:
     if "direct" in way:
         return [
             "Run it again with FSHARD_DIRECT=0, which sends everything through gloo: if all is right then, reading memory "
-            "goes wrong here, and FSHARD_DIRECT=0 is the way out."
+            "fails here, and FSHARD_DIRECT=0 is the workaround."
         ]
     if way == "nccl":
         return [
             "Run it again with --device cpu: if all is right then, it is NCCL; NCCL_P2P_DISABLE=1 avoids its fast ways."
         ]
-    return ["Nothing but torch's gloo lies between the processes: install torch anew, or another version."]
+    return ["Only torch's gloo is used between the processes: reinstall torch, or another version."]
 
 
 def _hints(findings: Sequence[Findings]) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def _hints(findings: Sequence[Findings]) -> tuple[str, ...]:
     hosts = {one.machine.host for one in findings}
     if first.way == "gloo" and len(findings) > len(hosts):
         hints.append(
-            f"Processes of one machine talk through gloo, which is slower than reading memory: {why_not_direct()}."
+            f"Processes of one machine communicate through gloo, which is slower than reading memory: {why_not_direct()}."
         )
     if first.device == "cpu" and first.machine.processors < len(findings) // len(hosts):
         hints.append(

@@ -160,7 +160,7 @@ def _sides(shape: Sequence[int], layout: Layout) -> tuple[Side, ...]:
 def _undrawn(kind: ShardType, sides: Sequence[Side]) -> tuple[str, ...]:
     left = set[int]() if kind.spec.is_flat else set(range(len(kind.shape))) - {side.dim for side in sides}
     names = [f"dim {dim} ({kind.shape[dim]})" for dim in sorted(left)]
-    return (f"not drawn, for whole: {', '.join(names)}",) if names else ()
+    return (f"not drawn, unsharded: {', '.join(names)}",) if names else ()
 
 
 def _side(

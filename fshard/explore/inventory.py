@@ -98,7 +98,7 @@ def take_stock(tree: PyTree) -> Leaf | Branch:
     """Return the plan of the picture of a tree; a `Leaf` in it is used as it is.
 
     >>> import torch
-    >>> [(entry.name, entry.count, entry.node.bytes.whole) for entry in take_stock([torch.zeros(3)] * 4).entries]
+    >>> [(entry.name, entry.count, entry.node.bytes.total) for entry in take_stock([torch.zeros(3)] * 4).entries]
     [('[0..3]', 4, 12)]
     """
     if isinstance(tree, Leaf):

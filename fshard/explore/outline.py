@@ -95,7 +95,7 @@ def total(root: Branch) -> str:
 def amount(held: Bytes) -> str:
     """Print the bytes of a subtree, on the fullest device.
 
-    >>> amount(Bytes(whole=4096, device=1024)), amount(Bytes(whole=12, unplaced=12))
+    >>> amount(Bytes(total=4096, device=1024)), amount(Bytes(total=12, unplaced=12))
     ('4.0 KiB, 1.0 KiB per device', '12 B, on no mesh')
     """
     if not held.total:

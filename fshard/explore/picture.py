@@ -153,12 +153,11 @@ def visualize(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.fl
 
 def _grid(leaf: Leaf) -> Grid:
     if leaf.type is None:
-        hint = " Say what would lie so: fs.visualize((8, 6), layout=layout)." if leaf.other == "Layout" else ""
+        hint = " Give the tensor or shape: fs.visualize((8, 6), layout=layout)." if leaf.other == "Layout" else ""
         raise LayoutError(f"A picture needs a tensor; found {leaf.other}.{hint}")
     if leaf.layout is None:
         raise LayoutError(
-            f"{leaf.type} lies on no mesh, so there is nothing to draw. Say how it would lie: "
-            'fs.visualize(x, layout=fs.Layout(mesh, P("data"))).'
+            f'{leaf.type} has no mesh to draw. Give a layout: fs.visualize(x, layout=fs.Layout(mesh, P("data"))).'
         )
     return plan_grid(leaf.type, leaf.layout.mesh)
 

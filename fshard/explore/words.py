@@ -52,8 +52,8 @@ def legend(grid: Grid) -> tuple[str, ...]:
     """Return the legend of a picture; empty if it needs none."""
     spec, mesh = grid.type.spec, grid.mesh
     copied = [name for name in grid.layout.replicated_axes if mesh.shape[name] > 1]
-    places = " and ".join(f"place {place} along {' x '.join(axes)}" for axes, place in spec.at)
-    lines = [f"{'' if spec.split_axes else 'whole '}at {places}, nothing elsewhere"] if places else []
+    places = " and ".join(f"coordinate {place} along {' x '.join(axes)}" for axes, place in spec.at)
+    lines = [f"{'' if spec.split_axes else 'unsharded '}at {places}, nothing elsewhere"] if places else []
     lines += [f"Σ: still to be summed, over {' and '.join(spec.unreduced)}"] if spec.unreduced else []
     lines += [f"equal copies along {' and '.join(copied)}"] if copied else []
     lines += ["in the memory of the host"] if grid.type.memory == "host" else []

@@ -62,11 +62,11 @@ def _refuse(fn: Any, processes: Any, device: Any, timeout: Any) -> None:
     if not callable(fn):
         wrong.append(f"{fn!r} is no function")
     if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
-        wrong.append(f"processes={processes!r} is no whole number from 1 on")
+        wrong.append(f"processes must be an integer >= 1; got {processes!r}")
     if device not in (None, "cpu", "cuda"):
         wrong.append(f'device={device!r} is neither "cpu" nor "cuda"')
     if device == "cuda" and not torch.cuda.is_available():
-        wrong.append('device="cuda" was asked for, but torch sees no GPU')
+        wrong.append('device="cuda" needs a GPU, but torch sees none')
     if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
         wrong.append(f"timeout={timeout!r} is no number of seconds")
     if here() is not None:

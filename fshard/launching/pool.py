@@ -252,6 +252,6 @@ def _packed(
     try:
         return packed((fn, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        where = "" if packed is by_value else ": the function has to stand at the top of a module"
+        where = "" if packed is by_value else ": the function must be at the top level of a module"
         error.add_note(f"{_name(fn)} and its arguments go to other processes{where}.")
         raise

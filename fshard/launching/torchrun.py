@@ -51,10 +51,10 @@ def command(arguments: Sequence[str], *, look: bool = False) -> tuple[list[str],
     wrong: list[str] = []
     processes = own.processes or (str(torch.cuda.device_count()) if torch.cuda.is_available() else None)
     if processes is None and not _has(theirs, ("--nproc",)):
-        wrong.append("--processes is missing (without GPUs nothing else says how many)")
+        wrong.append("--processes is missing (its default is the number of GPUs, and there are none)")
     if own.processes is not None and own.processes not in _COUNTS and not _is_count(own.processes):
         some = f"{', '.join(_COUNTS[:-1])} or {_COUNTS[-1]}"
-        wrong.append(f"--processes {own.processes} is neither a whole number from 1 on nor {some}")
+        wrong.append(f"--processes {own.processes} is neither an integer from 1 on nor {some}")
     meeting = _meeting(own, theirs, wrong)
     if look and not own.dry_run and (missing := _missing(known)):
         wrong.append(missing)
@@ -113,7 +113,7 @@ def _meeting(own: argparse.Namespace, theirs: Sequence[str], wrong: list[str]) -
     elif not (host and colon and port.isdecimal()):
         wrong.append(f"--address {own.address} is not HOST:PORT")
     if _has(theirs, _THEIRS):
-        wrong.append("--nodes, --node-index and --address say where to meet, and so do options of torchrun")
+        wrong.append("--nodes, --node-index and --address set the meeting point, and so do options of torchrun")
     where = ["--nnodes", str(own.nodes), "--node-rank", str(own.node_index)]
     return [*where, "--master-addr", host.strip("[]"), "--master-port", port]
 

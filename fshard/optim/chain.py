@@ -44,7 +44,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     [tensor([0.5000])]
     """
     transforms = [inside(one, "chain") for one in optimizers]
-    refuse_scaled("chain", transforms[1:], "what stands before it would get gradients that are still scaled")
+    refuse_scaled("chain", transforms[1:], "the transformations before it would get gradients that are still scaled")
 
     def init(params: PyTree) -> PyTree:
         return tuple(one.init(params) for one in transforms)

@@ -150,7 +150,7 @@ def refuse_scaled(who: str, opts: Iterable[Optimizer], why: str) -> None:
     """Raise if an optimizer scales the loss where the surrounding code ignores it."""
     if any(opt.loss_scale is not None for opt in opts):
         raise OptimizerError(
-            f"{who}: loss_scaled cannot stand inside, since {why}. Put one loss_scaled around all of it."
+            f"{who}: loss_scaled must not be nested, since {why}. Put one loss_scaled around all of it."
         )
 
 
@@ -220,7 +220,7 @@ def below(limit: float, **numbers: Any) -> list[str]:
 
 def within(low: float, high: float, **numbers: Any) -> list[str]:
     """Complain of numbers outside; the ends are inside."""
-    return _complaints(numbers, lambda x: low <= x <= high, f"lie between {low} and {high}")
+    return _complaints(numbers, lambda x: low <= x <= high, f"be between {low} and {high}")
 
 
 def finite(**numbers: Any) -> list[str]:
@@ -236,9 +236,7 @@ def pair(**numbers: Any) -> list[str]:
 
 def count_from(least: int, **numbers: Any) -> list[str]:
     """Return the errors of values that are no integers, or too small."""
-    return _complaints(
-        numbers, lambda x: hasattr(x, "__index__") and x >= least, f"be a whole number and at least {least}"
-    )
+    return _complaints(numbers, lambda x: hasattr(x, "__index__") and x >= least, f"be an integer >= {least}")
 
 
 def _complaints(numbers: dict[str, Any], good: Callable[[Any], bool], wish: str) -> list[str]:

@@ -162,8 +162,8 @@ class Leaves:
                 for i in wrong
             ]
             raise LayoutError(
-                f"{name} must lie as params do, or be None:{''.join(found)}\n"
-                "Lay gradients alike, fs.reshard(grads, layout), and a state as its optimizer would make it: "
+                f"{name} must have the layouts of params, or be None:{''.join(found)}\n"
+                "Reshard gradients, fs.reshard(grads, layout), and a state as its optimizer would make it: "
                 "fs.device_put(state, fs.mesh.layouts(opt.init(params)))."
             )
         return leaves
@@ -217,7 +217,7 @@ def check_unsharded(name: str, *, refuse: Callable[[Leaf], str | None] = lambda 
         cut = [f"\n  params{path} is {leaf!r}" for path, leaf in found if not is_unsharded(leaf)]
         if cut:
             raise LayoutError(
-                f"{name} needs whole matrices, but these parameters are in pieces:{''.join(cut)}\n"
+                f"{name} needs full matrices, but these parameters are sharded:{''.join(cut)}\n"
                 "Give each matrix to one device: fs.partition_optimizer(opt, mesh=..., axis=..., stage=...)."
             )
         wrong = [f"\n  params{path}: {reason}" for path, leaf in found if (reason := refuse(leaf))]

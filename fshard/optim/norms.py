@@ -201,7 +201,7 @@ def check_summable(what: str, at: Leaves) -> None:
         )
     meshes = {leaf.mesh: path for path, leaf in reversed(placed)}
     found = "; ".join(f"{path} on {mesh}" for mesh, path in reversed(meshes.items()))
-    raise LayoutError(f"{what}: the leaves lie on {len(meshes)} meshes: {found}. Lay them on one.")
+    raise LayoutError(f"{what}: the leaves are on {len(meshes)} meshes: {found}. Put them on one.")
 
 
 def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Tensor:

@@ -158,8 +158,8 @@ def _check(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
         raise OptimizerError(f'partition_optimizer: unit is "elementwise", "matrix" or None; found {unit!r}.')
     if stage > 0 and unit == "elementwise" and opt.elementwise is not True:
         raise OptimizerError(
-            f'partition_optimizer(stage={stage}, unit="elementwise"): this optimizer says that it is not elementwise, so '
-            'pieces of parameters would give it other results. Use unit="matrix", which gives each parameter whole to one '
+            f'partition_optimizer(stage={stage}, unit="elementwise"): this optimizer is not elementwise, so '
+            'shards of parameters would give other results. Use unit="matrix", which gives each full parameter to one '
             "device, or leave it to the optimizer: unit=None."
         )
 

@@ -70,8 +70,8 @@ def inside(opt: Any, who: str) -> Any:
     """
     if hasattr(opt, "gradients"):
         raise OptimizerError(
-            f"{who}: an optimizer that is partitioned already cannot stand inside, since what is around it would work on other "
-            "pieces than it does. Partition once, the whole: fs.partition_optimizer(fs.optim.chain(...), ...)."
+            f"{who}: a partitioned optimizer must not be nested, since what is around it would work on other "
+            "shards than it does. Partition the outermost: fs.partition_optimizer(fs.optim.chain(...), ...)."
         )
     return on_arrays(opt, who)
 

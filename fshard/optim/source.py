@@ -162,7 +162,7 @@ class GroupsSource(TorchSource):
         super().__init__(given, params)
         if any(map(_has_begun, given.state.values())):
             raise OptimizerError(
-                f"{type(given).__name__} has taken steps already, and what it remembers of them would be lost. Boost it before "
+                f"{type(given).__name__} has taken steps already, and its state would be lost. Boost it before "
                 "its first step."
             )
         self._group_of: dict[str, int] = {}

@@ -68,7 +68,7 @@ class Profile:
         self._virtual = scope.device if scope is not None and scope.mesh.runtime == "virtual" else None
         counts = {"wait": (wait, 0), "warmup": (warmup, 0), "active": (active, 1)}
         unfit = {name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least}
-        wrong = [f"{name}= is a whole number from {least} on, not {x!r}" for name, (x, least) in unfit.items()]
+        wrong = [f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()]
         wrong += [f"torch's profiler has no option {name}" for name in options if name not in _OPTIONS]
         if wrong:
             raise LayoutError(f"Profile: {'; '.join(wrong)}.")

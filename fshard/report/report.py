@@ -77,7 +77,7 @@ class Report:
         wrong = [f"{strange} cannot write: a writer has write(step, values) and close()"] if strange else []
         counts = {"every": (every, 1), "step": (step, 0)}
         unfit = {name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least}
-        wrong += [f"{name}= is a whole number from {least} on, not {x!r}" for name, (x, least) in unfit.items()]
+        wrong += [f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()]
         if mesh is not None and not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             wrong.append(f"mesh= takes a mesh, not {mesh!r}")
         if wrong:
@@ -89,7 +89,7 @@ class Report:
     def __call__(self, metrics: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Count a step, and report it: numbers, and tensors of one number; others are left out."""
         if metrics is not None and not isinstance(metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(f"a report takes numbers by their names, report(loss=0.5) say, not {metrics!r}.")
+            raise LayoutError(f"a report takes numbers by their names, such as report(loss=0.5); got {metrics!r}.")
         if "step" in {**(metrics or {}), **more}:
             raise LayoutError("a report counts steps itself: begin with Report(..., step=), and leave step out.")
         self.step += 1
@@ -137,7 +137,7 @@ def _of_all(mesh: Mesh, values: Mapping[str, float], samples: float) -> tuple[di
     """Return the means of all devices, weighted by samples, and the sums of samples."""
     if is_outside(mesh):
         raise LayoutError(
-            "Report(mesh=): outside of fs.run there is nobody to ask; what is reported is that of all devices."
+            "Report(mesh=): outside of fs.run there is one process; its metrics are those of all devices already."
         )
     weight = values.get("samples", 1.0)
     own = torch.tensor(

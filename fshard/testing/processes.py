@@ -57,5 +57,5 @@ def _refuse_typed(fn: Callable[..., Any]) -> None:
     if getattr(fn, "__module__", None) == "__main__" and not Path(main).is_file():
         name = getattr(fn, "__qualname__", repr(fn))
         raise pickle.PicklingError(
-            f"{name} stands in {main}, where other processes do not find it. Write it into a file."
+            f"{name} is defined in {main}, which other processes cannot import. Move it to a file."
         )

@@ -237,7 +237,7 @@ def objection(batch: Batch, count: int, *, reproducible: bool) -> Notice | None:
         if reproducible:
             raise LayoutError(
                 f"{what} over {as_written(group.axes)} in the loss function, at {call_site()}: with reproducible=True a "
-                "slice of the batch must be computed by itself, so that it does not depend on the mesh. Use its own "
+                "slice of the batch must be computed independently, so that it does not depend on the mesh. Use its own "
                 "samples only, or leave reproducible=True out."
             )
         if group.size == 1 or what in _HARMLESS or cut is None or (cut.length >= slices and what != "fs.pmean"):

@@ -148,17 +148,17 @@ class Batch:
         kinds = {cut for cut in self.cuts if cut is not None}
         if count > 1 and not kinds:
             raise LayoutError(
-                f"each device's part of the batch is to be cut into {count} slices, but has no tensor whose first dim is cut "
-                "by its spec, and tensors of several lengths or none. Say which hold samples, by an axis of one device if "
-                'there is no other: batch=P("data").'
+                f"each device's part of the batch must be split into {count} slices, but has no tensor whose first dim is "
+                "sharded by its spec, and tensors of several lengths or none. Name those with samples by an axis of one device "
+                'if there is no other: batch=P("data").'
             )
         if any(cut.length == 0 for cut in kinds):
             raise LayoutError("the batch has no samples. Leave it out.")
         if len(kinds) > 1 and any(cut.length % (cut.parts * count) for cut in kinds):
             found = ", ".join(f"{cut.length} over {' x '.join(cut.axes)}" for cut in sorted(kinds))
             raise LayoutError(
-                f"the tensors of the batch are cut differently ({found}), and not evenly into {count} slices for each device, "
-                "so nobody knows which samples belong together. Give them numbers of samples that divide."
+                f"the tensors of the batch are sharded differently ({found}), and not evenly into {count} slices per device, "
+                "so samples cannot be matched. Give them divisible numbers of samples."
             )
 
     def slices(self, place: int, count: int, *, apart: bool = False) -> list[Slice]:
@@ -220,8 +220,8 @@ class BatchPart:
         if strange:
             found = ", ".join(f"{path or 'it'} is {rows_of(x)} long" for path, x in strange)
             raise LayoutError(
-                f"this device has {rows} of the batch's {self.cut.length} samples, as the loader has cut it, but {found}. Give "
-                "what has a row for each sample, and what all devices take whole by itself."
+                f"this device has {rows} of the batch's {self.cut.length} samples from the loader, but {found}. Give "
+                "tensors with a row per sample separately from tensors that all devices get in full."
             )
         tensors = [lazy_copy(in_memory(x, mesh, "device")) if isinstance(x, Tensor) else x for x in leaves]
         cuts = [None if rows_of(x) is None else self.cut for x in leaves]
@@ -265,8 +265,8 @@ def _refuse_opaque(batch: PyTree, specs: PyTree) -> None:
     cut = [(path, x) for path, x, spec in zip(paths, leaves, chosen, strict=True) if isinstance(spec, P) and spec.axes]
     if wrong := [f"{path or 'it'} is a {type(x).__name__}" for path, x in cut if is_opaque(x)]:
         raise LayoutError(
-            f"batch: leaves must be tensors, or containers of them, to be cut over devices; {', '.join(wrong)}. Give its "
-            "tensors and make the object in the loss function, or P() for it in the batch's specs: all devices take it whole."
+            f"batch: leaves must be tensors, or containers of them, to be sharded; {', '.join(wrong)}. Give its "
+            "tensors and make the object in the loss function, or P() for it in the batch's specs: all devices get all of it."
         )
 
 

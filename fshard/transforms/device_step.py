@@ -90,7 +90,8 @@ class How:
         if n > 1 and own & (own - 1):
             raise LayoutError(
                 f"reproducible mode adds {self.slices} slices in one binary tree, of which the {own} of each of {n} devices "
-                f"are no branch: one device would round elsewhere. Give each 1, 2, 4, ... slices: {n << own.bit_length()}, say."
+                f"are no branch: one device would round differently. "
+                f"Give each 1, 2, 4, ... slices, such as {n << own.bit_length()}."
             )
         return own
 
@@ -398,7 +399,7 @@ def _mean(how: How, loss: Any, slice: Slice, count: Count) -> Tensor:
         )
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     one_each = "" if slice.samples is None else ", or one for each sample"
-    cure = "Say has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
+    cure = "Give has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
     raise LayoutError(f"the loss function has to return one number{one_each}; found {found}. {cure}.")
 
 

@@ -19,7 +19,7 @@ _REENTRANT: Any = cast("Any", CheckpointFunction)._backward_cls
 def refuse_backward() -> None:
     """Raise: a backward that fshard did not start has come to sharded parameters."""
     raise ModuleError(
-        "loss.backward() has come to sharded parameters, whose gradients it does not reduce. Write "
+        "loss.backward() reached sharded parameters, whose gradients it does not reduce. Call "
         "booster.backward(loss, optimizer). Gradients of inputs alone are torch.autograd.grad(loss, inputs)."
     )
 

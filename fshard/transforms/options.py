@@ -79,7 +79,7 @@ def wrong_options(reproducible: bool, given: Mapping[str, Any]) -> list[str]:
         )
     if reproducible and (reduce := given.get("reduce")) in (torch.bfloat16, torch.float16):
         wrong.append(
-            f"reproducible=True with reduce={reduce}: sums in 16 bits are rounded at other places on other meshes; "
+            f"reproducible=True with reduce={reduce}: sums in 16 bits are rounded differently on other meshes; "
             "reduce=torch.float32 is not"
         )
     return wrong

@@ -89,10 +89,10 @@ class Origin:
 
 _, _BATCH, _KEY, _LEAVES = range(4)
 _DIFFERENT = (
-    "devices were given batches of different shapes, dim by dim: {}. Every process is given the whole batch and takes its "
-    "part: give all the same, or lay out what each has by fs.from_local.",
-    "devices were given different batches, of the same shapes: {}. A plain tensor is the whole batch, of which each takes its "
-    'part. If it is what this process has loaded for itself, say so: fs.from_local(x, fs.Layout(mesh, P("data"))).',
+    "devices were given batches of different shapes, dim by dim: {}. Every process gets the global batch and takes its "
+    "part: give all the same, or each its own by fs.from_local.",
+    "devices were given different batches, of the same shapes: {}. A plain tensor is the global batch, of which each takes its "
+    'part. If this process has loaded its own part: fs.from_local(x, fs.Layout(mesh, P("data"))).',
     "the random state of {}, from which reproducible=True draws the key of the step. Give all processes one seed: "
     "torch.manual_seed(0), not that of a rank.",
     "replicated parameters must be the same on all devices: {}. Make them from one seed on all processes, or load them "
@@ -110,7 +110,7 @@ def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
     >>> refuse_distant(mesh, "step", params=params)
     >>> fs.run(lambda: refuse_distant(mesh, "step", params=params), mesh=mesh)
     Traceback (most recent call last):
-    fshard.errors.LayoutError: step: laid out outside of fs.run and used inside: params.w. Lay out everything where the ...
+    fshard.errors.LayoutError: step: sharded outside of fs.run and used inside: params.w. Shard everything where the ...
     """
     if mesh.runtime != "virtual" or mesh.size == 1:
         return
@@ -129,7 +129,7 @@ def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
         for path, x in zip(*flatten_with_paths(tree, sharded_is_leaf=True)[:2], strict=True)
         if distant(x)
     ]
-    raise LayoutError(f"{what}: laid out {where}: {', '.join(names)}. Lay out everything where the step is called.")
+    raise LayoutError(f"{what}: sharded {where}: {', '.join(names)}. Shard everything where the step is called.")
 
 
 WHOLE_OR_FSDP = 'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for ZeRO-3'

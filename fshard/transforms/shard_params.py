@@ -136,7 +136,7 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
     alone = unit is None or isinstance(unit, str) or (type(unit) is int and unit > 0)
     if not (alone or (given and all(isinstance(one, str) for one in given))):
         raise LayoutError(
-            f"fsdp: unit={unit!r} is no path pattern, nor several, nor a whole number of bytes above 0. "
+            f"fsdp: unit must be a path pattern, several, or a positive number of bytes; got {unit!r}. "
             'Write fsdp(..., unit="blocks[*]"), unit=20_000_000, or leave it out for a unit per repeated block.'
         )
     return Fsdp(as_axes(axis), given[0] if alone else tuple(given))
@@ -224,7 +224,7 @@ def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: s
 def _refuse_parted(first: Layout, layout: Layout) -> None:
     """Raise if a tied leaf has two layouts."""
     if layout.spec != first.spec:
-        raise LayoutError(f"it is tied to a leaf that lies as {first.spec}, and cannot lie as {layout.spec}.")
+        raise LayoutError(f"it is tied to a leaf with layout {first.spec}, and cannot have {layout.spec}.")
     if layout.frozen != first.frozen:
         raise LayoutError("of it and a leaf that it is tied to, one is frozen. Freeze both: they are one.")
 
@@ -274,7 +274,7 @@ def _fitting(rules: Mapping[str, P | Fsdp], path: str) -> dict[str, P | Fsdp]:
 
 def _of_parameter(spec: Any) -> P:
     if not isinstance(spec, P):
-        raise LayoutError(f"{spec!r} is no P. Rules say how each leaf lies: P() where it is whole.")
+        raise LayoutError(f"A rule must give a P per leaf, P() where it is replicated; got {spec!r}.")
     if spec.unreduced:
         raise LayoutError(f"{spec} is a sum that is not made yet, which no parameter is. Leave unreduced= out.")
     return spec

@@ -166,4 +166,4 @@ OF_LOSSES, OF_STAGES = (
 def refuse_unscheduled(caller: str, given: Any, schedule: Schedule | None) -> None:
     """Raise if there are stages without a schedule."""
     if schedule is None and isinstance(given, list | tuple | ModuleList):
-        raise LayoutError(f"{caller} was given a list of stages. Say how they run: schedule=fs.pipeline_schedule(...).")
+        raise LayoutError(f"{caller} got a list of stages without a schedule. Give schedule=fs.pipeline_schedule(...).")

@@ -18,7 +18,7 @@ def model():
 
 
 BAD = {
-    "no plugin": (lambda: fs.Booster(plugin="ddp"), "takes a plugin, .* not 'ddp'"),
+    "no plugin": (lambda: fs.Booster(plugin="ddp"), "plugin must be a plugin, .* got 'ddp'"),
     "outside": (
         lambda: fs.Booster(fs.DDPPlugin(mesh=MESH)).boost(model()),
         r"a loop must run as one device of .*\. Call it inside of fs.run\(main, mesh=mesh\), or under torchrun",
@@ -37,10 +37,10 @@ BAD = {
     "the optimizer that was": (lambda: not_boosted(), "optimizer must be what boost has returned; got SGD"),
     "torch's backward": (
         lambda: by_torch(),
-        r"loss.backward\(\) has come to sharded parameters.* Write booster.backward\(loss, optimizer\).",
+        r"loss.backward\(\) reached sharded parameters.* Call booster.backward\(loss, optimizer\).",
     ),
-    "no step": (lambda: fs.Booster().step((), ()), "step comes after state = booster.init"),
-    "a state of another": (lambda: fs.Booster().step(other(), ()), "step comes after state = booster.init"),
+    "no step": (lambda: fs.Booster().step((), ()), "step needs a state: call state = booster.init"),
+    "a state of another": (lambda: fs.Booster().step(other(), ()), "step needs a state: call state = booster.init"),
     "torch's clipping": (
         lambda: clipped_by_torch(),
         r"its parameters have no .grad. Clip them by booster.clip_grad_norm\(optimizer, max_norm\)",

@@ -42,7 +42,7 @@ INVALID = {
     "bucket": (lambda: fs.ZeroPlugin(options={"bucket": -1}), "bucket must be an integer >= 0, got -1"),
     "dtype": (lambda: fs.DDPPlugin(options={"reduce": "fp32"}), "reduce must be a torch.dtype or None, got 'fp32'"),
     "stage": (lambda: fs.ZeroPlugin(stage=3), "stage must be 1 or 2, got 3: stage 0 is DDPPlugin, stage 3 FSDPPlugin"),
-    "unit": (lambda: fs.FSDPPlugin(unit=0), "unit=.* is no path pattern"),
+    "unit": (lambda: fs.FSDPPlugin(unit=0), "unit must be a path pattern"),
     "shard axis": (lambda: fs.FSDPPlugin(mesh=MESH, shard_axis="rows"), 'shard_axis=: .* has no axis "rows"'),
     "zero stage": (lambda: staged(zero_stage=4), "zero_stage must be 0, 1, 2 or 3, got 4"),
     "pipeline": (lambda: staged(pipeline=0), "pipeline must be an integer >= 1, got 0"),
@@ -61,13 +61,13 @@ CONFLICTING = {
     ),
     "reproducible and batchnorm": (
         lambda: fs.DDPPlugin(reproducible=True, sync_batchnorm=True),
-        "sync_batchnorm=True needs all devices at once, reproducible=True computes slices one by one",
+        "sync_batchnorm=True needs all devices together, reproducible=True computes slices one by one",
     ),
     "slices": (lambda: fs.DDPPlugin(slices=4), "slices= needs reproducible=True"),
     "slices of stages": (lambda: staged(reproducible=True, slices=4), "slices= needs .* not cut into stages"),
     "reduction in 16 bits": (
         lambda: fs.DDPPlugin(reproducible=True, options={"reduce": torch.bfloat16}),
-        "sums in 16 bits are rounded at other places on other meshes",
+        "sums in 16 bits are rounded differently on other meshes",
     ),
     "nothing is sharded": (
         lambda: fs.DDPPlugin(options={"prefetch": 2, "live_units": 1}),
@@ -141,7 +141,7 @@ ADVICE = {
     "precision": ({"precision": "fp8"}, "precision must be .* got 'fp8'"),
     "slices": ({"slices": 4}, "slices= needs reproducible=True"),
     "options": ({"options": {"buckt": 1}}, "options has no 'buckt'"),
-    "unit": ({"unit": 0}, "unit=0 is no path pattern"),
+    "unit": ({"unit": 0}, "unit must be a path pattern, several, or a positive number of bytes; got 0"),
     "stage": ({"stage": 3}, "stage must be 1 or 2, got 3"),
     "schedule": ({"schedule": "1b1f"}, 'There is no schedule "1b1f"'),
     "zero stage": ({"zero_stage": 4}, "zero_stage must be 0, 1, 2 or 3, got 4"),

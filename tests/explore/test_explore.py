@@ -238,7 +238,7 @@ CASES = {
                 3:6 │  3  │  7  │
                     └─────┴─────┘
 
-        not drawn, for whole: dim 1 (3)
+        not drawn, unsharded: dim 1 (3)
         """,
     ),
 }

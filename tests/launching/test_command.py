@@ -59,7 +59,7 @@ def test_a_number_of_processes_that_is_none_is_said_before_any_starts(count, tmp
     (tmp_path / "file.py").touch()
     assert main(["run", f"--processes={count}", str(tmp_path / "file.py")]) == 2
     assert capsys.readouterr().err == (
-        f"fshard run cannot start: --processes {count} is neither a whole number from 1 on nor auto, cpu, gpu or xpu.\n"
+        f"fshard run cannot start: --processes {count} is neither an integer from 1 on nor auto, cpu, gpu or xpu.\n"
     )
 
 
@@ -119,7 +119,7 @@ def test_the_doctor_among_processes_that_were_started_together():
     for heading in ("Machine", "Processes", "Speed", "Collectives", "Verdict"):
         assert heading in lines
     assert "  All well: 2 processes over gloo, 12 collectives right." in lines
-    assert "  started by   torchrun" in lines and "FSHARD_DIRECT=0 asks for gloo" in " ".join(said.split())
+    assert "  started by   torchrun" in lines and "FSHARD_DIRECT=0 selects gloo" in " ".join(said.split())
     assert any(line.startswith("  psum          right   ") for line in lines)
     assert [line.split()[0] for line in lines if line.count("GiB/s") == 2] == [
         "psum",

@@ -157,7 +157,7 @@ def test_what_is_wrong_with_a_call_is_one_error():
     with pytest.raises(fs.errors.MeshError) as error:
         fs.launch(3, processes=0, device="tpu", timeout=-1)
     assert str(error.value) == (
-        "fs.launch cannot start: 3 is no function; processes=0 is no whole number from 1 on; "
+        "fs.launch cannot start: 3 is no function; processes must be an integer >= 1; got 0; "
         'device=\'tpu\' is neither "cpu" nor "cuda"; timeout=-1 is no number of seconds.'
     )
 

@@ -137,6 +137,6 @@ def test_what_is_partitioned_stands_outermost(name, stage):
     inner = fs.partition_optimizer(optim.sgd(0.1), mesh=fs.make_mesh({"data": 2}), axis="data", stage=stage)
     with pytest.raises(optim.OptimizerError) as error:
         INSIDE[name](inner)
-    assert str(error.value).startswith(f"{name}: an optimizer that is partitioned already cannot stand inside, since ")
+    assert str(error.value).startswith(f"{name}: a partitioned optimizer must not be nested, since ")
     with pytest.raises(optim.OptimizerError, match=f"{name}: SGD is no pair of init and update"):
         INSIDE[name](torch.optim.SGD)

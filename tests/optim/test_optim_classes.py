@@ -51,7 +51,7 @@ def test_every_class_of_torch_is_in_the_table_or_refused(cls):
         check_elementwise(optim.from_torch(cls))
     else:
         with pytest.raises(
-            (AssertionError, optim.OptimizerError, fs.errors.LayoutError), match="flat|whole matrices|2D"
+            (AssertionError, optim.OptimizerError, fs.errors.LayoutError), match="flat|full matrices|2D"
         ):
             check_elementwise(optim.from_torch(cls)._replace(elementwise=True), {"w": torch.ones(6, 5)})
 

@@ -20,18 +20,18 @@ WRONG = {
     "torch.optim.Adafactor refused what it was given: Clipping threshold d should be >= 1 but is: 0.0": lambda: (
         optim.adafactor(d=0.0)
     ),
-    "clip_by_value: limit=-1.0 has to lie between 0 and inf.": lambda: optim.clip_by_value(-1.0),
-    "clip_by_global_norm: max_norm=-1.0 has to lie between 0 and inf.": lambda: optim.clip_by_global_norm(-1.0),
-    "ema: decay=1.5 has to lie between 0 and 1.": lambda: optim.ema(optim.sgd(), 1.5),
-    "accumulate: every=2.5 has to be a whole number and at least 1.": lambda: optim.accumulate(optim.sgd(), 2.5),
-    "accumulate: every=0 has to be a whole number and at least 1.": lambda: optim.accumulate(optim.sgd(), 0),
+    "clip_by_value: limit=-1.0 has to be between 0 and inf.": lambda: optim.clip_by_value(-1.0),
+    "clip_by_global_norm: max_norm=-1.0 has to be between 0 and inf.": lambda: optim.clip_by_global_norm(-1.0),
+    "ema: decay=1.5 has to be between 0 and 1.": lambda: optim.ema(optim.sgd(), 1.5),
+    "accumulate: every=2.5 has to be an integer >= 1.": lambda: optim.accumulate(optim.sgd(), 2.5),
+    "accumulate: every=0 has to be an integer >= 1.": lambda: optim.accumulate(optim.sgd(), 0),
     "schedules.linear: steps=0 has to be at least 1.": lambda: schedules.linear(1.0, 0.0, 0),
     "schedules.polynomial: steps=-1 has to be at least 1; power=-1.0 has to be at least 0.": lambda: (
         schedules.polynomial(1.0, 0.0, -1, power=-1.0)
     ),
     "schedules.cosine: steps=0 has to be at least 1.": lambda: schedules.cosine(1.0, 0.0, 0),
     "schedules.step: every=0 has to be at least 1.": lambda: schedules.step(1.0, every=0),
-    "schedules.warmup_cosine: warmup=5 has to lie between 0 and 3.": lambda: schedules.warmup_cosine(
+    "schedules.warmup_cosine: warmup=5 has to be between 0 and 3.": lambda: schedules.warmup_cosine(
         1.0, warmup=5, steps=3
     ),
     "schedules.warmup_cosine: peak=nan has to be finite; warmup=-1 has to be at least 0; steps=0 has to be at least 1.": lambda: (
@@ -49,7 +49,7 @@ WRONG = {
     "add_decayed_weights: decay=inf has to be finite.": lambda: optim.add_decayed_weights(INF),
     "adam: betas=0.9 has to be two numbers; lr=inf has to be finite.": lambda: optim.adam(INF, betas=0.9),
     "lion: betas=(0.9,) has to be two numbers; lr='0.1' has to be at least 0.": lambda: optim.lion("0.1", betas=(0.9,)),
-    "schedules.one_cycle: rise=1.5 has to lie between 0 and 1; end_divisor=0 has to be above 0.": lambda: (
+    "schedules.one_cycle: rise=1.5 has to be between 0 and 1; end_divisor=0 has to be above 0.": lambda: (
         schedules.one_cycle(1.0, steps=3, rise=1.5, end_divisor=0)
     ),
 }

@@ -221,7 +221,7 @@ def test_certify_and_check_elementwise_take_pairs():
     wrong = optim.Optimizer(
         lambda p: (), lambda g, s, p: (tree_map(lambda g: g / (1 + g.norm()), g), s), elementwise=True
     )
-    with pytest.raises(AssertionError, match="says elementwise=True"):
+    with pytest.raises(AssertionError, match="has elementwise=True"):
         check_elementwise(wrong)
 
 
@@ -296,7 +296,7 @@ def test_mistake_in_a_pair_is_an_error(name):
 def test_cut_parameters_without_elementwise_and_state_that_is_not_cut_are_errors():
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"w": torch.ones(4, 2)}, P("data"), mesh=mesh)
-    with pytest.raises(fs.errors.LayoutError, match="without elementwise=True needs whole matrices"):
+    with pytest.raises(fs.errors.LayoutError, match="without elementwise=True needs full matrices"):
         optim.chain(ROWS).init(params)
     with pytest.raises(optim.OptimizerError, match="state of an elementwise optimizer must have the shape"):
         optim.chain(ROWS._replace(elementwise=True)).init(params)

@@ -86,7 +86,7 @@ def test_whole_optimizers_refuse_pieces(name):
     with pytest.raises(fs.errors.LayoutError) as error:
         opt.init(laid(flat_tree(), layout))
     assert str(error.value) == (
-        f"{name} needs whole matrices, but these parameters are in pieces:\n"
+        f"{name} needs full matrices, but these parameters are sharded:\n"
         '  params["a"] is Sharded f32[7, 5]{flat:data} on Mesh(data=2; virtual, cpu)\n'
         '  params["b"] is Sharded f32[]{flat:data} on Mesh(data=2; virtual, cpu)\n'
         '  params["c"] is Sharded f32[0, 3]{flat:data} on Mesh(data=2; virtual, cpu)\n'
@@ -98,7 +98,7 @@ def test_whole_optimizers_refuse_pieces(name):
 @pytest.mark.parametrize("name", ["adafactor", "shampoo", "muon"])
 def test_a_flat_matrix_is_no_matrix_on_one_device_too(name):
     layout = fs.Layout(fs.make_mesh({"data": 1}), P.flat("data"))
-    with pytest.raises(fs.errors.LayoutError, match=rf"{name} needs whole matrices(?s:.)*params\[\"a\"\] is Sharded"):
+    with pytest.raises(fs.errors.LayoutError, match=rf"{name} needs full matrices(?s:.)*params\[\"a\"\] is Sharded"):
         WHOLE[name].init(laid({"a": torch.ones(3, 2)}, layout))
 
 

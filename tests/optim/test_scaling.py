@@ -73,7 +73,11 @@ def test_a_scale_of_one_need_not_be_said():
 def test_who_keeps_others_from_true_gradients_or_from_bad_ones_may_not_have_a_scaled_loss_inside():
     scaled = optim.ema(optim.loss_scaled(optim.sgd(0.5)), 0.5)
     for name, wrap, why in [
-        ("chain", lambda: optim.chain(optim.clip_by_value(1.0), scaled), "what stands before it would get gradients"),
+        (
+            "chain",
+            lambda: optim.chain(optim.clip_by_value(1.0), scaled),
+            "the transformations before it would get gradients",
+        ),
         (
             "by_label",
             lambda: optim.by_label({"a": scaled, "b": optim.sgd(0.5)}, {}),
@@ -90,7 +94,7 @@ def test_who_keeps_others_from_true_gradients_or_from_bad_ones_may_not_have_a_sc
         with pytest.raises(optim.OptimizerError) as error:
             wrap()
         text = str(error.value)
-        assert text.startswith(f"{name}: loss_scaled cannot stand inside, since {why}")
+        assert text.startswith(f"{name}: loss_scaled must not be nested, since {why}")
         assert text.endswith("Put one loss_scaled around all of it.")
 
 

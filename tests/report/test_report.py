@@ -79,8 +79,8 @@ def test_samples_of_all_steps_count_for_the_rate_and_memory_is_known():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"every": 0}, "every= is a whole number from 1 on, not 0"),
-        ({"every": 2.5, "step": "3"}, "every= .* not 2.5; step= is a whole number from 0 on, not '3'"),
+        ({"every": 0}, "every= must be an integer >= 1; got 0"),
+        ({"every": 2.5, "step": "3"}, "every= .* got 2.5; step= must be an integer >= 0; got '3'"),
         ({"mesh": "data"}, "mesh= takes a mesh, not 'data'"),
         ({"writers": [print]}, "cannot write: a writer has write"),
     ],
@@ -252,7 +252,7 @@ def test_virtual_devices_have_a_trace_each_and_what_is_done_outside_another(tmp_
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"wait": -1, "active": 0}, "wait= is a whole number from 0 on, not -1; active= .* from 1 on, not 0"),
+        ({"wait": -1, "active": 0}, "wait= must be an integer >= 0; got -1; active= .* >= 1; got 0"),
         ({"stack": True, "schedule": None}, "has no option stack; torch's profiler has no option schedule"),
     ],
 )

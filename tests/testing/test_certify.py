@@ -589,7 +589,7 @@ def test_whoever_says_that_it_is_elementwise_and_is_not_is_found(name):
         return unflatten(structure, [-0.1 * NOT_ELEMENTWISE[name](g) for g in leaves]), state
 
     opt = fs.Optimizer(lambda params: (), update, elementwise=True)
-    with pytest.raises(AssertionError, match=r"says elementwise=True, but on \d flat shards \w+ first differs at"):
+    with pytest.raises(AssertionError, match=r"has elementwise=True, but on \d flat shards \w+ first differs at"):
         check_elementwise(opt)
     for row in (certified(opt=opt, stages=[stage], steps=1).first for stage in (1, 3)):
         assert "the gradient is right, the update is not: " in row.reason
@@ -658,10 +658,10 @@ def test_elementwise_optimizers_are(opt):
 def test_check_elementwise_names_the_first_element_that_differs():
     params = {"a": torch.zeros(1), "w": torch.zeros(2, 3)}
     with pytest.raises(
-        AssertionError, match=r"on 2 flat shards w first differs at \[0, 0\]: .* step 0\. Say elementwise=False"
+        AssertionError, match=r"on 2 flat shards w first differs at \[0, 0\]: .* step 0\. Use elementwise=False"
     ):
         check_elementwise(BY_NORM, params)
-    with pytest.raises(fs.errors.OptimizerError, match="says that it is not elementwise, so there is nothing"):
+    with pytest.raises(fs.errors.OptimizerError, match="is not elementwise, so there is nothing"):
         check_elementwise(fs.optim.muon(0.1))
 
 
@@ -806,4 +806,4 @@ def test_a_bound_that_says_nothing_is_inconclusive():
         return torch.sin(1e6 * (p["w"] * x[:, :3]).sum(1)).mean()
 
     first = certify(loss_fn, params, X, fs.optim.sgd(1.0), mesh=fs.make_mesh({"data": 2})).first
-    assert first is not None and first.verdict == "INCONCLUSIVE" and "says nothing" in first.reason
+    assert first is not None and first.verdict == "INCONCLUSIVE" and "is too large" in first.reason

@@ -213,7 +213,7 @@ def test_a_result_that_cannot_travel_is_an_error(two):
 def test_a_function_that_cannot_travel_is_an_error_before_anything_runs(two):
     with pytest.raises(AttributeError, match="pickle") as error:
         two.run(lambda: None)
-    assert "has to stand at the top of a module" in notes(error)
+    assert "must be at the top level of a module" in notes(error)
 
 
 def test_a_hang_ends_with_the_stack_of_those_that_hang():
@@ -520,7 +520,7 @@ def test_a_function_that_stands_in_no_file_cannot_go_to_processes(file, monkeypa
     monkeypatch.setitem(sys.modules, "__main__", main)
     if file is not None:
         main.__file__ = file
-    with pytest.raises(PicklingError, match=rf"f stands in {file or 'what was typed in'}, .*Write it into a file\."):
+    with pytest.raises(PicklingError, match=rf"f is defined in {file or 'what was typed in'}, .*Move it to a file\."):
         run_processes(main.f, 2)
 
 

@@ -386,7 +386,7 @@ def test_tensors_that_hold_different_numbers_of_samples_are_cut_evenly_or_not_at
 
     metrics = metrics_of(loss_fn, {"x": torch.ones(4), "y": torch.arange(8.0)})
     assert metrics.keys() == {"loss", "grad_norm", "finite"} and metrics["loss"] == 4.5
-    message = r"cut differently \(3 over data, 8 over data\), and not evenly into 1 slices for each device"
+    message = r"sharded differently \(3 over data, 8 over data\), and not evenly into 1 slices per device"
     with pytest.raises(fs.errors.LayoutError, match=message):
         metrics_of(loss_fn, {"x": torch.ones(3), "y": torch.ones(8)})
 
@@ -398,7 +398,7 @@ def test_batches_that_cannot_be_cut_are_refused():
     with pytest.raises(fs.errors.LayoutError, match="the batch has no samples"):
         metrics_of(loss_fn, torch.ones(0))
     with pytest.raises(
-        fs.errors.LayoutError, match="is to be cut into 2 slices, but has no tensor whose first dim is cut"
+        fs.errors.LayoutError, match="must be split into 2 slices, but has no tensor whose first dim is sharded"
     ):
         metrics_of(
             lambda p, x: p["w"] * x["a"].mean(), {"a": torch.ones(4), "b": torch.ones(2)}, spec=P(), accumulate=2

@@ -435,7 +435,7 @@ def started_from(what, n):
 def test_processes_that_start_from_different_things_are_told(two, four):
     expected = {
         "nothing": None,
-        "batch": "(data=0) has [8, 4, 8, 4]; (data=1) has [9, 4, 9, 4]. Every process is given the whole batch and",
+        "batch": "(data=0) has [8, 4, 8, 4]; (data=1) has [9, 4, 9, 4]. Every process gets the global batch and",
         "seed": "the random state of (data=1) is not that of (data=0), from which reproducible=True draws",
         "parameters": "replicated parameters must be the same on all devices: (data=1) in w differs from (data=0).",
         "values": "devices were given different batches, of the same shapes: (data=1) in 1 differs from (data=0). A plain",

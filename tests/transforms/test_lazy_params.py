@@ -212,7 +212,7 @@ def test_what_is_compiled_takes_gathered_parameters():
         assert_all_close(sharded(lambda p, x: ((marked(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage), expected)
         with pytest.raises(
             fs.errors.LayoutError,
-            match=r"torch.compile cannot follow .* fs.with_unsharded_params\(torch.compile\(fn\)\)",
+            match=r"torch.compile cannot trace .* fs.with_unsharded_params\(torch.compile\(fn\)\)",
         ):
             sharded(lambda p, x: ((part(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage)
 

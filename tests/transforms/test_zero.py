@@ -311,7 +311,7 @@ def test_sums_over_a_batch_do_not_overflow_in_reproducible_mode(stage, dtype, co
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_reproducible_mode_refuses_sums_in_16_bits(dtype):
-    with pytest.raises(fs.errors.LayoutError, match=f"reduce={dtype}: sums in 16 bits are rounded at other places"):
+    with pytest.raises(fs.errors.LayoutError, match=f"reduce={dtype}: sums in 16 bits are rounded differently"):
         fs.grad(lambda p, x: x.mean(), mesh=fs.make_mesh({"data": 2}), batch=P("data"), reproducible=True, reduce=dtype)
 
 
@@ -829,7 +829,7 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
             r"weight= has to return one number .*found a tensor of shape \(3,\)",
         ),
         (lambda: called(has_aux=True), r"has to return \(loss, aux\); found a Tensor"),
-        (lambda: called(returned(torch.ones(()), {})), "one number, .*found tuple. Say has_aux=True"),
+        (lambda: called(returned(torch.ones(()), {})), "one number, .*found tuple. Give has_aux=True"),
         (lambda: called(lambda p, x: p["w"].sum() * 1j), "a number of torch.complex64, which has no gradient"),
         (
             lambda: called(batch={"x": torch.ones(4, 2).numpy()}),

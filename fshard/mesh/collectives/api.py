@@ -28,7 +28,7 @@ _PSUM, _PVARY = Psum(), Pvary()
 
 def _dim(what: str, leaf: Tensor, dim: int) -> int:
     if not _is_integer(dim):
-        raise LayoutError(f"{what}: a dim is a whole number, not {dim!r}.")
+        raise LayoutError(f"{what}: a dim must be an integer; got {dim!r}.")
     if not -leaf.ndim <= dim < leaf.ndim:
         raise LayoutError(f"{what}: dim {dim} does not exist in a tensor of shape {tuple(leaf.shape)}.")
     return dim % leaf.ndim
@@ -283,7 +283,7 @@ def check_index(what: str, role: str, index: int, group: Group) -> None:
     """Raise unless `index` is an index along the group's axes."""
     if not _is_integer(index) or not 0 <= index < group.size:
         raise LayoutError(
-            f"{what}: {role} {index!r} is not in 0..{group.size - 1}, the places along {'+'.join(group.axes)}."
+            f"{what}: {role} {index!r} is not in 0..{group.size - 1}, the indices along {'+'.join(group.axes)}."
         )
 
 

@@ -71,7 +71,7 @@ def from_dtensor(x: DTensor) -> Sharded:
         elif isinstance(placement, Partial) and placement.reduce_op == "sum":
             unreduced.append(axis)
         elif not isinstance(placement, Replicate):
-            raise LayoutError(f'The DTensor is {placement} along "{axis}", which no layout says. Redistribute it.')
+            raise LayoutError(f'The DTensor is {placement} along "{axis}", which no layout expresses. Redistribute it.')
     layout = Layout(mesh, P(*dims, unreduced=tuple(unreduced)))
     layout.check(x.shape, "the DTensor")
     return Sharded(tuple(x.shape), layout, (x.to_local(),))

@@ -112,7 +112,7 @@ class Layout:
                 f"dim {dim} has {length} elements, which {parts} devices ({' x '.join(axes)}) do not divide"
                 for dim, length, axes, parts in bad
             )
-            raise LayoutError(f"{what} of shape {shape} cannot lie as {spec}: {clashes}. Pad, or use P.flat.")
+            raise LayoutError(f"{what} of shape {shape} cannot have the layout {spec}: {clashes}. Pad, or use P.flat.")
 
     def ranges(self, shape: Sequence[int], device: int) -> tuple[arithmetic.Range, ...]:
         """Return the range of each dim (or the one flat range) that `device` holds of a tensor of `shape`."""
@@ -146,14 +146,14 @@ class Layout:
         if spec.is_flat or spec.at:
             if spec.shape is None:
                 raise LayoutError(
-                    f"The shape of the whole tensor cannot be read off a piece of shape {tuple(local)} that lies as {spec}. "
+                    f"The global shape cannot be derived from a shard of shape {tuple(local)} with {spec}. "
                     "Write it into the spec: shape=(...)."
                 )
             full_shape = spec.shape
         else:
             if len(spec.entries) > len(local):
                 raise LayoutError(
-                    f"A piece of shape {tuple(local)} has {len(local)} dims, but {spec} has {len(spec.entries)} entries."
+                    f"A shard of shape {tuple(local)} has {len(local)} dims, but {spec} has {len(spec.entries)} entries."
                 )
             cuts = [prod(self.mesh.shape[axis] for axis in axes) for axes in spec.dims(len(local))]
             full_shape = tuple(length * cut for length, cut in zip(local, cuts, strict=True))

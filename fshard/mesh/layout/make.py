@@ -72,7 +72,7 @@ def _pairs(axes: Any) -> tuple[tuple[str, int], ...]:
                 (name, int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size)
                 for name, size in pairs
             )
-    raise MeshError(f'make_mesh takes names with sizes, {{"data": 4, "model": 2}} say, not {axes!r}.')
+    raise MeshError(f'make_mesh: axes must be names with sizes, {{"data": 4, "model": 2}}; got {axes!r}.')
 
 
 def _device_type(runtime: Runtime, device: str | None) -> str:
@@ -84,7 +84,7 @@ def _device_type(runtime: Runtime, device: str | None) -> str:
     if kind not in ("cpu", "cuda"):
         raise MeshError(f'device={kind!r} is neither "cpu" nor "cuda".')
     if kind == "cuda" and not torch.cuda.is_available():
-        raise MeshError('device="cuda" was asked for, but torch sees no GPU. Leave it out, or take device="cpu".')
+        raise MeshError('device="cuda" needs a GPU, but torch sees none. Leave it out, or write device="cpu".')
     return kind
 
 

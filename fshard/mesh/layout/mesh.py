@@ -93,7 +93,7 @@ class Mesh:
         self.check_axes((*coordinates,), f"mesh.index({dict(coordinates)})")
         for name, at in coordinates.items():
             if not 0 <= at < self.shape[name]:
-                raise MeshError(f'mesh.index: "{name}" has {self.shape[name]} places, counted from 0; got {at}.')
+                raise MeshError(f'mesh.index: "{name}" has coordinates 0 to {self.shape[name] - 1}; got {at}.')
         return self._number(coordinates)
 
     def _number(self, coordinates: Mapping[str, int]) -> int:
@@ -161,7 +161,7 @@ def _validate(axes: tuple[tuple[str, int], ...], runtime: str) -> None:
         if not isinstance(name, str) or not name.isidentifier():
             complaints.append(f'axis name {name!r} is not a name like "data"')
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            complaints.append(f"axis {name!r} has size {size!r}: a size is a whole number of at least 1")
+            complaints.append(f"axis {name!r} has size {size!r}: a size must be an integer >= 1")
     repeated = sorted({name for name in names if names.count(name) > 1}, key=str)
     if repeated:
         complaints.append(f"axis {_quote(repeated)} is named more than once")

@@ -94,7 +94,7 @@ class Sharded:
         given = tuple(tuple(shard.shape) for shard in self.shards)
         if given != _local_shapes(self.layout, self.shape, devices):
             raise LayoutError(
-                f"The shards of this Sharded have shapes {', '.join(map(str, sorted(set(given))))}, which are not the pieces "
+                f"The shards of this Sharded have shapes {', '.join(map(str, sorted(set(given))))}, which are not those "
                 f"of a tensor of shape {self.shape} as {self.spec}. Trees of shards are for elementwise functions."
             )
 
@@ -103,13 +103,13 @@ class Sharded:
         """Raise: torch's functions take tensors."""
         found = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Sharded)), None)
         raise LayoutError(
-            f"torch's {getattr(func, '__name__', func)} was given {found or 'a Sharded'!r}: the global array, where a tensor "
-            "is needed. Use fs.shard_map on it, or the whole: fs.unshard(x); a loss function is given it in the batch, as P()."
+            f"torch's {getattr(func, '__name__', func)} got {found or 'a Sharded'!r}, a global array, where a tensor "
+            "is needed. Use fs.shard_map, or the full tensor: fs.unshard(x); a loss function gets it in the batch, as P()."
         )
 
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise: numpy takes arrays, and would make an array of objects."""
-        raise LayoutError(f"numpy was given {self!r}: the global array. Give it the whole: fs.unshard(x).numpy().")
+        raise LayoutError(f"numpy got {self!r}, a global array. Give it the full tensor: fs.unshard(x).numpy().")
 
     def __repr__(self) -> str:
         kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
@@ -179,17 +179,15 @@ def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
     devices = local_devices(layout.mesh)
     if isinstance(shard, Tensor) and len(devices) > 1:
         raise LayoutError(
-            f"from_local was given one piece for the {len(devices)} devices of {layout.mesh}. Give a function of the "
+            f"from_local got one shard for the {len(devices)} devices of {layout.mesh}. Give a function of the "
             f"coordinates, from_local(lambda {', '.join(layout.mesh.axis_names)}: ..., layout), or call it inside fs.run."
         )
     shards_ = [shard(**layout.mesh.coordinates(device)) if callable(shard) else shard for device in devices]
     kinds = {dtype_name(x.dtype) if isinstance(x, Tensor) and is_dense(x) else type(x).__name__ for x in shards_}
     if len(kinds) > 1 or not all(isinstance(x, Tensor) and is_dense(x) for x in shards_):
-        raise LayoutError(
-            f"from_local: the pieces have to be dense tensors of one dtype; found {', '.join(sorted(kinds))}."
-        )
+        raise LayoutError(f"from_local: the shards must be dense tensors of one dtype; got {', '.join(sorted(kinds))}.")
     full_shape = tuple(shape) if shape is not None else layout.global_shape(shards_[0].shape)
-    layout.check(full_shape, "the whole tensor")
+    layout.check(full_shape, "the tensor")
     wrong = [
         f"device {layout.mesh.coordinates(device)} has {tuple(own.shape)} instead of {layout.local_shape(full_shape, device)}"
         for device, own in zip(devices, shards_, strict=True)
@@ -197,7 +195,7 @@ def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
     ]
     if wrong:
         raise LayoutError(
-            f"from_local: the pieces do not make up a tensor of shape {full_shape} as {layout.spec}: {'; '.join(wrong)}."
+            f"from_local: the shards do not form a tensor of shape {full_shape} as {layout.spec}: {'; '.join(wrong)}."
         )
     made = Sharded(full_shape, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in shards_))
     agree(layout.mesh, f"from_local of {typeof(made)}")

@@ -220,7 +220,7 @@ def _movable(x: Any, layout: Layout) -> Sharded:
     if not isinstance(x, Sharded):
         raise LayoutError(f"a Sharded is needed, found {type(x).__name__}. Lay tensors on a mesh with fs.device_put.")
     if x.mesh != layout.mesh:
-        raise LayoutError(f"the tensor lies on {x.mesh} and cannot be moved to {layout.mesh}. Use fs.device_put.")
+        raise LayoutError(f"the tensor is on {x.mesh} and cannot be resharded to {layout.mesh}. Use fs.device_put.")
     x.check()
     return x
 
@@ -292,8 +292,8 @@ def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:
     scope = inside(mesh)
     if scope is not None and not scope.own.isdisjoint(mesh.axis_names) and any(recorded(x.shards) for x in xs):
         raise LayoutError(
-            "a tensor that depends on parameters is laid out differently in a loss function of value_and_grad, where every "
-            "value is the device's own. Use collectives: fs.all_gather(x, axis) for the whole."
+            "a tensor that depends on parameters cannot be resharded in a loss function of value_and_grad, where every "
+            "value is varying. Use collectives: fs.all_gather(x, axis) for the full tensor."
         )
 
 

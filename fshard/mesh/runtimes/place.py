@@ -148,7 +148,7 @@ def _half(names: Names, variables: Variables) -> str:
 
 def _refused(wrong: list[str]) -> MeshError:
     return MeshError(
-        f"The environment does not say which of several processes this is: {'; '.join(wrong)}. Start all of them with "
+        f"The environment does not give the rank of this process: {'; '.join(wrong)}. Start all of them with "
         "torchrun, srun or mpirun, or unset these variables; devices in this process: "
         'make_mesh(..., runtime="virtual").'
     )
@@ -169,7 +169,7 @@ class _Reading:
         for name, known in (("RANK", rank), ("WORLD_SIZE", world)) if self.by != "torchrun" else ():
             given = self._number((name,), 0)
             if None not in (given, known) and given != known:
-                self.wrong.append(f"{name}={given}, but {self.by} says {known}")
+                self.wrong.append(f"{name}={given}, but {self.by} has {known}")
         rank, world = rank or 0, world or 1
         address = self.variables.get("MASTER_ADDR", "")
         local_rank, local_world = self._here(rank, world, address)
@@ -189,7 +189,7 @@ class _Reading:
         text = self.variables[name].strip()
         if text.isascii() and text.isdecimal() and least <= int(text) and (end is None or int(text) < end):
             return int(text)
-        wanted = f"no whole number from {least} on" if end is None else f"none of {least} to {end - 1}"
+        wanted = f"no integer from {least} on" if end is None else f"none of {least} to {end - 1}"
         self.wrong.append(f"{name}={text} is {wanted}")
         return None
 
@@ -227,9 +227,7 @@ class _Reading:
     def _why(self) -> str:
         if self.by == "torchrun":
             return ""
-        return (
-            f" ({self.by} does not say where processes of several machines meet: MASTER_ADDR is the host of process 0)"
-        )
+        return f" ({self.by} gives no meeting point for processes of several machines: MASTER_ADDR is the host of process 0)"
 
 
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID")

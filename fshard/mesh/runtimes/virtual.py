@@ -112,7 +112,7 @@ class Parcel:
         expected = _signature(self.likes), self.purpose, self.site.leaves
         if (_signature(message.tensors), message.purpose, message.site.leaves) != expected:
             raise MismatchError(
-                f"{world.name(self.device)} expects {self}, but what came is {message}."
+                f"{world.name(self.device)} expects {self}, but received {message}."
                 + uneven(self.purpose, message.purpose)
             )
         return message.tensors

@@ -124,7 +124,7 @@ class Watch:
         self.store.delete_key(key)
         if message["what"] != what:
             raise MismatchError(
-                f"process {self.rank} expects recv of {what} at {site}, but what comes is {message['what']}, sent by "
+                f"process {self.rank} expects recv of {what} at {site}, but received {message['what']}, sent by "
                 f"process {group.members[source]} at {message['site']}.{uneven(purpose(), message['for'])}"
             )
 

@@ -193,13 +193,13 @@ class Recipes:
             before = value.layout
             if before.mesh != mesh:
                 raise LayoutError(
-                    f"it lies on {before.mesh}, but shard_map runs on {mesh}. Take it off with fs.unshard."
+                    f"it is on {before.mesh}, but shard_map runs on {mesh}. Unshard it first: fs.unshard(x)."
                 )
         layout.check(shape)
         promise = self._promise(
             spec,
             f"argument {path} of {self.name}, with spec {spec}, has to be equal along {{axes}}, but its values differ. "
-            "Say in its spec how it is cut, or make it equal",
+            "Shard it in its spec, or make it equal",
             f"argument {path} of {self.name}, with spec {spec}, is equal along {{axes}}, so its gradient has to be; but it "
             f"was used with each device's own data. Write {path} = fs.pvary({path}, {{axes}}) before that use",
         )
@@ -269,7 +269,7 @@ class Recipes:
             spec,
             f"result{path} of {self.name}, with out_spec {spec}, has to be equal along {{axes}}, but its values differ. "
             "Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with fs.pvary where its use begins), "
-            "or say in its out_spec how it is cut",
+            "or shard it in its out_spec",
             f"the gradient of result{path} of {self.name}, with out_spec {spec}, has to be equal along {{axes}}, but differs",
         )
         return Transfer(place, path, layout.global_shape(leaf.shape), layout, promise=promise)

@@ -91,7 +91,7 @@ def _complaint(guard: Guard, place: int, xs: Sequence[Tensor], verdict: Tensor) 
 
 def _places(places: list[int]) -> str:
     shown = ", ".join(map(str, places[:8])) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
-    return f"place {shown}" if len(places) == 1 else f"places {shown}"
+    return f"index {shown}" if len(places) == 1 else f"indices {shown}"
 
 
 def refuse_captured(mesh: Mesh, inputs: list[Tensors], outputs: list[Tensors]) -> None:

@@ -199,7 +199,7 @@ class Valueless(TorchFunctionMode):
             if "meta" not in str(error):
                 raise
             raise LayoutError(
-                f"{getattr(func, '__name__', func)} at {call_site()} asks for the value of a tensor of shape "
+                f"{getattr(func, '__name__', func)} at {call_site()} needs the value of a tensor of shape "
                 f"{tuple(tensors[0].shape)}, but on an abstract mesh tensors have none. Run this on a virtual mesh."
             ) from error
 
@@ -223,6 +223,6 @@ class Forget(LinearMap):
 class _Forgotten(Forget):
     def run(self, xs: Tensors) -> Tensors:
         raise LayoutError(
-            f"A gradient of shape {tuple(xs[0].shape)} was asked for at a tensor with values, but on an abstract mesh it has "
+            f"A gradient of shape {tuple(xs[0].shape)} is needed for a tensor with values, but on an abstract mesh it has "
             'none. Give the mesh meta tensors: x.detach().to("meta").requires_grad_().'
         )

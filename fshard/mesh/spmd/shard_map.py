@@ -90,7 +90,7 @@ def _refuse_mapped_again(name: str, mesh: Mesh, mapped: tuple[str, ...]) -> None
     if outer is not None and outer.own and outer.notice is not None:
         raise MeshError(
             f"shard_map of {name} in a loss function of value_and_grad, which runs once per device of {outer.mesh} already. "
-            f"Call {name} itself there, on the device's own piece."
+            f"Call {name} itself there, on the device's own shard."
         )
     if outer is not None and not outer.mapped_axes.isdisjoint(mapped):
         again = ", ".join(axis for axis in mapped if axis in outer.mapped_axes)
@@ -100,7 +100,7 @@ def _refuse_mapped_again(name: str, mesh: Mesh, mapped: tuple[str, ...]) -> None
         )
     if outer is not None and outer.mapped_axes and (mesh.parent or mesh.axes) != (outer.mesh.parent or outer.mesh.axes):
         raise MeshError(
-            f"shard_map of {name} runs on {mesh} inside one on {outer.mesh}: its devices lie across axes that are mapped "
+            f"shard_map of {name} runs on {mesh} inside one on {outer.mesh}: its devices differ along axes that are mapped "
             f"there. Give it some of the other axes, mesh[...] of the same mesh."
         )
 
@@ -210,8 +210,8 @@ def _refuse_changed(name: str, recipe: ArgumentRecipe, given: list[list[Tensor]]
         if [x._version for x in xs] != before
     ]
     raise LayoutError(
-        f"{name} changed its argument {', '.join(changed)} in place. Arguments belong to the caller, and all devices are "
-        "given the same plain tensor. Work on a copy: x = x.clone()."
+        f"{name} changed its argument {', '.join(changed)} in place. Arguments belong to the caller, and all devices get "
+        "the same plain tensor. Work on a copy: x = x.clone()."
     )
 
 

@@ -134,7 +134,7 @@ def _refuse_strange_state(state: PyTree, names: set[str]) -> None:
             "Write state = opt.init(params)."
         )
     raise OptimizerError(
-        'state["count"] lies on a mesh; it is a number of the host. Lay a state as it would be made: '
+        'state["count"] is on a mesh; it must be a number of the host. Shard a state as its optimizer makes it: '
         "fs.device_put(state, fs.mesh.layouts(opt.init(params)))."
     )
 
@@ -171,5 +171,5 @@ def _one_gradient_each(at: Leaves, grads: list[Leaf], firsts: list[int]) -> None
         found = "; ".join(f"params{at.paths[first]} and params{at.paths[i]}" for first, i in wrong)
         raise OptimizerError(
             f"These parameters are one and the same tensor, but have two gradients: {found}. "
-            "Give both places the sum as one tensor, or clone one parameter to untie them."
+            "Give both the sum as one tensor, or clone one parameter to untie them."
         )

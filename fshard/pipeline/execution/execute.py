@@ -88,9 +88,12 @@ def pipelined(
             mesh.shape[axis] != schedule.devices,
             f"it is for {schedule.devices} devices, axis {axis} has {mesh.shape[axis]}",
         ),
-        (backward and loss_fn is None, "a backward begins with a loss: give loss_fn=, or say backward=False"),
-        (backward and not any(map(_has_backward, schedule.rows)), "it has no backward: say backward=False"),
-        (mesh.runtime == "abstract", "on an abstract mesh nobody says what a stage makes: `simulate` needs no stages"),
+        (backward and loss_fn is None, "a backward begins with a loss: give loss_fn=, or backward=False"),
+        (backward and not any(map(_has_backward, schedule.rows)), "it has no backward: give backward=False"),
+        (
+            mesh.runtime == "abstract",
+            "on an abstract mesh the results of stages are unknown: `simulate` needs no stages",
+        ),
     ]
     if any(is_wrong for is_wrong, _ in wrong):
         raise LayoutError(f"pipelined as {schedule.name}: {'; '.join(text for is_wrong, text in wrong if is_wrong)}.")

@@ -30,8 +30,8 @@ class Microbatches(NamedTuple):
         if weights is None and any(len(one) > 1 for one in rows):
             several = next(one for one in rows if len(one) > 1)
             raise LayoutError(
-                f"pipelined: tensors of one microbatch have {' and '.join(map(str, sorted(several)))} rows, so it is not known "
-                "what it counts for. Say it: weights=[...], a number for each microbatch."
+                f"pipelined: tensors of one microbatch have {' and '.join(map(str, sorted(several)))} rows, so its weight is "
+                "unknown. Give weights=[...], a number for each microbatch."
             )
         given = [float(max(one, default=1)) for one in rows] if weights is None else [*map(float, weights)]
         if len(given) != count or min(given) < 0 or not sum(given) > 0:

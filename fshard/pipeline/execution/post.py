@@ -154,8 +154,8 @@ class Post(Generic[Key]):
             self._send((described,), to)
         elif not known.form.fits(leaves, structure):
             raise LayoutError(
-                f"{mail} is {Form.of(leaves, structure)}; for a microbatch of the same shapes it was {known.form}, and whoever "
-                "receives it counts on that. If shapes depend on values, say dynamic=True: then each message is told."
+                f"{mail} is {Form.of(leaves, structure)}; for a microbatch of the same shapes it was {known.form}, which its "
+                "receiver expects. If shapes depend on values, give dynamic=True: then each message is described."
             )
         for places, _ in known.batches:
             self._send(tuple([leaves[place] for place in places]), to)

@@ -55,8 +55,8 @@ class Saved:
         except RuntimeError as error:
             if "support saved tensor hooks" in str(error):
                 error.add_note(
-                    "A stage whose backward comes in two halves, I and W, is watched for what it saves, and torch.func's grad, "
-                    "vjp and jacrev refuse to be. Run it by a schedule with whole backwards, such as 1f1b."
+                    "The saved tensors of a stage whose backward has two halves, I and W, are recorded, which torch.func's "
+                    "grad, vjp and jacrev do not support. Run it by a schedule with full backwards, such as 1f1b."
                 )
             raise
         finally:
@@ -67,7 +67,7 @@ class Saved:
         if holder.again is not None:
             holder.again()
         x = holder.tensor
-        assert x is not None, "what a stage's backward needed once was let go, and is asked for again"
+        assert x is not None, "a saved tensor of a stage was read after it was freed"
         if holder.version is not None and x._version != holder.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "

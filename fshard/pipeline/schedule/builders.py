@@ -60,7 +60,7 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
     numbers = {"stages": stages, "microbatches": microbatches} | ({} if devices is None else {"devices": devices})
     bad = [f"{what}={n!r}" for what, n in numbers.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1]
     if bad:
-        raise ScheduleError(f"{name}: {' and '.join(bad)} should be a whole number, at least 1.")
+        raise ScheduleError(f"{name}: {' and '.join(bad)} should be an integer >= 1.")
     place, build = BUILDERS[name]
     return build(name, place(name, stages, devices), microbatches)
 

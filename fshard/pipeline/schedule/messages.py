@@ -39,7 +39,7 @@ def with_messages(schedule: Schedule) -> Schedule:
     order, stuck = program.walk()
     if stuck:
         places = ", ".join(f"device {at} at {program.actions[each.action]}" for at, each in sorted(stuck.items()))
-        raise ScheduleError(f"{schedule.name}: these wait for what never comes: {places}.")
+        raise ScheduleError(f"{schedule.name}: these wait for actions that never run: {places}.")
     free, end = [0] * schedule.devices, [0] * len(order)
     events: list[tuple[int, int, int, int, Action]] = []  # when, messages first, in the order of the rows
     for number in order:

@@ -163,7 +163,7 @@ def crosses(schedule: Schedule, stage: int, step: int) -> bool:
 
 def _complaint(schedule: Schedule, device: int, action: Action) -> str:
     if (home := schedule.placement[action.stage]) != device:
-        return f"stage {action.stage} lies on device {home}"
+        return f"stage {action.stage} is on device {home}"
     if action.microbatch is not None and not 0 <= action.microbatch < schedule.microbatches:
         return f"there is no microbatch {action.microbatch}, but {schedule.microbatches} from 0 on"
     return ""

@@ -269,9 +269,7 @@ def _places(name: str, rows: Sequence[Sequence[Action]]) -> list[int]:
             found[action.stage].add(device)
     wrong = [f"stage {stage} on {sorted(at) or 'none'}" for stage, at in enumerate(found) if len(at) != 1]
     if wrong:
-        raise ScheduleError(
-            f"{name}: each stage lies on one device; found {', '.join(wrong)}. Say which with placement=."
-        )
+        raise ScheduleError(f"{name}: each stage must be on one device; got {', '.join(wrong)}. Give placement=.")
     return [device for (device,) in found]
 
 
@@ -291,7 +289,9 @@ def with_units(schedule: Schedule, live: int = 2) -> Schedule:
     <BLANKLINE>
     """
     if live < 1:
-        raise ScheduleError(f"{schedule.name}: live={live} should be at least 1: a stage that is computed is whole.")
+        raise ScheduleError(
+            f"{schedule.name}: live={live} should be at least 1: a stage is unsharded while it is computed."
+        )
     return schedule.with_rows(_with_units(row, live) for row in without_units(schedule).rows)
 
 

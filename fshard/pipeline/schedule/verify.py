@@ -62,8 +62,8 @@ def verify(schedule: Schedule, *, memory: int | None = None) -> Proof:
     Traceback (most recent call last):
     fshard.errors.ScheduleError: "csv" cannot run:
     - devices 0 -> 1 -> 0 wait for each other:
-        device 0: 0F0 [0B0] [0F1] 0B1   0B0 (place 1) waits for 1B0 (device 1, place 2)
-        device 1: 1F0 [1F1] [1B0] 1B1   1F1 (place 1) waits for 0F1 (device 0, place 2)
+        device 0: 0F0 [0B0] [0F1] 0B1   0B0 (index 1) waits for 1B0 (device 1, index 2)
+        device 1: 1F0 [1F1] [1B0] 1B1   1F1 (index 1) waits for 0F1 (device 0, index 2)
     """
     program, _ = verified(schedule, memory=memory)
     kinds = [action.kind for action in program.actions]
@@ -150,7 +150,7 @@ def _late(program: Program) -> Iterator[str]:
         if late:
             names = _some(_where(program, need) for need in late)
             drawn = _row(program, program.device[number], number, *late)
-            yield f"{_where(program, number)} needs what comes later: {names}\n    {drawn}"
+            yield f"{_where(program, number)} needs later actions: {names}\n    {drawn}"
 
 
 def _crossed(program: Program) -> Iterator[str]:
@@ -196,7 +196,7 @@ def _ungathered(program: Program) -> Iterator[str]:
 def _above(program: Program, memory: int | None) -> Iterator[str]:
     for device, peak in enumerate(_held(program)):
         if memory is not None and peak > memory:
-            yield f"device {device} holds {peak} activations at once, {peak - memory} more than memory={memory}"
+            yield f"device {device} holds {peak} activations, {peak - memory} more than memory={memory}"
 
 
 def _held(program: Program) -> tuple[int, ...]:
@@ -232,7 +232,7 @@ def _circle(program: Program, waits: list[Stuck], buffers: str) -> str:
         for device, wait, before in zip(devices, waits, [waits[-1], *waits], strict=False)
     ]
     why = [
-        f"{program.actions[wait.action]} (place {wait.action - program.begin[device]}) waits for {_where(program, wait.on)}"
+        f"{program.actions[wait.action]} (index {wait.action - program.begin[device]}) waits for {_where(program, wait.on)}"
         for device, wait in zip(devices, waits, strict=True)
     ]
     width = max(map(len, rows))
@@ -253,7 +253,7 @@ def _row(program: Program, device: int, *marked: int) -> str:
 
 def _where(program: Program, number: int) -> str:
     device = program.device[number]
-    return f"{program.actions[number]} (device {device}, place {number - program.begin[device]})"
+    return f"{program.actions[number]} (device {device}, index {number - program.begin[device]})"
 
 
 def _some(names: Iterable[str]) -> str:

@@ -57,7 +57,7 @@ def with_weights(schedule: Schedule, room: int, early: tuple[Early, ...] = ()) -
         begun = {device: action for device in range(schedule.devices) if (action := turn(device))}
         if not begun:
             places = ", ".join(f"device {device} at {ahead[0]}" for device, ahead in enumerate(left) if ahead)
-            raise ScheduleError(f"{schedule.name}: these wait for what never comes: {places}.")
+            raise ScheduleError(f"{schedule.name}: these wait for actions that never run: {places}.")
         for device, action in begun.items():
             rows[device].append(action)
             there.add(_result(action))

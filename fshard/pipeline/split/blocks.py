@@ -95,8 +95,8 @@ class Blocks:
         if run.begun != [*range(len(self.names))]:
             calls = ", ".join(self.names[place] for place in run.begun)
             raise LayoutError(
-                f"split_stages: each block is called once, in order, but the forward of {type(copy).__name__} calls "
-                f"{calls or 'none'}. Say which are to be cut: blocks=."
+                f"split_stages: each block must be called once, in order, but the forward of {type(copy).__name__} calls "
+                f"{calls or 'none'}. Give the ones to split at: blocks=."
             )
         unseen = set[int]() if is_complete else {len(self.names) - 1}  # the end looks at values: it may use anything
         return {key: run.used.get(id(x), unseen) for key, x in self._nowhere.items()}

@@ -100,14 +100,14 @@ class BlockRun:
                 return self._ended(module(*inputs.args, **inputs.kwargs))
         except Lost as error:
             raise LayoutError(
-                f"{self._part} has no value for {lost_at(error.__traceback__)}: {error}, of which it knows the shape only. "
-                "What is used for real in a later stage is to be an argument of the blocks, or to come of whole numbers."
+                f"{self._part} has no value for {lost_at(error.__traceback__)}: {error}, which has a shape only. "
+                "A value that a later stage uses must be an argument of the blocks, or computed from integers."
             ) from None
         except (RuntimeError, NotImplementedError) as error:
             if self._mode is None or self._mode.arrived:
                 raise
             raise LayoutError(
-                f"{self._part} does what comes before it without values, but {lost_at(error.__traceback__)} cannot be done so: "
+                f"{self._part} runs the code before it without values, but {lost_at(error.__traceback__)} needs them: "
                 f"{next(iter(str(error).strip().splitlines()), type(error).__name__)}"
             ) from error
         finally:
@@ -144,7 +144,7 @@ class BlockRun:
             if strange := [f"{p}: {type(x).__name__}" for p, x in _by_path(given).items() if not isinstance(x, PLAIN)]:
                 raise LayoutError(
                     f"{self._part} ends where {self._part.names[place]} is called with {', '.join(strange)}: only tensors and "
-                    "plain values can be handed on. Let it be None there; of a cache, say use_cache=False."
+                    "plain values can be sent. Let it be None there; of a cache, give use_cache=False."
                 )
             raise Reached(without_values(self.real(given), is_valueless))
         return shapes.of(given, training)
@@ -153,7 +153,7 @@ class BlockRun:
         """Return the result of the module."""
         if self._part.end < len(self._part.names) or (self._mode is not None and not self._mode.arrived):
             raise LayoutError(
-                f"{self._part} does not come to the blocks that it was cut at, as it did with the sample."
+                f"{self._part} does not reach the blocks that it was split at, as it did with the sample."
             )
         _check("the result has", result)
         return result
@@ -291,7 +291,7 @@ class Absent(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a result without values, or end the stage."""
         run = _now.get()
-        assert run is not None, "a stage is called as a whole"
+        assert run is not None, "a stage must be called itself"
         return run.absent(self._place, Arguments(args, kwargs), self._shapes, self.training)
 
 

@@ -133,7 +133,7 @@ def _shape(layers: Mapping[str, nn.Module], sample: PyTree) -> None:
 
 def _check_count(count: int, n: int) -> None:
     if not 1 <= n <= count:
-        raise LayoutError(f"split_stages: {count} layers cannot be cut into {n} stages. Ask for 1 to {count} of them.")
+        raise LayoutError(f"split_stages: {count} layers cannot be split into {n} stages. Give n from 1 to {count}.")
 
 
 def _named(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:

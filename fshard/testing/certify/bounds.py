@@ -169,7 +169,7 @@ class Comparison:
         size = max(x[moved].abs().square().mean().sqrt() for x in values)
         if not moved.any() or torch.where(bound <= rounding, 0, bound)[moved].median() <= size:
             return ""
-        return f"the bound of the {_WORDS[what]} says nothing: training amplifies roundings, or depends on the dtype"
+        return f"the bound of the {_WORDS[what]} is too large: training amplifies roundings, or depends on the dtype"
 
     def _moved(self, step: int, place: int) -> Tensor:
         """Mark the elements of a parameter whose gradient was more than its bound in any step so far."""

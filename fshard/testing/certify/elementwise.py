@@ -47,9 +47,7 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
     opt = on_arrays(opt if opt.elementwise is not None else opt._replace(elementwise=True), "check_elementwise")
     promised = elementwise_leaves(opt.elementwise, params)
     if not any(promised):
-        raise OptimizerError(
-            "check_elementwise: this optimizer says that it is not elementwise, so there is nothing to compare."
-        )
+        raise OptimizerError("check_elementwise: this optimizer is not elementwise, so there is nothing to compare.")
     at = Leaves.of(params)
     grads = [at.mapped(lambda x: _uneven(x, draw)) for _ in range(steps)]
     expected = _train(opt, params, grads)
@@ -89,7 +87,7 @@ def _compare(name: str, found: Leaf, expected: Leaf, step: int, mesh: Mesh) -> N
     tolerance = 1e-3 if expected.dtype.itemsize < 4 else 1e-5
     if not all(largest(pair.error) <= tolerance * largest(expected) for pair in pair_shards(found, expected)):
         raise AssertionError(
-            f"the optimizer says elementwise=True, but on {mesh.size} flat shards {name} first differs at "
-            f"{first_difference(found, expected, tolerance)}, step {step}. Say elementwise=False, or ask the other shards for "
-            "what you need of them, as clip_by_global_norm does."
+            f"the optimizer has elementwise=True, but on {mesh.size} flat shards {name} first differs at "
+            f"{first_difference(found, expected, tolerance)}, step {step}. Use elementwise=False, or communicate "
+            "with the other shards, as clip_by_global_norm does."
         )

@@ -93,7 +93,7 @@ class Reasons:
         mesh = summand.mesh
         if uneven := tuple(axis for axis in mesh.axis_names if self._varies(summand, axis)):
             return (
-                f"a reduction over {quoted(uneven)} is missing: the batch is whole along it, and yet gradients differ"
+                f"a reduction over {quoted(uneven)} is missing: the batch is equal along it, and yet gradients differ"
             )
         for axes in subsets(summand.spec.unreduced):
             sums = dict(
@@ -131,7 +131,7 @@ class Reasons:
             for dim, axis in enumerate(mesh.axis_names)
             if axis not in found.axes and largest(losses - losses.narrow(dim, 0, 1)) > self._tolerance * largest(losses)
         )
-        reason = "is missing inside the loss function: the batch is whole along it, and yet losses differ"
+        reason = "is missing inside the loss function: the batch is equal along it, and yet losses differ"
         return f"a reduction over {quoted(axes)} {reason}" if axes else ""
 
     # -- the update -----------------------------------------------------------------------------------------------

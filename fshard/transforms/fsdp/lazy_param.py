@@ -56,8 +56,8 @@ _OF_PARAMETERS = {_T.grad_fn.__get__: None, _T.is_leaf.__get__: True}
 """Attributes whose value is the same for all parameters."""
 
 _COMPILED = (
-    "torch.compile cannot follow a parameter that is gathered when it is used. Compile the whole loss function, or a part that "
-    "is called with gathered parameters: fs.with_unsharded_params(torch.compile(fn))."
+    "torch.compile cannot trace a parameter that is gathered when it is used. Compile the entire loss function, or a part that "
+    "is called with unsharded parameters: fs.with_unsharded_params(torch.compile(fn))."
 )
 WRITES = (
     "Declare a frozen parameter that the forward updates as a buffer, fs.functionalize(module, buffers=...), or update it "

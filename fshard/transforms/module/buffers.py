@@ -59,7 +59,7 @@ class Buffers:
     def __init__(self, tree: PyTree, mesh: Mesh) -> None:
         paths, leaves, self._structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
         wrong = [
-            f"{named(parts_of(path))} lies as {x.spec} on {x.mesh}"
+            f"{named(parts_of(path))} has {x.spec} on {x.mesh}"
             for path, x in zip(paths, leaves, strict=True)
             if isinstance(x, Sharded) and (x.mesh, x.spec) != (mesh, P())
         ]

@@ -74,7 +74,7 @@ def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwarg
         for key, x in vars(part).items()
         if isinstance(x, Tensor) and x.is_meta
     ]
-    wrong = [f"{name} must have a shape; say its sizes, nn.Linear for nn.LazyLinear" for name in unknown]
+    wrong = [f"{name} must have a shape; give its sizes, nn.Linear for nn.LazyLinear" for name in unknown]
     wrong += [
         f"{name} must be a parameter or a buffer; got a plain tensor, register_buffer makes one" for name in plain
     ]

@@ -122,8 +122,8 @@ def _policy(policy: str | Policy) -> Policy:
         return policy
     if policy not in ("everything", "nothing", "dots"):
         raise PolicyError(
-            f'fs.remat: there is no policy {policy!r}. Write "everything", "nothing", "dots", fs.nn.save_names("a", "b") or '
-            "fs.nn.offload(...) around one of these: they say what is kept."
+            f'fs.remat: policy must be "everything", "nothing", "dots", fs.nn.save_names("a", "b") or '
+            f"fs.nn.offload(...) of one of these; got {policy!r}."
         )
     return Policy(cast(Any, policy))
 

@@ -55,7 +55,7 @@ class StageBuffers:
         ]
         if wrong:
             raise LayoutError(
-                f"{caller}: buffers lie whole where the schedule has their stage, but {'; '.join(wrong)}. Lay them there: "
+                f"{caller}: buffers must be replicated on the devices of their stage, but {'; '.join(wrong)}. Put them there: "
                 "fs.shard_stages(trees, mesh=mesh, schedule=schedule)."
             )
 

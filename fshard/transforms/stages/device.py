@@ -282,8 +282,8 @@ class Shift:
         elsewhere = {axis for axis in group.axes if self.scope.mesh.shape.get(axis, 1) > 1} - {*self.batch.axes}
         if elsewhere and what not in NOT_HEARD:
             raise LayoutError(
-                f"{what} over {', '.join(sorted(elsewhere))} in a stage, at {call_site()}: stages of a pipeline may ask only "
-                f"devices that have other samples, along {', '.join(self.batch.axes) or 'no axis'}."
+                f"{what} over {', '.join(sorted(elsewhere))} in a stage, at {call_site()}: stages of a pipeline may "
+                f"communicate only with devices that have other samples, along {', '.join(self.batch.axes) or 'no axis'}."
             )
         if self._objection is not None:
             self._objection(what, group)

@@ -163,7 +163,7 @@ def _grouped(stage: Any, size: int, policy: str | Policy) -> nn.Module:
     made = copied(stage, {**tensors})
     if size != 1 or not around_blocks(made, partial(_again, policy=policy)):
         raise PolicyError(
-            f"stage_functions: groups of {size} can be told of an nn.Sequential; of {type(stage).__name__} single blocks can, "
-            'if it was cut by them: recompute=1. All of a stage is "always".'
+            f"stage_functions: groups of {size} layers need an nn.Sequential; for {type(stage).__name__} single blocks work, "
+            'if it was split by them: recompute=1. All of a stage is "always".'
         )
     return made

@@ -180,8 +180,8 @@ class Terms:
         wanted = self.gradients(x.layout) if trained and self.gradients is not None else x.layout
         if place_of(wanted, self.axis) != place_of(x.layout, self.axis):
             raise LayoutError(
-                f"{self.how.caller}: gradients= lays that of {named(parts_of(path))} as {wanted.spec}, and not where the "
-                f"parameter lies, {x.spec}. Keep its place along {self.axis}."
+                f"{self.how.caller}: gradients= gives that of {named(parts_of(path))} the layout {wanted.spec}, not on the "
+                f"devices of the parameter, {x.spec}. Keep its coordinate along {self.axis}."
             )
         return ParamPlan(path, x.shape, x.dtype, "", STAY, trained, wanted)
 
@@ -321,7 +321,7 @@ def _refuse_placed(
     if wrong:
         others = ", ".join(f'"{name}"' for name in mesh.axis_names if name != axis)
         raise LayoutError(
-            f'shard_stages: stages lie along "{axis}" already, each at its place, but rules lay {", ".join(wrong)}. '
+            f'shard_stages: stages are placed along "{axis}", but rules shard {", ".join(wrong)} along it. '
             + (f"Axes that are left for rules: {others}." if others else "The mesh has no other axis: leave rules out.")
         )
 

@@ -76,7 +76,7 @@ def staged(
 ) -> Staged:
     """Return the gradient of stages that run by a schedule; for its options see `train_step`."""
     given: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
-    complaints = ["deferred_batch_norm=True is about buffers: say has_buffers=True"] * (
+    complaints = ["deferred_batch_norm=True is about buffers: give has_buffers=True"] * (
         deferred_batch_norm and not has_buffers
     )
     complaints += _complaints(given, mesh, batch, axis, loss)
@@ -130,14 +130,12 @@ def _complaints(
         if not callable(one)
     ]
     if not callable(loss):
-        wrong.append(
-            "the last stage makes no loss by itself: give loss=, a function of what it makes and the microbatch"
-        )
+        wrong.append("the last stage returns no loss: give loss=, a function of its result and the microbatch")
     if axis in _cut_over(batch, mesh):
-        wrong.append(f"the batch is cut along {axis}, along which the stages lie: all of them see the same samples")
+        wrong.append(f"the batch is sharded along {axis}, the axis of the stages: all of them need the same samples")
     if mesh.runtime == "abstract":
         wrong.append(
-            "on an abstract mesh nobody says what a stage makes: `schedule.simulate` needs no stages, and a virtual mesh "
+            "on an abstract mesh the results of stages are unknown: `schedule.simulate` needs no stages, and a virtual mesh "
             "counts bytes as well"
         )
     return wrong
@@ -252,14 +250,14 @@ class Staged:
         refuse_unplaced(leaves, flatten(params, sharded_is_leaf=True)[1], mesh, self.how.caller, _LAY)
         places = self._places_of(params)
         wrong = [
-            f"{named(parts_of(paths[first]))} lies as {leaves[first].spec}, its stage at place {places[first]}"
+            f"{named(parts_of(paths[first]))} has {leaves[first].spec}, its stage the coordinate {places[first]}"
             for first in numbered(leaves)[0]
             if place_of(leaves[first].layout, self.axis) != places[first]
         ]
         if wrong:
             raise LayoutError(
-                f"{self.how.caller}: parameters of stages lie where the schedule has these, along {self.axis}: "
-                f"{'; '.join(wrong)}. Lay them there: {_LAY}."
+                f"{self.how.caller}: parameters must be on the devices of their stages, along {self.axis}: "
+                f"{'; '.join(wrong)}. Put them there: {_LAY}."
             )
 
     def _places_of(self, params: Sequence[PyTree]) -> list[int]:

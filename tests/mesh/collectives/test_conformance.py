@@ -379,9 +379,12 @@ PICTURES = [
         PERM.format("b") + "source -1 is not in 0..2; source 0 occurs more than once; destination 3 is not in 0..2; "
         "destination 1 occurs more than once.",
     ),
-    (lambda: fs.broadcast(X, "b", source=3), "LayoutError: fs.broadcast: source 3 is not in 0..2, the places along b."),
-    (lambda: fs.send(X, "b", to=-1), "LayoutError: fs.send: `to` -1 is not in 0..2, the places along b."),
-    (lambda: fs.recv(X, "b", source=7), "LayoutError: fs.recv: `source` 7 is not in 0..2, the places along b."),
+    (
+        lambda: fs.broadcast(X, "b", source=3),
+        "LayoutError: fs.broadcast: source 3 is not in 0..2, the indices along b.",
+    ),
+    (lambda: fs.send(X, "b", to=-1), "LayoutError: fs.send: `to` -1 is not in 0..2, the indices along b."),
+    (lambda: fs.recv(X, "b", source=7), "LayoutError: fs.recv: `source` 7 is not in 0..2, the indices along b."),
     (
         lambda: fs.psum(X, "z"),
         'ScopeError: fs.psum over "z": the axes bound here are "a", "b". Name axes of the mesh that shard_map or run '
@@ -449,19 +452,19 @@ PICTURES = [
         lambda: fs.ppermute(X, "a", 5),
         PERM.format("a") + "5 is not a pair of integers.",
     ),
-    (lambda: fs.all_gather(X, "a", dim=True), "LayoutError: fs.all_gather: a dim is a whole number, not True."),
+    (lambda: fs.all_gather(X, "a", dim=True), "LayoutError: fs.all_gather: a dim must be an integer; got True."),
     (
         lambda: fs.psum(X, ("a", 5)),
         'LayoutError: fs.psum: An axis must be a name like "data" or a tuple of names; got 5.',
     ),
     (
         lambda: fs.all_to_all(X, "a", split_dim=(0, 1)),
-        "LayoutError: fs.all_to_all: a dim is a whole number, not (0, 1).",
+        "LayoutError: fs.all_to_all: a dim must be an integer; got (0, 1).",
     ),
-    (lambda: fs.psum_scatter(X, "a", dim="x"), "LayoutError: fs.psum_scatter: a dim is a whole number, not 'x'."),
+    (lambda: fs.psum_scatter(X, "a", dim="x"), "LayoutError: fs.psum_scatter: a dim must be an integer; got 'x'."),
     (
         lambda: fs.broadcast(X, "b", source="x"),
-        "LayoutError: fs.broadcast: source 'x' is not in 0..2, the places along b.",
+        "LayoutError: fs.broadcast: source 'x' is not in 0..2, the indices along b.",
     ),
     (
         lambda: fs.send({"x": 1}, "b", to=0),
@@ -496,9 +499,7 @@ def test_a_message_of_another_shape():
         else:
             fs.recv(torch.empty(3), "a", source=0)
 
-    with pytest.raises(
-        fs.errors.MismatchError, match=r"expects recv of f32\[3\].*what came is f32\[2\] sent by device"
-    ):
+    with pytest.raises(fs.errors.MismatchError, match=r"expects recv of f32\[3\].*received f32\[2\] sent by device"):
         fs.run(body, mesh=fs.make_mesh({"a": 2}))
 
 

@@ -577,7 +577,7 @@ def test_a_forgotten_psum_names_the_result():
     assert promise_error(model, x, in_specs=P("data"), out_specs=P(), gradient=False) == (
         'A promise of equality is broken: result["loss"] of model, with out_spec P(), has to be equal along "data", but its '
         "values differ. Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with fs.pvary where its "
-        "use begins), or say in its out_spec how it is cut.\n"
+        "use begins), or shard it in its out_spec.\n"
         "  at HERE: places 1, 2, 3 along data differ from place 0"
     )
 

@@ -322,7 +322,7 @@ def test_an_optimizer_that_wrongly_says_elementwise_is_found_out_and_owned_if_it
         return at.mapped(lambda g: optim.leaves.map_shards(lambda x: -x / x.norm().clamp(min=1e-9), g)), state
 
     opt = fs.Optimizer(lambda params: (), update, elementwise=True, arrays=True)
-    with pytest.raises(AssertionError, match="says elementwise=True"):
+    with pytest.raises(AssertionError, match="has elementwise=True"):
         fs.testing.check_elementwise(opt)
     params, grads = fixed()
     opt = opt._replace(elementwise=False)

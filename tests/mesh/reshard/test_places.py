@@ -93,7 +93,7 @@ def test_a_picture_shows_what_lies_at_a_place(capsys):
     mesh = fs.make_mesh(MESH)
     fs.visualize(fs.device_put(torch.ones(4, 6), fs.Layout(mesh, P("data", at={"pipe": 1}))))
     text = capsys.readouterr().out
-    assert "at place 1 along pipe, nothing elsewhere" in text and "48 B on each of 4 devices" in text
+    assert "at coordinate 1 along pipe, nothing elsewhere" in text and "48 B on each of 4 devices" in text
     assert "│  2  │" in text and "│  3  │" in text
 
 

@@ -225,7 +225,7 @@ def test_host_memory_is_a_layout():
 
 def test_another_mesh_is_refused():
     x = fs.device_put(torch.ones(4), fs.Layout(fs.make_mesh({"a": 2}), P("a")))
-    with pytest.raises(fs.errors.LayoutError, match="cannot be moved to"):
+    with pytest.raises(fs.errors.LayoutError, match="cannot be resharded to"):
         fs.reshard(x, fs.Layout(fs.make_mesh({"a": 4}), P("a")))
 
 

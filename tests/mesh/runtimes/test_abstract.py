@@ -72,7 +72,9 @@ ASKS = {
 @pytest.mark.parametrize("name", ASKS)
 def test_what_asks_for_a_value_is_told_that_there_is_none(name):
     mesh = fs.make_mesh({"data": 4}, runtime="abstract")
-    words = rf"{name} at tests/mesh/runtimes/test_abstract.py:\d+ in .* asks for the value of a tensor of shape .* have none"
+    words = (
+        rf"{name} at tests/mesh/runtimes/test_abstract.py:\d+ in .* needs the value of a tensor of shape .* have none"
+    )
     with pytest.raises(fs.errors.LayoutError, match=words):
         fs.shard_map(ASKS[name], mesh=mesh, in_specs=P("data"), out_specs=P("data"))(torch.ones(8))
     with pytest.raises(fs.errors.LayoutError, match=words):

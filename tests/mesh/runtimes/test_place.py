@@ -138,7 +138,7 @@ WRONG = {
     ),
     "no numbers": (
         {"RANK": "x", "WORLD_SIZE": "-2", "MASTER_ADDR": "a", "MASTER_PORT": "tcp://10.0.0.1:80"},
-        "WORLD_SIZE=-2 is no whole number from 1 on; RANK=x is no whole number from 0 on; "
+        "WORLD_SIZE=-2 is no integer from 1 on; RANK=x is no integer from 0 on; "
         "MASTER_PORT=tcp://10.0.0.1:80 is none of 1 to 65535",
     ),
     "too large": (
@@ -147,9 +147,9 @@ WRONG = {
     ),
     "MPI on several machines": (
         {**HYDRA, "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"},
-        "it was started by MPI; missing: MASTER_ADDR, MASTER_PORT (MPI does not say where",
+        "it was started by MPI; missing: MASTER_ADDR, MASTER_PORT (MPI gives no meeting point",
     ),
-    "another world than SLURM's": ({**SRUN, "WORLD_SIZE": "2"}, "it was started by SLURM; WORLD_SIZE=2, but SLURM says 8"),
+    "another world than SLURM's": ({**SRUN, "WORLD_SIZE": "2"}, "it was started by SLURM; WORLD_SIZE=2, but SLURM has 8"),
 }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def test_a_message_that_is_not_the_one_expected():
             fs.recv(torch.ones(3), "d", source=0)
 
     with pytest.raises(
-        fs.errors.MismatchError, match=r"expects recv of f32\[3\].*but what came is f32\[2\] sent by device \(d=0\)"
+        fs.errors.MismatchError, match=r"expects recv of f32\[3\].*but received f32\[2\] sent by device \(d=0\)"
     ):
         run(main, d=2)
 

@@ -97,7 +97,7 @@ def four_checked(link):
             ["process 0: waits in psum of float32[2] over data at", "process 1: has finished"],
         ),
         ("message", fs.errors.DeadlockError, ["process 0: waits in recv of float32[2] from process 1 at"]),
-        ("wrong message", fs.errors.MismatchError, ["expects recv of float32[2] at", "what comes is float32[3]"]),
+        ("wrong message", fs.errors.MismatchError, ["expects recv of float32[2] at", "received float32[3]"]),
     ],
 )
 def test_checked_processes_do_not_hang(kind, error, words, checked):

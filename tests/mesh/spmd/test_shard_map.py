@@ -212,7 +212,7 @@ def test_in_specs_that_do_not_fit(mesh, in_specs, text):
         (lambda x: (x, x), (P("data"), P("nowhere")), fs.errors.MeshError, 'has no axis "nowhere"'),
         (lambda x: (x, x), (P("data"),), fs.errors.LayoutError, "are no prefix of the tree"),
         (lambda x: x.sum(), P("data"), fs.errors.LayoutError, 'has 0 dims, but P("data") has 1 entries'),
-        (lambda x: x, P.flat("data"), fs.errors.LayoutError, "cannot be read off a piece"),
+        (lambda x: x, P.flat("data"), fs.errors.LayoutError, "cannot be derived from a shard"),
         (lambda x: x[: fs.axis_index("data")], P("data"), fs.errors.LayoutError, "does not make up a tensor"),
         (lambda x: fs.axis_index("data"), P(), fs.errors.MismatchError, "return different trees or values"),
     ],
@@ -244,7 +244,7 @@ def test_changing_a_shard_in_place_is_refused(mesh, lies):
 
 def test_a_tensor_on_another_mesh_is_refused(mesh):
     x = fs.device_put(torch.ones(2), fs.Layout(fs.make_mesh({"data": 2}), P()))
-    with pytest.raises(fs.errors.LayoutError, match="it lies on Mesh"):
+    with pytest.raises(fs.errors.LayoutError, match="it is on Mesh"):
         identity(mesh, P(), P())(x)
 
 
@@ -296,11 +296,11 @@ def test_from_local(mesh):
     assert results == [[0, 1]] * 4
     flat = fs.from_local(lambda data, model: torch.ones(3 - data), fs.Layout(mesh, P.flat("data")), shape=(5,))
     assert fs.unshard(flat).tolist() == [1] * 5
-    with pytest.raises(fs.errors.LayoutError, match="was given one piece for the 4 devices"):
+    with pytest.raises(fs.errors.LayoutError, match="got one shard for the 4 devices"):
         fs.from_local(torch.ones(2), layout)
     with pytest.raises(fs.errors.LayoutError, match=r"device \{'data': 1, 'model': 0\} has \(1,\) instead of \(2,\)"):
         fs.from_local(lambda data, model: torch.ones(2 - data), fs.Layout(mesh, P("data")))
-    with pytest.raises(fs.errors.LayoutError, match="of one dtype; found f32, i32"):
+    with pytest.raises(fs.errors.LayoutError, match="of one dtype; got f32, i32"):
         fs.from_local(
             lambda data, model: torch.ones(2, dtype=[torch.int32, torch.float32][data]), fs.Layout(mesh, P("data"))
         )
@@ -356,7 +356,8 @@ def test_a_result_that_is_not_equal_names_itself(mesh):
     text = str(error.value)
     assert 'result["total"] of <lambda>, with out_spec P(), has to be equal along ("data", "model")' in text
     assert (
-        "Reduce it with fs.psum or fs.pmean" in text and "places 2, 3 along data+model differ from places 0, 1" in text
+        "Reduce it with fs.psum or fs.pmean" in text
+        and "indices 2, 3 along data+model differ from indices 0, 1" in text
     )
 
 
@@ -526,7 +527,7 @@ def test_another_mesh_inside_a_map_is_refused():
     def f(x):
         return fs.shard_map(lambda x: x, mesh=inner, in_specs=P("x"), out_specs=P("x"))(x).local
 
-    with pytest.raises(fs.errors.MeshError, match="its devices lie across axes that are mapped there"):
+    with pytest.raises(fs.errors.MeshError, match="its devices differ along axes that are mapped there"):
         fs.shard_map(f, mesh=outer, in_specs=P("a"), out_specs=P("a"))(torch.arange(8.0))
 
 

@@ -415,8 +415,8 @@ def test_shapes_that_depend_on_values_have_to_be_told():
         pipelined(stages, named("gpipe", 2, 2), total, mesh=mesh)(ws, xs)
     assert str(error.value) == (
         "the result of stage 0 for microbatch 1 is (float32[1, 1], True); for a microbatch of the same shapes it was "
-        "(float32[2, 1], True), and whoever receives it counts on that. If shapes depend on values, say dynamic=True: then "
-        "each message is told."
+        "(float32[2, 1], True), which its receiver expects. If shapes depend on values, give dynamic=True: then "
+        "each message is described."
     )
     found = pipelined(stages, named("gpipe", 2, 2), total, mesh=mesh, dynamic=True)(ws, xs, [1, 1])
     assert found.loss == (12 + 6) / 2 and [g.item() for g in found.gradients] == [3.0, 4.5]
@@ -482,7 +482,7 @@ def test_what_cannot_be_run_is_refused_at_once():
         pipelined([scaled], named("gpipe", 3, 1), mesh=mesh)
     assert str(error.value) == (
         "pipelined as gpipe: it has 3 stages, 1 are given; it is for 3 devices, axis pipe has 2; a backward begins with a "
-        "loss: give loss_fn=, or say backward=False."
+        "loss: give loss_fn=, or backward=False."
     )
     with pytest.raises(ScheduleError) as error:
         pipelined([scaled] * 2, named("gpipe", 2, 1), total, mesh=mesh, skips={"a": (1, 1), "b": (0, 2), "c": (0, 1)})
@@ -499,7 +499,7 @@ def test_what_would_hang_is_refused_and_drawn():
         pipelined([scaled] * 2, crossed, total, mesh=fs.make_mesh({"pipe": 2}))
     forwards = Schedule.from_csv("0F0\n1F0")
     with pytest.raises(
-        fs.errors.LayoutError, match="it has no backward: say backward=False; on an abstract mesh nobody says"
+        fs.errors.LayoutError, match="it has no backward: give backward=False; on an abstract mesh the results"
     ):
         pipelined([scaled] * 2, forwards, total, mesh=fs.make_mesh({"pipe": 2}, runtime="abstract"))
     step = pipelined([scaled] * 2, forwards, total, mesh=fs.make_mesh({"pipe": 2}), backward=False)

@@ -215,10 +215,10 @@ def test_an_unknown_name_is_told_which_there_are():
 
 def test_numbers_that_cannot_be_are_told_together():
     assert refused("1f1b", stages=0, microbatches=2.5) == (
-        "1f1b: stages=0 and microbatches=2.5 should be a whole number, at least 1."
+        "1f1b: stages=0 and microbatches=2.5 should be an integer >= 1."
     )
     assert refused("bfs", stages=True, microbatches=1, devices=0) == (
-        "bfs: stages=True and devices=0 should be a whole number, at least 1."
+        "bfs: stages=True and devices=0 should be an integer >= 1."
     )
 
 

@@ -72,7 +72,7 @@ def test_text_that_is_no_schedule_is_refused():
         "and the microbatch: 2F0."
     )
     assert refused(lambda: Schedule.from_csv("0F0,1F0\n0B0,3F0")) == (
-        "csv: each stage lies on one device; found stage 0 on [0, 1], stage 2 on none. Say which with placement=."
+        "csv: each stage must be on one device; got stage 0 on [0, 1], stage 2 on none. Give placement=."
     )
     assert refused(lambda: Schedule.from_text("\n")).endswith('found "".')
     assert refused(lambda: Schedule.from_text("0F0 0B0")) == (

@@ -78,10 +78,10 @@ def test_both_ends_of_a_pair_have_its_messages_in_one_order(schedule):
 def test_a_schedule_that_cannot_go_on_is_refused():
     wrong = Schedule.from_csv("0F0,0B1,0F1,0B0\n1F0,1B0,1F1,1B1", name="mine")
     with pytest.raises(
-        ScheduleError, match="^mine: these wait for what never comes: device 0 at 0B1, device 1 at 1F1.$"
+        ScheduleError, match="^mine: these wait for actions that never run: device 0 at 0B1, device 1 at 1F1.$"
     ):
         with_messages(wrong)
-    with pytest.raises(ScheduleError, match="^mine: these wait for what never comes: device 0 at 0I0.$"):
+    with pytest.raises(ScheduleError, match="^mine: these wait for actions that never run: device 0 at 0I0.$"):
         with_weights(Schedule.from_csv("0I0,0F0", name="mine"), room=1)
 
 

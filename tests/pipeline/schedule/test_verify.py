@@ -77,7 +77,7 @@ def test_the_fault_in_the_actions_that_torch_reports_for_its_1f1b_is_found():
     text = "\n".join(",".join("" if action is None else str(action) for action in row) for row in reported.values())
     assert refusal(Schedule.from_csv(text, name="torch's 1F1B", microbatches=8)) == (
         """"torch's 1F1B" cannot run:
-- 3F8 (device 3, place 14) cannot be there: there is no microbatch 8, but 8 from 0 on
+- 3F8 (device 3, index 14) cannot be there: there is no microbatch 8, but 8 from 0 on
 - missing on device 3: 3F0"""
     )
 
@@ -100,10 +100,10 @@ UNRECEIVED = "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0"
             CIRCLE,
             """
 - devices 0 -> 1 -> 0 wait for each other:
-    device 0: 0F0 [0B0] [0F1] 0B1   0B0 (place 1) waits for 1B0 (device 1, place 2)
-    device 1: 1F0 [1F1] [1B0] 1B1   1F1 (place 1) waits for 0F1 (device 0, place 2)""",
+    device 0: 0F0 [0B0] [0F1] 0B1   0B0 (index 1) waits for 1B0 (device 1, index 2)
+    device 1: 1F0 [1F1] [1B0] 1B1   1F1 (index 1) waits for 0F1 (device 0, index 2)""",
         ),
-        (TWICE, "\n- 0B0 (device 0, place 3) does again what 0B0 (device 0, place 2) does"),
+        (TWICE, "\n- 0B0 (device 0, index 3) does again what 0B0 (device 0, index 2) does"),
         (UNRECEIVED, "\n- missing on device 1: 1RECV_F0"),
     ],
     ids=["a circle", "a repetition", "no receive"],
@@ -143,21 +143,21 @@ SENT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_
         (
             "0F0,1B0,0F1,0B0,0B1\n1F0,1F1,1B1,1F3,1B0",
             """
-- 1B0 (device 0, place 1) cannot be there: stage 1 lies on device 1
-- 1F3 (device 1, place 3) cannot be there: there is no microbatch 3, but 2 from 0 on""",
+- 1B0 (device 0, index 1) cannot be there: stage 1 is on device 1
+- 1F3 (device 1, index 3) cannot be there: there is no microbatch 3, but 2 from 0 on""",
         ),
         ("0F0\n1F0,1F1", "\n- missing on device 0: 0F1"),
         ("0F0,0I0,0W0,0F1\n1F0,1I0,1W0,1F1,1I1", "\n- missing on device 0: 0B1\n- missing on device 1: 1W1"),
         (
             "0B0,0F1,0F0,0B1\n1F0,1B0,1F1,1W1,1I1",
             """
-- 0B0 (device 0, place 0) needs what comes later: 0F0 (device 0, place 2)
+- 0B0 (device 0, index 0) needs later actions: 0F0 (device 0, index 2)
     device 0: [0B0] 0F1 [0F0] 0B1
-- 1W1 (device 1, place 3) needs what comes later: 1I1 (device 1, place 4)
+- 1W1 (device 1, index 3) needs later actions: 1I1 (device 1, index 4)
     device 1: … 1F1 [1W1] [1I1]
 - devices 0 -> 1 -> 0 wait for each other:
-    device 0: [0B0] 0F1 [0F0] 0B1   0B0 (place 0) waits for 1B0 (device 1, place 1)
-    device 1: [1F0] [1B0] 1F1 …     1F0 (place 0) waits for 0F0 (device 0, place 2)""",
+    device 0: [0B0] 0F1 [0F0] 0B1   0B0 (index 0) waits for 1B0 (device 1, index 1)
+    device 1: [1F0] [1B0] 1F1 …     1F0 (index 0) waits for 0F0 (device 0, index 2)""",
         ),
         (
             SENT.replace("1RECV_F0,1F0,1RECV_F1,1F1", "1RECV_F1,1F1,1RECV_F0,1F0"),
@@ -166,42 +166,42 @@ SENT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_
     device 0: 0F0 [0SEND_F0] 0F1 …
     device 1: [1RECV_F1] 1F1 …
 - devices 0 -> 1 -> 0 wait for each other, unless messages are buffered:
-    device 0: 0F0 [0SEND_F0] 0F1 [0SEND_F1] 0RECV_B0 …   0SEND_F0 (place 1) waits for 1RECV_F0 (device 1, place 2)
-    device 1: [1RECV_F1] 1F1 [1RECV_F0] 1F0 …            1RECV_F1 (place 0) waits for 0SEND_F1 (device 0, place 3)""",
+    device 0: 0F0 [0SEND_F0] 0F1 [0SEND_F1] 0RECV_B0 …   0SEND_F0 (index 1) waits for 1RECV_F0 (device 1, index 2)
+    device 1: [1RECV_F1] 1F1 [1RECV_F0] 1F0 …            1RECV_F1 (index 0) waits for 0SEND_F1 (device 0, index 3)""",
         ),
         (
             SENT.replace("1RECV_F1,1F1,1B0,1SEND_B0", "1B0,1SEND_B0,1RECV_F1,1F1"),
             """
 - devices 0 -> 1 -> 0 wait for each other, unless messages are buffered:
-    device 0: … 0F1 [0SEND_F1] [0RECV_B0] 0B0 …   0SEND_F1 (place 3) waits for 1RECV_F1 (device 1, place 4)
-    device 1: … 1B0 [1SEND_B0] [1RECV_F1] 1F1 …   1SEND_B0 (place 3) waits for 0RECV_B0 (device 0, place 4)""",
+    device 0: … 0F1 [0SEND_F1] [0RECV_B0] 0B0 …   0SEND_F1 (index 3) waits for 1RECV_F1 (device 1, index 4)
+    device 1: … 1B0 [1SEND_B0] [1RECV_F1] 1F1 …   1SEND_B0 (index 3) waits for 0RECV_B0 (device 0, index 4)""",
         ),
         (
             SENT.replace("0SEND_F1,0RECV_B0", "0RECV_B0,0SEND_F1"),
             """
 - devices 0 -> 1 -> 0 wait for each other, even if messages are buffered:
-    device 0: … 0F1 [0RECV_B0] [0SEND_F1] 0B0 …           0RECV_B0 (place 3) waits for 1SEND_B0 (device 1, place 5)
-    device 1: … 1F0 [1RECV_F1] 1F1 1B0 [1SEND_B0] 1B1 …   1RECV_F1 (place 2) waits for 0SEND_F1 (device 0, place 4)""",
+    device 0: … 0F1 [0RECV_B0] [0SEND_F1] 0B0 …           0RECV_B0 (index 3) waits for 1SEND_B0 (device 1, index 5)
+    device 1: … 1F0 [1RECV_F1] 1F1 1B0 [1SEND_B0] 1B1 …   1RECV_F1 (index 2) waits for 0SEND_F1 (device 0, index 4)""",
         ),
         (
             "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1SEND_F0,1B0",
             """
-- 1SEND_F0 (device 1, place 2) has no purpose: nothing is to be sent, received or reduced there
+- 1SEND_F0 (device 1, index 2) has no purpose: nothing is to be sent, received or reduced there
 - missing on device 0: 0RECV_B0
 - missing on device 1: 1SEND_B0""",
         ),
         (
             "0F0,0UNSHARD,0B0,0F1,0UNSHARD,0B1,0RESHARD,0RESHARD\n1UNSHARD,1F0,1B0,1F1,1B1",
             """
-- 0UNSHARD (device 0, place 4) gathers again what 0UNSHARD (device 0, place 1) has gathered
-- stage 0 is not gathered at 0F0 (device 0, place 0), 0RESHARD (device 0, place 7)
-- 1UNSHARD (device 1, place 0) gathers what nothing frees""",
+- 0UNSHARD (device 0, index 4) gathers again what 0UNSHARD (device 0, index 1) has gathered
+- stage 0 is not gathered at 0F0 (device 0, index 0), 0RESHARD (device 0, index 7)
+- 1UNSHARD (device 1, index 0) gathers what nothing frees""",
         ),
         (
             "0F0,0REDUCE_GRAD,0B0\n1F0,1B0",
             """
 - missing on device 1: 1REDUCE_GRAD
-- 0REDUCE_GRAD (device 0, place 1) needs what comes later: 0B0 (device 0, place 2)
+- 0REDUCE_GRAD (device 0, index 1) needs later actions: 0B0 (device 0, index 2)
     device 0: 0F0 [0REDUCE_GRAD] [0B0]""",
         ),
     ],
@@ -228,9 +228,9 @@ def test_a_circle_of_three_is_drawn_without_the_device_that_waits_for_it():
     assert refusal(schedule) == (
         """"around" cannot run:
 - devices 0 -> 2 -> 1 -> 0 wait for each other:
-    device 0: 0F0 [3F0] [0F1] 3F1   3F0 (place 1) waits for 2F0 (device 2, place 1)
-    device 2: [2F1] [2F0]           2F1 (place 0) waits for 1F1 (device 1, place 1)
-    device 1: 1F0 [1F1]             1F1 (place 1) waits for 0F1 (device 0, place 2)"""
+    device 0: 0F0 [3F0] [0F1] 3F1   3F0 (index 1) waits for 2F0 (device 2, index 1)
+    device 2: [2F1] [2F0]           2F1 (index 0) waits for 1F1 (device 1, index 1)
+    device 1: 1F0 [1F1]             1F1 (index 1) waits for 0F1 (device 0, index 2)"""
     )
 
 
@@ -239,8 +239,8 @@ def test_memory_is_the_most_activations_that_a_device_may_hold():
     assert verify(schedule, memory=3).peak_activations == (3, 2, 1)
     assert refusal(schedule, memory=1) == (
         """"1f1b" cannot run:
-- device 0 holds 3 activations at once, 2 more than memory=1
-- device 1 holds 2 activations at once, 1 more than memory=1"""
+- device 0 holds 3 activations, 2 more than memory=1
+- device 1 holds 2 activations, 1 more than memory=1"""
     )
 
 

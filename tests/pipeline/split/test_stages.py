@@ -118,7 +118,7 @@ def test_time_is_measured_and_memory_is_counted_without_a_trace(monkeypatch):
 def test_what_cannot_be_cut_is_refused():
     layers = model()
     for n, balance, text in [
-        (7, "uniform", "6 layers cannot be cut into 7 stages. Ask for 1 to 6 of them"),
+        (7, "uniform", "6 layers cannot be split into 7 stages. Give n from 1 to 6"),
         (2, [6], "6 layers in 2 stages, but balance=[6] are 1 of 6 layers. Each takes at least one"),
         (2, "size", "there is no balance='size'"),
         (2, "time", 'balance="time" is measured. Give a microbatch'),

@@ -209,7 +209,7 @@ def test_without_gradients_nothing_is_kept():
 
 
 def test_a_policy_that_there_is_not():
-    with pytest.raises(PolicyError, match='there is no policy \'some\'. Write "everything", "nothing", "dots", '):
+    with pytest.raises(PolicyError, match='policy must be "everything", "nothing", "dots", '):
         remat(torch.sin, "some")
 
 

@@ -633,9 +633,9 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
     with pytest.raises(fs.errors.LayoutError) as error:
         fs.train_step([linear, 3], opt, mesh=mesh, batch=P("pipe"), schedule=schedule, live_units=0)
     assert str(error.value) == (
-        "train_step: stage 1 is int, which is not called; the last stage makes no loss by itself: give loss=, a function of what "
-        "it makes and the microbatch; the batch is cut along "
-        "pipe, along which the stages lie: all of them see the same samples; live_units must be an integer >= 1, got 0; "
+        "train_step: stage 1 is int, which is not called; the last stage returns no loss: give loss=, a function of "
+        "its result and the microbatch; the batch is sharded along "
+        "pipe, the axis of the stages: all of them need the same samples; live_units must be an integer >= 1, got 0; "
         "the schedule gpipe has 3 stages, 2 are given; the schedule gpipe is for 3 devices, axis pipe has 2."
     )
     with pytest.raises(fs.errors.LayoutError) as error:
@@ -648,7 +648,7 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
     given = {"mesh": mesh, "batch": P("data"), "loss": mean_square}
     for name, call in ENTRANCES.items():
         with pytest.raises(
-            fs.errors.LayoutError, match=f"{name} was given a list of stages. Say how they run: schedule="
+            fs.errors.LayoutError, match=f"{name} got a list of stages without a schedule. Give schedule="
         ):
             call(nn.ModuleList([nn.Linear(6, 6)] * 3), **given)
         with pytest.raises(
@@ -666,7 +666,7 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
     ):
         fs.shard_stages(weights(1), mesh=mesh, schedule=schedule)
     abstract = fs.make_mesh({"pipe": 3, "data": 2}, runtime="abstract")
-    with pytest.raises(fs.errors.LayoutError, match="on an abstract mesh nobody says what a stage makes"):
+    with pytest.raises(fs.errors.LayoutError, match="on an abstract mesh the results of stages are unknown"):
         fs.train_step([linear] * 3, opt, mesh=abstract, batch=P("data"), schedule=schedule, loss=mean_square)
 
 
@@ -679,9 +679,9 @@ def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
     with pytest.raises(fs.errors.LayoutError) as error:
         step([good[1], {**good[1], "w": fs.shard_params(torch.ones(6, 6), P(), mesh=mesh)}], opt.init(good), batch)
     assert str(error.value) == (
-        'train_step: parameters of stages lie where the schedule has these, along pipe: 0.b lies as P(at={"pipe": 1}), '
-        'its stage at place 0; 0.w lies as P(at={"pipe": 1}), its stage at place 0; 1.w lies as P(), its stage at place '
-        "1. Lay them there: fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)."
+        'train_step: parameters must be on the devices of their stages, along pipe: 0.b has P(at={"pipe": 1}), '
+        'its stage the coordinate 0; 0.w has P(at={"pipe": 1}), its stage the coordinate 0; 1.w has P(), its stage the coordinate '
+        "1. Put them there: fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)."
     )
     with pytest.raises(fs.errors.LayoutError, match="2 stages have a list of as many trees of parameters; 1 are given"):
         step(good[:1], opt.init(good), batch)
@@ -697,11 +697,13 @@ def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
         return linear(w, x) * fs.axis_index("pipe")
 
     with pytest.raises(
-        fs.errors.LayoutError, match=r"fs.axis_index over pipe in a stage, at .*: stages of a pipeline may ask only"
+        fs.errors.LayoutError,
+        match=r"fs.axis_index over pipe in a stage, at .*: stages of a pipeline may communicate only",
     ):
         fs.train_step([asking] * 2, opt, **options)(good, opt.init(good), batch)
     with pytest.raises(
-        fs.errors.LayoutError, match=r"gradients= lays that of 0.b as P\(\), and not where the parameter lies"
+        fs.errors.LayoutError,
+        match=r"gradients= gives that of 0.b the layout P\(\), not on the devices of the parameter",
     ):
         fs.train_step([linear] * 2, opt, **options, gradients=lambda layout: layout.with_spec(P()))(
             good, opt.init(good), batch
