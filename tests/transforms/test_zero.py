@@ -880,7 +880,7 @@ def test_what_was_laid_out_elsewhere_is_named(stage, distant, made):
             mixed(far, given())
     message = str(error.value).split("\n")[0]
     where = "outside of fs.run and used inside" if made == "outside" else "inside of fs.run and used outside"
-    assert f"laid out {where}: " in message
+    assert f"sharded {where}: " in message
     assert {part.split(".")[0] for part in message.split(": ")[2].split(". ")[0].split(", ")} == distant
 
 

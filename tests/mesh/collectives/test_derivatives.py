@@ -564,7 +564,7 @@ def test_a_forgotten_pvary_names_the_argument():
         'A promise of equality is broken: argument params["w"] of model, with spec P(), is equal along "data", so its gradient '
         'has to be; but it was used with each device\'s own data. Write params["w"] = fs.pvary(params["w"], "data") before '
         "that "
-        "use.\n  at HERE: places 1, 2, 3 along data differ from place 0"
+        "use.\n  at HERE: indices 1, 2, 3 along data differ from index 0"
     )
 
 
@@ -578,7 +578,7 @@ def test_a_forgotten_psum_names_the_result():
         'A promise of equality is broken: result["loss"] of model, with out_spec P(), has to be equal along "data", but its '
         "values differ. Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with fs.pvary where its "
         "use begins), or shard it in its out_spec.\n"
-        "  at HERE: places 1, 2, 3 along data differ from place 0"
+        "  at HERE: indices 1, 2, 3 along data differ from index 0"
     )
 
 
@@ -592,7 +592,7 @@ def test_a_forgotten_pvary_after_psum_names_the_collective():
         'A promise of equality is broken: the result of fs.psum over "data" is equal on all devices, so its gradient has '
         "to be; "
         'but it was used with each device\'s own data. Put fs.pvary(x, "data") around the result where that use begins.\n'
-        "  at HERE: places 1, 2, 3 along data differ from place 0"
+        "  at HERE: indices 1, 2, 3 along data differ from index 0"
     )
 
 
@@ -602,7 +602,7 @@ def test_a_diverging_argument_is_named():
     mapped = fs.shard_map(lambda weight: weight * 2, mesh=mesh, in_specs=P(), out_specs=P(), check=True)
     with pytest.raises(
         fs.errors.PromiseError,
-        match=r"(?s)argument weight of <lambda>, with spec P\(\), has to be equal .*places 1, 3 .*differ from places 0, 2",
+        match=r"(?s)argument weight of <lambda>, with spec P\(\), has to be equal .*indices 1, 3 .*differ from indices 0, 2",
     ):
         mapped(pieces)
 

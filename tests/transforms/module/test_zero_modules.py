@@ -410,7 +410,7 @@ def test_buffers_that_lie_on_the_mesh_come_back_so():
     assert all(isinstance(x, fs.Sharded) and x.spec == P() for x in found.values())
     assert_same_buffers(found, serial(batch_normed(), 6, "sgd")[1])
     with pytest.raises(
-        fs.errors.LayoutError, match=r"buffers must be replicated .*; 1.running_mean lies as P.flat\(\"data\"\)"
+        fs.errors.LayoutError, match=r"buffers must be replicated .*; 1.running_mean has P.flat\(\"data\"\)"
     ):
         with_buffers(
             batch_normed(), 3, lay=lambda buffers, mesh: fs.device_put(buffers, fs.Layout(mesh, P.flat("data")))
