@@ -19,7 +19,8 @@ from fshard.mesh.spmd.scope import here
 
 
 def make_mesh(
-    axes: Mapping[str, int] | Sequence[tuple[str, int]],
+    axes: Mapping[str, int] | Sequence[tuple[str, int]] | Sequence[int],
+    names: Sequence[str] | None = None,
     *,
     runtime: Runtime | None = None,
     device: str | torch.device | None = None,
@@ -28,7 +29,8 @@ def make_mesh(
     """Make a mesh of named axes, major to minor.
 
     Args:
-        axes: {"name": size, ...}.
+        axes: {"name": size, ...}; or the sizes alone, with `names`.
+        names: of the axes, as in JAX: `make_mesh((4, 2), ("data", "model"))`.
         runtime: "virtual" (devices are threads of this process), "process" (devices are processes, over gloo or NCCL) or
             "abstract" (shapes only). By default: process under torchrun, srun, mpirun and `fs.launch`, else virtual; inside
             `fs.run`, the run's own.
@@ -39,7 +41,7 @@ def make_mesh(
     >>> make_mesh({"data": 4, "model": 2})
     Mesh(data=4, model=2; virtual, cpu)
     """
-    pairs = _pairs(axes)
+    pairs = _pairs(axes if names is None else _named(axes, names))
     scope = here()
     if runtime is None:
         runtime = scope.mesh.runtime if scope else "process" if launched() else "virtual"
@@ -61,6 +63,17 @@ def make_mesh(
             )
         process.device_mesh(mesh)
     return mesh
+
+
+def _named(sizes: Any, names: Any) -> list[tuple[Any, Any]]:
+    """Pair sizes with names, as in JAX's make_mesh."""
+    both = [
+        list[Any](given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else None
+        for given in (cast("Any", sizes), cast("Any", names))
+    ]
+    if both[0] is None or both[1] is None or len(both[0]) != len(both[1]):
+        raise MeshError(f"make_mesh: with names, axes must be as many sizes; got axes={sizes!r}, names={names!r}.")
+    return list(zip(both[1], both[0], strict=True))
 
 
 def _pairs(axes: Any) -> tuple[tuple[str, int], ...]:

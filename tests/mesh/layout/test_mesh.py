@@ -69,6 +69,14 @@ def test_meshes_that_cannot_be(axes, text):
     assert text in str(error.value)
 
 
+def test_sizes_and_names_make_the_mesh_as_in_jax():
+    assert fs.make_mesh((4, 2), ("data", "model")) == fs.make_mesh({"data": 4, "model": 2})
+    assert fs.make_mesh([2], names=["data"], runtime="abstract").shape == {"data": 2}
+    for axes, names in (((4, 2), ("data",)), ({"data": 4}, ("data",)), (4, "d"), ((4,), 5)):
+        with pytest.raises(fs.errors.MeshError, match=r"with names, axes must be as many sizes; got axes=.*names="):
+            fs.make_mesh(axes, names)
+
+
 def test_an_unknown_axis_names_those_there_are():
     mesh = fs.make_mesh({"data": 4})
     with pytest.raises(fs.errors.MeshError, match=r'has no axis "model", "x"\. Its axes are "data"'):
