@@ -30,9 +30,10 @@ from fshard.mesh.collectives import ledger
 from fshard.mesh.collectives.moves import Purpose, describe, named, purpose, uneven
 from fshard.mesh.layout import dtype_name
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.crew import Crew, Stopped
+from fshard.mesh.runtimes.device_threads import DeviceThreads, Stopped
 from fshard.mesh.runtimes.thread_state import (
     ThreadState,
+    device_processors,
     left_open,
     process_wide_state,
     random_state,
@@ -136,7 +137,7 @@ class VirtualWorld:
 
     has_values = True
     has_fast_paths = False
-    _crew: Crew
+    _threads: DeviceThreads
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -165,7 +166,7 @@ class VirtualWorld:
         kind, state, ledgers = self.mesh.device_type, ThreadState.capture(self.mesh.device_type), tuple(ledger.active())
         before = random_state(kind)
         self._random = [before if random is None else random] * self.mesh.size
-        crew = self._crew = Crew.idle() if keep else Crew()
+        threads = self._threads = DeviceThreads.idle() if keep else DeviceThreads()
 
         def live(device: int) -> None:
             try:
@@ -180,7 +181,7 @@ class VirtualWorld:
                         finally:
                             undo()
                             if left_open():
-                                crew.retire()
+                                threads.retire()
                     self._status[device] = "has finished"
                     self._random[device] = random_state(kind)
                     self._hand_on(device)
@@ -190,11 +191,12 @@ class VirtualWorld:
 
         try:
             with process_wide_state:
-                crew.run(
+                threads.run(
                     device_names(self.mesh),
                     live,
+                    processors=device_processors(),
                     stop=self._stop,
-                    busy=lambda device: self._status[device] is None,
+                    is_busy=lambda device: self._status[device] is None,
                     keep=keep,
                 )
         finally:
@@ -244,7 +246,7 @@ class VirtualWorld:
     def _stop(self) -> None:
         """Wake all devices, to unwind."""
         self._stopping = True
-        self._crew.wake_all()
+        self._threads.end()
 
     # -- the baton ----------------------------------------------------------------------------------------------
 
@@ -255,7 +257,7 @@ class VirtualWorld:
             self._raise_deadlock()
         self._random[device] = random_state(self.mesh.device_type)
         self._hand_on(device)
-        self._crew.sleep(device)
+        self._threads.sleep(device)
         if self._stopping:
             raise Stopped
         set_random_state(self.mesh.device_type, self._random[device])
@@ -265,7 +267,7 @@ class VirtualWorld:
         if self._stopping:
             return
         if self._ready:
-            self._crew.wake(self._ready.popleft())
+            self._threads.wake(self._ready.popleft())
         elif any(status != "has finished" for status in self._status):
             try:
                 self._raise_deadlock()
