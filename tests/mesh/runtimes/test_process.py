@@ -13,7 +13,7 @@ from fshard import P
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.link import GroupLink
 from fshard.mesh.runtimes.process import ProcessWorld
-from fshard.mesh.shared_memory import direct
+from fshard.mesh.shared_memory import large
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.testing.processes import run_processes
@@ -258,8 +258,8 @@ def native_wires():
     mesh = fs.make_mesh({"d": 2})
     world = ProcessWorld.of(mesh)
     out = []
-    for wires in (direct.WIRES, gloo.WIRES, native.WIRES):
-        if wires is not direct.WIRES:
+    for wires in (large.WIRES, gloo.WIRES, native.WIRES):
+        if wires is not large.WIRES:
             world._links[0, 1] = GroupLink(dist.group.WORLD, dist.get_rank(), 2, wires)
 
         def main():

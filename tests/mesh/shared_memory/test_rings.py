@@ -19,10 +19,10 @@ from fshard.testing.processes import Processes, run_processes
 pytestmark = pytest.mark.skipif(neighbours._libc() is None, reason="this system does not read other processes' memory")
 
 
-def ring(woken=lambda: None):
+def ring():
     number = rings.made()
     try:
-        return rings.Putter(number, woken), rings.Taker(number)
+        return rings.Putter(number), rings.Taker(number)
     finally:
         os.close(number)
 
@@ -66,7 +66,7 @@ def test_a_ring_is_a_queue_of_messages_from_which_any_can_be_taken(plan):
         elif what == "take" and inside:
             chosen = list(inside)[number % len(inside)]
             assert taken(taker, chosen) == inside.pop(chosen)
-    assert not taker.look(None) and not taker.filled
+    assert not taker.look(None)
     for chosen, text in [*inside.items(), *waiting]:
         assert taken(taker, chosen) == text
 
@@ -82,14 +82,6 @@ def test_a_full_ring_refuses_and_takes_again_once_there_is_room():
     for key in range(count):
         assert taken(taker, key) == text
     assert not taker.look(count) and put(putter, count, text) and taker.look(count) and taken(taker, count) == text
-
-
-def test_who_sleeps_is_woken_and_who_does_not_is_let_be():
-    woken = []
-    putter, taker = ring(lambda: woken.append(True))
-    put(putter, 0, b"a")
-    taker.words[rings.ASLEEP] = 1
-    assert not woken and put(putter, 1, b"b") and woken
 
 
 # -- the short way --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten
-from fshard.mesh.shared_memory import apart, neighbours
+from fshard.mesh.shared_memory import large, neighbours
 from fshard.testing.processes import run_processes
 
 SHAPES = {"even": (64, 8), "odd": (7, 3), "one": (1,), "empty": (0, 4), "scalar": (), "large": (700, 1001)}
@@ -54,12 +54,12 @@ def test_parameters_are_put_together_in_their_own_memory(two, four, link, kind, 
 
 
 def in_many_parts():
-    neighbours._MOST_SPANS = 2
+    neighbours.MAX_SPANS = 2
     return trained(2, "writes", torch.float32)[:2]
 
 
 def in_small_tables():
-    apart.MANY = 3
+    large.MAX_TENSORS = 3
     return trained(2, "writes", torch.float32)[:2]
 
 
