@@ -3,6 +3,11 @@
 A *wire* is a generator: it starts messages, yields what it waits for, and returns the result. So every algorithm is
 written sequentially, yet can be started now and finished later: see `operations`. Collectives, sends and receives are
 wires.
+
+A sum in several rounds advances only while a thread waits for it. If only the waiter of its handle did so, two
+processes that wait for their handles in different orders would deadlock. So when a process begins another operation,
+whatever is in progress is given to a helper thread of its link, which runs it in the order of starting: that order is
+equal on all processes. The memory of sent messages is freed by a helper too.
 """
 
 from __future__ import annotations
@@ -15,14 +20,16 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from itertools import cycle
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import finalize
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import PURPOSES, Purpose, Wired, describe, named, purpose
-from fshard.mesh.runtimes.helper import Helper
 from fshard.source import Site, call_site
 
 if TYPE_CHECKING:
@@ -83,6 +90,37 @@ def packed(xs: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([x.detach().reshape(-1) for x in xs]).view(torch.uint8)
 
 
+Task = tuple[Callable[[], None], Event, bool]
+"""A function to run, the event of its end, and whether it runs in inference mode."""
+
+
+class Helper:
+    """Runs tasks in order, in a thread that starts with the first and ends with the last reference to the helper."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._started = False
+
+    def submit(self, task: Callable[[], None]) -> Event:
+        """Queue a task that raises nothing; return an event that is set when it has ended."""
+        if not self._started:
+            self._started = True
+            Thread(target=_work, args=(self._tasks,), name="fshard-helper", daemon=True).start()
+            finalize(self, self._tasks.put, None)
+        ended = Event()
+        self._tasks.put((task, ended, torch.is_inference_mode_enabled()))
+        return ended
+
+
+def _work(tasks: SimpleQueue[Task | None]) -> None:
+    while (item := tasks.get()) is not None:
+        task, ended, inference = item
+        with torch.inference_mode(inference):
+            task()
+        del task, item
+        ended.set()
+
+
 class Link(Protocol):
     """The processes of one group."""
 
@@ -137,7 +175,6 @@ class GroupLink:
     )
 
     def begin(self, move: Wired, x: Tensor, call: Call) -> Wire:
-        """Return the wire of a collective on a buffer."""
         return self.wires[move.wire](
             GroupCall(self.pg, self.index, self.n, call.stamp & _STAMP, self._numbers), x, move
         )
@@ -149,7 +186,6 @@ class GroupLink:
         return buffer
 
     def receive(self, make: Callable[[], Tensor], source: int, call: Call) -> Wire:
-        """Receive the next message."""
         into = make()
         yield [self.pg.recv([into.view(torch.uint8)], source, self._tag(source, call))]
         return into
@@ -173,7 +209,7 @@ class GroupLink:
         return self._collectives if call.move.wire in ("reduce", "broadcast") else None
 
     def fail(self, error: BaseException) -> None:
-        """Do nothing: the backend breaks its group itself."""
+        pass  # the backend breaks its group itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,11 +139,11 @@ class Operation:
         helper = self._link.helper(self.call)
         if helper is not None and self._turn.acquire(blocking=False):
             try:
-                self._ended = self._ended or helper.submit(self)
+                self._ended = self._ended or helper.submit(self._run_to_end)
             finally:
                 self._turn.release()
 
-    def run_to_end(self) -> None:
+    def _run_to_end(self) -> None:
         """Run it; an error is raised where it is waited for."""
         with self._turn, suppress(BaseException):
             self._run()

@@ -29,7 +29,7 @@ from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
 from fshard.mesh.collectives import ledger
 from fshard.mesh.collectives.moves import Purpose, describe, named, purpose, uneven
 from fshard.mesh.layout import dtype_name
-from fshard.mesh.runtimes.abstract import Done
+from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
 from fshard.mesh.runtimes.device_threads import DeviceThreads, Stopped
 from fshard.mesh.runtimes.thread_state import (
     ThreadState,
@@ -132,11 +132,10 @@ class VirtualMessage(NamedTuple):
         return f"{what}{self.site.given} sent by {self.sender} at {self.site}"
 
 
-class VirtualWorld:
+class VirtualWorld(OneProcessWorld):
     """The threads of one run and their shared state."""
 
     has_values = True
-    has_fast_paths = False
     _threads: DeviceThreads
 
     def __init__(self, mesh: Mesh) -> None:
@@ -283,15 +282,6 @@ class VirtualWorld:
         )
 
     # -- collectives --------------------------------------------------------------------------------------------
-
-    def fast_path(self, move: Wired, group: Group, x: Tensor) -> None:
-        """Return None: there is nothing to be saved."""
-
-    def part(self, group: Group, error: BaseException) -> None:
-        """Do nothing: the run ends all devices."""
-
-    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> None:
-        """Return None: there is nothing to be saved."""
 
     def current(self) -> VirtualWorld:
         """Return the run that the calling thread is a device of: gradients may be taken in a later run than this."""

@@ -41,7 +41,6 @@ class Direct:
         self._messages: dict[tuple[int, bool], Iterator[int]] = {}
 
     def begin(self, move: Wired, x: Tensor, call: Call) -> Wire:
-        """Return the wire of a collective on a buffer."""
         return self.wires(move, x, call)(self.next_key(), x)
 
     def begin_many(self, move: Wired, xs: Sequence[Tensor], into: Sequence[Tensor], call: Call) -> Wire:
@@ -76,7 +75,6 @@ class Direct:
         return buffer
 
     def receive(self, make: Callable[[], Tensor], source: int, call: Call) -> Wire:
-        """Receive the next message, into a buffer that is made when it has arrived."""
         transfer = self.transfer(next(self.message_keys(source, sent=False)), call)
         yield transfer.needs(source)
         into = make()
@@ -91,17 +89,14 @@ class Direct:
         return keys
 
     def wait(self, needs: Sequence[Need], timeout: timedelta, advance: Callable[[], bool]) -> None:
-        """Wait for messages; advance what else is in progress meanwhile."""
         self.neighbours.wait(needs, advance)
 
     def ready(self, needs: Sequence[Need]) -> bool:
-        """Return True if all messages have arrived."""
         return all(self.neighbours.look(peer, key) for peer, key in needs)
 
     def helper(self, call: Call) -> None:
-        """Return None: every waiter advances all wires."""
+        return None  # every waiter advances all wires
 
     def fail(self, error: BaseException) -> None:
-        """Leave the group: after an error, others must not read memory that may be freed."""
-        for peer in self.peers.values():
+        for peer in self.peers.values():  # after an error, others must not read memory that may be freed
             peer.close(error)
