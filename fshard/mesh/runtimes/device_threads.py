@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from contextvars import Context, copy_context
 
 MAX_IDLE = 4
@@ -154,15 +153,14 @@ class DeviceThreads:
         stop()
         self.end()
         try:
-            with _unraisable_stopped_ignored():
-                while self._living():
-                    for place, thread in enumerate(self._threads):
-                        with self._lock:
-                            if place in self._working and is_busy(place):
-                                _raise_in(thread, Stopped)
-                    until = time.monotonic() + 1.0  # again, in case the first was swallowed by a destructor
-                    while self._living() and time.monotonic() < until:
-                        time.sleep(0.001)
+            while self._living():
+                for place, thread in enumerate(self._threads):
+                    with self._lock:
+                        if place in self._working and is_busy(place):
+                            _raise_in(thread, Stopped)
+                until = time.monotonic() + 1.0  # again, in case the first was swallowed by a destructor
+                while self._living() and time.monotonic() < until:
+                    time.sleep(0.001)
         except KeyboardInterrupt as error:
             names = [thread.name for thread in self._living()]
             error.add_note(f"Still running outside Python: {', '.join(names)}. They end when they are back in Python.")
@@ -209,23 +207,6 @@ def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
     """
     if thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))
-
-
-@contextmanager
-def _unraisable_stopped_ignored() -> Generator[None]:
-    """Ignore a `Stopped` raised where Python cannot unwind: in a destructor or a callback of the garbage collector."""
-    report = sys.unraisablehook
-
-    def report_others(lost: sys.UnraisableHookArgs, /) -> None:
-        if not issubclass(lost.exc_type, Stopped):
-            report(lost)
-
-    sys.unraisablehook = report_others
-    try:
-        yield
-    finally:
-        if sys.unraisablehook is report_others:  # else another hook was installed on top of it
-            sys.unraisablehook = report
 
 
 def _locked() -> threading.Lock:

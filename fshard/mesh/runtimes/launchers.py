@@ -79,13 +79,7 @@ LAUNCHERS = {
         ["OMPI_COMM_WORLD_LOCAL_SIZE"],
         ["OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"],
     ),
-    "MVAPICH": Names(
-        "MV2_COMM_WORLD_RANK",
-        ["MV2_COMM_WORLD_SIZE"],
-        ["MV2_COMM_WORLD_LOCAL_RANK"],
-        ["MV2_COMM_WORLD_LOCAL_SIZE"],
-    ),
-    "MPI": Names(  # hydra: MPICH's and Intel's; Cray's
+    "MPI": Names(  # hydra: MPICH's, MVAPICH's and Intel's; Cray's
         "PMI_RANK",
         ["PMI_SIZE"],
         ["MPI_LOCALRANKID", "PMI_LOCAL_RANK"],

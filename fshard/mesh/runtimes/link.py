@@ -44,25 +44,26 @@ Wire = Generator[Sequence[Any], None, Tensor]
 """Yields what it waits for, in its link's terms."""
 
 
-class Call:
+class CallInfo:
     """A collective, or a message (`move` is None): as a stamp, and as text, which is made only for an error.
 
     Without a site the text has the line that is running.
     """
 
-    __slots__ = ("_stamp", "group", "is_send", "move", "purpose", "site", "xs")
+    __slots__ = ("_dtype", "_shapes", "_stamp", "group", "is_send", "move", "purpose", "site")
 
     def __init__(
         self, move: Wired | None, xs: tuple[Tensor, ...], group: Group, site: Site | None, *, is_send: bool = False
     ) -> None:
-        self.move, self.xs, self.group, self.site, self.is_send = move, xs, group, site, is_send
+        self.move, self.group, self.site, self.is_send = move, group, site, is_send
+        self._dtype, self._shapes = xs[0].dtype, tuple([x.shape for x in xs])
         self.purpose: Purpose = purpose()
         self._stamp: int | None = None
 
     def __str__(self) -> str:
         site = self.site or call_site()
         name = named(describe(self.move) if self.move is not None else "a message", self.purpose)
-        call = f"{name} of {shapes_of(self.xs)}{site.given}"
+        call = f"{name} of {_shapes_text(self._dtype, self._shapes)}{site.given}"
         return f"{call} over {'+'.join(self.group.axes)} (processes {list(self.group.members)}) at {site}"
 
     @property
@@ -70,7 +71,7 @@ class Call:
         """A hash of collective, shapes, dtype and leaves; its last two bits are the purpose of the call."""
         if self._stamp is None:
             leaves = () if self.site is None else self.site.leaves
-            own = _stamp(self.move, self.xs[0].dtype, tuple([x.shape for x in self.xs]), leaves)
+            own = _stamp(self.move, self._dtype, self._shapes, leaves)
             self._stamp = own & ~3 | PURPOSES.index(self.purpose)
         return self._stamp
 
@@ -81,8 +82,12 @@ def _stamp(move: Wired | None, dtype: torch.dtype, shapes: tuple[torch.Size, ...
 
 
 def shapes_of(xs: tuple[Tensor, ...]) -> str:
-    """Return dtypes and shapes as text."""
-    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in xs)
+    """Return the shapes of tensors of one dtype as text."""
+    return _shapes_text(xs[0].dtype, [x.shape for x in xs])
+
+
+def _shapes_text(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape in shapes)
 
 
 def packed(xs: tuple[Tensor, ...]) -> Tensor:
@@ -129,15 +134,15 @@ class Link(Protocol):
         """The lock to hold while a wire takes a step."""
         ...
 
-    def begin(self, move: Wired, x: Tensor, call: Call) -> Wire:
+    def begin(self, move: Wired, x: Tensor, call: CallInfo) -> Wire:
         """Return the wire of a collective on a buffer."""
         ...
 
-    def send(self, xs: tuple[Tensor, ...], to: int, call: Call) -> Wire:
+    def send(self, xs: tuple[Tensor, ...], to: int, call: CallInfo) -> Wire:
         """Return the wire that sends tensors to the process at an index. After its first step they may change."""
         ...
 
-    def receive(self, make: Callable[[], Tensor], source: int, call: Call) -> Wire:
+    def receive(self, make: Callable[[], Tensor], source: int, call: CallInfo) -> Wire:
         """Return the wire that receives the next message of the process at an index, into a new buffer."""
         ...
 
@@ -149,7 +154,7 @@ class Link(Protocol):
         """Return True if what a wire has yielded is complete; False also if that is unknown without waiting."""
         ...
 
-    def helper(self, call: Call) -> Helper | None:
+    def helper(self, call: CallInfo) -> Helper | None:
         """Return the helper thread that advances an operation while nothing waits for it, if it needs one."""
         ...
 
@@ -174,23 +179,23 @@ class GroupLink:
         default_factory=lambda: defaultdict(lambda: cycle(range(MESSAGE_TAG // (_STAMP + 1)))), compare=False
     )
 
-    def begin(self, move: Wired, x: Tensor, call: Call) -> Wire:
+    def begin(self, move: Wired, x: Tensor, call: CallInfo) -> Wire:
         return self.wires[move.wire](
             GroupCall(self.pg, self.index, self.n, call.stamp & _STAMP, self._numbers), x, move
         )
 
-    def send(self, xs: tuple[Tensor, ...], to: int, call: Call) -> Wire:
+    def send(self, xs: tuple[Tensor, ...], to: int, call: CallInfo) -> Wire:
         """Send one buffer of bytes; the tag of a message has its number between the two processes and its hash."""
         buffer = packed(xs)
         yield [self.pg.send([buffer], to, self._tag(to, call))]
         return buffer
 
-    def receive(self, make: Callable[[], Tensor], source: int, call: Call) -> Wire:
+    def receive(self, make: Callable[[], Tensor], source: int, call: CallInfo) -> Wire:
         into = make()
         yield [self.pg.recv([into.view(torch.uint8)], source, self._tag(source, call))]
         return into
 
-    def _tag(self, peer: int, call: Call) -> int:
+    def _tag(self, peer: int, call: CallInfo) -> int:
         return MESSAGE_TAG + next(self._messages[peer, call.is_send]) * (_STAMP + 1) + (call.stamp & _STAMP)
 
     def wait(self, needs: Sequence[Any], timeout: timedelta, advance: Callable[[], bool]) -> None:
@@ -202,7 +207,7 @@ class GroupLink:
         """Return True if the operations have completed; those of gloo report it only when they are waited for."""
         return all(work.is_completed() for work in needs)
 
-    def helper(self, call: Call) -> Helper | None:
+    def helper(self, call: CallInfo) -> Helper | None:
         """Return the helper for sends, or for collectives of several rounds. Neither waits for the other."""
         if call.move is None:
             return self._sends if call.is_send else None

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
-from fshard.mesh.runtimes.link import Call, Link, Wire
+from fshard.mesh.runtimes.link import CallInfo, Link, Wire
 
 LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
 """Error texts of backends for a lost peer."""
@@ -37,7 +37,7 @@ class Operations:
         self,
         link: Link,
         wire: Wire,
-        call: Call,
+        call: CallInfo,
         unpack: Callable[[Tensor], Tensors] = lambda x: (x,),
         verify: Callable[[], None] | None = None,
     ) -> Operation:
@@ -70,7 +70,7 @@ class Operations:
                 with suppress(RuntimeError, FshardError):
                     operation.wait()
 
-    def fail(self, error: BaseException, link: Link, call: Call) -> NoReturn:
+    def fail(self, error: BaseException, link: Link, call: CallInfo) -> NoReturn:
         """Leave a group, and raise with a description of the call: a time-out or a lost peer is an error of its own."""
         link.fail(error)
         if not isinstance(error, RuntimeError) or isinstance(error, FshardError):
@@ -98,7 +98,7 @@ class Operation:
         operations: Operations,
         link: Link,
         wire: Wire,
-        call: Call,
+        call: CallInfo,
         unpack: Callable[[Tensor], Tensors],
         verify: Callable[[], None] | None,
     ) -> None:

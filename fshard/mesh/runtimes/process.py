@@ -28,7 +28,7 @@ from fshard.mesh.collectives.moves import describe, named, purpose, uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.launchers import meet_all
-from fshard.mesh.runtimes.link import Call, GroupLink, Link, shapes_of
+from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, shapes_of
 from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.runtimes.watch import Watch, watching
 from fshard.mesh.shared_memory import large
@@ -69,7 +69,7 @@ class ProcessWorld:
         self._operations = Operations(timeout)
         self._links: dict[tuple[int, ...], Link] = {}
         self._hosts: dict[tuple[int, ...], Link] = {}
-        self._to_itself: dict[tuple[int, ...], deque[tuple[Call, tuple[Tensor, ...]]]] = defaultdict(deque)
+        self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch: Watch | None = None
         if watching():
             self._watch = Watch(self.rank, timeout, self._neighbours.has_gone, self._operations.advance)
@@ -104,7 +104,7 @@ class ProcessWorld:
         n = group.size
         if n == 1:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))
-        call, verify = Call(move, xs, group, site), self._verification(move, xs, group, site)
+        call, verify = CallInfo(move, xs, group, site), self._verification(move, xs, group, site)
         if into is not None or (len(xs) > 1 and large.suits(move, xs)):
             link = self.link(group)
             if isinstance(link, Direct) and xs[0].is_cpu and len(xs) <= large.MAX_TENSORS:
@@ -141,7 +141,7 @@ class ProcessWorld:
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
         """Send tensors as one buffer, which is kept alive until it is sent."""
-        call = Call(None, xs, group, site, is_send=True)
+        call = CallInfo(None, xs, group, site, is_send=True)
         if self._watch is not None:
             self._watch.sent(group, to, named(shapes_of(xs), call.purpose) + site.given, site)
         if to == group.index:
@@ -154,7 +154,7 @@ class ProcessWorld:
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
         """Start receiving tensors like these, as one buffer."""
-        call, verify = Call(None, likes, group, site), None
+        call, verify = CallInfo(None, likes, group, site), None
         if self._watch is not None:
             expected = named(shapes_of(likes), call.purpose) + site.given
             verify = partial(self._watch.expect, group, source, expected, site)
@@ -167,7 +167,7 @@ class ProcessWorld:
         link = self.link(group)
         return self._operations.start(link, link.receive(make, source, call), call, partial(_split, likes), verify)
 
-    def _from_itself(self, call: Call) -> tuple[Tensor, ...]:
+    def _from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
         if not sent:
             raise DeadlockError(f"process {self.rank} waits for {call} from itself, but has sent none.")

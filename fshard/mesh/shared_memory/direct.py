@@ -14,12 +14,12 @@ from itertools import cycle
 from torch import Tensor
 
 from fshard.mesh.collectives.moves import Wired, is_plain
-from fshard.mesh.runtimes.link import Call, Wire, packed
+from fshard.mesh.runtimes.link import CallInfo, Wire, packed
 from fshard.mesh.shared_memory import large
 from fshard.mesh.shared_memory.neighbours import Need, Neighbours
 from fshard.mesh.shared_memory.rings import SIZE
 from fshard.mesh.shared_memory.small import SmallCollective, is_small
-from fshard.mesh.shared_memory.transfer import MESSAGE, Transfer
+from fshard.mesh.shared_memory.transfer import MESSAGE, PeerTransfer
 
 INLINE_MESSAGE = SIZE // 8
 """Bytes up to which a message of `send` is put into the ring, if at least half of the ring is free.
@@ -40,29 +40,29 @@ class Direct:
         self._calls = cycle(range(1 << 28))
         self._messages: dict[tuple[int, bool], Iterator[int]] = {}
 
-    def begin(self, move: Wired, x: Tensor, call: Call) -> Wire:
+    def begin(self, move: Wired, x: Tensor, call: CallInfo) -> Wire:
         return self.wires(move, x, call)(self.next_key(), x)
 
-    def begin_many(self, move: Wired, xs: Sequence[Tensor], into: Sequence[Tensor], call: Call) -> Wire:
+    def begin_many(self, move: Wired, xs: Sequence[Tensor], into: Sequence[Tensor], call: CallInfo) -> Wire:
         """Return the wire of a collective that suits tensors in their own memory; its results are written to `into`."""
         return large.start_many(self.transfer(self.next_key(), call), move, xs, into)
 
-    def wires(self, move: Wired, x: Tensor, call: Call) -> Callable[[int, Tensor], Wire]:
+    def wires(self, move: Wired, x: Tensor, call: CallInfo) -> Callable[[int, Tensor], Wire]:
         """Return the function that makes wires for a move on buffers like this one, given the key of the call."""
         if is_small(move, x, self.n):
             return SmallCollective(move, x, self.index, self.neighbours, self.peers, call).wire
         wire = large.WIRES[move.wire]
         return lambda key, x: wire(self.transfer(key, call), x, move)
 
-    def transfer(self, key: int, call: Call) -> Transfer:
+    def transfer(self, key: int, call: CallInfo) -> PeerTransfer:
         """Return the steps of one call."""
-        return Transfer(self.neighbours, self.peers, self.index, self._others, key, call)
+        return PeerTransfer(self.neighbours, self.peers, self.index, self._others, key, call)
 
     def next_key(self) -> int:
         """Return the key of the next collective's messages."""
         return self._group | next(self._calls) << 3
 
-    def send(self, xs: tuple[Tensor, ...], to: int, call: Call) -> Wire:
+    def send(self, xs: tuple[Tensor, ...], to: int, call: CallInfo) -> Wire:
         """Send a message: short ones inline, long ones as a copy that the receiver reads when it gets there."""
         transfer = self.transfer(next(self.message_keys(to, sent=True)), call)
         is_short = sum([x.nbytes for x in xs]) <= INLINE_MESSAGE and self.peers[to].outgoing.roomy
@@ -74,7 +74,7 @@ class Direct:
             yield from transfer.settled([to])
         return buffer
 
-    def receive(self, make: Callable[[], Tensor], source: int, call: Call) -> Wire:
+    def receive(self, make: Callable[[], Tensor], source: int, call: CallInfo) -> Wire:
         transfer = self.transfer(next(self.message_keys(source, sent=False)), call)
         yield transfer.needs(source)
         into = make()
@@ -94,7 +94,7 @@ class Direct:
     def ready(self, needs: Sequence[Need]) -> bool:
         return all(self.neighbours.look(peer, key) for peer, key in needs)
 
-    def helper(self, call: Call) -> None:
+    def helper(self, call: CallInfo) -> None:
         return None  # every waiter advances all wires
 
     def fail(self, error: BaseException) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.collectives.moves import Wired, is_plain
-from fshard.mesh.runtimes.link import Call, Wire
+from fshard.mesh.runtimes.link import CallInfo, Wire
 from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.shared_memory.direct import INLINE_MESSAGE, Direct
 from fshard.mesh.shared_memory.rings import INSIDE
@@ -33,7 +33,7 @@ class FastPath:
     def __init__(self, move: Wired, group: Group, x: Tensor, link: Direct, operations: Operations) -> None:
         like = x.to("meta")
         self._move, self._link, self._operations = move, link, operations
-        self._call = Call(move, (like,), group, None)
+        self._call = CallInfo(move, (like,), group, None)
         self._wires = link.wires(move, move.pack(like, link.n), self._call)
 
     def run(self, x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class MessageLane:
         self, like: Tensor, group: Group, place: int, site: Site, link: Direct, operations: Operations
     ) -> None:
         self._place, self._link, self._operations = place, link, operations
-        self._call, self._short = Call(None, (like,), group, site), like.nbytes <= INLINE_MESSAGE
+        self._call, self._short = CallInfo(None, (like,), group, site), like.nbytes <= INLINE_MESSAGE
         self._peer, self._keys = link.peers[place], link.message_keys(place, sent=True)
         self._make = partial(torch.empty_like, like, memory_format=torch.contiguous_format)
 
@@ -75,7 +75,7 @@ class MessageLane:
         return _run(wire, self._link, self._operations, self._call)
 
 
-def _run(wire: Wire, link: Direct, operations: Operations, call: Call) -> Tensor:
+def _run(wire: Wire, link: Direct, operations: Operations, call: CallInfo) -> Tensor:
     """Run a wire to its end, now."""
     if operations.in_progress:
         operations.hand_over()

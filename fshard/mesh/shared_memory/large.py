@@ -31,7 +31,7 @@ from fshard.mesh.layout.arithmetic import Combine, combined, flat_range
 from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.link import Wire
 from fshard.mesh.shared_memory.neighbours import INLINE, Numbers, empty
-from fshard.mesh.shared_memory.transfer import Transfer
+from fshard.mesh.shared_memory.transfer import PeerTransfer
 
 MAX_TENSORS = 4096
 """Tensors up to which a table of addresses is short enough to be sent inline."""
@@ -68,7 +68,7 @@ def empty_results(move: Wired, xs: Tensors, n: int) -> tuple[Tensor, ...]:
     return tuple([empty(x.shape, x.dtype) for x in xs])
 
 
-def start_many(transfer: Transfer, move: Wired, xs: Tensors, into: Tensors) -> Wire:
+def start_many(transfer: PeerTransfer, move: Wired, xs: Tensors, into: Tensors) -> Wire:
     """Return the wire of a move that suits; its results are written to `into`."""
     results = [x.view(-1) for x in into]
     if move.wire == "gather":
@@ -77,7 +77,7 @@ def start_many(transfer: Transfer, move: Wired, xs: Tensors, into: Tensors) -> W
     return sums(transfer, [x.view(-1) for x in xs], results, combining(move))
 
 
-def gather(transfer: Transfer, xs: Tensors, into: Tensors) -> Wire:
+def gather(transfer: PeerTransfer, xs: Tensors, into: Tensors) -> Wire:
     """All-gather each tensor from its flat shards. (elements,) each -> (n * elements,) each"""
     table = _publish(transfer, xs)
     here, ends = _addresses_of(into), _boundaries(tuple([len(x) for x in into]), into[0].element_size(), transfer.n)
@@ -91,7 +91,7 @@ def gather(transfer: Transfer, xs: Tensors, into: Tensors) -> Wire:
     return into[0]
 
 
-def scatter(transfer: Transfer, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
+def scatter(transfer: PeerTransfer, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
     """Reduce-scatter each tensor. (n * elements,) each -> (elements,) each"""
     _publish(transfer, xs)
     yield transfer.needs(*transfer.others)
@@ -103,7 +103,7 @@ def scatter(transfer: Transfer, xs: Tensors, into: Tensors, combine: Combine) ->
     return into[0]
 
 
-def reduce(transfer: Transfer, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
+def reduce(transfer: PeerTransfer, xs: Tensors, into: Tensors, combine: Combine) -> Wire:
     """All-reduce each tensor (sum or extreme). (elements,) each -> (elements,) each"""
     n, index = transfer.n, transfer.index
     _publish(transfer, xs)
@@ -123,7 +123,7 @@ def reduce(transfer: Transfer, xs: Tensors, into: Tensors, combine: Combine) -> 
     return into[0]
 
 
-def _publish(transfer: Transfer, xs: Tensors, part: int = 0) -> Numbers:
+def _publish(transfer: PeerTransfer, xs: Tensors, part: int = 0) -> Numbers:
     """Publish the addresses of tensors to all others, and return them."""
     table = _addresses_of(xs)
     for other in transfer.others:
@@ -135,7 +135,7 @@ def _addresses_of(xs: Tensors) -> Numbers:
     return np.array([x.data_ptr() for x in xs], dtype=np.int64)
 
 
-def _published(transfer: Transfer, other: int, count: int, part: int = 0) -> Numbers:
+def _published(transfer: PeerTransfer, other: int, count: int, part: int = 0) -> Numbers:
     """Return the addresses that a process has published."""
     table = np.empty(count, dtype=np.int64)
     transfer.get(other, table.ctypes.data, table.nbytes, part)
@@ -157,7 +157,7 @@ def _boundaries(lengths: tuple[int, ...], item: int, n: int) -> Numbers:
     return np.array([*begins, [length * item for length in lengths]], dtype=np.int64)
 
 
-def _fetch(transfer: Transfer, other: int, addresses: Numbers, here: Numbers, ends: Numbers) -> None:
+def _fetch(transfer: PeerTransfer, other: int, addresses: Numbers, here: Numbers, ends: Numbers) -> None:
     """Copy a process's shards, at these addresses, into the local full tensors, and confirm it."""
     transfer.peers[other].read_all(here + ends[other], addresses, ends[other + 1] - ends[other])
     transfer.confirm(other)
@@ -203,7 +203,7 @@ def _chunk_plan(lengths: tuple[int, ...], item: int) -> ChunkPlan:
     return ChunkPlan(spans, chunks, np.array(rows, dtype=np.int64).reshape(-1, 4).T.copy(), min(most, sum(lengths)))
 
 
-def _sum(transfer: Transfer, own: Tensors, begins: Numbers, into: Tensors, combine: Combine) -> None:
+def _sum(transfer: PeerTransfer, own: Tensors, begins: Numbers, into: Tensors, combine: Combine) -> None:
     """Sum ranges of all processes' tensors: the local ones are `own`, the others begin at these bytes."""
     spans, chunks, table, longest = _chunk_plan(tuple([len(x) for x in own]), own[0].element_size())
     numbers, offsets, places, sizes = table
@@ -227,20 +227,20 @@ def _sum(transfer: Transfer, own: Tensors, begins: Numbers, into: Tensors, combi
 # -- one tensor -----------------------------------------------------------------------------------------------------
 
 
-def _reduce_one(transfer: Transfer, x: Tensor, move: Wired) -> Wire:
+def _reduce_one(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
     return reduce(transfer, [x], [empty((len(x),), x.dtype)], combining(move))
 
 
-def _scatter_one(transfer: Transfer, rows: Tensor, move: Wired) -> Wire:
+def _scatter_one(transfer: PeerTransfer, rows: Tensor, move: Wired) -> Wire:
     return scatter(transfer, [rows.view(-1)], [empty((rows.shape[1],), rows.dtype)], combining(move))
 
 
-def _gather_one(transfer: Transfer, x: Tensor, move: Wired) -> Wire:
+def _gather_one(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
     result = yield from gather(transfer, [x], [empty((transfer.n * len(x),), x.dtype)])
     return result.view(transfer.n, -1)
 
 
-def _exchange(transfer: Transfer, rows: Tensor, move: Wired) -> Wire:
+def _exchange(transfer: PeerTransfer, rows: Tensor, move: Wired) -> Wire:
     """All-to-all: row i is sent to process i. (n, elements) -> (n, elements)"""
     size, result = rows.nbytes // transfer.n, empty((*rows.shape,), rows.dtype)
     for other in transfer.others:
@@ -253,7 +253,7 @@ def _exchange(transfer: Transfer, rows: Tensor, move: Wired) -> Wire:
     return result
 
 
-def _permute(transfer: Transfer, x: Tensor, move: Wired) -> Wire:
+def _permute(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): along the pairs of the move, zeros where none ends."""
     assert isinstance(move, Permute)
     here = transfer.index
@@ -271,7 +271,7 @@ def _permute(transfer: Transfer, x: Tensor, move: Wired) -> Wire:
     return result
 
 
-def _broadcast(transfer: Transfer, x: Tensor, move: Wired) -> Wire:
+def _broadcast(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
     """Broadcast. (elements,) -> (elements,)"""
     assert isinstance(move, Broadcast)
     result = empty((len(x),), x.dtype)
@@ -286,7 +286,7 @@ def _broadcast(transfer: Transfer, x: Tensor, move: Wired) -> Wire:
     return result
 
 
-def _parts(transfer: Transfer, x: Tensor, move: Wired) -> Wire:
+def _parts(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
     """Exchange of unequal parts. (elements,) -> (elements,)"""
     assert isinstance(move, Parts)
     outgoing = move.parcels(x, transfer.index)
@@ -302,7 +302,7 @@ def _parts(transfer: Transfer, x: Tensor, move: Wired) -> Wire:
     return result
 
 
-WIRES: dict[str, Callable[[Transfer, Tensor, Wired], Wire]] = {
+WIRES: dict[str, Callable[[PeerTransfer, Tensor, Wired], Wire]] = {
     "reduce": _reduce_one,
     "scatter": _scatter_one,
     "gather": _gather_one,

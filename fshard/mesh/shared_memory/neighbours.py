@@ -47,7 +47,7 @@ from torch import Tensor
 
 from fshard.errors import MismatchError
 from fshard.mesh.collectives.moves import PURPOSES, uneven
-from fshard.mesh.runtimes.link import Call
+from fshard.mesh.runtimes.link import CallInfo
 from fshard.mesh.shared_memory import rings
 from fshard.mesh.shared_memory.rings import Putter, Taker
 
@@ -153,7 +153,7 @@ class Neighbour:
         return RuntimeError(f"Connection closed by process {self.rank}")
 
 
-def mismatch(call: Call, peer: Neighbour, stamp: int) -> MismatchError:
+def mismatch(call: CallInfo, peer: Neighbour, stamp: int) -> MismatchError:
     """Return the error for a neighbour in another call."""
     mine, others = PURPOSES[call.stamp & 3], PURPOSES[stamp & 3]
     return MismatchError(

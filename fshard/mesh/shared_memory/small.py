@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fshard.mesh.collectives.moves import Broadcast, Permute, Wired, combining
 from fshard.mesh.layout.arithmetic import Combine, combined
-from fshard.mesh.runtimes.link import Call, Wire
+from fshard.mesh.runtimes.link import CallInfo, Wire
 from fshard.mesh.shared_memory.neighbours import INLINE, Need, Neighbour, Neighbours, mismatch
 from fshard.mesh.shared_memory.rings import INSIDE
 
@@ -82,7 +82,7 @@ class SmallCollective:
     )
 
     def __init__(
-        self, move: Wired, x: Tensor, index: int, neighbours: Neighbours, peers: Mapping[int, Neighbour], call: Call
+        self, move: Wired, x: Tensor, index: int, neighbours: Neighbours, peers: Mapping[int, Neighbour], call: CallInfo
     ) -> None:
         n = len(peers) + 1
         plan, size = _plan(move, index, n), _row_bytes(move, x, n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Generator, Mapping, Sequence
 
-from fshard.mesh.runtimes.link import Call
+from fshard.mesh.runtimes.link import CallInfo
 from fshard.mesh.shared_memory.neighbours import INLINE, Need, Neighbour, Neighbours, mismatch
 from fshard.mesh.shared_memory.rings import INSIDE, READ, Message
 
@@ -13,7 +13,7 @@ MESSAGE, ANSWER = 4, 3
 """Last bits of a key: a bit that distinguishes messages from collectives, and the value that confirms a read."""
 
 
-class Transfer:
+class PeerTransfer:
     """The tensors that the process at `index` of `n` offers to its peers and gets from them.
 
     The key of a ring's message is the group, the number of the call, its kind (collective or message) and its part.
@@ -28,7 +28,7 @@ class Transfer:
         index: int,
         others: Sequence[int],
         key: int,
-        call: Call,
+        call: CallInfo,
     ) -> None:
         self.neighbours, self.peers, self.index, self.others = neighbours, peers, index, others
         self.n, self.key, self.call = len(others) + 1, key, call

@@ -54,10 +54,6 @@ INTEL = {
     "MPI_LOCALRANKID": "1",
     "MPI_LOCALNRANKS": "2",
 }
-MVAPICH = {
-    "MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "0",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
-}  # fmt: skip
 
 DERIVED = 0
 """A port that follows from the job."""
@@ -101,7 +97,6 @@ KNOWN = {
     "Intel, told where": (
         {**INTEL, "MASTER_ADDR": "gpu7"}, ProcessInfo(3, 4, 1, "gpu7", DERIVED, "MPI"),
     ),
-    "MVAPICH": (MVAPICH, ProcessInfo(0, 2, 0, "127.0.0.1", DERIVED, "MVAPICH")),
 }  # fmt: skip
 
 
@@ -234,8 +229,6 @@ WORLDS = {
     "Open MPI": {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{}",
                  "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1"},
     "MPI": {"PMI_RANK": "{}", "PMI_SIZE": "2", "MPI_LOCALRANKID": "{}", "MPI_LOCALNRANKS": "2"},
-    "MVAPICH": {"MV2_COMM_WORLD_RANK": "{}", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "{}",
-                "MV2_COMM_WORLD_LOCAL_SIZE": "2"},
 }  # fmt: skip
 
 
