@@ -61,6 +61,8 @@ class Operations:
 
     def advance(self, but: Operation | None = None) -> bool:
         """Step the operations that can; return True if one has stepped."""
+        if not self.in_progress:
+            return False
         return sum(operation.try_step() for operation in [*self.in_progress] if operation is not but) > 0
 
     def finish_sends(self) -> None:

@@ -18,11 +18,12 @@ Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +31,7 @@ from fshard.mesh.collectives.moves import AllGather, Broadcast, Permute, PsumSca
 from fshard.mesh.layout.arithmetic import Combine, combined, flat_range
 from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.link import Wire
-from fshard.mesh.shared_memory.neighbours import INLINE, Numbers, empty
+from fshard.mesh.shared_memory.neighbours import INLINE, empty
 from fshard.mesh.shared_memory.transfer import PeerTransfer
 
 MAX_TENSORS = 4096
@@ -79,11 +80,12 @@ def start_many(transfer: PeerTransfer, move: Wired, xs: Tensors, into: Tensors) 
 
 def gather(transfer: PeerTransfer, xs: Tensors, into: Tensors) -> Wire:
     """All-gather each tensor from its flat shards. (elements,) each -> (n * elements,) each"""
-    table = _publish(transfer, xs)
-    here, ends = _addresses_of(into), _boundaries(tuple([len(x) for x in into]), into[0].element_size(), transfer.n)
-    for number in np.flatnonzero(table != here + ends[transfer.index]).tolist():
-        own = _shard(into[number], transfer.n, transfer.index)
-        own.copy_(xs[number][: len(own)])
+    n, index = transfer.n, transfer.index
+    own, here = _publish(transfer, xs), [x.data_ptr() for x in into]
+    ends = _boundaries(tuple([len(x) for x in into]), into[0].element_size(), n)
+    for address, full, begin, end in zip(own, here, ends[index], ends[index + 1], strict=True):
+        if address != full + begin:
+            ctypes.memmove(full + begin, address, end - begin)
     yield transfer.needs(*transfer.others)
     for other in transfer.others:
         _fetch(transfer, other, _published(transfer, other, len(xs)), here, ends)
@@ -109,8 +111,8 @@ def reduce(transfer: PeerTransfer, xs: Tensors, into: Tensors, combine: Combine)
     _publish(transfer, xs)
     yield transfer.needs(*transfer.others)
     ends = _boundaries(tuple([len(x) for x in xs]), xs[0].element_size(), n)
-    if int(ends[n].sum()) * (n - 1) <= ONE_ROUND:
-        _sum(transfer, xs, ends[0], into, combine)
+    if sum(ends[n]) * (n - 1) <= ONE_ROUND:
+        _sum(transfer, xs, ends[0], into, combine, ONE_ROUND)
         for other in transfer.others:
             transfer.confirm(other)
     else:
@@ -118,28 +120,29 @@ def reduce(transfer: PeerTransfer, xs: Tensors, into: Tensors, combine: Combine)
         here = _publish(transfer, into, part=1)
         yield transfer.needs(*transfer.others, part=1)
         for other in transfer.others:
-            _fetch(transfer, other, _published(transfer, other, len(xs), part=1) + ends[other], here, ends)
+            theirs = _published(transfer, other, len(xs), part=1)
+            _fetch(transfer, other, _added(theirs, ends[other]), here, ends)
     yield from transfer.settled(transfer.others)
     return into[0]
 
 
-def _publish(transfer: PeerTransfer, xs: Tensors, part: int = 0) -> Numbers:
+def _publish(transfer: PeerTransfer, xs: Tensors, part: int = 0) -> Sequence[int]:
     """Publish the addresses of tensors to all others, and return them."""
-    table = _addresses_of(xs)
+    table = array("q", [x.data_ptr() for x in xs])
     for other in transfer.others:
-        transfer.offer(other, table.ctypes.data, table.nbytes, part)
+        transfer.offer(other, table.buffer_info()[0], 8 * len(table), part)
     return table
 
 
-def _addresses_of(xs: Tensors) -> Numbers:
-    return np.array([x.data_ptr() for x in xs], dtype=np.int64)
-
-
-def _published(transfer: PeerTransfer, other: int, count: int, part: int = 0) -> Numbers:
+def _published(transfer: PeerTransfer, other: int, count: int, part: int = 0) -> Sequence[int]:
     """Return the addresses that a process has published."""
-    table = np.empty(count, dtype=np.int64)
-    transfer.get(other, table.ctypes.data, table.nbytes, part)
+    table = array("q", bytes(8 * count))
+    transfer.get(other, table.buffer_info()[0], 8 * count, part)
     return table
+
+
+def _added(addresses: Sequence[int], offsets: Sequence[int]) -> list[int]:
+    return [address + offset for address, offset in zip(addresses, offsets, strict=True)]
 
 
 def _shard(full: Tensor, n: int, index: int) -> Tensor:
@@ -147,19 +150,22 @@ def _shard(full: Tensor, n: int, index: int) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _boundaries(lengths: tuple[int, ...], item: int, n: int) -> Numbers:
+def _boundaries(lengths: tuple[int, ...], item: int, n: int) -> list[list[int]]:
     """Return where each process's shards begin in tensors of these lengths, and at last where the tensors end; in bytes.
 
-    >>> _boundaries((5, 1), 4, 2).tolist()
+    >>> _boundaries((5, 1), 4, 2)
     [[0, 0], [12, 4], [20, 4]]
     """
     begins = [[flat_range(length, n, index)[0] * item for length in lengths] for index in range(n)]
-    return np.array([*begins, [length * item for length in lengths]], dtype=np.int64)
+    return [*begins, [length * item for length in lengths]]
 
 
-def _fetch(transfer: PeerTransfer, other: int, addresses: Numbers, here: Numbers, ends: Numbers) -> None:
+def _fetch(
+    transfer: PeerTransfer, other: int, addresses: Sequence[int], here: Sequence[int], ends: list[list[int]]
+) -> None:
     """Copy a process's shards, at these addresses, into the local full tensors, and confirm it."""
-    transfer.peers[other].read_all(here + ends[other], addresses, ends[other + 1] - ends[other])
+    sizes = [end - begin for begin, end in zip(ends[other], ends[other + 1], strict=True)]
+    transfer.peers[other].read_all(_added(here, ends[other]), addresses, sizes)
     transfer.confirm(other)
 
 
@@ -169,24 +175,24 @@ class ChunkPlan(NamedTuple):
     Args:
         spans: (index of the shard, begin, end, offset in the chunk), in elements.
         chunks: (first span, one past the last).
-        table: of all spans: index of the shard; begin, offset and size in bytes.
+        reads: (index of the shard, begin, offset in the chunk, size) of all spans, in bytes.
         longest: the elements of the longest chunk.
     """
 
     spans: list[tuple[int, int, int, int]]
     chunks: list[tuple[int, int]]
-    table: Numbers
+    reads: list[tuple[int, int, int, int]]
     longest: int
 
 
 @lru_cache(maxsize=1024)
-def _chunk_plan(lengths: tuple[int, ...], item: int) -> ChunkPlan:
+def _chunk_plan(lengths: tuple[int, ...], item: int, limit: int = CHUNK) -> ChunkPlan:
     """Return the chunks for shards of these lengths.
 
     >>> _chunk_plan((3, 0, 70000), 4)[:2]
     ([(0, 0, 3, 0), (2, 0, 65533, 3), (2, 65533, 70000, 0)], [(0, 2), (2, 3)])
     """
-    most = CHUNK // item
+    most = limit // item
     spans, chunks, first, place = list[tuple[int, int, int, int]](), list[tuple[int, int]](), 0, 0
     for number, length in enumerate(lengths):
         begin = 0
@@ -200,21 +206,23 @@ def _chunk_plan(lengths: tuple[int, ...], item: int) -> ChunkPlan:
     if place:
         chunks.append((first, len(spans)))
     rows = [(number, begin * item, place * item, (end - begin) * item) for number, begin, end, place in spans]
-    return ChunkPlan(spans, chunks, np.array(rows, dtype=np.int64).reshape(-1, 4).T.copy(), min(most, sum(lengths)))
+    return ChunkPlan(spans, chunks, rows, min(most, sum(lengths)))
 
 
-def _sum(transfer: PeerTransfer, own: Tensors, begins: Numbers, into: Tensors, combine: Combine) -> None:
+def _sum(
+    transfer: PeerTransfer, own: Tensors, begins: Sequence[int], into: Tensors, combine: Combine, limit: int = CHUNK
+) -> None:
     """Sum ranges of all processes' tensors: the local ones are `own`, the others begin at these bytes."""
-    spans, chunks, table, longest = _chunk_plan(tuple([len(x) for x in own]), own[0].element_size())
-    numbers, offsets, places, sizes = table
+    spans, chunks, reads, longest = _chunk_plan(tuple([len(x) for x in own]), own[0].element_size(), limit)
     scratch = torch.empty((transfer.n, longest), dtype=own[0].dtype)
-    reads = dict[int, tuple[Numbers, Numbers]]()
-    for other in transfer.others:
-        there = _published(transfer, other, len(own)) + begins
-        reads[other] = places + scratch[other].data_ptr(), there[numbers] + offsets
+    theirs = {other: _added(_published(transfer, other, len(own)), begins) for other in transfer.others}
+    rows = {other: scratch[other].data_ptr() for other in transfer.others}
     for first, end in chunks:
-        for other, (here, there) in reads.items():
-            transfer.peers[other].read_all(here[first:end], there[first:end], sizes[first:end])
+        some = reads[first:end]
+        for other, addresses in theirs.items():
+            here = [rows[other] + place for _, _, place, _ in some]
+            there = [addresses[number] + begin for number, begin, _, _ in some]
+            transfer.peers[other].read_all(here, there, [size for _, _, _, size in some])
         for number, start, stop, place in spans[first:end]:
             kept = own[number][start:stop]
             summands = [
@@ -245,7 +253,7 @@ def _exchange(transfer: PeerTransfer, rows: Tensor, move: Wired) -> Wire:
     size, result = rows.nbytes // transfer.n, empty((*rows.shape,), rows.dtype)
     for other in transfer.others:
         transfer.offer(other, rows.data_ptr() + other * size, size)
-    result[transfer.index] = rows[transfer.index]
+    ctypes.memmove(result.data_ptr() + transfer.index * size, rows.data_ptr() + transfer.index * size, size)
     yield transfer.needs(*transfer.others)
     for other in transfer.others:
         transfer.get(other, result.data_ptr() + other * size, size)

@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 import zlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -39,8 +40,6 @@ from threading import RLock
 from typing import Any, NoReturn, cast
 from weakref import ref
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -59,8 +58,6 @@ MAX_PAUSE = 0.0005
 """Maximal seconds to sleep between two checks."""
 MAX_SPANS = 1024
 """Spans of memory that the system reads in one call."""
-Numbers = npt.NDArray[np.int64]
-"""Addresses or sizes."""
 
 
 class _Span(ctypes.Structure):
@@ -107,18 +104,19 @@ class Neighbour:
         if self.incoming.closed:
             raise self.lost()
 
-    def read_all(self, here: Numbers, there: Numbers, sizes: Numbers) -> None:
+    def read_all(self, here: Sequence[int], there: Sequence[int], sizes: Sequence[int]) -> None:
         """Copy many spans of memory of the other process, from the addresses `there` to `here`."""
-        for begin in range(0, len(sizes), MAX_SPANS):
-            some = slice(begin, begin + MAX_SPANS)
-            ours, theirs = np.stack([here[some], sizes[some]], 1), np.stack([there[some], sizes[some]], 1)
-            count = len(ours)
-            got = -1
-            if count > 1:
-                got = self._libc.process_vm_readv(self.pid, ours.ctypes.data, count, theirs.ctypes.data, count, 0)
-            if got != sizes[some].sum():  # one span, or too much for one call
-                for (into, size), (address, _) in zip(ours.tolist(), theirs.tolist(), strict=True):
+        spans = list(zip(here, there, sizes, strict=True))
+        while len(spans) > 1:
+            some, spans = spans[:MAX_SPANS], spans[MAX_SPANS:]
+            ours = array("q", [number for into, _, size in some for number in (into, size)])
+            theirs = array("q", [number for _, address, size in some for number in (address, size)])
+            vectors = ours.buffer_info()[0], len(some), theirs.buffer_info()[0], len(some)
+            if self._libc.process_vm_readv(self.pid, *vectors, 0) != sum(ours[1::2]):
+                for into, address, size in some:  # too much for one call
                     self.read(into, address, size)
+        for into, address, size in spans:
+            self.read(into, address, size)
         if self.incoming.closed:
             raise self.lost()
 

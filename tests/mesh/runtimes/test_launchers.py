@@ -101,7 +101,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-def test_what_launchers_set_is_understood(kind):
+def test_read_variables_of_each_launcher_returns_rank(kind):
     variables, expected = KNOWN[kind]
     found = read_variables(variables, parent=1234)
     assert found == replace(expected, port=expected.port or found.port)
@@ -116,13 +116,13 @@ def test_what_launchers_set_is_understood(kind):
      {**SALLOC, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}],
     ids=["nothing", "only where to meet", "sbatch", "salloc", "sbatch, its step numbered", "salloc, its shell a step"],
 )  # fmt: skip
-def test_what_was_started_by_itself_is_nowhere(variables):
+def test_read_variables_without_a_step_returns_none(variables):
     assert read_variables(variables) is None
 
 
 @pytest.mark.parametrize("variables", [PTY, {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}], ids=["srun --pty", "mpirun -n 1"])  # fmt: skip
-def test_a_single_process_of_slurm_or_mpi_keeps_virtual_devices(variables, monkeypatch):
+def test_launched_single_slurm_or_mpi_process_is_false(variables, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert process_info() is None and not launched()
@@ -151,7 +151,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_cannot_be_is_one_error_with_all_that_is_wrong(kind):
+def test_read_variables_wrong_values_raise_and_name_them(kind):
     variables, words = WRONG[kind]
     with pytest.raises(fs.errors.MeshError) as error:
         read_variables(variables, parent=1234)
@@ -159,7 +159,7 @@ def test_what_cannot_be_is_one_error_with_all_that_is_wrong(kind):
     assert str(error.value).endswith('make_mesh(..., runtime="virtual").')
 
 
-def test_half_set_variables_are_no_virtual_mesh_by_accident(monkeypatch):
+def test_make_mesh_half_set_variables_raise(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(fs.errors.MeshError, match="WORLD_SIZE is set, but RANK is not"):
         fs.make_mesh({"data": 4})
@@ -174,7 +174,7 @@ NAMES = sorted({name for names in LAUNCHERS.values() for group in ([names.rank],
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["0", "1", "2", "4", "", "x", "a[1-", "2(x2),1", "²"])))
-def test_any_variables_are_a_place_or_none_or_a_mesh_error(variables):
+def test_read_variables_any_values_return_or_raise_mesh_error(variables):
     try:
         found = read_variables(variables, parent=7)
     except fs.errors.MeshError:
@@ -185,7 +185,7 @@ def test_any_variables_are_a_place_or_none_or_a_mesh_error(variables):
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 10**7), st.integers(0, 50))
-def test_the_processes_of_a_step_agree(tasks, job, step):
+def test_slurm_step_processes_agree_on_meeting_point(tasks, job, step):
     """A step of any shape: all have different numbers, and meet at one place."""
     n, rank, found = sum(tasks), 0, []
     for node, count in enumerate(tasks):
@@ -203,7 +203,7 @@ def test_the_processes_of_a_step_agree(tasks, job, step):
     assert found[0].port in PORTS and found[0].address == ("127.0.0.1" if len(tasks) == 1 else "n0")
 
 
-def test_two_jobs_of_one_machine_meet_at_different_ports():
+def test_default_port_of_two_jobs_differs():
     ports = {read_variables({**OPEN_MPI, "OMPI_MCA_ess_base_jobid": str(job)}).port for job in range(100)}
     assert len(ports) > 95
 
@@ -233,7 +233,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("kind", WORLDS)
-def test_processes_of_any_launcher_form_a_mesh(kind):
+def test_make_mesh_under_each_launcher_sums_ranks(kind):
     expected = [(True, "process", rank, 3) for rank in range(2)]
     assert run_processes(as_started_by, 2, kind, WORLDS[kind]) == expected
 
@@ -243,5 +243,5 @@ def ask_whose_gpus(gpus):
     return [each_its_own(each[fs.mesh.process_index()], dist.PrefixStore(each, store), 2) for each in gpus]
 
 
-def test_processes_agree_whether_each_has_a_gpu_of_its_own():
+def test_each_its_own_shared_gpu_is_false_everywhere():
     assert run_processes(ask_whose_gpus, 2, ["ab", "aa", "ba"]) == [[True, False, True]] * 2
