@@ -22,7 +22,7 @@ from fshard.booster.arrangement import Arrangement
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, as_axes
 from fshard.mesh.layout.make import make_mesh
-from fshard.mesh.runtimes.together import process_count
+from fshard.mesh.runtimes.launchers import process_count
 from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Stage
 from fshard.pipeline.schedule.builders import pipeline_schedule

@@ -22,7 +22,7 @@ from rich.text import Text
 import fshard as fs
 from fshard.doctor.examine import SIZES, Findings, Machine, Speed, Trial, examine, why_not_direct
 from fshard.errors import MeshError
-from fshard.mesh.runtimes.together import launched, place
+from fshard.mesh.runtimes.launchers import launched, process_info
 
 LIMIT = 600.0
 """Seconds that processes started here may take."""
@@ -66,7 +66,7 @@ def _usual(device: str | None) -> int:
 
 def _among_others(processes: int | None, device: str | None, as_json: bool) -> int:
     """Look at the processes that were started together; the first of them speaks."""
-    here, count = place(), fs.mesh.process_count()
+    here, count = process_info(), fs.mesh.process_count()
     if processes not in (None, count):
         raise MeshError(f"--processes {processes} cannot be: {count} processes were started. Leave it out.")
     found: list[Any] = [None] * count

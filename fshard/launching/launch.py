@@ -10,7 +10,7 @@ import torch
 
 from fshard.errors import MeshError
 from fshard.launching.pool import Processes
-from fshard.mesh.runtimes.together import launched, process_count, process_index
+from fshard.mesh.runtimes.launchers import launched, process_count, process_index
 from fshard.mesh.spmd.scope import here
 
 Result = TypeVar("Result")

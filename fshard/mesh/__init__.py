@@ -6,7 +6,7 @@ from fshard.mesh.layout import ShardType
 from fshard.mesh.layout.dtensor import from_dtensor, to_dtensor
 from fshard.mesh.layout.make import from_device_mesh, to_device_mesh
 from fshard.mesh.reshard.device_put import layouts
-from fshard.mesh.runtimes.together import process_count, process_index
+from fshard.mesh.runtimes.launchers import process_count, process_index
 
 __all__ = [
     "Handle",

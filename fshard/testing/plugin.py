@@ -71,7 +71,7 @@ def _axes(node: pytest.Item) -> dict[str, int]:
 
 def _is_one_of_many() -> bool:
     """Return True if this pytest is one of several, started here, by torchrun, srun or mpirun."""
-    from fshard.mesh.runtimes.together import launched
+    from fshard.mesh.runtimes.launchers import launched
 
     return launched()
 

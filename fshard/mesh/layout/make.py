@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fshard.errors import MeshError
 from fshard.mesh.layout.mesh import Mesh, Runtime, refuse_no_mesh
 from fshard.mesh.runtimes import process
-from fshard.mesh.runtimes.together import launched
+from fshard.mesh.runtimes.launchers import launched
 from fshard.mesh.spmd.scope import here
 
 
@@ -125,5 +125,5 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     axes = tuple(zip(names, device_mesh.mesh.shape, strict=True))
     ordered = ranks == tuple(range(prod(device_mesh.mesh.shape))) == tuple(range(dist.get_world_size()))
     mesh = Mesh(axes, "process", device_mesh.device_type, None, None if ordered else ranks)
-    process.remember(mesh, device_mesh)
+    process.use_groups(mesh, device_mesh)
     return mesh

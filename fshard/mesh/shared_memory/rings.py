@@ -1,11 +1,10 @@
 """A ring of messages in memory shared by two processes: one writer, one reader, no system calls.
 
-    words      HEAD  bytes written so far  TAIL  bytes read so far   ASLEEP  the reader sleeps   CLOSED  the writer left
+    words      HEAD  bytes written so far  TAIL  bytes read so far   CLOSED  the writer left
     records    key, address, size, stamp, and the bytes themselves where the address is INSIDE
 
 A record is published by the one write that advances HEAD, after it has been written: x86 makes writes visible in that
-order. Before a reader sleeps it sets ASLEEP and then makes all processors complete their writes (membarrier), so a
-later writer sees that it must wake the reader.
+order.
 """
 
 from __future__ import annotations
@@ -15,21 +14,18 @@ import mmap
 import os
 import platform
 import struct
-from collections.abc import Callable
-from typing import Any
 
 SIZE = 1 << 20
 """Bytes of records; a power of two."""
 INSIDE, READ = 0, 1
 """Values of a record's address: the bytes are inside; or, as a reply, they have been read."""
 
-HEAD, TAIL, ASLEEP, CLOSED = 0, 8, 16, 24
+HEAD, TAIL, CLOSED = 0, 8, 16
 """Offsets of the words, each in its own cache line."""
 _RECORDS = 4096
 _RECORD = struct.Struct("=QQQQ")
 _GRAIN = _RECORD.size
 _SKIP = (1 << 64) - 1
-_MEMBARRIER, _FENCE, _REGISTER = 324, 2, 4
 
 Message = tuple[int, int, int, int | bytes]
 """An address (or INSIDE, or READ), a size, a stamp; and the bytes inside, or their offset in the ring."""
@@ -48,9 +44,9 @@ class Ring:
 class Putter(Ring):
     """The end that puts messages."""
 
-    def __init__(self, number: int, wake: Callable[[], None]) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__(number)
-        self._wake, self._taken = wake, 0
+        self._taken = 0
 
     def put(self, key: int, address: int, size: int, stamp: int, bytes_at: int | None = None) -> bool:
         """Write a message, with the bytes at `bytes_at` inside; return False if there is no space."""
@@ -69,8 +65,6 @@ class Putter(Ring):
         if bytes_at is not None:
             ctypes.memmove(self._base + place + _GRAIN, bytes_at, size)
         self._at = self.words[HEAD] = at + need
-        if self.words[ASLEEP]:
-            self._wake()
         return True
 
     @property
@@ -125,11 +119,6 @@ class Taker(Ring):
         return self._at
 
     @property
-    def filled(self) -> bool:
-        """True if the ring has a message that is not in the inbox."""
-        return self.words[HEAD] != self._at + (self._last[1] if self._last is not None else 0)
-
-    @property
     def closed(self) -> bool:
         """True if the other end has left."""
         return self.words[CLOSED] != 0
@@ -142,24 +131,12 @@ def made() -> int:
     return number
 
 
-def able(libc: Any) -> bool:
-    """Return True if rings work on this machine, and prepare this process for them."""
-    return (
-        platform.machine() == "x86_64"
-        and hasattr(os, "memfd_create")
-        and libc.syscall(_MEMBARRIER, _REGISTER, 0, 0) == 0
-        and _can_be_made()
-    )
-
-
-def _can_be_made() -> bool:
+def are_supported() -> bool:
+    """Return True if rings work on this machine."""
+    if platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
+        return False
     try:
         os.close(made())
     except OSError:
         return False
     return True
-
-
-def fence(libc: Any) -> None:
-    """Wait until all processors have completed their writes."""
-    libc.syscall(_MEMBARRIER, _FENCE, 0, 0)

@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard.mesh.runtimes.place import LAUNCHERS, PORTS, Place, each_its_own, hosts, placed
-from fshard.mesh.runtimes.together import launched, place, process_count, process_index
+from fshard.mesh.runtimes.launchers import (
+    LAUNCHERS,
+    PORTS,
+    ProcessInfo,
+    each_its_own,
+    launched,
+    process_count,
+    process_index,
+    process_info,
+    read_variables,
+)
 from fshard.testing.processes import run_processes
 
 TORCHRUN = {
@@ -45,64 +54,59 @@ INTEL = {
     "MPI_LOCALRANKID": "1",
     "MPI_LOCALNRANKS": "2",
 }
-MVAPICH = {
-    "MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "0",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
-}  # fmt: skip
 
 DERIVED = 0
 """A port that follows from the job."""
 KNOWN = {
-    "torchrun": (TORCHRUN, Place(5, 8, 1, 4, "gpu1", 29500, "torchrun")),
+    "torchrun": (TORCHRUN, ProcessInfo(5, 8, 1, "gpu1", 29500, "torchrun")),
     "torchrun of one": (
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-        Place(0, 1, 0, 1, "localhost", 1, "torchrun"),
+        ProcessInfo(0, 1, 0, "localhost", 1, "torchrun"),
     ),
     "by hand, on one machine": (
         {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
-        Place(1, 2, 1, 2, "localhost", 29500, "torchrun"),
+        ProcessInfo(1, 2, 1, "localhost", 29500, "torchrun"),
     ),
     "a pod for each process": (
         {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"},
-        Place(1, 2, 0, 1, "job-0", 23456, "torchrun"),
+        ProcessInfo(1, 2, 0, "job-0", 23456, "torchrun"),
     ),
-    "srun on 2 nodes": (SRUN, Place(6, 8, 2, 4, "gpu01", DERIVED, "SLURM")),
+    "srun on 2 nodes": (SRUN, ProcessInfo(6, 8, 2, "gpu01", DERIVED, "SLURM")),
     "srun, ports and hosts given": (
         {**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "7000", "WORLD_SIZE": "8"},
-        Place(6, 8, 2, 4, "head", 7000, "SLURM"),
+        ProcessInfo(6, 8, 2, "head", 7000, "SLURM"),
     ),
     "srun on 1 node": (
         {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "gpu02",
          "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"},
-        Place(1, 2, 1, 2, "127.0.0.1", DERIVED, "SLURM"),
+        ProcessInfo(1, 2, 1, "127.0.0.1", DERIVED, "SLURM"),
     ),
-    "srun --mpi=pmi2": ({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "8"}, Place(6, 8, 2, 4, "gpu01", DERIVED, "SLURM")),
-    "torchrun in srun": ({**SRUN, **TORCHRUN}, Place(5, 8, 1, 4, "gpu1", 29500, "torchrun")),
+    "srun --mpi=pmi2": ({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "8"}, ProcessInfo(6, 8, 2, "gpu01", DERIVED, "SLURM")),
+    "torchrun in srun": ({**SRUN, **TORCHRUN}, ProcessInfo(5, 8, 1, "gpu1", 29500, "torchrun")),
     "mpirun on 2 nodes of a job, whose helpers srun has started": (
         {**SRUN, **OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1",
          "MASTER_ADDR": "gpu01"},
-        Place(1, 4, 1, 2, "gpu01", DERIVED, "Open MPI"),
+        ProcessInfo(1, 4, 1, "gpu01", DERIVED, "Open MPI"),
     ),
-    "Open MPI": (OPEN_MPI, Place(1, 4, 1, 4, "127.0.0.1", DERIVED, "Open MPI")),
+    "Open MPI": (OPEN_MPI, ProcessInfo(1, 4, 1, "127.0.0.1", DERIVED, "Open MPI")),
     "Open MPI on several, told where": (
         {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "gpu7", "MASTER_PORT": "7000"},
-        Place(1, 4, 1, 2, "gpu7", 7000, "Open MPI"),
+        ProcessInfo(1, 4, 1, "gpu7", 7000, "Open MPI"),
     ),
-    "MPICH": (HYDRA, Place(3, 4, 3, 4, "127.0.0.1", DERIVED, "MPI")),
+    "MPICH": (HYDRA, ProcessInfo(3, 4, 3, "127.0.0.1", DERIVED, "MPI")),
     "Intel, told where": (
-        {**INTEL, "MASTER_ADDR": "gpu7"}, Place(3, 4, 1, 2, "gpu7", DERIVED, "MPI"),
+        {**INTEL, "MASTER_ADDR": "gpu7"}, ProcessInfo(3, 4, 1, "gpu7", DERIVED, "MPI"),
     ),
-    "MVAPICH": (MVAPICH, Place(0, 2, 0, 2, "127.0.0.1", DERIVED, "MVAPICH")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-def test_what_launchers_set_is_understood(kind):
+def test_read_variables_of_each_launcher_returns_rank(kind):
     variables, expected = KNOWN[kind]
-    found = placed(variables, parent=1234)
+    found = read_variables(variables, parent=1234)
     assert found == replace(expected, port=expected.port or found.port)
     assert expected.port or found.port in PORTS
-    assert expected.meant
+    assert expected.is_one_of_several
 
 
 @pytest.mark.parametrize(
@@ -112,16 +116,16 @@ def test_what_launchers_set_is_understood(kind):
      {**SALLOC, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}],
     ids=["nothing", "only where to meet", "sbatch", "salloc", "sbatch, its step numbered", "salloc, its shell a step"],
 )  # fmt: skip
-def test_what_was_started_by_itself_is_nowhere(variables):
-    assert placed(variables) is None
+def test_read_variables_without_a_step_returns_none(variables):
+    assert read_variables(variables) is None
 
 
 @pytest.mark.parametrize("variables", [PTY, {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}], ids=["srun --pty", "mpirun -n 1"])  # fmt: skip
-def test_a_single_process_of_slurm_or_mpi_keeps_virtual_devices(variables, monkeypatch):
+def test_launched_single_slurm_or_mpi_process_is_false(variables, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert place() is None and not launched()
+    assert process_info() is None and not launched()
     assert (process_index(), process_count(), process_count(default=8)) == (0, 1, 8)
     assert fs.make_mesh({"data": 4}).runtime == "virtual"
 
@@ -136,33 +140,26 @@ WRONG = {
     "nowhere to meet": (
         {"RANK": "0", "WORLD_SIZE": "2"}, "it was started by torchrun; missing: MASTER_ADDR, MASTER_PORT.",
     ),
-    "no numbers": (
-        {"RANK": "x", "WORLD_SIZE": "-2", "MASTER_ADDR": "a", "MASTER_PORT": "tcp://10.0.0.1:80"},
-        "WORLD_SIZE=-2 is no integer from 1 on; RANK=x is no integer from 0 on; "
-        "MASTER_PORT=tcp://10.0.0.1:80 is none of 1 to 65535",
-    ),
-    "too large": (
-        {**TORCHRUN, "RANK": "8", "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"},
-        "RANK=8 is none of 0 to 7; LOCAL_RANK=4 is none of 0 to 3",
-    ),
+    "no number": ({**TORCHRUN, "WORLD_SIZE": "-2"}, "WORLD_SIZE=-2 is no integer from 1"),
+    "no port": ({**TORCHRUN, "MASTER_PORT": "tcp://10.0.0.1:80"}, "MASTER_PORT=tcp://10.0.0.1:80 is no integer from 1 to 65535"),
+    "too large": ({**TORCHRUN, "RANK": "8"}, "RANK=8 is no integer from 0 to 7"),
     "MPI on several machines": (
         {**HYDRA, "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"},
         "it was started by MPI; missing: MASTER_ADDR, MASTER_PORT (MPI gives no meeting point",
     ),
-    "another world than SLURM's": ({**SRUN, "WORLD_SIZE": "2"}, "it was started by SLURM; WORLD_SIZE=2, but SLURM has 8"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_cannot_be_is_one_error_with_all_that_is_wrong(kind):
+def test_read_variables_wrong_values_raise_and_name_them(kind):
     variables, words = WRONG[kind]
     with pytest.raises(fs.errors.MeshError) as error:
-        placed(variables, parent=1234)
+        read_variables(variables, parent=1234)
     assert words in str(error.value)
     assert str(error.value).endswith('make_mesh(..., runtime="virtual").')
 
 
-def test_half_set_variables_are_no_virtual_mesh_by_accident(monkeypatch):
+def test_make_mesh_half_set_variables_raise(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(fs.errors.MeshError, match="WORLD_SIZE is set, but RANK is not"):
         fs.make_mesh({"data": 4})
@@ -171,24 +168,24 @@ def test_half_set_variables_are_no_virtual_mesh_by_accident(monkeypatch):
 
 # -- any variables ------------------------------------------------------------------------------------------------
 
-NAMES = sorted({name for names in LAUNCHERS.values() for group in names for name in group} | {
+NAMES = sorted({name for names in LAUNCHERS.values() for group in ([names.rank], *names[1:]) for name in group} | {
     "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_NODEID",
 })  # fmt: skip
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["0", "1", "2", "4", "", "x", "a[1-", "2(x2),1", "²"])))
-def test_any_variables_are_a_place_or_none_or_a_mesh_error(variables):
+def test_read_variables_any_values_return_or_raise_mesh_error(variables):
     try:
-        found = placed(variables, parent=7)
+        found = read_variables(variables, parent=7)
     except fs.errors.MeshError:
         return
     if found is not None:
-        assert 0 <= found.rank < found.world and 0 <= found.local_rank < found.local_world <= found.world
+        assert 0 <= found.rank < found.world and 0 <= found.local_rank < found.world
         assert found.address and 0 < found.port < 65536
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 10**7), st.integers(0, 50))
-def test_the_processes_of_a_step_agree(tasks, job, step):
+def test_slurm_step_processes_agree_on_meeting_point(tasks, job, step):
     """A step of any shape: all have different numbers, and meet at one place."""
     n, rank, found = sum(tasks), 0, []
     for node, count in enumerate(tasks):
@@ -196,26 +193,18 @@ def test_the_processes_of_a_step_agree(tasks, job, step):
             variables = {
                 "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_STEP_NUM_TASKS": str(n),
                 "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node),
-                "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, tasks)), "SLURM_STEP_NODELIST": f"n[0-{len(tasks) - 1}]",
+                "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, tasks)), "SLURM_STEP_NODELIST": f"n[0-{len(tasks) - 1}]" if len(tasks) > 1 else "n0",
             }  # fmt: skip
-            found.append(placed(variables))
+            found.append(read_variables(variables))
             rank += 1
     assert [one.rank for one in found] == list(range(n)) and {one.world for one in found} == {n}
     assert [one.local_rank for one in found] == [local for count in tasks for local in range(count)]
-    assert [one.local_world for one in found] == [count for count in tasks for _ in range(count)]
     assert len({(one.address, one.port) for one in found}) == 1
     assert found[0].port in PORTS and found[0].address == ("127.0.0.1" if len(tasks) == 1 else "n0")
 
 
-@given(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 9)), min_size=1, max_size=4))
-def test_lists_of_hosts_are_written_out(ranges):
-    text = ",".join(f"{low:03}-{low + more:03}" if more else f"{low:03}" for low, more in ranges)
-    numbers = [number for low, more in ranges for number in range(low, low + more + 1)]
-    assert hosts(f"login,gpu[{text}].cluster,cpu9") == ["login", *(f"gpu{n:03}.cluster" for n in numbers), "cpu9"]
-
-
-def test_two_jobs_of_one_machine_meet_at_different_ports():
-    ports = {placed({**OPEN_MPI, "OMPI_MCA_ess_base_jobid": str(job)}).port for job in range(100)}
+def test_default_port_of_two_jobs_differs():
+    ports = {read_variables({**OPEN_MPI, "OMPI_MCA_ess_base_jobid": str(job)}).port for job in range(100)}
     assert len(ports) > 95
 
 
@@ -231,7 +220,7 @@ def as_started_by(kind, rank_of):
     os.environ.update({name: value.format(rank) for name, value in rank_of.items()})
     mesh = fs.make_mesh({"data": process_count(default=5)})
     total = fs.run(lambda: fs.psum(torch.tensor(1 + fs.mesh.process_index()), "data"), mesh=mesh)[0]
-    return place().by == kind, mesh.runtime, process_index(), total.item()
+    return process_info().by == kind, mesh.runtime, process_index(), total.item()
 
 
 WORLDS = {
@@ -240,13 +229,11 @@ WORLDS = {
     "Open MPI": {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{}",
                  "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1"},
     "MPI": {"PMI_RANK": "{}", "PMI_SIZE": "2", "MPI_LOCALRANKID": "{}", "MPI_LOCALNRANKS": "2"},
-    "MVAPICH": {"MV2_COMM_WORLD_RANK": "{}", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "{}",
-                "MV2_COMM_WORLD_LOCAL_SIZE": "2"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", WORLDS)
-def test_processes_of_any_launcher_form_a_mesh(kind):
+def test_make_mesh_under_each_launcher_sums_ranks(kind):
     expected = [(True, "process", rank, 3) for rank in range(2)]
     assert run_processes(as_started_by, 2, kind, WORLDS[kind]) == expected
 
@@ -256,5 +243,5 @@ def ask_whose_gpus(gpus):
     return [each_its_own(each[fs.mesh.process_index()], dist.PrefixStore(each, store), 2) for each in gpus]
 
 
-def test_processes_agree_whether_each_has_a_gpu_of_its_own():
+def test_each_its_own_shared_gpu_is_false_everywhere():
     assert run_processes(ask_whose_gpus, 2, ["ab", "aa", "ba"]) == [[True, False, True]] * 2

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten
-from fshard.mesh.shared_memory import apart, neighbours
+from fshard.mesh.shared_memory import large, neighbours
 from fshard.testing.processes import run_processes
 
 SHAPES = {"even": (64, 8), "odd": (7, 3), "one": (1,), "empty": (0, 4), "scalar": (), "large": (700, 1001)}
@@ -44,7 +44,7 @@ def trained(n, kind, dtype):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("writes", torch.float32), ("makes anew", torch.bfloat16)], ids=str)
-def test_parameters_are_put_together_in_their_own_memory(two, four, link, kind, dtype):
+def test_optimizer_step_gathers_into_parameter_memory(two, four, link, kind, dtype):
     for processes, n in ((two, 2), (four, 4)):
         virtual, _, sent = trained(n, kind, dtype)
         for rank, (params, stayed, here) in enumerate(processes.run(trained, n, kind, dtype)):
@@ -54,18 +54,18 @@ def test_parameters_are_put_together_in_their_own_memory(two, four, link, kind, 
 
 
 def in_many_parts():
-    neighbours._MOST_SPANS = 2
+    neighbours.MAX_SPANS = 2
     return trained(2, "writes", torch.float32)[:2]
 
 
 def in_small_tables():
-    apart.MANY = 3
+    large.MAX_TENSORS = 3
     return trained(2, "writes", torch.float32)[:2]
 
 
 @pytest.mark.skipif(neighbours._libc() is None, reason="this system does not read other processes' memory")
 @pytest.mark.parametrize("limited", [in_many_parts, in_small_tables])
-def test_limits_of_one_call_and_of_one_table_are_kept(limited):
+def test_many_tensors_beyond_limits_equal_virtual(limited):
     virtual, *_ = trained(2, "writes", torch.float32)
     for params, stayed in run_processes(limited, 2):
         assert stayed == (limited is in_many_parts)
@@ -104,7 +104,7 @@ KINDS = [(name, torch.float32) for name in COLLECTIVES] + [
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS, ids=str)
-def test_many_tensors_have_the_bits_that_they_have_on_virtual_devices(two, four, name, dtype):
+def test_many_tensors_collectives_equal_virtual_bits(two, four, name, dtype):
     for processes, n in ((two, 2), (four, 4)):
         expected = collected(n, name, dtype)
         for rank, (found,) in enumerate(processes.run(collected, n, name, dtype)):
@@ -112,7 +112,7 @@ def test_many_tensors_have_the_bits_that_they_have_on_virtual_devices(two, four,
             assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in pairs)
 
 
-def test_what_comes_shares_no_memory_with_what_was_given(two):
+def test_many_tensors_results_share_no_memory_with_arguments(two):
     for kept, alone in two.run(kept_apart):
         assert kept
         assert alone
@@ -151,5 +151,5 @@ def one_does_something_else():
 
 
 @pytest.mark.skipif(neighbours._libc() is None, reason="this system does not read other processes' memory")
-def test_whoever_is_behind_holds_nobody_up_once_it_has_started_its_part():
+def test_started_collective_of_a_late_process_does_not_block():
     assert run_processes(one_does_something_else, 2) == [3.0, 3.0]
