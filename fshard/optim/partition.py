@@ -34,7 +34,7 @@ from fshard.mesh.reshard.device_put import reshard_all
 from fshard.mesh.spmd.run import fills, resolve_mesh
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, kind_of
-from fshard.optim.plain import inside
+from fshard.optim.per_device import inner_optimizer
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -95,7 +95,7 @@ def partition_optimizer(
     [f32[4, 3]{at:data=0}, f32[2, 3]{at:data=1}, f32[2, 3]{at:data=1}]
     """
     axes = mesh.check_axes(axis, "partition_optimizer(axis=)")
-    opt = inside(opt, "partition_optimizer")
+    opt = inner_optimizer(opt, "partition_optimizer")
     _check(opt, stage, unit)
     flat = opt.elementwise if unit is None else unit == "elementwise"
     if stage == 0 or (flat is True and all(mesh.shape[axis] == 1 for axis in axes)):

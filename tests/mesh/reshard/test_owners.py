@@ -207,7 +207,7 @@ def test_owners_have_about_equally_much(sizes, n):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_state_is_held_by_owners_alone_and_elsewhere_in_ranges(stage):
+def test_state_is_finite_scale_owners_alone_and_elsewhere_in_ranges(stage):
     n = 4
     mesh = fs.make_mesh({"data": n})
     params = placed(gpt.init(), stage, mesh)

@@ -23,7 +23,7 @@ from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import device_put
-from fshard.optim.choose import NOTHING, by_label
+from fshard.optim.by_label import NOTHING, by_label
 from fshard.optim.contract import Optimizer, check_optimizer, copied, differences
 from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable
 from fshard.optim.rules.adam import adam, adamw
