@@ -81,14 +81,17 @@ class Leaves:
         """
         leaves = self.beside(tree, name)
         wrong = [
-            f"\n  {path or 'the leaf'}: params has {kind_of(param)}, {name} has {kind_of(leaf)}"
-            for path, param, leaf in zip(self.paths, self.leaves, leaves, strict=True)
+            i
+            for i, (param, leaf) in enumerate(zip(self.leaves, leaves, strict=True))
             if leaf is not None and not alike(param, leaf)
             if not any_shape or (param is not None and param.ndim and param.shape == leaf.shape)
         ]
         if wrong:
+            paths, kinds = self.paths, [(kind_of(self.leaves[i]), kind_of(leaves[i])) for i in wrong]
+            each = zip(wrong, kinds, strict=True)
+            found = [f"\n  {paths[i] or 'the leaf'}: params has {a}, {name} has {b}" for i, (a, b) in each]
             raise LayoutError(
-                f"{name} must have the layouts of params, or be None:{''.join(wrong)}\n"
+                f"{name} must have the layouts of params, or be None:{''.join(found)}\n"
                 "Reshard gradients, fs.reshard(grads, layout), and a state as its optimizer would make it: "
                 "fs.device_put(state, fs.mesh.layouts(opt.init(params)))."
             )

@@ -61,10 +61,12 @@ def optimizer_of_rule(
         trees = {name: at.mapped(lambda x, f=f: f(x) if trainable(x) else None) for name, f in makers.items()}
         return {"count": count_from_zero()} | trees
 
+    names = {"count", "step", *slots}
+
     def stepped(chosen: Rule) -> Update:
         @torch.no_grad()
         def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            _validate_state(state, {"count", "step", *slots})
+            _validate_state(state, names)
             at = Leaves.of(params)
             check(at)
             columns, shards = _opened(at, grads, state)
@@ -101,10 +103,13 @@ def _opened(at: Leaves, grads: PyTree, state: PyTree) -> tuple[dict[str, list[Le
         return [column[i] for i in moved]
 
     opened = {name: (_next if name == "step" else _writable)(only(column)) for name, column in columns.items()}
+    shards = ShardLists.of(only(at.leaves), only(given), opened)
+    if len(moved) == len(firsts):
+        return opened, shards
     for name, column in columns.items():
         new = dict(zip(moved, opened[name], strict=True))
         columns[name] = [new.get(first, old) for first, old in zip(firsts, column, strict=True)]
-    return columns, ShardLists.of(only(at.leaves), opened.pop("params"), only(given), opened)
+    return columns, shards
 
 
 def _next(counts: Sequence[Tensor]) -> list[Tensor]:
@@ -127,6 +132,8 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _validate_state(state: PyTree, names: set[str]) -> None:
+    if isinstance(state, dict) and state.keys() == names and not isinstance(state["count"], Sharded):
+        return
     found: set[str] | None = {*map(str, state)} if isinstance(state, dict) else None  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if found != names:
         has = f"a {type(state).__name__}" if found is None else f"one of {sorted(found)}"
@@ -134,11 +141,10 @@ def _validate_state(state: PyTree, names: set[str]) -> None:
             f"state must be a dict of {sorted(names)}, as made by this optimizer's init; got {has}. "
             "Write state = opt.init(params)."
         )
-    if isinstance(state["count"], Sharded):
-        raise OptimizerError(
-            'state["count"] is on a mesh; it must be a number of the host. Shard a state as its optimizer makes it: '
-            "fs.device_put(state, fs.mesh.layouts(opt.init(params)))."
-        )
+    raise OptimizerError(
+        'state["count"] is on a mesh; it must be a number of the host. Shard a state as its optimizer makes it: '
+        "fs.device_put(state, fs.mesh.layouts(opt.init(params)))."
+    )
 
 
 def _validate_tied(at: Leaves, grads: list[Leaf]) -> None:

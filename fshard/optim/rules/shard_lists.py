@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
+from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.leaves import Leaf, shards_of
 
 
@@ -44,24 +45,26 @@ class ShardLists:
     state: dict[str, list[Tensor]]
 
     @staticmethod
-    def of(leaves: list[Leaf], params: list[Leaf], grads: list[Leaf], columns: dict[str, list[Leaf]]) -> ShardLists:
-        """Take leaves apart into their shards. `columns` are the leaves of "step" and of each slot."""
-        counts = [len(shards_of(leaf)) for leaf in leaves]
+    def of(leaves: list[Leaf], grads: list[Leaf], columns: dict[str, list[Leaf]]) -> ShardLists:
+        """Take leaves apart into their shards. `columns` are the leaves of "params", "step" and each slot."""
+        counts = [len(leaf.shards) if isinstance(leaf, Sharded) else 1 for leaf in leaves]
+        is_single = all(count == 1 for count in counts)
 
-        def repeated(column: Sequence[Any]) -> list[Any]:
-            return [x for x, count in zip(column, counts, strict=True) for _ in range(count)]
+        def repeated(column: list[Any]) -> list[Any]:
+            return column if is_single else [x for x, n in zip(column, counts, strict=True) for _ in range(n)]
 
-        def shards(column: Sequence[Leaf]) -> list[Any]:
-            each = zip(column, counts, strict=True)
-            return [x for leaf, count in each for x in (shards_of(leaf) or (None,) * count)]
+        def shards(column: list[Leaf]) -> list[Any]:
+            if is_single:
+                return [x.shards[0] if isinstance(x, Sharded) else x for x in column]
+            return [x for leaf, n in zip(column, counts, strict=True) for x in (shards_of(leaf) or (None,) * n)]
 
-        written = shards(params)
+        written = shards(columns["params"])
         return ShardLists(
             leaves=repeated(leaves),
             params=written,
             grads=[g if g.dtype is p.dtype else g.to(p.dtype) for g, p in zip(shards(grads), written, strict=True)],
             steps=repeated(numbers_of(columns["step"])),
-            state={name: shards(column) for name, column in columns.items() if name != "step"},
+            state={name: shards(column) for name, column in columns.items() if name not in ("params", "step")},
         )
 
     def only(self, indices: Sequence[int]) -> ShardLists:
