@@ -127,25 +127,22 @@ def each_kind(rule: Rule, *, complex_as_real: bool = True) -> Rule:
 
 def fused_or(fused: Rule, rule: Rule, wanted: bool | None) -> Rule | None:
     """Return a rule that uses a fused kernel where it can (None) or must (True); None if not wanted (False)."""
-    if wanted is False:
-        return None
 
     def chosen(shards: ShardLists, lr: float) -> None:
-        for kind in shards.by_kind():
-            if not (kind := kind.nonempty()).params:
-                continue
-            kind = kind.real()
-            if has_fused(kind):
-                fused(replace(kind, grads=[grad.contiguous() for grad in kind.grads]), lr)
-            elif wanted:
-                raise OptimizerError(
-                    f"fused=True needs contiguous parameters of a dtype that the kernel is right for; got "
-                    f"{kind.params[0].dtype} on {kind.params[0].device}. Leave fused=None."
-                )
-            else:
-                rule(kind, lr)
+        shards = shards.nonempty()
+        if not shards.params:
+            return
+        if has_fused(shards):
+            fused(replace(shards, grads=[grad.contiguous() for grad in shards.grads]), lr)
+        elif wanted:
+            raise OptimizerError(
+                f"fused=True needs contiguous parameters of a dtype that the kernel is right for; got "
+                f"{shards.params[0].dtype} on {shards.params[0].device}. Leave fused=None."
+            )
+        else:
+            rule(shards, lr)
 
-    return chosen
+    return None if wanted is False else each_kind(chosen)
 
 
 def has_fused(shards: ShardLists) -> bool:
