@@ -19,9 +19,7 @@ from fshard.optim.contract import (
     Update,
     elementwise_leaves,
     no_updates,
-    scale_inside,
     step_of,
-    validate_unscaled,
 )
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.per_device import inner_optimizer
@@ -53,10 +51,7 @@ def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimi
     {'w': tensor([0.5000]), 'b': tensor([1.])}
     """
     opt = inner_optimizer(opt, "masked")
-    if opt.step is not None:
-        return by_label({True: opt, False: _frozen}, mask, every=False)
-    validate_unscaled("masked", [opt], "the other parameters' gradients would be passed on still scaled")
-    return by_label({True: opt, False: NOTHING}, mask, every=False)
+    return by_label({True: opt, False: NOTHING if opt.step is None else _frozen}, mask, every=False)
 
 
 def by_label(
@@ -79,11 +74,6 @@ def by_label(
     if not isinstance(opts, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"by_label: opts must be a dict of optimizers by label; got {type(opts).__name__}.")
     opts = {label: inner_optimizer(opt, "by_label") for label, opt in opts.items()}
-    moving = [label for label, opt in opts.items() if opt is not _frozen]
-    if len(moving) > 1:
-        validate_unscaled(
-            "by_label", opts.values(), "the other labels' optimizers would get gradients that are still scaled"
-        )
 
     def init(params: PyTree) -> PyTree:
         at = Leaves.of(params)
@@ -111,7 +101,6 @@ def by_label(
         through({label: opt.update for label, opt in opts.items()}),
         step if any(opt.step is not None for opt in opts.values()) else None,
         _elementwise(opts, labels),
-        scale_inside(opts[moving[0]], moving[0]) if moving else None,
         arrays=True,
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
-from fshard.optim.contract import Optimizer, Update, elementwise_leaves, scale_inside, validate_unscaled
+from fshard.optim.contract import Optimizer, Update, elementwise_leaves
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, map_shards, trainable
 from fshard.optim.norms import global_norm
 from fshard.optim.per_device import inner_optimizer
@@ -33,7 +33,6 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     [tensor([0.5000])]
     """
     parts = [inner_optimizer(one, "chain") for one in optimizers]
-    validate_unscaled("chain", parts[1:], "the transformations before it would get gradients that are still scaled")
     updates: list[Update] = [one.update for one in parts]
     flags = [one.elementwise for one in parts]
 
@@ -45,7 +44,6 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         _through(updates),
         _through([*updates[:-1], parts[-1].step]) if parts and parts[-1].step else None,
         elementwise if any(map(callable, flags)) else all(flags),
-        scale_inside(parts[0], 0) if parts else None,
         arrays=True,
     )
 

@@ -11,8 +11,8 @@ as torch.optim would write them, and may reuse the memory of its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Optimizer(NamedTuple):
         elementwise: True if an element's update depends on that element alone (and on numbers): then it runs on flat
             shards. Else each parameter is stored in full by an owner. A function of the parameters, where that differs by
             leaf (`by_label`).
-        loss_scale: from the state to the factor of the loss for the backward; None: 1.
+        loss_scale: from the state to the factor of the loss for the backward; None: 1. Only the outermost may have it.
         arrays: True if the functions take trees of global arrays (`Sharded`), as those of `fshard.optim` do. Others take
             trees of plain tensors, and run on those of one device at a time.
 
@@ -168,26 +168,6 @@ def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
     return elementwise(params) if callable(elementwise) else [elementwise] * len(Leaves.of(params).leaves)
 
 
-def scale_inside(opt: Optimizer, entry: Any) -> Callable[[PyTree], Tensor] | None:
-    """Return the `loss_scale` of an optimizer whose state is one entry of another state.
-
-    >>> import torch, fshard.optim as optim
-    >>> opt = optim.loss_scaled(optim.sgd(0.5), initial=8.0)
-    >>> scale_inside(opt, "inner")({"inner": opt.init([torch.ones(1)])})
-    tensor(8.)
-    """
-    scale = opt.loss_scale
-    return None if scale is None else lambda state: scale(state[entry])
-
-
-def validate_unscaled(who: str, opts: Iterable[Optimizer], why: str) -> None:
-    """Raise if an optimizer scales the loss where the surrounding code ignores it."""
-    if any(opt.loss_scale is not None for opt in opts):
-        raise OptimizerError(
-            f"{who}: loss_scaled must not be nested, since {why}. Put one loss_scaled around all of it."
-        )
-
-
 def conditional(
     opt: Optimizer,
     init: Callable[[PyTree], dict[str, PyTree]],
@@ -217,6 +197,5 @@ def conditional(
         acting(opt.update, lambda grads, params: no_updates(grads)),
         acting(opt.step, lambda grads, params: params) if opt.step else None,
         opt.elementwise,
-        scale_inside(opt, "inner"),
         arrays=True,
     )

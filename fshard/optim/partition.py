@@ -33,7 +33,7 @@ from fshard.mesh.reshard.device_put import reshard_all
 from fshard.mesh.spmd.run import fills, resolve_mesh
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, kind_of
-from fshard.optim.per_device import inner_optimizer
+from fshard.optim.per_device import check_not_partitioned, on_arrays
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -94,7 +94,7 @@ def partition_optimizer(
     [f32[4, 3]{at:data=0}, f32[2, 3]{at:data=1}, f32[2, 3]{at:data=1}]
     """
     axes = mesh.check_axes(axis, "partition_optimizer(axis=)")
-    opt = inner_optimizer(opt, "partition_optimizer")
+    opt = on_arrays(opt, "partition_optimizer")
     _validate(opt, stage, unit)
     flat = opt.elementwise if unit is None else unit == "elementwise"
     is_divided = stage > 0 and not (flat is True and all(mesh.shape[axis] == 1 for axis in axes))
@@ -141,6 +141,7 @@ def partition_optimizer(
 
 
 def _validate(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
+    check_not_partitioned(opt, "partition_optimizer")
     if stage not in get_args(Stage) or isinstance(stage, bool):
         raise OptimizerError(f"partition_optimizer: stage must be 0, 1, 2 or 3, as in ZeRO; got {stage!r}.")
     if unit not in (None, *get_args(Unit)):

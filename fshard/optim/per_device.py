@@ -78,13 +78,24 @@ def on_arrays(opt: Any, who: str) -> Any:
 
 
 def inner_optimizer(opt: Any, who: str) -> Optimizer:
-    """Return an optimizer of global arrays to nest in another; raise if it is partitioned, as only the outermost may be."""
+    """Return an optimizer of global arrays to nest in another; raise if it must be the outermost."""
+    check_not_partitioned(opt, who)
+    made = on_arrays(opt, who)
+    if made.loss_scale is not None:
+        raise OptimizerError(
+            f"{who}: loss_scaled must not be nested, since what is around it would get gradients that are still scaled. "
+            "Put one loss_scaled around all of it."
+        )
+    return made
+
+
+def check_not_partitioned(opt: Any, who: str) -> None:
+    """Raise if an optimizer is partitioned: what is around it would work on other shards than it does."""
     if hasattr(opt, "gradients"):
         raise OptimizerError(
             f"{who}: a partitioned optimizer must not be nested, since what is around it would work on other "
             "shards than it does. Partition the outermost: fs.partition_optimizer(fs.optim.chain(...), ...)."
         )
-    return on_arrays(opt, who)
 
 
 def _init(init: Callable[[PyTree], PyTree], at: Leaves) -> PyTree:

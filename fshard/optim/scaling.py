@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
-from fshard.optim.contract import Optimizer, conditional, validate_unscaled
+from fshard.optim.contract import Optimizer, conditional
 from fshard.optim.leaves import Leaves, count_from_zero, each_shard, shards_of
 from fshard.optim.norms import Places, check_summable, largest_each, sum_over_mesh
 from fshard.optim.per_device import inner_optimizer
@@ -40,8 +40,7 @@ def loss_scaled(
     otherwise.
 
     Args:
-        opt: the optimizer, with its chain: it gets unscaled gradients. `ema`, `accumulate`, `masked` and
-            `with_master_weights` may also wrap the result.
+        opt: the optimizer, with its chain and wrappers: it gets unscaled gradients, those of 16 bits in float32.
         initial: the first scale. Powers of two change no bit of a gradient.
         growth: factor of the scale after `interval` finite steps in a row.
         backoff: factor after `hysteresis` steps that were not finite.
@@ -70,7 +69,6 @@ def loss_scaled(
         [limits] * (not 0 < smallest <= initial <= largest),
     )
     opt = inner_optimizer(opt, "loss_scaled")
-    validate_unscaled("loss_scaled", [opt], "gradients would be divided twice")
 
     def entries(scale: float, finite: int, patience: int, skipped: Tensor) -> dict[str, PyTree]:
         counts = {"finite": count_from_zero() + finite, "patience": count_from_zero() + patience}
@@ -82,7 +80,7 @@ def loss_scaled(
             if patience > 1:
                 return False, None, entries(scale, 0, patience - 1, state["skipped"] + 1)
             return False, None, entries(max(scale * backoff, smallest), 0, 1, state["skipped"] + 1)
-        unscaled = each_shard(lambda x: x / scale, grads)
+        unscaled = each_shard(lambda x: (x.float() if x.dtype.itemsize == 2 else x) / scale, grads)
         if finite >= interval:
             return True, unscaled, entries(min(scale * growth, largest), 0, hysteresis, state["skipped"])
         return True, unscaled, entries(scale, finite, patience, state["skipped"])
@@ -116,7 +114,6 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
     """
 
     opt = inner_optimizer(opt, "skip_if_not_finite")
-    validate_unscaled("skip_if_not_finite", [opt], "the scale would never learn of the steps that are skipped")
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
         finite = all_finite(grads)

@@ -28,16 +28,6 @@ def rate_at(rate: Rate, count: int) -> float:
     return rate(count) if callable(rate) else rate
 
 
-def constant(value: float) -> Schedule:
-    """Return the same rate for ever.
-
-    >>> constant(0.1)(1000)
-    0.1
-    """
-    validate("schedules.constant", within("(-inf, inf)", value=value))
-    return lambda count: value
-
-
 def linear(start: float, end: float, steps: int) -> Schedule:
     """Interpolate linearly from `start` to `end` over these steps, then stay constant.
 

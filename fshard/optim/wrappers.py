@@ -17,7 +17,6 @@ from fshard.optim.contract import (
     conditional,
     copied,
     differences,
-    scale_inside,
     step_of,
 )
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
@@ -109,7 +108,6 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
         update,
         step,
         opt.elementwise,
-        scale_inside(opt, "inner"),
         arrays=True,
     )
 
@@ -176,8 +174,7 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
         after, state = pure(grads, state, params)
         return differences(params, after, grads, _difference), state
 
-    scale = scale_inside(opt, "inner")
-    return Optimizer(init, update, stepped(step_of(opt)), opt.elementwise, scale, arrays=True)
+    return Optimizer(init, update, stepped(step_of(opt)), opt.elementwise, arrays=True)
 
 
 def _is_half(leaf: Leaf) -> bool:

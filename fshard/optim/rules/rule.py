@@ -15,7 +15,7 @@ all leaves with equal counts; and the slots of the rule, named as in torch, each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def _opened(at: Leaves, grads: PyTree, state: PyTree) -> tuple[dict[str, list[Le
     return columns, shards
 
 
-def _next(counts: Sequence[Tensor]) -> list[Tensor]:
+def _next(counts: list[Tensor]) -> list[Tensor]:
     """Return the next counts, one tensor for all leaves that have made as many steps."""
     numbers = numbers_of(counts)
     made = {number: torch.full_like(counts[0], number + 1.0) for number in {*numbers}}
