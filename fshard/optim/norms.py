@@ -120,7 +120,7 @@ def _norm_later(leaves: Sequence[Leaf], order: float, precision: Precision) -> C
             return squares(shards, near, precision).sum(0)
         return _norms([x.abs() for x in shards], near, order, torch.float64).pow(order).sum()[None]
 
-    total = sum_over_mesh_later(leaves, row)
+    total = sum_over_mesh(leaves, row)
     return lambda: sum_of(total()).pow(1 / order) if order != 2 else sum_of(total()).sqrt()
 
 
@@ -176,38 +176,27 @@ def _real(x: Tensor) -> Tensor:
 
 def check_summable(what: str, at: Leaves) -> None:
     """Raise if leaves are on several meshes, or unreduced; name all of them."""
-    layouts = {leaf.layout for leaf in at.leaves if isinstance(leaf, Sharded)}
-    if len({layout.mesh for layout in layouts}) < 2 and not any(layout.spec.unreduced for layout in layouts):
-        return
-    placed = [
-        (path or "the leaf", leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if isinstance(leaf, Sharded)
-    ]
-    open_sums = [f"{path} is {leaf!r}" for path, leaf in placed if leaf.spec.unreduced]
-    if open_sums:
+    placed = [(path, leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if isinstance(leaf, Sharded)]
+    if unreduced := [f"{path or 'the leaf'} is {leaf!r}" for path, leaf in placed if leaf.spec.unreduced]:
         raise LayoutError(
-            f"{what}: a norm of sums that are not made yet would be wrong: {'; '.join(open_sums)}. "
+            f"{what}: a norm of sums that are not made yet would be wrong: {'; '.join(unreduced)}. "
             "Reduce them first: fs.reshard(x, layout) to a layout without unreduced axes."
         )
-    meshes = {leaf.mesh: path for path, leaf in reversed(placed)}
-    found = "; ".join(f"{path} on {mesh}" for mesh, path in reversed(meshes.items()))
-    raise LayoutError(f"{what}: the leaves are on {len(meshes)} meshes: {found}. Put them on one.")
+    if len(meshes := {leaf.mesh: path for path, leaf in reversed(placed)}) > 1:
+        found = "; ".join(f"{path} on {mesh}" for mesh, path in reversed(meshes.items()))
+        raise LayoutError(f"{what}: the leaves are on {len(meshes)} meshes: {found}. Put them on one.")
 
 
-def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Tensor:
-    """Sum what each device computes from its shards of some leaves.
+def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Callable[[], Tensor]:
+    """Compute a row on each device from its shards of some leaves; return the function that sums the rows.
 
     Args:
         leaves: whose layouts determine which shards are replicas; not unreduced, on one mesh.
         row: from the shards that count on a device to a float64 vector: zeros, if there are none.
 
     Returns:
-        The sum of the rows, the same on all devices.
+        A function that communicates, and returns the sum of the rows, the same on all devices.
     """
-    return sum_over_mesh_later(leaves, row)()
-
-
-def sum_over_mesh_later(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Callable[[], Tensor]:
-    """Compute the local rows now; return the function that sums them."""
     cut = [_cut_axes(leaf.layout) if isinstance(leaf, Sharded) else () for leaf in leaves]
     full = [(i, 0) for i, axes in enumerate(cut) if not axes]
     mesh = next((leaf.mesh for leaf, axes in zip(leaves, cut, strict=True) if axes), None)

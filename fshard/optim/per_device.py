@@ -115,7 +115,12 @@ def _init(init: Callable[[PyTree], PyTree], at: Leaves) -> PyTree:
             f"given; got {' and '.join({str(state.structure): None for state in states})}. Make dicts with the names of the "
             "parameters."
         )
-    _check_numbers(at, first)
+    others = [x for x, like in zip(first.entries, first.is_like, strict=True) if isinstance(x, Tensor) and not like]
+    if (shapes := [tuple(x.shape) for x in others if x.ndim]) and any(map(_is_divided, at.leaves)):
+        raise OptimizerError(
+            f"state of divided parameters must be numbers, but for subtrees with the structure of the parameters; got tensors "
+            f"of shape {', '.join(map(str, shapes))}. Make such subtrees: {{'m': tree_map(torch.zeros_like, params)}}."
+        )
 
     def assembled(*entries: list[Any]) -> PyTree:
         rows = [dict(zip(tree, own, strict=True)) for tree, own in zip(trees, entries, strict=True)]
@@ -171,6 +176,10 @@ def _trained(at: Leaves) -> list[int]:
 def _held(at: Leaves, indices: Sequence[int], device: int) -> list[int]:
     """Return those of some leaves that a device holds."""
     return [i for i in indices if not isinstance(x := at.leaves[i], Sharded) or x.layout.has_any(device)]
+
+
+def _is_divided(leaf: Leaf) -> bool:
+    return isinstance(leaf, Sharded) and any(leaf.mesh.shape[axis] > 1 for axis in leaf.spec.sharded_axes)
 
 
 def _local(leaf: Leaf, place: int) -> Any:
@@ -283,16 +292,3 @@ def _by_index(tree: PyTree, structure: Structure, indices: list[int], what: str)
             f"{what} must be a tree like the parameters, with a tensor for each; got {found}. The parameters are {structure}."
         )
     return dict(zip(indices, leaves, strict=True))
-
-
-def _check_numbers(at: Leaves, state: _State) -> None:
-    """Raise if parameters are divided, and state beside them holds more than numbers."""
-    divided = any(
-        isinstance(x, Sharded) and any(x.mesh.shape[axis] > 1 for axis in x.spec.sharded_axes) for x in at.leaves
-    )
-    others = [x for x, like in zip(state.entries, state.is_like, strict=True) if not like]
-    if divided and (large := [tuple(x.shape) for x in others if isinstance(x, Tensor) and x.ndim]):
-        raise OptimizerError(
-            f"state of divided parameters must be numbers, but for subtrees with the structure of the parameters; got tensors "
-            f"of shape {', '.join(map(str, large))}. Make such subtrees: {{'m': tree_map(torch.zeros_like, params)}}."
-        )

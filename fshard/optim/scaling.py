@@ -140,5 +140,5 @@ def all_finite(tree: PyTree) -> bool:
         found = largest_each([shards_of(leaves[i])[at] for i, at in places], near)
         return (~found.isfinite()).sum(0, keepdim=True).double()
 
-    total = sum_over_mesh(leaves, count)
+    total = sum_over_mesh(leaves, count)()
     return total.is_meta or not total.any().item()

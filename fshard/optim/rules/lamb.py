@@ -86,7 +86,7 @@ def _ratios(shards: ShardLists, directions: list[Tensor]) -> list[Tensor]:
             sums[number] = each[own[number][i]]
         return sums.reshape(-1)
 
-    sums = sum_over_mesh([*leaves.values()], row).reshape(len(leaves), 2, -1)
+    sums = sum_over_mesh([*leaves.values()], row)().reshape(len(leaves), 2, -1)
     of_params, of_directions = sum_of(sums).sqrt().unbind(1)
     usable = (of_params > 0) & (of_directions > 0)
     ratios = torch.where(usable, of_params / of_directions, torch.ones_like(of_params))
