@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fshard.booster.torch_style import BoostedOptimizer, Model
 from fshard.errors import FshardError, ModuleError
-from fshard.optim.source import OptimizerSource, optimizer_source
+from fshard.optim.torch_instances import OptimizerSource, optimizer_source
 from fshard.transforms.module.lazy import undescribed
 
 BOOSTED = WeakSet[nn.Module]()

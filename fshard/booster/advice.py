@@ -31,7 +31,7 @@ from fshard.mesh.layout import Mesh, PyTree, as_axes, flatten, flatten_with_path
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.optim.leaves import trainable
 from fshard.optim.rules.adam import adamw
-from fshard.optim.source import NOTHING, OptimizerSource, optimizer_source
+from fshard.optim.torch_instances import NOTHING, OptimizerSource, optimizer_source
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.transforms.options import integer, must_be, unknown
 from fshard.transforms.patterns import unit_of

@@ -24,7 +24,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.contract import Optimizer, Update
 from fshard.optim.partition import Partitioned, Stage, partition_optimizer
 from fshard.optim.scaling import loss_scaled
-from fshard.optim.source import NOTHING, OptimizerSource
+from fshard.optim.torch_instances import NOTHING, OptimizerSource
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.transforms.module.functionalize import functionalize, functionalize_in_place, refuse_hooks
 from fshard.transforms.module.lazy import draw, fill, reserved

@@ -32,7 +32,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import is_outside, one_thread, resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import owning
-from fshard.optim.scaling import held_by
+from fshard.optim.scaling import finite_scale
 from fshard.source import call_site
 from fshard.transforms.batch import Batch
 from fshard.transforms.device_step import DeviceStep
@@ -305,7 +305,7 @@ class ImperativeGradient:
         device = now.device
         assert device is not None and now.counted is not None
         now.runtime.check_unchanged()
-        device.scale, device.scaled = scale, held_by(loss.dtype, scale)
+        device.scale, device.scaled = scale, finite_scale(loss.dtype, scale)
         now.share, now.is_forward = self._announced.share(now.counted), False
         device.agree_on_axes(loss.device)
         start = torch.full_like(loss, now.share * device.scaled)

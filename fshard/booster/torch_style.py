@@ -22,12 +22,13 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import local_devices, one_thread
 from fshard.mesh.spmd.scope import here
+from fshard.optim.arguments import validate, within
 from fshard.optim.chain import clip_by_value, clipped_if_finite, shrunk
-from fshard.optim.contract import Optimizer, above, refuse, step_of, within
+from fshard.optim.contract import Optimizer, step_of
 from fshard.optim.leaves import trainable
 from fshard.optim.norms import global_norm
 from fshard.optim.partition import Partitioned
-from fshard.optim.source import OptimizerSource, TorchSource
+from fshard.optim.torch_instances import OptimizerSource, TorchSource
 from fshard.uncompiled import uncompiled
 
 
@@ -245,8 +246,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
             error_if_nonfinite: raise if the norm is nan or infinite.
         """
         order = torch.inf if norm_type == "inf" else norm_type
-        refuse("clip_grad_norm", _no_numbers(max_norm=max_norm, norm_type=order))
-        refuse("clip_grad_norm", within(0, torch.inf, max_norm=max_norm), above(0, norm_type=order))
+        validate("clip_grad_norm", _no_numbers(max_norm=max_norm, norm_type=order))
+        validate("clip_grad_norm", within("[0, inf]", max_norm=max_norm), within("(0, inf]", norm_type=order))
         norm, scale = global_norm(self.grads, float(order)), self.scale
         if error_if_nonfinite and not norm.isfinite():
             raise OptimizerError(f"clip_grad_norm: the norm of the gradients must be finite; got {norm.item()}.")
@@ -255,11 +256,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Keep each element of the gradients between -clip_value and clip_value."""
-        refuse("clip_grad_value", _no_numbers(clip_value=clip_value))
+        validate("clip_grad_value", _no_numbers(clip_value=clip_value))
         if self._opts().loss_scale is None:
             self._grads, _ = clip_by_value(float(clip_value)).update(self.grads, (), None)
         else:
-            refuse("clip_grad_value", within(0, torch.inf, clip_value=clip_value))
+            validate("clip_grad_value", within("[0, inf]", clip_value=clip_value))
             self._grads = clipped_if_finite(self.grads, clip_value * self.scale)
 
     @uncompiled

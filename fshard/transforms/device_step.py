@@ -16,7 +16,7 @@ from torch import Tensor
 from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.layout import PyTree, Structure
 from fshard.mesh.spmd.scope import Group, owning
-from fshard.optim.scaling import held_by
+from fshard.optim.scaling import finite_scale
 from fshard.source import Site
 from fshard.transforms.agree import CollectiveRecord, disagreement, exchanged, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
@@ -264,7 +264,7 @@ class DeviceStep:
         if not loss.requires_grad:
             return
         share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
-        self.scaled = held_by(loss.dtype, self.scale)
+        self.scaled = finite_scale(loss.dtype, self.scale)
         start = torch.full_like(loss, share * self.scaled)
         with runtime.reductions.collecting():
             torch.autograd.grad(loss, [runtime.anchor], start, allow_unused=True)

@@ -17,7 +17,7 @@ from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.spmd.run import one_thread
 from fshard.optim.contract import Optimizer, Update, copied, step_of
 from fshard.optim.norms import exact_norms, norm_later
-from fshard.optim.plain import on_arrays
+from fshard.optim.per_device import on_arrays
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.device_step import How

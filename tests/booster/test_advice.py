@@ -11,7 +11,7 @@ from torch import nn
 import fshard as fs
 from fshard.booster.advice import budget
 from fshard.mesh.layout import flatten
-from fshard.optim.source import optimizer_source
+from fshard.optim.torch_instances import optimizer_source
 
 MESH = fs.make_mesh({"data": 4})
 

@@ -110,6 +110,17 @@ WHOLE = {
     "shampoo": optim.shampoo(0.1, momentum=0.9),
 }
 ALL = {**ELEMENTWISE, **WHOLE}
+# Everything that takes an optimizer inside: name -> wrapped
+WRAPPERS = {
+    "chain": lambda opt: optim.chain(optim.clip_by_value(1.0), opt),
+    "masked": lambda opt: optim.masked(opt, True),
+    "by_label": lambda opt: optim.by_label({"a": opt}, "a"),
+    "accumulate": lambda opt: optim.accumulate(opt, 2),
+    "skip_if_not_finite": optim.skip_if_not_finite,
+    "loss_scaled": optim.loss_scaled,
+    "ema": lambda opt: optim.ema(opt, 0.5),
+    "with_master_weights": optim.with_master_weights,
+}
 
 
 # -- trees --------------------------------------------------------------------------------------------------------

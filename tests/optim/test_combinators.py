@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P, optim
 from fshard.optim.contract import copied
-from tests.optim.optimizers import by_step, by_update, example, leaves_of, same, trees
+from tests.optim.optimizers import WRAPPERS, by_step, by_update, example, leaves_of, same, trees
 
 
 def test_a_chain_steps_as_its_writer_does():
@@ -116,27 +116,13 @@ def test_copies_of_tied_arrays_are_tied():
     assert copies["a"] is copies["b"] and copies["a"].shards[0] is not tied["a"].shards[0]
 
 
-INSIDE = {
-    "chain": lambda opt: optim.chain(optim.clip_by_value(1.0), opt),
-    "masked": lambda opt: optim.masked(opt, True),
-    "by_label": lambda opt: optim.by_label({"a": opt}, "a"),
-    "accumulate": lambda opt: optim.accumulate(opt, 2),
-    "skip_if_not_finite": optim.skip_if_not_finite,
-    "loss_scaled": optim.loss_scaled,
-    "ema": lambda opt: optim.ema(opt, 0.5),
-    "with_master_weights": optim.with_master_weights,
-    "partition_optimizer": lambda opt: fs.partition_optimizer(
-        opt, mesh=fs.make_mesh({"data": 2}), axis="data", stage=2
-    ),
-}
-
-
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("name", [*WRAPPERS, "partition_optimizer"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_partitioned_stands_outermost(name, stage):
-    inner = fs.partition_optimizer(optim.sgd(0.1), mesh=fs.make_mesh({"data": 2}), axis="data", stage=stage)
+    how = {"mesh": fs.make_mesh({"data": 2}), "axis": "data", "stage": stage}
+    wrap = WRAPPERS.get(name, lambda opt: fs.partition_optimizer(opt, **how))
     with pytest.raises(optim.OptimizerError) as error:
-        INSIDE[name](inner)
+        wrap(fs.partition_optimizer(optim.sgd(0.1), **how))
     assert str(error.value).startswith(f"{name}: a partitioned optimizer must not be nested, since ")
     with pytest.raises(optim.OptimizerError, match=f"{name}: SGD is no pair of init and update"):
-        INSIDE[name](torch.optim.SGD)
+        wrap(torch.optim.SGD)

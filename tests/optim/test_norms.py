@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fshard as fs
 import fshard.testing.strategies
 from fshard import P, optim
-from fshard.optim.digits import digits_of, number_of
+from fshard.optim.exact_sum import columns_of, number_of
 from fshard.optim.norms import norm_later
 from tests.optim.optimizers import example, leaves_of, tensor
 
@@ -109,9 +109,9 @@ NUMBERS = st.floats(0, allow_infinity=False, max_value=2.0**1000)
 def test_sums_in_digits_are_exact_and_have_the_same_bits_in_any_order_and_cut(numbers, data):
     mixed = torch.tensor(data.draw(st.permutations(numbers)), dtype=torch.float64)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(numbers)), max_size=4)))
-    pieces = [digits_of(piece) for piece in mixed.tensor_split(cuts)]
+    pieces = [columns_of(piece) for piece in mixed.tensor_split(cuts)]
     found = number_of(torch.stack(pieces).sum(0))
-    assert torch.equal(found, number_of(digits_of(torch.tensor(numbers, dtype=torch.float64))))
+    assert torch.equal(found, number_of(columns_of(torch.tensor(numbers, dtype=torch.float64))))
     exact = sum(map(Fraction, numbers))
     assert abs(Fraction(found.item()) - exact) <= exact * Fraction(2) ** -50
 

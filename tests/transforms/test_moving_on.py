@@ -16,7 +16,7 @@ from tests.optim.test_optim_plain import MOMENTUM, ROWS
 by_shape = optim.by_label({"m": optim.muon(0.1), "v": optim.adamw(0.1)}, lambda path, x: "m" if x.ndim == 2 else "v")
 OPTIMIZERS = {
     "adamw": optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1, fused=False)),
-    "muon": optim.ema(optim.loss_scaled(by_shape), 0.5),
+    "muon": optim.loss_scaled(optim.ema(by_shape, 0.5)),
     "masters": optim.with_master_weights(optim.accumulate(optim.sgd(0.1, momentum=0.9), 2)),
     "plain": MOMENTUM,
     "plain rows": ROWS,

@@ -768,7 +768,7 @@ def test_wrong_calls_name_what_is_wrong():
         fs.grad(lambda p, x: (p["w"] * x).mean(), mesh=mesh, batch=P("data"), reproducible=True, slices=3)(
             own, torch.ones(2)
         )
-    with pytest.raises(fs.optim.OptimizerError, match="stages of ZeRO are 0, 1, 2 and 3; found 4"):
+    with pytest.raises(fs.optim.OptimizerError, match="stage must be 0, 1, 2 or 3, as in ZeRO; got 4"):
         fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=4)
 
 

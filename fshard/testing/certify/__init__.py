@@ -34,7 +34,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaf, Leaves
 from fshard.optim.partition import Partitioned
-from fshard.optim.plain import on_arrays
+from fshard.optim.per_device import on_arrays
 from fshard.testing.certify.bounds import Comparison, Reference, bounded, equal_bits, judge
 from fshard.testing.certify.certificate import Certificate, CertificateRow
 from fshard.testing.certify.elementwise import check_elementwise

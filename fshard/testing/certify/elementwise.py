@@ -13,7 +13,7 @@ from fshard.errors import OptimizerError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree
 from fshard.optim.contract import Optimizer, elementwise_leaves, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
-from fshard.optim.plain import on_arrays
+from fshard.optim.per_device import on_arrays
 from fshard.testing.certify.shards import first_difference, largest, pair_shards
 from fshard.transforms.patterns import named, parts_of
 

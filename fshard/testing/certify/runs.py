@@ -21,7 +21,7 @@ from fshard.errors import PromiseError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, broadcast_prefix, flatten
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, map_shards, trainable
-from fshard.optim.scaling import held_by
+from fshard.optim.scaling import finite_scale
 from fshard.testing.certify.shards import gather_processes, is_floating, keep_frozen, largest, widen
 from fshard.transforms.patterns import chosen, named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
@@ -236,7 +236,7 @@ def gradient(task: CertifyTask, params: PyTree, buffers: PyTree, scale: float = 
         loss, after = loss.mean(), more[0] if task.has_buffers else buffers  # of one number, or of one for each sample
         if not loss.requires_grad:
             return (), after
-        start = held_by(loss.dtype, scale)
+        start = finite_scale(loss.dtype, scale)
         found = torch.autograd.grad(loss, [*moving.values()], torch.full_like(loss, start), allow_unused=True)
         return [None if g is None else g * (scale / start) for g in found], after
 

@@ -18,7 +18,7 @@ from fshard.errors import LayoutError, MismatchError, ModuleError
 from fshard.mesh.layout import PyTree, unflatten
 from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import Group, owning, parting, require
-from fshard.optim.scaling import held_by
+from fshard.optim.scaling import finite_scale
 from fshard.pipeline.execution.device import StageDevice
 from fshard.pipeline.execution.leaves import called_for
 from fshard.pipeline.execution.microbatches import kind_of
@@ -227,7 +227,7 @@ class Shift:
         beside = sort_aux(aux, slice.samples, loss.device)
         means, counts = [*beside.means.values()], [*beside.counts.values()]
         self.parts[microbatch] = LossSums(loss.detach(), count.weight, means, counts), beside
-        self.scaled = held_by(loss.dtype, self.scale)
+        self.scaled = finite_scale(loss.dtype, self.scale)
         return loss
 
     def start(self, microbatch: int) -> Tensor:

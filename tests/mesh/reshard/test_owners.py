@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.mesh.layout import flatten
 from fshard.optim.contract import copied, pure_step
-from fshard.optim.partition import shared_out
+from fshard.optim.partition import assign_owners
 from fshard.testing import gpt
 from tests.optim.optimizers import ALL
 from tests.transforms.test_zero import placed, train
@@ -200,14 +200,14 @@ def test_training_with_options_is_that_of_stage_0(options):
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 9))
 def test_owners_have_about_equally_much(sizes, n):
-    owners = shared_out(sizes, n)
+    owners = assign_owners(sizes, n)
     loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == own) for own in range(n)]
-    assert sum(loads) == sum(sizes) and shared_out(sizes, n) == owners
+    assert sum(loads) == sum(sizes) and assign_owners(sizes, n) == owners
     assert max(loads) <= Fraction(sum(sizes), n) + max(sizes, default=0)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_state_is_held_by_owners_alone_and_elsewhere_in_ranges(stage):
+def test_state_is_finite_scale_owners_alone_and_elsewhere_in_ranges(stage):
     n = 4
     mesh = fs.make_mesh({"data": n})
     params = placed(gpt.init(), stage, mesh)
@@ -215,7 +215,7 @@ def test_state_is_held_by_owners_alone_and_elsewhere_in_ranges(stage):
     state = opt.init(params)
     leaves = flatten(params, sharded_is_leaf=True)[0]
     sizes = [prod(x.shape) for x in leaves if x.ndim == 2]
-    owners = shared_out(sizes, n)
+    owners = assign_owners(sizes, n)
     matrices = flatten(state[True]["momentum_buffer"], sharded_is_leaf=True)[0]
     assert [x.spec for x in matrices] == [P(at={"data": owner}) for owner in owners]
     for device in range(n):

@@ -19,12 +19,10 @@ from fshard.optim.contract import (
     Update,
     elementwise_leaves,
     no_updates,
-    refuse_scaled,
-    scale_inside,
     step_of,
 )
 from fshard.optim.leaves import Leaf, Leaves, trainable
-from fshard.optim.plain import inside
+from fshard.optim.per_device import inner_optimizer
 
 NOTHING = Optimizer(lambda params: (), lambda grads, state, params: (grads, state), elementwise=True, arrays=True)
 """Trains nothing: it has no state, and passes gradients on."""
@@ -38,7 +36,7 @@ _frozen = Optimizer(
 
 
 def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimizer:
-    """Apply an optimizer or a transformation to some of the parameters.
+    """Apply an optimizer or a transformation to some of the parameters: opt(grad) where mask, else 0 or grad.
 
     An optimizer does not change the others, and a transformation passes their gradients on.
 
@@ -52,17 +50,14 @@ def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimi
     >>> opt.step(params, opt.init(params), params)[0]
     {'w': tensor([0.5000]), 'b': tensor([1.])}
     """
-    opt = inside(opt, "masked")
-    if opt.step is not None:
-        return by_label({True: opt, False: _frozen}, mask, every=False)
-    refuse_scaled("masked", [opt], "the other parameters' gradients would be passed on still scaled")
-    return by_label({True: opt, False: NOTHING}, mask, every=False)
+    opt = inner_optimizer(opt, "masked")
+    return by_label({True: opt, False: NOTHING if opt.step is None else _frozen}, mask, every=False)
 
 
 def by_label(
     opts: Mapping[Any, Optimizer], labels: PyTree | Callable[[str, Leaf], Any], *, every: bool = True
 ) -> Optimizer:
-    """Apply to each parameter the optimizer of its label; the state is a dict by label.
+    """Apply to each parameter the optimizer of its label: opts[label](grad); the state is a dict by label.
 
     Args:
         opts: an optimizer per label.
@@ -76,53 +71,49 @@ def by_label(
     >>> opt.step(params, opt.init(params), params)[0]
     {'w': tensor([0.5000]), 'b': tensor([0.7500])}
     """
-    opts = {label: inside(opt, "by_label") for label, opt in opts.items()}
-    moving = [label for label, opt in opts.items() if opt is not _frozen]
-    if len(moving) > 1:
-        refuse_scaled(
-            "by_label", opts.values(), "the other labels' optimizers would get gradients that are still scaled"
-        )
+    if not isinstance(opts, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"by_label: opts must be a dict of optimizers by label; got {type(opts).__name__}.")
+    opts = {label: inner_optimizer(opt, "by_label") for label, opt in opts.items()}
 
     def init(params: PyTree) -> PyTree:
         at = Leaves.of(params)
         chosen = at.chosen(labels)
-        _check(at, chosen, opts, every)
+        _validate_labels(at, chosen, opts, every)
         return {label: opt.init(_only(at, at.leaves, chosen, label)) for label, opt in opts.items()}
 
-    def through(of: Callable[[Optimizer], Update]) -> Update:
+    def through(acts: dict[Any, Update]) -> Update:
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             at = Leaves.of(params)
             chosen, given = at.chosen(labels), at.beside(grads, "grads")
-            results: list[Leaf] = [None] * len(chosen)
+            results: dict[Any, list[Leaf]] = {}
             after: dict[Any, PyTree] = {}
-            for label, opt in opts.items():
-                own, after[label] = of(opt)(
-                    _only(at, given, chosen, label), state[label], _only(at, at.leaves, chosen, label)
-                )
-                for place, leaf in enumerate(at.beside(own, f"the results of {label!r}")):
-                    if chosen[place] == label:
-                        results[place] = leaf
-            return at.rebuild(results), after
+            for label, act in acts.items():
+                own = _only(at, given, chosen, label), state[label], _only(at, at.leaves, chosen, label)
+                result, after[label] = act(*own)
+                results[label] = at.beside(result, f"the results of {label!r}")
+            return at.rebuild([results[own][i] if own in results else None for i, own in enumerate(chosen)]), after
 
         return run
 
-    writes = any(opt.step is not None for opt in opts.values())
-    step = through(step_of) if writes else None
-    loss_scale = scale_inside(opts[moving[0]], moving[0]) if moving else None
-    return Optimizer(init, through(lambda opt: opt.update), step, _elementwise(opts, labels), loss_scale, arrays=True)
+    step = through({label: step_of(opt) for label, opt in opts.items()})
+    return Optimizer(
+        init,
+        through({label: opt.update for label, opt in opts.items()}),
+        step if any(opt.step is not None for opt in opts.values()) else None,
+        _elementwise(opts, labels),
+        arrays=True,
+    )
 
 
 def _elementwise(opts: Mapping[Any, Optimizer], labels: PyTree | Callable[[str, Leaf], Any]) -> Elementwise:
     """Return `elementwise` of each leaf's optimizer; one value if all are equal."""
     flags = [opt.elementwise for opt in opts.values()]
-    if all(one is True for one in flags) or all(one is False for one in flags):
-        return flags == [True] * len(flags)
+    if flags in ([True] * len(flags), [False] * len(flags)):
+        return all(flags)
 
     def of_leaves(params: PyTree) -> list[bool]:
-        at = Leaves.of(params)
-        chosen = at.chosen(labels)
         own = {label: elementwise_leaves(opt.elementwise, params) for label, opt in opts.items()}
-        return [label not in own or own[label][place] for place, label in enumerate(chosen)]
+        return [label not in own or own[label][i] for i, label in enumerate(Leaves.of(params).chosen(labels))]
 
     return of_leaves
 
@@ -132,23 +123,17 @@ def _only(at: Leaves, leaves: list[Leaf], chosen: list[Any], label: Any) -> PyTr
     return at.rebuild([leaf if own == label else None for leaf, own in zip(leaves, chosen, strict=True)])
 
 
-def _check(at: Leaves, chosen: list[Any], opts: Mapping[Any, Optimizer], every: bool) -> None:
-    placed = [(path, label) for path, leaf, label in zip(at.paths, at.leaves, chosen, strict=True) if leaf is not None]
-    wrong = [f"params{path} is labelled {label!r}" for path, label in placed if label not in opts]
-    used = {label for _, label in placed}
-    unused = [repr(label) for label in opts if label not in used] if every and placed else []
-    torn = [
-        f"params{at.paths[first]} and params{at.paths[place]} are one (tied), labelled {chosen[first]!r} and {chosen[place]!r}"
-        for place, first in enumerate(at.firsts)
-        if chosen[place] != chosen[first] and trainable(at.leaves[place])
+def _validate_labels(at: Leaves, chosen: list[Any], opts: Mapping[Any, Optimizer], every: bool) -> None:
+    used = {label: path for path, leaf, label in zip(at.paths, at.leaves, chosen, strict=True) if leaf is not None}
+    wrong = [f"params{path} is labelled {label!r}" for label, path in used.items() if label not in opts]
+    unused = [f"no parameter is labelled {label!r}" for label in opts if label not in used] if every and used else []
+    tied = [
+        f"params{at.paths[first]} and params{at.paths[i]} are one (tied), labelled {chosen[first]!r} and {chosen[i]!r}"
+        for i, first in enumerate(at.firsts)
+        if chosen[i] != chosen[first] and trainable(at.leaves[i])
     ]
-    complaints = [
-        *([f"there is no optimizer for: {'; '.join(wrong)}"] if wrong else []),
-        *([f"no parameter is labelled {', '.join(unused)}"] if unused else []),
-        *torn,
-    ]
-    if complaints:
+    if errors := [*wrong, *unused, *tied]:
         raise OptimizerError(
-            f"by_label has optimizers for {', '.join(map(repr, opts))}, but {' and '.join(complaints)}. "
+            f"by_label has optimizers for {', '.join(map(repr, opts))}, but {' and '.join(errors)}. "
             "Every parameter needs one optimizer, and every optimizer a parameter."
         )

@@ -44,18 +44,18 @@ def add_multiple(xs: list[Tensor], ys: list[Tensor], factor: float) -> Any:
     >>> add_multiple([torch.ones(2)], [torch.ones(2)], 2.0)
     (tensor([3., 3.]),)
     """
-    return addcmul(xs, ys, _ones(xs), factor) if any(map(rounds_by_place, xs)) else add(xs, ys, alpha=factor)
+    return addcmul(xs, ys, _ones(xs), factor) if any(map(rounds_by_index, xs)) else add(xs, ys, alpha=factor)
 
 
 def add_multiple_(xs: list[Tensor], ys: list[Tensor], factor: float) -> None:
     """Add to each x a multiple of its y."""
-    if any(map(rounds_by_place, xs)):
+    if any(map(rounds_by_index, xs)):
         addcmul_(xs, ys, _ones(xs), factor)
     else:
         add_(xs, ys, alpha=factor)
 
 
-def rounds_by_place(x: Tensor) -> bool:
+def rounds_by_index(x: Tensor) -> bool:
     """Return True if the bits of torch's `add(alpha=)` depend on an element's index in its tensor."""
     return x.is_cpu and x.dtype in (torch.bfloat16, torch.float16)
 

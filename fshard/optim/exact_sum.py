@@ -12,8 +12,6 @@ In the end only the five columns from the largest digit down count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -25,37 +23,31 @@ WIDTH = _COLUMNS + 1
 """Columns, and one for a sum that is not finite."""
 
 
-def digits_of(x: Tensor) -> Tensor:
-    """Return the sum of a float64 tensor without negative elements, as columns that may be added up."""
-    return _summed(x, lambda block: block)
+def columns_of(x: Tensor, *, squared: bool = False) -> Tensor:
+    """Return the sum of a float64 tensor without negative elements, as columns that may be added up.
 
-
-def digits_of_squares(x: Tensor) -> Tensor:
-    """Return the sum of the squares of a real tensor, as columns; no more than a block of it is ever made float64."""
-    return _summed(x, lambda block: block.double().square())
-
-
-def _summed(x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    With `squared`, the sum of the squares of any real tensor; no more than a block of it is ever made float64.
+    """
     columns = torch.zeros(WIDTH, dtype=torch.float64, device=x.device)
     for block in x.reshape(-1).split(_BLOCK) if x.numel() else ():
-        columns += _digits_of_block(f(block))
+        columns += _columns_of_block(block.double().square() if squared else block)
     return columns
 
 
 def number_of(columns: Tensor) -> Tensor:
     """Return the numbers of columns (the last dim).
 
-    >>> number_of(digits_of(torch.tensor([2.0**60, 1.0, 0.25]).double()) + digits_of(torch.tensor([0.5]).double()))
+    >>> number_of(columns_of(torch.tensor([2.0**60, 1.0, 0.25]).double()) + columns_of(torch.tensor([0.5]).double()))
     tensor(1.1529e+18, dtype=torch.float64)
     """
-    digits, strange = columns[..., :-1], columns[..., -1]
-    place = torch.arange(_COLUMNS, device=columns.device)
-    largest = torch.where(digits > 0, place, -1).amax(-1, keepdim=True)
-    counted = torch.where(place > largest - _DIGITS, digits * _unit(place, columns), 0.0)
-    return counted.sum(-1) + strange
+    digits, nonfinite = columns[..., :-1], columns[..., -1]
+    column = torch.arange(_COLUMNS, device=columns.device)
+    largest = torch.where(digits > 0, column, -1).amax(-1, keepdim=True)
+    counted = torch.where(column > largest - _DIGITS, digits * _unit(column, columns), 0.0)
+    return counted.sum(-1) + nonfinite
 
 
-def _digits_of_block(x: Tensor) -> Tensor:
+def _columns_of_block(x: Tensor) -> Tensor:
     most = x.amax()
     finite = most.isfinite()
     top = (torch.frexp(torch.where(finite, most, 0.0)).exponent - 1 - _LOWEST) // _BITS
@@ -64,13 +56,13 @@ def _digits_of_block(x: Tensor) -> Tensor:
         digit = rest.floor()
         sums.append(digit.sum())
         rest.sub_(digit).mul_(2.0**_BITS)
-    places = (top - torch.arange(_DIGITS, device=x.device)).clamp(min=0)  # below the lowest there are zeros only
-    columns = x.new_zeros(WIDTH).index_add_(0, places, torch.stack(sums))
+    indices = (top - torch.arange(_DIGITS, device=x.device)).clamp(min=0)  # below the lowest there are zeros only
+    columns = x.new_zeros(WIDTH).index_add_(0, indices, torch.stack(sums))
     columns = torch.where(finite, columns, 0.0)
     columns[-1] = torch.where(finite, 0.0, most)
     return columns
 
 
-def _unit(place: Tensor, like: Tensor) -> Tensor:
+def _unit(column: Tensor, like: Tensor) -> Tensor:
     """Return the value of a unit in a column."""
-    return torch.ldexp(torch.ones_like(place, dtype=like.dtype), place * _BITS + _LOWEST)
+    return torch.ldexp(torch.ones_like(column, dtype=like.dtype), column * _BITS + _LOWEST)

@@ -1,6 +1,6 @@
 """The optimizer given to a Booster, as the pure optimizers of its next step.
 
-    None, fs.optim.adamw(...)           OptimizerSource       the same in every step
+    None, fs.optim.adamw(...)           OptimizerSource   the same in every step
     torch.optim.AdamW(groups)           GroupsSource      a pure optimizer per group, by its present options
     class Lion(torch.optim.Optimizer)   InstanceSource    the instance itself steps, on this device's local shards
 
@@ -23,7 +23,7 @@ from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import device_put
-from fshard.optim.choose import NOTHING, by_label
+from fshard.optim.by_label import NOTHING, by_label
 from fshard.optim.contract import Optimizer, check_optimizer, copied, differences
 from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable
 from fshard.optim.rules.adam import adam, adamw
@@ -65,18 +65,18 @@ class TorchSource(OptimizerSource):
 
     def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         self.given = given
-        self._names = _by_tensor(params)
-        self._aliases: dict[str, str] = {}
+        self._names: Any = WeakIdKeyDictionary({x: name for name, x in params.items()})
+        self._aliases: dict[str, str] = {}  # a stage may know a tied parameter by another name
         self._frozen: Any = WeakIdKeyDictionary()
-        self._idle = set[str]()
+        self._idle = set[str]()  # the names of the parameters that were frozen
         self.groups()
 
     def groups(self) -> list[list[str]]:
         """Return the names of the parameters in each group."""
         found = [[self._names.get(x) for x in group["params"]] for group in self.given.param_groups]
-        if strange := [f"param_groups[{at}]" for at, names in enumerate(found) if None in names]:
+        if unknown := [f"param_groups[{i}]" for i, names in enumerate(found) if None in names]:
             raise OptimizerError(
-                f"{type(self.given).__name__}: in {', '.join(strange)} are tensors that are no parameters of the model. Make "
+                f"{type(self.given).__name__}: in {', '.join(unknown)} are tensors that are no parameters of the model. Make "
                 "the optimizer of model.parameters(), before both are boosted."
             )
         return found
@@ -89,8 +89,7 @@ class TorchSource(OptimizerSource):
     def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Freeze the parameters that are in no group; ties stay ties."""
         own = {name for names in self.groups() for name in names}
-        for name, x in params.items():  # a stage may know a tied parameter by another name
-            self._aliases[name] = self._names.get(x, name)
+        self._aliases |= {name: self._names.get(x, name) for name, x in params.items()}
         idle = {name: x for name, x in params.items() if x.requires_grad and self._aliases[name] not in own}
         self._idle |= {self._aliases[name] for name in idle}
         for x in idle.values():
@@ -101,29 +100,22 @@ class TorchSource(OptimizerSource):
         """Replace the parameters in the groups by these tensors."""
         for group, names in zip(self.given.param_groups, self.groups(), strict=True):
             group["params"] = [params[name] for name in names]
-        self._names, self._frozen = _by_tensor(params), WeakIdKeyDictionary()
+        self._names, self._frozen = WeakIdKeyDictionary({x: name for name, x in params.items()}), WeakIdKeyDictionary()
 
     def grown(self, params: PyTree, state: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, PyTree]:
         """Return parameters of which those in groups that were added are trained, and the state with theirs.
 
         `init` makes a state of all groups, of which the parts that are new are taken.
         """
-        at, own = Leaves.of(params), {name for names in self.groups() for name in names} & self._idle
-        names = map(self.name_at, at.paths)
-        params = at.rebuild([_trained(x) if name in own else x for name, x in zip(names, at.leaves, strict=True)])
-        self._idle -= own
+        at, added = Leaves.of(params), {name for names in self.groups() for name in names} & self._idle
+        self._idle -= added
+
+        def unfrozen(path: str, leaf: Sharded) -> Sharded:
+            layout = replace(leaf.layout, frozen=False)
+            return Sharded(leaf.shape, layout, leaf.shards) if self.name_at(path) in added else leaf
+
+        params = at.rebuild([unfrozen(path, leaf) for path, leaf in zip(at.paths, at.leaves, strict=True)])
         return params, _filled(init(params), state)
-
-
-def _by_tensor(params: Mapping[str, Tensor]) -> Any:
-    names: Any = WeakIdKeyDictionary()
-    for name, x in params.items():
-        names[x] = name
-    return names
-
-
-def _trained(leaf: Sharded) -> Sharded:
-    return Sharded(leaf.shape, replace(leaf.layout, frozen=False), leaf.shards)
 
 
 def _filled(made: PyTree, before: PyTree) -> PyTree:
@@ -165,9 +157,7 @@ class GroupsSource(TorchSource):
                 f"{type(given).__name__} has taken steps already, and its state would be lost. Boost it before "
                 "its first step."
             )
-        self._group_of: dict[str, int] = {}
-        self._made_of: Any = None
-        self._made = NOTHING
+        self._cached: tuple[Any, Optimizer] = None, NOTHING  # names and options of the groups, and their optimizer
         self.now()
 
     def now(self) -> Optimizer:
@@ -178,28 +168,28 @@ class GroupsSource(TorchSource):
                 f"{type(self.given).__name__}: hooks of its steps are not called, since it does not step itself. Call them "
                 "beside step()."
             )
-        names = self.groups()
-        options = [_options(type(self.given), group) for group in self.given.param_groups]
-        if (names, options) != self._made_of:
-            self._group_of = {name: at for at, own in enumerate(names) for name in own}
-            opts = {at: self._pure(at, own) for at, own in enumerate(options)}
-            self._made = opts[0] if len(opts) == 1 else by_label(opts, self._label, every=False)
-            self._made_of = names, options
-        return self._made
+        described = self.groups(), [_options(type(self.given), group) for group in self.given.param_groups]
+        if described != self._cached[0]:
+            names, options = described
+            group_of = {name: i for i, own in enumerate(names) for name in own}
+            opts = {i: self._pure(i, own) for i, own in enumerate(options)}
+
+            def label(path: str, leaf: Leaf) -> int:
+                return group_of.get(self.name_at(path), 0)  # those of no group are frozen
+
+            self._cached = described, opts[0] if len(opts) == 1 else by_label(opts, label, every=False)
+        return self._cached[1]
 
     def point_at(self, params: Mapping[str, Tensor]) -> None:
         """Replace the groups' parameters by these tensors; the state is elsewhere."""
         super().point_at(params)
         self.given.state.clear()
 
-    def _label(self, path: str, leaf: Leaf) -> int:
-        return self._group_of.get(self.name_at(path), 0)  # those of no group are frozen
-
-    def _pure(self, at: int, options: dict[str, Any]) -> Optimizer:
+    def _pure(self, group: int, options: dict[str, Any]) -> Optimizer:
         cls: Any = type(self.given)
 
         def rate(count: int) -> float:
-            return float(self.given.param_groups[at]["lr"])
+            return float(self.given.param_groups[group]["lr"])
 
         if cls not in _OWN or options.get("capturable") or options.get("differentiable"):
             return from_torch(cls, lr=rate, **options)
@@ -259,23 +249,20 @@ class InstanceSource(TorchSource):
         if old in self.given.state:
             self.given.state[new] = self.given.state.pop(old)
 
-    def _pairs(self, at: Leaves, *others: list[Leaf]) -> list[tuple[LocalShard, Leaf, list[Leaf]]]:
-        """Replace the parameters in the groups by local shards; return each with its leaf.
-
-        The leaves paired with it are returned as well.
-        """
-        first = {self.name_at(path): i for i, path in reversed([*enumerate(at.paths)]) if at.leaves[i] is not None}
+    def _localize(self, at: Leaves) -> dict[str, int]:
+        """Replace the parameters in the groups by local shards; return the index of the leaf of each."""
+        index = {self.name_at(path): i for i, path in reversed([*enumerate(at.paths)]) if at.leaves[i] is not None}
         for group, names in zip(self.given.param_groups, self.groups(), strict=True):
-            for place, (x, name) in enumerate(zip(group["params"], names, strict=True)):
+            for i, (x, name) in enumerate(zip(group["params"], names, strict=True)):
                 if isinstance(x, LocalShard):
                     continue
                 if name in self._local:
                     raise OptimizerError(f"{type(self.given).__name__}: {name} is in a group already. Leave it out.")
-                local = LocalShard(torch.empty_like(shards_of(at.leaves[first[name]])[0]))
-                self._local[name] = group["params"][place] = local
+                local = LocalShard(torch.empty_like(shards_of(at.leaves[index[name]])[0]))
+                self._local[name] = group["params"][i] = local
                 self._names[local] = name
                 self._rename(x, local)
-        return [(local, at.leaves[i := first[name]], [x[i] for x in others]) for name, local in self._local.items()]
+        return {name: index[name] for name in self._local}
 
     def _init(self, params: PyTree) -> PyTree:
         """Shard the state that the instance has already, made by its constructor or loaded."""
@@ -285,30 +272,31 @@ class InstanceSource(TorchSource):
                 f"{type(self.given).__name__}, an optimizer of your own class, must step on one device; got the shards of "
                 "several. Train inside of fs.run(main, mesh=mesh), or under torchrun."
             )
-        for local, leaf, _ in self._pairs(at):
-            for name, x in self.given.state.get(local, {}).items():
-                if not isinstance(leaf, Sharded) or not isinstance(x, Tensor) or x.shape != leaf.shape or not x.numel():
+        for param, i in self._localize(at).items():
+            leaf, state = at.leaves[i], self.given.state.get(self._local[param], {})
+            for name, x in state.items() if isinstance(leaf, Sharded) else ():
+                if not isinstance(x, Tensor) or x.shape != leaf.shape or not x.numel():
                     continue
                 if x.is_meta and not leaf.shards[0].is_meta:
                     raise OptimizerError(
                         f"{type(self.given).__name__}: state of a lazy parameter must be made in step(), not by the "
                         f"constructor; got {name!r} without memory."
                     )
-                self.given.state[local][name] = device_put(x, leaf.layout).shards[0]
+                state[name] = device_put(x, leaf.layout).shards[0]
         return ()
 
     @torch.no_grad()
     def _step(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         at = Leaves.of(params)
-        pairs = self._pairs(at, at.gradients(grads))
-        for local, leaf, (grad,) in pairs:
+        given = at.gradients(grads)
+        steps = [(self._local[name], at.leaves[i], given[i]) for name, i in self._localize(at).items()]
+        for local, leaf, grad in steps:
             (shard,) = shards_of(leaf)
-            local.grad = None
-            local.data = shard.detach()
+            local.grad, local.data = None, shard.detach()
             if grad is not None and trainable(leaf) and shard.numel():
                 local.grad = shards_of(grad)[0].to(shard.dtype)
         self.given.step()
-        for local, leaf, _ in pairs:
+        for local, leaf, _ in steps:
             local.grad = None
             if local.data_ptr() != shards_of(leaf)[0].data_ptr():  # the class has written `param.data = ...`
                 shards_of(leaf)[0].copy_(local.data)
