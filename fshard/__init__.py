@@ -27,6 +27,7 @@ from fshard.mesh.collectives.api import (
     psum,
     psum_scatter,
     pvary,
+    replicated,
 )
 from fshard.mesh.collectives.ledger import ledger
 from fshard.mesh.collectives.send_recv import recv, send
@@ -43,7 +44,7 @@ from fshard.transforms.evaluate import evaluate
 from fshard.transforms.fsdp.param_runtime import with_unsharded_params
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.lazy import lazy, materialize
-from fshard.transforms.module.remat import checkpoint_name, remat
+from fshard.transforms.module.remat import remat
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import fsdp, init_params, shard_params
 from fshard.transforms.stages.plan import shard_stages
@@ -91,6 +92,7 @@ __all__ = [
     "ppermute",
     "broadcast",
     "pvary",
+    "replicated",
     "send",
     "recv",
     # training

@@ -73,7 +73,7 @@ def test_flat_ranges_are_put_together_some_at_a_time(stage, monkeypatch):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_owners_hold_their_own_and_what_is_exchanged_at_once(stage, monkeypatch):
     monkeypatch.setattr(optim.partition, "AT_ONCE", AT_ONCE)
-    monkeypatch.setattr(fs.mesh.reshard.owners, "AT_ONCE", AT_ONCE)
+    monkeypatch.setattr(fs.mesh.reshard.execute, "AT_ONCE", AT_ONCE)
     most, left = beyond("matrix", stage)
     share = WHOLE // N
     assert most <= (share if stage < 3 else 2 * share) + 4 * AT_ONCE

@@ -424,7 +424,7 @@ def tower(params: dict, x: Tensor, wrap: Callable[[Callable[..., Tensor]], Calla
     """Blocks with dropout, each of which `wrap` may change."""
 
     def block(w, x):
-        return x + nn.functional.dropout(torch.tanh(fs.checkpoint_name(x @ w["up"], "up")) @ w["down"], 0.25)
+        return x + nn.functional.dropout(torch.tanh(fs.nn.checkpoint_name(x @ w["up"], "up")) @ w["down"], 0.25)
 
     for w in params["blocks"]:
         x = wrap(block)(w, x)

@@ -19,7 +19,7 @@ def each(trees):
 
 @settings(max_examples=50)
 @given(names=st.tuples(NAMES, NAMES))
-def test_trees_that_differ_by_device_are_refused_with_both(names):
+def test_psum_different_trees_raise_with_both(names):
     first, second = (OrderedDict((name, torch.ones(2)) for name in some) for some in names)
     mesh = fs.make_mesh({"data": 2})
     assert fs.run(lambda: fs.psum(first, "data"), mesh=mesh)[1].keys() == first.keys()
@@ -39,7 +39,7 @@ def sent_and_expected(trees):
 
 @settings(max_examples=20)
 @given(names=st.tuples(NAMES, NAMES))
-def test_a_message_comes_in_the_tree_that_it_was_sent_in(names):
+def test_recv_other_tree_than_sent_raises(names):
     trees = [OrderedDict((name, torch.ones(2)) for name in some) for some in names]
     mesh = fs.make_mesh({"data": 2})
     assert fs.run(sent_and_expected, [trees[0], trees[0]], mesh=mesh)[1].keys() == trees[0].keys()
@@ -51,7 +51,7 @@ def test_a_message_comes_in_the_tree_that_it_was_sent_in(names):
         assert f"(leaves {leaves})" in str(error.value)
 
 
-def test_a_ledger_counts_a_line_once_whatever_its_trees():
+def test_ledger_counts_line_once_for_any_tree():
     with fs.ledger() as comm:
         fs.run(lambda: [fs.psum({name: torch.ones(2)}, "data") for name in "ab"], mesh=fs.make_mesh({"data": 2}))
     assert [calls for _, calls, _ in comm.rows()] == [2]
@@ -72,7 +72,7 @@ def other_trees() -> str:
 
 
 @pytest.mark.parametrize("check", ["0", "1"])
-def test_processes_compare_trees(check):
+def test_processes_with_different_trees_raise(check):
     mine = ['(leaves ["a"], ["b"])', '(leaves ["b"], ["a"])']
     for text, own in zip(run_processes(other_trees, 2, environment={"FSHARD_CHECK": check}), mine, strict=True):
         assert own in text
