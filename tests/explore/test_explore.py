@@ -423,25 +423,3 @@ def test_tree_with_layouts_as_a_prefix():
     tree = {"a": [torch.ones(4), torch.ones(6)], "b": torch.ones(3)}
     text = str(picture(tree, layout={"a": fs.Layout(mesh, P("data")), "b": fs.Layout(mesh, P())}))
     assert "f32[4@data]" in text and "f32[6@data]" in text and "f32[3]  12 B, 12 B per device" in text
-
-
-# treescope, where it is installed.
-
-
-def test_treescope():
-    treescope = pytest.importorskip("treescope")
-    from fshard.explore.treescope_records import treescope_sharding, use_treescope
-
-    mesh = fs.make_mesh({"data": 4, "model": 2})
-    x = fs.device_put(torch.randn(8, 6), fs.Layout(mesh, P("data")))
-    record = treescope_sharding(x)
-    assert record.shard_shape == (2, 6)
-    assert record.device_index_to_shard_slices[5] == (slice(4, 6), slice(None))
-    flat = fs.device_put(torch.randn(8, 6).bfloat16(), fs.Layout(mesh, P.flat("data")))
-    assert treescope_sharding(flat) is None
-    use_treescope()
-    abstract = fs.device_put(torch.ones(4), fs.Layout(fs.make_mesh({"data": 2}, runtime="abstract"), P("data")))
-    with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
-        html = treescope.render_to_html([x, flat, abstract], compressed=False)
-    assert "Sharded across 8 CPU devices" in html
-    assert "Sharded f32[8@data, 6] on Mesh(data=4, model=2; virtual, cpu)" in treescope.render_to_text(x)

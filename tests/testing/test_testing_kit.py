@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
-from hypothesis.vendor import pretty
 
 import fshard as fs
 from fshard import P
@@ -416,16 +415,6 @@ def test_drawn_layouts_are_legal_and_carry_values(data):
 
 
 @given(st.data())
-def test_what_is_drawn_is_written_as_code_that_makes_it(data):
-    mesh = data.draw(meshes())
-    layout = data.draw(layouts(mesh, data.draw(shapes_for(mesh))))
-    part = mesh[data.draw(axis_subsets(mesh))]
-    abstract = fs.make_mesh(mesh.axes, runtime="abstract")
-    for x in (mesh, part, abstract, layout, layout.spec, fs.Layout(part, P(), "host", "unit", True)):
-        assert eval(pretty.pretty(x)) == x
-
-
-@given(st.data())
 def test_drawn_meshes_have_the_size_asked_for(data):
     limit = data.draw(st.integers(1, 12))
     assert data.draw(meshes(limit)).size <= limit
@@ -522,23 +511,6 @@ def test_a_function_that_stands_in_no_file_cannot_go_to_processes(file, monkeypa
         main.__file__ = file
     with pytest.raises(PicklingError, match=rf"f is defined in {file or 'what was typed in'}, .*Move it to a file\."):
         run_processes(main.f, 2)
-
-
-@pytest.mark.parametrize("runtime", ["virtual", "gloo"])
-def test_hypothesis_draws_for_one_mesh(pytester, runtime):
-    pytester.makepyfile("""
-        import pytest, torch, fshard as fs
-        from fshard import P
-        from hypothesis import given, settings, strategies as st
-
-        @pytest.mark.mesh(data=2)
-        @settings(max_examples=5, deadline=None)
-        @given(st.integers(1, 9))
-        def test_it(mesh, number):
-            total = fs.shard_map(lambda x: fs.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
-            assert fs.unshard(total(torch.full((2,), number)))[0] == 2 * number
-    """)
-    pytester.runpytest_inprocess(f"--mesh-runtime={runtime}").assert_outcomes(passed=1)
 
 
 def test_a_mesh_that_cannot_be_is_told_on_processes_too(pytester):

@@ -1,8 +1,8 @@
 """The runtime conformance suite: every collective, on every dtype, over every choice of axes, against its oracle.
 
-The author of a runtime calls `check_runtime(mesh)`: on a virtual mesh once, on a process mesh in every process. The
-program of a *case* (see `cases`) makes each device's tensors from a seed, calls the collective, and differentiates it;
-then the results are compared with `oracles.ORACLES`, on groups of devices computed here with plain arithmetic.
+`check_runtime(mesh)` is called on a virtual mesh once, on a process mesh in every process. The program of a *case* (see
+`cases`) makes each device's tensors from a seed, calls the collective, and differentiates it; then the results are
+compared with `oracles.ORACLES`, on groups of devices computed here with plain arithmetic.
 
 Values are random normal numbers, compared bit for bit: the order of additions is promised. On an abstract mesh shapes,
 dtypes and the ledger are compared.
@@ -22,18 +22,14 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.errors import CollectiveTimeoutError, DeadlockError, MismatchError
-from fshard.testing.cases import Case, Operand, all_cases, cotangent, operand
 from fshard.testing.oracles import Oracle, kind
+from tests.mesh.collectives.cases import Case, Operand, all_cases, cotangent, operand
 
 Tensors = list[Tensor]
 
 
 def group_of(mesh: fs.Mesh, device: int, axes: tuple[str, ...]) -> list[int]:
-    """Return the devices that `device` meets along `axes`, in their order: major to minor, as the axes are named.
-
-    >>> group_of(fs.make_mesh({"a": 2, "b": 3}), 4, ("b", "a"))
-    [0, 3, 1, 4, 2, 5]
-    """
+    """Return the devices that `device` meets along `axes`, in their order: major to minor, as the axes are named."""
     sizes = list(mesh.shape.values())
     at = {name: device // prod(sizes[place + 1 :]) % size for place, (name, size) in enumerate(mesh.shape.items())}
     members: list[int] = []
@@ -166,9 +162,6 @@ def check_runtime(mesh: fs.Mesh, cases: Iterable[Case] | None = None, *, exact: 
         mesh: where to run; each axis, and each tuple of axes, is a group to try.
         cases: default: `all_cases(mesh)`.
         exact: whether sums must be equal bit for bit. Default: unless the backend adds (NCCL); then up to rounding.
-
-    >>> check_runtime(fs.make_mesh({"data": 2}), islice(all_cases(fs.make_mesh({"data": 2})), 20))
-    20
     """
     exact = (mesh.runtime != "process" or mesh.device_type == "cpu") if exact is None else exact
     remaining, count, complaints = iter(all_cases(mesh) if cases is None else cases), 0, list[str]()
