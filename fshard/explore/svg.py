@@ -109,7 +109,7 @@ def _cell(grid: Grid, cell: Cell | None, x: float, y: float, width: float, heigh
     if cell is None:
         return _text("…", x + width / 2, y + height / 2 + 4, anchor="middle")
     colour, shape = fill(cell.shard), f'width="{width:g}" height="{height:g}" rx="5"'
-    cards = min(cell.copies.count, 3) - 1  # the cards below the uppermost: shown as rims
+    cards = 0 if cell.is_empty else min(cell.copies.count, 3) - 1  # the cards below the uppermost: shown as rims
     pile = "".join(
         f'<rect x="{x + 2.5 * card:g}" y="{y + 2.5 * card:g}" {shape} fill="{colour}" stroke="{INK}" '
         f'stroke-opacity=".35" stroke-width=".8"/>'

@@ -124,11 +124,10 @@ def _box(event: Event, labels: _Labels, x: float, top: float, width: float) -> s
     action = event.action
     colour, word = _COLOURS[action.kind]
     y, height = (top, _ROW) if action.kind in COMPUTE else (top + _ROW, _BAR)
-    opacity = labels.shade[action.stage]
-    shade = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
+    colour = _lighter(colour, labels.shade[action.stage])
     box = (
         f"<g><title>{action}: {word}, {_rounded(event.start)} to {_rounded(event.end)}, device {event.device}</title>"
-        f'<rect x="{x:g}" y="{y:g}" width="{max(width - 1, 0.5):g}" height="{height:g}" rx="2" fill="{colour}"{shade}/>'
+        f'<rect x="{x:g}" y="{y:g}" width="{max(width - 1, 0.5):g}" height="{height:g}" rx="2" fill="{colour}"/>'
     )
     label = labels.action(action)
     if action.kind in COMPUTE and _LETTER * len(label) < width:
@@ -136,8 +135,14 @@ def _box(event: Event, labels: _Labels, x: float, top: float, width: float) -> s
     return box + "</g>"
 
 
+def _lighter(colour: str, share: float) -> str:
+    """Mix a colour with white: an opacity would let a dark page through."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - share * (255 - part)):02x}" for part in parts)
+
+
 class _Labels:
-    """Labels of devices and actions, with the stage where devices have several, and the opacity of each stage's colours."""
+    """Labels of devices and actions, with the stage where devices have several, and the share of each stage's colours."""
 
     def __init__(self, simulation: Simulation) -> None:
         schedule = simulation.schedule
