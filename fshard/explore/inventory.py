@@ -101,7 +101,7 @@ def meshes_of(node: Leaf | Branch) -> tuple[Mesh, ...]:
 
 
 def take_stock(tree: PyTree) -> Leaf | Branch:
-    """Return the plan of the picture of a tree; a `Leaf` in it is used as it is.
+    """Return the plan of the picture of a tree.
 
     >>> import torch
     >>> [(entry.name, entry.count) for entry in take_stock([torch.zeros(3)] * 4).entries]
@@ -109,8 +109,6 @@ def take_stock(tree: PyTree) -> Leaf | Branch:
     >>> [(entry.name, entry.node.entries[0].name) for entry in take_stock({"a.w": torch.zeros(3), "b.w": 1}).entries]
     [('a', 'w'), ('b', 'w')]
     """
-    if isinstance(tree, Leaf):
-        return tree
     if isinstance(tree, Sharded):
         return Leaf(typeof(tree), replace(tree.layout, unit=None))  # blocks with equal layouts are drawn as one
     if isinstance(tree, Tensor):

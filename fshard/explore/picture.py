@@ -22,7 +22,7 @@ from fshard.errors import LayoutError
 from fshard.explore.grid import Grid, plan_grid, plan_mesh
 from fshard.explore.inventory import Branch, Leaf, meshes_of, take_stock
 from fshard.explore.svg import html_of, svg_of
-from fshard.mesh.layout import Layout, Mesh, PyTree, ShardType, broadcast_prefix, flatten_with_paths, unflatten
+from fshard.mesh.layout import Layout, Mesh, PyTree, ShardType
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import device_of
 from fshard.mesh.spmd.scope import here
@@ -78,13 +78,12 @@ class Picture:
         return outline_of(self.plan) if isinstance(self.plan, Branch) else html_of(self.plan)
 
 
-def picture(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.float32) -> Picture:
+def picture(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> Picture:
     """Return the picture of the layout of a tensor, of every tensor of a tree, or of a mesh. Nothing is sent.
 
     Args:
         x: a `Sharded`, a tensor, a shape, any tree of the first two, or a mesh.
-        layout: required for a tensor or a shape; replaces that of a `Sharded`. For a tree, a layout or a prefix of the
-            tree with layouts at its leaves.
+        layout: required for a tensor or a shape; replaces that of a `Sharded`. None for a tree.
         dtype: of a shape.
 
     >>> import fshard as fs
@@ -107,13 +106,16 @@ def picture(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.floa
     """
     if isinstance(x, Mesh):
         return Picture(plan_mesh(x))
-    if layout is not None and _is_shape(x):
-        x = torch.empty(tuple(x), dtype=dtype, device="meta")
-    stock = take_stock(x if layout is None else _with_layouts(x, layout))
+    if layout is not None:
+        shape, dtype = (x.shape, x.dtype) if isinstance(x, Sharded | Tensor) else (x, dtype)
+        if not _is_shape(shape) or not isinstance(layout, Layout):
+            raise LayoutError(f"layout must be a Layout of a tensor or a shape; got {type(layout).__name__} of {x!r}.")
+        return Picture(plan_grid(ShardType(dtype, tuple(shape), layout.spec, layout.memory), layout.mesh))
+    stock = take_stock(x)
     return Picture(stock if isinstance(stock, Branch) else _grid(stock))
 
 
-def visualize(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.float32) -> None:
+def visualize(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> None:
     """Display the layout of a tensor, of every tensor of a tree, or a mesh: text in a terminal, a picture in a notebook.
 
     Where many devices run the same code (under torchrun, in `fs.run`) the first one displays it. Nothing is sent. For
@@ -162,31 +164,6 @@ def _grid(leaf: Leaf) -> Grid:
             f'{leaf.type} has no mesh to draw. Give a layout: fs.visualize(x, layout=fs.Layout(mesh, P("data"))).'
         )
     return plan_grid(leaf.type, leaf.layout.mesh)
-
-
-def _with_layouts(tree: PyTree, prefix: PyTree) -> PyTree:
-    """Return the tree with leaves in the layouts of a prefix tree, or raise with all that are invalid."""
-    paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True)
-    try:
-        layouts = broadcast_prefix(prefix, tree)
-    except ValueError as error:
-        raise LayoutError(f"visualize: layout is no prefix of the tree: {error}") from error
-    complaints: list[str] = []
-    sharded: list[Any] = []
-    for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
-        if not isinstance(leaf, Sharded | Tensor):
-            sharded.append(leaf)
-            continue
-        try:
-            if not isinstance(layout, Layout):
-                raise LayoutError(f"layout is a {type(layout).__name__}. Write fs.Layout(mesh, P(...)).")
-            layout.check(tuple(leaf.shape))
-            sharded.append(Leaf(ShardType(leaf.dtype, tuple(leaf.shape), layout.spec, layout.memory), layout))
-        except LayoutError as error:
-            complaints.append(f"x{path}: {error}")
-    if complaints:
-        raise LayoutError("visualize: " + " ".join(complaints))
-    return unflatten(structure, sharded)
 
 
 def _is_shape(x: PyTree) -> bool:

@@ -40,7 +40,7 @@ from fshard.testing.processes import run_processes
          "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint h:1 file.py"),
     ],
 )  # fmt: skip
-def test_run_is_a_command_line_of_torchrun(given, expected, capsys):
+def test_run_becomes_a_command_line_of_torchrun(given, expected, capsys):
     assert command(given.split())[0] == [sys.executable, "-m", "torch.distributed.run", *expected.split()]
     with pytest.raises(SystemExit) as end:
         main(["run", "--dry-run", *given.split()])
@@ -86,7 +86,7 @@ def test_run_missing_file_or_module_is_an_error(capsys):
     assert capsys.readouterr().err == "fshard run cannot start: there is no module no_such_package.\n"
 
 
-def test_run_runs(tmp_path):
+def test_run_starts_the_file_in_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, torch, fshard as fs\n"
@@ -100,7 +100,7 @@ def test_run_runs(tmp_path):
     assert done.stdout == "Mesh(data=2; process, cpu) 2.0 ['--processes', '7']\n", done.stderr
 
 
-def test_the_command_says_what_it_can_do(capsys):
+def test_command_prints_usage_and_version(capsys):
     assert main([]) == 2 and capsys.readouterr().err.startswith("usage: fshard run")
     assert main(["--help"]) == 0 and "fshard doctor" in capsys.readouterr().out
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"fshard {fs.__version__}\n"
@@ -109,7 +109,7 @@ def test_the_command_says_what_it_can_do(capsys):
 # -- doctor -------------------------------------------------------------------------------------------------------
 
 
-def test_the_doctor_looks_at_processes_that_it_starts(capsys):
+def test_doctor_examines_processes_that_it_starts(capsys):
     assert main(["doctor", "--device", "cpu", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     transport = told["processes"][0]["transport"]
@@ -128,7 +128,7 @@ def doctored(*words):
         return main(["doctor", *words]), said.getvalue()
 
 
-def test_the_doctor_among_processes_that_were_started_together():
+def test_doctor_under_a_launcher_examines_its_processes():
     (status, said), (other, silence) = run_processes(doctored, 2, environment={"FSHARD_DIRECT": "0"}, timeout=100)
     assert status == other == 0 and silence == ""
     lines = [line.rstrip() for line in said.splitlines()]
@@ -159,7 +159,7 @@ def doctored_where_sums_are_wrong():
     return doctored("--json")
 
 
-def test_a_wrong_collective_is_found():
+def test_doctor_finds_a_wrong_collective():
     (status, said), (other, _) = run_processes(doctored_where_sums_are_wrong, 2, timeout=100)
     told = json.loads(said)
     assert status == other == 1 and not told["well"]
@@ -174,7 +174,7 @@ def findings(rank, **changes):
     return replace(Findings(rank, "SLURM", "cpu", "gloo", machine(), speeds, tried), **changes)
 
 
-def test_verdicts():
+def test_doctor_verdict_names_causes_and_fixes():
     here = replace(machine(), processors=64)
     assert judge([findings(0, machine=here)]).sentence == "All well: 1 process, 2 collectives right."
     apart = [findings(rank, machine=replace(here, host=f"n{rank}", gpus=())) for rank in range(2)]
@@ -206,7 +206,7 @@ print(sum(len(trial.complaints) for trial in check_collectives(fs.make_mesh({"da
 """
 
 
-def test_the_doctor_needs_nothing_that_tests_need():
+def test_doctor_imports_without_test_packages():
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "0\n", done.stderr
     assert os.environ.get("RANK") is None

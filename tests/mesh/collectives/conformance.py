@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from itertools import islice, product
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -30,15 +30,11 @@ Tensors = list[Tensor]
 
 def group_of(mesh: fs.Mesh, device: int, axes: tuple[str, ...]) -> list[int]:
     """Return the devices that `device` meets along `axes`, in their order: major to minor, as the axes are named."""
-    sizes = list(mesh.shape.values())
-    at = {name: device // prod(sizes[place + 1 :]) % size for place, (name, size) in enumerate(mesh.shape.items())}
-    members: list[int] = []
-    for places in product(*(range(mesh.shape[name]) for name in axes)):
-        number = 0
-        for name, coordinate in {**at, **dict(zip(axes, places, strict=True))}.items():
-            number = number * mesh.shape[name] + coordinate
-        members.append(number)
-    return members
+    names, grid = list(mesh.shape), torch.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+    at = (grid == device).nonzero()[0].tolist()
+    group = grid[tuple(slice(None) if name in axes else at[dim] for dim, name in enumerate(names))]
+    kept = [name for name in names if name in axes]
+    return group.permute([kept.index(name) for name in axes]).flatten().tolist()
 
 
 # -- the program of one device ------------------------------------------------------------------------------------
@@ -56,9 +52,7 @@ class CaseOutcome(NamedTuple):
 
 def perform(mesh: fs.Mesh, cases: list[Case]) -> tuple[int, list[CaseOutcome]]:
     """Run the cases as one device; return its number and results."""
-    device = 0
-    for name, size in mesh.shape.items():
-        device = device * size + fs.axis_index(name)
+    device = fs.axis_index(mesh.axis_names)
     return device, [_attempt(case, device, mesh.device_type) for case in cases]
 
 
@@ -115,9 +109,8 @@ def _by_func(
 
 
 def _outcome(ys: Tensors, gradients: Tensors, book: fs.mesh.Ledger, device: int) -> CaseOutcome:
-    return CaseOutcome(
-        [y.detach() for y in ys], [g.detach() for g in gradients], book.bytes(device), book.calls(device)
-    )
+    results, gradients = ([x.detach() for x in xs] for xs in (ys, gradients))
+    return CaseOutcome(results, gradients, book.bytes(device), book.calls(device))
 
 
 def _call(case: Case, xs: Tensors) -> tuple[Tensors, Tensors]:
