@@ -117,7 +117,7 @@ def main():
 
     state = opt.init(params)
     fs.visualize(params)
-    writers = [fs.report.Bar(args.steps, console=console), *(fs.report.JsonLines(file) for file in args.log)]
+    writers = [fs.report.Bar(args.steps), *(fs.report.JsonLines(file) for file in args.log)]
     with fs.report.Report(*writers) as report:
         for number in range(1, args.steps + 1):
             params, state, metrics = step(params, state, batch_of(number, args.batch))

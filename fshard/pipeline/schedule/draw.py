@@ -22,7 +22,7 @@ from fshard.pipeline.schedule.simulate import Simulation, simulate
 from fshard.pipeline.schedule.trace import Event, Number
 
 _MOST = 256  # columns
-_INK, _MUTED = "#16191d", "#768390"  # on the colours; on white and on black
+_INK, _PAGE = "#16191d", "currentColor"  # on the colours; the colour of the page's text
 _COLOURS = {  # of each kind, and its word in the legend
     Kind.F: ("#7cb7e8", "forward"),
     Kind.B: ("#86cf91", "backward"),
@@ -93,7 +93,8 @@ def svg_of(simulation: Simulation) -> str:
     width = max(left + scale * float(columns), x, left + _LETTER * len(note)) + 20
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -8 {width:g} {bottom + 54:g}" width="{width:g}" '
-        f'height="{bottom + 54:g}" role="img" aria-label="{escape(_title(simulation))}" font-family="{_FONT}" font-size="12">'
+        f'height="{bottom + 54:g}" style="max-width:none" role="img" aria-label="{escape(_title(simulation))}" '
+        f'font-family="{_FONT}" font-size="12">'
         f"{''.join(parts)}</svg>"
     )
 
@@ -123,11 +124,10 @@ def _box(event: Event, labels: _Labels, x: float, top: float, width: float) -> s
     action = event.action
     colour, word = _COLOURS[action.kind]
     y, height = (top, _ROW) if action.kind in COMPUTE else (top + _ROW, _BAR)
-    opacity = labels.shade[action.stage]
-    shade = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
+    colour = _lighter(colour, labels.shade[action.stage])
     box = (
-        f"<g><title>{action}: {word}, {_rounded(event.start)} to {_rounded(event.end)}</title>"
-        f'<rect x="{x:g}" y="{y:g}" width="{max(width - 1, 0.5):g}" height="{height:g}" rx="2" fill="{colour}"{shade}/>'
+        f"<g><title>{action}: {word}, {_rounded(event.start)} to {_rounded(event.end)}, device {event.device}</title>"
+        f'<rect x="{x:g}" y="{y:g}" width="{max(width - 1, 0.5):g}" height="{height:g}" rx="2" fill="{colour}"/>'
     )
     label = labels.action(action)
     if action.kind in COMPUTE and _LETTER * len(label) < width:
@@ -135,8 +135,14 @@ def _box(event: Event, labels: _Labels, x: float, top: float, width: float) -> s
     return box + "</g>"
 
 
+def _lighter(colour: str, share: float) -> str:
+    """Mix a colour with white: an opacity would let a dark page through."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - share * (255 - part)):02x}" for part in parts)
+
+
 class _Labels:
-    """Labels of devices and actions, with the stage where devices have several, and the opacity of each stage's colours."""
+    """Labels of devices and actions, with the stage where devices have several, and the share of each stage's colours."""
 
     def __init__(self, simulation: Simulation) -> None:
         schedule = simulation.schedule
@@ -185,6 +191,6 @@ def _column(time: Number, unit: Number) -> int:
     return floor(time / unit + Fraction(1, 2))
 
 
-def _text(text: str, x: float, y: float, colour: str = _MUTED, anchor: str = "start", *, bold: bool = False) -> str:
+def _text(text: str, x: float, y: float, colour: str = _PAGE, anchor: str = "start", *, bold: bool = False) -> str:
     weight = ' font-weight="600"' if bold else ""
     return f'<text x="{x:g}" y="{y:g}" fill="{colour}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P
 from fshard.mesh.collectives import moves
-from fshard.testing.cases import Case, Operand, all_cases, axes_choices, large_cases
-from fshard.testing.conformance import check_runtime, group_of
 from fshard.testing.oracles import ORACLES, total
+from tests.mesh.collectives.cases import Case, Operand, all_cases, axes_choices, large_cases
+from tests.mesh.collectives.conformance import check_runtime, group_of
 from tests.mesh.collectives.drawn import drawn_cases
 
 SHAPES = st.sampled_from(

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import P
 from fshard.testing.oracles import ORACLES
+from tests.mesh.collectives.cases import options_of
 
 # torch itself uses torch.jit.script in its first jvp
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -207,7 +208,7 @@ LINEAR = [
     (name, tuple(options.items()))
     for name, oracle in ORACLES.items()
     if name not in ("pmax", "pmin", "send_recv")
-    for options in oracle.options(2)
+    for options in options_of(name, 2)
 ]
 
 

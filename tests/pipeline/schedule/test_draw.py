@@ -116,9 +116,10 @@ def test_the_svg_has_a_box_for_each_action_where_and_when_it_happens():
     events = [event for row in found.events for event in row]
     assert len(drawn) == len(events)
     words = {"F": "forward", "I": "input gradient", "W": "weight gradient"}
-    first = drawn["0F0: forward, 0 to 1"]
+    first = drawn["0F0: forward, 0 to 1, device 0"]
     for event in events:
-        box = drawn[f"{event.action}: {words[event.action.kind]}, {event.start} to {event.end}"]
+        word, when = words[event.action.kind], f"{event.start} to {event.end}"
+        box = drawn[f"{event.action}: {word}, {when}, device {event.device}"]
         left = (box["x"] - first["x"]) / (first["width"] + 1)
         assert abs(left - float(event.start)) < 1e-3 and (box["y"] == first["y"]) == (event.device == 0)
 

@@ -1,8 +1,8 @@
 """The runtime conformance suite: every collective, on every dtype, over every choice of axes, against its oracle.
 
-The author of a runtime calls `check_runtime(mesh)`: on a virtual mesh once, on a process mesh in every process. The
-program of a *case* (see `cases`) makes each device's tensors from a seed, calls the collective, and differentiates it;
-then the results are compared with `oracles.ORACLES`, on groups of devices computed here with plain arithmetic.
+`check_runtime(mesh)` is called on a virtual mesh once, on a process mesh in every process. The program of a *case* (see
+`cases`) makes each device's tensors from a seed, calls the collective, and differentiates it; then the results are
+compared with `oracles.ORACLES`, on groups of devices computed here with plain arithmetic.
 
 Values are random normal numbers, compared bit for bit: the order of additions is promised. On an abstract mesh shapes,
 dtypes and the ledger are compared.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from itertools import islice, product
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,27 +22,19 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.errors import CollectiveTimeoutError, DeadlockError, MismatchError
-from fshard.testing.cases import Case, Operand, all_cases, cotangent, operand
 from fshard.testing.oracles import Oracle, kind
+from tests.mesh.collectives.cases import Case, Operand, all_cases, cotangent, operand
 
 Tensors = list[Tensor]
 
 
 def group_of(mesh: fs.Mesh, device: int, axes: tuple[str, ...]) -> list[int]:
-    """Return the devices that `device` meets along `axes`, in their order: major to minor, as the axes are named.
-
-    >>> group_of(fs.make_mesh({"a": 2, "b": 3}), 4, ("b", "a"))
-    [0, 3, 1, 4, 2, 5]
-    """
-    sizes = list(mesh.shape.values())
-    at = {name: device // prod(sizes[place + 1 :]) % size for place, (name, size) in enumerate(mesh.shape.items())}
-    members: list[int] = []
-    for places in product(*(range(mesh.shape[name]) for name in axes)):
-        number = 0
-        for name, coordinate in {**at, **dict(zip(axes, places, strict=True))}.items():
-            number = number * mesh.shape[name] + coordinate
-        members.append(number)
-    return members
+    """Return the devices that `device` meets along `axes`, in their order: major to minor, as the axes are named."""
+    names, grid = list(mesh.shape), torch.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+    at = (grid == device).nonzero()[0].tolist()
+    group = grid[tuple(slice(None) if name in axes else at[dim] for dim, name in enumerate(names))]
+    kept = [name for name in names if name in axes]
+    return group.permute([kept.index(name) for name in axes]).flatten().tolist()
 
 
 # -- the program of one device ------------------------------------------------------------------------------------
@@ -60,9 +52,7 @@ class CaseOutcome(NamedTuple):
 
 def perform(mesh: fs.Mesh, cases: list[Case]) -> tuple[int, list[CaseOutcome]]:
     """Run the cases as one device; return its number and results."""
-    device = 0
-    for name, size in mesh.shape.items():
-        device = device * size + fs.axis_index(name)
+    device = fs.axis_index(mesh.axis_names)
     return device, [_attempt(case, device, mesh.device_type) for case in cases]
 
 
@@ -119,9 +109,8 @@ def _by_func(
 
 
 def _outcome(ys: Tensors, gradients: Tensors, book: fs.mesh.Ledger, device: int) -> CaseOutcome:
-    return CaseOutcome(
-        [y.detach() for y in ys], [g.detach() for g in gradients], book.bytes(device), book.calls(device)
-    )
+    results, gradients = ([x.detach() for x in xs] for xs in (ys, gradients))
+    return CaseOutcome(results, gradients, book.bytes(device), book.calls(device))
 
 
 def _call(case: Case, xs: Tensors) -> tuple[Tensors, Tensors]:
@@ -166,9 +155,6 @@ def check_runtime(mesh: fs.Mesh, cases: Iterable[Case] | None = None, *, exact: 
         mesh: where to run; each axis, and each tuple of axes, is a group to try.
         cases: default: `all_cases(mesh)`.
         exact: whether sums must be equal bit for bit. Default: unless the backend adds (NCCL); then up to rounding.
-
-    >>> check_runtime(fs.make_mesh({"data": 2}), islice(all_cases(fs.make_mesh({"data": 2})), 20))
-    20
     """
     exact = (mesh.runtime != "process" or mesh.device_type == "cpu") if exact is None else exact
     remaining, count, complaints = iter(all_cases(mesh) if cases is None else cases), 0, list[str]()

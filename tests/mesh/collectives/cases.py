@@ -1,12 +1,14 @@
 """The cases of the conformance suite, as data: a collective, its axes and options, and the input tensors.
 
+A new collective is tested by adding it to `ORACLES` and, if it takes options, to `OPTIONS`.
+
 Each device's input follows from the case and the device's number, so every device (and the test) can compute the input
 of all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
@@ -25,6 +27,8 @@ DTYPES = (
 FEW_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
 """One of each kind, for options that do not depend on the dtype."""
 
+Options = dict[str, Any]
+"""The keyword arguments of a collective."""
 Form = Literal["plain", "strided", "conjugate", "slice", "expanded"]
 CallMode = Literal["call", "start", "func"]
 """How to call and differentiate: directly, by `.start(...).wait()`, or under torch.func."""
@@ -107,15 +111,65 @@ def cotangent(case: Case, place: int, device: int, like: Tensor) -> Tensor:
     return _values(tuple(like.shape), like.dtype, case.seed, place, device, 1)
 
 
+# -- the options worth trying over n devices, on tensors of at least 2 dims -----------------------------------------
+
+
+def each_dim(n: int) -> list[Options]:
+    """Take a dim, counted from either end."""
+    return [{"dim": dim} for dim in (0, 1, -1)]
+
+
+def each_dim_and_kind(n: int) -> list[Options]:
+    """Take a dim, for both kinds of result."""
+    return [{"dim": dim, "to": to} for dim in (0, -1) for to in ("varying", "replicated")]
+
+
+def two_dims(n: int) -> list[Options]:
+    """Take one dim to split and one to concatenate along."""
+    same: list[Options] = [{"split_dim": dim} for dim in (0, 1)]
+    return same + [{"split_dim": split, "concat_dim": join} for split, join in ((0, 1), (1, 0), (-1, 0))]
+
+
+def routes(n: int) -> list[Options]:
+    """Take a ring, a ring the other way, a single hop, and the swap of two; alone, nothing."""
+    ring = tuple((i, (i + 1) % n) for i in range(n))
+    back = tuple((to, origin) for origin, to in ring)
+    hops = [ring, back, ((n - 1, 0),), ((0, n - 1), (n - 1, 0))] if n > 1 else [()]
+    return [{"perm": perm} for perm in hops]
+
+
+def routes_and_rests(n: int) -> list[Options]:
+    """Return routes, none at all, and from every device to itself."""
+    rests = [(), tuple((i, i) for i in range(n))]
+    return routes(n) + [{"perm": perm} for perm in rests]
+
+
+def both_ends(n: int) -> list[Options]:
+    """Take the first device as source, and the last."""
+    return [{"source": source} for source in sorted({0, n - 1})]
+
+
+OPTIONS: dict[str, Callable[[int], list[Options]]] = {
+    "all_gather": each_dim_and_kind,
+    "psum_scatter": each_dim,
+    "all_to_all": two_dims,
+    "ppermute": routes_and_rests,
+    "broadcast": both_ends,
+    "send_recv": routes,
+}
+"""From the number of devices to the options to try."""
+
+
+def options_of(collective: str, n: int) -> list[Options]:
+    """List the options to try over n devices."""
+    return OPTIONS[collective](n) if collective in OPTIONS else [{}]
+
+
 # -- the cases ----------------------------------------------------------------------------------------------------
 
 
 def axes_choices(mesh: fs.Mesh) -> list[tuple[str, ...]]:
-    """Return every axis, and every choice of several: in the mesh's order, and in the opposite one.
-
-    >>> axes_choices(fs.make_mesh({"a": 2, "b": 3}))
-    [('a',), ('b',), ('a', 'b'), ('b', 'a')]
-    """
+    """Return every axis, and every choice of several: in the mesh's order, and in the opposite one."""
     names = mesh.axis_names
     several = [chosen for count in range(2, len(names) + 1) for chosen in combinations(names, count)]
     return [(name,) for name in names] + [order for chosen in several for order in (chosen, chosen[::-1])]
@@ -129,7 +183,7 @@ def all_cases(mesh: fs.Mesh, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterat
     for place, axes in enumerate(axes_choices(mesh)):
         n = prod(mesh.shape[name] for name in axes)
         for name, oracle in ORACLES.items():
-            base = [Case(name, axes, (), tuple(options.items())) for options in oracle.options(n)]
+            base = [Case(name, axes, (), tuple(options.items())) for options in options_of(name, n)]
             for dtype in filter(oracle.takes, dtypes):
                 for case in base if len(axes) == 1 and dtype in FEW_DTYPES else base[:1]:
                     yield replace(case, operands=(Operand(dtype, (n, 2 * n)),))
@@ -161,6 +215,6 @@ def large_cases(mesh: fs.Mesh, elements: int = 300_007) -> Iterator[Case]:
     """Return cases of many elements (an odd number), for which runtimes may use other algorithms."""
     n = mesh.size
     for name, oracle in ORACLES.items():
-        case = Case(name, mesh.axis_names, (), tuple(oracle.options(n)[0].items()))
+        case = Case(name, mesh.axis_names, (), tuple(options_of(name, n)[0].items()))
         for dtype in filter(oracle.takes, (torch.float32, torch.bfloat16, torch.complex64)):
             yield replace(case, operands=(Operand(dtype, (n, elements // n | 1)),))
