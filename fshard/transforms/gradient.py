@@ -37,9 +37,9 @@ from fshard.optim.leaves import trainable
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import placed
-from fshard.transforms.device_step import DeviceResult, DeviceStep, How
+from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions
+from fshard.transforms.fsdp.engine import DeviceShards, ParamPlan, PlannedReducer, UnitOptions
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
-from fshard.transforms.fsdp.units import ParamPlan, UnitOptions
 from fshard.transforms.means import Weight, put_together
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import wrong_options
@@ -80,7 +80,7 @@ def unstaged(
     count = 8 if slices is None else slices
     unit_options = UnitOptions(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
     once = reduce_once or reproducible
-    how = How(
+    how = StepOptions(
         loss_fn, has_buffers, has_aux, weight, accumulate, once, count if reproducible else None, unit_options, backward
     )
     return Gradient(how, mesh, batch, gradients or same_layouts, frozen)
@@ -112,7 +112,7 @@ class Runs(Protocol):
     """A gradient that can be run on parameters and a batch."""
 
     @property
-    def how(self) -> How: ...
+    def how(self) -> StepOptions: ...
     @property
     def mesh(self) -> Mesh: ...
     def run(
@@ -133,7 +133,7 @@ def called(self: Runs, params: PyTree, *given: PyTree, scale: Tensor | float | N
     return ((value.loss, *rest) if rest else value.loss), grads
 
 
-def refuse_unrecorded(how: How) -> None:
+def refuse_unrecorded(how: StepOptions) -> None:
     """Raise if a gradient is needed where autograd does not record."""
     if how.backward and torch.is_inference_mode_enabled():
         raise LayoutError(
@@ -146,7 +146,7 @@ def refuse_unrecorded(how: How) -> None:
 class Gradient:
     """A function of (params, batch), made by `value_and_grad`, which caches its plans."""
 
-    how: How
+    how: StepOptions
     mesh: Mesh
     specs: PyTree
     gradients: Callable[[Layout], Layout]
@@ -208,9 +208,11 @@ class Gradient:
         """Return the parameters of one device for a step, of which it holds these shards."""
         reproducible = self.how.slices is not None
         several = reproducible or (self.how.once and self.how.accumulate > 1)
-        leaves, order = plans.leaves, plans.order
+        options, leaves = self.how.unit_options, plans.leaves
+        storage = DeviceShards(leaves, shards, options.compute, site)
+        reducer = PlannedReducer(plans.ways, site, ahead=options.in_flight > 0)
         how = {"several": several, "each_use": reproducible}
-        return ParamRuntime(leaves, plans.by_unit, shards, plans.ways, self.how.unit_options, site, order, **how)
+        return ParamRuntime(leaves, plans.by_unit, shards, storage, reducer, options, site, plans.order, **how)
 
     def plans_of(
         self,

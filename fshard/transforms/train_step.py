@@ -20,7 +20,7 @@ from fshard.optim.norms import exact_norms, norm_later
 from fshard.optim.plain import on_arrays
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
-from fshard.transforms.device_step import How
+from fshard.transforms.device_step import StepOptions
 from fshard.transforms.gradient import StepValue
 from fshard.transforms.options import Options
 from fshard.transforms.origin import refuse_distant
@@ -175,7 +175,7 @@ def train_step(
     return step
 
 
-def _metrics(how: How, value: StepValue, norm: Tensor) -> Metrics:
+def _metrics(how: StepOptions, value: StepValue, norm: Tensor) -> Metrics:
     loss = value.loss
     finite = (norm + loss) * 0 == 0  # 0 times a non-finite number is nan
     metrics: Metrics = {"loss": loss, "grad_norm": norm.to(loss.dtype), "finite": finite}

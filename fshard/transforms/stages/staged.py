@@ -30,20 +30,20 @@ from fshard.pipeline.schedule.schedule import UNITS, Kind, Schedule, with_units
 from fshard.pipeline.schedule.verify import verify
 from fshard.source import Site
 from fshard.transforms.batch import Batch, placed
-from fshard.transforms.device_step import How
+from fshard.transforms.device_step import StepOptions
+from fshard.transforms.fsdp.engine import ParamPlan, UnitOptions
 from fshard.transforms.fsdp.param_runtime import numbered, refuse_half_frozen
-from fshard.transforms.fsdp.units import ParamPlan, UnitOptions
 from fshard.transforms.gradient import StepValue, called, refuse_unrecorded
 from fshard.transforms.means import Weight, with_batch_layout
 from fshard.transforms.options import wrong_options
 from fshard.transforms.origin import refuse_unplaced
 from fshard.transforms.patterns import Choice, chosen, named, parts_of
 from fshard.transforms.reproducible.randomness import drawn_key
-from fshard.transforms.stages.buffers import Memory, StageBuffers, with_buffers
-from fshard.transforms.stages.device import Shift, StageResult
+from fshard.transforms.stages.buffers import StageWrites, stage_buffers, with_buffers
+from fshard.transforms.stages.device import StageResult, StageStep
 from fshard.transforms.stages.functions import How as Recompute
 from fshard.transforms.stages.functions import in_groups, stage_functions
-from fshard.transforms.stages.plan import StagePlan, Terms, place_of, refuse_unfit
+from fshard.transforms.stages.plan import StagePlan, StagePlanner, place_of, refuse_unfit
 
 _LAY = "fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)"
 
@@ -92,8 +92,8 @@ def staged(
         schedule = schedule.with_rows([one for one in row if one.kind is not Kind.REDUCE] for row in schedule.rows)
     verify(schedule)
     slices = prod(mesh.shape[name] for name in _cut_over(batch, mesh)) * schedule.microbatches
-    unit_options = UnitOptions(live=live_units, compute=compute, reduce=reduce)
-    how = How(
+    unit_options = UnitOptions(live=live_units, in_flight=len(given), compute=compute, reduce=reduce)
+    how = StepOptions(
         loss,
         has_buffers,
         has_aux,
@@ -168,7 +168,7 @@ class StagedPlan:
             return None
         if number in self.elsewhere:
             return self.elsewhere[number]
-        here = [result.gradients.get(number) for result in results]
+        here = [result.gradients[number] for result in results]
         shards = [
             _nothing(leaf, device, result.loss) if g is None else g
             for g, device, result in zip(here, devices, results, strict=True)
@@ -183,7 +183,7 @@ class StagedPlan:
 class Staged:
     """The gradient function of stages, which runs as that of `value_and_grad` does."""
 
-    how: How
+    how: StepOptions
     mesh: Mesh
     specs: PyTree
     axis: str
@@ -211,16 +211,14 @@ class Staged:
         known = self._known(params, paths, leaves, at, mesh, parts)
         drawn = drawn_key()
         devices = local_devices(mesh)
-        updates = None
-        if self.how.has_buffers:
-            updates = StageBuffers(caller, buffers, mesh, self.axis, self.route.placement)
+        given = stage_buffers(caller, buffers, mesh, self.axis, self.route.placement) if self.how.has_buffers else None
 
         def on_device(device: int) -> StageResult:
             place = devices.index(device) if len(devices) > 1 else 0
             shards = [leaves[at].shards[place] for at in unique]
-            memory = updates and Memory(caller, updates.part(place), self.modules)
-            return Shift(
-                known.plan, shards, parts, place, drawn, scale, memory=memory, fresh=known.fresh, site=site
+            writes = given and StageWrites(caller, given, place, self.modules)
+            return StageStep(
+                known.plan, shards, parts, place, drawn, scale, writes=writes, fresh=known.fresh, site=site
             ).run()
 
         try:
@@ -230,11 +228,11 @@ class Staged:
             self.known.clear()  # some devices may have cached message forms that others have not
             raise
         known.fresh = False
-        leaves_of = enumerate(known.plan.weights.leaves)
+        leaves_of = enumerate(known.plan.params.leaves)
         grads = [known.gradient(number, leaf, devices, results) for number, leaf in leaves_of]
         one, rows = results[0], [flatten(result.aux)[0] for result in results]
         aux = unflatten(flatten(one.aux)[1], [_together(column, parts) for column in zip(*rows, strict=True)])
-        after = updates.after([result.buffers for result in results]) if updates else ()
+        after = given.after([result.buffers for result in results]) if given else ()
         value = StepValue(one.loss, one.weight, parts.samples, after, aux)
         return value, unflatten(structure, [grads[number] for number in at])
 
@@ -283,10 +281,10 @@ class Staged:
             self._refuse(params, paths, leaves, mesh)
             fixed = chosen(self.frozen, paths, "frozen")
             refuse_half_frozen(paths, at, fixed)
-            terms = Terms(self.how, self.axis, self.route.placement, self.gradients, mesh, batch.axes)
-            weights = terms.weights(structures, [*zip(paths, leaves, fixed, strict=True)], at)
+            planner = StagePlanner(self.how, self.axis, self.route.placement, self.gradients, mesh, batch.axes)
+            planned = planner.plan(structures, [*zip(paths, leaves, fixed, strict=True)], at)
             messages = None if self.dynamic else {}
-            plan = StagePlan(self.how, self.axis, self.stages, self.inputs, self.route, weights, messages)
+            plan = StagePlan(self.how, self.axis, self.stages, self.inputs, self.route, planned, messages)
             found = StagedPlan(key, plan)
             self.known[:] = [found, *self.known[:7]]
         return found
