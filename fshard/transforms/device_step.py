@@ -117,7 +117,7 @@ class DeviceResult(NamedTuple):
     """The results of one device's step.
 
     The loss and its weight; the metrics, numbers and rows by their indices in a tree; the local shards of the
-    gradients, buffers, the order of units.
+    gradients, None where no device has used a parameter; the buffers that changed; the order of units.
     """
 
     loss: Tensor
@@ -125,9 +125,9 @@ class DeviceResult(NamedTuple):
     numbers: dict[int, Tensor]
     rows: dict[int, Rows]
     structure: Structure
-    gradients: list[Tensor | None]
+    gradients: Gradients
     buffers: dict[str, Tensor]
-    order: Order
+    order: Order | None = None
 
 
 class DeviceStep:

@@ -272,10 +272,8 @@ class ParamPlans:
     """The cached plans of a tree of parameters, and the order in which its units were last used.
 
     A prefetch after this order may be wrong, which costs only time; all devices have agreed on the order of reductions.
-    `key` is everything that the plans depend on.  It is compared, which is faster than hashing it for a few entries.
     """
 
-    key: object
     leaves: tuple[ParamPlan, ...]
     mesh: Mesh
     axes: tuple[str, ...]

@@ -87,14 +87,11 @@ class Buffers:
             return {}
         paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
         before = self.before(place)
-        if missing := before.keys() - {*paths}:
-            names = ", ".join(named(parts_of(path)) for path in sorted(missing))
-            raise LayoutError(f"the loss function must return every buffer that it was given; {names} is missing.")
-        return {
-            path: number_of(path, x, near)
-            for path, x in zip(paths, leaves, strict=True)
-            if path not in before or x is not before[path]
-        }
+        wrong = [f"{named(parts_of(path))} is missing" for path in sorted(before.keys() - {*paths})]
+        wrong += [f"{named(parts_of(path))} is new" for path in sorted({*paths} - before.keys())]
+        if wrong:
+            raise LayoutError(f"the loss function must return the buffers that it was given; {', '.join(wrong)}.")
+        return {path: number_of(path, x, near) for path, x in zip(paths, leaves, strict=True) if x is not before[path]}
 
     def after(self, changed: Sequence[Mapping[str, Tensor]]) -> PyTree:
         """Return the buffers for the next step, in the layouts of the given ones, from those of each device at hand."""
@@ -139,11 +136,7 @@ def written_paths(slices: Iterable[Written]) -> set[str]:
 def irregular(slices: Iterable[Written], given: Mapping[str, Any]) -> list[BufferEntry]:
     """Return the buffers that slices wrote with another shape or dtype, in a fixed order."""
     found = {entry_of(path, x) for one in slices if one.weight for path, x in one.changed.items()}
-    return sorted((entry for entry in found if not _is_like(given.get(entry.path), entry)), key=repr)
-
-
-def _is_like(given: Any, entry: BufferEntry) -> bool:
-    return given is not None and entry_of(entry.path, given) == entry
+    return sorted((entry for entry in found if entry_of(entry.path, given[entry.path]) != entry), key=repr)
 
 
 def entries_to_average(

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fshard.errors import LayoutError, ModuleError
-from fshard.mesh.layout import PyTree, unflatten
+from fshard.mesh.layout import PyTree, flatten, unflatten
 from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import Group, owning, parting, require
 from fshard.optim.scaling import held_by
@@ -25,8 +24,8 @@ from fshard.pipeline.execution.microbatches import kind_of
 from fshard.source import Site, call_site
 from fshard.transforms.agree import NOT_HEARD, exchanged, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch
-from fshard.transforms.device_step import one_loss, refuse_detached, slice_turns
-from fshard.transforms.fsdp.engine import DeviceShards, Gradients, GradientSums, PlannedReducer
+from fshard.transforms.device_step import DeviceResult, one_loss, refuse_detached, slice_turns
+from fshard.transforms.fsdp.engine import DeviceShards, GradientSums, PlannedReducer
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.means import (
@@ -40,6 +39,7 @@ from fshard.transforms.means import (
     nonzero_weight,
     slice_results,
     tree_sum,
+    with_batch_layout,
 )
 from fshard.transforms.module.buffers import written_paths
 from fshard.transforms.origin import Origin
@@ -50,21 +50,6 @@ from fshard.transforms.stages.params import StageSums, StageUnit
 from fshard.transforms.stages.plan import StagePlan
 
 
-class StageResult(NamedTuple):
-    """The results of one device's step.
-
-    The loss, its weight and metrics; the local shards of gradients, and which parameters were used on any device; the
-    buffers that changed.
-    """
-
-    loss: Tensor
-    weight: float
-    aux: PyTree
-    gradients: Gradients
-    used: list[float]
-    buffers: dict[str, Tensor]
-
-
 class StageStep:
     """The work of one device in one step.
 
@@ -72,11 +57,10 @@ class StageStep:
         plan: of all steps.
         shards: the local shard of each parameter.
         batch: the global batch.
-        at: index of the device among the local ones.
+        device: number of the device in the mesh, and `at` its index among the local ones.
         key: of random draws.
         scale: the loss scale.
         writes: the buffers that its stages write, if any.
-        fresh: True in the first step.
         site: the source line of the step.
     """
 
@@ -85,16 +69,15 @@ class StageStep:
         plan: StagePlan,
         shards: Sequence[Tensor],
         batch: Batch,
+        device: int,
         at: int,
         key: int,
         scale: float,
-        *,
         writes: StageWrites | None,
-        fresh: bool,
         site: Site,
     ) -> None:
-        self.plan, self.batch, self.key, self.scale, self.fresh, self.site = plan, batch, key, scale, fresh, site
-        self.scaled, self.writes, how = scale, writes, plan.how
+        self.plan, self.batch, self.key, self.scale, self.fresh, self.site = plan, batch, key, scale, plan.fresh, site
+        self.number, self.scaled, self.writes, how = device, scale, writes, plan.how
         self.scope = require(how.caller)
         self.pipe = self.scope.group(plan.axis, how.caller)
         self.beside = self._along(batch.axes)
@@ -143,7 +126,7 @@ class StageStep:
         reduced = GradientSums(plan.leaves, self.device, how.unit_options, reducer, wide)
         return StageSums(plan, self.mine, weights, self.pipe.index, reduced, self.site)
 
-    def run(self) -> StageResult:
+    def run(self) -> DeviceResult:
         """Take the device's part in the step."""
         plan, known = self.plan, None
         if plan.messages is not None:
@@ -175,9 +158,27 @@ class StageStep:
         self._refuse_written()
         self.totals.finish()
         used, buffers = self._agreed()
-        divisor = held * (1.0 if how.slices is None else self.weight)
-        gradients = self.totals.reduced.gradients(used, divisor if how.slices is not None or self.scale != 1.0 else 1.0)
-        return StageResult(loss, self.weight, aux, gradients, used, buffers)
+        divisor = held * self.weight if how.slices is not None else held if self.scale != 1.0 else 1.0
+        gradients = self.totals.reduced.gradients(used, divisor)
+        gradients = [
+            self._nothing(at) if times and g is None else g
+            for at, (g, times) in enumerate(zip(gradients, used, strict=True))
+        ]
+        leaves, structure = flatten(aux)
+        numbers = {place: x for place, x in enumerate(leaves) if not x.ndim}
+        rows = {place: with_batch_layout(x, self.batch) for place, x in enumerate(leaves) if x.ndim}
+        return DeviceResult(loss, self.weight, numbers, rows, structure, gradients, buffers)
+
+    def _nothing(self, index: int) -> Tensor | None:
+        """Return the empty gradient of a parameter of another device's stage, the same in all steps."""
+        leaf, known = self.plan.params.leaves[index], self.plan.elsewhere
+        if not leaf.trained:
+            return None
+        key = self.number, index
+        if key not in known:
+            shape = leaf.gradient.local_shape(leaf.shape, self.number)
+            known[key] = torch.empty(shape, dtype=leaf.dtype, device=self.device)
+        return known[key]
 
     def _refuse_written(self) -> None:
         """Raise if a stage has written to a parameter: to frozen ones, too, since it has done so for each microbatch."""

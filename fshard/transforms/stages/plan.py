@@ -13,7 +13,7 @@ stored by the first one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from fshard.pipeline.schedule.schedule import Schedule
 from fshard.transforms.device_step import StepOptions
 from fshard.transforms.fsdp.engine import ParamPlan, plan_reduction
 from fshard.transforms.fsdp.param_runtime import plan_param
-from fshard.transforms.gradient import same_layouts
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.patterns import Choice, named, parts_of
 from fshard.transforms.shard_params import Rules, layouts_of
@@ -86,7 +85,7 @@ class StageParams:
     ties: list[Tie]
 
 
-@dataclass(frozen=True)
+@dataclass
 class StagePlan:
     """The plan of a model in stages, the same for all devices and steps.
 
@@ -98,6 +97,8 @@ class StagePlan:
         route: the schedule with its messages.
         params: the plans of parameters.
         messages: known forms of messages; None: each is described.
+        elsewhere: the empty gradients of other devices' parameters, by device and index.
+        fresh: True before the first step.
     """
 
     how: StepOptions
@@ -107,6 +108,13 @@ class StagePlan:
     route: Route
     params: StageParams
     messages: dict[int, dict[Any, Messages]] | None
+    elsewhere: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
+    fresh: bool = True
+
+    @property
+    def leaves(self) -> list[ParamPlan]:
+        """The plans of all parameters."""
+        return self.params.leaves
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ class StagePlanner:
         how: options of the step.
         axis: of the pipeline.
         placement: the coordinate of each stage.
-        gradients: from a parameter's layout to its gradient's; None: they are equal.
+        gradients: from a parameter's layout to its gradient's.
         mesh: the devices.
         over: the axes that shard the batch, along which gradients are summed.
     """
@@ -125,7 +133,7 @@ class StagePlanner:
     how: StepOptions
     axis: str
     placement: Sequence[int]
-    gradients: Callable[[Layout], Layout] | None
+    gradients: Callable[[Layout], Layout]
     mesh: Mesh
     over: tuple[str, ...]
 
@@ -164,7 +172,7 @@ class StagePlanner:
     def _leaf(self, path: str, x: Sharded, fixed: bool) -> ParamPlan:
         trained, place = self.how.backward and trainable(x) and not fixed, place_of(x.layout, self.axis)
         assert place is not None
-        leaf = plan_param(path, x, (self.gradients or same_layouts) if trained else None, self._full(place))
+        leaf = plan_param(path, x, self.gradients if trained else None, self._full(place))
         if place_of(leaf.gradient, self.axis) != place:
             raise LayoutError(
                 f"{self.how.caller}: gradients= gives that of {named(parts_of(path))} the layout {leaf.gradient.spec}, not on "
