@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError, MismatchError
-from fshard.mesh.layout import PyTree, Structure
+from fshard.errors import FshardError, LayoutError, MismatchError
+from fshard.mesh.layout import PyTree, Structure, flatten_with_paths
 from fshard.mesh.spmd.scope import Group, owning
 from fshard.optim.scaling import held_by
 from fshard.source import Site
@@ -44,6 +44,7 @@ from fshard.transforms.means import (
 )
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
 from fshard.transforms.origin import Origin
+from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 
@@ -269,7 +270,13 @@ class DeviceStep:
         """Call the loss function; return the loss, buffers and metrics."""
         how = self.how
         given = self.buffers.part(self.place)
-        result = followed(how.loss_fn)(self.params(), *((given,) if how.has_buffers else ()), batch)
+        params = self.params()
+        try:
+            result = followed(how.loss_fn)(params, *((given,) if how.has_buffers else ()), batch)
+        except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+            if not isinstance(error, FshardError):
+                self._explain(error, params, batch)
+            raise
         wanted = ["loss", *(["buffers"] if how.has_buffers else []), *(["aux"] if how.has_aux else [])]
         if len(wanted) == 1:
             return result, given, ()
@@ -280,6 +287,23 @@ class DeviceStep:
             )
         named = dict(zip(wanted, result, strict=True))
         return named["loss"], named.get("buffers", given), named.get("aux", ())
+
+    def _explain(self, error: Exception, params: PyTree, batch: PyTree) -> None:
+        """Add the arguments of the loss function to its error, and the fix if they are of several dtypes."""
+        buffers = "buffers, " if self.how.has_buffers else ""
+        note = f"The loss function is called as loss_fn(params, {buffers}batch)"
+        dtypes = {leaf.dtype for leaf in self.runtime.leaves if leaf.dtype.is_floating_point}
+        paths, leaves, _ = flatten_with_paths(batch)
+        other = [
+            f"{named(('batch', *parts_of(path)))} is {str(x.dtype).removeprefix('torch.')}"
+            for path, x in zip(paths, leaves, strict=True)
+            if isinstance(x, Tensor) and x.dtype not in dtypes
+        ]
+        if other and len(dtypes) == 1 and self.how.unit_options.compute is None:
+            dtype = str(dtypes.pop())
+            note += f"; params are {dtype.removeprefix('torch.')}, {', '.join(other)}"
+            note += f". Where they meet, convert the batch, x.to({dtype}), or give compute={dtype} for floating ones"
+        error.add_note(f"{self.how.caller}: {note}.")
 
     def together(
         self, found: list[LossSums], written: Sequence[Written]

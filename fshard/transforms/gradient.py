@@ -33,10 +33,10 @@ from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, Mi
 from fshard.mesh.layout import Layout, Mesh, PyTree, Structure, flatten, paths_of, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
-from fshard.optim.leaves import trainable
+from fshard.optim.leaves import trainable, without_static
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
-from fshard.transforms.batch import Batch, placed
+from fshard.transforms.batch import Batch, BatchPart, placed
 from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions
 from fshard.transforms.fsdp.engine import DeviceShards, ParamPlan, PlannedReducer, UnitOptions
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
@@ -44,7 +44,7 @@ from fshard.transforms.means import Weight, put_together
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import wrong_options
 from fshard.transforms.origin import refuse_distant, refuse_unplaced
-from fshard.transforms.patterns import Choice, chosen
+from fshard.transforms.patterns import Choice, chosen, named, parts_of
 from fshard.transforms.reproducible.randomness import drawn_key
 from fshard.uncompiled import uncompiled
 
@@ -111,11 +111,13 @@ class StepValue(NamedTuple):
 class StepInputs(NamedTuple):
     """The inputs of a step on all devices of the caller.
 
-    `own` are the indices of leaves without ties, `at` the number of each leaf among these; `key`: of random draws.
+    `restore` puts static leaves back; `own` are the indices of leaves without ties, `at` the number of each leaf among
+    these; `key`: of random draws.
     """
 
     leaves: Sequence[Sharded]
     structure: Structure
+    restore: Callable[[PyTree], PyTree]
     own: Sequence[int]
     at: Sequence[int]
     batch: Batch
@@ -163,7 +165,9 @@ class GradientFunction:
                 "Call it outside, or in torch.inference_mode(False)."
             )
         mesh = resolve_mesh(self.mesh)
+        params, restore = without_static(params)
         leaves, structure = flatten(params, sharded_is_leaf=True)
+        self._refuse_swapped(leaves, batch)
         self.check_params(params, leaves, structure, mesh)
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
@@ -171,7 +175,7 @@ class GradientFunction:
         plans = self.plans_of(structure, leaves, at, mesh, parts.axes)  # (1)
         drawn = drawn_key()  # the same on every process
         memory = self.buffers_on(mesh, buffers) if self.how.has_buffers else no_buffers(mesh)
-        inputs = StepInputs(leaves, structure, own, at, parts, memory, drawn, scale, site)
+        inputs = StepInputs(leaves, structure, restore, own, at, parts, memory, drawn, scale, site)
         with one_thread(self.how.slices is not None):
             results = self.run_devices(plans, inputs, mesh)
         first = results[0]
@@ -202,9 +206,32 @@ class GradientFunction:
             paths = [*paths_of(structure)]
             fixed = chosen(self.frozen, paths, "frozen")
             refuse_half_frozen(paths, at, fixed)
+            self._refuse_integers(paths, leaves)
             found = self.plan(structure, [*zip(paths, leaves, fixed, strict=True)], at, mesh, axes)
             self.plans[:] = [(key, found), *self.plans[: KNOWN - 1]]
         return found
+
+    def _refuse_swapped(self, leaves: Sequence[Any], batch: PyTree) -> None:
+        """Raise if the parameters were given as the batch, and the batch as the parameters."""
+        if any(isinstance(x, Sharded) for x in leaves) or isinstance(batch, Tensor | BatchPart):
+            return
+        if any(isinstance(x, Sharded) for x in flatten(batch, sharded_is_leaf=True)[0]):
+            raise LayoutError(
+                f"{self.how.caller}: params must be sharded parameters; got plain tensors, and sharded ones as the batch. "
+                "Swap the two: the order is (params, batch), in a step (params, state, batch)."
+            )
+
+    def _refuse_integers(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
+        """Raise if there is nothing to differentiate by."""
+        if self.how.backward and leaves and not any(x.dtype.is_floating_point or x.dtype.is_complex for x in leaves):
+            found = ", ".join(
+                f"{named(parts_of(path)) or 'the parameter'} is {str(x.dtype).removeprefix('torch.')}"
+                for path, x in zip(paths, leaves, strict=True)
+            )
+            raise LayoutError(
+                f"{self.how.caller}: parameters must be floating-point or complex to have gradients; {found}. "
+                "Shard x.float() of them."
+            )
 
     def check_params(self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh) -> None:
         """Raise unless the parameters are on the mesh."""
@@ -251,14 +278,14 @@ class Gradient(GradientFunction):
     def run_devices(self, plans: ParamPlans, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:
         """Run the step on each device of the caller; errors name the units in which devices differ."""
         devices, runtimes = local_devices(mesh), dict[int, ParamRuntime]()
-        _, structure, _, at, batch, buffers, key, scale, site = inputs
+        _, structure, restore, _, at, batch, buffers, key, scale, site = inputs
 
         def on_device(device: int) -> DeviceResult:
             place = devices.index(device) if len(devices) > 1 else 0
             runtime = runtimes[device] = self.runtime(plans, inputs.shards(place), site)  # (2)
 
             def tree() -> PyTree:
-                return unflatten(structure, [runtime.lazy_params[place] for place in at])
+                return restore(unflatten(structure, [runtime.lazy_params[place] for place in at]))
 
             return DeviceStep(self.how, runtime, tree, buffers, batch, place, key, scale).run()
 

@@ -81,6 +81,9 @@ def train_step(
         options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ... With `has_buffers`, a step
             takes (params, state, buffers, batch) and returns (params, state, buffers, metrics). With a schedule, those below.
 
+    The step itself is not compiled, and `torch.compile(step)` runs it as it is: compile the loss function,
+    `train_step(torch.compile(loss_fn), ...)`.
+
     The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also
     "aux". The host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
     `skip_if_not_finite` once, Adafactor as in torch once per leaf. The norm of the metrics is a psum of 8 bytes, in

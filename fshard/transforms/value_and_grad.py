@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Unpack
 
-from torch.nn import ModuleList
+from torch.nn import Module, ModuleList
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, PyTree, flatten, refuse_no_mesh
@@ -159,6 +159,11 @@ def gradient_of(
 
 
 def refuse_unscheduled(caller: str, given: Any, schedule: Schedule | None) -> None:
-    """Raise if there are stages without a schedule."""
+    """Raise if there are stages or a module without a schedule."""
+    if schedule is None and isinstance(given, Module) and not isinstance(given, ModuleList):
+        raise LayoutError(
+            f"{caller}: loss_fn must be a function of (params, batch); got the module {type(given).__name__}. Write "
+            "apply, params, buffers = fs.functionalize(module), and a loss function that calls apply."
+        )
     if schedule is None and isinstance(given, list | tuple | ModuleList):
         raise LayoutError(f"{caller} got a list of stages without a schedule. Give schedule=fs.pipeline_schedule(...).")

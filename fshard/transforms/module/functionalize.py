@@ -48,6 +48,7 @@ def functionalize(
 
     Args:
         module: any module that `copy.deepcopy` copies, in its present state; later only `train()` and `eval()` are followed.
+            Of `torch.compile(module)` it is the module itself: compile the loss function instead.
         buffers: frozen parameters that the forward updates (a momentum encoder, a codebook): a path pattern, several, or
             a function of the path. They are returned and passed among the buffers.
         sync_batchnorm: mesh axes over which BatchNorm in training takes mean and variance; one psum of
@@ -100,6 +101,7 @@ def module_function(
     in_place: bool = False,
 ) -> tuple[Apply, Tensors, Tensors]:
     """Return apply, parameters and buffers of a module whose layers may have other forwards."""
+    module = vars(module).get("_modules", {}).get("_orig_mod", module)  # of torch.compile(module)
     _refuse_unready(module)
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     moved = _declared(params, declared)
