@@ -22,7 +22,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
-from fshard.transforms.gradient import Runs, StepValue, same_layouts
+from fshard.transforms.gradient import GradientFunction, StepValue, same_layouts
 from fshard.transforms.origin import refuse_distant
 from fshard.transforms.value_and_grad import gradient_of
 
@@ -74,7 +74,7 @@ class StagedGradient:
     def announce(self, total: int | None, part: PyTree) -> None:
         """Do nothing: stages are given the batches of all devices."""
 
-    def _made(self, outputs: bool, backward: bool) -> Runs:
+    def _made(self, outputs: bool, backward: bool) -> GradientFunction:
         """Return the gradient of the schedule, for any criterion: a loop may pass a new one in every step."""
 
         def both(y: Any, microbatch: Any) -> Any:

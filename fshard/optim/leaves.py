@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from fshard.errors import LayoutError, OptimizerError
 from fshard.mesh.layout import P, PyTree, Structure, broadcast_prefix, flatten, holders, paths_of, unflatten
@@ -29,15 +29,17 @@ Leaf = Any
 
 @dataclass(frozen=True)
 class Leaves:
-    """The leaves of a tree, and how to rebuild it."""
+    """The leaves of a tree, and how to rebuild it; static ones count as None, and are put back."""
 
     leaves: list[Leaf]
     structure: Structure
+    static: Sequence[tuple[int, Any]] = ()
 
     @staticmethod
     def of(tree: PyTree) -> Leaves:
         """Take a tree apart."""
-        return Leaves(*flatten(tree, sharded_is_leaf=True, none_is_leaf=True))
+        leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
+        return Leaves(leaves, structure, _hidden(leaves))
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -51,6 +53,10 @@ class Leaves:
 
     def rebuild(self, leaves: Sequence[Leaf]) -> PyTree:
         """Put a tree of this structure together from other leaves."""
+        if self.static:
+            leaves = [*leaves]
+            for place, x in self.static:
+                leaves[place] = x
         return unflatten(self.structure, leaves)
 
     def mapped(self, f: Callable[..., Leaf], *others: list[Leaf]) -> PyTree:
@@ -72,6 +78,7 @@ class Leaves:
                 f"{name} must be a tree of the structure of params, {self.structure}; got {structure}. Give one leaf for "
                 "each parameter; None where there is none."
             )
+        _hidden(leaves)
         return leaves
 
     def gradients(self, tree: PyTree, name: str = "grads", *, any_shape: bool = False) -> list[Leaf]:
@@ -109,6 +116,49 @@ class Leaves:
                 f"labels and masks must be a prefix of the tree {self.structure}; got {prefix!r}. Give one value, a tree of "
                 "values that ends where the parameters end or before, or a function of (path, leaf)."
             ) from None
+
+
+# -- static leaves -----------------------------------------------------------------------------------------------------
+
+
+def is_static(leaf: Any) -> bool:
+    """Return True for a string, number, function or dtype in a tree of parameters: it is passed through.
+
+    >>> [is_static(x) for x in ("relu", 0.5, torch.relu, torch.float32, torch.ones(1), None)]
+    [True, True, True, True, False, False]
+    """
+    if isinstance(leaf, Tensor | Sharded | Module) or leaf is None:
+        return False
+    return isinstance(leaf, str | int | float | complex | torch.dtype | torch.device) or callable(leaf)
+
+
+def _hidden(leaves: list[Leaf]) -> list[tuple[int, Any]]:
+    """Replace static leaves by None; return them with their places."""
+    if all(type(x) is Sharded or x is None for x in leaves):
+        return []
+    static = [(place, x) for place, x in enumerate(leaves) if is_static(x)]
+    for place, _ in static:
+        leaves[place] = None
+    return static
+
+
+def without_static(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Return a tree with None in place of static leaves, and the function that puts them into such a tree again.
+
+    >>> hidden, restore = without_static({"w": torch.ones(1), "act": "relu"})
+    >>> hidden, restore({"w": 1, "act": None})
+    ({'w': tensor([1.]), 'act': None}, {'w': 1, 'act': 'relu'})
+    """
+    leaves, structure = flatten(tree, sharded_is_leaf=True)
+    static = {place: x for place, x in enumerate(leaves) if type(x) is not Sharded and is_static(x)}
+    if not static:
+        return tree, lambda other: other
+
+    def restore(other: PyTree) -> PyTree:
+        rest = iter(flatten(other, sharded_is_leaf=True)[0])
+        return unflatten(structure, [static[place] if place in static else next(rest) for place in range(len(leaves))])
+
+    return unflatten(structure, [None if place in static else x for place, x in enumerate(leaves)]), restore
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------

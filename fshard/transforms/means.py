@@ -51,7 +51,7 @@ class LossSums(NamedTuple):
     counts: list[Tensor]
 
 
-def together(
+def averaged_results(
     found: list[LossSums], more: list[float], group: Group | None, many: int, site: Site
 ) -> tuple[LossSums, list[float]]:
     """Average and sum results; return also the sums of the devices' other numbers.
@@ -140,7 +140,7 @@ def refuse_weights(weights: Sequence[float]) -> None:
         )
 
 
-def something(total: float) -> float:
+def nonzero_weight(total: float) -> float:
     """Return the weight of the entire batch, which must not be 0."""
     if not total:
         raise LayoutError("weight= gave 0 for all of the batch, which has no mean loss then. Leave the batch out.")
@@ -158,7 +158,7 @@ def weights_of(weight: Any, samples: int | None) -> Tensor:
     )
 
 
-def added(weights: Tensor) -> Tensor:
+def weight_of_samples(weights: Tensor) -> Tensor:
     """Add up the weights of samples; if one is negative, return that, for `refuse_weights`."""
     return torch.where((weights < 0).any(), weights.amin(), weights.sum())
 
@@ -182,10 +182,10 @@ def is_idle() -> bool:
     return _here.idle
 
 
-class idling:
+class idle_slice:
     """Mark the calling device as idle within the context.
 
-    >>> with idling(True):
+    >>> with idle_slice(True):
     ...     is_idle()
     True
     """
@@ -246,6 +246,12 @@ def _complaint(x: Any, samples: int | None) -> str | None:
     if x.shape[0] == samples:
         return None
     return f"of shape {tuple(x.shape)}" + ("" if samples is None else f", but there are {samples} samples")
+
+
+def slice_results(loss: Tensor, count: Count, aux: PyTree, samples: int | None) -> tuple[LossSums, AuxLeaves]:
+    """Return the results of a slice: its loss and numbers with their weight, and its metrics."""
+    leaves = sort_aux(aux, samples, loss.device)
+    return LossSums(loss.detach(), count.weight, [*leaves.means.values()], [*leaves.counts.values()]), leaves
 
 
 class Rows(NamedTuple):

@@ -45,6 +45,11 @@ class Options(TypedDict, total=False):
     recompute: Literal["never", "always", "except_last"] | int
 
 
+OF_STAGES_ALONE = ("loss", "inputs", "skips", "axis", "deferred_batch_norm", "dynamic", "recompute")
+OF_LOSSES_ALONE = ("accumulate", "reduce_once", "slices", "reshard_after_forward", "prefetch", "in_flight", "bucket")
+OF_LOSSES = [name for name in Options.__annotations__ if name not in OF_STAGES_ALONE]
+OF_STAGES = [*OF_STAGES_ALONE, *(name for name in OF_LOSSES if name not in OF_LOSSES_ALONE)]
+
 _LEAST = {"live_units": 1, "accumulate": 1, "slices": 1, "prefetch": 0, "in_flight": 0, "bucket": 0}
 _FLAGS = (
     "has_buffers",

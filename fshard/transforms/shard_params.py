@@ -27,7 +27,7 @@ from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, as_axes, broadcast_prefix, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import key_of
 from fshard.mesh.reshard.device_put import collected, device_put, refuse_unfit
-from fshard.optim.leaves import is_frozen
+from fshard.optim.leaves import is_frozen, without_static
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.patterns import Choice, chosen, default_units, listed, matches, matches_parts, named, parts_of
 from fshard.transforms.reproducible.randomness import drawing_from, random_state
@@ -150,7 +150,8 @@ def shard_params(
 
     Args:
         params: a tree of tensors, the same on every process; a tied tensor is sharded once. A `Sharded`, of this or another
-            mesh, is resharded and stays frozen if it was. Or a module, whose parameters are taken by their names.
+            mesh, is resharded and stays frozen if it was. Strings, numbers and functions (a dataclass's configuration) pass
+            through. Or a module, whose parameters are taken by their names.
         rules: see the module: a P, a tree of Ps, patterns, a function, or `fsdp(...)`.
         mesh: the devices.
         frozen: parameters that are not trained: a path pattern, several, or a function of the path. They are sharded as
@@ -168,7 +169,8 @@ def shard_params(
             raise LayoutError(
                 "shard_params: seed= draws lazy layers of a module; a tree of tensors has none. Leave it out."
             )
-        return apply_rules(params, rules, mesh, frozen)
+        tensors, restore = without_static(params)
+        return restore(apply_rules(tensors, rules, mesh, frozen))
     tree = dict(params.named_parameters())
     if seed is None or mesh.runtime == "abstract":
         return apply_rules(tree, rules, mesh, frozen)

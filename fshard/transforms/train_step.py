@@ -20,7 +20,7 @@ from fshard.optim.norms import exact_norms, norm_later
 from fshard.optim.per_device import on_arrays
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
-from fshard.transforms.device_step import How
+from fshard.transforms.device_step import StepOptions
 from fshard.transforms.gradient import StepValue
 from fshard.transforms.options import Options
 from fshard.transforms.origin import refuse_distant
@@ -80,6 +80,9 @@ def train_step(
         schedule: placement and order of the stages' work: see `pipeline_schedule`.
         options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ... With `has_buffers`, a step
             takes (params, state, buffers, batch) and returns (params, state, buffers, metrics). With a schedule, those below.
+
+    The step itself is not compiled, and `torch.compile(step)` runs it as it is: compile the loss function,
+    `train_step(torch.compile(loss_fn), ...)`.
 
     The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also
     "aux". The host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
@@ -175,7 +178,7 @@ def train_step(
     return step
 
 
-def _metrics(how: How, value: StepValue, norm: Tensor) -> Metrics:
+def _metrics(how: StepOptions, value: StepValue, norm: Tensor) -> Metrics:
     loss = value.loss
     finite = (norm + loss) * 0 == 0  # 0 times a non-finite number is nan
     metrics: Metrics = {"loss": loss, "grad_norm": norm.to(loss.dtype), "finite": finite}

@@ -36,7 +36,7 @@ def _is_wide(x):
 
 @pytest.mark.parametrize("does", [fails, drops, drops_what_failed_midway])
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_calls_without_a_backward_leave_nothing_behind(plugin, does):
+def test_failed_and_evaluated_calls_leave_no_state(plugin, does):
     x, counts = torch.randn(ROWS, 6), list[int]()
 
     def main():
@@ -56,7 +56,7 @@ def test_calls_without_a_backward_leave_nothing_behind(plugin, does):
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_gradients_of_gradients_are_those_of_torch(plugin):
+def test_second_order_gradients_equal_torch(plugin):
     x = torch.randn(4, 6, dtype=torch.float64)
 
     def penalty(model):

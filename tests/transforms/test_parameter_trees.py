@@ -51,7 +51,7 @@ def verdicts(certificate):
 
 @settings(max_examples=30)
 @given(models(COMPLEX, samples=st.integers(8, 12)), optimizers(), runs(powers=False))
-def test_any_training_is_bounded(model, opt, run):
+def test_any_tree_trains_within_error_bounds(model, opt, run):
     certificate = run(model.loss_fn, model.params, model.batch, opt)
     if any(x.dtype.itemsize < 4 for x in flatten(model.params)[0]):  # in 16 bits a gradient may be rounding alone
         assert "DIVERGENT" not in {row.verdict for row in certificate.rows}
@@ -61,14 +61,14 @@ def test_any_training_is_bounded(model, opt, run):
 
 @settings(max_examples=30)
 @given(models(COMPLEX, samples=st.integers(8, 12)), optimizers(), runs(), st.sampled_from([None, "bf16"]))
-def test_any_training_has_equal_bits_in_reproducible_mode(model, opt, run, precision):
+def test_any_tree_has_equal_bits_in_reproducible_mode(model, opt, run, precision):
     found = run(model.loss_fn, model.params, model.batch, opt, reproducible=True, slices=16, precision=precision)
     assert verdicts(found) == {"EXACT"}
 
 
 @settings(max_examples=20)
 @given(models((torch.float32, torch.float64), samples=16, linear=True), runs())
-def test_what_is_linear_has_equal_bits_on_any_layout(model, run):
+def test_linear_training_has_equal_bits_in_any_layout(model, run):
     assert verdicts(run(model.loss_fn, model.params, model.batch, SGD)) == {"EXACT"}
 
 
@@ -97,7 +97,7 @@ def share(x, parts, index):
     st.sampled_from([{}, {"donate": True}, {"accumulate": 2}]),
     st.sampled_from([False, True]),
 )
-def test_a_device_holds_what_the_formula_says_of_any_tree(model, mesh, data, stage, options, masters):
+def test_memory_of_any_tree_equals_theory(model, mesh, data, stage, options, masters):
     """Ties count once, what is frozen has no state, 16 bits may have masters and moments of 32, ranges need not be even."""
     axis = data.draw(axis_subsets(mesh))
     opt = fs.optim.adamw(0.1, fused=False)

@@ -80,7 +80,7 @@ def unmoved(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @given(st.tuples(*[st.tuples(st.sampled_from(MESHES), st.sampled_from([0, 1, 2, 3]))] * 2))
 @settings(max_examples=6)
-def test_a_run_goes_on_in_any_stage_and_on_any_mesh(name, ways):
+def test_training_continues_in_any_stage_on_any_mesh(name, ways):
     assert all(map(torch.equal, moved_on(name, *ways), unmoved(name)))
 
 
@@ -91,13 +91,13 @@ def between_processes(name):
 
 
 @pytest.mark.parametrize("name", ["muon", "plain rows"])
-def test_a_run_goes_on_between_processes(name, two):
+def test_training_continues_on_processes(name, two):
     for results in two.run(between_processes, name):
         for found in results:
             assert all(map(torch.equal, found, unmoved(name)))
 
 
-def test_a_state_that_lies_otherwise_is_refused_with_the_way_out():
+def test_state_of_another_layout_raises_with_fix():
     params, state = go(*begun("adamw", {"data": 2}, 3), range(1))
     there = fs.shard_params(params, P(), mesh=params["a"].mesh)
     *_, opt, mesh = begun("adamw", {"data": 2}, 0)
@@ -110,7 +110,7 @@ def test_a_state_that_lies_otherwise_is_refused_with_the_way_out():
 # -- what is known of leaves ---------------------------------------------------------------------------------------
 
 
-def test_ties_units_and_what_is_frozen_go_along():
+def test_reshard_keeps_ties_units_and_frozen_leaves():
     mesh, other = fs.make_mesh({"data": 2}), fs.make_mesh({"data": 4})
     w = torch.arange(6.0)
     params = fs.shard_params({"a": w, "b": [w], "c": torch.ones(3)}, fs.fsdp("data", unit=8), mesh=mesh, frozen="c")
@@ -129,7 +129,7 @@ def test_ties_units_and_what_is_frozen_go_along():
     assert put["a"] is put["b"]
 
 
-def test_leaves_that_are_to_stay_do():
+def test_reshard_without_layout_keeps_leaves():
     mesh = fs.make_mesh({"data": 2})
     x, n = fs.device_put(torch.ones(4), fs.Layout(mesh)), torch.tensor(3)
     tree = {"x": x, "n": n, "none": None, "number": 5}

@@ -111,7 +111,7 @@ def trained(params, stage):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_dataclasses_train_as_dicts_do(kind, stage):
+def test_dataclass_parameters_train_as_dicts(kind, stage):
     own, expected = trained(model(kind), stage), trained(model(Block, Block), stage)
     assert type(own) is Model and own.rate == 0.5
     assert [type(x) for x in (*own.blocks, own.head)] == [kind] * 3 and own.blocks[1].b is None
@@ -120,7 +120,7 @@ def test_dataclasses_train_as_dicts_do(kind, stage):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fields_are_named_in_rules(kind):
+def test_rules_match_dataclass_fields(kind):
     mesh, params = fs.make_mesh({"data": 2}), model(kind)
     paths = flatten_with_paths(params)[0]
     if kind is not Pair:
@@ -137,7 +137,7 @@ def test_fields_are_named_in_rules(kind):
     assert [x.spec for x in flatten(laid, sharded_is_leaf=True)[0]] == [P("data"), P("data"), P(), P(None, "data"), P()]
 
 
-def test_a_batch_and_what_else_is_returned_may_be_dataclasses():
+def test_batch_and_aux_may_be_dataclasses():
     def loss_fn(params, batch):
         return (params * batch.w).sum(-1), Plain(batch.w.sum(), None)
 
