@@ -110,7 +110,6 @@ __all__ = [
     "materialize",
     "with_unsharded_params",
     "remat",
-    "checkpoint_name",
     "keyed_random",
     # pipelines
     "pipeline_schedule",
