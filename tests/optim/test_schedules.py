@@ -43,12 +43,12 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_schedules_are_torchs(name):
+def test_schedules_equal_torch_schedulers(name):
     ours, theirs = SCHEDULES[name]
     assert [ours(count) for count in range(12)] == pytest.approx(rates_of(theirs, 0.1), abs=1e-12)
 
 
-def test_a_schedule_goes_on_where_a_run_was_left():
+def test_schedule_resumes_from_any_count():
     params, steps = example()
     opt = optim.adamw(WHEN, fused=False)
     middle, state = by_step(opt, params, steps[:2])
