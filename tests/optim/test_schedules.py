@@ -22,7 +22,6 @@ def rates_of(make, lr, count=12):
 
 T = torch.optim.lr_scheduler
 SCHEDULES = {
-    "constant": (optim.schedules.constant(0.1), lambda o: T.LambdaLR(o, lambda _: 1.0)),
     "linear": (optim.schedules.linear(0.1, 0.02, 5), lambda o: T.LinearLR(o, 1.0, 0.2, 5)),
     "step": (optim.schedules.step(0.1, every=3, factor=0.5), lambda o: T.StepLR(o, 3, 0.5)),
     "polynomial": (optim.schedules.polynomial(0.1, 0.0, 8, power=2), lambda o: T.PolynomialLR(o, 8, 2.0)),
