@@ -29,7 +29,7 @@ def rate_at(rate: Rate, count: int) -> float:
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
-    """Interpolate linearly from `start` to `end` over these steps, then stay constant.
+    """Interpolate linearly: start + (end - start) count / steps, then `end`.
 
     >>> rate = linear(1.0, 0.0, 4)
     >>> [rate(count) for count in (0, 1, 4, 9)]
@@ -40,7 +40,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 
 
 def polynomial(start: float, end: float, steps: int, *, power: float = 2.0) -> Schedule:
-    """Fall from `start` to `end` as a power of the steps that are left.
+    """Fall as a power: end + (start - end) (1 - count / steps)^power, then `end`.
 
     >>> rate = polynomial(1.0, 0.0, 4, power=2.0)
     >>> [rate(count) for count in (0, 2, 4)]
@@ -61,7 +61,7 @@ def polynomial(start: float, end: float, steps: int, *, power: float = 2.0) -> S
 
 
 def cosine(start: float, end: float, steps: int) -> Schedule:
-    """Go from `start` to `end` along half a wave, and stay there.
+    """Fall along a cosine: end + (start - end) (1 + cos(pi count / steps)) / 2, then `end`.
 
     >>> [round(cosine(1.0, 0.0, 4)(count), 4) for count in (0, 1, 2, 4, 9)]
     [1.0, 0.8536, 0.5, 0.0, 0.0]
@@ -71,7 +71,7 @@ def cosine(start: float, end: float, steps: int) -> Schedule:
 
 
 def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
-    """Rise in a line from 0 to `peak` in `warmup` steps, then fall along a cosine to `end` at `steps`.
+    """Rise by peak count / warmup, then fall along a cosine from `peak` to `end` at `steps`.
 
     >>> rate = warmup_cosine(1.0, warmup=2, steps=6)
     >>> [round(rate(count), 4) for count in range(7)]
@@ -85,7 +85,7 @@ def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
 
 
 def step(start: float, *, every: int, factor: float = 0.1) -> Schedule:
-    """Multiply the rate by `factor` after every interval of steps.
+    """Fall in steps: start factor^floor(count / every).
 
     >>> [step(8.0, every=2, factor=0.5)(count) for count in range(5)]
     [8.0, 8.0, 4.0, 4.0, 2.0]
@@ -130,7 +130,7 @@ def _part(done: float, full: float) -> float:
 
 
 def inverse_sqrt(peak: float, *, warmup: int) -> Schedule:
-    """Rise linearly to `peak` in `warmup` steps, then decay as one over the square root of the count.
+    """Rise, then decay with the root: peak min(count / warmup, sqrt(warmup / count)).
 
     >>> [inverse_sqrt(1.0, warmup=4)(count) for count in (0, 2, 4, 16)]
     [0.0, 0.5, 1.0, 0.5]

@@ -1,4 +1,4 @@
-"""Loss scaling: the scale goes up and down as torch's GradScaler's does, within limits and with patience."""
+"""Loss scaling: the scale equals that of torch's GradScaler, within limits and with hysteresis."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def scales(opt, finite):
 
 
 @given(FINITE, st.integers(1, 4), st.sampled_from([2.0, 4.0]), st.sampled_from([0.5, 0.25]))
-def test_the_scale_is_torchs(finite, interval, growth, backoff):
+def test_loss_scale_equals_torch_grad_scaler(finite, interval, growth, backoff):
     scale, tracker, expected = torch.tensor(2.0**10), torch.tensor(0, dtype=torch.int32), []
     for good in finite:
         torch._amp_update_scale_(scale, tracker, torch.tensor(0.0 if good else 1.0), growth, backoff, interval)
@@ -37,12 +37,12 @@ def test_the_scale_is_torchs(finite, interval, growth, backoff):
 
 
 @given(FINITE)
-def test_the_scale_stays_within_its_limits(finite):
+def test_loss_scale_stays_within_limits(finite):
     opt = optim.loss_scaled(optim.sgd(1.0), initial=4.0, interval=1, smallest=2.0, largest=8.0)
     assert all(2.0 <= scale <= 8.0 for scale in scales(opt, finite))
 
 
-def test_patience_is_spent_once_and_growing_restores_it():
+def test_hysteresis_is_restored_by_growth():
     opt = optim.loss_scaled(optim.sgd(1.0), initial=64.0, interval=2, hysteresis=3)
     bad, good = [False], [True]
     assert scales(opt, bad * 4 + good * 2 + bad * 3) == [64, 64, 32, 16, 16, 32, 32, 32, 16]
@@ -63,7 +63,7 @@ def trained(opt, stage):
     return {name: fs.unshard(leaf) for name, leaf in params.items()}
 
 
-def test_a_scale_of_one_need_not_be_said():
+def test_loss_scale_of_one_needs_no_argument():
     mesh = fs.make_mesh({"data": 2})
     opt = optim.loss_scaled(optim.sgd(1.0), initial=1.0)
     w = fs.shard_params(torch.ones(2), P(), mesh=mesh)
@@ -87,7 +87,7 @@ def test_loss_scaled_divides_16_bits_in_float32():
 
 
 @pytest.mark.parametrize("options", [{}, {"reproducible": True, "slices": 4}], ids=str)
-def test_a_scale_that_16_bits_cannot_hold_skips_no_step_on_any_mesh(options):
+def test_scale_beyond_float16_skips_no_step(options):
     """65536 is no number of float16: a loss in it is multiplied by what is one, and gradients by the rest."""
 
     def found(n, stage):

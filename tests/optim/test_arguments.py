@@ -1,4 +1,4 @@
-"""Arguments that make no sense are refused where they are given, all at once."""
+"""Wrong arguments raise where they are given, all at once."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_torch_class_with_wrong_options_raises_torchs_error():
             make()
 
 
-def test_schedules_and_tensors_are_not_looked_at():
+def test_schedules_and_tensors_are_not_validated():
     for lr in (lambda count: -1.0, torch.tensor(-1.0)):
         opt = optim.sgd(lr, fused=False)
         params, _ = opt.step([torch.ones(1)], opt.init([torch.ones(1)]), [torch.ones(1)])
@@ -91,14 +91,14 @@ def test_schedules_and_tensors_are_not_looked_at():
 
 
 @given(st.integers(1, 20), st.floats(0, 1), st.integers(0, 30))
-def test_one_cycle_is_between_its_ends_for_whatever_fraction_it_rises(steps, rise, count):
+def test_one_cycle_stays_between_its_ends(steps, rise, count):
     rate = schedules.one_cycle(1.0, steps=steps, rise=rise)
     assert 1.0 / 25.0 / 1e4 <= rate(count) <= 1.0
     if count >= steps:
         assert rate(count) == 1.0 / 25.0 / 1e4
 
 
-def test_a_cycle_may_rise_in_its_first_step_or_to_its_last():
+def test_one_cycle_may_peak_first_or_last():
     assert schedules.one_cycle(1.0, steps=10, rise=0.1)(0) == 1.0
     rising = schedules.one_cycle(1.0, steps=4, rise=1.0)
     assert [rising(count) for count in (3, 4, 5)] == [1.0, 1.0 / 25.0 / 1e4, 1.0 / 25.0 / 1e4]

@@ -11,7 +11,7 @@ from fshard.optim.contract import copied
 from tests.optim.optimizers import WRAPPERS, by_step, by_update, example, leaves_of, same, trees
 
 
-def test_a_chain_steps_as_its_writer_does():
+def test_chain_steps_as_its_last_optimizer():
     params, steps = example()
     opt = optim.chain(optim.clip_by_value(0.5), optim.adamw(0.1, fused=False))
     clipped = [optim.clip_by_value(0.5).update(grads, (), None)[0] for grads in steps]
@@ -19,7 +19,7 @@ def test_a_chain_steps_as_its_writer_does():
     assert optim.chain(optim.adamw(0.1), optim.scale(0.5)).step is None
 
 
-def test_masked_optimizers_freeze_and_masked_transformations_pass_on():
+def test_masked_optimizer_freezes_masked_transformation_passes_on():
     params = {"w": torch.ones(2), "b": torch.ones(2)}
     mask = {"w": True, "b": False}
     frozen = optim.masked(optim.sgd(0.5), mask)
@@ -30,7 +30,7 @@ def test_masked_optimizers_freeze_and_masked_transformations_pass_on():
     assert updates["b"].tolist() == [1, 1] and updates["w"].tolist() == [3, 3]
 
 
-def test_a_tied_parameter_has_one_label():
+def test_tied_parameter_with_two_labels_raises():
     x, fixed = torch.ones(1), torch.nn.Parameter(torch.ones(1), requires_grad=False)
     params = {"emb": x, "fixed": fixed, "head": [x, fixed]}
     for opt in (
@@ -46,7 +46,7 @@ def test_a_tied_parameter_has_one_label():
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_all_devices_skip_when_one_finds_a_bad_gradient(bad):
+def test_nonfinite_gradient_skips_step_on_all_devices(bad):
     layout = fs.Layout(fs.make_mesh({"data": 4}), P("data"))
     params = fs.device_put([torch.ones(8), torch.ones(4)], layout)
     grads = torch.ones(8)
@@ -61,7 +61,7 @@ def test_all_devices_skip_when_one_finds_a_bad_gradient(bad):
     assert after["skipped"] == 1 and after["inner"]["count"] == 1
 
 
-def test_accumulation_is_one_step_with_the_mean():
+def test_accumulate_takes_one_step_with_mean():
     params, steps = example(torch.float64)
     opt = optim.accumulate(optim.adamw(0.1, fused=False), every=5)
     at = optim.leaves.Leaves.of(params)
@@ -72,7 +72,7 @@ def test_accumulation_is_one_step_with_the_mean():
     assert same(by_step(opt, params, steps)[0], by_step(optim.adamw(0.1, fused=False), params, [mean])[0])
 
 
-def test_the_average_of_parameters_is_kept_beside_them():
+def test_ema_averages_parameters_after_each_step():
     params, steps = example(torch.float64)
     opt = optim.chain(optim.clip_by_value(1.0), optim.ema(optim.sgd(0.1, fused=False), 0.9))
     expected, moving = copied(params), copied(params)
@@ -88,7 +88,7 @@ def test_the_average_of_parameters_is_kept_beside_them():
 
 
 @given(st.data())
-def test_master_weights_round_to_the_bits_of_a_float32_run_by_update_and_by_step(data):
+def test_master_weights_round_to_float32_bits(data):
     params, steps = data.draw(trees((torch.bfloat16, torch.float16)))
     inner = optim.adamw(data.draw(st.sampled_from([1e-4, 1.0, 1e2])))
     wide = [optim.leaves.Leaves.of(tree).mapped(lambda x: x if x is None else x.float()) for tree in (params, *steps)]
@@ -100,14 +100,7 @@ def test_master_weights_round_to_the_bits_of_a_float32_run_by_update_and_by_step
             assert same([master.to(p.dtype)], [p])
 
 
-def test_master_weights_are_a_float32_run():
-    params, steps = example(torch.bfloat16)
-    wide = [optim.leaves.Leaves.of(tree).mapped(lambda x: x.float()) for tree in (params, *steps)]
-    _, state = by_step(optim.with_master_weights(optim.adamw(0.01, fused=False)), params, steps)
-    assert same(state["master"], by_step(optim.adamw(0.01, fused=False), wide[0], wide[1:])[0])
-
-
-def test_copies_of_tied_arrays_are_tied():
+def test_copied_tied_arrays_stay_tied():
     mesh = fs.make_mesh({"data": 2})
     x = torch.ones(4)
     tied = fs.shard_params({"a": x, "b": x}, P(), mesh=mesh)
@@ -118,7 +111,7 @@ def test_copies_of_tied_arrays_are_tied():
 
 @pytest.mark.parametrize("name", [*WRAPPERS, "partition_optimizer"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_is_partitioned_stands_outermost(name, stage):
+def test_nested_partitioned_optimizer_raises(name, stage):
     how = {"mesh": fs.make_mesh({"data": 2}), "axis": "data", "stage": stage}
     wrap = WRAPPERS.get(name, lambda opt: fs.partition_optimizer(opt, **how))
     with pytest.raises(optim.OptimizerError) as error:

@@ -29,7 +29,7 @@ from tests.optim.optimizers import (
 @pytest.mark.parametrize("cls", FOREIGN, ids=lambda cls: cls.__name__)
 @given(st.data())
 @settings(max_examples=10)
-def test_class_of_torch_has_torchs_bits(cls, data):
+def test_from_torch_equals_torch_optim(cls, data):
     params, steps = data.draw(trees((torch.float32, torch.float64)))
     expected = by_torch(cls, params, steps, **FOREIGN[cls])
     assert same(leaves_of(by_step(optim.from_torch(cls, **FOREIGN[cls]), params, steps)[0]), expected)
@@ -43,7 +43,7 @@ ALL_OF_TORCH = [
 
 
 @pytest.mark.parametrize("cls", ALL_OF_TORCH, ids=lambda cls: cls.__name__)
-def test_every_class_of_torch_is_in_the_table_or_refused(cls):
+def test_every_torch_class_is_listed_or_refused(cls):
     if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
         with pytest.raises(optim.OptimizerError, match=f"torch.optim.{cls.__name__} cannot step on shards"):
             optim.from_torch(cls)
@@ -61,7 +61,7 @@ MODES = ({"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_class_works_in_every_mode_in_which_torch_runs(cls, mode):
+def test_from_torch_accepts_every_torch_mode(cls, mode):
     params, steps = suited(optim.muon, *example())
     try:
         expected = by_torch(cls, params, steps, **mode)
@@ -73,7 +73,7 @@ def test_class_works_in_every_mode_in_which_torch_runs(cls, mode):
 
 
 @pytest.mark.parametrize("shape", [(33, 17), (1,), (4099,)])
-def test_fused_class_is_fused_in_steps_alone(shape):
+def test_fused_class_is_fused_in_step_only(shape):
     grads = [[torch.randn(shape, generator=torch.Generator().manual_seed(seed))] for seed in range(4)]
     params = [torch.ones(shape)]
     fused, plain = (optim.from_torch(torch.optim.Adam, lr=0.1, fused=fused) for fused in (True, False))
@@ -82,7 +82,7 @@ def test_fused_class_is_fused_in_steps_alone(shape):
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.NAdam], ids=["fused", "with numbers"])
-def test_class_of_torch_has_equal_bits_on_any_mesh_in_reproducible_mode(cls):
+def test_from_torch_is_reproducible_on_any_mesh(cls):
     def trained(n):
         mesh = fs.make_mesh({"data": n})
         params = fs.shard_params({"w": torch.linspace(-1, 1, 33 * 7).reshape(33, 7)}, fs.fsdp("data"), mesh=mesh)
@@ -282,20 +282,20 @@ OWN = {
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("name", TORCHS)
-def test_boosted_class_of_torch_trains_what_torch_trains(name, plugin):
+def test_boosted_torch_class_equals_torch_loop(name, plugin):
     close(boosted(TORCHS[name], plugin), by_torchs_loop(TORCHS[name]))
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("name", OWN)
-def test_boosted_class_of_ones_own_trains_what_torch_trains(name, plugin, n):
+def test_boosted_custom_class_equals_torch_loop(name, plugin, n):
     close(boosted(OWN[name], plugin, n), by_torchs_loop(OWN[name]))
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 @pytest.mark.parametrize("name", [*OWN, "Adadelta"])
-def test_class_trains_stages(name, zero_stage):
+def test_boosted_class_in_stages_equals_torch_loop(name, zero_stage):
     make = {"Lion": Lion, "Factored": Factored, "Lars": Lars, "MyAdamW": MyAdamW, "MyAdagrad": MyAdagrad}
 
     def start():
@@ -320,7 +320,7 @@ def test_class_trains_stages(name, zero_stage):
 
 
 @pytest.mark.parametrize("name", ["Lion", "Factored"])
-def test_class_of_ones_own_has_equal_bits_on_any_mesh_in_reproducible_mode(name):
+def test_custom_class_is_reproducible_on_any_mesh(name):
     expected = boosted(OWN[name], "ddp", 1, reproducible=True, slices=4)[0]
     for plugin, n in [("ddp", 2), ("zero 1", 4), ("zero 2", 2), ("fsdp", 4)]:
         states = boosted(OWN[name], plugin, n, reproducible=True, slices=4)
@@ -329,7 +329,7 @@ def test_class_of_ones_own_has_equal_bits_on_any_mesh_in_reproducible_mode(name)
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["Lars", "Factored"])
-def test_class_of_ones_own_trains_masters_of_16_bits(name, precision):
+def test_custom_class_with_16_bits_trains_masters(name, precision):
     for plugin in ("zero 2", "fsdp"):
         for state in boosted(OWN[name], plugin, precision=precision):
             for key, x in by_torchs_loop(OWN[name]).items():
@@ -358,11 +358,11 @@ def boosted_here(make):
 
 
 @pytest.mark.parametrize("name", ["Lion", "Lars"])
-def test_class_of_ones_own_trains_in_processes(two, name):
+def test_custom_class_in_processes_equals_torch_loop(two, name):
     close(two.run(train_in_processes, name), by_torchs_loop(OWN[name]))
 
 
-def test_instance_keeps_its_state_on_local_shards():
+def test_custom_instance_keeps_state_of_local_shards():
     """The owner of a parameter has its state; hooks and keys of the instance are those of torch."""
 
     def main():
@@ -389,7 +389,7 @@ def test_instance_keeps_its_state_on_local_shards():
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-def test_class_of_ones_own_outside_with_shards_of_several_devices_is_an_error():
+def test_custom_class_outside_run_raises():
     model = net()
     booster = fs.Booster(fs.ZeroPlugin(stage=1, mesh=fs.make_mesh({"data": 2})))
     with pytest.raises(
@@ -398,7 +398,7 @@ def test_class_of_ones_own_outside_with_shards_of_several_devices_is_an_error():
         booster.init(model, Lars(groups_of(model)), lambda y, _: y.square().mean())
 
 
-def test_torchs_hooks_of_a_boosted_class_are_an_error():
+def test_step_hooks_of_torch_class_raise():
     def main():
         model = net()
         opt = torch.optim.SGD(groups_of(model), lr=0.1)
@@ -409,7 +409,7 @@ def test_torchs_hooks_of_a_boosted_class_are_an_error():
         fs.run(main, mesh=fs.make_mesh({"data": 1}))
 
 
-def test_instance_that_trains_another_model_already_is_an_error():
+def test_instance_boosted_twice_raises():
     def twice():
         model = net()
         opt = Lars(groups_of(model))

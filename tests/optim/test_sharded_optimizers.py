@@ -1,4 +1,4 @@
-"""Optimizers do on shards what they do on whole tensors."""
+"""Optimizers on shards equal optimizers on full tensors."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.optim.optimizers import ALL, ELEMENTWISE, WHOLE, by_step, by_update, 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_flat_shards_equal_the_whole(name, devices):
+def test_flat_shards_equal_full_tensors(name, devices):
     opt = ELEMENTWISE[name]
     assert opt.elementwise
     layout = fs.Layout(fs.make_mesh({"data": devices}), P.flat("data"))
@@ -24,7 +24,7 @@ def test_flat_shards_equal_the_whole(name, devices):
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_cut_and_replicated_shards_equal_the_whole(name):
+def test_sharded_and_replicated_dims_equal_full_tensors(name):
     opt = ELEMENTWISE[name]
     mesh = fs.make_mesh({"data": 2, "model": 2})
     specs = {"a": P("data", "model"), "b": P(), "c": P(None, ("model", "data"))}
@@ -39,7 +39,7 @@ def test_cut_and_replicated_shards_equal_the_whole(name):
         assert same(fs.unshard(sharded), run(opt, params, steps))
 
 
-def test_tied_shards_and_flat_specs_with_a_shape():
+def test_tied_flat_shards_step_once():
     mesh = fs.make_mesh({"data": 2})
     w = fs.device_put(torch.ones(5), fs.Layout(mesh, P.flat("data")))
     g = fs.Sharded((5,), fs.Layout(mesh, P.flat("data", shape=(5,))), w.shards)
@@ -49,7 +49,7 @@ def test_tied_shards_and_flat_specs_with_a_shape():
     assert fs.unshard(one).tolist() == [0.5] * 5 and one is other
 
 
-def test_clipping_on_shards_is_clipping_the_whole():
+def test_clip_by_global_norm_on_shards_equals_full_tensors():
     opt = WHOLE["clip_by_global_norm"]
     assert opt.elementwise
     layout = fs.Layout(fs.make_mesh({"data": 4}), P.flat("data"))
@@ -61,7 +61,7 @@ def test_clipping_on_shards_is_clipping_the_whole():
         torch.testing.assert_close(a, b)
 
 
-def test_replicated_shards_that_share_memory_move_once():
+def test_replicated_shards_sharing_memory_step_once():
     mesh = fs.make_mesh({"data": 3})
     x, g = torch.ones(2), torch.ones(2)
     shared, grads = (fs.Sharded((2,), fs.Layout(mesh), (t, t, t)) for t in (x, g))
@@ -71,7 +71,7 @@ def test_replicated_shards_that_share_memory_move_once():
 
 
 @pytest.mark.parametrize("name", ["adafactor", "shampoo", "lamb", "muon"])
-def test_whole_optimizers_run_on_replicated_leaves(name):
+def test_matrix_optimizers_accept_replicated_leaves(name):
     opt = WHOLE[name]
     layout = fs.Layout(fs.make_mesh({"data": 2}))
     params, steps = flat_tree(), [flat_tree(10), flat_tree(20)]
@@ -80,7 +80,7 @@ def test_whole_optimizers_run_on_replicated_leaves(name):
 
 
 @pytest.mark.parametrize("name", ["adafactor", "shampoo", "from_torch(Adafactor)"])
-def test_whole_optimizers_refuse_pieces(name):
+def test_matrix_optimizers_on_shards_raise(name):
     opt = optim.from_torch(torch.optim.Adafactor) if "torch" in name else WHOLE[name]
     layout = fs.Layout(fs.make_mesh({"data": 2}), P.flat("data"))
     with pytest.raises(fs.errors.LayoutError) as error:
@@ -96,19 +96,19 @@ def test_whole_optimizers_refuse_pieces(name):
 
 
 @pytest.mark.parametrize("name", ["adafactor", "shampoo", "muon"])
-def test_a_flat_matrix_is_no_matrix_on_one_device_too(name):
+def test_matrix_optimizers_on_flat_layout_raise(name):
     layout = fs.Layout(fs.make_mesh({"data": 1}), P.flat("data"))
     with pytest.raises(fs.errors.LayoutError, match=rf"{name} needs full matrices(?s:.)*params\[\"a\"\] is Sharded"):
         WHOLE[name].init(laid({"a": torch.ones(3, 2)}, layout))
 
 
-def test_muon_refuses_vectors():
+def test_muon_with_vectors_raises():
     with pytest.raises(optim.OptimizerError, match=r'params\["b"\]: it has 1 dims, not 2'):
         optim.muon().init({"a": torch.ones(2, 2), "b": torch.ones(2)})
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
-def test_lamb_takes_the_norms_of_whole_leaves_in_one_collective(devices):
+def test_lamb_norms_take_one_collective(devices):
     opt = optim.lamb(0.1, weight_decay=0.1)
     layout = fs.Layout(fs.make_mesh({"data": devices}), P.flat("data"))
     params, grads = flat_tree(), flat_tree(10)
@@ -138,14 +138,14 @@ def train(name):
 
 
 @pytest.mark.parametrize("name", ["adamw", "nested", "from_torch", "clip_by_global_norm", "lamb", "skip_if_not_finite"])
-def test_processes_do_as_virtual_devices_do(name, two):
+def test_processes_equal_virtual_devices(name, two):
     (expected, sent), (own, others_sent) = train(name), two.run(train, name)[0]
     assert same(own, expected)
     assert others_sent == sent
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ("adafactor", "shampoo", "muon")])
-def test_steps_can_be_counted_on_an_abstract_mesh(name):
+def test_step_on_abstract_mesh_keeps_layouts(name):
     mesh = fs.make_mesh({"data": 4}, runtime="abstract")
     params = fs.device_put(flat_tree(), fs.Layout(mesh, P.flat("data")))
     state = ALL[name].init(params)

@@ -1,4 +1,4 @@
-"""What holds for every optimizer: it is pure, state keeps its type, ties stay ties, formulas are those of the papers."""
+"""Every optimizer is pure, keeps its state's types and its ties, and equals the formula of its paper."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.optim.optimizers import ALL, by_step, by_update, example, leaves_of, 
 @pytest.mark.parametrize("name", ALL)
 @given(st.data())
 @settings(max_examples=20)
-def test_state_keeps_its_type_and_nothing_given_is_changed(name, data):
+def test_update_keeps_state_types_and_arguments(name, data):
     opt = ALL[name]
     params, steps = data.draw(trees())
     state = opt.init(params)
@@ -26,7 +26,7 @@ def test_state_keeps_its_type_and_nothing_given_is_changed(name, data):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_state_of_the_donated_step_is_that_of_the_update(name):
+def test_step_state_equals_update_state(name):
     opt = ALL[name]
     params, steps = example()
     first = steps[:1]
@@ -38,7 +38,7 @@ def test_state_of_the_donated_step_is_that_of_the_update(name):
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "from_torch"])
 @given(st.data())
 @settings(max_examples=25)
-def test_updates_lead_to_the_bits_of_the_step_within_a_factor_of_two(name, data):
+def test_update_equals_step_bits_within_factor_two(name, data):
     params, steps = data.draw(trees())
     stepped, updated = (run(ALL[name], params, steps[:1])[0] for run in (by_step, by_update))
     for p, a, b in zip(*map(leaves_of, (params, stepped, updated)), strict=True):
@@ -48,7 +48,7 @@ def test_updates_lead_to_the_bits_of_the_step_within_a_factor_of_two(name, data)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_parameter_without_gradient_stands_still(name):
+def test_parameter_without_gradient_is_unchanged(name):
     opt = ALL[name]
     params = {"a": tensor((2, 3), torch.float32, 0), "b": tensor((4,), torch.float32, 1)}
     grads = {"a": None, "b": tensor((4,), torch.float32, 2)}
@@ -60,7 +60,7 @@ def test_a_parameter_without_gradient_stands_still(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_whole_numbers_and_none_are_left_alone(name):
+def test_integers_and_none_are_unchanged(name):
     opt = ALL[name]
     params = {"n": torch.arange(3), "none": None, "w": tensor((2, 3), torch.float32, 0)}
     grads = {"n": None, "none": None, "w": tensor((2, 3), torch.float32, 2)}
@@ -79,14 +79,14 @@ def test_tied_parameters_stay_tied(name):
         assert torch.equal(both["a1"], one["a1"]) and torch.equal(both["a2"], one["a1"])
 
 
-def test_tied_parameters_with_two_gradients_are_an_error():
+def test_tied_parameters_with_two_gradients_raise():
     w = torch.ones(2)
     opt = optim.sgd(0.1)
     with pytest.raises(optim.OptimizerError, match=r'params\["a"\] and params\["b"\]'):
         opt.update({"a": torch.ones(2), "b": torch.ones(2)}, opt.init({"a": w, "b": w}), {"a": w, "b": w})
 
 
-def test_params_that_want_gradients_still_do_after_a_step():
+def test_step_keeps_requires_grad():
     for run in (by_step, by_update):
         params = [torch.ones(2, requires_grad=True)]
         state = optim.adamw(0.1).init(params)
@@ -102,7 +102,7 @@ def test_params_that_want_gradients_still_do_after_a_step():
 # -- formulas -----------------------------------------------------------------------------------------------------
 
 
-def test_lamb_is_the_formula():
+def test_lamb_equals_its_formula():
     p, g = tensor((3, 4), torch.float64, 0), tensor((3, 4), torch.float64, 1)
     opt = optim.lamb(0.1, (0.9, 0.99), 1e-6, 0.01)
     after, _ = by_step(opt, [p], [[g]])
@@ -110,7 +110,7 @@ def test_lamb_is_the_formula():
     torch.testing.assert_close(after[0], p - 0.1 * p.norm() / u.norm() * u)
 
 
-def test_lion_is_the_formula():
+def test_lion_equals_its_formula():
     params, steps = example(torch.float64)
     p, m = params["c"]["d"], torch.zeros(5, dtype=torch.float64)
     for grads in steps:
@@ -122,7 +122,7 @@ def test_lion_is_the_formula():
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (3, 4), (3, 2, 2), (9, 3)])
-def test_shampoo_is_the_formula(shape):
+def test_shampoo_equals_its_formula(shape):
     p, *grads = (tensor(shape, torch.float64, seed) for seed in range(4))
     after, _ = by_step(
         optim.shampoo(0.1, momentum=0.5, weight_decay=0.1, eps=0.01, longest=8), [p], [[g] for g in grads]
@@ -163,6 +163,6 @@ def test_shampoo_is_the_formula(shape):
         (lambda: optim.sgd(0.1, nesterov=True), "nesterov needs momentum"),
     ],
 )
-def test_what_cannot_be_made_says_why(make, message):
+def test_unsupported_optimizer_raises_with_reason(make, message):
     with pytest.raises(optim.OptimizerError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""Optimizers have the bits of torch.optim, where torch has the same: of its fused kernels by default, of its foreach without."""
+"""Optimizers equal torch.optim bit by bit: its fused kernels by default, its foreach kernels without."""
 
 from math import ceil
 
@@ -27,7 +27,7 @@ from tests.optim.optimizers import (
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", TWINS)
-def test_steps_have_the_bits_of_torch(name, dtype, foreach):
+def test_step_equals_torch_optim(name, dtype, foreach):
     make, cls, options = TWINS[name]
     params, steps = suited(make, *example(dtype))
     kernel = {} if make is optim.muon else {"foreach": foreach and make is not optim.adafactor}
@@ -38,7 +38,7 @@ def test_steps_have_the_bits_of_torch(name, dtype, foreach):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
-def test_fused_steps_have_the_bits_of_torchs_fused_kernels(name, dtype):
+def test_fused_step_equals_torch_fused_kernels(name, dtype):
     make, cls, options = TWINS[name]
     params, steps = example(dtype)
     expected = by_torch(cls, params, steps, **options, fused=True)
@@ -47,7 +47,7 @@ def test_fused_steps_have_the_bits_of_torchs_fused_kernels(name, dtype):
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_an_update_is_a_step_but_for_the_rounding_of_a_difference(name):
+def test_update_equals_step_within_rounding(name):
     make, _, options = TWINS[name]
     params, (grads, *_) = suited(make, *example())
     opt = make(**options, **({"fused": False} if make in FUSED else {}))
@@ -61,7 +61,7 @@ def test_an_update_is_a_step_but_for_the_rounding_of_a_difference(name):
 @pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
 @given(st.data())
 @settings(max_examples=30)
-def test_steps_on_any_tree_have_the_bits_of_torch(name, data):
+def test_step_on_any_tree_equals_torch(name, data):
     make, cls, options = TWINS[name]
     params, steps = data.draw(trees((torch.float32, torch.float64)))
     expected = by_torch(cls, params, steps, foreach=False, **options)
@@ -71,7 +71,7 @@ def test_steps_on_any_tree_have_the_bits_of_torch(name, data):
 @pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
 @given(st.data())
 @settings(max_examples=30)
-def test_steps_by_default_have_the_bits_of_torchs_fused_kernels(name, data):
+def test_default_step_equals_torch_fused_kernels(name, data):
     make, cls, options = TWINS[name]
     params, steps = data.draw(trees((torch.float32, torch.float64)))
     columns = zip(*(optim.leaves.Leaves.of(tree).leaves for tree in (params, *steps)), strict=True)
@@ -84,7 +84,7 @@ def test_steps_by_default_have_the_bits_of_torchs_fused_kernels(name, data):
 
 
 @pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
-def test_complex_numbers_have_the_bits_of_torch_foreach(name):
+def test_complex_step_equals_torch_foreach(name):
     make, cls, options = TWINS[name]
     options = options if make is optim.sgd else {"eps": 1e-3, **options}
     params, steps = example(torch.complex64)
@@ -94,7 +94,7 @@ def test_complex_numbers_have_the_bits_of_torch_foreach(name):
 
 @pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bits_have_the_bits_of_torch_foreach_where_torch_rounds_once(name, dtype):
+def test_16_bit_step_equals_torch_foreach(name, dtype):
     """Where multiples are added, that is in the middle of a tensor, and of factors that 16 bits hold."""
     make, cls, options = TWINS[name]
     added = make is not optim.adamw and ("decay" in name or make is optim.sgd)  # it adds multiples
@@ -110,7 +110,7 @@ def test_16_bits_have_the_bits_of_torch_foreach_where_torch_rounds_once(name, dt
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_multiples_in_16_bits_are_rounded_once_wherever_they_stand(dtype):
+def test_add_multiple_rounds_16_bits_once(dtype):
     p, g = tensor((77,), dtype, 0), tensor((77,), dtype, 1)
     (found,), _ = by_step(optim.sgd(0.0123), [p], [[g]])
     assert torch.equal(found, (p.double() - 0.0123 * g.double()).to(dtype))
@@ -119,7 +119,7 @@ def test_multiples_in_16_bits_are_rounded_once_wherever_they_stand(dtype):
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_schedule_is_read_before_each_step(name):
+def test_schedule_is_read_before_each_step(name):
     make, cls, options = TWINS[name]
     params, steps = suited(make, *example())
     options = {**options, "lr": 0.1}
@@ -130,7 +130,7 @@ def test_a_schedule_is_read_before_each_step(name):
 
 @pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
-def test_fused_steps_are_foreach_steps_within_rounding(name, dtype):
+def test_fused_step_equals_foreach_within_rounding(name, dtype):
     make, _, options = TWINS[name]
     params, steps = example(dtype)
     fused, plain = (by_step(make(**options, fused=fused), params, steps)[0] for fused in (None, False))
@@ -141,7 +141,7 @@ def test_fused_steps_are_foreach_steps_within_rounding(name, dtype):
 @pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
 @given(st.data())
 @settings(max_examples=25)
-def test_fused_steps_of_any_tree(name, data):
+def test_fused_step_on_any_tree_equals_foreach(name, data):
     make, _, options = TWINS[name]
     params, steps = data.draw(trees((torch.float32, torch.float64, torch.bfloat16)))
     fused, plain = (by_step(make(**options, fused=fused), params, steps) for fused in (None, False))
@@ -149,7 +149,7 @@ def test_fused_steps_of_any_tree(name, data):
         torch.testing.assert_close(a, b)
 
 
-def test_fused_kernels_that_are_wrong_are_not_used():
+def test_wrong_fused_kernels_are_not_used():
     opt = optim.sgd(0.1, fused=True)
     params = [torch.ones(64, dtype=torch.bfloat16)]
     with pytest.raises(optim.OptimizerError) as error:
@@ -160,7 +160,7 @@ def test_fused_kernels_that_are_wrong_are_not_used():
     )
 
 
-def test_fused_kernels_read_gradients_in_any_memory_order():
+def test_fused_step_accepts_any_gradient_strides():
     p, g = tensor((4, 6), torch.float32, 0), tensor((6, 4), torch.float32, 1).T
     for make in FUSED:
         fused, plain = (by_step(make(0.1, fused=fused), [p], [[g]])[0][0] for fused in (True, False))
@@ -169,7 +169,7 @@ def test_fused_kernels_read_gradients_in_any_memory_order():
 
 @pytest.mark.parametrize("make", [optim.adafactor, lambda lr: optim.from_torch(torch.optim.Adafactor, lr=lr)])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
-def test_in_adafactor_each_dtype_has_its_own_eps(make, dtypes):
+def test_adafactor_uses_eps_of_each_dtype(make, dtypes):
     """Gradients are between the eps of both, so that the first parameter's, which torch takes for all, would be seen."""
     params = [tensor((4, 3), dtype, 0) for dtype in dtypes]
     grads = [tensor((4, 3), dtype, 1) * 1e-4 for dtype in dtypes]

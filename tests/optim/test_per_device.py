@@ -99,7 +99,7 @@ def with_gradients(steps):
 @pytest.mark.parametrize("name", PAIRS)
 @given(tree=trees((torch.float32, torch.float64)), n=st.sampled_from([1, 2, 4]), stage=st.sampled_from([0, 1, 2, 3]))
 @settings(max_examples=15)
-def test_pair_on_owners_and_flat_shards_equals_one_device(name, tree, n, stage):
+def test_pair_on_shards_equals_one_device(name, tree, n, stage):
     pair = PAIRS[name]
     params, steps = with_ties(tree[0]), with_gradients(tree[1])
     mesh = fs.make_mesh({"data": n})
@@ -154,7 +154,7 @@ ALONE = {"m": MOMENTUM, "rows": ROWS, "by names": BY_NAMES}
 
 
 @pytest.mark.parametrize("name", [*ALONE, "combined m", "combined rows"])
-def test_train_step_takes_a_pair_in_any_stage(name):
+def test_train_step_accepts_pair_in_every_stage(name):
     pair = ALONE[name] if name in ALONE else combined(ALONE[name.removeprefix("combined ")])
     expected, _ = trained(pair, 0, 1)
     for stage in (None, 0, 1, 2, 3) if name in ALONE else (0, 1, 2, 3):
@@ -171,7 +171,7 @@ def types(state):
     return [str(x if x is None else fs.typeof(x)) for x in optim.leaves.Leaves.of(state).leaves]
 
 
-def test_processes_equal_virtual_devices(two):
+def test_pair_in_processes_equals_virtual_devices(two):
     """A process knows the shapes of state that another one owns."""
     for (name, stage), (params, state) in two.run(between_processes)[0].items():
         expected, virtual = trained(ALONE[name], stage)
@@ -179,7 +179,7 @@ def test_processes_equal_virtual_devices(two):
         assert types(state) == types(virtual)
 
 
-def test_state_like_the_parameters_lies_with_them_and_the_rest_is_replicated():
+def test_params_like_state_has_params_layouts():
     _, state = trained(ROWS, 3)
     assert types(state) == [
         *("f32[6, 2]{at:data=1}", "f32[5]{at:data=1}", "f32[6, 6]{at:data=0}"),
@@ -191,7 +191,7 @@ def test_state_like_the_parameters_lies_with_them_and_the_rest_is_replicated():
     assert types(state) == ["f32[6, 2]{flat:data}", "f32[5]{flat:data}", "f32[6, 6]{flat:data}"]
 
 
-def test_numbers_of_each_parameter_are_replicated_beside_flat_shards():
+def test_number_state_beside_flat_shards_is_replicated():
     def init(params):
         return {name: torch.tensor(0.0) for name in params}
 
@@ -206,14 +206,14 @@ def test_numbers_of_each_parameter_are_replicated_beside_flat_shards():
     assert fs.unshard(state) == ({"w": torch.tensor(1.0), "v": torch.tensor(0.0)},)
 
 
-def test_budget_on_an_abstract_mesh_counts_the_state_of_owners():
+def test_abstract_mesh_init_returns_owner_layouts():
     mesh = fs.make_mesh({"data": 4}, runtime="abstract")
     params = fs.shard_params({"w": torch.ones(8, 8), "v": torch.ones(8)}, P(), mesh=mesh)
     opt = fs.partition_optimizer(ROWS, mesh=mesh, axis="data", stage=1)
     assert sorted(types(opt.init(params)))[:3] == ["f32[8, 8]{at:data=0}", "f32[8]{at:data=0}", "f32[8]{at:data=1}"]
 
 
-def test_certify_and_check_elementwise_take_pairs():
+def test_certify_and_check_elementwise_accept_pairs():
     params, x = {"w": torch.randn(3, 3), "v": torch.randn(3)}, torch.randn(4, 3)
     for pair in (MOMENTUM, ROWS):
         certify(lambda p, x: (x @ p["w"] * p["v"]).square().mean(), params, x, pair, fs.make_mesh({"data": 2})).check()
@@ -225,7 +225,7 @@ def test_certify_and_check_elementwise_take_pairs():
         check_elementwise(wrong)
 
 
-def test_pair_with_a_step_of_its_own_writes():
+def test_pair_with_own_step_writes_params():
     def step(grads, state, params):
         updates, state = momentum_update(grads, state, params)
         return tree_map(lambda p, u: p + u, params, updates), state
@@ -283,7 +283,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_in_a_pair_is_an_error(name):
+def test_mistake_in_pair_raises(name):
     init, update, message = MISTAKES[name]
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"a": torch.ones(4, 2), "b": torch.ones(3), "c": torch.ones(1)}, P(), mesh=mesh)
@@ -293,7 +293,7 @@ def test_mistake_in_a_pair_is_an_error(name):
         opt.update(grads, opt.init(params), params)
 
 
-def test_cut_parameters_without_elementwise_and_state_that_is_not_cut_are_errors():
+def test_pair_with_unsuitable_layouts_raises():
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"w": torch.ones(4, 2)}, P("data"), mesh=mesh)
     with pytest.raises(fs.errors.LayoutError, match="without elementwise=True needs full matrices"):
