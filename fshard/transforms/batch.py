@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fshard.copying import lazy_copy
-from fshard.errors import LayoutError, MeshError
+from fshard.errors import LayoutError
 from fshard.mesh.layout import (
     Layout,
     Mesh,
@@ -242,7 +242,7 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         _refuse_opaque(batch, specs)
     try:
         placed = [_placed(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
-    except (LayoutError, MeshError):
+    except (TypeError, ValueError):
         with collected("batch") as attempt:
             for path, leaf, spec in zip(paths_of(structure), leaves, chosen, strict=True):
                 with attempt(path):

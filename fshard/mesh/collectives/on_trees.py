@@ -70,7 +70,7 @@ class Handle:
 
 
 @dataclass(slots=True)
-class Batch:
+class LeafBatch:
     """Leaves that share one collective, and their indices among all leaves; `linear` is None for the identity."""
 
     linear: LinearMap | None
@@ -85,15 +85,18 @@ class CollectiveCall:
     `guard` checks the result (or the argument) for equality; `after` maps each result.
     """
 
-    batches: Sequence[Batch]
+    batches: Sequence[LeafBatch]
     structure: Structure | None
     guard: Guard | Bound | None = None
     after: Callable[[Tensor], Tensor] | None = None
 
     def run(self) -> PyTree:
-        return self.assembled([self._run(batch) for batch in self.batches])
+        if self.structure is None and self.after is None and len(self.batches) == 1:
+            return self.apply_to(self.batches[0])[0]
+        return self.assembled([self.apply_to(batch) for batch in self.batches])
 
-    def _run(self, batch: Batch) -> Tensors:
+    def apply_to(self, batch: LeafBatch) -> Tensors:
+        """Run the collective of some leaves, and check what must be equal."""
         linear, guard, xs = batch.linear, self.guard, batch.xs
         if linear is None:
             return xs
@@ -262,7 +265,7 @@ def call(
             group = scope.group(others, what)
         else:
             leaves, structure = tensors_of(what, tree)
-            return CollectiveCall((Batch(None, tuple(leaves), range(len(leaves))),), structure)
+            return CollectiveCall((LeafBatch(None, tuple(leaves), range(len(leaves))),), structure)
     elif equal is not None and scope.checked and scope.world.has_values:
         guard = Guard(group, site, _BROKEN[equal].replace("{what}", what), forward=equal == "argument")
 
@@ -282,9 +285,9 @@ def call(
     last = None if after is None else lambda y: after(y, group)
     if structure is None:
         ((leaf, own),) = ready
-        return CollectiveCall((Batch(Bound(own, group, site), (leaf,), (0,)),), None, guard, last)
+        return CollectiveCall((LeafBatch(Bound(own, group, site), (leaf,), (0,)),), None, guard, last)
     batches = batched([leaf for leaf, _ in ready], [own for _, own in ready], structure, site)
-    made = [Batch(Bound(ready[batch[0]][1], group, site), xs, batch) for batch, xs, site in batches]
+    made = [LeafBatch(Bound(ready[batch[0]][1], group, site), xs, batch) for batch, xs, site in batches]
     return CollectiveCall(made, structure, guard, last)
 
 

@@ -17,7 +17,7 @@ from fshard.mesh.collectives.api import check_index
 from fshard.mesh.collectives.autograd import LinearMap, Tensors
 from fshard.mesh.collectives.ledger import LedgerRow, active
 from fshard.mesh.collectives.moves import Permute
-from fshard.mesh.collectives.on_trees import Batch, CollectiveCall, Handle, batched, collective, tensors_of
+from fshard.mesh.collectives.on_trees import CollectiveCall, Handle, LeafBatch, batched, collective, tensors_of
 from fshard.mesh.layout import Axes, PyTree
 from fshard.mesh.spmd.scope import Group, require
 from fshard.source import Site, call_site
@@ -112,7 +112,7 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
     check_index("fs.send", "to", to, group)
     leaves, structure = tensors_of("fs.send", tree)
     messages = batched(leaves, [None] * len(leaves), structure, call_site())
-    return _SendCall([Batch(Send(to, group, site, _detached(xs)), xs, (0,)) for _, xs, site in messages], None)
+    return _SendCall([LeafBatch(Send(to, group, site, _detached(xs)), xs, (0,)) for _, xs, site in messages], None)
 
 
 @collective
@@ -139,7 +139,7 @@ def recv(like: PyTree, axis: Axes, source: int) -> Any:
     messages = batched(leaves, [None] * len(leaves), structure, call_site())
     return _ReceiveCall(
         [
-            Batch(Receive(source, group, site, _detached(xs), from_token=False), xs, indices)
+            LeafBatch(Receive(source, group, site, _detached(xs), from_token=False), xs, indices)
             for indices, xs, site in messages
         ],
         structure,
@@ -153,8 +153,9 @@ def _detached(xs: Tensors) -> Tensors:
 class _SendCall(CollectiveCall):
     """The messages of one tree, one per dtype."""
 
-    def assembled(self, results: list[Tensors]) -> PyTree:
-        """Return the sum of their tokens."""
+    def run(self) -> PyTree:
+        """Send them; return the sum of their tokens."""
+        results = [self.apply_to(batch) for batch in self.batches]
         tokens = [token.real if token.is_complex() else token for (token,) in results]
         differentiable = [token for token in tokens if token.dtype.is_floating_point]
         return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())

@@ -659,7 +659,7 @@ def test_staged_with_invalid_arguments_raises_all():
             fs.errors.MeshError, match=rf'{name}\(batch=\): .* has no axis "a", "b". Its axes are "pipe", "data"'
         ):
             call(linear, mesh=mesh, batch=[P("a"), P("b")])
-        with pytest.raises(fs.errors.MeshError, match=f"{name} needs a mesh, found NoneType"):
+        with pytest.raises(TypeError, match=f"{name}: mesh must be a Mesh, .* got NoneType"):
             call(linear, mesh=None, batch=P("data"))
     with pytest.raises(
         fs.errors.LayoutError, match=r"shard_stages: .* 3 stages, 1 are given; .* 3 devices, axis pipe has 2"
