@@ -33,20 +33,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a process.
-
-    Args:
-        host: its name.
-        system: the operating system.
-        python: version.
-        torch: version.
-        fshard: version.
-        backends: those of gloo, nccl and mpi that this torch has.
-        processors: those that this process may use.
-        threads: those that torch uses for one operation.
-        memory: bytes.
-        gpus: their names.
-    """
+    """The machine of a process: names, versions and sizes."""
 
     host: str
     system: str
@@ -54,9 +41,9 @@ class Machine:
     torch: str
     fshard: str
     backends: tuple[str, ...]
-    processors: int
-    threads: int
-    memory: int
+    processors: int  # that this process may use
+    threads: int  # that torch uses for one operation
+    memory: int  # bytes
     gpus: tuple[str, ...]
 
     @property

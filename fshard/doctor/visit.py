@@ -150,8 +150,6 @@ def _hints(findings: Sequence[Findings]) -> tuple[str, ...]:
         hints.append(
             f"{each} processes share {first.machine.processors} processors of {first.machine.host}: they wait."
         )
-    if first.machine.gpus and first.device == "cpu":
-        hints.append("There are GPUs that were not tried: --device cuda.")
     return tuple(hints)
 
 

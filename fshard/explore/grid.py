@@ -26,26 +26,18 @@ from fshard.mesh.layout import Layout, Mesh, P, ShardType, arithmetic
 from fshard.mesh.layout.arithmetic import Range
 
 _INSIDE = (8, 4)  # of more than 8 rows or columns, the first 4 and the last are drawn
-_OUTSIDE = (4, 2)  # so for blocks, if there is one dim of them
-_INSIDE_MANY, _OUTSIDE_MANY = (4, 2), (2, 1)  # and if there are more
+_OUTSIDE = (4, 2)  # so for blocks
 _MOST_PLACES = 32  # of blocks, drawn or left out, before the last one
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One shard of the tensor.
+    """One shard of the tensor."""
 
-    Args:
-        shard: its number among the shards, in device order.
-        ranges: of each dim, or the one flat range.
-        copies: one device of every replica.
-        summands: the steps from there to the devices whose sum the replica is; none if it is not unreduced.
-    """
-
-    shard: int
-    ranges: tuple[Range, ...]
-    copies: Devices
-    summands: Devices
+    shard: int  # its number, in device order
+    ranges: tuple[Range, ...]  # of each dim, or the one flat range
+    copies: Devices  # one device of every replica
+    summands: Devices  # the steps from there to the devices whose sum the replica is
 
     @property
     def is_empty(self) -> bool:
@@ -59,23 +51,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Side:
-    """A dim of the tensor, or all of them flattened.
+    """A dim of the tensor, or all of them flattened."""
 
-    Args:
-        name: "dim 0@data".
-        dim: its number; 0 for all of them flattened.
-        axes: that shard it, major to minor.
-        parts: number of parts.
-        shown: the parts that are drawn, in order; None where some are omitted.
-        labels: of the parts drawn: "0:4".
-    """
-
-    name: str
-    dim: int
-    axes: tuple[str, ...]
+    name: str  # "dim 0@data"
+    dim: int  # 0 for all of them flattened
+    axes: tuple[str, ...]  # that shard it, major to minor
     parts: int
-    shown: tuple[int | None, ...]
-    labels: tuple[str, ...]
+    shown: tuple[int | None, ...]  # the parts that are drawn; None where some are omitted
+    labels: tuple[str, ...]  # of the parts drawn: "0:4"
 
     @property
     def title(self) -> str:
@@ -93,25 +76,15 @@ class GridBlock:
 
 @dataclass(frozen=True)
 class Grid:
-    """A full picture.
-
-    Args:
-        type: of the tensor.
-        mesh: of the tensor.
-        rows: the vertical side; None for a tensor of fewer than two dims.
-        columns: the horizontal side; None for a tensor without dims.
-        blocks: a grid per part of the other sides; None where some are omitted.
-        notes: facts that are not drawn.
-        heading: two lines in place of the type and the bytes.
-    """
+    """A full picture: a grid per part of the sides that are neither rows nor columns."""
 
     type: ShardType
     mesh: Mesh
-    rows: Side | None
-    columns: Side | None
-    blocks: tuple[GridBlock | None, ...]
-    notes: tuple[str, ...]
-    heading: tuple[str, str] | None = None
+    rows: Side | None  # None for a tensor of fewer than two dims
+    columns: Side | None  # None for a tensor without dims
+    blocks: tuple[GridBlock | None, ...]  # None where some are omitted
+    notes: tuple[str, ...]  # facts that are not drawn
+    heading: tuple[str, str] | None = None  # in place of the type and the bytes
 
     @property
     def layout(self) -> Layout:
@@ -178,10 +151,8 @@ def _sides(shape: Sequence[int], layout: Layout, cut: list[int]) -> tuple[Side, 
     dims = dict(enumerate(layout.spec.dims(len(shape))))
     others = [dim for dim in reversed(dims) if dim not in cut]
     drawn = sorted(cut + others[: max(0, 2 - len(cut))])
-    outer = len(drawn) - 2
-    inside, outside = (_INSIDE, _OUTSIDE) if outer < 2 else (_INSIDE_MANY, _OUTSIDE_MANY)
     return tuple(
-        _side(shape, layout, f"dim {dim}", dim, dims[dim], outside if place < outer else inside)
+        _side(shape, layout, f"dim {dim}", dim, dims[dim], _OUTSIDE if place < len(drawn) - 2 else _INSIDE)
         for place, dim in enumerate(drawn)
     )
 

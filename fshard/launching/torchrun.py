@@ -22,8 +22,6 @@ from fshard.errors import MeshError
 
 _THEIRS = ("--standalone", "--rdzv", "--master", "--nnodes", "--node-rank", "--node_rank")
 """Options of torchrun for the meeting point."""
-_COUNTS = ("auto", "cpu", "gpu", "xpu")
-"""Values that torchrun accepts as a number of processes."""
 
 
 def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -66,8 +64,8 @@ def command(arguments: Sequence[str], *, look: bool = False) -> tuple[list[str],
     if not _has(theirs, ("--nproc",)):
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         count = ["--nproc-per-node", own.processes or str(gpus or 2)]
-        if count[1] not in _COUNTS and not (count[1].isdecimal() and int(count[1]) > 0):
-            wrong.append(f"--processes must be an integer >= 1, or {', '.join(_COUNTS)}; got {count[1]}")
+        if not (count[1].isdecimal() and int(count[1]) > 0):
+            wrong.append(f"--processes must be an integer >= 1; got {count[1]}")
     meeting = _meeting_point(own, theirs, wrong)
     if look and not own.dry_run and (missing := _missing(known)):
         wrong.append(missing)

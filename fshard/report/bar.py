@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from time import perf_counter
 from typing import Any, TextIO
 
@@ -76,8 +77,8 @@ class Bar:
         """Return the remaining time, if known, else the elapsed time."""
         spent = self._clock() - self._began
         if self.total is None or step >= self.total:
-            return _clock_face(spent)
-        return f"{_clock_face(spent / (step - self._first + 1) * (self.total - step))} left"
+            return str(timedelta(seconds=int(spent)))
+        return f"{timedelta(seconds=int(spent / (step - self._first + 1) * (self.total - step)))} left"
 
 
 def _is_updated(file: Any) -> bool:
@@ -95,10 +96,6 @@ def _words(values: Mapping[str, float]) -> list[str]:
 def _bytes(size: float) -> str:
     unit = next(at for at in (0, 1, 2, 3, 4) if size < 1024 ** (at + 1) or at == 4)
     return f"{size / 1024**unit:.3g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
-
-
-def _clock_face(seconds: float) -> str:
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
 
 
 _FORMATS: dict[str, Callable[[float], str]] = {

@@ -78,8 +78,6 @@ class Report:
         counts = {"every": (every, 1), "step": (step, 0)}
         unfit = {name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least}
         wrong += [f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()]
-        if mesh is not None and not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
-            wrong.append(f"mesh= takes a mesh, not {mesh!r}")
         if wrong:
             raise LayoutError(f"Report: {'; '.join(wrong)}.")
         self.writers, self.mesh, self.every, self.step = writers, mesh, every, step

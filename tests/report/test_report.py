@@ -80,7 +80,6 @@ def test_report_rate_counts_samples_of_all_steps():
     [
         ({"every": 0}, "every= must be an integer >= 1; got 0"),
         ({"every": 2.5, "step": "3"}, "every= .* got 2.5; step= must be an integer >= 0; got '3'"),
-        ({"mesh": "data"}, "mesh= takes a mesh, not 'data'"),
         ({"writers": [print]}, "cannot write: a writer has write"),
     ],
 )

