@@ -1,12 +1,8 @@
-"""The gradient of an ordinary loss function, on a sharded batch and parameters in any layout: see `value_and_grad`.
+"""The gradient of a loss, on a sharded batch and parameters in any layout: see `value_and_grad`.
 
 Each device takes the loss of its part of the batch; the loss of the batch is their mean, weighted by samples or by
 `weight`. So a batch of any size has the loss and the gradient that it has on one device, if the loss is a mean over
-samples, or over what `weight` counts. A loss may call collectives over any axis: its gradient is that of the mean of
-all devices' losses (see `agree`). It needs an even batch for `fs.pmean`, and samples on all devices for a sum;
-`sync_batchnorm` needs neither.
-
-Gradients have the layouts they are given: that is all that ZeRO 0 to 3 differ in.
+samples, or over what `weight` counts. Gradients have the layouts they are given: that is all that ZeRO 0 to 3 differ in.
 
     parameters    gradients     communication
     P()           P()           psum                    (0)
@@ -38,7 +34,7 @@ from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
 from fshard.transforms.batch import Batch, BatchPart, placed
 from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions
-from fshard.transforms.fsdp.engine import DeviceShards, ParamPlan, PlannedReducer, UnitOptions
+from fshard.transforms.fsdp.engine import ParamPlan, UnitOptions, reducer_of, storage_of
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
 from fshard.transforms.means import Weight, put_together
 from fshard.transforms.module.buffers import Buffers, no_buffers
@@ -307,8 +303,7 @@ class Gradient(GradientFunction):
         reproducible = self.how.slices is not None
         several = reproducible or (self.how.once and self.how.accumulate > 1)
         options, leaves = self.how.unit_options, plans.leaves
-        storage = DeviceShards(leaves, shards, options.compute, site)
-        reducer = PlannedReducer(plans.ways, site, ahead=options.in_flight > 0)
+        storage, reducer = storage_of(leaves, shards, options, site), reducer_of(plans.ways, options, site)
         how = {"several": several, "each_use": reproducible}
         return ParamRuntime(leaves, plans.by_unit, shards, storage, reducer, options, site, plans.order, **how)
 

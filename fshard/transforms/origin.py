@@ -120,20 +120,20 @@ def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
         return
     count = len(local_devices(mesh))
 
-    def distant(x: Any) -> bool:
+    def is_distant(x: Any) -> bool:
         return isinstance(x, Sharded) and len(x.shards) != (count if x.mesh is mesh else len(local_devices(x.mesh)))
 
-    found = [x for x in flatten([*trees.values()], sharded_is_leaf=True)[0] if distant(x)]
-    if not found:
+    if not any(map(is_distant, flatten([*trees.values()], sharded_is_leaf=True)[0])):
         return
-    where = "outside of fs.run and used inside" if len(found[0].shards) > 1 else "inside of fs.run and used outside"
-    names = [
-        ".".join((name, *filter(None, [named(parts_of(path))])))
-        for name, tree in trees.items()
-        for path, x in zip(*flatten_with_paths(tree, sharded_is_leaf=True)[:2], strict=True)
-        if distant(x)
+    found = ((name, *flatten_with_paths(tree, sharded_is_leaf=True)[:2]) for name, tree in trees.items())
+    wrong = [
+        named((name, *parts_of(path)))
+        for name, paths, leaves in found
+        for path, x in zip(paths, leaves, strict=True)
+        if is_distant(x)
     ]
-    raise LayoutError(f"{what}: sharded {where}: {', '.join(names)}. Shard everything where the step is called.")
+    where = "outside of fs.run and used inside" if count == 1 else "inside of fs.run and used outside"
+    raise LayoutError(f"{what}: sharded {where}: {', '.join(wrong)}. Shard everything where the step is called.")
 
 
 WHOLE_OR_FSDP = 'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for ZeRO-3'

@@ -55,6 +55,7 @@ class UnitOptions:
         bucket: approximate bytes of gradients of replicated units to reduce together.
         compute: the dtype that floating-point parameters are cast to; None: their own.
         reduce: the dtype that gradients are reduced in; None: that of the gradient.
+        storage, reducer: from the usual storage and reducer of a device to those to use; None: these.
     """
 
     reshard: bool = True
@@ -64,6 +65,8 @@ class UnitOptions:
     bucket: int = 8 << 20
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    storage: Callable[[Storage], Storage] | None = None
+    reducer: Callable[[Reducer], Reducer] | None = None
 
     def used_in(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter of this dtype is used."""
@@ -124,6 +127,18 @@ class PlannedReducer:
         """Start the reshards from summands to the layouts of gradients."""
         ways = self.ways(along)
         return go(gs, [way for index in indices if (way := ways[index])], self.site, ahead=self.ahead)
+
+
+def storage_of(leaves: Sequence[ParamPlan], shards: Sequence[Tensor], options: UnitOptions, site: Site) -> Storage:
+    """Return the storage of a device's shards."""
+    usual = DeviceShards(leaves, shards, options.compute, site)
+    return usual if options.storage is None else options.storage(usual)
+
+
+def reducer_of(ways: Ways, options: UnitOptions, site: Site) -> Reducer:
+    """Return the reducer of a device's gradients."""
+    usual = PlannedReducer(ways, site, ahead=options.in_flight > 0)
+    return usual if options.reducer is None else options.reducer(usual)
 
 
 def plan_reduction(
