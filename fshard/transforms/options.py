@@ -134,6 +134,6 @@ def refusal(call: Callable[[], Any]) -> list[str]:
     """Call a function; return the text of the error by which it refuses its arguments."""
     try:
         call()
-    except FshardError as error:
+    except (FshardError, TypeError, ValueError) as error:
         return [str(error).rstrip(".")]
     return []

@@ -20,8 +20,8 @@ from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import Group, owning, parting, require
 from fshard.optim.scaling import held_by
 from fshard.pipeline.execution.device import StageDevice
-from fshard.pipeline.execution.leaves import called_for
-from fshard.pipeline.execution.microbatches import kind_of
+from fshard.pipeline.execution.leaves import stage_for
+from fshard.pipeline.execution.microbatches import shape_key
 from fshard.source import Site, call_site
 from fshard.transforms.agree import NOT_HEARD, exchanged, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch
@@ -147,7 +147,7 @@ class Shift:
         if plan.messages is not None:
             known = plan.messages.setdefault(self.pipe.device, {})
         kinds: list[Hashable] = [
-            (kind_of(slice.leaves), slice.rows) for slice in self.slices
+            (shape_key(slice.leaves), slice.rows) for slice in self.slices
         ]  # idle slices have rows of others
         how, near = plan.how, self.near.device
         with owning(self.scope.mesh.axis_names, self._notice), parting(self.everyone):
@@ -196,7 +196,7 @@ class Shift:
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; its random draws depend on the samples and the layer."""
         with self._draws(microbatch, part=stage), self._idling(microbatch):
-            called, params = called_for(self.plan.stages[stage], microbatch), self.params[stage].tree
+            called, params = stage_for(self.plan.stages[stage], microbatch), self.params[stage].tree
             if self.memory is None:
                 y = called(params, x, **skips)
             else:

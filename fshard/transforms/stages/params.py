@@ -20,13 +20,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.execute import ReshardPlan, go
-from fshard.pipeline.execution.leaves import edges_of
-from fshard.pipeline.execution.total import Ordered, RunningSum
+from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
 from fshard.source import Site
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.units import versions_of
@@ -89,7 +88,7 @@ class StageParams:
         self._xs = [_guarded(full_tensors[place], leaf.path, self) for place, leaf in enumerate(leaves)]
         trained = [place for place, leaf in enumerate(leaves) if leaf.trained]
         self.own = [self._xs[place].requires_grad_() for place in trained]
-        self._edges = edges_of(self.own)
+        self._edges = [get_gradient_edge(x) for x in self.own]
         self._tree = own.tree(self._xs)
         self._versions, self._leaves = versions_of(self._xs), leaves
 
@@ -191,8 +190,8 @@ class StageSums:
         self._simply = {stage: all(wide[leaf] is used[leaf] for leaf in own) for stage, own in trained.items()}
         self.used = [False] * len(leaves)
 
-    def _total(self) -> RunningSum | Ordered:
-        return RunningSum() if self._weights is None else Ordered(self._weights)
+    def _total(self) -> RunningSum | OrderedSum:
+        return RunningSum() if self._weights is None else OrderedSum(self._weights)
 
     def add(self, stage: int, microbatch: int, gs: Sequence[Tensor | None], *, idle: bool) -> None:
         """Add the gradients of one microbatch; an idle one counts as zero."""
@@ -221,7 +220,7 @@ class StageSums:
     def reduce(self, stage: int) -> None:
         """Start reducing the gradients of a stage, except tied ones."""
         total = self._totals.pop(stage)
-        sums = total.sums() if isinstance(total, Ordered) else total.result()
+        sums = total.sums() if isinstance(total, OrderedSum) else total.result()
         found = dict(zip(self._trained[stage], sums or [None] * len(self._trained[stage]), strict=True))
         for leaf, g in found.items():
             if g is not None:
@@ -262,7 +261,7 @@ class StageSums:
                 found = reduce(torch.add, reversed([self._stacked(tie, 0), *others]))  # (microbatch or 1, ...)
                 for at, g in enumerate(found):
                     total.add(at, [g.to(self._wide[tie.leaf])])
-                self._send({tie.leaf: (total.sums() if isinstance(total, Ordered) else total.result())[0]})
+                self._send({tie.leaf: (total.sums() if isinstance(total, OrderedSum) else total.result())[0]})
 
     def _stacked(self, tie: Tie, at: int) -> Tensor:
         """Return the gradients of a tied parameter in one stage, a row for each microbatch or one in all; empty elsewhere."""

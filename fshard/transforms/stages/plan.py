@@ -27,8 +27,8 @@ from fshard.mesh.reshard.execute import STAY, ReshardPlan, plan_reshard
 from fshard.mesh.spmd.run import local_devices
 from fshard.optim.leaves import trainable
 from fshard.pipeline.execution.leaves import Stage
-from fshard.pipeline.execution.post import MessageForm as Messages
-from fshard.pipeline.execution.post import Route
+from fshard.pipeline.execution.mailbox import Forms
+from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.transforms.device_step import How
 from fshard.transforms.fsdp.units import ParamPlan
@@ -108,7 +108,7 @@ class StagePlan:
     inputs: Callable[[PyTree], PyTree]
     route: Route
     weights: Weights
-    messages: dict[int, dict[Any, Messages]] | None
+    messages: dict[int, Forms] | None
 
     def used_in(self, leaf: ParamPlan) -> torch.dtype:
         """Return the dtype that a parameter is used in."""

@@ -25,8 +25,10 @@ from fshard.mesh.layout import Layout, Mesh, P, PyTree, flatten, flatten_with_pa
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
 from fshard.pipeline.execution.leaves import Stage
-from fshard.pipeline.execution.post import Route
-from fshard.pipeline.schedule.schedule import UNITS, Kind, Schedule, with_units
+from fshard.pipeline.execution.route import Route
+from fshard.pipeline.schedule.actions import UNITS, Kind
+from fshard.pipeline.schedule.communication import with_units
+from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.verify import verify
 from fshard.source import Site
 from fshard.transforms.batch import Batch, placed
