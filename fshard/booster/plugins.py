@@ -27,7 +27,8 @@ from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Stage
 from fshard.pipeline.schedule.builders import pipeline_schedule
 from fshard.pipeline.schedule.schedule import Schedule
-from fshard.pipeline.split.stages import Balance, check_balance, split_stages
+from fshard.pipeline.split.balance import Balance, check_balance
+from fshard.pipeline.split.stages import split_stages
 from fshard.transforms.options import flag, integer, must_be, one_of, refusal, unknown, wrong_options
 from fshard.transforms.patterns import Choice
 from fshard.transforms.shard_params import fsdp

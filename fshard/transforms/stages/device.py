@@ -19,8 +19,8 @@ from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import Group, owning, parting, require
 from fshard.optim.scaling import finite_scale
 from fshard.pipeline.execution.device import StageDevice
-from fshard.pipeline.execution.leaves import called_for
-from fshard.pipeline.execution.microbatches import kind_of
+from fshard.pipeline.execution.leaves import stage_for
+from fshard.pipeline.execution.microbatches import shape_key
 from fshard.source import Site, call_site
 from fshard.transforms.agree import NOT_HEARD, exchanged, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch
@@ -132,7 +132,7 @@ class StageStep:
         if plan.messages is not None:
             known = plan.messages.setdefault(self.pipe.device, {})
         kinds: list[Hashable] = [  # idle slices have rows of others
-            (kind_of(turn.slice.leaves), turn.slice.rows) for turn in self.turns
+            (shape_key(turn.slice.leaves), turn.slice.rows) for turn in self.turns
         ]
         how = plan.how
         with owning(self.scope.mesh.axis_names, self._notice), parting(self.everyone):
@@ -199,7 +199,7 @@ class StageStep:
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; its random draws depend on the samples and the layer."""
         with self._draws(microbatch, part=stage), self._idle(microbatch):
-            called, params = called_for(self.plan.stages[stage], microbatch), self.units[stage].tree
+            called, params = stage_for(self.plan.stages[stage], microbatch), self.units[stage].tree
             if self.writes is None:
                 y = called(params, x, **skips)
             else:

@@ -20,13 +20,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.execute import go
-from fshard.pipeline.execution.leaves import edges_of
-from fshard.pipeline.execution.total import Ordered, RunningSum
+from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
 from fshard.source import Site
 from fshard.transforms.fsdp.engine import (
     Gradients,
@@ -88,7 +87,7 @@ class StageUnit:
             full[at].untyped_storage().resize_(0)
         self._xs = [self._param(full[at], leaf.path) for at, leaf in enumerate(leaves)]
         self.trained = [self._xs[at].requires_grad_() for at, leaf in enumerate(leaves) if leaf.trained]
-        self._edges = edges_of(self.trained)
+        self._edges = [get_gradient_edge(x) for x in self.trained]
         self._tree = own.tree(self._xs)
         self._versions, self._leaves = versions_of(self._xs), leaves
 
@@ -188,8 +187,8 @@ class StageSums:
         self._tied = {tie.leaf for tie in plan.ties}
         self._each = {(stage, tie.leaf): dict[int, Tensor]() for tie in plan.ties for stage in tie.stages}
 
-    def _total(self) -> RunningSum | Ordered:
-        return RunningSum() if self._weights is None else Ordered(self._weights)
+    def _total(self) -> RunningSum | OrderedSum:
+        return RunningSum() if self._weights is None else OrderedSum(self._weights)
 
     def add(self, stage: int, microbatch: int, gs: Sequence[Tensor | None], *, idle: bool) -> None:
         """Add the gradients of one microbatch; an idle one counts as zero."""
@@ -267,5 +266,5 @@ class StageSums:
         return options.used_in(dtype)  # those of one microbatch are added as in one backward
 
 
-def _sums(total: RunningSum | Ordered) -> Gradients:
-    return total.sums() if isinstance(total, Ordered) else total.result()
+def _sums(total: RunningSum | OrderedSum) -> Gradients:
+    return total.sums() if isinstance(total, OrderedSum) else total.result()

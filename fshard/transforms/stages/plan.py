@@ -26,8 +26,8 @@ from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
 from fshard.mesh.spmd.run import local_devices
 from fshard.optim.leaves import trainable
 from fshard.pipeline.execution.leaves import Stage
-from fshard.pipeline.execution.post import MessageForm as Messages
-from fshard.pipeline.execution.post import Route
+from fshard.pipeline.execution.mailbox import Forms
+from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.transforms.device_step import StepOptions
 from fshard.transforms.fsdp.engine import ParamPlan, plan_reduction
@@ -107,7 +107,7 @@ class StagePlan:
     inputs: Callable[[PyTree], PyTree]
     route: Route
     params: StageParams
-    messages: dict[int, dict[Any, Messages]] | None
+    messages: dict[int, Forms] | None
     elsewhere: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
     fresh: bool = True
 

@@ -25,8 +25,10 @@ from fshard.mesh.layout import Layout, Mesh, P, PyTree, Structure, flatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.pipeline.execution.leaves import Stage
-from fshard.pipeline.execution.post import Route
-from fshard.pipeline.schedule.schedule import UNITS, Kind, Schedule, with_units
+from fshard.pipeline.execution.route import Route
+from fshard.pipeline.schedule.actions import UNITS, Kind
+from fshard.pipeline.schedule.communication import with_units
+from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.verify import verify
 from fshard.transforms.device_step import DeviceResult, StepOptions
 from fshard.transforms.fsdp.engine import UnitOptions

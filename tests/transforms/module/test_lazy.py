@@ -80,11 +80,3 @@ def test_lazy_of_unsuitable_factories_raises():
             fs.lazy(made)
     with pytest.raises(fs.errors.ModuleError, match="0.weight, 0.bias must be described"):
         fs.materialize(nn.Sequential(nn.Linear(2, 2, device="meta"), fs.lazy(nn.Linear, 2, 2)), seed=0)
-
-
-def test_torch_lazy_layers_raise_in_lazy():
-    layers = nn.Sequential(nn.Linear(2, 5), nn.LazyLinear(3), nn.ReLU(), nn.LazyLinear(1), nn.Dropout())
-    with pytest.raises(fs.errors.LayoutError, match="1, 3 have no shapes before a first call"):
-        fs.pipeline.split_stages(layers, 2, "parameters")
-    fs.pipeline.split_stages(layers, 2, "parameters", sample=torch.ones(4, 2))
-    assert [tuple(x.shape) for x in layers.parameters()] == [(5, 2), (5,), (3, 5), (3,), (1, 3), (1,)]

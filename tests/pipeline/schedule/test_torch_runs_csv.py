@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from fshard.pipeline.schedule.builders import pipeline_schedule
-from fshard.pipeline.schedule.messages import with_messages
-from fshard.pipeline.schedule.schedule import Schedule, with_units
+from fshard.pipeline.schedule.communication import with_messages, with_units
+from fshard.pipeline.schedule.schedule import Schedule
 from fshard.testing.processes import run_processes
 
 NAMES = ("interleaved", "zbv", "v-min", "dualpipe-v")
@@ -43,7 +43,7 @@ def run_in_torch(schedules, folder):
     return found
 
 
-def test_torch_comes_to_the_gradients_of_the_whole_model(tmp_path):
+def test_torch_runs_our_csv_with_equal_gradients(tmp_path):
     built = {name: with_messages(with_units(pipeline_schedule(name, stages=4, microbatches=3))) for name in NAMES}
     first, second = run_processes(run_in_torch, 2, {name: s.to_text() for name, s in built.items()}, str(tmp_path))
     x = torch.arange(30, dtype=torch.float64).reshape(6, 5) / 30

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
+from fshard.pipeline.schedule.actions import COMPUTE, MESSAGES, UNITS, Action, Kind
 from fshard.pipeline.schedule.builders import BUILDERS, pipeline_schedule
-from fshard.pipeline.schedule.messages import with_messages, without_messages
-from fshard.pipeline.schedule.schedule import COMPUTE, MESSAGES, Action, Kind, Schedule, with_units, without_units
+from fshard.pipeline.schedule.communication import with_messages, with_units
+from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.weights import with_weights
 
 schedules = st.builds(
@@ -20,7 +21,7 @@ schedules = st.builds(
 )
 
 
-def test_messages_stand_where_what_they_carry_is_done():
+def test_with_messages_sends_after_each_computation():
     schedule = pipeline_schedule("zbv", stages=4, microbatches=1)
     assert with_messages(schedule).to_csv().splitlines() == [
         "0F0,0SEND_F0,3RECV_F0,3F0,3I0,3SEND_B0,3W0,0RECV_B0,0I0,0W0",
@@ -29,13 +30,13 @@ def test_messages_stand_where_what_they_carry_is_done():
 
 
 @given(schedules)
-def test_messages_can_be_taken_out_again(schedule):
-    assert without_messages(with_messages(schedule)) == schedule
+def test_with_messages_round_trips(schedule):
+    assert with_messages(schedule).without(MESSAGES) == schedule
     assert with_messages(with_messages(schedule)) == with_messages(schedule)
 
 
 @given(schedules)
-def test_nobody_waits_for_ever_even_if_a_send_blocks_until_it_is_received(schedule):
+def test_blocking_sends_do_not_deadlock(schedule):
     left = [[*row] for row in with_messages(schedule).rows]
     there = {("F", -1, m) for m in range(schedule.microbatches)} | {
         ("I", schedule.stages, m) for m in range(schedule.microbatches)
@@ -64,7 +65,7 @@ def test_nobody_waits_for_ever_even_if_a_send_blocks_until_it_is_received(schedu
 
 
 @given(schedules)
-def test_both_ends_of_a_pair_have_its_messages_in_one_order(schedule):
+def test_messages_have_one_order_at_both_ends(schedule):
     orders = defaultdict(list)
     for device, row in enumerate(with_messages(schedule).rows):
         for action in row:
@@ -75,32 +76,32 @@ def test_both_ends_of_a_pair_have_its_messages_in_one_order(schedule):
         assert [action.partner for action in actions] == orders[there, here]
 
 
-def test_a_schedule_that_cannot_go_on_is_refused():
+def test_adding_to_a_deadlocking_schedule_raises():
     wrong = Schedule.from_csv("0F0,0B1,0F1,0B0\n1F0,1B0,1F1,1B1", name="mine")
     with pytest.raises(
         ScheduleError, match="^mine: these wait for actions that never run: device 0 at 0B1, device 1 at 1F1.$"
     ):
         with_messages(wrong)
     with pytest.raises(ScheduleError, match="^mine: these wait for actions that never run: device 0 at 0I0.$"):
-        with_weights(Schedule.from_csv("0I0,0F0", name="mine"), room=1)
+        with_weights(Schedule.from_csv("0I0,0F0", name="mine"), limit=1)
 
 
 # Gathered weights
 
 
 @given(schedules, st.integers(1, 3), st.booleans())
-def test_a_stage_is_whole_when_it_is_used_and_few_are(schedule, live, messages):
+def test_with_units_unshards_used_stages_within_the_limit(schedule, live, messages):
     before = with_messages(schedule) if messages else schedule
     after = with_units(before, live)
-    assert without_units(after) == before
+    assert after.without(UNITS) == before
     assert with_units(after, live) == after
     for row in after.rows:
         whole, used = set(), defaultdict(int)
         for kind, stage, _ in row:
-            if kind is Kind.GATHER:
+            if kind is Kind.UNSHARD:
                 assert stage not in whole
                 whole.add(stage)
-            elif kind is Kind.FREE:
+            elif kind is Kind.RESHARD:
                 whole.remove(stage)
             elif kind is Kind.REDUCE:
                 assert used[stage] == schedule.microbatches
@@ -113,7 +114,7 @@ def test_a_stage_is_whole_when_it_is_used_and_few_are(schedule, live, messages):
         assert set(used.values()) <= {-1}
 
 
-def test_the_next_stage_is_gathered_while_one_is_worked_on():
+def test_with_units_unshards_the_next_stage_ahead():
     schedule = pipeline_schedule("bfs", stages=3, microbatches=1, devices=1)
     assert with_units(schedule).to_csv() == (
         "0UNSHARD,1UNSHARD,0F0,0RESHARD,2UNSHARD,1F0,2F0,2B0,2REDUCE_GRAD,2RESHARD,0UNSHARD,1B0,1REDUCE_GRAD,"
@@ -121,14 +122,14 @@ def test_the_next_stage_is_gathered_while_one_is_worked_on():
     )
 
 
-def test_no_stage_at_a_time_is_refused():
+def test_with_units_of_zero_live_stages_raises():
     schedule = pipeline_schedule("gpipe", stages=1, microbatches=1)
-    with pytest.raises(ScheduleError, match="gpipe: live=0 should be at least 1"):
+    with pytest.raises(ValueError, match="live must be at least 1.*got 0"):
         with_units(schedule, live=0)
 
 
-def test_messages_and_weights_may_be_added_in_either_order():
+def test_messages_and_units_are_added_in_either_order():
     schedule = pipeline_schedule("interleaved", stages=4, microbatches=3)
-    assert without_units(with_messages(with_units(schedule))) == with_messages(schedule)
-    assert without_messages(with_units(with_messages(schedule))) == with_units(schedule)
-    assert Action(Kind.GATHER, 0) in with_messages(with_units(schedule)).rows[0]
+    assert with_messages(with_units(schedule)).without(UNITS) == with_messages(schedule)
+    assert with_units(with_messages(schedule)).without(MESSAGES) == with_units(schedule)
+    assert Action(Kind.UNSHARD, 0) in with_messages(with_units(schedule)).rows[0]

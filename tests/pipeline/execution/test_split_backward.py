@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.pipeline.execution.halves import halves, run_backward
-from fshard.pipeline.execution.saved import Saved
-from fshard.pipeline.execution.total import RunningSum
+from fshard.pipeline.execution.gradient_sums import RunningSum
+from fshard.pipeline.execution.saved_tensors import SavedActivations
+from fshard.pipeline.execution.split_backward import run_backward, split_backward
 from fshard.pipeline.schedule.builders import pipeline_schedule
 
 
@@ -50,7 +50,7 @@ def compare(f, xs, ws, *, watched=True, deferred=None, seed=0):
         if saved is None:
             ys = f(own, ws)
         else:
-            with saved.watching():
+            with saved.recording():
                 ys = f(own, ws)
         torch.manual_seed(seed)
         moving = [y for y in ys if y.requires_grad]
@@ -60,10 +60,10 @@ def compare(f, xs, ws, *, watched=True, deferred=None, seed=0):
     ends, gs, sources = forward()
     with Work() as expected:
         gxs, gws = run_backward(ends, gs, sources, weights)
-    saved = Saved() if watched else None
+    saved = SavedActivations() if watched else None
     ends, gs, sources = forward(saved)
     with Work() as early:
-        own_gxs, later = halves(ends, gs, sources, weights, saved)
+        own_gxs, later = split_backward(ends, gs, sources, weights, saved)
     del ends
     with Work() as late:
         own_gws = later()
@@ -172,12 +172,12 @@ CASES = {
 
 @pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_both_halves_give_the_bits_of_one_backward_and_do_its_work_once(name, watched):
+def test_split_backward_equals_one_backward_and_repeats_no_product(name, watched):
     f, xs, ws, deferred = CASES[name]
     compare(f, xs, ws, watched=watched, deferred=deferred)
 
 
-def test_a_transformer_layer_defers_all_its_products():
+def test_split_backward_defers_all_products_of_a_transformer():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     work, early, late = compare(lambda xs, ws: (layer(xs[0]),), [t(2, 5, 16)], [*layer.parameters()], deferred=4)
@@ -196,7 +196,7 @@ def programs(draw):
 
 @settings(max_examples=150)
 @given(programs(), st.booleans(), st.integers(1, 3))
-def test_any_program_has_the_bits_of_one_backward(program, watched, outputs):
+def test_split_backward_of_random_programs_equals_one_backward(program, watched, outputs):
     """Products, sums and more of whatever there is: weights used by many, behind others, beside inputs and without."""
 
     def run(xs, ws):
@@ -223,7 +223,7 @@ OPERATIONS = {
 # -- memory -------------------------------------------------------------------------------------------------------
 
 
-def test_what_inputs_alone_need_is_let_go_after_the_first_half():
+def test_split_backward_frees_activations_of_inputs_after_i():
     kept = {}
 
     def stage(x, w1, w2):
@@ -234,27 +234,27 @@ def test_what_inputs_alone_need_is_let_go_after_the_first_half():
             kept[name] = weakref.ref(one.untyped_storage())
         return b @ w2
 
-    x, ws, saved = t(3, 4), W[:2], Saved()
-    with saved.watching():
+    x, ws, saved = t(3, 4), W[:2], SavedActivations()
+    with saved.recording():
         y = stage(x, *ws)
-    _, later = halves(edges([y]), [torch.ones_like(y)], edges([x]), edges(ws), saved)
+    _, later = split_backward(edges([y]), [torch.ones_like(y)], edges([x]), edges(ws), saved)
     del y
     assert kept["a"]() is None and kept["b"]() is not None
     later()
     assert kept["b"]() is None
 
 
-def test_what_was_saved_and_then_changed_is_refused():
-    x, saved = t(3, 4), Saved()
-    with saved.watching():
+def test_saved_tensor_modified_in_place_raises():
+    x, saved = t(3, 4), SavedActivations()
+    with saved.recording():
         h = (x @ W[0]).sigmoid()
         y = h @ W[1]
     h.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
-        halves(edges([y]), [torch.ones_like(y)], edges([x]), edges(W[:2]), saved)
+        split_backward(edges([y]), [torch.ones_like(y)], edges([x]), edges(W[:2]), saved)
 
 
-def test_a_whole_backward_adds_gradients_to_those_of_the_weights_and_to_nothing_else():
+def test_run_backward_accumulates_into_given_weights_only():
     weights = [torch.randn(150, 150, requires_grad=True) for _ in range(4)] + [torch.randn(150, requires_grad=True)]
     unused, x = torch.randn(150, 150, requires_grad=True), torch.randn(2, 150, requires_grad=True)
     users = torch.randn(150, requires_grad=True)  # of the stage function's own, not of its parameters
@@ -271,13 +271,13 @@ def test_a_whole_backward_adds_gradients_to_those_of_the_weights_and_to_nothing_
     for _ in range(3):
         x.grad = None
         total.let_accumulate([*weights, unused])
-        found, rest = run_backward(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own, adding=True)
+        found, rest = run_backward(outputs(), [torch.ones(2, 150)], [get_gradient_edge(x)], own, accumulate=True)
         assert found[0].equal(gx) and rest is None
     assert all(torch.equal(total, g + g + g) for total, g in zip(total.result()[:5], expected[:5], strict=True))
     assert total.result()[5] is None and users.grad is None
 
 
-def test_what_was_added_before_and_is_added_after_sums_are_lent_counts():
+def test_running_sum_mixes_added_and_accumulated_gradients():
     total, weights = RunningSum(), [torch.zeros(2, requires_grad=True) for _ in range(4)]
     first = torch.ones(2)
     total.add(0, [first, None, None, None])
@@ -304,7 +304,7 @@ class Keeping(torch.autograd.Function):
         return ctx.kept.view(-1), None
 
 
-def test_sums_are_not_made_in_memory_that_is_somebody_elses():
+def test_running_sum_does_not_write_to_shared_memory():
     kept, part = torch.ones(3, 1), torch.ones(5)
     total, (w, v) = RunningSum(), (torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True))
     for _ in range(3):
@@ -314,7 +314,7 @@ def test_sums_are_not_made_in_memory_that_is_somebody_elses():
     assert kept.tolist() == [[1]] * 3 and part.tolist() == [1] * 5
 
 
-def test_a_first_gradient_that_is_nobody_elses_is_the_sum():
+def test_running_sum_accumulates_in_place():
     total, w = RunningSum(), torch.zeros(3, 3, requires_grad=True)
     total.let_accumulate([w])
     (torch.ones(2, 3) @ w).sum().backward()
@@ -324,7 +324,7 @@ def test_a_first_gradient_that_is_nobody_elses_is_the_sum():
     assert total.result()[0].data_ptr() == first and total.result()[0].tolist() == [[4] * 3] * 3
 
 
-def test_sums_of_sparse_gradients_are_dense():
+def test_running_sum_of_sparse_gradients_is_dense():
     total, w = RunningSum(), torch.zeros(4, 2, requires_grad=True)
     for _ in range(3):
         total.let_accumulate([w])
@@ -333,7 +333,7 @@ def test_sums_of_sparse_gradients_are_dense():
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv"])
-def test_what_autograd_adds_up_is_the_gradient_of_the_whole(name):
+def test_accumulated_gradients_equal_those_of_the_full_model(name):
     schedule, draw = pipeline_schedule(name, stages=4, microbatches=3), torch.Generator().manual_seed(0)
     weights = [torch.randn(150, 150, generator=draw) / 12 for _ in range(4)]
     microbatches = [torch.randn(rows, 150, generator=draw) for rows in (2, 1, 3)]
@@ -351,7 +351,7 @@ def test_what_autograd_adds_up_is_the_gradient_of_the_whole(name):
 
 
 @pytest.mark.parametrize("hooked", [lambda y: y, lambda y: y.grad_fn], ids=["of a tensor", "of its node"])
-def test_hooks_of_a_product_change_a_gradient_once(hooked):
+def test_hooks_of_a_deferred_product_run_once(hooked):
     torch.manual_seed(0)
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
 
@@ -362,7 +362,7 @@ def test_hooks_of_a_product_change_a_gradient_once(hooked):
         return y.tanh()
 
     given = [torch.ones(3, 2)]
-    gxs, later = halves(edges([product()]), given, edges([x]), edges([w]))
+    gxs, later = split_backward(edges([product()]), given, edges([x]), edges([w]))
     expected = torch.autograd.grad([product()], [x, w], given)
     assert torch.equal(gxs[0], expected[0])
     assert torch.equal(later()[0], expected[1])
