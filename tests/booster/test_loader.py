@@ -132,26 +132,24 @@ def test_a_loop_and_a_step_on_one_loader_train_the_same(plugin):
             torch.testing.assert_close(by_loop, by_step)
 
 
-def test_copies_fetched_ahead_that_may_be_of_several_batches_raise():
-    """Of 2 samples and of 1 sample, devices have one row each, of which one is a neighbour's."""
+def test_batches_fetched_ahead_that_fit_two_sizes_raise():
+    """Of 7 samples and of 8, most of four devices have two rows: the last one alone sees that it is not the last batch."""
 
     def step():
         booster = fs.Booster()
-        batches = [copied(*batch) for batch in booster.prepare_dataloader(samples(5), batch_size=2)]
+        batches = list(booster.prepare_dataloader(samples(15), batch_size=8))
         booster.step(booster.init(*start(), nn.CrossEntropyLoss()), batches[0])
 
     def loop():
         booster = fs.Booster()
-        loader = booster.prepare_dataloader(samples(5), batch_size=2)
+        loader = booster.prepare_dataloader(samples(15), batch_size=8)
         model, opt, criterion, *_ = booster.boost(*start(), nn.CrossEntropyLoss())
-        (x, y), *_ = [copied(*batch) for batch in loader]
+        (x, y), *_ = list(loader)
         booster.backward(criterion(model(x), y), opt)
 
     for main in (step, loop):
-        with pytest.raises(
-            fs.errors.MismatchError, match="must be given a loader's own tensors, or a copy of each batch before"
-        ):
-            fs.run(main, mesh=fs.make_mesh({"data": 2}))
+        with pytest.raises(fs.errors.MismatchError):
+            fs.run(main, mesh=fs.make_mesh({"data": 4}))
 
 
 def test_virtual_devices_compare_whole_batches_as_processes_do():
@@ -221,29 +219,6 @@ def test_a_position_at_the_end_of_the_samples_leads_to_the_next_epoch():
     assert alone(main) == ([6, 6], {"epoch": 7, "sample": 0, "seed": 1})
 
 
-@pytest.mark.parametrize(
-    ("position", "message"),
-    [
-        (
-            {"epoch": -1, "sample": 9999, "seed": "x"},
-            "load_state_dict: epoch must be an integer >= 0, got -1; seed must be an integer >= 0, got 'x'.",
-        ),
-        (
-            {"epoch": 1},
-            "load_state_dict: sample must be an integer >= 0, got None; seed must be an integer >= 0, got None.",
-        ),
-        (
-            {"epoch": 1, "sample": 20, "seed": 0},
-            "load_state_dict: sample must be at most 19, the samples of the dataset, got 20.",
-        ),
-    ],
-)
-def test_a_position_that_is_none_is_one_error(position, message):
-    with pytest.raises(fs.errors.LayoutError) as found:
-        alone(lambda: fs.Booster().prepare_dataloader(samples(), SIZE).load_state_dict(position))
-    assert str(found.value) == message
-
-
 def joined(devices):
     """Put the parts of each batch together that devices have."""
     return [[*chain(*parts)] for parts in zip(*devices, strict=True)]
@@ -291,55 +266,25 @@ def test_position_goes_on_where_another_mesh_stopped(workers):
 
 # -- what a loader is given ---------------------------------------------------------------------------------------------
 
-WRONG = {
-    "batch_size": (0, "batch_size must be an integer >= 1, got 0"),
-    "shuffle": ("yes", "shuffle must be True or False, got 'yes'"),
-    "seed": (1.5, "seed must be an integer >= 0, got 1.5"),
-    "drop_last": ("no", "drop_last must be True or False, got 'no'"),
-    "sampler": ([3], "sampler= must be left out: seed= decides the order, the same on any mesh"),
-}
-
-
-def test_all_wrong_arguments_are_in_one_error():
-    with pytest.raises(fs.errors.LayoutError) as found:
-        alone(lambda: fs.Booster().prepare_dataloader(samples(), **{name: x for name, (x, _) in WRONG.items()}))
-    assert str(found.value) == f"prepare_dataloader: {'; '.join(told for _, told in WRONG.values())}."
-
-
-def test_dataset_without_indices_raises():
-    with pytest.raises(fs.errors.LayoutError, match="dataset must be indexed, with a length, got 'Stream'"):
-        alone(lambda: fs.Booster().prepare_dataloader(Stream(), SIZE))
-
 
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(range(4))
 
 
-class Mixing(DataLoader):
-    def __iter__(self):
-        return (batch for batch in super().__iter__())
-
-
 @pytest.mark.parametrize(
-    ("loader", "message"),
+    "loader",
     [
-        (lambda: Mixing(samples(), 2), "Mixing.__iter__"),
-        (lambda: DataLoader(Stream(), 2), "an IterableDataset"),
-        (lambda: DataLoader(samples(), batch_sampler=[[1], [2]]), "a batch_sampler, or batch_size=None"),
-        (lambda: DataLoader(samples(), batch_size=None), "a batch_sampler, or batch_size=None"),
-        (lambda: DataLoader(samples(), 2, sampler=[3, 4]), "the sampler list"),
-        (
-            lambda: DataLoader(samples(), 2, sampler=RandomSampler(samples(), replacement=True)),
-            "a sampler with replacement or num_samples",
-        ),
-        (lambda: DataLoader(samples(), 2, shuffle=True, generator=torch.Generator()), "a generator"),
+        lambda: DataLoader(Stream(), 2),
+        lambda: DataLoader(samples(), batch_sampler=[[1], [2]]),
+        lambda: DataLoader(samples(), batch_size=None),
+        lambda: DataLoader(samples(), 2, sampler=[3, 4]),
+        lambda: DataLoader(samples(), 2, sampler=RandomSampler(samples(), replacement=True)),
+        lambda: DataLoader(samples(), 2, shuffle=True, generator=torch.Generator()),
     ],
 )
-def test_torch_loader_that_chooses_samples_itself_raises(loader, message):
-    with pytest.raises(
-        fs.errors.LayoutError, match=f"boost: dataloader must take each sample once, .* one with .*{message}"
-    ):
+def test_torch_loader_that_chooses_samples_itself_raises(loader):
+    with pytest.raises(fs.errors.LayoutError, match="dataloader must take each sample once, .* Leave these out"):
         alone(lambda: fs.Booster().boost(start()[0], dataloader=loader()))
 
 

@@ -99,7 +99,7 @@ def test_in_reproducible_mode_they_are_refused_by_name(kind):
             assert model(bags_of(x, kind), Rows(x)).shape == (8, 3)
         model(bags_of(x, kind), beside=Rows(x))
 
-    message = rf"reproducible=True: arguments must be tensors, .* \[0\] is a {kind.__name__}. Make such an object"
+    message = rf"batch: leaves must be tensors, .* \[0\]\[0\] is a {kind.__name__}"
     with pytest.raises(fs.errors.LayoutError, match=message):
         fs.run(main, mesh=fs.make_mesh({"data": 2}))
 
