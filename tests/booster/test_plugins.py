@@ -65,13 +65,13 @@ INVALID = {
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_wrong_plugin_raises(name):
+def test_invalid_plugin_raises(name):
     make, message = INVALID[name]
     with pytest.raises(fs.errors.LayoutError, match=message):
         make()
 
 
-def test_all_wrong_fields_are_in_one_error():
+def test_plugin_error_lists_all_invalid_fields():
     message = "precision must .*; unused must .*; seed must .*; options has no 'a'.*; .* has no axis \"rows\""
     with pytest.raises(fs.errors.LayoutError, match=message):
         fs.FSDPPlugin(precision="fp8", unused="no", seed=-1, mesh=MESH, shard_axis="rows", options={"a": 1})
@@ -87,7 +87,7 @@ def test_all_wrong_fields_are_in_one_error():
     reproducible=st.booleans(),
     sync=st.booleans(),
 )
-def test_any_plugin_is_made_or_names_all_that_is_wrong(precision, stage, seed, slices, reproducible, sync):
+def test_any_plugin_is_valid_or_lists_its_errors(precision, stage, seed, slices, reproducible, sync):
     mesh = fs.make_mesh({"data": 2})
     count = sum([precision == "fp8", seed < 0, slices < 1, stage not in (1, 2), reproducible and sync])
     how = {"precision": precision, "stage": stage, "seed": seed, "slices": slices, "reproducible": reproducible}

@@ -80,7 +80,7 @@ def trained(kind, plugin=None, n=1):
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_layers_leave_may_be_added_to_a_loss(kind, plugin):
+def test_loss_left_in_attribute_trains_as_torch(kind, plugin):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = fs.run(lambda: trained(kind, PLUGINS[plugin](), n=2), mesh=fs.make_mesh({"data": 2}))
@@ -89,6 +89,6 @@ def test_what_layers_leave_may_be_added_to_a_loss(kind, plugin):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_reproducible_mode_a_loss_made_of_it_is_an_error(kind):
+def test_reproducible_loss_left_in_attribute_raises(kind):
     with pytest.raises(fs.errors.ModuleError, match=r"what a layer left in an attribute, beside the model's outputs"):
         fs.run(lambda: trained(kind, fs.DDPPlugin(reproducible=True, slices=1)), mesh=fs.make_mesh({"data": 1}))

@@ -1,4 +1,4 @@
-"""Mistakes with the Booster: one error each, that names all that is wrong."""
+"""Misuse of the Booster raises one error with its fix."""
 
 import copy
 import pickle
@@ -115,7 +115,7 @@ def unstepped():
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_configuration_is_one_error(name):
+def test_booster_misuse_raises(name):
     bad, message = BAD[name]
     with pytest.raises(fs.errors.FshardError, match=message):
         fs.run(bad, mesh=fs.make_mesh({"data": 1})) if name in INSIDE else bad()
@@ -125,7 +125,7 @@ INSIDE = {*[*BAD][[*BAD].index("no optimizer") :]}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
-def test_a_boosted_optimizer_that_is_copied_is_one_error_and_harms_no_other(copied):
+def test_copying_boosted_optimizer_raises(copied):
     def main(act):
         booster, one, opt = with_optimizer()
         act(opt)
@@ -159,7 +159,7 @@ TWICE = {
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_what_was_boosted_before_or_has_no_shape_is_told(name):
+def test_boosting_twice_or_uninitialized_module_raises(name):
     act, message = TWICE[name]
     with pytest.raises(fs.errors.ModuleError, match=re.escape(message)):
         fs.run(lambda: act(*with_optimizer()), mesh=fs.make_mesh({"data": 1}))
