@@ -9,7 +9,6 @@ from importlib.metadata import version
 from typing import Any
 
 from fshard import errors, explore, mesh, nn, optim, pipeline, report
-from fshard.booster.advice import auto_plugin
 from fshard.booster.booster import Booster
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin
 from fshard.explore.picture import visualize
@@ -116,7 +115,6 @@ __all__ = [
     "shard_stages",
     # torch's loop
     "Booster",
-    "auto_plugin",
     "DDPPlugin",
     "ZeroPlugin",
     "FSDPPlugin",

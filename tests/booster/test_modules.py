@@ -1,4 +1,4 @@
-"""Any module trains under every plugin as torch trains it on one device: what makes modules hard, and models of transformers."""
+"""Hard modules and models of transformers train under every plugin as in torch on one device."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -183,7 +183,7 @@ CASES = {
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("name", CASES)
-def test_hard_modules_train_as_in_torch(name, plugin):
+def test_hard_module_trains_as_torch(name, plugin):
     assert_trained_alike(CASES[name], *boosted(CASES[name], PLUGINS[plugin](), 2))
 
 
@@ -242,13 +242,13 @@ TRANSFORMERS = {
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_models_that_the_seeds_zero_did_not_support(name, plugin):
+def test_transformers_model_trains_as_torch(name, plugin):
     pytest.importorskip("transformers", reason="transformers is not installed: pip install fshard[hf]")
     assert_trained_alike(TRANSFORMERS[name], *boosted(TRANSFORMERS[name], PLUGINS[plugin](), 2))
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_bert_with_dropout_has_equal_bits_on_all_meshes(plugin):
+def test_bert_with_dropout_has_equal_bits_on_all_meshes(plugin):
     pytest.importorskip("transformers", reason="transformers is not installed: pip install fshard[hf]")
     (expected,) = bits(TRANSFORMERS["BertModel"], "ddp", 1)
     for n in (2, 4):

@@ -1,4 +1,4 @@
-"""What a boosted module's state is: parameters and buffers; all else on it is private to the device, as under DDP."""
+"""Module state is parameters and buffers; everything else is private to the device, as under DDP."""
 
 import copy
 import warnings
@@ -63,7 +63,7 @@ class Scaled(nn.Module):
 
 
 @each_plugin
-def test_attributes_set_on_the_module_and_by_its_forward_count(plugin):
+def test_module_attributes_take_effect(plugin):
     def anneal(module, step):
         module.tau = 0.5**step
 
@@ -71,7 +71,7 @@ def test_attributes_set_on_the_module_and_by_its_forward_count(plugin):
 
 
 @each_plugin
-def test_hooks_and_modes_of_single_layers_count(plugin):
+def test_layer_hooks_and_modes_take_effect(plugin):
     def change(module, step):
         if step == 1:
             module[0].register_forward_hook(lambda layer, args, output: output * 1.5)
@@ -84,7 +84,7 @@ def test_hooks_and_modes_of_single_layers_count(plugin):
 
 
 @each_plugin
-def test_penalty_on_parameters_after_the_forward_trains_as_torch(plugin):
+def test_penalty_on_parameters_after_forward_trains_as_torch(plugin):
     def penalised(module, output):
         return output.square().mean() + 0.1 * sum(x.square().sum() for x in module.parameters())
 
@@ -109,13 +109,13 @@ class Momentum(nn.Module):
 
 
 @each_plugin
-def test_frozen_parameters_declared_as_buffers_are_updated_by_the_forward(plugin):
+def test_frozen_parameters_declared_as_buffers_are_updated(plugin):
     # AdamW divides gradients near zero by their own size, which magnifies the last digits of a mean over devices
     assert_trains_as_torch(Momentum, plugin, options={"buffers": "target.**"}, atol=1e-8)
 
 
 @each_plugin
-def test_frozen_parameters_that_a_forward_writes_undeclared_raise(plugin):
+def test_undeclared_write_to_frozen_parameter_raises(plugin):
     with pytest.raises(fs.errors.ModuleError, match=r"writes to .*target.*Declare a frozen parameter"):
         fs.run(lambda: trained(Momentum, plugin, 2), mesh=fs.make_mesh({"data": 2}))
 
@@ -132,7 +132,7 @@ class Checkpointed(nn.Module):
 
 
 @each_plugin
-def test_checkpoints_inside_the_forward_recompute_with_the_sharded_parameters(plugin):
+def test_checkpoint_in_forward_trains_as_torch(plugin):
     assert_trains_as_torch(Checkpointed, plugin, n=1, during=lambda module, step: module.eval())
 
 
@@ -145,7 +145,7 @@ def test_reentrant_checkpoint_raises():
         fs.run(lambda: trained(Reentrant, "fsdp"), mesh=fs.make_mesh({"data": 1}))
 
 
-def test_loss_on_parameters_that_no_boosted_model_has_raises():
+def test_loss_on_unboosted_parameters_raises():
     other = nn.Parameter(torch.ones(D).double())
     with pytest.raises(fs.errors.ModuleError, match=r"parameters that no boosted model has, of shapes \(4,\)"):
         fs.run(
@@ -168,7 +168,7 @@ def test_module_boosted_twice_or_by_two_devices_raises():
         fs.run(twice, mesh=fs.make_mesh({"data": 1}))
 
 
-def test_attributes_set_where_slices_multiply_calls_warn_once():
+def test_attribute_set_per_slice_warns_once():
     def steps():
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -179,7 +179,7 @@ def test_attributes_set_where_slices_multiply_calls_warn_once():
     assert len(told) == 1 and told[0].startswith("a forward sets calls, and is called once for each slice")
 
 
-def test_stages_run_the_given_layers_in_place():
+def test_stages_run_given_layers_in_place():
     seen = []
 
     def main():

@@ -1,4 +1,4 @@
-"""The Booster: torch's loop under every plugin trains what one device trains."""
+"""A loop under every plugin, in stages or as a functional step, trains as torch on one device."""
 
 import gc
 import weakref
@@ -198,7 +198,7 @@ def by_torch(name, count=48, batch_size=16):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_reproducible_loops_have_equal_bits_on_all_meshes(name, plugin):
+def test_reproducible_loop_has_equal_bits_on_all_meshes(name, plugin):
     expected, output, _ = on_one_device(name)
     for n in (2, 4):
         for state, same, _ in trained(n, name, plugin, reproducible=True):
@@ -209,7 +209,7 @@ def test_reproducible_loops_have_equal_bits_on_all_meshes(name, plugin):
 @pytest.mark.parametrize("count", [48, 39, 33], ids="{} samples".format)
 @pytest.mark.parametrize("name", ["mlp", "tables"])
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_loops_train_what_torch_trains_on_one_device(name, plugin, count):
+def test_loop_trains_as_torch_on_one_device(name, plugin, count):
     expected = by_torch(name, count)
     for state, *_ in trained(4, name, plugin, count):
         for key, x in state.items():
@@ -252,7 +252,7 @@ def trained_in_stages(name, pipeline, count=48, batch_size=16, outputs=False, **
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
-def test_stages_have_the_bits_of_the_whole_model(zero_stage, schedule):
+def test_reproducible_stages_equal_unsplit_model_bitwise(zero_stage, schedule):
     expected, output, losses = on_one_device("mlp")
     how = {"zero_stage": zero_stage, "schedule": schedule, "microbatches": 4, "reproducible": True}
     for state, same, lost in trained_in_stages("mlp", 2, **how):
@@ -263,7 +263,7 @@ def test_stages_have_the_bits_of_the_whole_model(zero_stage, schedule):
 
 @pytest.mark.parametrize(("zero_stage", "schedule"), [(1, "1f1b"), (3, "gpipe"), (2, "zbv")])
 @pytest.mark.parametrize("name", ["convnet", "row of words", "row of patches", "row of features"])
-def test_stages_of_every_family_have_the_bits_of_the_whole_model(name, zero_stage, schedule):
+def test_reproducible_stages_of_each_family_equal_unsplit_model(name, zero_stage, schedule):
     expected, output, _ = on_one_device(name)
     how = {"zero_stage": zero_stage, "schedule": schedule, "microbatches": 4, "reproducible": True}
     for state, same, _ in trained_in_stages(name, 2, **how):
@@ -272,7 +272,7 @@ def test_stages_of_every_family_have_the_bits_of_the_whole_model(name, zero_stag
 
 
 @pytest.mark.parametrize("how", ["a group of its own", "in no group", "frozen"])
-def test_a_weight_of_two_stages_is_trained_as_its_group_says(how):
+def test_weight_shared_by_stages_trains_by_its_group(how):
     """The second stage knows the weight by another name than the model's."""
 
     def start():
@@ -314,7 +314,7 @@ def test_a_weight_of_two_stages_is_trained_as_its_group_says(how):
 
 
 @pytest.mark.parametrize("name", ["mlp", "row of words", "row of patches"])
-def test_loop_functional_step_and_stages_draw_the_same(name):
+def test_loop_functional_step_and_stages_draw_equally(name):
     x, y = data(name, 16).tensors
 
     def main(plugin):
@@ -352,7 +352,7 @@ def test_loop_functional_step_and_stages_draw_the_same(name):
 
 
 @pytest.mark.parametrize("count", [48, 39])
-def test_stages_train_what_torch_trains_on_one_device(count):
+def test_stages_train_as_torch_on_one_device(count):
     expected = by_torch("mlp", count)
     for state, *_ in trained_in_stages("mlp", 2, count, microbatches=3, zero_stage=1, outputs=True):
         for key, x in state.items():
@@ -395,7 +395,7 @@ def close(states, expected):
 
 @pytest.mark.parametrize("last_reduces", [True, False], ids=["reduced at last", "reduced by the step"])
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_gradients_of_several_backwards_add_up(plugin, last_reduces):
+def test_no_sync_accumulates_gradients_of_several_backwards(plugin, last_reduces):
     def rounds(booster, model, opt, _):
         for step in range(3):
             with booster.no_sync(model, opt):
@@ -418,7 +418,7 @@ def test_gradients_of_several_backwards_add_up(plugin, last_reduces):
     close(loop(4, plugin, lambda: nn.Linear(3, 2), rounds), model.state_dict())
 
 
-def test_nothing_is_sent_where_gradients_stay():
+def test_no_sync_backward_sends_nothing():
     def rounds(booster, model, opt, _):
         booster.backward(model(own(rows(8))).sum(), opt)  # agrees on the order
         opt.step()
@@ -430,7 +430,7 @@ def test_nothing_is_sent_where_gradients_stay():
     loop(2, "zero 1", lambda: nn.Linear(3, 2), rounds)
 
 
-def test_a_model_is_called_twice_and_its_losses_are_added():
+def test_two_forwards_in_one_loss_train_as_torch():
     def rounds(booster, model, opt, _):
         for step in range(2):
             first, second = model(own(rows(8, step))), model(own(rows(8, step + 9)))
@@ -456,7 +456,7 @@ def bent():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def test_two_calls_may_be_gone_back_through_one_after_the_other():
+def test_two_forwards_with_separate_backwards_train_as_torch():
     def rounds(booster, model, opt, _):
         for step in range(2):
             losses = [model(own(rows(8, step + seed))).square().mean() for seed in (0, 9)]
@@ -489,7 +489,7 @@ def by_group(opt):
 
 @pytest.mark.parametrize("late", [False, True], ids=["scheduler before", "scheduler after boosting"])
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_groups_and_what_schedulers_write_into_them_count(plugin, late):
+def test_param_groups_and_schedulers_take_effect(plugin, late):
     def rounds(booster, model, opt, schedule):
         schedule = by_group(opt) if late else schedule
         for step in range(8):
@@ -516,7 +516,7 @@ def test_groups_and_what_schedulers_write_into_them_count(plugin, late):
 
 @pytest.mark.parametrize("order", [1, 2.0, 3, torch.inf, "inf"])
 @pytest.mark.parametrize(("plugin", "n"), [("ddp", 2), ("zero 2", 4), ("fsdp", 2), ("fsdp", 4), ("stages", 4)])
-def test_gradients_are_clipped_by_any_norm_as_torch_does(plugin, n, order):
+def test_clip_grad_norm_equals_torch_for_any_norm(plugin, n, order):
     def start():
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double()
@@ -549,7 +549,7 @@ def test_gradients_are_clipped_by_any_norm_as_torch_does(plugin, n, order):
         torch.testing.assert_close(state, model.state_dict(), rtol=1e-6, atol=1e-9)
 
 
-def test_a_norm_that_is_not_finite_is_an_error_if_it_is_to_be():
+def test_clip_grad_norm_error_if_nonfinite_raises():
     def main(fails):
         booster = fs.Booster()
         model = nn.Linear(3, 2)
@@ -566,7 +566,7 @@ def test_a_norm_that_is_not_finite_is_an_error_if_it_is_to_be():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
-def test_a_boosted_model_is_asked_as_before_and_holds_nothing(kind):
+def test_boosted_module_keeps_shapes_without_memory(kind):
     def main():
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).half()
         first = weakref.ref(model[0].weight)
@@ -595,7 +595,7 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("unused", ["skip", "zero"])
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_what_nobody_used_is_skipped_or_has_zeros(plugin, unused):
+def test_unused_parameter_is_skipped_or_gets_zeros(plugin, unused):
     def optimizer(model):
         return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
 
@@ -614,7 +614,7 @@ def test_what_nobody_used_is_skipped_or_has_zeros(plugin, unused):
     close(loop(2, plugin, Branches, rounds, optimizer, unused=unused), model.state_dict())
 
 
-def test_what_the_optimizer_does_not_have_stays():
+def test_parameter_outside_optimizer_stays_unchanged():
     def rounds(booster, model, opt, _):
         booster.backward(model(own(rows(8))).square().mean(), opt)
         opt.step()
@@ -630,7 +630,7 @@ def test_what_the_optimizer_does_not_have_stays():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_half_precision_computes_in_it_and_keeps_masters(plugin, precision):
+def test_half_precision_keeps_float32_parameters(plugin, precision):
     losses, dtypes = [], set()
 
     def rounds(booster, model, opt, _):
@@ -669,7 +669,7 @@ def stepped(n, name, plugin):
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("zero_stage", [0, 3])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
-def test_the_functional_form_trains_stages_too(inside, zero_stage, norm):
+def test_functional_step_trains_stages_as_torch(inside, zero_stage, norm):
     """Of BatchNorm each microbatch has its own mean: what is compared with is two microbatches of two devices, by hand."""
 
     def start():
@@ -701,7 +701,7 @@ def test_the_functional_form_trains_stages_too(inside, zero_stage, norm):
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_the_functional_form_trains_what_torch_trains(plugin):
+def test_functional_step_trains_as_torch(plugin):
     torch.manual_seed(1)
     model = MODELS["tables"]()
     opt, (x, y) = torch.optim.AdamW(model.parameters(), lr=0.05), data("tables", 16).tensors
@@ -718,7 +718,7 @@ def test_the_functional_form_trains_what_torch_trains(plugin):
 
 
 @pytest.mark.parametrize("plugin", ["zero 1", "fsdp"])
-def test_processes_have_the_bits_of_virtual_devices(two, plugin):
+def test_processes_equal_virtual_devices_bitwise(two, plugin):
     expected = trained(2, "convnet", plugin, reproducible=True)
     for rank, ((state, output, losses),) in enumerate(two.run(trained, 2, "convnet", plugin, reproducible=True)):
         assert all(torch.equal(x, expected[rank][0][key]) for key, x in state.items())
@@ -728,7 +728,7 @@ def test_processes_have_the_bits_of_virtual_devices(two, plugin):
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stages", [False, True])
-def test_what_overflows_is_skipped_though_its_elements_are_clipped(stages, n):
+def test_fp16_overflow_is_skipped_despite_clip_grad_value(stages, n):
     """A clipped infinite gradient is finite; torch's scaler looks before."""
 
     def main():

@@ -1,4 +1,4 @@
-"""Boosting lazy models: the bits of the model that `built` gives, under each plugin, one lazy module in memory at a time."""
+"""Lazy models train with the bits of materialized ones, and boost holds one lazy module at a time."""
 
 import weakref
 from typing import ClassVar
@@ -142,7 +142,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "plugin", "functional"), CASES)
-def test_lazy_model_trains_as_the_built_one(kind, plugin, functional):
+def test_lazy_model_trains_as_materialized_one(kind, plugin, functional):
     mesh = fs.make_mesh({"data": 2, "pipe": 2} if plugin == "stages" else {"data": 2})
 
     def both():
@@ -173,7 +173,7 @@ def built_here(plugin):
     return len(made)
 
 
-def test_processes_build_only_the_layers_of_their_stages(four):
+def test_processes_build_only_layers_of_their_stages(four):
     for sharded, staged in four.run(in_processes):
         same(*sharded[:2])
         same(*staged[:2])
@@ -181,7 +181,7 @@ def test_processes_build_only_the_layers_of_their_stages(four):
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adafactor])
-def test_torch_optimizer_of_a_lazy_model_trains_as_of_the_built_one(cls):
+def test_torch_optimizer_on_lazy_model_trains_as_materialized(cls):
     def groups(params):
         first, *others = (x for x in params if x.requires_grad)
         options = {"initial_accumulator_value": 0.3} if cls is torch.optim.Adagrad else {}
@@ -194,7 +194,7 @@ def test_torch_optimizer_of_a_lazy_model_trains_as_of_the_built_one(cls):
 
 
 @pytest.mark.parametrize("plugin", ["fsdp", "stages"])
-def test_one_lazy_block_is_in_memory_at_a_time(plugin):
+def test_boost_holds_one_lazy_block_at_a_time(plugin):
     Block.alive.clear()
     mesh = fs.make_mesh({"data": 1, "pipe": 2} if plugin == "stages" else {"data": 1})
     options = HALF | {"microbatches": 2, "pipeline": 2}
@@ -215,7 +215,7 @@ def test_shard_params_builds_lazy_layers():
     assert fs.unshard(fs.shard_params(nn.Linear(1, 1), P(), mesh=mesh, seed=0)).keys() == {"weight", "bias"}
 
 
-def test_shard_params_refuses_tensors_that_nothing_builds():
+def test_shard_params_of_meta_tensors_raises():
     mesh = fs.make_mesh({"data": 2})
     with pytest.raises(fs.errors.LayoutError, match="seed= draws lazy layers of a module; a tree of tensors has none"):
         fs.shard_params({"w": torch.ones(1)}, P(), mesh=mesh, seed=0)
@@ -225,7 +225,7 @@ def test_shard_params_refuses_tensors_that_nothing_builds():
         fs.shard_params(nn.Linear(2, 2, device="meta"), P(), mesh=mesh, seed=0)
 
 
-def test_dtype_mode_and_frozen_parameters_of_a_lazy_layer_count():
+def test_lazy_layer_keeps_dtype_mode_and_frozen_parameters():
     def boosted():
         model = nn.Sequential(fs.lazy(nn.Linear, 4, 4), fs.lazy(nn.Linear, 4, 4).double(), fs.lazy(Block, 4).eval())
         model[0].weight.requires_grad_(False)
@@ -241,7 +241,7 @@ def test_dtype_mode_and_frozen_parameters_of_a_lazy_layer_count():
         assert torch.equal(model[2].table, built[2].table) and torch.equal(model[2].row, built[2].row)
 
 
-def test_factory_that_reads_values_is_told_the_fix():
+def test_lazy_factory_that_reads_values_raises_with_fix():
     def deep(device):
         return nn.ModuleList(nn.Dropout(rate.item()) for rate in torch.linspace(0, 0.5, 3, device=device))
 
@@ -251,7 +251,7 @@ def test_factory_that_reads_values_is_told_the_fix():
     assert [layer.p for layer in fs.lazy(deep, "cpu")] == [0, 0.25, 0.5]
 
 
-def test_optimizer_state_of_a_lazy_parameter_is_refused_where_it_has_no_memory():
+def test_optimizer_state_made_on_meta_device_raises():
     class Eager(torch.optim.SGD):
         """Makes its state in the constructor."""
 

@@ -1,4 +1,4 @@
-"""Objects whose samples are not known go to the module as they are, and are refused where samples are cut."""
+"""Objects with unknown samples reach the module unchanged, and raise where samples are split."""
 
 from functools import partial
 
@@ -60,12 +60,12 @@ ALONE = {kind: Case(OnBags, partial(bags_of, kind=kind)) for kind in (Bags, Know
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("case", ALONE.values(), ids=["opaque", "known to torch"])
-def test_what_devices_make_themselves_goes_to_the_module_as_it_is(case, plugin):
+def test_opaque_input_reaches_module_unchanged(case, plugin):
     assert_trained_alike(case, *boosted(case, PLUGINS[plugin](), 2))
 
 
 @pytest.mark.parametrize("count", [7, 5, 1])
-def test_devices_count_for_their_samples_of_the_loaders_batch(count):
+def test_opaque_batch_of_loader_keeps_its_weight(count):
     rows = torch.randn(count, 3, generator=torch.Generator().manual_seed(5))
 
     def gradient(n):
@@ -89,7 +89,7 @@ def test_devices_count_for_their_samples_of_the_loaders_batch(count):
 
 
 @pytest.mark.parametrize("kind", [Bags, Known])
-def test_in_reproducible_mode_they_are_refused_by_name(kind):
+def test_reproducible_opaque_input_raises(kind):
     def main():
         model = OnBags()
         booster = fs.Booster(plugin=fs.DDPPlugin(reproducible=True))
@@ -99,13 +99,13 @@ def test_in_reproducible_mode_they_are_refused_by_name(kind):
             assert model(bags_of(x, kind), Rows(x)).shape == (8, 3)
         model(bags_of(x, kind), beside=Rows(x))
 
-    message = rf"reproducible=True: arguments must be tensors, .* \[0\] is a {kind.__name__}. Make such an object"
+    message = rf"batch: leaves must be tensors, .* \[0\]\[0\] is a {kind.__name__}"
     with pytest.raises(fs.errors.LayoutError, match=message):
         fs.run(main, mesh=fs.make_mesh({"data": 2}))
 
 
 @pytest.mark.parametrize("kind", [Bags, Known])
-def test_a_batch_that_is_cut_over_devices_has_none_of_them(kind):
+def test_opaque_leaf_of_sharded_batch_raises(kind):
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"w": torch.ones(3)}, P(), mesh=mesh)
 
