@@ -111,12 +111,13 @@ def _check_count(count: int, n: int) -> None:
 
 
 def _named_layers(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
-    is_plain = type(layers) in (nn.Sequential, nn.ModuleList) and "forward" not in vars(layers)
-    if not isinstance(layers, Iterable) or (isinstance(layers, nn.Module) and not is_plain):
+    if isinstance(layers, nn.Module) and (lost := _beside_layers(layers)):
         raise TypeError(
-            f"layers must be a list of layers or an nn.Sequential; got {type(layers).__name__}. Split any other module "
-            'between its blocks: sample=x, blocks="model.layers".'
+            f"layers must be a list of layers or a plain nn.Sequential; got {type(layers).__name__} with its own "
+            f'{", ".join(lost)}, which no stage would have. Split it between its blocks: sample=x, blocks="model.layers".'
         )
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"layers must be a list of layers or an nn.Sequential; got {type(layers).__name__}.")
     names = [*layers._modules] if isinstance(layers, nn.Sequential) else None  # pyright: ignore[reportPrivateUsage]
     given = [*layers]
     wrong = [f"layers[{at}] is {type(one).__name__}" for at, one in enumerate(given) if not callable(one)]
@@ -124,3 +125,11 @@ def _named_layers(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Modul
         raise TypeError(f"layers must be modules and functions; got {', '.join(wrong)}.")
     modules = [one if isinstance(one, nn.Module) else Call(one) for one in given]
     return dict(zip(names or map(str, range(len(modules))), modules, strict=True))
+
+
+def _beside_layers(module: nn.Module) -> list[str]:
+    """Return what a module has besides its layers: a forward, hooks, parameters, buffers."""
+    own = vars(module)
+    is_plain = type(module) in (nn.Sequential, nn.ModuleList) and "forward" not in own
+    hooks = any(hooks for name, hooks in own.items() if name.endswith("_hooks") and "state_dict" not in name)
+    return ["forward"] * (not is_plain) + ["hooks"] * hooks + [*own["_parameters"], *own["_buffers"]]

@@ -137,12 +137,24 @@ class Halved(nn.Sequential):
         return super().forward(x) / 2
 
 
+def with_hook(model):
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+def with_gain(model):
+    model.gain = nn.Parameter(torch.ones(2))
+    return model
+
+
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
         ([nn.ReLU(), 3, "x"], r"got layers\[1\] is int, layers\[2\] is str"),
-        (nn.Bilinear(2, 2, 2), "got Bilinear. .* sample=x, blocks="),
-        (Halved(nn.Linear(2, 2), nn.ReLU()), "got Halved"),  # its division would be in no stage
+        (nn.Bilinear(2, 2, 2), "got Bilinear .* sample=x, blocks="),
+        (Halved(nn.Linear(2, 2), nn.ReLU()), "got Halved with its own forward"),  # its division would be in no stage
+        (with_hook(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), "with its own hooks"),
+        (with_gain(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), "with its own gain"),
     ],
 )
 def test_layers_of_a_wrong_type_raise(layers, text):
