@@ -128,7 +128,7 @@ class Recipes:
         """Return the recipe for these arguments, and their leaves."""
         given = [*args, *kwargs.values()]
         leaves, structure = flatten(given, sharded_is_leaf=True, none_is_leaf=True)
-        key = mesh, structure, tuple(kwargs), tuple(map(_signature, leaves))
+        key = mesh, is_outside(mesh), structure, tuple(kwargs), tuple(map(_signature, leaves))
         recipe = self._arguments.get(key)
         if recipe is None:
             names = _names(self.f, len(args), tuple(kwargs))

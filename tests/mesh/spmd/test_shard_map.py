@@ -571,3 +571,12 @@ def test_recipe_cache_is_bounded(mesh):
 def test_spec_axis_that_is_no_name_raises(make):
     with pytest.raises(TypeError):
         make()
+
+
+def test_plain_argument_that_differs_inside_run_raises():
+    """Outside, one tensor is passed to all devices and is not compared; inside `run` each device has its own."""
+    mesh = fs.make_mesh({"data": 2})
+    double = fs.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P(), out_specs=P(), check=True)
+    assert fs.unshard(double(torch.ones(2))).tolist() == [2, 2]
+    with pytest.raises(fs.errors.PromiseError, match="argument x of <lambda>"):
+        fs.run(lambda: double(torch.full((2,), float(fs.axis_index("data")))), mesh=mesh)
