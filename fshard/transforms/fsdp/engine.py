@@ -243,7 +243,9 @@ class GradientSums:
         if self._bucket:  # (8)
             indices, xs = zip(*self._bucket, strict=True)
             self.clear()
-            many = prod(self.leaves[0].gradient.mesh.shape[axis] for axis in self.along)  # devices with the same samples
+            many = prod(
+                self.leaves[0].gradient.mesh.shape[axis] for axis in self.along
+            )  # devices with the same samples
             self._in_flight.append((indices, self.reducer.reduce(indices, xs, self.along), many))
             self.finish(self.options.in_flight)
 
