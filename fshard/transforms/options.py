@@ -47,8 +47,9 @@ class Options(TypedDict, total=False):
 
 OF_STAGES_ALONE = ("loss", "inputs", "skips", "axis", "deferred_batch_norm", "dynamic", "recompute")
 OF_LOSSES_ALONE = ("accumulate", "reduce_once", "slices", "reshard_after_forward", "prefetch", "in_flight", "bucket")
-OF_LOSSES = [name for name in Options.__annotations__ if name not in OF_STAGES_ALONE]
-OF_STAGES = [*OF_STAGES_ALONE, *(name for name in OF_LOSSES if name not in OF_LOSSES_ALONE)]
+_BOTH = [name for name in Options.__annotations__ if name not in OF_LOSSES_ALONE + OF_STAGES_ALONE]
+OF_LOSSES = [*_BOTH[:3], *OF_LOSSES_ALONE, *_BOTH[3:]]
+OF_STAGES = [*OF_STAGES_ALONE, *_BOTH]
 
 _LEAST = {"live_units": 1, "accumulate": 1, "slices": 1, "prefetch": 0, "in_flight": 0, "bucket": 0}
 _FLAGS = (

@@ -933,7 +933,7 @@ def test_rules_with_errors_raise_all():
         "blocks[0].b", "blocks[0].w", "blocks[1].b", "blocks[1].w", "emb",
     ]  # fmt: skip
     assert 'has no axis "bar"' in lines[1] and 'has no axis "foo"' in lines[5]
-    params = {"a": torch.ones(3, 2), **dict.fromkeys("bcef", torch.ones(2)), "d": 3}
+    params = {"a": torch.ones(3, 2), **dict.fromkeys("bcef", torch.ones(2)), "d": object()}
     rules = {"a": P("data"), "b": P("foo"), "[de]": P(), "d": P(), "e": P(unreduced="data"), "f": P()}
     with pytest.raises(fs.errors.LayoutError) as error:
         fs.shard_params(params, rules, mesh=fs.make_mesh({"data": 2}), frozen="g")

@@ -206,7 +206,7 @@ class GradientSums:
         self.sums: list[Tensor | None] = [None] * len(leaves)
         self._bucket: list[tuple[int, Tensor]] = []
         self._size = 0  # of the bucket, in bytes
-        self._in_flight: list[tuple[Sequence[int], Callable[[], list[Tensor]]]] = []
+        self._in_flight: list[tuple[Sequence[int], Callable[[], list[Tensor]], int]] = []
 
     def record(self, indices: Sequence[int], gs: Sequence[Tensor | None], *, idle: bool) -> Gradients:
         """Record parameters as used; return their gradients, dense, or None if the slice is idle."""
@@ -243,14 +243,16 @@ class GradientSums:
         if self._bucket:  # (8)
             indices, xs = zip(*self._bucket, strict=True)
             self.clear()
-            self._in_flight.append((indices, self.reducer.reduce(indices, xs, self.along)))
+            many = prod(
+                self.leaves[0].gradient.mesh.shape[axis] for axis in self.along
+            )  # devices with the same samples
+            self._in_flight.append((indices, self.reducer.reduce(indices, xs, self.along), many))
             self.finish(self.options.in_flight)
 
     def finish(self, but: int = 0) -> None:
         """Wait for reductions, the oldest first, until at most `but` are in flight."""
-        many = prod(self.leaves[0].gradient.mesh.shape[axis] for axis in self.along)  # devices with the same samples
         while len(self._in_flight) > but:
-            indices, finish = self._in_flight.pop(0)
+            indices, finish, many = self._in_flight.pop(0)
             for index, g in zip(indices, finish(), strict=True):
                 known, leaf = self.sums[index], self.leaves[index]
                 g = g if g.dtype is leaf.dtype else g.to(torch.promote_types(g.dtype, leaf.dtype))

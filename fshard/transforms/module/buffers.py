@@ -88,7 +88,7 @@ class Buffers:
         paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
         before = self.before(place)
         wrong = [f"{named(parts_of(path))} is missing" for path in sorted(before.keys() - {*paths})]
-        wrong += [f"{named(parts_of(path))} is new" for path in sorted({*paths} - before.keys())]
+        wrong += [f"{named(parts_of(path))} was not given" for path in sorted({*paths} - before.keys())]
         if wrong:
             raise LayoutError(f"the loss function must return the buffers that it was given; {', '.join(wrong)}.")
         return {path: number_of(path, x, near) for path, x in zip(paths, leaves, strict=True) if x is not before[path]}

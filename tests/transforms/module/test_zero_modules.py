@@ -652,20 +652,18 @@ def test_unwritten_buffers_are_not_sent():
     buffers = {"mask": torch.ones(1000), "seen": torch.tensor(0.0), "name": "what is no tensor"}
 
     def loss_fn(p, buffers, x):
-        return (p["w"] * x * buffers["mask"].mean()).mean(), buffers | {
-            "seen": buffers["seen"] + x.mean(),
-            "new": x.sum(),
-        }
+        return (p["w"] * x * buffers["mask"].mean()).mean(), buffers | {"seen": buffers["seen"] + x.mean()}
+
+    def with_another(p, buffers, x):
+        return p["w"] * x.mean(), buffers | {"other": x.sum()}
 
     run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), has_buffers=True)
     with fs.ledger() as comm:
         (_, after), _ = run(own, buffers, torch.arange(4.0))
     assert comm.bytes() < buffers["mask"].nbytes / 10
-    assert after["mask"] is buffers["mask"] and (after["seen"], after["new"], after["name"]) == (
-        1.5,
-        3.0,
-        buffers["name"],
-    )
+    assert after["mask"] is buffers["mask"] and (after["seen"], after["name"]) == (1.5, buffers["name"])
+    with pytest.raises(fs.errors.LayoutError, match=r"must return the buffers that it was given; other was not given"):
+        fs.value_and_grad(with_another, mesh=mesh, batch=P("data"), has_buffers=True)(own, buffers, torch.ones(2))
     with pytest.raises(fs.errors.LayoutError, match=r"has to return \(loss, buffers\); found a Tensor"):
         fs.value_and_grad(lambda p, b, x: p["w"] * x.mean(), mesh=mesh, batch=P("data"), has_buffers=True)(
             own, buffers, torch.ones(2)
