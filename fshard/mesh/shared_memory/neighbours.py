@@ -84,11 +84,12 @@ class Neighbour:
 
     def check_alive(self) -> None:
         """Detect that it has ended or left: nothing is sent through the socket, which then closes."""
-        with suppress(BlockingIOError):
-            try:
-                self.gone = self.gone or not self.socket.recv(1, socket.MSG_DONTWAIT)
-            except ConnectionError:
-                self.gone = True
+        try:
+            self.gone = self.gone or not self.socket.recv(1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.gone = True
         if self.gone:
             self.offer = self._has_gone
 
