@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from fshard.booster.plugins import Plugin
-from fshard.errors import LayoutError, ScopeError
+from fshard.errors import ScopeError
 from fshard.mesh.layout import PyTree, flatten_outside
 from fshard.mesh.spmd.run import device_of, is_outside
 from fshard.transforms.batch import BatchPart, Cut, rows_of
@@ -101,7 +101,7 @@ class Loader:
         chooses = self.shuffle and (sampler.replacement or sampler._num_samples or sampler.generator)
         plain = type(sampler) in (RandomSampler, SequentialSampler) and not chooses
         if not plain or loader.batch_size is None or loader.generator:
-            raise LayoutError(
+            raise ValueError(
                 "dataloader must take each sample once, in order or shuffled by a seed; got one with a generator, a "
                 f"batch_sampler or an own sampler ({type(sampler).__name__}). Leave these out, or iterate it without boosting "
                 "it, a part on each device."

@@ -27,7 +27,7 @@ from fshard.booster.model import BoostedModel, refuse_outside
 from fshard.booster.plugins import Plugin
 from fshard.booster.sharding import shard_model
 from fshard.booster.slices import JoinedOutput, join, split_backward
-from fshard.errors import LayoutError, MismatchError, ModuleError
+from fshard.errors import MismatchError, ModuleError
 from fshard.mesh.layout import PyTree, Structure, flatten, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
@@ -166,7 +166,7 @@ class LoopModel(BoostedModel):
         """Run each slice alone, and join the outputs as if the module had been called once."""
         slices = device.batch.slices(0, device.turns, apart=True)
         if any(isinstance(x, Tensor) and x.requires_grad for slice in slices for x in slice.leaves):
-            raise LayoutError(
+            raise ValueError(
                 "reproducible=True: arguments of the model must not need a gradient, as the output of another call does: "
                 "slices are cut off from its graph. detach() them, or leave reproducible=True out."
             )
@@ -206,7 +206,7 @@ class LoopModel(BoostedModel):
         if step is None or step.device is None:
             raise ModuleError("backward: the model must be called after the last step or zero_grad. Call it first.")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError("backward: the loss must be a tensor of one number that the model's output led to.")
+            raise ValueError("backward: the loss must be a tensor of one number that the model's output led to.")
         if step.runtime.fresh:
             refuse_other_parameters(loss)
         now = step.device

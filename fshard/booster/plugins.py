@@ -17,7 +17,6 @@ from typing import Any, Literal, Self, cast
 import torch
 from torch import nn
 
-from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.launchers import process_count
@@ -69,7 +68,7 @@ class Plugin:
 
     def __post_init__(self) -> None:
         if wrong := self.errors():
-            raise LayoutError(f"{type(self).__name__}: {'; '.join(wrong)}.")
+            raise ValueError(f"{type(self).__name__}: {'; '.join(wrong)}.")
 
     def errors(self) -> list[str]:
         """List the invalid fields, and those that contradict each other or the mesh."""
@@ -258,7 +257,7 @@ class HybridParallelPlugin(Plugin):
         scope = here()
         count = scope.mesh.root_size if scope is not None else process_count()
         if count % self.pipeline:
-            raise LayoutError(
+            raise ValueError(
                 f"HybridParallelPlugin: pipeline={self.pipeline} does not divide the {count} devices there are."
             )
         return make_mesh({"data": count // self.pipeline, self.pipeline_axis: self.pipeline})

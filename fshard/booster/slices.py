@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten  # it has the output classes of other libraries' modules
 
-from fshard.errors import LayoutError
 from fshard.transforms.graph_checks import refuse_attached, refuse_backward
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 
@@ -67,7 +66,7 @@ def _joined(column: Sequence[Any], rows: Sequence[int]) -> Any:
     elif not first.ndim and first.is_floating_point():
         joined = torch.stack([x.detach() * (row / sum(rows)) for x, row in pairs]).sum()
     else:
-        raise LayoutError(
+        raise ValueError(
             f"reproducible=True: the module must return a row for each sample, or a mean over samples; got a tensor of "
             f"shape {tuple(first.shape)} for a slice of {rows[0]} samples."
         )
@@ -89,7 +88,7 @@ def split_backward(
     found = torch.autograd.grad(loss, [one.joined for one in outputs], start, allow_unused=True) if outputs else ()
     reached = [one.split(g) for one, g in zip(outputs, found, strict=True) if g is not None]
     if not reached:
-        raise LayoutError("backward: the loss must depend on what this model has returned; got another model's.")
+        raise ValueError("backward: the loss must depend on what this model has returned; got another model's.")
     for pairs in zip(*reached, strict=True):
         backward([x for x, _ in pairs], [g for _, g in pairs])
         trees.end_slice(1.0)

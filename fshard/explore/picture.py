@@ -53,7 +53,7 @@ class Picture:
     def svg(self) -> str:
         """The picture of a tensor as an SVG document, to be written to a file."""
         if isinstance(self.plan, Branch):
-            raise LayoutError("The picture of a tree is no SVG. Take the picture of one of its leaves.")
+            raise TypeError("The picture of a tree is no SVG. Take the picture of one of its leaves.")
         return svg_of(self.plan)
 
     def __rich__(self) -> RenderableType:
@@ -109,7 +109,7 @@ def picture(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = tor
     if layout is not None:
         shape, dtype = (x.shape, x.dtype) if isinstance(x, Sharded | Tensor) else (x, dtype)
         if not _is_shape(shape) or not isinstance(layout, Layout):
-            raise LayoutError(f"layout must be a Layout of a tensor or a shape; got {type(layout).__name__} of {x!r}.")
+            raise TypeError(f"layout must be a Layout of a tensor or a shape; got {type(layout).__name__} of {x!r}.")
         return Picture(plan_grid(ShardType(dtype, tuple(shape), layout.spec, layout.memory), layout.mesh))
     stock = take_stock(x)
     return Picture(stock if isinstance(stock, Branch) else _grid(stock))
@@ -158,7 +158,7 @@ def visualize(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = t
 def _grid(leaf: Leaf) -> Grid:
     if leaf.type is None:
         hint = " Give the tensor or shape: fs.visualize((8, 6), layout=layout)." if leaf.other == "Layout" else ""
-        raise LayoutError(f"A picture needs a tensor; found {leaf.other}.{hint}")
+        raise TypeError(f"A picture needs a tensor; found {leaf.other}.{hint}")
     if leaf.layout is None:
         raise LayoutError(
             f'{leaf.type} has no mesh to draw. Give a layout: fs.visualize(x, layout=fs.Layout(mesh, P("data"))).'

@@ -21,7 +21,7 @@ from torch import profiler
 from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
 from torch.autograd import profiler as autograd_profiler
 
-from fshard.errors import FshardError, LayoutError
+from fshard.errors import FshardError
 from fshard.mesh.spmd.run import MARK, mark
 from fshard.mesh.spmd.scope import here
 
@@ -61,7 +61,7 @@ class Profile:
         unfit = {name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least}
         wrong = [f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()]
         if wrong:
-            raise LayoutError(f"Profile: {'; '.join(wrong)}.")
+            raise ValueError(f"Profile: {'; '.join(wrong)}.")
         self._begins = wait + warmup
         plan = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         how: dict[str, Any] = {"schedule": plan, "on_trace_ready": self._write, **options}

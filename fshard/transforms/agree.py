@@ -36,7 +36,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.layout import Mesh, as_written
@@ -221,14 +220,14 @@ def objection(batch: Batch, count: int, *, reproducible: bool) -> Notice | None:
         if axes.isdisjoint(group.axes) or what in NOT_HEARD:
             return
         if reproducible:
-            raise LayoutError(
+            raise ValueError(
                 f"{what} over {as_written(group.axes)} in the loss function, at {call_site()}: with reproducible=True a "
                 "slice of the batch must be computed independently, so that it does not depend on the mesh. Use its own "
                 "samples only, or leave reproducible=True out."
             )
         if group.size == 1 or what in _HARMLESS or cut is None or (cut.length >= slices and what != "fs.pmean"):
             return
-        raise LayoutError(
+        raise ValueError(
             f"{what} in the loss function: the {cut.length} samples of the batch are cut into {slices} slices, which are not "
             f"of one size, or some without samples, and all would count alike. Give batches of a multiple of {slices}."
         )

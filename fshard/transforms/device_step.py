@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import FshardError, LayoutError, MismatchError
+from fshard.errors import FshardError, MismatchError
 from fshard.mesh.layout import PyTree, Structure, flatten_with_paths
 from fshard.mesh.spmd.scope import Group, owning
 from fshard.optim.scaling import finite_scale
@@ -85,12 +85,12 @@ class StepOptions:
             return self.accumulate
         own, left = divmod(self.slices, n)
         if left or own % self.accumulate:
-            raise LayoutError(
+            raise ValueError(
                 f"reproducible mode cuts the batch into {self.slices} slices, which {n} devices do not share evenly "
                 f"in {self.accumulate} turns. Give a number of slices that all your meshes divide."
             )
         if n > 1 and own & (own - 1):
-            raise LayoutError(
+            raise ValueError(
                 f"reproducible mode adds {self.slices} slices in one binary tree, of which the {own} of each of {n} devices "
                 f"are no branch: one device would round differently. "
                 f"Give each 1, 2, 4, ... slices, such as {n << own.bit_length()}."
@@ -282,7 +282,7 @@ class DeviceStep:
             return result, given, ()
         if not isinstance(result, tuple | list) or len(result) != len(wanted):
             size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
-            raise LayoutError(
+            raise ValueError(
                 f"the loss function has to return ({', '.join(wanted)}); found a {type(result).__name__}{size}."
             )
         named = dict(zip(wanted, result, strict=True))
@@ -403,7 +403,7 @@ def one_loss(how: StepOptions, loss: Any, slice: Slice, count: Count) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         loss = _mean(how, loss, slice, count)
     if not loss.is_floating_point():
-        raise LayoutError(
+        raise ValueError(
             f"the loss function returned a number of {loss.dtype}, which has no gradient. Return a real floating one."
         )
     return loss.reshape(()) if loss.ndim else loss
@@ -416,20 +416,20 @@ def _mean(how: StepOptions, loss: Any, slice: Slice, count: Count) -> Tensor:
             return loss.mean()
         if count.each is not None and count.each.ndim:
             return weighted(loss, count.each)
-        raise LayoutError(
+        raise ValueError(
             "the loss function returned a loss for each sample, but weight= one number for all. Let weight= return what "
             "each sample counts for, or take the mean that this number is for."
         )
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     one_each = "" if slice.samples is None else ", or one for each sample"
     cure = "Give has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
-    raise LayoutError(f"the loss function has to return one number{one_each}; found {found}. {cure}.")
+    raise ValueError(f"the loss function has to return one number{one_each}; found {found}. {cure}.")
 
 
 def refuse_detached(used: Sequence[float]) -> None:
     """Raise if no device has used any of the trained parameters."""
     if not any(used):
-        raise LayoutError(
+        raise ValueError(
             "value_and_grad: the loss depends on no parameter that is trained, on any device, so nothing would be learnt. Was "
             "it cut off by detach(), item(), no_grad() or torch.tensor(...), or are all parameters that it uses frozen?"
         )

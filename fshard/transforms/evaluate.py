@@ -11,7 +11,6 @@ from typing import Any, Unpack
 
 import torch
 
-from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
@@ -59,7 +58,7 @@ def evaluate(
     refuse_unscheduled("evaluate", loss_fn, schedule)
     if unknown := sorted(options.keys() - (_OF_LOSSES if schedule is None else _OF_STAGES)):
         when = "without schedule=" if schedule is None else "with schedule="
-        raise LayoutError(f"evaluate has no option {', '.join(unknown)} {when}. Leave out what has no meaning there.")
+        raise ValueError(f"evaluate has no option {', '.join(unknown)} {when}. Leave out what has no meaning there.")
     forward = gradient_of("evaluate", loss_fn, mesh=mesh, batch=batch, schedule=schedule, backward=False, **options)
     has_buffers, has_aux = forward.how.has_buffers, forward.how.has_aux
 

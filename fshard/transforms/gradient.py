@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
+from fshard.errors import CollectiveTimeoutError, DeadlockError, MismatchError
 from fshard.mesh.layout import Layout, Mesh, PyTree, Structure, flatten, paths_of, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
@@ -72,7 +72,7 @@ def unstaged(
     numbers = {"accumulate": accumulate, "slices": slices, "live_units": live_units, "bucket": bucket}
     numbers |= {"in_flight": in_flight, "prefetch": prefetch, "reduce": reduce, "compute": compute}
     if wrong := wrong_options(reproducible, numbers):
-        raise LayoutError(f"value_and_grad: {'; '.join(wrong)}.")
+        raise ValueError(f"value_and_grad: {'; '.join(wrong)}.")
     count = 8 if slices is None else slices
     unit_options = UnitOptions(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
     once = reduce_once or reproducible
@@ -156,7 +156,7 @@ class GradientFunction:
     ) -> tuple[StepValue, PyTree]:
         """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it in their layouts."""
         if self.how.backward and torch.is_inference_mode_enabled():
-            raise LayoutError(
+            raise ValueError(
                 f"{self.how.caller} under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
                 "Call it outside, or in torch.inference_mode(False)."
             )
@@ -212,7 +212,7 @@ class GradientFunction:
         if any(isinstance(x, Sharded) for x in leaves) or isinstance(batch, Tensor | BatchPart):
             return
         if any(isinstance(x, Sharded) for x in flatten(batch, sharded_is_leaf=True)[0]):
-            raise LayoutError(
+            raise ValueError(
                 f"{self.how.caller}: params must be sharded parameters; got plain tensors, and sharded ones as the batch. "
                 "Swap the two: the order is (params, batch), in a step (params, state, batch)."
             )
@@ -224,7 +224,7 @@ class GradientFunction:
                 f"{named(parts_of(path)) or 'the parameter'} is {str(x.dtype).removeprefix('torch.')}"
                 for path, x in zip(paths, leaves, strict=True)
             )
-            raise LayoutError(
+            raise TypeError(
                 f"{self.how.caller}: parameters must be floating-point or complex to have gradients; {found}. "
                 "Shard x.float() of them."
             )

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.moves import AllGather, Broadcast, Psum
 from fshard.mesh.layout import Layout, P, PyTree, Structure, flatten_with_paths, unflatten
@@ -135,7 +134,7 @@ def refuse_weights(weights: Sequence[float]) -> None:
     """Raise if a weight is negative or not finite."""
     wrong = [str(weight) for weight in weights if not 0 <= weight < inf]
     if wrong:
-        raise LayoutError(
+        raise ValueError(
             f"weight= gave {', '.join(wrong)}: what a part of the batch counts for is finite and at least 0."
         )
 
@@ -143,7 +142,7 @@ def refuse_weights(weights: Sequence[float]) -> None:
 def nonzero_weight(total: float) -> float:
     """Return the weight of the entire batch, which must not be 0."""
     if not total:
-        raise LayoutError("weight= gave 0 for all of the batch, which has no mean loss then. Leave the batch out.")
+        raise ValueError("weight= gave 0 for all of the batch, which has no mean loss then. Leave the batch out.")
     return total
 
 
@@ -153,7 +152,7 @@ def weights_of(weight: Any, samples: int | None) -> Tensor:
         found = torch.as_tensor(weight, dtype=torch.float64)
         return found if found.shape == (samples,) else found.reshape(())
     found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-    raise LayoutError(
+    raise ValueError(
         f"weight= has to return one number for a part of the batch, or one for each sample; found {found}."
     )
 
@@ -227,7 +226,7 @@ def sort_aux(aux: PyTree, samples: int | None, near: torch.device) -> AuxLeaves:
         else:
             (found.means if x.is_floating_point() else found.counts)[place] = x
     if wrong:
-        raise LayoutError(
+        raise ValueError(
             f"value_and_grad: what is returned beside the loss is a number, or has a row for each sample; {'; '.join(wrong)}. "
             "Write x.float() for the share of a bool, or x.sum() for a count, and x.unbind() for several numbers."
         )

@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol, Unpack
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.spmd.run import one_thread
 from fshard.optim.contract import Optimizer, Update, copied, step_of
@@ -143,9 +142,9 @@ def train_step(
     """
     opt = on_arrays(opt, "train_step")
     if precision not in _COMPUTE:
-        raise LayoutError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
+        raise ValueError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
     if precision == "fp16" and opt.loss_scale is None:
-        raise LayoutError('train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).')
+        raise ValueError('train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).')
     options.setdefault("gradients", getattr(opt, "gradients", None))
     options.setdefault("compute", _COMPUTE[precision])
     options.setdefault("reduce", torch.float32 if precision == "fp16" else None)
@@ -161,7 +160,7 @@ def train_step(
     def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
         if len(given) != 1 + how.has_buffers:
             takes = "params, state, buffers, batch" if how.has_buffers else "params, state, batch"
-            raise LayoutError(f"train_step: a step takes ({takes}), {2 + len(given)} are given.")
+            raise ValueError(f"train_step: a step takes ({takes}), {2 + len(given)} are given.")
         buffers, batch = given if how.has_buffers else ((), *given)
         refuse_distant(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0

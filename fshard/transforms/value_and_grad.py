@@ -13,7 +13,6 @@ from typing import Any, Unpack
 
 from torch.nn import Module, ModuleList
 
-from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, PyTree, flatten, refuse_no_mesh
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.transforms.gradient import GradientFunction, unstaged
@@ -146,7 +145,7 @@ def gradient_of(
     known = OF_LOSSES if schedule is None else OF_STAGES
     if unknown := [name for name in options if name not in known]:
         when = "Without a schedule" if schedule is None else "With a schedule"
-        raise LayoutError(f"{caller} has no option {', '.join(unknown)}. {when} it has: {', '.join(known)}.")
+        raise ValueError(f"{caller} has no option {', '.join(unknown)}. {when} it has: {', '.join(known)}.")
     refuse_no_mesh(caller, mesh)
     axes = dict.fromkeys(axis for spec in flatten(batch)[0] if isinstance(spec, P) for axis in spec.axes)
     mesh.check_axes(tuple(axes), f"{caller}(batch=)")
@@ -161,9 +160,9 @@ def gradient_of(
 def refuse_unscheduled(caller: str, given: Any, schedule: Schedule | None) -> None:
     """Raise if there are stages or a module without a schedule."""
     if schedule is None and isinstance(given, Module) and not isinstance(given, ModuleList):
-        raise LayoutError(
+        raise TypeError(
             f"{caller}: loss_fn must be a function of (params, batch); got the module {type(given).__name__}. Write "
             "apply, params, buffers = fs.functionalize(module), and a loss function that calls apply."
         )
     if schedule is None and isinstance(given, list | tuple | ModuleList):
-        raise LayoutError(f"{caller} got a list of stages without a schedule. Give schedule=fs.pipeline_schedule(...).")
+        raise ValueError(f"{caller} got a list of stages without a schedule. Give schedule=fs.pipeline_schedule(...).")

@@ -196,7 +196,7 @@ def test_gradient_through_two_boosted_models_equals_serial():
 
 
 def test_reproducible_input_that_needs_gradient_raises():
-    with pytest.raises(fs.errors.LayoutError, match=r"must not need a gradient, .*detach\(\) them, or leave rep"):
+    with pytest.raises(ValueError, match=r"must not need a gradient, .*detach\(\) them, or leave rep"):
         through_two(reproducible=True)
 
 

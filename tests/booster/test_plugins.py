@@ -41,9 +41,9 @@ INVALID = {
     "microbatches": (lambda: staged(microbatches="4"), "microbatches must be an integer >= 1, got '4'"),
     "chunks": (lambda: staged(chunks=0), "chunks must be an integer >= 1, got 0"),
     "schedule": (lambda: staged(schedule="1b1f"), "There is no schedule .1b1f."),
-    "balance": (lambda: staged(balance="even"), "there is no balance='even'"),
-    "sizes": (lambda: staged(balance=[1, 2, 3]), "is not a number of layers, at least 1, for each of 2 stages"),
-    "measured balance": (lambda: staged(balance="time"), "balance=.time. is measured. Give a microbatch"),
+    "balance": (lambda: staged(balance="even"), "got 'even'"),
+    "sizes": (lambda: staged(balance=[1, 2, 3]), "a number of layers, at least 1, for each of 2 stages; got"),
+    "measured balance": (lambda: staged(balance="time"), 'balance="time" must have a microbatch'),
     "recompute": (lambda: staged(recompute="sometimes"), "recompute must be .* or an integer >= 1, got 'sometimes'"),
     "reproducible and batchnorm": (
         lambda: fs.DDPPlugin(reproducible=True, sync_batchnorm=True),
@@ -67,15 +67,15 @@ INVALID = {
 @pytest.mark.parametrize("name", INVALID)
 def test_invalid_plugin_raises(name):
     make, message = INVALID[name]
-    with pytest.raises(fs.errors.LayoutError, match=message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
 def test_plugin_error_lists_all_invalid_fields():
     message = "precision must .*; unused must .*; seed must .*; options has no 'a'.*; .* has no axis \"rows\""
-    with pytest.raises(fs.errors.LayoutError, match=message):
+    with pytest.raises(ValueError, match=message):
         fs.FSDPPlugin(precision="fp8", unused="no", seed=-1, mesh=MESH, shard_axis="rows", options={"a": 1})
-    with pytest.raises(fs.errors.LayoutError, match="pipeline must .*; zero_stage must .*; chunks must .*"):
+    with pytest.raises(ValueError, match="pipeline must .*; zero_stage must .*; chunks must .*"):
         staged(pipeline="2", zero_stage=5, chunks=-1)
 
 
@@ -91,6 +91,6 @@ def test_any_plugin_is_valid_or_lists_its_errors(precision, stage, seed, slices,
     mesh = fs.make_mesh({"data": 2})
     count = sum([precision == "fp8", seed < 0, slices < 1, stage not in (1, 2), reproducible and sync])
     how = {"precision": precision, "stage": stage, "seed": seed, "slices": slices, "reproducible": reproducible}
-    with pytest.raises(fs.errors.LayoutError) if count else nullcontext() as found:
+    with pytest.raises(ValueError) if count else nullcontext() as found:
         fs.ZeroPlugin(mesh=mesh, sync_batchnorm=sync, **how)
     assert not count or str(found.value).count(";") + 1 == count

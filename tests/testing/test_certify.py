@@ -371,7 +371,7 @@ def test_certify_notes_the_run_that_raised():
     with pytest.raises(RuntimeError) as error:
         certified(loss_fn)
     assert "certify: in the run in float64: does the loss function name a dtype?" in error.value.__notes__
-    with pytest.raises(fs.errors.LayoutError) as error:
+    with pytest.raises(ValueError) as error:
         certified(stages=[0], gradients=lambda layout: fs.Layout(layout.mesh, P(unreduced="data")))
     assert "certify: in stage 0" in error.value.__notes__
 
@@ -598,7 +598,7 @@ def test_certificate_prints_as_a_table():
 
 def test_certify_missing_buffers_raise():
     for options in ({"has_buffers": True}, {"has_buffers": False, "buffers": {"n": torch.ones(1)}}):
-        with pytest.raises(fs.errors.LayoutError, match="a loss function that has_buffers is given them by buffers="):
+        with pytest.raises(ValueError, match="a loss function that has_buffers is given them by buffers="):
             certified(**options)
 
 
@@ -613,9 +613,9 @@ def test_dyadic_like_keeps_ties_and_integers():
 
 
 def test_certify_wrong_arguments_raise():
-    with pytest.raises(fs.errors.LayoutError, match="steps=0"):
+    with pytest.raises(ValueError, match="steps=0"):
         certified(steps=0)
-    with pytest.raises(fs.errors.LayoutError, match="abstract"):
+    with pytest.raises(ValueError, match="abstract"):
         certify(mlp, mlp_params(), X, ADAMW, mesh=fs.make_mesh({"data": 2}, runtime="abstract"))
 
 
@@ -623,13 +623,13 @@ def test_certify_sharded_arguments_raise():
     mesh = fs.make_mesh({"data": 2})
     params = {"a": fs.shard_params(torch.ones(2), P(), mesh=mesh), "b": torch.ones(2)}
     opt = fs.partition_optimizer(ADAMW, mesh=mesh, axis="data", stage=1)
-    with pytest.raises(fs.errors.LayoutError) as error:
+    with pytest.raises(ValueError) as error:
         certify(mlp, params, fs.shard_params([X], P(), mesh=mesh), opt, mesh)
     assert 'got params["a"], batch[0], the optimizer sharded.' in str(error.value)
 
 
 def test_certify_loss_scaled_optimizer_raises():
-    with pytest.raises(fs.errors.LayoutError, match="opt must not scale the loss"):
+    with pytest.raises(ValueError, match="opt must not scale the loss"):
         certified(opt=fs.optim.loss_scaled(ADAMW), precision="fp16")
 
 

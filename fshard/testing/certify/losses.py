@@ -96,11 +96,11 @@ def certify(
     step 0: the gradient is 2 times that of one device
     """
     if mesh.runtime == "abstract" or steps < 1:
-        raise LayoutError(f"certify: mesh must have values, and steps must be at least 1; got {mesh}, {steps=}.")
+        raise ValueError(f"certify: mesh must have values, and steps must be at least 1; got {mesh}, {steps=}.")
     opt = on_arrays(opt, "certify")
     _validate_serial(opt, params=params, batch=batch, buffers=buffers)
     if bool(options.get("has_buffers", buffers is not None)) != (buffers is not None):
-        raise LayoutError("certify: a loss function that has_buffers is given them by buffers=, and none else is.")
+        raise ValueError("certify: a loss function that has_buffers is given them by buffers=, and none else is.")
     options["has_buffers"] = buffers is not None
     if exact_inputs:
         params, batch = dyadic_like(params, seed), dyadic_like(batch, seed + 1)
@@ -284,4 +284,4 @@ def _validate_serial(opt: Optimizer, **trees: PyTree) -> None:
             "Leave out fs.device_put, fs.shard_params and fs.partition_optimizer: certify shards for every stage."
         )
     if opt.loss_scale is not None:
-        raise LayoutError("certify: opt must not scale the loss; got loss_scaled. Certify the optimizer inside of it.")
+        raise ValueError("certify: opt must not scale the loss; got loss_scaled. Certify the optimizer inside of it.")

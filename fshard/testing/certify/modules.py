@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import fshard as fs
-from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh
 from fshard.optim.contract import copied
 from fshard.optim.leaves import Leaf, Leaves
@@ -74,7 +73,7 @@ def certify_module(
     """
     own = replace(_plugin_of(plugin) if isinstance(plugin, int) else plugin, mesh=mesh)
     if own.precision is not None:
-        raise LayoutError(f"certify_module: plugin must compute in the parameters' own dtype; got {own.precision=}.")
+        raise ValueError(f"certify_module: plugin must compute in the parameters' own dtype; got {own.precision=}.")
     given = [
         Leaves.of(batch).mapped(lambda x: x.to(mesh.device_type) if isinstance(x, Tensor) else x) for batch in batches
     ]

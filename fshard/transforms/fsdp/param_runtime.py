@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError, ModuleError
+from fshard.errors import ModuleError
 from fshard.mesh.layout import Layout, Mesh, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
@@ -324,7 +324,7 @@ def plan_param(
     layout, unsharded = x.layout, unsharded or Layout(x.mesh)
     wanted = layout if gradients is None else gradients(layout)
     if not isinstance(wanted, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(
+        raise TypeError(
             f"value_and_grad: {gradients=!r} has to return a Layout for {named(parts_of(path))}; found {wanted!r}. "
             "Write opt.gradients of a partitioned optimizer, or leave it out."
         )
@@ -342,4 +342,4 @@ def refuse_half_frozen(paths: Sequence[str], at: Sequence[int], fixed: Sequence[
     }
     if half:
         wrong = "; ".join(" and ".join(names[index]) for index in sorted(half))
-        raise LayoutError(f"frozen: {wrong} are one parameter (tied), and only one name of it is frozen. Freeze all.")
+        raise ValueError(f"frozen: {wrong} are one parameter (tied), and only one name of it is frozen. Freeze all.")

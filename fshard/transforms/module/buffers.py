@@ -90,7 +90,7 @@ class Buffers:
         wrong = [f"{named(parts_of(path))} is missing" for path in sorted(before.keys() - {*paths})]
         wrong += [f"{named(parts_of(path))} was not given" for path in sorted({*paths} - before.keys())]
         if wrong:
-            raise LayoutError(f"the loss function must return the buffers that it was given; {', '.join(wrong)}.")
+            raise ValueError(f"the loss function must return the buffers that it was given; {', '.join(wrong)}.")
         return {path: number_of(path, x, near) for path, x in zip(paths, leaves, strict=True) if x is not before[path]}
 
     def after(self, changed: Sequence[Mapping[str, Tensor]]) -> PyTree:
@@ -122,7 +122,7 @@ def number_of(path: str, x: Any, near: torch.device) -> Tensor:
         return x
     if isinstance(x, int | float):
         return torch.full((), x, device=near)
-    raise LayoutError(f"{named(parts_of(path))} must be a tensor or a number to be averaged; got {type(x).__name__}.")
+    raise TypeError(f"{named(parts_of(path))} must be a tensor or a number to be averaged; got {type(x).__name__}.")
 
 
 # -- the mean over slices and devices -------------------------------------------------------------------------------

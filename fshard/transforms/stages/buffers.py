@@ -38,7 +38,7 @@ def stage_buffers(caller: str, trees: PyTree, mesh: Mesh, axis: str, placement: 
     """Return the buffers that a step is given: a tree for each stage, replicated on the devices of the stage."""
     count = len(trees) if isinstance(trees, list | tuple) else None
     if count != len(placement):
-        raise LayoutError(
+        raise ValueError(
             f"{caller}: {len(placement)} stages have a list of as many trees of buffers, found "
             f"{type(trees).__name__ if count is None else count}. Write fs.shard_stages([dict(stage.named_buffers()) for "
             "stage in stages], mesh=mesh, schedule=schedule)."
@@ -101,7 +101,7 @@ class StageWrites:
             if path in own and entry_of(path, x) != entry_of(path, self._given[path])
         ]
         if wrong:
-            raise LayoutError(
+            raise ValueError(
                 f"{self._caller}: stage {stage} must return (y, buffers), of the names, shapes and dtypes that it was given; "
                 f"{'; '.join(sorted(wrong))}."
             )

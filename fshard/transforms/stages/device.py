@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fshard.errors import LayoutError, ModuleError
+from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree, flatten, unflatten
 from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import Group, owning, parting, require
@@ -222,9 +222,7 @@ class StageStep:
             returned, aux = how.loss_fn(y, self._tree(microbatch)), ()
             if how.has_aux:
                 if not isinstance(returned, tuple | list) or len(returned) != 2:
-                    raise LayoutError(
-                        f"the loss function has to return (loss, aux); found a {type(returned).__name__}."
-                    )
+                    raise ValueError(f"the loss function has to return (loss, aux); found a {type(returned).__name__}.")
                 returned, aux = returned
             loss = one_loss(how, returned, slice, count)
         self.parts[microbatch] = slice_results(loss, count, aux, slice.samples)
@@ -283,7 +281,7 @@ class StageStep:
         """Raise if a stage calls a collective that stages may not call."""
         elsewhere = {axis for axis in group.axes if self.scope.mesh.shape.get(axis, 1) > 1} - {*self.batch.axes}
         if elsewhere and what not in NOT_HEARD:
-            raise LayoutError(
+            raise ValueError(
                 f"{what} over {', '.join(sorted(elsewhere))} in a stage, at {call_site()}: stages of a pipeline may "
                 f"communicate only with devices that have other samples, along {', '.join(self.batch.axes) or 'no axis'}."
             )

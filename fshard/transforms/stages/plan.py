@@ -324,7 +324,7 @@ def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: s
     """Raise unless a schedule fits the stages and the mesh, naming all errors."""
     mesh.check_axes(axis, f"{what}(axis=)")
     if not isinstance(schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(
+        raise ValueError(
             f"{what}: schedule={schedule!r} is none. Write fs.pipeline_schedule(name, stages=, microbatches=)."
         )
     wrong = [*others]
@@ -335,7 +335,7 @@ def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: s
             f"the schedule {schedule.name} is for {schedule.devices} devices, axis {axis} has {mesh.shape[axis]}"
         )
     if wrong:
-        raise LayoutError(f"{what}: {'; '.join(wrong)}.")
+        raise ValueError(f"{what}: {'; '.join(wrong)}.")
 
 
 def on_place(layout: Layout, axis: str, place: int) -> Layout:

@@ -166,11 +166,11 @@ class Staged(GradientFunction):
         """Raise unless there is a tree per stage, of parameters placed on the stage or on one it is tied to."""
         if not isinstance(params, list | tuple) or len(params) != len(self.stages):
             found = f"{len(params)} are given" if isinstance(params, list | tuple) else f"found {type(params).__name__}"
-            raise LayoutError(
+            raise ValueError(
                 f"{self.how.caller}: {len(self.stages)} stages have a list of as many trees of parameters; {found}."
             )
         if not leaves:
-            raise LayoutError(f"{self.how.caller}: no stage has a parameter, so there is nothing to train.")
+            raise ValueError(f"{self.how.caller}: no stage has a parameter, so there is nothing to train.")
         refuse_unplaced(leaves, structure, mesh, self.how.caller, _LAY)
 
     def buffers_on(self, mesh: Mesh, buffers: PyTree) -> Buffers:
