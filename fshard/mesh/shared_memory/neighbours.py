@@ -9,9 +9,9 @@ sender's memory (process_vm_readv), once, and confirms it.
     may modify x again         <------------------   "read"
 
 Every message has a stamp of its call, so processes in different calls detect it. A process that waits, for a message
-or for space in a ring, looks at the rings again and again: it yields the processor in between, and sleeps later. It
-receives what all others send meanwhile, and advances all that is in progress. A Unix socket per pair closes when a
-process ends, or leaves the world, which ends the waits of the others.
+or for space in a ring, receives what all others send meanwhile, and advances all that is in progress. It yields the
+processor between looks, and then sleeps until a byte arrives in a Unix socket, one for each pair. The sockets of a
+process that ends, or leaves the world, close, which ends the waits of the others.
 
 A pool recycles large host buffers. A new buffer of 32 MB costs more in page faults than the message it is for (5 times
 adding into a mapped one). The pool keeps the storages it has returned, and returns one again when it has no other
@@ -24,6 +24,7 @@ import ctypes
 import errno
 import os
 import secrets
+import select
 import socket
 import struct
 import sys
@@ -48,14 +49,14 @@ from fshard.errors import MismatchError
 from fshard.mesh.collectives.moves import PURPOSES, uneven
 from fshard.mesh.runtimes.link import CallInfo
 from fshard.mesh.shared_memory import rings
-from fshard.mesh.shared_memory.rings import Putter, Taker
+from fshard.mesh.shared_memory.rings import ASLEEP, Putter, Taker
 
 INLINE = 256 << 10
 """Bytes up to which a tensor is sent inline: one more copy, but no wait until it has been read."""
 GLANCES = 400
 """Number of checks for a message, yielding the CPU in between, before sleeping: waking up takes longer."""
-MAX_PAUSE = 0.0005
-"""Maximal seconds to sleep between two checks."""
+MAX_SLEEP = 0.1
+"""Maximal seconds to sleep before the time limit is checked."""
 MAX_SPANS = 1024
 """Spans of memory that the system reads in one call."""
 
@@ -73,7 +74,7 @@ class Neighbour:
         mine = rings.made()
         socket.send_fds(end, [b"ring"], [mine])
         _, (theirs,), _, _ = socket.recv_fds(end, 4, 1)
-        self.outgoing, self.incoming = Putter(mine), Taker(theirs)
+        self.outgoing, self.incoming = Putter(mine, self._wake), Taker(theirs)
         for number in (mine, theirs):
             os.close(number)
         self.offer, self.look, self.inbox = self.outgoing.put, self.incoming.look, self.incoming.inbox
@@ -82,16 +83,20 @@ class Neighbour:
     def _has_gone(self, *message: Any) -> NoReturn:
         raise self.lost()
 
+    def _wake(self) -> None:
+        with suppress(OSError):  # it has ended, or has enough wake-ups
+            self.socket.send(b"!", socket.MSG_DONTWAIT)
+
     def check_alive(self) -> None:
-        """Detect that it has ended or left: nothing is sent through the socket, which then closes."""
+        """Drain its wake-ups; detect that it has ended or left."""
         try:
-            self.gone = self.gone or not self.socket.recv(1, socket.MSG_DONTWAIT)
+            while not self.gone:
+                self.gone = not self.socket.recv(1, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
             self.gone = True
-        if self.gone:
-            self.offer = self._has_gone
+        self.offer = self._has_gone
 
     def read(self, into: int, address: int, size: int) -> None:
         """Copy memory of the other process."""
@@ -169,8 +174,8 @@ Need = tuple[Neighbour, int]
 class Neighbours:
     """All other processes of this machine, by rank."""
 
-    def __init__(self, known: Mapping[int, Neighbour], timeout: timedelta) -> None:
-        self.known, self.timeout = known, timeout.total_seconds()
+    def __init__(self, known: Mapping[int, Neighbour], timeout: timedelta, libc: Any = None) -> None:
+        self.known, self.timeout, self._libc, self._sleepers = known, timeout.total_seconds(), libc, 0
         self.lock = RLock()  # held by the thread that receives, or steps a wire
         if known:
             this = ref(self)
@@ -180,7 +185,7 @@ class Neighbours:
         """Send when there is space; receive meanwhile, since the others may wait for the same."""
         until = time.monotonic() + self.timeout
         while not to.offer(*message):
-            self._pause(MAX_PAUSE)
+            self._sleep(0.001)
             if to.gone:
                 raise to.lost()
             if time.monotonic() > until:
@@ -188,7 +193,7 @@ class Neighbours:
 
     def wait(self, needs: Sequence[Need], advance: Callable[[], bool]) -> None:
         """Wait for messages; advance whatever else is in progress, since others may wait for that."""
-        until, glances, pause = 0.0, GLANCES, MAX_PAUSE / 8
+        until, glances = 0.0, GLANCES
         for peer, key in needs:
             while not self.look(peer, key):
                 if peer.gone and not self.look(peer, key):
@@ -203,21 +208,43 @@ class Neighbours:
                 until = until or now + self.timeout
                 if now > until:
                     raise RuntimeError(f"Timed out waiting for process {peer.rank}")
-                self._pause(pause)
-                pause = min(2 * pause, MAX_PAUSE)
+                self._sleep(MAX_SLEEP)
 
     def look(self, peer: Neighbour, key: int) -> bool:
         """Return True if a message has arrived."""
         with self.lock:
             return peer.look(key)
 
-    def _pause(self, seconds: float) -> None:
-        """Sleep, and receive what has arrived from all others."""
-        time.sleep(seconds)
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until a message arrives; receive what all others have sent."""
+        with self.lock:
+            self._sleepers += 1
+            self._announce_sleep(1)
+        try:
+            self._poll(seconds)
+        finally:
+            with self.lock:
+                self._sleepers -= 1
+                if not self._sleepers:
+                    self._announce_sleep(0)
         with self.lock:
             for peer in self.known.values():
                 peer.check_alive()
                 peer.look(None)
+
+    def _announce_sleep(self, asleep: int) -> None:
+        for peer in self.known.values():
+            peer.incoming.words[ASLEEP] = asleep
+
+    def _poll(self, seconds: float) -> None:
+        """Wait until a socket is readable, unless a message arrived before the others could see that this one sleeps."""
+        rings.fence(self._libc)
+        sockets = select.poll()  # one per thread: several may sleep
+        for peer in self.known.values():
+            if not peer.gone:
+                sockets.register(peer.socket.fileno(), select.POLLIN)
+        if not any(peer.incoming.is_filled for peer in self.known.values()):
+            sockets.poll(seconds * 1e3)
 
     def has_gone(self, rank: int) -> bool:
         """Return True if a process is a neighbour and has ended."""
@@ -271,7 +298,7 @@ def meet(timeout: timedelta) -> Neighbours:
                 awaited.remove(pid)
                 ends[pid] = end
     known = {other: Neighbour(other, table[other][1], ends[table[other][1]], libc) for other in near if other != rank}
-    return Neighbours(known, timeout)
+    return Neighbours(known, timeout, libc)
 
 
 def _shared(mine: list[int]) -> list[list[int]]:
@@ -304,7 +331,7 @@ def _libc() -> Any:
     if sys.platform != "linux" or os.environ.get("FSHARD_DIRECT", "1") == "0":
         return None
     libc: Any = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "process_vm_readv") or not rings.are_supported():
+    if not hasattr(libc, "process_vm_readv") or not rings.are_supported(libc):
         return None
     word = ctypes.c_ulong
     libc.process_vm_readv.restype = ctypes.c_ssize_t

@@ -1,10 +1,11 @@
 """A ring of messages in memory shared by two processes: one writer, one reader, no system calls.
 
-    words      HEAD  bytes written so far  TAIL  bytes read so far   CLOSED  the writer left
+    words      HEAD  bytes written so far  TAIL  bytes read so far   ASLEEP  the reader sleeps   CLOSED  the writer left
     records    key, address, size, stamp, and the bytes themselves where the address is INSIDE
 
 A record is published by the one write that advances HEAD, after it has been written: x86 makes writes visible in that
-order.
+order. Before a reader sleeps it sets ASLEEP and then makes all processors complete their writes (membarrier), so a
+later writer sees that it must wake the reader.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ import mmap
 import os
 import platform
 import struct
+from collections.abc import Callable
+from typing import Any
 
 SIZE = 1 << 20
 """Bytes of records; a power of two."""
 INSIDE, READ = 0, 1
 """Values of a record's address: the bytes are inside; or, as a reply, they have been read."""
 
-HEAD, TAIL, CLOSED = 0, 8, 16
+HEAD, TAIL, ASLEEP, CLOSED = 0, 8, 16, 24
 """Offsets of the words, each in its own cache line."""
 _RECORDS = 4096
 _RECORD = struct.Struct("=QQQQ")
 _GRAIN = _RECORD.size
 _SKIP = (1 << 64) - 1
+_MEMBARRIER, _FENCE, _REGISTER = 324, 2, 4
 
 Message = tuple[int, int, int, int | bytes]
 """An address (or INSIDE, or READ), a size, a stamp; and the bytes inside, or their offset in the ring."""
@@ -44,9 +48,9 @@ class Ring:
 class Putter(Ring):
     """The end that puts messages."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, wake: Callable[[], None]) -> None:
         super().__init__(number)
-        self._taken = 0
+        self._wake, self._taken = wake, 0
 
     def put(self, key: int, address: int, size: int, stamp: int, bytes_at: int | None = None) -> bool:
         """Write a message, with the bytes at `bytes_at` inside; return False if there is no space."""
@@ -65,6 +69,8 @@ class Putter(Ring):
         if bytes_at is not None:
             ctypes.memmove(self._base + place + _GRAIN, bytes_at, size)
         self._at = self.words[HEAD] = at + need
+        if self.words[ASLEEP]:
+            self._wake()
         return True
 
     @property
@@ -119,6 +125,11 @@ class Taker(Ring):
         return self._at
 
     @property
+    def is_filled(self) -> bool:
+        """True if the ring has a message that is not in the inbox."""
+        return self.words[HEAD] != self._at + (self._last[1] if self._last is not None else 0)
+
+    @property
     def closed(self) -> bool:
         """True if the other end has left."""
         return self.words[CLOSED] != 0
@@ -131,12 +142,17 @@ def made() -> int:
     return number
 
 
-def are_supported() -> bool:
-    """Return True if rings work on this machine."""
+def are_supported(libc: Any) -> bool:
+    """Return True if rings work on this machine, and register this process for memory barriers."""
     if platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
         return False
     try:
         os.close(made())
     except OSError:
         return False
-    return True
+    return libc.syscall(_MEMBARRIER, _REGISTER, 0, 0) == 0
+
+
+def fence(libc: Any) -> None:
+    """Wait until all processors have completed their writes."""
+    libc.syscall(_MEMBARRIER, _FENCE, 0, 0)

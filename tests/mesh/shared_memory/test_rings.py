@@ -13,10 +13,10 @@ from fshard.mesh.shared_memory import neighbours, rings
 pytestmark = pytest.mark.skipif(neighbours._libc() is None, reason="this system does not read other processes' memory")
 
 
-def ring():
+def ring(wake=lambda: None):
     number = rings.made()
     try:
-        return rings.Putter(number), rings.Taker(number)
+        return rings.Putter(number, wake), rings.Taker(number)
     finally:
         os.close(number)
 
@@ -60,7 +60,7 @@ def test_ring_any_message_can_be_taken_in_order(plan):
         elif what == "take" and inside:
             chosen = list(inside)[number % len(inside)]
             assert taken(taker, chosen) == inside.pop(chosen)
-    assert not taker.look(None)
+    assert not taker.look(None) and not taker.is_filled
     for chosen, text in [*inside.items(), *waiting]:
         assert taken(taker, chosen) == text
 
@@ -76,3 +76,11 @@ def test_ring_full_put_returns_false_until_read():
     for key in range(count):
         assert taken(taker, key) == text
     assert not taker.look(count) and put(putter, count, text) and taker.look(count) and taken(taker, count) == text
+
+
+def test_ring_put_wakes_sleeping_reader_only():
+    wakes = []
+    putter, taker = ring(lambda: wakes.append(True))
+    put(putter, 0, b"a")
+    taker.words[rings.ASLEEP] = 1
+    assert not wakes and put(putter, 1, b"b") and wakes
