@@ -76,7 +76,8 @@ class Layout(CachedHash):
             )
         self.mesh.check_axes(self.spec.axes, f"Layout with {self.spec}")
         if self.memory not in get_args(Memory):
-            raise ValueError(f'Layout: memory must be "device" or "host"; got {self.memory!r}.')
+            kinds = " or ".join(f'"{kind}"' for kind in get_args(Memory))
+            raise ValueError(f"Layout: memory must be {kinds}; got {self.memory!r}.")
         for axes, place in self.spec.at:
             n = prod(self.mesh.shape[axis] for axis in axes)
             if place >= n:
@@ -197,7 +198,7 @@ class ShardType:
         notes = [f"flat:{'+'.join(self.spec.flat_axes)}"] if self.spec.flat_axes else []
         notes += [f"at:{'+'.join(axes)}={place}" for axes, place in self.spec.at]
         notes += [f"U:{'+'.join(self.spec.unreduced)}"] if self.spec.unreduced else []
-        notes += ["host"] if self.memory == "host" else []
+        notes += [self.memory] if self.memory != "device" else []
         return f"{dtype_name(self.dtype)}[{', '.join(dims)}]" + (f"{{{', '.join(notes)}}}" if notes else "")
 
     __repr__ = __str__

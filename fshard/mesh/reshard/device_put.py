@@ -183,7 +183,7 @@ def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
 
 def _placed(shards: Tensors, layout: Layout, memory: Memory) -> Tensors:
     """Return shards of a layout in the devices' memory, or in the host's."""
-    if "host" not in (memory, layout.memory):
+    if memory == layout.memory == "device":
         return shards
     return tuple(in_memory(shard, layout.mesh, memory) for shard in shards)
 
@@ -286,7 +286,7 @@ def _trips(
 
 def _room(x: Sharded, dtype: torch.dtype) -> Tensors:
     """Return the memory of an array on the devices held here; new memory where that cannot hold plain values of a dtype."""
-    if x.dtype is dtype and x.layout.memory != "host" and all(map(is_plain, x.shards)):
+    if x.dtype is dtype and x.layout.memory == "device" and all(map(is_plain, x.shards)):
         return tuple([shard.detach() if shard.requires_grad else shard for shard in x.shards])
     near = _placed(x.shards, x.layout, "device")
     return tuple([torch.empty(shard.shape, dtype=dtype, device=shard.device) for shard in near])
