@@ -109,7 +109,7 @@ def _each_leaf(
     results = list(leaves)
     with collected(what) as attempt:
         for place, (path, leaf, layout) in enumerate(zip(paths, leaves, chosen, strict=True)):
-            if layout is None or (path and not isinstance(leaf, Tensor | Sharded | np.ndarray)):
+            if layout is None or leaf is None or (path and not isinstance(leaf, Tensor | Sharded | np.ndarray)):
                 continue  # a static leaf of a tree, such as a string, a function or a number
             with attempt(path):
                 if not isinstance(layout, Layout):

@@ -59,3 +59,7 @@ def test_shard_map_static_leaves_reach_function():
 def test_device_put_without_tensor_raises(value):
     with pytest.raises(TypeError, match="a tensor is needed; got"):
         fs.device_put(value, SHARDED)
+
+
+def test_device_put_of_none_returns_none():
+    assert fs.device_put(None, SHARDED) is None and fs.reshard(None, SHARDED) is None
