@@ -117,7 +117,7 @@ def unstepped():
 @pytest.mark.parametrize("name", BAD)
 def test_booster_misuse_raises(name):
     bad, message = BAD[name]
-    with pytest.raises(fs.errors.FshardError, match=message):
+    with pytest.raises((fs.errors.FshardError, ValueError, TypeError), match=message):
         fs.run(bad, mesh=fs.make_mesh({"data": 1})) if name in INSIDE else bad()
 
 
