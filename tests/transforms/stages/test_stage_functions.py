@@ -112,7 +112,8 @@ def test_stage_recomputation_defers_weight_products(recompute):
         (gx,), later = split_backward([end], [torch.ones_like(y)], inputs, own.edges, saved)
     with Products() as second:
         found = later()
-    assert (first.count, second.count) == ((2, 2) if recompute == "never" else (2 + 4, 0))
+    # recomputed layers have both their gradients in I; checkpoint stops early, before products whose results are not read
+    assert (first.count, second.count) == {"never": (2, 2), "always": (1 + 4, 0), 1: (4, 0)}[recompute]
     assert all(g is not None for g in [gx, *found])
 
 
