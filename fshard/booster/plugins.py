@@ -140,7 +140,7 @@ class DDPPlugin(Plugin):
 
     >>> DDPPlugin(precision="fp8", seed=-1)
     Traceback (most recent call last):
-    fshard.errors.LayoutError: DDPPlugin: precision must be 'bf16', 'fp16' or None, got 'fp8'; seed must be an integer >= 0, ...
+    ValueError: DDPPlugin: precision must be 'bf16', 'fp16' or None, got 'fp8'; seed must be an integer >= 0, ...
     """
 
 

@@ -928,9 +928,9 @@ def test_rules_with_errors_raise_all():
         specs({"emb": P("foo"), "blocks": P("bar")})
     lines = str(error.value).splitlines()
     assert [line.split(":")[0].strip() for line in lines[1:]] == [
-        "blocks[0].b", "blocks[0].w", "blocks[1].b", "blocks[1].w", "emb",
+        "blocks[0].b, blocks[0].w, blocks[1].b, blocks[1].w", "emb",
     ]  # fmt: skip
-    assert 'has no axis "bar"' in lines[1] and 'has no axis "foo"' in lines[5]
+    assert 'has no axis "bar"' in lines[1] and 'has no axis "foo"' in lines[2]
     params = {"a": torch.ones(3, 2), **dict.fromkeys("bcef", torch.ones(2)), "d": object()}
     rules = {"a": P("data"), "b": P("foo"), "[de]": P(), "d": P(), "e": P(unreduced="data"), "f": P()}
     with pytest.raises(ValueError) as error:
