@@ -253,7 +253,21 @@ def _sum_one(
 
 
 def _reduce_one(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
+    if transfer.n == 2 and x.nbytes <= ONE_ROUND:
+        return _reduce_pair(transfer, x, combining(move))
     return reduce(transfer, [x], [empty((len(x),), x.dtype)], combining(move))
+
+
+def _reduce_pair(transfer: PeerTransfer, x: Tensor, combine: Combine) -> Wire:
+    """All-reduce of two processes: each reads the other's tensor and adds. (elements,) -> (elements,)"""
+    (other,) = transfer.others
+    transfer.offer(other, x.data_ptr(), x.nbytes)
+    received, result = torch.empty_like(x), torch.empty_like(x)
+    yield transfer.needs(other)
+    transfer.get(other, received.data_ptr(), x.nbytes)
+    if x.nbytes > INLINE:
+        yield from transfer.settled([other])
+    return combined([received, x] if transfer.index else [x, received], combine, None, result)
 
 
 def _scatter_one(transfer: PeerTransfer, rows: Tensor, move: Wired) -> Wire:
@@ -261,20 +275,29 @@ def _scatter_one(transfer: PeerTransfer, rows: Tensor, move: Wired) -> Wire:
 
 
 def _gather_one(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
-    result = yield from gather(transfer, [x], [empty((transfer.n * len(x),), x.dtype)])
-    return result.view(transfer.n, -1)
+    for other in transfer.others:
+        transfer.offer(other, x.data_ptr(), x.nbytes)
+    return (yield from _collect(transfer, x.data_ptr(), empty((transfer.n, len(x)), x.dtype)))
 
 
 def _exchange(transfer: PeerTransfer, rows: Tensor, move: Wired) -> Wire:
     """All-to-all: row i is sent to process i. (n, elements) -> (n, elements)"""
-    size, result = rows.nbytes // transfer.n, empty((*rows.shape,), rows.dtype)
+    size = rows.nbytes // transfer.n
     for other in transfer.others:
         transfer.offer(other, rows.data_ptr() + other * size, size)
-    ctypes.memmove(result.data_ptr() + transfer.index * size, rows.data_ptr() + transfer.index * size, size)
+    own = rows.data_ptr() + transfer.index * size
+    return (yield from _collect(transfer, own, empty((*rows.shape,), rows.dtype)))
+
+
+def _collect(transfer: PeerTransfer, own: int, result: Tensor) -> Wire:
+    """Get a row from every process; the local one is at the address `own`. () -> (n, elements)"""
+    size = result.nbytes // transfer.n
+    ctypes.memmove(result.data_ptr() + transfer.index * size, own, size)
     yield transfer.needs(*transfer.others)
     for other in transfer.others:
         transfer.get(other, result.data_ptr() + other * size, size)
-    yield from transfer.settled(transfer.others)
+    if size > INLINE:
+        yield from transfer.settled(transfer.others)
     return result
 
 
