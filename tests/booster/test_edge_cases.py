@@ -1,13 +1,10 @@
-"""Edge cases of boosted models: time-first batches, empty microbatches, outputs fed back, shared Boosters, copies."""
+"""Edge cases of boosted models: empty microbatches, outputs fed back, draws, copies."""
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import fshard as fs
-
-MESH = fs.make_mesh({"data": 2})
 
 
 def layers(*more):
@@ -37,11 +34,6 @@ def backward(booster, loss, opt):
     loss.backward() if booster is None else booster.backward(loss, opt)
 
 
-def loader_of(booster, data, **options):
-    make = DataLoader if booster is None else booster.prepare_dataloader
-    return make(data, 8, **options)
-
-
 def same(make, body, **options):
     alone, devices = learnt(make, body, **options)
     for own in devices:
@@ -49,38 +41,6 @@ def same(make, body, **options):
 
 
 # -- which rows are samples, and what they count for -------------------------------------------------------------------
-
-
-def each(data, act, **options):
-    """Return a body that takes a step on each batch."""
-
-    def body(booster, model, opt):
-        for x, *others in loader_of(booster, data, **options):
-            backward(booster, act(model, x, *others), opt)
-            opt.step(), opt.zero_grad()
-
-    return body
-
-
-def test_time_first_batch_keeps_its_weight():
-    class Reader(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.cell = nn.LSTM(3, 4).double()
-
-        def forward(self, x):
-            return self.cell(x)[0]
-
-    data = TensorDataset(rows(11, 6, 3))
-    for change in (lambda x: x.transpose(0, 1), lambda x: x.clone().transpose(0, 1)):
-        same(Reader, each(data, lambda model, x, change=change: model(change(x)).square().mean()))
-    with pytest.raises(ValueError, match=r"this device has 4 of the batch's 8 samples .* is 6 long"):
-        same(
-            Reader,
-            each(data, lambda model, x: model(x.transpose(0, 1)).square().mean()),
-            plugin=fs.DDPPlugin(reproducible=True),
-        )
 
 
 def test_empty_microbatch_of_small_batch_trains_as_torch():
@@ -109,9 +69,6 @@ def test_empty_microbatch_of_small_batch_trains_as_torch():
         expected.append(output.detach())
     for found in fs.run(main, mesh=fs.make_mesh({"data": 1, "pipe": 2})):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-# -- gradients that go on through another call -------------------------------------------------------------------------
 
 
 def unrolled(booster, model, opt):
@@ -202,64 +159,6 @@ def test_recomputed_stages_have_equal_bits(recompute):
     mesh = fs.make_mesh({"data": 1, "pipe": 2})
     for found, expected in zip(fs.run(main, recompute, mesh=mesh), fs.run(main, "never", mesh=mesh), strict=True):
         assert all(map(torch.equal, found, expected))
-
-
-def test_booster_shared_by_devices_and_runs_trains_equally():
-    """One that is made outside of `fs.run`, as in a notebook, is for each device and run what its own would be."""
-    data = TensorDataset(rows(11, 5))
-
-    def main(booster):
-        booster = booster or fs.Booster()
-        model = layers(nn.Dropout(0.5))
-        model, opt, _, loader, _ = booster.boost(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), None, DataLoader(data, 4)
-        )
-        for turn, (x,) in enumerate(loader):
-            if turn % 2:
-                booster.backward(model(x.clone()).square().mean(), opt)
-                opt.step(), opt.zero_grad()
-            else:
-                with booster.no_sync():
-                    booster.backward(model(x.clone()).square().mean(), opt)
-        opt.step()
-        return [x.detach() for x in model.unwrap().parameters()]
-
-    def step(booster):
-        state = booster.init(layers(nn.Dropout(0.5)), fs.optim.sgd(0.1), nn.functional.mse_loss)
-        state, _ = booster.step(state, (rows(4, 5), rows(4, 5, seed=6)))
-        return list(fs.unshard(state.params).values())
-
-    shared = fs.Booster()
-    for body in (main, step):
-        own = fs.run(lambda body=body: body(fs.Booster()), mesh=MESH)
-        for _ in range(2):
-            for found, expected in zip(fs.run(body, shared, mesh=MESH), own, strict=True):
-                assert all(map(torch.equal, found, expected))
-
-
-# -- losses of parameters beside the model ------------------------------------------------------------------------------
-
-
-def small():
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def test_loss_on_frozen_tensors_trains():
-    """A frozen temperature, an input whose gradient is wanted, the given model without gradients."""
-
-    def main():
-        given = small()
-        before = [x.clone() for x in given.parameters()]
-        heat, x = nn.Parameter(torch.ones(()), requires_grad=False), torch.ones(4, 3, requires_grad=True)
-        booster = fs.Booster()
-        model, opt, *_ = booster.boost(given, torch.optim.SGD(given.parameters(), lr=0.1))
-        with torch.no_grad():
-            apart = sum((now - then).square().sum() for now, then in zip(given.parameters(), before, strict=True))
-        booster.backward((model(x) * heat).square().mean() + apart, opt)
-        opt.step()
-        return any(not torch.equal(a, b) for a, b in zip(model.unwrap().parameters(), before, strict=True))
-
-    assert fs.run(main, mesh=fs.make_mesh({"data": 1})) == [True]
 
 
 @pytest.mark.parametrize(
