@@ -271,7 +271,16 @@ def _reduce_pair(transfer: PeerTransfer, x: Tensor, combine: Combine) -> Wire:
 
 
 def _scatter_one(transfer: PeerTransfer, rows: Tensor, move: Wired) -> Wire:
-    return scatter(transfer, [rows.view(-1)], [empty((rows.shape[1],), rows.dtype)], combining(move))
+    size, result = rows.nbytes // transfer.n, empty((rows.shape[1],), rows.dtype)
+    for other in transfer.others:
+        transfer.offer_address(other, rows.data_ptr() + other * size, size)
+    yield transfer.needs(*transfer.others)
+    theirs = {other: transfer.address(other, size) for other in transfer.others}
+    _sum_one(transfer, rows[transfer.index], theirs, result, combining(move), CHUNK)
+    for other in transfer.others:
+        transfer.confirm(other)
+    yield from transfer.settled(transfer.others)
+    return result
 
 
 def _gather_one(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:

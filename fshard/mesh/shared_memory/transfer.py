@@ -59,6 +59,10 @@ class PeerTransfer:
             self.peers[source].read(into, address, size)
             self.confirm(source)
 
+    def address(self, source: int, size: int) -> int:
+        """Return the address that a process has offered for reading."""
+        return self._taken(source, size, 0)[0]
+
     def confirm(self, source: int) -> None:
         """Send the confirmation that the tensor of a process has been read."""
         message = self.key | ANSWER, READ, 0, self.call.stamp
