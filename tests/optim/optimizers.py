@@ -241,7 +241,8 @@ def suited(make, params, steps):
 WRITERS = {name: opt for name, opt in ALL.items() if opt.step is not None} | {
     cls.__name__: optim.from_torch(cls, **options)
     for cls, options in FOREIGN.items()
-    if not options.get("fused") and cls is not torch.optim.ASGD  # whose eta is of float32, also for float64 parameters
+    # eta and mu_product of these two are of float32, also for float64 parameters
+    if not options.get("fused") and cls not in (torch.optim.ASGD, torch.optim.NAdam)
 }
 AROUND = {
     "clip": lambda opt: optim.chain(optim.clip_by_global_norm(0.5), opt),

@@ -114,18 +114,20 @@ def _is_useless(it: Reference, training: Training, step: int, field: Field, i: i
     if not values[-1].isfinite().all():
         return True
     eps = torch.finfo(training.compute or getattr(it.serial[step], field)[i].dtype).eps
-    counted = torch.ones_like(bound, dtype=torch.bool)
+    counted, raw = torch.ones_like(bound, dtype=torch.bool), values
     if field == "grads":
         rounding = sqrt(eps) * max(map(largest, it.exact[step].grads))
     else:
         rounding = 2 * TIMES * (step + 1) * eps * max(map(largest, values))
         start = widen(getattr(training.start, field)[i])
-        values = [x - start for x in values]
+        values, raw = [x - start for x in values], values
     if field == "params":
         counted = _moved(it, step, i)
     if not counted.any():
         return False
     size = max(x[counted].abs().square().mean().sqrt() for x in values)
+    if not size:  # no step has changed it so far, as while gradients are accumulated
+        size = max(map(largest, raw))
     return bool(torch.where(bound <= rounding, 0, bound)[counted].median() > size)
 
 
