@@ -6,7 +6,7 @@
 
 Both run the same blocks (runners.py, models.py) by schedules of the same name, in turn in one run: in every round each makes
 one step, in a new random order.  The slowest process counts.  Shown are medians over the rounds, of times and of the ratios
-of two times of one round: see zero.py.  All gradients have to agree in the end.
+of two times of one round: see zero.py.  All gradients must agree in the end.
 
 The bound: `simulate` of our schedule where F, I and W take the time of a block in the same round, by autograd alone, without
 messages; at least all work divided by the cores of the machine, since four processes share two.

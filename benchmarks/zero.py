@@ -9,7 +9,7 @@
 All variants (floors.py, peers.py) train the same model (models.py) on the same data with AdamW, in turn in one run: in
 every round each makes one step, in a new random order.  The slowest process counts.  Shown are medians over the rounds, of
 times and of the ratios of two times of one round: the pace of the machine changes from one second to the next, by up to
-two, and only such ratios mean something.  All losses have to agree in the end: a variant that trains something else is a bug.
+two, and only such ratios mean something.  All losses must agree in the end: a variant that trains something else is a bug.
 
 fshard uses direct links (processes of one machine read each other's memory), torch gloo over loopback.
 """

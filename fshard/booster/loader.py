@@ -110,7 +110,7 @@ class Loader:
         self.batch_size, self.drop_last, self.seed = loader.batch_size, bool(loader.drop_last), seed
         self.epoch = self.sample = self.samples = 0
         self._outside, self._yielded = is_outside(yielded.mesh), yielded
-        self._own_batches: list[list[int]] = []  # the samples of this device, set anew for each loop
+        self._own_batches: list[list[int]] = []  # the samples of this device, replaced in each loop
         options: Any = {name: getattr(loader, name) for name in _SAME}
         self._by_torch = DataLoader(self.dataset, batch_sampler=self._own_batches, **options)
 

@@ -76,7 +76,7 @@ class BoostedModel(nn.Module):
         self._steps, self._forwards = self._steps + 1, 0
 
     def unwrap(self) -> nn.Module:
-        """Return a copy of the module with full parameters; all devices have to call it."""
+        """Return a copy of the module with full parameters; all devices must call it."""
         params, buffers = self.full()
         full: dict[int, Any] = {}
         for name, x in self.module.named_parameters():

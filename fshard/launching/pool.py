@@ -30,7 +30,7 @@ from fshard.launching.worker import GRACE, Worker, WorkerReport, read, stacks_of
 Result = TypeVar("Result")
 
 START = 180.0
-"""Seconds that processes have to start: importing torch takes its time on a busy machine."""
+"""Seconds that processes may take to start: importing torch takes its time on a busy machine."""
 
 
 class Processes:

@@ -144,7 +144,7 @@ def _arguments(config: pytest.Config, item: pytest.Function) -> list[str]:
     options += [word for rule in config.getoption("pythonwarnings") or () for word in ("-W", rule)]
     options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
     if config.pluginmanager.hasplugin("hypothesispytest"):
-        options.append("--hypothesis-seed=0")  # every process has to draw the same examples
+        options.append("--hypothesis-seed=0")  # every process must draw the same examples
     return [*options, f"{config.rootpath / path}{separator}{name}"]
 
 

@@ -283,7 +283,7 @@ class DeviceStep:
         if not isinstance(result, tuple | list) or len(result) != len(wanted):
             size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
             raise ValueError(
-                f"the loss function has to return ({', '.join(wanted)}); found a {type(result).__name__}{size}."
+                f"the loss function must return ({', '.join(wanted)}); got a {type(result).__name__}{size}."
             )
         named = dict(zip(wanted, result, strict=True))
         return named["loss"], named.get("buffers", given), named.get("aux", ())
@@ -423,13 +423,13 @@ def _mean(how: StepOptions, loss: Any, slice: Slice, count: Count) -> Tensor:
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     one_each = "" if slice.samples is None else ", or one for each sample"
     cure = "Give has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
-    raise ValueError(f"the loss function has to return one number{one_each}; found {found}. {cure}.")
+    raise ValueError(f"the loss function must return one number{one_each}; got {found}. {cure}.")
 
 
 def refuse_detached(used: Sequence[float]) -> None:
     """Raise if no device has used any of the trained parameters."""
     if not any(used):
         raise ValueError(
-            "value_and_grad: the loss depends on no parameter that is trained, on any device, so nothing would be learnt. Was "
+            "value_and_grad: the loss depends on no parameter that is trained, on any device, so nothing would be trained. Was "
             "it cut off by detach(), item(), no_grad() or torch.tensor(...), or are all parameters that it uses frozen?"
         )

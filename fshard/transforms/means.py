@@ -134,9 +134,7 @@ def refuse_weights(weights: Sequence[float]) -> None:
     """Raise if a weight is negative or not finite."""
     wrong = [str(weight) for weight in weights if not 0 <= weight < inf]
     if wrong:
-        raise ValueError(
-            f"weight= gave {', '.join(wrong)}: what a part of the batch counts for is finite and at least 0."
-        )
+        raise ValueError(f"weight= must return finite numbers of at least 0; got {', '.join(wrong)}.")
 
 
 def nonzero_weight(total: float) -> float:
@@ -152,9 +150,7 @@ def weights_of(weight: Any, samples: int | None) -> Tensor:
         found = torch.as_tensor(weight, dtype=torch.float64)
         return found if found.shape == (samples,) else found.reshape(())
     found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-    raise ValueError(
-        f"weight= has to return one number for a part of the batch, or one for each sample; found {found}."
-    )
+    raise ValueError(f"weight= must return one number for a part of the batch, or one for each sample; got {found}.")
 
 
 def weight_of_samples(weights: Tensor) -> Tensor:

@@ -153,4 +153,4 @@ def refuse_unplaced(
             for path, x in zip(paths_of(structure), leaves, strict=True)
             if elsewhere(x)
         ]
-        raise LayoutError(f"{what} on {mesh}: {'; '.join(wrong)}. Lay the parameters on that mesh: {cure}.")
+        raise LayoutError(f"{what} on {mesh}: {'; '.join(wrong)}. Put the parameters on that mesh: {cure}.")

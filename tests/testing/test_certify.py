@@ -49,7 +49,7 @@ def verdicts(certificate):
 
 
 def only(certificate, leaf):
-    """Return the reason of the first divergence, which has to be of this leaf, in every stage."""
+    """Return the reason of the first divergence, which must be of this leaf, in every stage."""
     stages = {row.stage for row in certificate.rows}
     found = [next(r for r in certificate.rows if r.stage == stage and r.step == 0) for stage in sorted(stages)]
     assert {row.leaf for row in found} == {leaf}

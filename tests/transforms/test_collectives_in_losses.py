@@ -409,7 +409,7 @@ def test_reproducible_synchronised_batchnorm_raises():
     refused(lambda: run(own, torch.randn(16, 4)), ValueError, 'sync_batchnorm over "data" in the loss function')
 
 
-# -- what processes have to start from alike ---------------------------------------------------------------------------
+# -- what processes must start from alike ---------------------------------------------------------------------------
 
 
 def started_from(what, n):

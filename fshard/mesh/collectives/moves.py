@@ -385,7 +385,7 @@ class Same(Alone):
 Purpose = Literal["values", "tangents", "cotangents"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 UNEVEN = (
-    " One is for {}, the other for {}: what some devices of a group differentiate, all have to. Where there is nothing to "
+    " One is for {}, the other for {}: what some devices of a group differentiate, all must. Where there is nothing to "
     "differentiate, let the argument depend on what is: add 0 * x."
 )
 

@@ -292,8 +292,8 @@ def call(
 
 
 _BROKEN = {
-    "argument": "the argument of {what} over {axes} has to be equal on all devices; use psum or all_gather to make it so",
-    "result": "the result of {what} over {axes} is equal on all devices, so its gradient has to be; but it was used with "
+    "argument": "the argument of {what} over {axes} must be equal on all devices; use psum or all_gather to make it so",
+    "result": "the result of {what} over {axes} is equal on all devices, so its gradient must be; but it was used with "
     "each device's own data. Put fs.pvary(x, {axes}) around the result where that use begins",
 }
 

@@ -92,7 +92,7 @@ class Sharded:
             kinds = sorted({dtype_name(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in self.shards})
             raise LayoutError(
                 f"The shards of this Sharded are not tensors of one dtype: {', '.join(kinds)}. A function that is mapped over "
-                "shards has to make the same of each."
+                "shards must make the same of each."
             )
         given = tuple(tuple(shard.shape) for shard in self.shards)
         if given != _local_shapes(self.layout, self.shape, devices):

@@ -91,7 +91,7 @@ def sliced(x: Tensor, layout: Layout) -> Tensors:
 
 
 def moves(x: Sharded, layout: Layout) -> bool:
-    """Return True if an array has to be resharded to have this layout in the devices' memory."""
+    """Return True if an array must be resharded to have this layout in the devices' memory."""
     x.check()
     before = x.layout
     return before is not layout and (before.memory != "device" or bool(plan_reshard(before, layout, x.shape).steps))

@@ -289,7 +289,7 @@ def meet_all(device_type: str, limit: timedelta) -> None:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise MeshError(
             f"Process {here.rank} of {here.world}, started by {here.by}, did not meet the others at {here.address}, port "
-            f"{here.port}: {str(error).splitlines()[0]} All have to be started together; if another program has the port, "
+            f"{here.port}: {str(error).splitlines()[0]} All must be started together; if another program has the port, "
             "export another MASTER_PORT, and if that is not the host of process 0, MASTER_ADDR."
         ) from error
 

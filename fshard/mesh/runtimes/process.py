@@ -129,7 +129,7 @@ class ProcessWorld:
         meeting = self._watch.start(group, f"{named(describe(move), purpose())} of {shapes_of(xs)}{site.given}", site)
         if self.near(group.members) or (self._staged and group.members in self._links):
             return partial(self._watch.meet, meeting)
-        self._watch.meet(meeting)  # calls have no tags on NCCL, and to make a group all have to come
+        self._watch.meet(meeting)  # calls have no tags on NCCL, and to make a group all must come
         return None
 
     def agree(self, call: str, group: Group, site: Site) -> None:

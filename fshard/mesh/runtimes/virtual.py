@@ -278,7 +278,7 @@ class VirtualWorld(OneProcessWorld):
         raise DeadlockError(
             f"No device of {self.mesh} can go on: {waiting} of {self.mesh.size} wait, the others have finished.\n"
             + self._report(range(self.mesh.size))
-            + "\nEvery device of a group has to call the same collectives in the same order."
+            + "\nEvery device of a group must call the same collectives in the same order."
         )
 
     # -- collectives --------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class VirtualWorld(OneProcessWorld):
         raise MismatchError(
             f"The devices of one group of {self.mesh} met in one collective with different calls.\n"
             + _table([(self.name(device), what) for device, what in sorted(lines)])
-            + "\nEvery device of a group has to call the same collectives in the same order, on equal shapes, dtypes and trees."
+            + "\nEvery device of a group must call the same collectives in the same order, on equal shapes, dtypes and trees."
             + hint
             + uneven(expected.purpose, slot.purpose)
         )

@@ -162,7 +162,7 @@ def mismatch(call: CallInfo, peer: Neighbour, stamp: int) -> MismatchError:
     mine, others = PURPOSES[call.stamp & 3], PURPOSES[stamp & 3]
     return MismatchError(
         f"{call}: process {peer.rank} makes another call, or makes it on another shape, dtype or tree. "
-        "Every process of a group has to call the same collectives in the same order, on equal shapes, dtypes and trees; "
+        "Every process of a group must call the same collectives in the same order, on equal shapes, dtypes and trees; "
         f"run with FSHARD_CHECK=1 to see both calls.{uneven(mine, others)}"
     )
 

@@ -184,9 +184,9 @@ class Recipes:
         )
         return PlannedTensor(
             index, path, shape, layout, self._equal(spec),
-            "" if is_one else f"{what} has to be equal along {{axes}}, but its values differ. Shard it in its spec, or make "
+            "" if is_one else f"{what} must be equal along {{axes}}, but its values differ. Shard it in its spec, or make "
             "it equal",
-            f"{what} is equal along {{axes}}, so its gradient has to be; but it was used with each device's own data. "
+            f"{what} is equal along {{axes}}, so its gradient must be; but it was used with each device's own data. "
             f"Write {path} = fs.pvary({path}, {{axes}}) before that use",
         )  # fmt: skip
 
@@ -241,7 +241,7 @@ class Recipes:
 
     def _result_entry(self, mesh: Mesh, index: int, path: str, leaf: Tensor, spec: Any) -> PlannedTensor:
         layout = self._checked(mesh, leaf, spec, "out_spec")
-        what = f"result{path} of {self.name}, with out_spec {spec}, has to be equal along {{axes}}, but"
+        what = f"result{path} of {self.name}, with out_spec {spec}, must be equal along {{axes}}, but"
         return PlannedTensor(
             index, path, layout.global_shape(leaf.shape), layout, self._equal(spec),
             f"{what} its values differ. Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with "

@@ -153,7 +153,7 @@ def _same(x: Any, y: Any) -> bool:
 
 
 class _Outputs:
-    """The results of the devices: tensors travel as shards, all else has to be the same everywhere."""
+    """The results of the devices: tensors travel as shards, all else must be the same everywhere."""
 
     def __init__(self, recipes: Recipes, mesh: Mesh, site: Site) -> None:
         self.site = site
@@ -184,7 +184,7 @@ class _Outputs:
             if other != structure or not all(map(_same, values, leaves)):
                 raise MismatchError(
                     f"shard_map of {self.recipes.name}: devices {first} and {device} return different trees or values: "
-                    f"{leaves} in {structure}, and {values} in {other}. What is no tensor has to be the same."
+                    f"{leaves} in {structure}, and {values} in {other}. What is no tensor must be the same."
                 )
         may_differ = recipe.uneven or len(self.taken) > 1
         for entry, own in zip(recipe.entries, shards, strict=True):

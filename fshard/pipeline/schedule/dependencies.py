@@ -41,7 +41,7 @@ class Dependencies:
     parts: list[tuple[Action, ...]]  # I and W of a B, any other action itself
     device: list[int]  # of each action
     begin: list[int]  # of each row, and the end of the last one
-    needs: list[list[int]]  # of each action, those that have to end before it starts, as far as they exist
+    needs: list[list[int]]  # of each action, those that must end before it starts, as far as they exist
     partner: dict[int, int]  # the receive of each send, and the send of each receive
 
     def row(self, device: int) -> range:

@@ -1,6 +1,6 @@
 """Training on one device, on which `certify` and `certify_module` agree: in the own dtypes, and in float64.
 
-A run must be a function of its arguments, or nothing could be compared: it is repeated and has to give the same. The
+A run must be a function of its arguments, or nothing could be compared: it is repeated and must give the same. The
 runs in float64 repeat its random draws (a mask from the loss function's own generator).
 """
 

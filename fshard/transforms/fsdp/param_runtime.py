@@ -325,7 +325,7 @@ def plan_param(
     wanted = layout if gradients is None else gradients(layout)
     if not isinstance(wanted, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"value_and_grad: {gradients=!r} has to return a Layout for {named(parts_of(path))}; found {wanted!r}. "
+            f"value_and_grad: {gradients=!r} must return a Layout for {named(parts_of(path))}; got {wanted!r}. "
             "Write opt.gradients of a partitioned optimizer, or leave it out."
         )
     gather = plan_reshard(layout, unsharded, x.shape)

@@ -66,7 +66,7 @@ class Buffers:
         ]
         if wrong:
             raise LayoutError(
-                f"buffers must be replicated on {mesh}; {'; '.join(wrong)}. Lay them out as P(), or give plain tensors."
+                f"buffers must be replicated on {mesh}; {'; '.join(wrong)}. Replicate them, P(), or give plain tensors."
             )
         self._given = dict(zip(paths, leaves, strict=True))
         placed = [device_put(x, self._layouts[path]) if isinstance(x, Tensor) else x for path, x in self._given.items()]

@@ -222,7 +222,7 @@ class StageStep:
             returned, aux = how.loss_fn(y, self._tree(microbatch)), ()
             if how.has_aux:
                 if not isinstance(returned, tuple | list) or len(returned) != 2:
-                    raise ValueError(f"the loss function has to return (loss, aux); found a {type(returned).__name__}.")
+                    raise ValueError(f"the loss function must return (loss, aux); got a {type(returned).__name__}.")
                 returned, aux = returned
             loss = one_loss(how, returned, slice, count)
         self.parts[microbatch] = slice_results(loss, count, aux, slice.samples)
@@ -239,7 +239,7 @@ class StageStep:
         return self.units[stage].edges
 
     def may_accumulate(self, stage: int, microbatch: int) -> bool:
-        """Let autograd add to the sums, where nothing has to be done with gradients before."""
+        """Let autograd add to the sums, where gradients need no conversion before."""
         weighs = bool(self.turns[microbatch].weight.weight)
         return weighs and self.totals.let_accumulate(stage, self.units[stage].trained)
 

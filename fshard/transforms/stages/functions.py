@@ -67,7 +67,7 @@ def _check(stages: Sequence[object], recompute: How, microbatches: int | None) -
     wrong: list[str] = []
     number = isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0
     if not number and recompute not in ("never", "always", "except_last"):
-        wrong.append(f'recompute={recompute!r} is none of "never", "always", "except_last" and a number of layers')
+        wrong.append(f'recompute must be "never", "always", "except_last" or a number of layers; got {recompute!r}')
     if recompute == "except_last" and not microbatches:
         wrong.append('"except_last" needs to know how many there are: microbatches=')
     if isinstance(recompute, int):

@@ -325,7 +325,7 @@ def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: s
     mesh.check_axes(axis, f"{what}(axis=)")
     if not isinstance(schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
-            f"{what}: schedule={schedule!r} is none. Write fs.pipeline_schedule(name, stages=, microbatches=)."
+            f"{what}: schedule must be a Schedule; got {schedule!r}. Write fs.pipeline_schedule(name, stages=, microbatches=)."
         )
     wrong = [*others]
     if stages != schedule.stages:

@@ -196,7 +196,7 @@ def _bytes_in(oracle: Oracle, each: Operand) -> int:
 
 
 def _calls(case: Case, place: int) -> int:
-    """Count the calls that a ledger has to show: one for all tensors of a dtype."""
+    """Count the calls that a ledger must show: one for all tensors of a dtype."""
     each = len({_wire_dtype(case.oracle, operand.dtype) for operand in case.operands})
     match case.collective:
         case "pvary":

@@ -563,7 +563,7 @@ def test_missing_pvary_error_names_argument():
 
     assert promise_error(model, {"w": w.requires_grad_()}, x, in_specs=(P(), P("data")), out_specs=P()) == (
         'A promise of equality is broken: argument params["w"] of model, with spec P(), is equal along "data", so its gradient '
-        'has to be; but it was used with each device\'s own data. Write params["w"] = fs.pvary(params["w"], "data") before '
+        'must be; but it was used with each device\'s own data. Write params["w"] = fs.pvary(params["w"], "data") before '
         "that "
         "use.\n  at HERE: indices 1, 2, 3 along data differ from index 0"
     )
@@ -576,7 +576,7 @@ def test_missing_psum_error_names_result():
         return {"loss": (x**2).sum()}
 
     assert promise_error(model, x, in_specs=P("data"), out_specs=P(), gradient=False) == (
-        'A promise of equality is broken: result["loss"] of model, with out_spec P(), has to be equal along "data", but its '
+        'A promise of equality is broken: result["loss"] of model, with out_spec P(), must be equal along "data", but its '
         "values differ. Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with fs.pvary where its "
         "use begins), or shard it in its out_spec. fs.replicated declares a result that is equal by construction.\n"
         "  at HERE: indices 1, 2, 3 along data differ from index 0"
@@ -603,7 +603,7 @@ def test_unequal_argument_error_names_it():
     mapped = fs.shard_map(lambda weight: weight * 2, mesh=mesh, in_specs=P(), out_specs=P(), check=True)
     with pytest.raises(
         fs.errors.PromiseError,
-        match=r"(?s)argument weight of <lambda>, with spec P\(\), has to be equal .*indices 1, 3 .*differ from indices 0, 2",
+        match=r"(?s)argument weight of <lambda>, with spec P\(\), must be equal .*indices 1, 3 .*differ from indices 0, 2",
     ):
         mapped(pieces)
 
@@ -625,7 +625,7 @@ def test_check_under_torch_func_raises():
         grad(lambda w, x: fs.psum((x @ w).tanh().sum(), "data")), mesh=fs.make_mesh({"data": 2}),
         in_specs=(P(), P("data")), out_specs=P(), check=True,
     )  # fmt: skip
-    with pytest.raises(fs.errors.PromiseError, match="has to be equal"):
+    with pytest.raises(fs.errors.PromiseError, match="must be equal"):
         mapped(w, x)
 
 

@@ -45,7 +45,7 @@ def test_replicated_sends_no_bytes():
 
 
 def test_replicated_unequal_values_raise_under_check():
-    with pytest.raises(fs.errors.PromiseError, match=r'the argument of fs.replicated over "data" has to be equal'):
+    with pytest.raises(fs.errors.PromiseError, match=r'the argument of fs.replicated over "data" must be equal'):
         mapped(lambda x: fs.replicated(x, "data"), check=True)(X)
 
 

@@ -287,7 +287,7 @@ def test_check_uneven_differentiation_raises_on_all_waiting(f, checked):
     assert len(told) == (1 if f is uneven_message else 2)  # a sender does not wait for its receiver
     for text in told:
         assert text.startswith("MismatchError") and f" for {UNEVEN[f]}" in text
-        assert "what some devices of a group differentiate, all have to" in text
+        assert "what some devices of a group differentiate, all must" in text
 
 
 def test_gloo_uneven_differentiation_times_out():

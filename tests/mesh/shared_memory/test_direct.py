@@ -146,7 +146,7 @@ def test_uneven_differentiation_raises_mismatch(pair, f):
     with pytest.raises(fs.errors.MismatchError) as error:
         fs.run(differentiate_unevenly(f), mesh=fs.make_mesh({"d": 2}))
     for text in [*told, str(error.value)]:
-        assert "what some devices of a group differentiate, all have to" in text
+        assert "what some devices of a group differentiate, all must" in text
         assert f"for {UNEVEN[f]}" in text and "for values" in text
 
 

@@ -357,7 +357,7 @@ def test_unequal_result_error_names_it(mesh):
     with pytest.raises(fs.errors.PromiseError) as error:
         f(torch.arange(4.0))
     text = str(error.value)
-    assert 'result["total"] of <lambda>, with out_spec P(), has to be equal along ("data", "model")' in text
+    assert 'result["total"] of <lambda>, with out_spec P(), must be equal along ("data", "model")' in text
     assert (
         "Reduce it with fs.psum or fs.pmean" in text
         and "indices 2, 3 along data+model differ from indices 0, 1" in text

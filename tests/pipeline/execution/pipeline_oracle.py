@@ -1,7 +1,7 @@
 """An oracle for schedules: run one on numbers, with messages that carry no names, and see whether the result is right.
 
 Stage s is x -> a[s] * x + s in numbers modulo a prime, the loss's gradient is y - t[m].  Nothing is clever here: devices take
-turns, everything that is made has to be used up, and a send and a receive happen together.
+turns, everything that is made must be used up, and a send and a receive happen together.
 """
 
 from __future__ import annotations

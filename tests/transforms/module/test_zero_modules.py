@@ -514,7 +514,7 @@ def most_whole(monkeypatch, loss_fn, own, mesh, width=6, **options) -> Most:
     monkeypatch.setattr(Unit, "arrive", watched)
     run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), **options)
     gc.collect()
-    gc.disable()  # what is to be let go has to go by itself
+    gc.disable()  # what is freed must be freed without the collector
     try:
         for _ in range(2):  # the second gathers ahead
             alive.clear()
@@ -662,7 +662,7 @@ def test_unwritten_buffers_are_not_sent():
     assert after["mask"] is buffers["mask"] and (after["seen"], after["name"]) == (1.5, buffers["name"])
     with pytest.raises(ValueError, match=r"must return the buffers that it was given; other was not given"):
         fs.value_and_grad(with_another, mesh=mesh, batch=P("data"), has_buffers=True)(own, buffers, torch.ones(2))
-    with pytest.raises(ValueError, match=r"has to return \(loss, buffers\); found a Tensor"):
+    with pytest.raises(ValueError, match=r"must return \(loss, buffers\); got a Tensor"):
         fs.value_and_grad(lambda p, b, x: p["w"] * x.mean(), mesh=mesh, batch=P("data"), has_buffers=True)(
             own, buffers, torch.ones(2)
         )
