@@ -824,10 +824,10 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
         ),
         (
             lambda: called(weight=lambda x: torch.ones(3)),
-            r"weight= must return one number .*found a tensor of shape \(3,\)",
+            r"weight= must return one number .*got a tensor of shape \(3,\)",
         ),
         (lambda: called(has_aux=True), r"must return \(loss, aux\); got a Tensor"),
-        (lambda: called(returned(torch.ones(()), {})), "one number, .*found tuple. Give has_aux=True"),
+        (lambda: called(returned(torch.ones(()), {})), "one number, .*got tuple. Give has_aux=True"),
         (lambda: called(lambda p, x: p["w"].sum() * 1j), "a number of torch.complex64, which has no gradient"),
         (
             lambda: called(batch={"x": torch.ones(4, 2).numpy()}),

@@ -226,7 +226,7 @@ def test_meta_tensor_on_mesh_with_values_raises():
 
 def test_visualize_bare_layout_raises():
     with pytest.raises(
-        TypeError, match=r"found Layout. Give the tensor or shape: fs.visualize\(\(8, 6\), layout=layout\)"
+        TypeError, match=r"got Layout. Give the tensor or shape: fs.visualize\(\(8, 6\), layout=layout\)"
     ):
         fs.visualize(fs.Layout(fs.make_mesh({"data": 2}), P("data")))
 
