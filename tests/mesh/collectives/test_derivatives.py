@@ -590,8 +590,8 @@ def test_missing_pvary_after_psum_error_names_collective():
         return x * fs.psum(x, "data")
 
     assert promise_error(model, x, in_specs=P("data"), out_specs=P("data")) == (
-        'A promise of equality is broken: the result of fs.psum over "data" is equal on all devices, so its gradient has '
-        "to be; "
+        'A promise of equality is broken: the result of fs.psum over "data" is equal on all devices, so its gradient must '
+        "be; "
         'but it was used with each device\'s own data. Put fs.pvary(x, "data") around the result where that use begins.\n'
         "  at HERE: indices 1, 2, 3 along data differ from index 0"
     )
