@@ -117,11 +117,6 @@ class Batch:
     given: Sequence[Any] = ()
 
     @property
-    def unsharded(self) -> dict[str, Tensor]:
-        """The tensors that were given in full, by path."""
-        return {path: x for path, x in zip(paths_of(self.structure), self.given, strict=False) if isinstance(x, Tensor)}
-
-    @property
     def alone(self) -> bool:
         """True if other processes may have been given something else."""
         return len(self.devices) < self.mesh.size and self.mesh.runtime != "abstract"

@@ -18,7 +18,7 @@ from fshard.mesh.layout import PyTree, Structure, flatten_with_paths
 from fshard.mesh.spmd.scope import Group, owning
 from fshard.optim.scaling import finite_scale
 from fshard.source import Site
-from fshard.transforms.agree import CollectiveRecord, disagreement, exchanged, marks, objection, on_host, summed, unlike
+from fshard.transforms.agree import CURE, CollectiveRecord, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.fsdp.engine import Gradients, UnitOptions
 from fshard.transforms.fsdp.param_runtime import Order, ParamRuntime, followed
@@ -43,7 +43,7 @@ from fshard.transforms.means import (
     weights_of,
 )
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
-from fshard.transforms.origin import Origin
+from fshard.transforms.origin import Inputs, inputs_of
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
@@ -313,11 +313,11 @@ class DeviceStep:
         Returns also how many devices used each parameter, and the averaged buffers that were written.
         """
         runtime, paths = self.runtime, self.buffers.paths
-        given, near, origin = self.buffers.before(self.place), found[0].loss.device, self._origin()
+        given, near, inputs = self.buffers.before(self.place), found[0].loss.device, self._inputs()
         wrote, others = written_paths(written), irregular(written, given)
         several_shapes = len({entry.path for entry in others}) < len(others)
         columns = {
-            "marks": marks(runtime.sequence, origin.numbers, *([others] if paths else [])),
+            "marks": marks(runtime.sequence, [*inputs], *([others] if paths else [])),
             "wrote": [float(path in wrote) for path in paths],
             "several": [float(several_shapes)] if paths else [],
             "kept": [float(unit.accumulated is not None) for unit in runtime.units],
@@ -328,7 +328,7 @@ class DeviceStep:
         rest = iter(row)
         sums = {name: [next(rest) for _ in column] for name, column in columns.items()}
         differing, used = unlike(sums["marks"]), sums["used"]
-        self._refuse_different(origin, differing)
+        self._refuse_different(inputs, differing)
         if any(leaf.trained for leaf in runtime.leaves):
             refuse_detached([times for times, leaf in zip(used, runtime.leaves, strict=True) if leaf.trained])
         runtime.reductions.rest(sums["kept"], used)
@@ -338,29 +338,20 @@ class DeviceStep:
         entries = entries_to_average(paths, sums["wrote"], written, given, agreed=agreed)
         return mean, used, averaged(written, entries, self.everyone, given, near, runtime.site)
 
-    def _origin(self) -> Origin:
-        """Return the inputs of the step."""
+    def _inputs(self) -> Inputs:
         runtime, key = self.runtime, None if self.how.slices is None else self.key
         pairs = zip(runtime.leaves, runtime.shards, strict=True)
-        replicated = ((leaf.path, x) for leaf, x in pairs if not leaf.gather.steps)
-        return Origin.of(self.batch, key, replicated, fresh=runtime.fresh)
+        return inputs_of(self.batch, key, (x for leaf, x in pairs if not leaf.gather.steps), fresh=runtime.fresh)
 
-    def _refuse_different(self, origin: Origin, differing: Sequence[int]) -> None:
+    def _refuse_different(self, inputs: Inputs, differing: Sequence[int]) -> None:
         """Raise if devices have different inputs (1), or else if they all-gathered different units (0)."""
-        group, runtime = self.everyone, self.runtime
-        if not {0, 1} & {*differing} or group is None:
-            return
-
-        def exchange(own: Sequence[int]) -> dict[int, list[int]]:
-            return exchanged(own, group, runtime.site)
-
-        mesh = runtime.scope.mesh
-        if 1 in differing:  # different inputs may be the reason for different all-gathers
-            origin.refuse(self.how.caller, mesh, exchange)
-        known = disagreement(mesh, exchange(runtime.sequence), runtime.words())
-        raise MismatchError(
-            f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
-        )
+        group = self.everyone
+        if group is not None and 1 in differing:  # which may be the reason for different all-gathers
+            inputs.refuse(self.how.caller, group, self.runtime.site)
+        if group is not None and 0 in differing:
+            raise MismatchError(
+                f"{self.how.caller}: devices gathered different units, so one was given another's values. {CURE}"
+            )
 
     def gradients(self, used: Sequence[float], weight: float = 1.0) -> Gradients:
         """Return the gradients; None for a parameter that no device used. `weight` is the total of all slices."""

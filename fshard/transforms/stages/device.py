@@ -22,7 +22,7 @@ from fshard.pipeline.execution.device import StageDevice
 from fshard.pipeline.execution.leaves import stage_for
 from fshard.pipeline.execution.microbatches import shape_key
 from fshard.source import Site, call_site
-from fshard.transforms.agree import NOT_HEARD, exchanged, marks, objection, on_host, summed, unlike
+from fshard.transforms.agree import NOT_HEARD, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch
 from fshard.transforms.device_step import DeviceResult, one_loss, refuse_detached, slice_turns
 from fshard.transforms.fsdp.engine import GradientSums, reducer_of, storage_of
@@ -42,7 +42,7 @@ from fshard.transforms.means import (
     with_batch_layout,
 )
 from fshard.transforms.module.buffers import written_paths
-from fshard.transforms.origin import Origin
+from fshard.transforms.origin import inputs_of
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import folded, keyed_apart
 from fshard.transforms.stages.buffers import StageWrites
@@ -291,15 +291,15 @@ class StageStep:
     def _agreed(self) -> tuple[list[float], dict[str, Tensor]]:
         """Return how many devices used each parameter, and the buffers that changed; raise if inputs differ."""
         how, writes = self.plan.how, self.writes
-        origin = Origin.of(self.batch, None if how.slices is None else self.key, (), fresh=self.fresh)
+        inputs = inputs_of(self.batch, None if how.slices is None else self.key, (), fresh=self.fresh)
         written = [] if writes is None else writes.written([turn.weight.weight for turn in self.turns])
         paths = [] if writes is None else writes.paths
-        wrote, own = written_paths(written), marks(origin.numbers)
+        wrote, own = written_paths(written), marks([*inputs])
         row = [*own, *(float(path in wrote) for path in paths), *map(float, self.totals.reduced.used)]
         (sums,) = summed((on_host(row, torch.device("cpu")),), self.everyone, self.site)
         found = sums.tolist()
         if unlike(found[: len(own)]):
-            origin.refuse(how.caller, self.scope.mesh, lambda own: exchanged(own, self.everyone, self.site))
+            inputs.refuse(how.caller, self.everyone, self.site)
         flags, used = found[len(own) :][: len(paths)], found[len(own) + len(paths) :]
         if how.backward:
             refuse_detached(used)
