@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import FshardError, MismatchError
-from fshard.mesh.layout import PyTree, Structure, flatten_with_paths
+from fshard.mesh.layout import PyTree, flatten_with_paths
 from fshard.mesh.spmd.scope import Group, owning
 from fshard.optim.scaling import finite_scale
 from fshard.source import Site
@@ -29,7 +29,6 @@ from fshard.transforms.means import (
     AuxLeaves,
     Count,
     LossSums,
-    Rows,
     Weight,
     averaged_results,
     collected,
@@ -38,9 +37,7 @@ from fshard.transforms.means import (
     nonzero_weight,
     refuse_weights,
     slice_results,
-    weight_of_samples,
-    weighted,
-    weights_of,
+    weight_of,
 )
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
 from fshard.transforms.origin import Inputs, inputs_of
@@ -117,15 +114,13 @@ class SliceOutput(NamedTuple):
 class DeviceResult(NamedTuple):
     """The results of one device's step.
 
-    The loss and its weight; the metrics, numbers and rows by their indices in a tree; the local shards of the
-    gradients, None where no device has used a parameter; the buffers that changed; the order of units.
+    The loss and its weight; the metrics; the local shards of the gradients, None where no device has used a parameter; the
+    buffers that changed; the order of units.
     """
 
     loss: Tensor
     weight: float
-    numbers: dict[int, Tensor]
-    rows: dict[int, Rows]
-    structure: Structure
+    aux: PyTree
     gradients: Gradients
     buffers: dict[str, Tensor]
     order: Order | None = None
@@ -210,12 +205,11 @@ class DeviceStep:
             runtime.warn_of_attributes()
         gradients = self.gradients(used, mean.weight)
         counts = [slice.rows if self.batch.cut else None for slice in slices]
-        numbers, rows = combine_aux([part.aux for part in parts], counts, mean, self._rows)
+        aux = combine_aux([part.aux for part in parts], counts, mean, self._rows)
         runtime.close()
-        structure = parts[-1].aux.structure
-        return DeviceResult(mean.loss, mean.weight, numbers, rows, structure, gradients, changed, runtime.order)
+        return DeviceResult(mean.loss, mean.weight, aux, gradients, changed, runtime.order)
 
-    def _rows(self, rows: Sequence[Tensor]) -> Rows:
+    def _rows(self, rows: Sequence[Tensor]) -> Tensor:
         """Concatenate the slices' results that have a row per sample."""
         cut = () if self.batch.cut is None else self.batch.cut.axes
         same = tuple(axis for axis in (*self.collectives.along, *self.batch.axes) if axis not in cut)
@@ -230,7 +224,7 @@ class DeviceStep:
             idle_slice(not slice.rows),
             owning(self.batch.mesh.axis_names, self.collectives.notice),
         ):
-            loss, buffers, aux = self._forward(slice, count)
+            loss, buffers, aux = self._forward(slice)
             self.agree_on_axes(loss.device)
             self._backward(loss, count, keep)
         if keep is None:
@@ -238,13 +232,13 @@ class DeviceStep:
         written = self.buffers.changed(self.place, buffers, loss.device)
         return SliceOutput(*slice_results(loss, count, aux, slice.samples), written)
 
-    def _forward(self, slice: Slice, count: Count) -> tuple[Tensor, PyTree, PyTree]:
+    def _forward(self, slice: Slice) -> tuple[Tensor, PyTree, PyTree]:
         how, runtime = self.how, self.runtime
         with torch.set_grad_enabled(how.backward):
             batch = self.batch.tree(slice.leaves, how.unit_options.compute)
             with runtime.saved.watch():
                 loss, buffers, aux = self._called(batch)
-            loss = one_loss(how, loss, slice, count)
+            loss = one_loss(how, loss, slice)
         if runtime.fresh:
             refuse_unreached(loss)
         return loss, buffers, aux
@@ -376,45 +370,33 @@ def counts_of(how: StepOptions, batch: Batch, slices: list[Slice], group: Group 
     if how.weight is None:
         total = batch.total(len(slices)) if how.slices is None else 1
         return [Count(float(each), each / total) for each in rows]
-    given = [weights_of(how.weight(batch.tree(slice.leaves)), slice.samples) for slice in slices]
-    found = torch.stack([weight_of_samples(weights) for weights in given])
+    found = torch.stack([weight_of(how.weight(batch.tree(slice.leaves))) for slice in slices])
     if found.is_meta:
-        return [Count(1.0, 1.0, each) for each in given]
+        return [Count(1.0, 1.0)] * len(slices)
     weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]
     refuse_weights(weights)
     if how.slices is not None:
-        return [Count(weight, weight, each) for weight, each in zip(weights, given, strict=True)]
+        return [Count(weight, weight) for weight in weights]
     (sums,) = summed((on_host([sum(weights)], found.device),), group, site)
     total = nonzero_weight(sums.item())
-    return [Count(weight, weight / total, each) for weight, each in zip(weights, given, strict=True)]
+    return [Count(weight, weight / total) for weight in weights]
 
 
-def one_loss(how: StepOptions, loss: Any, slice: Slice, count: Count) -> Tensor:
+def one_loss(how: StepOptions, loss: Any, slice: Slice) -> Tensor:
     """Return the loss of a slice as one number, from the result of the loss function."""
+    if isinstance(loss, Tensor) and loss.shape == (slice.samples,) and how.weight is None:
+        loss = loss.mean()
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        loss = _mean(how, loss, slice, count)
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        cure = "Give has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
+        raise ValueError(
+            f"the loss function must return one number, or without weight= one for each sample; got {found}. {cure}."
+        )
     if not loss.is_floating_point():
         raise ValueError(
             f"the loss function returned a number of {loss.dtype}, which has no gradient. Return a real floating one."
         )
     return loss.reshape(()) if loss.ndim else loss
-
-
-def _mean(how: StepOptions, loss: Any, slice: Slice, count: Count) -> Tensor:
-    """Return the mean of the losses of the samples of a slice."""
-    if isinstance(loss, Tensor) and loss.shape == (slice.samples,):
-        if how.weight is None:
-            return loss.mean()
-        if count.each is not None and count.each.ndim:
-            return weighted(loss, count.each)
-        raise ValueError(
-            "the loss function returned a loss for each sample, but weight= one number for all. Let weight= return what "
-            "each sample counts for, or take the mean that this number is for."
-        )
-    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    one_each = "" if slice.samples is None else ", or one for each sample"
-    cure = "Give has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
-    raise ValueError(f"the loss function must return one number{one_each}; got {found}. {cure}.")
 
 
 def refuse_detached(used: Sequence[float]) -> None:

@@ -36,7 +36,7 @@ from fshard.transforms.batch import Batch, BatchPart, placed
 from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions
 from fshard.transforms.fsdp.engine import ParamPlan, UnitOptions, reducer_of, storage_of
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
-from fshard.transforms.means import Weight, put_together
+from fshard.transforms.means import Weight, global_aux
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import wrong_options
 from fshard.transforms.origin import refuse_distant, refuse_unplaced
@@ -180,7 +180,7 @@ class GradientFunction:
             for leaf, *shards in zip(plans.leaves, *(result.gradients for result in results), strict=True)
         ]
         after = memory.after([result.buffers for result in results])
-        aux = put_together(first.numbers, [result.rows for result in results], first.structure)
+        aux = global_aux([result.aux for result in results], parts) if self.how.has_aux else ()
         value = StepValue(first.loss, first.weight, parts.samples, after, aux)
         return value, unflatten(structure, [grads[place] for place in at])
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fshard.errors import ModuleError
-from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import Group, owning, parting, require
 from fshard.optim.scaling import finite_scale
@@ -31,7 +31,6 @@ from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.means import (
     AuxLeaves,
     LossSums,
-    Rows,
     averaged_results,
     collected,
     combine_aux,
@@ -39,7 +38,6 @@ from fshard.transforms.means import (
     nonzero_weight,
     slice_results,
     tree_sum,
-    with_batch_layout,
 )
 from fshard.transforms.module.buffers import written_paths
 from fshard.transforms.origin import inputs_of
@@ -164,10 +162,7 @@ class StageStep:
             self._nothing(at) if times and g is None else g
             for at, (g, times) in enumerate(zip(gradients, used, strict=True))
         ]
-        leaves, structure = flatten(aux)
-        numbers = {place: x for place, x in enumerate(leaves) if not x.ndim}
-        rows = {place: with_batch_layout(x, self.batch) for place, x in enumerate(leaves) if x.ndim}
-        return DeviceResult(loss, self.weight, numbers, rows, structure, gradients, buffers)
+        return DeviceResult(loss, self.weight, aux, gradients, buffers)
 
     def _nothing(self, index: int) -> Tensor | None:
         """Return the empty gradient of a parameter of another device's stage, the same in all steps."""
@@ -224,7 +219,7 @@ class StageStep:
                 if not isinstance(returned, tuple | list) or len(returned) != 2:
                     raise ValueError(f"the loss function must return (loss, aux); got a {type(returned).__name__}.")
                 returned, aux = returned
-            loss = one_loss(how, returned, slice, count)
+            loss = one_loss(how, returned, slice)
         self.parts[microbatch] = slice_results(loss, count, aux, slice.samples)
         self.scaled = finite_scale(loss.dtype, self.scale)
         return loss
@@ -266,13 +261,11 @@ class StageStep:
         cut = () if batch.cut is None else batch.cut.axes
         same = tuple(axis for axis in batch.axes if axis not in cut)
 
-        def collect(rows: Sequence[Tensor]) -> Rows:
+        def collect(rows: Sequence[Tensor]) -> Tensor:
             return collected(rows, batch, self._along(same), self._along(cut), self.site)
 
         counts = [turn.slice.rows if batch.cut else None for turn in self.turns]
-        numbers, rows = combine_aux([own for _, own in parts], counts, mean, collect)
-        known, structure = {**numbers, **{place: one.own for place, one in rows.items()}}, parts[-1][1].structure
-        aux = unflatten(structure, [known[place] for place in range(structure.num_leaves)])
+        aux = combine_aux([own for _, own in parts], counts, mean, collect)
         return mean.loss, torch.full_like(mean.loss, self.scaled / self.scale, dtype=torch.float64), aux
 
     # -- agreement with all devices -----------------------------------------------------------------------------------

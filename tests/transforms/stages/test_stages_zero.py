@@ -683,7 +683,7 @@ def test_staged_inputs_elsewhere_raise():
         step(good[:1], opt.init(good), batch)
     with pytest.raises(
         ValueError,
-        match=r"train_step on .*: 1.b is Tensor; 1.w is Tensor. Lay .* that mesh: fs.shard_stages",
+        match=r"train_step on .*: 1.b is Tensor; 1.w is Tensor. Put .* that mesh: fs.shard_stages",
     ):
         step([good[0], weights(2)[1]], opt.init(good), batch)
     with pytest.raises(ValueError, match=r"a step takes \(params, state, batch\), 2 are given"):
