@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from fshard.booster.plugins import Plugin
 from fshard.errors import ScopeError
-from fshard.mesh.layout import PyTree, flatten_outside
+from fshard.mesh.layout import PyTree, flatten
 from fshard.mesh.spmd.run import device_of, is_outside
 from fshard.transforms.batch import BatchPart, Cut, rows_of
 
@@ -57,7 +57,7 @@ class YieldedBatches:
         """Return how the batch is sharded of which the device's tensors have these rows."""
         last = self._sizes[:1] if self.is_iterating or not rows else []
         found = self._match(rows) or next(map(self.cut, last), None)
-        return found or self.cut(self.cut(0).parts * (rows[0] if rows else 1))
+        return found or self.cut(self.cut(0).parts * max([1, *rows[:1]]))
 
     def as_part(self, batch: PyTree) -> PyTree:
         """Return a batch of a functional step as this device's part, if a loader has yielded one of as many rows."""
@@ -71,7 +71,7 @@ class YieldedBatches:
 
 def rows_in(tree: PyTree) -> list[int]:
     """Return the length of the first dim of each tensor."""
-    return [rows for x in flatten_outside(tree)[1] if (rows := rows_of(x)) is not None]
+    return [rows for x in flatten(tree)[0] if (rows := rows_of(x)) is not None]
 
 
 _SAME = (

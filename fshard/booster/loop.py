@@ -28,7 +28,7 @@ from fshard.booster.plugins import Plugin
 from fshard.booster.sharding import shard_model
 from fshard.booster.slices import JoinedOutput, join, split_backward
 from fshard.errors import MismatchError, ModuleError
-from fshard.mesh.layout import PyTree, Structure, flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import one_thread, resolve_mesh, run_on_devices
@@ -145,9 +145,10 @@ class LoopModel(BoostedModel):
         own = len(self._yielded.samples(cut))
         if sliced:
             return BatchPart(given, cut).on(mesh), own / cut.length
-        _, leaves, structure = flatten_with_paths(given, none_is_leaf=True)
-        cuts = [cut if rows_of(x) == max(own, 1) else None for x in leaves]
-        return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self._axes, ()), own / cut.length
+        leaves, structure = flatten(given, none_is_leaf=True)
+        has_samples = [rows_of(x) == max(own, 1) for x in leaves]
+        columns, found = [(x,) for x in leaves], cut if any(has_samples) else None
+        return Batch(mesh, (device,), columns, found, has_samples, structure, self._axes, ()), own / cut.length
 
     def _begin(self) -> _Step:
         """Begin a step: make the parameters available."""

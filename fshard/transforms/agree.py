@@ -97,44 +97,20 @@ def unlike(sums: Sequence[float]) -> list[int]:
     return [place for place, (first, square) in enumerate(zip(firsts, squares, strict=True)) if first**2 != n * square]
 
 
-def exchanged(own: Sequence[int], group: Group, site: Site) -> dict[int, list[int]]:
-    """Return every device's list of numbers, by the device's number in the mesh."""
-    lengths = torch.zeros(group.size, dtype=torch.float64)
-    lengths[group.index] = len(own)
-    counts = [int(length) for length in summed((lengths,), group, site)[0].tolist()]
-    rows = torch.zeros(group.size, max(counts), dtype=torch.float64)
-    rows[group.index, : len(own)] = torch.tensor(own, dtype=torch.float64)
-    found = summed((rows.flatten(),), group, site)[0].view_as(rows).tolist()
-    return {
-        group.member(index): [int(number) for number in row[:count]]
-        for index, (row, count) in enumerate(zip(found, counts, strict=True))
-    }
-
-
-def disagreement(mesh: Mesh, gathered: Mapping[int, Sequence[int]], words: Sequence[str]) -> str:
-    """Return where devices have all-gathered different units, empty if they have not; `words` describe the units.
+def gathered(mesh: Mesh, units: Mapping[int, Sequence[int]], words: Sequence[str]) -> str:
+    """Return which units each device has all-gathered, empty if several have gathered the same; `words` describe units.
 
     >>> import fshard as fs
-    >>> disagreement(fs.make_mesh({"data": 2}), {0: [0, 1], 1: [0]}, ["head (head.w)", "tail (tail.w)"])
-    '(data=0) has gathered tail (tail.w), (data=1) has not. An all-gather needs all devices. ...'
+    >>> gathered(fs.make_mesh({"data": 2}), {0: [0, 1], 1: [0]}, ["head (head.w)", "tail (tail.w)"])
+    '(data=0) has gathered head (head.w), then tail (tail.w); (data=1) has gathered head (head.w). An all-gather ...'
     """
-    if len(gathered) == 1:  # a process: it has no others' values
-        ((device, numbers),) = gathered.items()
-        here = ", then ".join(words[number] for number in numbers)
-        return f"{name_of(mesh, device)} has gathered {here}. {CURE}" if numbers else ""
-    longest = max(map(len, gathered.values()))
-    rows = {device: [*numbers, *[-1] * (longest - len(numbers))] for device, numbers in gathered.items()}
-    start = next((at for at in range(longest) if len({row[at] for row in rows.values()}) > 1), None)
-    if start is None:
+    if len(units) > 1 and len({*map(tuple, units.values())}) == 1:
         return ""
-    devices: dict[int, list[str]] = {}
-    for device, row in sorted(rows.items(), key=lambda item: item[1][start] < 0):
-        devices.setdefault(row[start], []).append(name_of(mesh, device))
-    parts = [
-        f"{' and '.join(names)} has {'not' if number < 0 else f'gathered {words[number]}'}"
-        for number, names in devices.items()
+    found = [
+        f"{name_of(mesh, device)} has gathered {', then '.join(words[number] for number in numbers) or 'nothing'}"
+        for device, numbers in units.items()
     ]
-    return f"{', '.join(parts)}. {CURE}"
+    return f"{'; '.join(found)}. {CURE}"
 
 
 def name_of(mesh: Mesh, device: int) -> str:

@@ -11,16 +11,15 @@ stay in step; its results have weight 0.
 Where no axis shards the samples, as beside a pipeline alone, all tensors of one length contain some, and every device
 has them all.
 
-Containers of Python and dataclasses are trees, in which each tensor has a row per sample, or none. Tensors in objects
-of other classes (a jagged tensor, a graph) may mean anything: such an object of a device's own loader is passed to the
-module unchanged, and raises where its samples would be split.
+All tensors that axes shard have one row per sample. Tensors in objects of other classes than containers and dataclasses
+(a jagged tensor, a graph) may mean anything: such an object raises where its samples would be split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -34,19 +33,16 @@ from fshard.mesh.layout import (
     P,
     PyTree,
     Structure,
-    any_known,
     broadcast_prefix,
     flatten,
-    flatten_outside,
     flatten_with_paths,
     is_dense,
     paths_of,
-    torch_alone_knows,
     unflatten,
 )
 from fshard.mesh.layout.arithmetic import Range, balanced_range, ravel
 from fshard.mesh.layout.sharded import Sharded, in_memory
-from fshard.mesh.reshard.device_put import collected, device_put, unshard
+from fshard.mesh.reshard.device_put import device_put, unshard
 from fshard.mesh.spmd.run import local_devices
 
 
@@ -56,6 +52,11 @@ class Cut(NamedTuple):
     axes: tuple[str, ...]
     parts: int
     length: int
+
+    @property
+    def is_even(self) -> bool:
+        """True if all devices have the same number of samples."""
+        return self.length % self.parts == 0
 
     def ranges(self, mesh: Mesh, device: int, count: int) -> list[Range]:
         """Return which samples a device takes, in `count` slices."""
@@ -100,7 +101,8 @@ class Batch:
         mesh: the devices.
         devices: the local ones.
         columns: for each leaf, the local shards.
-        cuts: how the samples of each leaf are sharded; None: every slice has all of it.
+        cut: how the samples are sharded; None: no tensor has any.
+        has_samples: for each leaf, True if it has a row per sample; every slice has all of the others.
         structure: of the tree.
         axes: that shard anything: those of the samples first, in their order.
         shapes: global shapes of the leaves that are tensors.
@@ -110,31 +112,21 @@ class Batch:
     mesh: Mesh
     devices: tuple[int, ...]
     columns: list[tuple[Any, ...]]
-    cuts: list[Cut | None]
+    cut: Cut | None
+    has_samples: list[bool]
     structure: Structure
     axes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     given: Sequence[Any] = ()
 
     @property
-    def unsharded(self) -> dict[str, Tensor]:
-        """The tensors that were given in full, by path."""
-        return {path: x for path, x in zip(paths_of(self.structure), self.given, strict=False) if isinstance(x, Tensor)}
-
-    @property
     def alone(self) -> bool:
         """True if other processes may have been given something else."""
         return len(self.devices) < self.mesh.size and self.mesh.runtime != "abstract"
 
-    @cached_property
-    def cut(self) -> Cut | None:
-        """The sharding of samples, if all tensors with samples agree."""
-        kinds = {cut for cut in self.cuts if cut is not None}
-        return kinds.pop() if len(kinds) == 1 else None
-
     @property
     def samples(self) -> int | None:
-        """The number of samples, if all tensors with samples agree."""
+        """The number of samples."""
         return None if self.cut is None else self.cut.length
 
     def total(self, count: int) -> int:
@@ -144,45 +136,34 @@ class Batch:
 
     def check(self, count: int) -> None:
         """Raise if the batch cannot be split into `count` slices per device."""
-        kinds = {cut for cut in self.cuts if cut is not None}
-        if count > 1 and not kinds:
+        if count > 1 and self.cut is None:
             raise ValueError(
                 f"each device's part of the batch must be split into {count} slices, but has no tensor whose first dim is "
                 "sharded by its spec, and tensors of several lengths or none. Name those with samples by an axis of one device "
                 'if there is no other: batch=P("data").'
             )
-        if any(cut.length == 0 for cut in kinds):
+        if self.samples == 0:
             raise ValueError("the batch has no samples. Leave it out.")
-        if len(kinds) > 1 and any(cut.length % (cut.parts * count) for cut in kinds):
-            found = ", ".join(f"{cut.length} over {' x '.join(cut.axes)}" for cut in sorted(kinds))
-            raise ValueError(
-                f"the tensors of the batch are sharded differently ({found}), and not evenly into {count} slices per device, "
-                "so samples cannot be matched. Give them divisible numbers of samples."
-            )
 
     def slices(self, place: int, count: int, *, apart: bool = False) -> list[Slice]:
         """Split the shards of the device at index `place`.
 
         `apart`: copy each slice, since kernels round differently where their inputs are aligned differently.
         """
-        device = self.devices[place]
+        device, cut = self.devices[place], self.cut
         own = [column[place] for column in self.columns]
-        if count == 1 and not apart and self.cut is not None and self.cut.length % self.cut.parts == 0:
-            rows = self.cut.length // self.cut.parts
+        if count == 1 and not apart and cut is not None and cut.is_even:
+            rows = cut.length // cut.parts
             return [Slice(own, rows, rows)]
-        ranges = {cut: cut.ranges(self.mesh, device, count) for cut in self.cuts if cut is not None}
-
+        ranges = [] if cut is None else cut.ranges(self.mesh, device, count)
         copy_ = lazy_copy if count > 1 else lambda x: x  # a write to one slice must not change the next
 
         def one(turn: int) -> Slice:
-            leaves = [
-                copy_(x) if cut is None else _rows(x, ranges[cut], turn) for x, cut in zip(own, self.cuts, strict=True)
-            ]
-            if apart:
-                leaves = [x if cut is None else x.clone() for x, cut in zip(leaves, self.cuts, strict=True)]
-            if self.cut is None:
-                return Slice(leaves, 1, self.samples)
-            start, stop = ranges[self.cut][turn]
+            both = zip(own, self.has_samples, strict=True)
+            leaves = [_rows(x, ranges, turn, apart=apart) if yes else copy_(x) for x, yes in both]
+            if cut is None:
+                return Slice(leaves, 1, None)
+            start, stop = ranges[turn]
             return Slice(leaves, stop - start, max(stop - start, 1))
 
         return [one(turn) for turn in range(count)]
@@ -194,11 +175,12 @@ class Batch:
         return unflatten(self.structure, leaves)
 
 
-def _rows(x: Tensor, ranges: list[Range], turn: int) -> Tensor:
+def _rows(x: Tensor, ranges: list[Range], turn: int, *, apart: bool) -> Tensor:
     """Return the samples of one slice from a device's part."""
     start, stop = ranges[turn]
     first = ranges[0][0]
-    return x[slice(*_filled((start - first, stop - first), len(x)))]
+    rows = x[slice(*_filled((start - first, stop - first), len(x)))]
+    return rows.clone() if apart else rows
 
 
 @dataclass(frozen=True)
@@ -210,22 +192,21 @@ class BatchPart:
 
     def on(self, mesh: Mesh) -> Batch:
         """Return the batch in its layout."""
-        _refuse_opaque(self.tree, P(self.cut.axes))
         paths, leaves, structure = flatten_with_paths(self.tree, none_is_leaf=True)
         (device,) = local_devices(mesh)
         (own,) = self.cut.ranges(mesh, device, 1)
         rows = max(own[1] - own[0], 1)  # a neighbour's, if there is none
-        strange = [(path, x) for path, x in zip(paths, leaves, strict=True) if rows_of(x) not in (None, rows)]
-        if strange:
-            found = ", ".join(f"{path or 'it'} is {rows_of(x)} long" for path, x in strange)
-            raise ValueError(
-                f"this device has {rows} of the batch's {self.cut.length} samples from the loader, but {found}. Give "
-                "tensors with a row per sample separately from tensors that all devices get in full."
-            )
+        for path, x in zip(paths, leaves, strict=True):
+            _refuse_object(x)
+            if rows_of(x) not in (None, rows):
+                raise ValueError(
+                    f"this device has {rows} of the batch's {self.cut.length} samples from the loader, but {path or 'it'} is "
+                    f"{rows_of(x)} long. Give tensors with a row per sample apart from those that all devices get in full."
+                )
         tensors = [lazy_copy(in_memory(x, mesh, "device")) if isinstance(x, Tensor) else x for x in leaves]
-        cuts = [None if rows_of(x) is None else self.cut for x in leaves]
+        has_samples = [rows_of(x) is not None for x in leaves]
         shapes = tuple((*([self.cut.length] if x.ndim else []), *x.shape[1:]) for x in leaves if isinstance(x, Tensor))
-        return Batch(mesh, (device,), [(x,) for x in tensors], cuts, structure, self.cut.axes, shapes)
+        return Batch(mesh, (device,), [(x,) for x in tensors], self.cut, has_samples, structure, self.cut.axes, shapes)
 
 
 def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
@@ -237,36 +218,37 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
         chosen = [specs] * len(leaves) if isinstance(specs, P) else broadcast_prefix(specs, batch, none_is_leaf=True)
     except ValueError:
         raise ValueError(f"the batch specs {specs!r} are no prefix of the batch {structure}.") from None
-    if not all_plain(leaves):
-        _refuse_opaque(batch, specs)
-    try:
-        placed = [_placed(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
-    except (TypeError, ValueError):
-        with collected("batch") as attempt:
-            for path, leaf, spec in zip(paths_of(structure), leaves, chosen, strict=True):
-                with attempt(path):
-                    _placed(leaf, spec, mesh)
-        raise
+    placed = list[tuple[Cut | None, tuple[Any, ...]]]()
+    for at, (leaf, spec) in enumerate(zip(leaves, chosen, strict=True)):
+        try:
+            placed.append(_placed(leaf, spec, mesh))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"batch: {paths_of(structure)[at]}: {error}") from None
     cuts, columns = [cut for cut, _ in placed], [column for _, column in placed]
     if not any(cuts):
         cuts = _uncut(columns)
+    kinds = sorted({cut for cut in cuts if cut is not None})
+    if len(kinds) > 1:
+        found = ", ".join(f"{cut.length} over {' x '.join(cut.axes)}" for cut in kinds)
+        raise ValueError(f"the tensors of a batch must have the same samples; got {found}. Replicate the others: P().")
+    cut = kinds[0] if kinds else None
     over = [axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in chosen)]
-    first = next((cut.axes for cut in cuts if cut is not None), ())
+    first = () if cut is None else cut.axes
     axes = (*first, *(axis for axis in over if axis not in first))
     shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor | Sharded))
-    return Batch(mesh, local_devices(mesh), columns, cuts, structure, axes, shapes, leaves)
+    has_samples = [cut is not None for cut in cuts]
+    return Batch(mesh, local_devices(mesh), columns, cut, has_samples, structure, axes, shapes, leaves)
 
 
-def _refuse_opaque(batch: PyTree, specs: PyTree) -> None:
-    """Raise with the objects whose samples cannot be split."""
-    paths, leaves, structure = flatten_outside(batch)
-    chosen = broadcast_prefix(specs, unflatten(structure, [0] * len(leaves)), none_is_leaf=True)
-    cut = [(path, x) for path, x, spec in zip(paths, leaves, chosen, strict=True) if isinstance(spec, P) and spec.axes]
-    if wrong := [f"{path or 'it'} is a {type(x).__name__}" for path, x in cut if is_opaque(x)]:
-        raise TypeError(
-            f"batch: leaves must be tensors, or containers of them, to be sharded; {', '.join(wrong)}. Give its "
-            "tensors and make the object in the loss function, or P() for it in the batch's specs: all devices get all of it."
-        )
+def _refuse_object(leaf: Any) -> None:
+    """Raise if a leaf is no tensor but has some, whose samples cannot be split."""
+    if not isinstance(leaf, Tensor | Sharded):
+        inside = getattr(leaf, "__dict__", {}).values()
+        if getattr(leaf, "ndim", 0) or any(isinstance(x, Tensor) for x in inside):
+            raise TypeError(
+                f"a {type(leaf).__name__} is not sharded. Give its tensors and make the object in the loss function, or P() "
+                "for it in the batch's specs: all devices get all of it."
+            )
 
 
 def _uncut(columns: list[tuple[Any, ...]]) -> list[Cut | None]:
@@ -279,15 +261,13 @@ def _uncut(columns: list[tuple[Any, ...]]) -> list[Cut | None]:
 def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ...]]:
     """Shard a leaf on a mesh; return the sharding of its samples, and the local shards."""
     if not isinstance(leaf, Tensor | Sharded):
-        if getattr(leaf, "ndim", 0) and isinstance(spec, P) and spec.axes:
-            raise TypeError(
-                f"is of class {type(leaf).__name__}, which is not cut. Write torch.as_tensor(...) around it."
-            )
+        if isinstance(spec, P) and spec.axes:
+            _refuse_object(leaf)
         return None, (leaf,) * len(local_devices(mesh))
     if not isinstance(spec, P):
-        raise TypeError(f"is a tensor, but its spec is {spec!r}. Give a P.")
+        raise TypeError(f"the spec of a tensor must be a P; got {spec!r}.")
     cut, layout = _how(mesh, spec, tuple(leaf.shape))
-    is_even = cut is None or cut.length % cut.parts == 0
+    is_even = cut is None or cut.is_even
     if isinstance(leaf, Sharded) and is_even:
         return cut, (leaf if leaf.layout == layout else device_put(leaf, layout)).shards
     x = leaf if type(leaf) is Tensor else unshard(leaf)
@@ -320,7 +300,7 @@ def _how(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> tuple[Cut | None, Layou
     layout = Layout(mesh, spec)
     first, *others = spec.dims(len(shape)) or [()]
     cut = Cut(first, prod(mesh.shape[axis] for axis in first), shape[0]) if first else None
-    if cut is not None and cut.length % cut.parts:
+    if cut is not None and not cut.is_even:
         layout = Layout(mesh, P(None, *others))
     layout.check(shape)
     return cut, layout
@@ -334,34 +314,3 @@ def rows_of(leaf: Any) -> int | None:
     (3, None, None)
     """
     return leaf.shape[0] if isinstance(leaf, Tensor | Sharded) and len(leaf.shape) else None
-
-
-def all_plain(leaves: Sequence[Any]) -> bool:
-    """Return True if no leaf can be such an object, nor be in one, as in nearly every batch."""
-    return not any_known() and all(isinstance(x, Tensor | Sharded | int | float | str | None) for x in leaves)
-
-
-def is_opaque(leaf: Any) -> bool:
-    """Return True if a leaf is an object with tensors of equal length, registered with torch's pytrees.
-
-    >>> import torch
-    >>> is_opaque(torch.distributions.Normal(torch.zeros(2), torch.ones(2))), is_opaque(torch.zeros(3)), is_opaque("a")
-    (True, False, False)
-    """
-    if isinstance(leaf, Tensor | Sharded):
-        return False
-    lengths = {len(x) for x in tensors_in(leaf) if x.ndim}
-    return len(lengths) > torch_alone_knows(leaf)
-
-
-def tensors_in(leaf: Any) -> list[Tensor]:
-    """Return a tensor, or those in an object.
-
-    >>> import torch
-    >>> tensors_in(torch.ones(1)), tensors_in(3)
-    ([tensor([1.])], [])
-    """
-    if isinstance(leaf, Tensor):
-        return [leaf]
-    inside = flatten(leaf)[0] if torch_alone_knows(leaf) else getattr(leaf, "__dict__", {}).values()
-    return [x for x in inside if isinstance(x, Tensor)]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fshard.errors import FshardError, MismatchError
-from fshard.mesh.layout import PyTree, Structure, flatten_with_paths
+from fshard.mesh.layout import PyTree, flatten_with_paths
 from fshard.mesh.spmd.scope import Group, owning
 from fshard.optim.scaling import finite_scale
 from fshard.source import Site
-from fshard.transforms.agree import CollectiveRecord, disagreement, exchanged, marks, objection, on_host, summed, unlike
+from fshard.transforms.agree import CURE, CollectiveRecord, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.fsdp.engine import Gradients, UnitOptions
 from fshard.transforms.fsdp.param_runtime import Order, ParamRuntime, followed
@@ -29,7 +29,6 @@ from fshard.transforms.means import (
     AuxLeaves,
     Count,
     LossSums,
-    Rows,
     Weight,
     averaged_results,
     collected,
@@ -38,12 +37,10 @@ from fshard.transforms.means import (
     nonzero_weight,
     refuse_weights,
     slice_results,
-    weight_of_samples,
-    weighted,
-    weights_of,
+    weight_of,
 )
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
-from fshard.transforms.origin import Origin
+from fshard.transforms.origin import Inputs, inputs_of
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
@@ -117,15 +114,13 @@ class SliceOutput(NamedTuple):
 class DeviceResult(NamedTuple):
     """The results of one device's step.
 
-    The loss and its weight; the metrics, numbers and rows by their indices in a tree; the local shards of the
-    gradients, None where no device has used a parameter; the buffers that changed; the order of units.
+    The loss and its weight; the metrics; the local shards of the gradients, None where no device has used a parameter; the
+    buffers that changed; the order of units.
     """
 
     loss: Tensor
     weight: float
-    numbers: dict[int, Tensor]
-    rows: dict[int, Rows]
-    structure: Structure
+    aux: PyTree
     gradients: Gradients
     buffers: dict[str, Tensor]
     order: Order | None = None
@@ -210,12 +205,11 @@ class DeviceStep:
             runtime.warn_of_attributes()
         gradients = self.gradients(used, mean.weight)
         counts = [slice.rows if self.batch.cut else None for slice in slices]
-        numbers, rows = combine_aux([part.aux for part in parts], counts, mean, self._rows)
+        aux = combine_aux([part.aux for part in parts], counts, mean, self._rows)
         runtime.close()
-        structure = parts[-1].aux.structure
-        return DeviceResult(mean.loss, mean.weight, numbers, rows, structure, gradients, changed, runtime.order)
+        return DeviceResult(mean.loss, mean.weight, aux, gradients, changed, runtime.order)
 
-    def _rows(self, rows: Sequence[Tensor]) -> Rows:
+    def _rows(self, rows: Sequence[Tensor]) -> Tensor:
         """Concatenate the slices' results that have a row per sample."""
         cut = () if self.batch.cut is None else self.batch.cut.axes
         same = tuple(axis for axis in (*self.collectives.along, *self.batch.axes) if axis not in cut)
@@ -230,7 +224,7 @@ class DeviceStep:
             idle_slice(not slice.rows),
             owning(self.batch.mesh.axis_names, self.collectives.notice),
         ):
-            loss, buffers, aux = self._forward(slice, count)
+            loss, buffers, aux = self._forward(slice)
             self.agree_on_axes(loss.device)
             self._backward(loss, count, keep)
         if keep is None:
@@ -238,13 +232,13 @@ class DeviceStep:
         written = self.buffers.changed(self.place, buffers, loss.device)
         return SliceOutput(*slice_results(loss, count, aux, slice.samples), written)
 
-    def _forward(self, slice: Slice, count: Count) -> tuple[Tensor, PyTree, PyTree]:
+    def _forward(self, slice: Slice) -> tuple[Tensor, PyTree, PyTree]:
         how, runtime = self.how, self.runtime
         with torch.set_grad_enabled(how.backward):
             batch = self.batch.tree(slice.leaves, how.unit_options.compute)
             with runtime.saved.watch():
                 loss, buffers, aux = self._called(batch)
-            loss = one_loss(how, loss, slice, count)
+            loss = one_loss(how, loss, slice)
         if runtime.fresh:
             refuse_unreached(loss)
         return loss, buffers, aux
@@ -313,11 +307,11 @@ class DeviceStep:
         Returns also how many devices used each parameter, and the averaged buffers that were written.
         """
         runtime, paths = self.runtime, self.buffers.paths
-        given, near, origin = self.buffers.before(self.place), found[0].loss.device, self._origin()
+        given, near, inputs = self.buffers.before(self.place), found[0].loss.device, self._inputs()
         wrote, others = written_paths(written), irregular(written, given)
         several_shapes = len({entry.path for entry in others}) < len(others)
         columns = {
-            "marks": marks(runtime.sequence, origin.numbers, *([others] if paths else [])),
+            "marks": marks(runtime.sequence, [*inputs], *([others] if paths else [])),
             "wrote": [float(path in wrote) for path in paths],
             "several": [float(several_shapes)] if paths else [],
             "kept": [float(unit.accumulated is not None) for unit in runtime.units],
@@ -328,7 +322,7 @@ class DeviceStep:
         rest = iter(row)
         sums = {name: [next(rest) for _ in column] for name, column in columns.items()}
         differing, used = unlike(sums["marks"]), sums["used"]
-        self._refuse_different(origin, differing)
+        self._refuse_different(inputs, differing)
         if any(leaf.trained for leaf in runtime.leaves):
             refuse_detached([times for times, leaf in zip(used, runtime.leaves, strict=True) if leaf.trained])
         runtime.reductions.rest(sums["kept"], used)
@@ -338,29 +332,20 @@ class DeviceStep:
         entries = entries_to_average(paths, sums["wrote"], written, given, agreed=agreed)
         return mean, used, averaged(written, entries, self.everyone, given, near, runtime.site)
 
-    def _origin(self) -> Origin:
-        """Return the inputs of the step."""
+    def _inputs(self) -> Inputs:
         runtime, key = self.runtime, None if self.how.slices is None else self.key
         pairs = zip(runtime.leaves, runtime.shards, strict=True)
-        replicated = ((leaf.path, x) for leaf, x in pairs if not leaf.gather.steps)
-        return Origin.of(self.batch, key, replicated, fresh=runtime.fresh)
+        return inputs_of(self.batch, key, (x for leaf, x in pairs if not leaf.gather.steps), fresh=runtime.fresh)
 
-    def _refuse_different(self, origin: Origin, differing: Sequence[int]) -> None:
+    def _refuse_different(self, inputs: Inputs, differing: Sequence[int]) -> None:
         """Raise if devices have different inputs (1), or else if they all-gathered different units (0)."""
-        group, runtime = self.everyone, self.runtime
-        if not {0, 1} & {*differing} or group is None:
-            return
-
-        def exchange(own: Sequence[int]) -> dict[int, list[int]]:
-            return exchanged(own, group, runtime.site)
-
-        mesh = runtime.scope.mesh
-        if 1 in differing:  # different inputs may be the reason for different all-gathers
-            origin.refuse(self.how.caller, mesh, exchange)
-        known = disagreement(mesh, exchange(runtime.sequence), runtime.words())
-        raise MismatchError(
-            f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
-        )
+        group = self.everyone
+        if group is not None and 1 in differing:  # which may be the reason for different all-gathers
+            inputs.refuse(self.how.caller, group, self.runtime.site)
+        if group is not None and 0 in differing:
+            raise MismatchError(
+                f"{self.how.caller}: devices gathered different units, so one was given another's values. {CURE}"
+            )
 
     def gradients(self, used: Sequence[float], weight: float = 1.0) -> Gradients:
         """Return the gradients; None for a parameter that no device used. `weight` is the total of all slices."""
@@ -385,45 +370,33 @@ def counts_of(how: StepOptions, batch: Batch, slices: list[Slice], group: Group 
     if how.weight is None:
         total = batch.total(len(slices)) if how.slices is None else 1
         return [Count(float(each), each / total) for each in rows]
-    given = [weights_of(how.weight(batch.tree(slice.leaves)), slice.samples) for slice in slices]
-    found = torch.stack([weight_of_samples(weights) for weights in given])
+    found = torch.stack([weight_of(how.weight(batch.tree(slice.leaves))) for slice in slices])
     if found.is_meta:
-        return [Count(1.0, 1.0, each) for each in given]
+        return [Count(1.0, 1.0)] * len(slices)
     weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]
     refuse_weights(weights)
     if how.slices is not None:
-        return [Count(weight, weight, each) for weight, each in zip(weights, given, strict=True)]
+        return [Count(weight, weight) for weight in weights]
     (sums,) = summed((on_host([sum(weights)], found.device),), group, site)
     total = nonzero_weight(sums.item())
-    return [Count(weight, weight / total, each) for weight, each in zip(weights, given, strict=True)]
+    return [Count(weight, weight / total) for weight in weights]
 
 
-def one_loss(how: StepOptions, loss: Any, slice: Slice, count: Count) -> Tensor:
+def one_loss(how: StepOptions, loss: Any, slice: Slice) -> Tensor:
     """Return the loss of a slice as one number, from the result of the loss function."""
+    if isinstance(loss, Tensor) and loss.shape == (slice.samples,) and how.weight is None:
+        loss = loss.mean()
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        loss = _mean(how, loss, slice, count)
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        cure = "Give has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
+        raise ValueError(
+            f"the loss function must return one number, or without weight= one for each sample; got {found}. {cure}."
+        )
     if not loss.is_floating_point():
         raise ValueError(
             f"the loss function returned a number of {loss.dtype}, which has no gradient. Return a real floating one."
         )
     return loss.reshape(()) if loss.ndim else loss
-
-
-def _mean(how: StepOptions, loss: Any, slice: Slice, count: Count) -> Tensor:
-    """Return the mean of the losses of the samples of a slice."""
-    if isinstance(loss, Tensor) and loss.shape == (slice.samples,):
-        if how.weight is None:
-            return loss.mean()
-        if count.each is not None and count.each.ndim:
-            return weighted(loss, count.each)
-        raise ValueError(
-            "the loss function returned a loss for each sample, but weight= one number for all. Let weight= return what "
-            "each sample counts for, or take the mean that this number is for."
-        )
-    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    one_each = "" if slice.samples is None else ", or one for each sample"
-    cure = "Give has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
-    raise ValueError(f"the loss function must return one number{one_each}; got {found}. {cure}.")
 
 
 def refuse_detached(used: Sequence[float]) -> None:

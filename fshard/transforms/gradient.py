@@ -17,7 +17,7 @@ thread. Then the bits are the same on any mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -31,12 +31,12 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
 from fshard.optim.leaves import trainable, without_static
 from fshard.source import Site, call_site
-from fshard.transforms.agree import CURE, disagreement
+from fshard.transforms.agree import gathered
 from fshard.transforms.batch import Batch, BatchPart, placed
 from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions
 from fshard.transforms.fsdp.engine import ParamPlan, UnitOptions, reducer_of, storage_of
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
-from fshard.transforms.means import Weight, put_together
+from fshard.transforms.means import Weight, global_aux
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import wrong_options
 from fshard.transforms.origin import refuse_distant, refuse_unplaced
@@ -180,7 +180,7 @@ class GradientFunction:
             for leaf, *shards in zip(plans.leaves, *(result.gradients for result in results), strict=True)
         ]
         after = memory.after([result.buffers for result in results])
-        aux = put_together(first.numbers, [result.rows for result in results], first.structure)
+        aux = global_aux([result.aux for result in results], parts) if self.how.has_aux else ()
         value = StepValue(first.loss, first.weight, parts.samples, after, aux)
         return value, unflatten(structure, [grads[place] for place in at])
 
@@ -287,13 +287,11 @@ class Gradient(GradientFunction):
 
         try:
             results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
-        except (MismatchError, DeadlockError) as error:
-            difference = _difference(mesh, runtimes)
-            if difference and CURE not in str(error):
-                raise MismatchError(f"{error}\nvalue_and_grad: {difference}") from error
-            raise
-        except CollectiveTimeoutError as error:
-            error.add_note(f"value_and_grad: {_difference(mesh, runtimes)}")
+        except (MismatchError, DeadlockError, CollectiveTimeoutError) as error:
+            units = {device: runtime.sequence for device, runtime in runtimes.items()}
+            words = next((runtime.words() for runtime in runtimes.values()), [])
+            if found := gathered(mesh, units, words):
+                error.add_note(f"{self.how.caller}: {found}")
             raise
         plans.order = results[0].order
         return results
@@ -306,9 +304,3 @@ class Gradient(GradientFunction):
         storage, reducer = storage_of(leaves, shards, options, site), reducer_of(plans.ways, options, site)
         how = {"several": several, "each_use": reproducible}
         return ParamRuntime(leaves, plans.by_unit, shards, storage, reducer, options, site, plans.order, **how)
-
-
-def _difference(mesh: Mesh, runtimes: Mapping[int, ParamRuntime]) -> str:
-    """Return the devices that all-gathered other units than others."""
-    gathered = {device: runtime.sequence for device, runtime in runtimes.items()}
-    return disagreement(mesh, gathered, next(iter(runtimes.values())).words()) if runtimes else ""

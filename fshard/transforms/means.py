@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.moves import AllGather, Broadcast, Psum
-from fshard.mesh.layout import Layout, P, PyTree, Structure, flatten_with_paths, unflatten
+from fshard.mesh.layout import Layout, P, PyTree, Structure, flatten, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
@@ -123,11 +123,10 @@ Weight = Callable[[PyTree], Tensor | int | float]
 
 
 class Count(NamedTuple):
-    """The weight of a slice, the factor of its gradient, and the weight of each sample if there is one."""
+    """The weight of a slice, and the factor of its gradient."""
 
     weight: float
     share: float
-    each: Tensor | None = None
 
 
 def refuse_weights(weights: Sequence[float]) -> None:
@@ -144,25 +143,12 @@ def nonzero_weight(total: float) -> float:
     return total
 
 
-def weights_of(weight: Any, samples: int | None) -> Tensor:
-    """Return the weight of a part, or of each of its samples, in float64."""
-    if isinstance(weight, Real) or (isinstance(weight, Tensor) and (weight.numel() == 1 or weight.shape == (samples,))):
-        found = torch.as_tensor(weight, dtype=torch.float64)
-        return found if found.shape == (samples,) else found.reshape(())
-    found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-    raise ValueError(f"weight= must return one number for a part of the batch, or one for each sample; got {found}.")
-
-
-def weight_of_samples(weights: Tensor) -> Tensor:
-    """Add up the weights of samples; if one is negative, return that, for `refuse_weights`."""
-    return torch.where((weights < 0).any(), weights.amin(), weights.sum())
-
-
-def weighted(losses: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted mean of losses; a loss of weight 0 need not be finite."""
-    total = weights.sum()
-    shares = (weights / torch.where(total > 0, total, 1)).to(losses)
-    return torch.where(weights > 0, losses * shares, 0).sum()
+def weight_of(weight: Any) -> Tensor:
+    """Return the result of `weight=` in float64."""
+    if not isinstance(weight, Tensor | Real) or (isinstance(weight, Tensor) and weight.numel() != 1):
+        found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        raise ValueError(f"weight= must return one number for a part of the batch; got {found}.")
+    return torch.as_tensor(weight, dtype=torch.float64).reshape(())
 
 
 class _IdleState(threading.local):
@@ -198,38 +184,32 @@ class idle_slice:
 
 
 class AuxLeaves(NamedTuple):
-    """Leaves by their indices in the tree: means, counts, and rows per sample."""
+    """The metrics of a slice, or of all together: numbers, and tensors with a row for each sample."""
 
-    means: dict[int, Tensor]
-    counts: dict[int, Tensor]
-    rows: dict[int, Tensor]
+    leaves: list[Tensor]
     structure: Structure
 
 
-def sort_aux(aux: PyTree, samples: int | None, near: torch.device) -> AuxLeaves:
-    """Sort the metrics of a slice with this number of samples; raise with all that are invalid."""
+def aux_leaves(aux: PyTree, samples: int | None, near: torch.device) -> AuxLeaves:
+    """Return the metrics of a slice with this number of samples; raise with all that are invalid."""
     if isinstance(aux, tuple) and not aux:
         return _NOTHING
     paths, leaves, structure = flatten_with_paths(aux)
-    found, wrong = AuxLeaves({}, {}, {}, structure), list[str]()
-    for place, (path, x) in enumerate(zip(paths, leaves, strict=True)):
-        x = torch.full((), x, device=near) if isinstance(x, bool | int | float) else x
-        kind = _complaint(x, samples)
-        if kind is not None:
-            wrong.append(f"{named(parts_of(path)) or 'it'} is {kind}")
-        elif x.ndim:
-            found.rows[place] = x.detach()
-        else:
-            (found.means if x.is_floating_point() else found.counts)[place] = x
+    leaves = [torch.full((), x, device=near) if isinstance(x, bool | int | float) else x for x in leaves]
+    wrong = [
+        f"{named(parts_of(path)) or 'it'} is {kind}"
+        for path, x in zip(paths, leaves, strict=True)
+        if (kind := _complaint(x, samples)) is not None
+    ]
     if wrong:
         raise ValueError(
             f"value_and_grad: what is returned beside the loss is a number, or has a row for each sample; {'; '.join(wrong)}. "
             "Write x.float() for the share of a bool, or x.sum() for a count, and x.unbind() for several numbers."
         )
-    return found
+    return AuxLeaves([x.detach() for x in leaves], structure)
 
 
-_NOTHING = AuxLeaves({}, {}, {}, flatten_with_paths(())[2])
+_NOTHING = AuxLeaves([], flatten_with_paths(())[2])
 
 
 def _complaint(x: Any, samples: int | None) -> str | None:
@@ -245,20 +225,36 @@ def _complaint(x: Any, samples: int | None) -> str | None:
 
 def slice_results(loss: Tensor, count: Count, aux: PyTree, samples: int | None) -> tuple[LossSums, AuxLeaves]:
     """Return the results of a slice: its loss and numbers with their weight, and its metrics."""
-    leaves = sort_aux(aux, samples, loss.device)
-    return LossSums(loss.detach(), count.weight, [*leaves.means.values()], [*leaves.counts.values()]), leaves
+    metrics = aux_leaves(aux, samples, loss.device)
+    numbers = [x for x in metrics.leaves if not x.ndim]
+    means, counts = [x for x in numbers if x.is_floating_point()], [x for x in numbers if not x.is_floating_point()]
+    return LossSums(loss.detach(), count.weight, means, counts), metrics
 
 
-class Rows(NamedTuple):
-    """One device's rows of a leaf, and their layouts."""
+def combine_aux(
+    each: Sequence[AuxLeaves], rows: Sequence[int | None], mean: LossSums, collect: Callable[[Sequence[Tensor]], Tensor]
+) -> PyTree:
+    """Return the metrics of one device from those of its slices.
 
-    own: Tensor
-    shape: tuple[int, ...]
-    layout: Layout
+    Args:
+        each: the metrics of each slice.
+        rows: number of rows of each that count; None: all.
+        mean: over all slices of all devices.
+        collect: concatenates the rows of slices.
+    """
+    means, counts = iter(mean.means), iter(mean.counts)
+
+    def combined(column: Sequence[Tensor]) -> Tensor:
+        if column[0].ndim:
+            return collect([x[:count] for x, count in zip(column, rows, strict=True)])
+        return next(means if column[0].is_floating_point() else counts)
+
+    columns = zip(*(metrics.leaves for metrics in each), strict=True)
+    return unflatten(each[-1].structure, [combined(column) for column in columns])
 
 
-def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: Group | None, site: Site) -> Rows:
-    """Concatenate the rows of a device's slices, those of each sample once.
+def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: Group | None, site: Site) -> Tensor:
+    """Concatenate the rows of a device's slices, those of each sample once; of all devices, where the batch is uneven.
 
     Args:
         rows: of each slice; an idle slice has none.
@@ -273,48 +269,26 @@ def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: G
         (x,) = Bound(Psum() if averaged else Broadcast(0), same, site).run((x,))
         x = x / same.size if averaged else x
     cut = batch.cut
-    if cut is None or group is None or cut.length % cut.parts == 0:
-        return with_batch_layout(x, batch)
+    if cut is None or group is None or cut.is_even:
+        return x
     longest = -(-cut.length // cut.parts)
     filled = x.new_zeros(longest, *x.shape[1:])
     filled[: len(x)] = x
     (every,) = Bound(AllGather(0, True), group, site).run((filled,))
-    parts = [part[:length] for part, length in zip(every.split(longest), cut.lengths(), strict=True)]
-    return with_batch_layout(torch.cat(parts), batch)
+    return torch.cat([part[:length] for part, length in zip(every.split(longest), cut.lengths(), strict=True)])
 
 
-def combine_aux(
-    each: Sequence[AuxLeaves], rows: Sequence[int | None], mean: LossSums, collect: Callable[[Sequence[Tensor]], Rows]
-) -> tuple[dict[int, Tensor], dict[int, Rows]]:
-    """Return the metrics by index: numbers, of which `mean` has the global ones, and rows.
+def global_aux(found: Sequence[PyTree], batch: Batch) -> PyTree:
+    """Return the metrics of a step from those of the local devices: rows have the batch's layout, if that is even."""
+    cut, structure = batch.cut, flatten(found[0])[1]
 
-    Args:
-        each: the metrics of each slice.
-        rows: number of rows of each that count; None: all.
-        mean: over all slices of all devices.
-        collect: concatenates the rows of slices.
-    """
-    last = each[-1]
-    numbers = dict(zip((*last.means, *last.counts), (*mean.means, *mean.counts), strict=True))
-    columns = {
-        place: [sort_aux.rows[place][:count] for sort_aux, count in zip(each, rows, strict=True)] for place in last.rows
-    }
-    return numbers, {place: collect(column) for place, column in columns.items()}
+    def joined(shards: tuple[Tensor, ...]) -> Tensor | Sharded:
+        x = shards[0]
+        if not x.ndim:
+            return x
+        if cut is None or not cut.is_even:
+            return Sharded(tuple(x.shape), Layout(batch.mesh), shards)
+        return Sharded((cut.length, *x.shape[1:]), Layout(batch.mesh, P(cut.axes)), shards)
 
-
-def with_batch_layout(x: Tensor, batch: Batch) -> Rows:
-    """Give collected rows the batch's layout, or replicate them where it is uneven."""
-    cut = batch.cut
-    if cut is None or cut.length % cut.parts:
-        return Rows(x, tuple(x.shape), Layout(batch.mesh))
-    return Rows(x, (cut.length, *x.shape[1:]), Layout(batch.mesh, P(cut.axes)))
-
-
-def put_together(means: dict[int, Tensor], rows: Sequence[dict[int, Rows]], structure: Structure) -> PyTree:
-    """Return the tree: numbers, and rows as the devices at hand hold them."""
-    integers = {
-        place: Sharded(one.shape, one.layout, tuple(device[place].own for device in rows))
-        for place, one in rows[0].items()
-    }
-    known = {**means, **integers}
-    return unflatten(structure, [known[place] for place in range(structure.num_leaves)])
+    columns = zip(*(flatten(aux)[0] for aux in found), strict=True)
+    return unflatten(structure, [joined(shards) for shards in columns])

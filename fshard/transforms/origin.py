@@ -9,13 +9,13 @@ inside               the calling device's own     its own
     replicated parameters                    in the first step: a hash of each leaf's bits
     batches that are given in full           in the first step, likewise
 
-Marks of these are added to numbers that are summed anyway; only if marks differ do devices exchange details.
+A mark of all these is added to numbers that are summed anyway; only if it differs do devices compare each kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.layout import Mesh, PyTree, Structure, flatten, flatten_with_paths, paths_of
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
-from fshard.transforms.agree import name_of
+from fshard.mesh.spmd.scope import Group
+from fshard.source import Site
+from fshard.transforms.agree import marks, on_host, summed, unlike
 from fshard.transforms.batch import Batch
 from fshard.transforms.patterns import named, parts_of
 
@@ -41,68 +43,46 @@ def bits(x: Tensor) -> int:
     return int(words.sum(dtype=torch.int64).item()) % (1 << 40)
 
 
-class Origin(NamedTuple):
+class Inputs(NamedTuple):
     """The inputs of one device, as numbers that must be equal on all devices; where several differ, the first is why.
 
-    `key`: of random draws, if devices must draw alike. `leaves`, `batch`: hashes of replicated parameters and of the batch
-    by path, in the first step of a process. `shapes`: the lengths of the batch's dims.
+    `key`: of random draws, if devices must draw alike. `leaves`, `batch`: hashes of replicated parameters and of tensors of
+    the batch, in the first step of a process. `shapes`: the lengths of the batch's dims.
     """
 
     key: list[int]
-    leaves: Mapping[str, int]
+    leaves: list[int]
     shapes: list[int]
-    batch: Mapping[str, int]
+    batch: list[int]
 
-    @staticmethod
-    def of(batch: Batch, key: int | None, replicated: Iterable[tuple[str, Tensor]], *, fresh: bool) -> Origin:
-        """Return the inputs of a step; `replicated` are the parameters that every device has in full."""
-        look = fresh and batch.alone
-        return Origin(
-            [] if key is None else [key % (1 << 40)],
-            {path: bits(x) for path, x in replicated} if look else {},
-            [length for shape in batch.shapes for length in shape],
-            {path: bits(x) for path, x in batch.unsharded.items()} if look else {},
-        )
-
-    @property
-    def numbers(self) -> list[list[int]]:
-        """The numbers of each kind."""
-        return [self.key, [*self.leaves.values()], self.shapes, [*self.batch.values()]]
-
-    def refuse(self, caller: str, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
-        """Raise, naming the devices whose inputs differ; `exchange` returns the numbers of all devices."""
-        for field, own in zip(self._fields, self.numbers, strict=True):
-            found = {name_of(mesh, device): [*numbers] for device, numbers in exchange(own).items()}
-            if any(numbers != own for numbers in found.values()):
-                raise MismatchError(f"{caller}: {_DIFFERENT[field].format(self._differences(field, found))}")
-        raise MismatchError(f"{caller}: inputs must be equal on all devices; they differ.")
-
-    def _differences(self, field: str, found: dict[str, list[int]]) -> str:
-        """Return which devices differ from the first."""
-        (first, own), *_ = found.items()
-        wrong = {name: numbers for name, numbers in found.items() if numbers != own}
-        if field == "shapes":
-            return "; ".join(f"{name} has {x}" for name, x in found.items())
-        if field == "key":
-            return f"{' and '.join(wrong)} is not that of {first}"
-        paths = [named(parts_of(path)) or "the tensor" for path in getattr(self, field)]
-        parts = [
-            f"{name} in {', '.join(path for path, a, b in zip(paths, own, theirs, strict=True) if a != b)}"
-            for name, theirs in wrong.items()
-        ]
-        return f"{'; '.join(parts)} differs from {first}"
+    def refuse(self, caller: str, group: Group, site: Site) -> NoReturn:
+        """Raise with the kind of input that differs; a collective of all devices."""
+        (sums,) = summed((on_host(marks(*self), torch.device("cpu")),), group, site)
+        raise MismatchError(f"{caller}: {_DIFFERENT[unlike(sums.tolist())[0]]}")
 
 
-_DIFFERENT = {
-    "batch": "devices were given different batches, of the same shapes: {}. A plain tensor is the global batch, of which each "
-    'takes its part. If this process has loaded its own part: fs.from_local(x, fs.Layout(mesh, P("data"))).',
-    "shapes": "devices were given batches of different shapes, dim by dim: {}. Every process gets the global batch and takes "
-    "its part: give all the same, or each its own by fs.from_local.",
-    "leaves": "replicated parameters must be the same on all devices: {}. Make them from one seed on all processes, or load "
-    "them from one file.",
-    "key": "the random state of {}, from which reproducible=True draws the key of the step. Give all processes one seed: "
-    "torch.manual_seed(0), not that of a rank.",
-}
+def inputs_of(batch: Batch, key: int | None, replicated: Iterable[Tensor], *, fresh: bool) -> Inputs:
+    """Return the inputs of a step; `replicated` are the parameters that every device has in full."""
+    look = fresh and batch.alone
+    return Inputs(
+        [] if key is None else [key % (1 << 40)],
+        [*map(bits, replicated)] if look else [],
+        [length for shape in batch.shapes for length in shape],
+        [bits(x) for x in batch.given if isinstance(x, Tensor)] if look else [],
+    )
+
+
+_DIFFERENT = (
+    "the random state, from which reproducible=True draws the key of the step, must be the same on all devices. Give all "
+    "processes one seed: torch.manual_seed(0), not that of a rank.",
+    "replicated parameters must be the same on all devices. Make them from one seed on all processes, or load them from one "
+    "file.",
+    "devices were given batches of different shapes. Every process gets the global batch and takes its part: give all the "
+    "same, or each its own by fs.from_local.",
+    "devices were given different batches, of the same shapes. A plain tensor is the global batch, of which each takes its "
+    'part. If this process has loaded its own part: fs.from_local(x, fs.Layout(mesh, P("data"))).',
+)
+"""The errors of `Inputs`, in their order."""
 
 
 def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:

@@ -46,9 +46,8 @@ def value_and_grad(
         has_aux: True if loss_fn returns metrics, last.
         weight: the weight of a part of the batch: `weight(part)`, such as its number of tokens. Default: the length of
             the first dim, where the batch is sharded along it. A part of weight 0 adds nothing, even if its loss is not
-            finite, unless the loss calls a collective; negative weights and a total of 0 raise. It may be a number per
-            sample, and must be if the loss function returns a loss per sample. For a weight on a device the host waits,
-            once a step.
+            finite, unless the loss calls a collective; negative weights and a total of 0 raise. The loss is then one number.
+            For a weight on a device the host waits, once a step.
         accumulate: split each device's part into this many slices, run in sequence. They differ by at most one sample.
         reduce_once: with `accumulate`, sum gradients locally and reduce the sum, instead of reducing each. It sends less
             and holds full gradients meanwhile.

@@ -99,8 +99,8 @@ def test_reproducible_opaque_input_raises(kind):
             assert model(bags_of(x, kind), Rows(x)).shape == (8, 3)
         model(bags_of(x, kind), beside=Rows(x))
 
-    message = rf"batch: leaves must be tensors, .* \[0\]\[0\] is a {kind.__name__}"
-    with pytest.raises(TypeError, match=message):
+    message = "a Bags is not sharded" if kind is Bags else "this device has . of the batch's"
+    with pytest.raises((TypeError, ValueError), match=message):
         fs.run(main, mesh=fs.make_mesh({"data": 2}))
 
 
@@ -114,8 +114,8 @@ def test_opaque_leaf_of_sharded_batch_raises(kind):
 
     x = torch.ones(8, 3)
     batch = {"x": x, "bags": bags_of(x, kind)}
-    message = rf'batch: leaves must be tensors, .* \["bags"\] is a {kind.__name__}\. .*or P\(\) for it'
-    with pytest.raises(TypeError, match=message):
+    message = r'\["bags"\]: a Bags is not sharded.*or P\(\) for it' if kind is Bags else "must have the same samples"
+    with pytest.raises((TypeError, ValueError), match=message):
         fs.evaluate(loss_fn, mesh=mesh, batch=P("data"))(params, batch)
     whole = fs.evaluate(loss_fn, mesh=mesh, batch={"x": P("data"), "bags": P()})(params, batch)
     torch.testing.assert_close(whole, batch["bags"].lengths.sum().float())

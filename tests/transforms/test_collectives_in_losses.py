@@ -433,16 +433,15 @@ def started_from(what, n):
 def test_processes_with_different_inputs_raise(two, four):
     expected = {
         "nothing": None,
-        "batch": "(data=0) has [8, 4, 8, 4]; (data=1) has [9, 4, 9, 4]. Every process gets the global batch and",
-        "seed": "the random state of (data=1) is not that of (data=0), from which reproducible=True draws",
-        "parameters": "replicated parameters must be the same on all devices: (data=1) in w differs from (data=0).",
-        "values": "devices were given different batches, of the same shapes: (data=1) in 1 differs from (data=0). A plain",
+        "batch": "batches of different shapes. Every process gets the global batch and",
+        "seed": "the random state, from which reproducible=True draws",
+        "parameters": "replicated parameters must be the same on all devices.",
+        "values": "devices were given different batches, of the same shapes. A plain",
     }
     for what, words in expected.items():
-        for found in two.run(started_from, what, 2):
-            assert found is None if words is None else words in found, found
-    for found in four.run(started_from, "parameters", 4):
-        assert "(data=1) in w; (data=2) in u, w; (data=3) in u, w differs from (data=0)." in found
+        for pool, n in [(two, 2)] + [(four, 4)] * (what == "parameters"):
+            for found in pool.run(started_from, what, n):
+                assert found is None if words is None else words in found, found
 
 
 @pytest.mark.parametrize("stage", [0, 3])

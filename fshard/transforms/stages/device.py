@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fshard.errors import ModuleError
-from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import Group, owning, parting, require
 from fshard.optim.scaling import finite_scale
@@ -22,7 +22,7 @@ from fshard.pipeline.execution.device import StageDevice
 from fshard.pipeline.execution.leaves import stage_for
 from fshard.pipeline.execution.microbatches import shape_key
 from fshard.source import Site, call_site
-from fshard.transforms.agree import NOT_HEARD, exchanged, marks, objection, on_host, summed, unlike
+from fshard.transforms.agree import NOT_HEARD, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch
 from fshard.transforms.device_step import DeviceResult, one_loss, refuse_detached, slice_turns
 from fshard.transforms.fsdp.engine import GradientSums, reducer_of, storage_of
@@ -31,7 +31,6 @@ from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.means import (
     AuxLeaves,
     LossSums,
-    Rows,
     averaged_results,
     collected,
     combine_aux,
@@ -39,10 +38,9 @@ from fshard.transforms.means import (
     nonzero_weight,
     slice_results,
     tree_sum,
-    with_batch_layout,
 )
 from fshard.transforms.module.buffers import written_paths
-from fshard.transforms.origin import Origin
+from fshard.transforms.origin import inputs_of
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import folded, keyed_apart
 from fshard.transforms.stages.buffers import StageWrites
@@ -164,10 +162,7 @@ class StageStep:
             self._nothing(at) if times and g is None else g
             for at, (g, times) in enumerate(zip(gradients, used, strict=True))
         ]
-        leaves, structure = flatten(aux)
-        numbers = {place: x for place, x in enumerate(leaves) if not x.ndim}
-        rows = {place: with_batch_layout(x, self.batch) for place, x in enumerate(leaves) if x.ndim}
-        return DeviceResult(loss, self.weight, numbers, rows, structure, gradients, buffers)
+        return DeviceResult(loss, self.weight, aux, gradients, buffers)
 
     def _nothing(self, index: int) -> Tensor | None:
         """Return the empty gradient of a parameter of another device's stage, the same in all steps."""
@@ -224,7 +219,7 @@ class StageStep:
                 if not isinstance(returned, tuple | list) or len(returned) != 2:
                     raise ValueError(f"the loss function must return (loss, aux); got a {type(returned).__name__}.")
                 returned, aux = returned
-            loss = one_loss(how, returned, slice, count)
+            loss = one_loss(how, returned, slice)
         self.parts[microbatch] = slice_results(loss, count, aux, slice.samples)
         self.scaled = finite_scale(loss.dtype, self.scale)
         return loss
@@ -266,13 +261,11 @@ class StageStep:
         cut = () if batch.cut is None else batch.cut.axes
         same = tuple(axis for axis in batch.axes if axis not in cut)
 
-        def collect(rows: Sequence[Tensor]) -> Rows:
+        def collect(rows: Sequence[Tensor]) -> Tensor:
             return collected(rows, batch, self._along(same), self._along(cut), self.site)
 
         counts = [turn.slice.rows if batch.cut else None for turn in self.turns]
-        numbers, rows = combine_aux([own for _, own in parts], counts, mean, collect)
-        known, structure = {**numbers, **{place: one.own for place, one in rows.items()}}, parts[-1][1].structure
-        aux = unflatten(structure, [known[place] for place in range(structure.num_leaves)])
+        aux = combine_aux([own for _, own in parts], counts, mean, collect)
         return mean.loss, torch.full_like(mean.loss, self.scaled / self.scale, dtype=torch.float64), aux
 
     # -- agreement with all devices -----------------------------------------------------------------------------------
@@ -291,15 +284,15 @@ class StageStep:
     def _agreed(self) -> tuple[list[float], dict[str, Tensor]]:
         """Return how many devices used each parameter, and the buffers that changed; raise if inputs differ."""
         how, writes = self.plan.how, self.writes
-        origin = Origin.of(self.batch, None if how.slices is None else self.key, (), fresh=self.fresh)
+        inputs = inputs_of(self.batch, None if how.slices is None else self.key, (), fresh=self.fresh)
         written = [] if writes is None else writes.written([turn.weight.weight for turn in self.turns])
         paths = [] if writes is None else writes.paths
-        wrote, own = written_paths(written), marks(origin.numbers)
+        wrote, own = written_paths(written), marks([*inputs])
         row = [*own, *(float(path in wrote) for path in paths), *map(float, self.totals.reduced.used)]
         (sums,) = summed((on_host(row, torch.device("cpu")),), self.everyone, self.site)
         found = sums.tolist()
         if unlike(found[: len(own)]):
-            origin.refuse(how.caller, self.scope.mesh, lambda own: exchanged(own, self.everyone, self.site))
+            inputs.refuse(how.caller, self.everyone, self.site)
         flags, used = found[len(own) :][: len(paths)], found[len(own) + len(paths) :]
         if how.backward:
             refuse_detached(used)
