@@ -18,7 +18,7 @@ from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.partition import Partitioned, partition_optimizer
 from fshard.optim.scaling import loss_scaled
 from fshard.optim.torch_instances import OptimizerSource
-from fshard.transforms.module.functionalize import Apply, functionalize, functionalize_in_place, refuse_hooks
+from fshard.transforms.module.functionalize import Apply, module_function, refuse_hooks
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.shard_params import apply_rules
 from fshard.transforms.stages.plan import has_stages, place_stages
@@ -29,9 +29,9 @@ def shard_model(
 ) -> tuple[Apply, PyTree, PyTree]:
     """Return a model as a function, its sharded parameters, and its buffers; lazy layers are built one at a time."""
     mesh = plugin.default_mesh()
-    make = functionalize_in_place if in_place else functionalize
     synchronised = plugin.axes(mesh) if plugin.sync_batchnorm else None
-    apply, params, buffers = make(model, buffers=plugin.buffers, sync_batchnorm=synchronised)
+    how: dict[str, Any] = {"buffers": plugin.buffers, "sync_batchnorm": synchronised}
+    apply, params, buffers = module_function(model, **how, in_place=in_place)
     sharded = apply_rules(source.trained(params), plugin.rules(mesh), mesh, put=reserved)
 
     def take(name: str, made: Tensor) -> None:

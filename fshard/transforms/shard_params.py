@@ -1,7 +1,7 @@
 """Layouts of parameters: `shard_params` and its rules.
 
 Rules must be complete: a leaf without a rule, a rule without a leaf, two rules that disagree about a leaf, and a leaf
-that cannot have its layout are errors, all reported in one. Nothing is replicated by default.
+that cannot have its layout are errors. Nothing is replicated by default.
 
     P("data")                                   the same for all leaves
     {"emb": P("model"), "blocks": P()}          a prefix tree
@@ -192,34 +192,25 @@ def apply_rules(
 
 
 def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: str = "shard_params") -> list[Layout]:
-    """Return the layout of every leaf, or raise naming all that is wrong with the rules and all that they leave open."""
+    """Return the layout of every leaf, or raise naming all that cannot have theirs."""
     paths, leaves, _ = flatten_with_paths(params, sharded_is_leaf=True)
     if isinstance(rules, P | Fsdp):
         mesh.check_axes(rules.axes, f"{what} with {rules}")
-    units, fixed, specs, layouts = default_units(paths), [False] * len(paths), list[Any](), list[Layout]()
-    known: dict[tuple[int, ...], Layout] = {}
+    units, fixed, specs = default_units(paths), chosen(frozen, paths, "frozen"), _specs(params, rules, paths, leaves)
+    for number, rule in enumerate(dict.fromkeys(spec for spec in specs if isinstance(spec, Fsdp))):
+        places = [place for place, spec in enumerate(specs) if spec == rule]
+        found = rule.units([paths[place] for place in places], [leaves[place] for place in places])
+        for place, unit in zip(places, found, strict=True):
+            specs[place] = P.flat(*rule.axes)
+            units[place] = f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
+    layouts, known = list[Layout](), dict[tuple[int, ...], Layout]()
     with collected(what) as attempt:
-        with attempt(""):
-            fixed = chosen(frozen, paths, "frozen")
-        with attempt(""):
-            specs, wrong = _specs(params, rules, paths, leaves)
-            if wrong:
-                raise LayoutError(wrong)
-        for number, rule in enumerate(dict.fromkeys(spec for spec in specs if isinstance(spec, Fsdp))):
-            places = [place for place, spec in enumerate(specs) if spec == rule]
-            for place in places:
-                specs[place] = P.flat(*rule.axes)
-            with attempt(""):
-                found = rule.units([paths[place] for place in places], [leaves[place] for place in places])
-                for place, unit in zip(places, found, strict=True):
-                    units[place] = f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
-        for path, leaf, spec, unit, fix in zip(paths, leaves, specs, units, fixed, strict=False):
+        for path, leaf, spec, unit, fix in zip(paths, leaves, specs, units, fixed, strict=True):
             with attempt(named(parts_of(path))):
-                if spec is not _OPEN:
-                    layout = Layout(mesh, _of_parameter(spec), unit=unit, frozen=fix or is_frozen(leaf))
-                    refuse_unfit(leaf, layout)
-                    _refuse_parted(known.setdefault(key_of(leaf), layout), layout)
-                    layouts.append(layout)
+                layout = Layout(mesh, _of_parameter(spec), unit=unit, frozen=fix or is_frozen(leaf))
+                refuse_unfit(leaf, layout)
+                _refuse_parted(known.setdefault(key_of(leaf), layout), layout)
+                layouts.append(layout)
     return layouts
 
 
@@ -231,40 +222,35 @@ def _refuse_parted(first: Layout, layout: Layout) -> None:
         raise LayoutError("of it and a leaf that it is tied to, one is frozen. Freeze both: they are one.")
 
 
-_OPEN: Any = object()
-"""The value of a leaf that no pattern or several patterns match."""
-
-
-def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[Any], str]:
-    """Return the spec of each leaf by the rules, and the errors of patterns."""
+def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
+    """Return the spec of each leaf by the rules."""
     if isinstance(rules, P | Fsdp):
-        return [rules] * len(leaves), ""
+        return [rules] * len(leaves)
     if callable(rules):
-        return [rules(named(parts_of(path)), leaf) for path, leaf in zip(paths, leaves, strict=True)], ""
+        return [rules(named(parts_of(path)), leaf) for path, leaf in zip(paths, leaves, strict=True)]
     try:
-        return broadcast_prefix(rules, params), ""
+        return broadcast_prefix(rules, params)
     except ValueError:
         if isinstance(rules, Mapping) and all(isinstance(value, P | Fsdp) for value in rules.values()):
             return _by_patterns(rules, paths)
         raise ValueError(f"the rules {rules!r} are neither a prefix of the parameters nor patterns.") from None
 
 
-def _by_patterns(rules: Mapping[str, P | Fsdp], paths: Sequence[str]) -> tuple[list[Any], str]:
-    complaints: list[str] = []
+def _by_patterns(rules: Mapping[str, P | Fsdp], paths: Sequence[str]) -> list[Any]:
+    wrong = [f'no leaf is for the rule "{rule}"' for rule in rules if not any(matches(rule, path) for path in paths)]
     found: list[Any] = []
     for path in paths:
         fitting = _fitting(rules, path)
         if not fitting:
-            complaints.append(f"no rule is for {named(parts_of(path))}")
+            wrong.append(f"no rule is for {named(parts_of(path))}")
         elif len({*fitting.values()}) > 1:
             clash = " and ".join(f'"{pattern}" ({spec})' for pattern, spec in fitting.items())
-            complaints.append(f"{clash} disagree about {named(parts_of(path))}")
-        found.append(fitting.popitem()[1] if len({*fitting.values()}) == 1 else _OPEN)
-    complaints += [
-        f'no leaf is for the rule "{pattern}"' for pattern in rules if not any(matches(pattern, path) for path in paths)
-    ]
-    hint = f'. {listed(paths)}; "**": P() replicates what no other rule is for.'
-    return found, "; ".join(complaints) + hint if complaints else ""
+            wrong.append(f"{clash} disagree about {named(parts_of(path))}")
+        found += [*fitting.values()][:1]
+    if wrong:
+        hint = f'. {listed(paths)}; "**": P() replicates what no other rule is for.'
+        raise LayoutError("; ".join(wrong) + hint)
+    return found
 
 
 def _fitting(rules: Mapping[str, P | Fsdp], path: str) -> dict[str, P | Fsdp]:

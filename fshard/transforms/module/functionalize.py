@@ -8,7 +8,7 @@ installed until the step ends, so that a checkpoint inside the forward recompute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from fshard.copying import lazy_copy
 from fshard.errors import ModuleError
 from fshard.mesh.layout import Axes
 from fshard.transforms.fsdp.engine import versions_of
+from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.module.batchnorm import defer, pending, synchronise
 from fshard.transforms.module.replica import Replicas, Tensors
 from fshard.transforms.patterns import Choice, chosen
@@ -70,52 +71,43 @@ def functionalize(
     """
     if deferred_batch_norm and sync_batchnorm is not None:
         raise ModuleError("functionalize: sync_batchnorm and deferred_batch_norm exclude each other. Give one of them.")
-    return module_function(module, _adapter(sync_batchnorm, deferred_batch_norm), buffers, deferred=deferred_batch_norm)
+    how: Any = {"sync_batchnorm": sync_batchnorm, "deferred_batch_norm": deferred_batch_norm}
+    return module_function(module, buffers=buffers, **how, in_place=False)
 
 
-def functionalize_in_place(
+def module_function(
     module: nn.Module,
     *,
     buffers: Choice = None,
     sync_batchnorm: Axes | None = None,
     deferred_batch_norm: bool = False,
+    in_place: bool,
 ) -> tuple[Apply, Tensors, Tensors]:
-    """Turn a module into a function as `functionalize` does, of which one device runs the module itself.
+    """Turn a module into a function as `functionalize` does; `in_place` runs the module itself, by one device.
 
-    Between steps the module holds the parameters that it has at the first call: see `give_up_memory`.
+    Between steps that holds the parameters that it has at the first call: see `give_up_memory`.
     """
-    adapt = _adapter(sync_batchnorm, deferred_batch_norm)
-    return module_function(module, adapt, buffers, deferred=deferred_batch_norm, in_place=True)
-
-
-def _adapter(axes: Axes | None, deferred: bool) -> Callable[[nn.Module], Callable[..., Any] | None]:
-    return defer if deferred else partial(synchronise, axis=axes)
-
-
-def module_function(
-    module: nn.Module,
-    adapt: Callable[[nn.Module], Callable[..., Any] | None],
-    declared: Choice,
-    *,
-    deferred: bool = False,
-    in_place: bool = False,
-) -> tuple[Apply, Tensors, Tensors]:
-    """Return apply, parameters and buffers of a module whose layers may have other forwards."""
     module = vars(module).get("_modules", {}).get("_orig_mod", module)  # of torch.compile(module)
     _refuse_unready(module)
-    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    moved = _declared(params, declared)
-    buffers |= {name: params.pop(name) for name in moved}
-    given_params = {name: _detached(x) for name, x in params.items()}
-    sums = pending(module) if deferred else {}
-    given_buffers = {name: x.detach() for name, x in buffers.items()} | sums
+    own_params, own_buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    for name in _declared(own_params, buffers):
+        own_buffers[name] = own_params.pop(name)
+    given_params = {name: _detached(x) for name, x in own_params.items()}
+    sums = pending(module) if deferred_batch_norm else {}
+    given_buffers = {name: x.detach() for name, x in own_buffers.items()} | sums
+    adapt = defer if deferred_batch_norm else partial(synchronise, axis=sync_batchnorm)
     replicas = Replicas(module, adapt, sums, in_place=in_place)
-    check = _Check(type(module).__name__, params, given_buffers)
+    title, names, buffer_names = type(module).__name__, own_params.keys(), given_buffers.keys()
 
     def apply(
         params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Tensors]:
-        check(params, buffers)
+        if params.keys() != names or buffers.keys() != buffer_names:
+            strange = sorted((params.keys() ^ names) | (buffers.keys() ^ buffer_names))
+            raise ModuleError(
+                f"apply of {title}: params and buffers must have the names that functionalize returned, in this order; "
+                f"missing or unknown are {', '.join(strange)}."
+            )
         replica = replicas.mine()
         copies = {name: lazy_copy(x) for name, x in buffers.items()}
         outer, replica.installed = replica.installed, {**params, **copies}
@@ -128,8 +120,13 @@ def module_function(
         try:
             output = replica.module(*args, **kwargs)
             after = replica.take(buffers, copies)
-            written = [] if step is not None else _written(params, versions)
-            check.after(replica.rebound(params), written, after)
+            wrong = [f"binds the parameter {name} to another" for name in replica.rebound(params)]
+            wrong += [
+                f"writes to the parameter {name}" for name in ([] if step is not None else _written(params, versions))
+            ]
+            wrong += [f"removes the buffer {name}" for name in buffer_names if after.get(name) is None]
+            if wrong:
+                raise ModuleError(f"apply of {title}: its forward {'; '.join(wrong)}. {WRITES}")
         finally:
             replica.installed = outer
             if outer is not None:  # a recomputation within the forward
@@ -160,39 +157,6 @@ def _declared(params: Mapping[str, Tensor], declared: Choice) -> list[str]:
             "got trained parameters. Call requires_grad_(False) on them."
         )
     return names
-
-
-class _Check:
-    """Compares the arguments of apply with the tensors of the module."""
-
-    def __init__(self, title: str, params: Collection[str], buffers: Collection[str]) -> None:
-        self.params, self.buffers, self._title = frozenset(params), frozenset(buffers), title
-
-    def __call__(self, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
-        """Raise if a name is missing, or is none of the module's."""
-        if params.keys() == self.params and buffers.keys() == self.buffers:
-            return
-        wrong = [f'params["{name}"] is missing' for name in sorted(self.params - params.keys())]
-        wrong += [f'buffers["{name}"] is missing' for name in sorted(self.buffers - buffers.keys())]
-        wrong += [f'params["{name}"] is no parameter of it' for name in sorted(params.keys() - self.params)]
-        wrong += [f'buffers["{name}"] is no buffer of it' for name in sorted(buffers.keys() - self.buffers)]
-        raise ModuleError(
-            f"apply of {self._title}: {'; '.join(wrong)}. Pass trees with the names that functionalize returned, "
-            "(params, buffers) in this order."
-        )
-
-    def after(self, rebound: list[str], written: list[str], buffers: Mapping[str, Any]) -> None:
-        """Raise if a forward has written to parameters, rebound them, or removed buffers."""
-        removed = sorted(name for name in self.buffers if buffers.get(name) is None)
-        if not rebound and not written and not removed:
-            return
-        wrong = [f"binds the parameter {name} to another" for name in rebound]
-        wrong += [f"writes to the parameter {name}" for name in written]
-        wrong += [f"removes the buffer {name}" for name in removed]
-        raise ModuleError(
-            f"apply of {self._title}: its forward {'; '.join(wrong)}. Declare a frozen parameter that the forward updates "
-            "as a buffer, fs.functionalize(module, buffers=...), or update it in the training loop."
-        )
 
 
 def _refuse_unready(module: nn.Module) -> None:

@@ -113,12 +113,6 @@ def without_memory(module: nn.Module) -> list[str]:
     return [name for name, x in _tensors(module) if x.is_meta]
 
 
-def undescribed(module: nn.Module) -> list[str]:
-    """Return those that no lazy layer makes."""
-    known = {id(x) for _, part, recipe in _described(module) for name, x in _tensors(part) if name in recipe.names}
-    return [name for name, x in _tensors(module) if x.is_meta and id(x) not in known]
-
-
 def _described(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Recipe]]:
     """Yield the lazy layers of a module with their paths and recipes."""
     return ((path, part, vars(part)[_RECIPE]) for path, part in module.named_modules() if _RECIPE in vars(part))
@@ -141,15 +135,9 @@ def draw(
             if found is not None and not found.is_meta and found.shape == x.shape and id(x) in left:
                 take(left.pop(id(x)), found.detach().to(x.dtype))
     if left:
-        unknown, names = {*undescribed(module)}, [*left.values()][::-1]
-        strange = [name for name in names if name in unknown]
         raise ModuleError(
-            f"{who} of {type(module).__name__}: "
-            + (
-                f"{', '.join(strange)} must be described; got a tensor on the meta device. Make its layer by fs.lazy."
-                if strange
-                else f"{', '.join(names)} must be made again by its factory, of the same name and shape; it was not."
-            )
+            f"{who} of {type(module).__name__}: {', '.join([*left.values()][::-1])} must be described; got tensors on the "
+            "meta device that no lazy layer makes again. Make its layer by fs.lazy."
         )
 
 

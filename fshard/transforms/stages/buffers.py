@@ -20,7 +20,7 @@ from fshard.pipeline.execution.leaves import Stage
 from fshard.source import Site
 from fshard.transforms.module.batchnorm import commit_batch_norm, is_pending, pending
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entry_of, number_of
-from fshard.transforms.module.functionalize import functionalize, functionalize_in_place
+from fshard.transforms.module.functionalize import module_function
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stages.plan import on_place
 
@@ -29,7 +29,7 @@ def with_buffers(stage: nn.Module | Stage, deferred: bool, *, in_place: bool = F
     """Convert a stage to a function of ((params, buffers), x) that returns (y, buffers); a module may run in place."""
     if not isinstance(stage, nn.Module):
         return lambda given, x, **skips: stage(*given, x, **skips)
-    apply, _, _ = (functionalize_in_place if in_place else functionalize)(stage, deferred_batch_norm=deferred)
+    apply, _, _ = module_function(stage, deferred_batch_norm=deferred, in_place=in_place)
     sums = pending(stage) if deferred else {}
     return lambda given, x, **skips: apply(given[0], {**given[1], **sums}, x, **skips)
 

@@ -529,13 +529,8 @@ def test_unknown_names_raise():
     apply, params, buffers = functionalize(nn.BatchNorm1d(D))
     with pytest.raises(ModuleError) as error:
         apply({"weight": params["weight"], "wieght": params["bias"]}, {"a.b": torch.ones(1)}, torch.ones(2, D))
-    assert str(error.value) == (
-        'apply of BatchNorm1d: params["bias"] is missing; buffers["num_batches_tracked"] is missing; '
-        'buffers["running_mean"] is missing; buffers["running_var"] is missing; params["wieght"] is no parameter of it; '
-        'buffers["a.b"] is no buffer of it. Pass trees with the names that functionalize returned, (params, buffers) in '
-        "this order."
-    )
-    with pytest.raises(ModuleError, match="is missing"):
+    assert str(error.value).endswith("are a.b, bias, num_batches_tracked, running_mean, running_var, wieght.")
+    with pytest.raises(ModuleError, match="in this order"):
         apply(buffers, params, torch.ones(2, D))
 
 
