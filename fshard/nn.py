@@ -1,6 +1,5 @@
-"""Functions for modules and loss functions beyond the first page: LoRA, BatchNorm, policies of `remat`, units, stages."""
+"""Functions for modules and loss functions beyond the first page: LoRA, policies of `remat`, units, stages."""
 
-from fshard.transforms.module.batchnorm import commit_batch_norm
 from fshard.transforms.module.lora import LoraConfig, lora, merge_lora
 from fshard.transforms.module.remat import checkpoint_name, offload, save_names
 from fshard.transforms.shard_params import units_of
@@ -9,7 +8,6 @@ from fshard.transforms.stages.functions import stage_functions
 __all__ = [
     "LoraConfig",
     "checkpoint_name",
-    "commit_batch_norm",
     "lora",
     "merge_lora",
     "offload",

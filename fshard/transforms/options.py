@@ -40,7 +40,6 @@ class Options(TypedDict, total=False):
     inputs: Callable[[PyTree], PyTree] | None
     skips: Mapping[str, tuple[int, int]] | None
     axis: str
-    deferred_batch_norm: bool
     dynamic: bool
     recompute: Literal["never", "always", "except_last"] | int
 

@@ -124,7 +124,6 @@ def train_step(
                          another number of devices if they and the microbatches are powers of two
         has_buffers      as above; they are a list of trees, each on the devices of its stage: `shard_stages` lays them too.  A
                          stage that is a function is then (params, buffers, x) -> (y, buffers)
-        deferred_batch_norm      whether BatchNorm sees the whole batch once a step, where it remembers: see `functionalize`
         recompute        which activations are computed again instead of being kept: see `stage_functions`
         dynamic          whether shapes depend on more than those of the microbatch
         weight, has_aux, gradients, frozen, compute, reduce      as in `value_and_grad`

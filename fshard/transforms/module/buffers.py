@@ -14,7 +14,7 @@ Each device adds one flag per buffer to the numbers that are summed anyway; then
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -174,9 +174,8 @@ def averaged(
     given: Mapping[str, Any],
     near: torch.device,
     site: Site,
-    added: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Return the means of entries over all slices that wrote to them, or the sums of those in `added`.
+    """Return the means of entries over all slices that wrote to them.
 
     A collective of the group, with the same entries on all devices; `given` are those that the slices began with.
     """
@@ -184,13 +183,13 @@ def averaged(
         return {}
     with torch.no_grad():
         begun = {entry.path: given[entry.path] for entry in entries if _counts_from(given.get(entry.path), entry)}
-        sums = sum_of_rows(torch.stack([_row(one, entries, begun, near, added) for one in slices]))
+        sums = sum_of_rows(torch.stack([_row(one, entries, begun, near) for one in slices]))
     if group is not None and group.size > 1:
         (sums,) = summed((sums,), group, site)
     *totals, counts = sums.split([*(_count(entry) for entry in entries), len(entries)])
     result: dict[str, Tensor] = {}
     for entry, total, count in zip(entries, totals, counts, strict=True):
-        x = total if entry.path in added else total / count
+        x = total / count
         own = next((one.changed[entry.path] for one in slices if entry.path in one.changed), given.get(entry.path))
         place = own.device if isinstance(own, Tensor) else near
         if entry.dtype.is_complex:
@@ -212,11 +211,10 @@ def _row(
     entries: Sequence[BufferEntry],
     begun: Mapping[str, Tensor],
     near: torch.device,
-    added: Collection[str],
 ) -> Tensor:
     """Return all numbers of a slice, times its weight, and for each entry the weight itself."""
     wrote = one.changed if one.weight else {}
-    weights = [(1.0 if entry.path in added else one.weight) * (entry.path in wrote) for entry in entries]
+    weights = [one.weight * (entry.path in wrote) for entry in entries]
 
     def numbers(path: str) -> Tensor:
         x = wrote[path] - begun[path] if path in begun else wrote[path]

@@ -22,7 +22,7 @@ from fshard.errors import ModuleError
 from fshard.mesh.layout import Axes
 from fshard.transforms.fsdp.engine import versions_of
 from fshard.transforms.fsdp.lazy_param import WRITES
-from fshard.transforms.module.batchnorm import defer, pending, synchronise
+from fshard.transforms.module.batchnorm import synchronise
 from fshard.transforms.module.replica import Replicas, Tensors
 from fshard.transforms.patterns import Choice, chosen
 from fshard.transforms.reproducible.randomness import key_now
@@ -35,7 +35,6 @@ def functionalize(
     *,
     buffers: Choice = None,
     sync_batchnorm: Axes | None = None,
-    deferred_batch_norm: bool = False,
 ) -> tuple[Apply, Tensors, Tensors]:
     """Turn a module into a pure function; return `(apply, params, buffers)`.
 
@@ -54,8 +53,6 @@ def functionalize(
             a function of the path. They are returned and passed among the buffers.
         sync_batchnorm: mesh axes over which BatchNorm in training takes mean and variance; one psum of
             2 * channels + 1 numbers a layer.
-        deferred_batch_norm: True defers BatchNorm's update in training to `commit_batch_norm`, once for all
-            microbatches of a step; until then the sums are among the buffers.
 
     Two sets of parameters may be used in one loss, but not with a checkpoint in the forward. Outside of a training
     step the copy keeps the parameters of its last recorded call until the next one.
@@ -69,10 +66,7 @@ def functionalize(
     >>> buffers["1.num_batches_tracked"], after["1.num_batches_tracked"]
     (tensor(0), tensor(1))
     """
-    if deferred_batch_norm and sync_batchnorm is not None:
-        raise ModuleError("functionalize: sync_batchnorm and deferred_batch_norm exclude each other. Give one of them.")
-    how: Any = {"sync_batchnorm": sync_batchnorm, "deferred_batch_norm": deferred_batch_norm}
-    return module_function(module, buffers=buffers, **how, in_place=False)
+    return module_function(module, buffers=buffers, sync_batchnorm=sync_batchnorm, in_place=False)
 
 
 def module_function(
@@ -80,7 +74,6 @@ def module_function(
     *,
     buffers: Choice = None,
     sync_batchnorm: Axes | None = None,
-    deferred_batch_norm: bool = False,
     in_place: bool,
 ) -> tuple[Apply, Tensors, Tensors]:
     """Turn a module into a function as `functionalize` does; `in_place` runs the module itself, by one device.
@@ -93,10 +86,8 @@ def module_function(
     for name in _declared(own_params, buffers):
         own_buffers[name] = own_params.pop(name)
     given_params = {name: _detached(x) for name, x in own_params.items()}
-    sums = pending(module) if deferred_batch_norm else {}
-    given_buffers = {name: x.detach() for name, x in own_buffers.items()} | sums
-    adapt = defer if deferred_batch_norm else partial(synchronise, axis=sync_batchnorm)
-    replicas = Replicas(module, adapt, sums, in_place=in_place)
+    given_buffers = {name: x.detach() for name, x in own_buffers.items()}
+    replicas = Replicas(module, partial(synchronise, axis=sync_batchnorm), in_place=in_place)
     title, names, buffer_names = type(module).__name__, own_params.keys(), given_buffers.keys()
 
     def apply(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -175,7 +175,6 @@ class Replicas:
     Args:
         module: the module, in its present state; later only `train()` and `eval()` are followed.
         adapt: see `Replica`.
-        more: names of buffers that layers keep during a step, without having them in between.
         in_place: the module itself is run, by a single device.
     """
 
@@ -183,13 +182,10 @@ class Replicas:
         self,
         module: nn.Module,
         adapt: Callable[[nn.Module], Callable[..., Any] | None],
-        more: Collection[str],
         *,
         in_place: bool,
     ) -> None:
         self._names, self._adapt = slot_names(module), adapt
-        for (path, _), (_, own) in zip(module.named_modules(), self._names, strict=True):
-            own |= {key: name for name in more for owner, _, key in [name.rpartition(".")] if owner == path}
         self._original = weakref.ref(module)
         self._made: dict[int | None, Replica] = {}
         self._template = None if in_place else _copy_on_meta(module)

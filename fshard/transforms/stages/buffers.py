@@ -1,13 +1,12 @@
 """The buffers of stages, on the devices that have the stage.
 
 As without stages, every microbatch starts from the same ones, and the next step's are the mean over all that wrote to them,
-weighted as the loss is (see `buffers`).  The sums of a deferred BatchNorm are added up and committed at last.
+weighted as the loss is (see `buffers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +17,18 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.scope import Group
 from fshard.pipeline.execution.leaves import Stage
 from fshard.source import Site
-from fshard.transforms.module.batchnorm import commit_batch_norm, is_pending, pending
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entry_of, number_of
 from fshard.transforms.module.functionalize import module_function
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stages.plan import on_place
 
 
-def with_buffers(stage: nn.Module | Stage, deferred: bool, *, in_place: bool = False) -> Stage:
+def with_buffers(stage: nn.Module | Stage, *, in_place: bool = False) -> Stage:
     """Convert a stage to a function of ((params, buffers), x) that returns (y, buffers); a module may run in place."""
     if not isinstance(stage, nn.Module):
         return lambda given, x, **skips: stage(*given, x, **skips)
-    apply, _, _ = module_function(stage, deferred_batch_norm=deferred, in_place=in_place)
-    sums = pending(stage) if deferred else {}
-    return lambda given, x, **skips: apply(given[0], {**given[1], **sums}, x, **skips)
+    apply, _, _ = module_function(stage, in_place=in_place)
+    return lambda given, x, **skips: apply(*given, x, **skips)
 
 
 def stage_buffers(caller: str, trees: PyTree, mesh: Mesh, axis: str, placement: Sequence[int]) -> Buffers:
@@ -67,24 +64,16 @@ class StageWrites:
     Args:
         caller: the function that was called, for messages.
         given: the buffers before the step, and `place` the index of the device among the local ones.
-        modules: of the stages; None for functions.
     """
 
-    def __init__(self, caller: str, given: Buffers, place: int, modules: Sequence[nn.Module | None]) -> None:
-        self.parts, self._caller, self._modules = given.part(place), caller, modules
-        self._given = given.before(place)
+    def __init__(self, caller: str, given: Buffers, place: int) -> None:
+        self.parts, self._caller, self._given = given.part(place), caller, given.before(place)
         self._written: dict[int, dict[str, Tensor]] = {}
-        self._pending = {  # the sums of deferred layers, by path
-            f'[{stage}]["{name}"]': x
-            for stage, module in enumerate(modules)
-            if module is not None
-            for name, x in pending(module).items()
-        }
 
     @property
     def paths(self) -> list[str]:
-        """The buffers of all stages, and the sums that are pending."""
-        return [*(self._given | self._pending)]
+        """The buffers of all stages."""
+        return [*self._given]
 
     def record(self, stage: int, microbatch: int, after: PyTree) -> None:
         """Record the buffers that a stage returned; raise unless they are the given ones, of their shapes and dtypes."""
@@ -94,7 +83,7 @@ class StageWrites:
         near = torch.device("cpu")
         new = {path: number_of(path, x, near) for path, x in found.items() if x is not self._given.get(path, self)}
         wrong = [f"{_shown(path)} is missing" for path in own - found.keys()]
-        wrong += [f"{_shown(path)} is new" for path in new.keys() - own if not is_pending(path)]
+        wrong += [f"{_shown(path)} is new" for path in new.keys() - own]
         wrong += [
             f"{_shown(path)} is {str(x.dtype)[6:]}{list(x.shape)}"
             for path, x in new.items()
@@ -123,22 +112,8 @@ class StageWrites:
             group: the devices that have the same stages.
             site: the source line of the step.
         """
-        paths = [path for path in flagged if stage_of(path) in stages]
-        sums, known = {path for path in paths if is_pending(path)}, self._pending | self._given
-        entries = [entry_of(path, known[path]) for path in paths]
-        result = averaged(written, entries, group, self._given, torch.device("cpu"), site, added=sums)
-        for stage in sorted({stage_of(path) for path in sums}):
-            result |= self._committed(stage, self._given | result)
-        return {path: x for path, x in result.items() if path not in sums}
-
-    def _committed(self, stage: int, buffers: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return a stage's buffers after its deferred BatchNorms are updated."""
-        module = self._modules[stage]
-        assert module is not None
-        own = {path: x for path, x in buffers.items() if stage_of(path) == stage}
-        names = {path: path.partition("]")[2][2:-2] for path in own}
-        after = commit_batch_norm(module, {names[path]: x for path, x in own.items()})
-        return {path: after[name] for path, name in names.items()}
+        entries = [entry_of(path, self._given[path]) for path in flagged if stage_of(path) in stages]
+        return averaged(written, entries, group, self._given, torch.device("cpu"), site)
 
 
 def stage_of(path: str) -> int:

@@ -88,8 +88,7 @@ def _function(number: int, stage: nn.Module | Stage) -> tuple[Stage, PyTree]:
         if changed:
             raise PolicyError(
                 f"stage_functions: stage {number} changes its buffers {', '.join(changed)}, which a function of parameters "
-                "does not keep. Let train_step remember them, has_buffers=True, or use what they are, module.eval(); for a "
-                "function of your own see functionalize(deferred_batch_norm=True)."
+                "does not keep. Let train_step remember them, has_buffers=True, or use what they are, module.eval()."
             )
         return y
 

@@ -58,7 +58,6 @@ def staged(
     skips: Mapping[str, tuple[int, int]] | None = None,
     axis: str = "pipe",
     has_buffers: bool = False,
-    deferred_batch_norm: bool = False,
     has_aux: bool = False,
     weight: Weight | None = None,
     gradients: Callable[[Layout], Layout] | None = None,
@@ -109,11 +108,10 @@ def staged(
     if has_buffers:
         if isinstance(recompute, int):
             functions, recompute = in_groups(given, recompute), "never"
-        functions = [with_buffers(stage, deferred_batch_norm, in_place=in_place) for stage in functions]
+        functions = [with_buffers(stage, in_place=in_place) for stage in functions]
     called, _ = stage_functions(functions, recompute, microbatches=schedule.microbatches)
-    modules = [stage if isinstance(stage, nn.Module) else None for stage in given]
     layouts, first = gradients or same_layouts, inputs or first_of_two
-    return Staged(how, mesh, batch, layouts, frozen, axis, called, modules, first, route, dynamic)
+    return Staged(how, mesh, batch, layouts, frozen, axis, called, first, route, dynamic)
 
 
 def _complaints(
@@ -157,7 +155,6 @@ class Staged(GradientFunction):
 
     axis: str
     stages: Sequence[Stage]
-    modules: Sequence[nn.Module | None]
     inputs: Callable[[PyTree], PyTree]
     route: Route
     dynamic: bool
@@ -210,7 +207,7 @@ class Staged(GradientFunction):
 
         def on_device(device: int) -> DeviceResult:
             place = devices.index(device) if len(devices) > 1 else 0
-            writes = StageWrites(how.caller, inputs.buffers, place, self.modules) if how.has_buffers else None
+            writes = StageWrites(how.caller, inputs.buffers, place) if how.has_buffers else None
             return StageStep(
                 plans, inputs.shards(place), inputs.batch, device, place, inputs.key, inputs.scale, writes, inputs.site
             ).run()
