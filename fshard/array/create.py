@@ -1,0 +1,177 @@
+"""Make arrays on a mesh: constants and random draws, which are the same numbers on any mesh.
+
+A random array is drawn in full on every device, from a generator that all of them share, and cut to shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.array.rules import compose
+from fshard.errors import LayoutError, MismatchError
+from fshard.mesh.collectives.ledger import uncounted
+from fshard.mesh.layout import Layout, P
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
+
+
+def _made(shape: Sequence[int], layout: Layout, make: Callable[[tuple[int, ...]], Tensor]) -> Sharded:
+    """Make every shard by its shape."""
+    layout = layout.on(resolve_mesh(layout.mesh))
+    layout.check(shape, "the array")
+    shapes = [layout.local_shape(shape, device) for device in local_devices(layout.mesh)]
+    return Sharded(tuple(shape), layout, tuple(map(make, shapes)))
+
+
+def _shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+
+
+def full(size: Sequence[int], value: complex, *, layout: Layout, dtype: torch.dtype | None = None) -> Sharded:
+    """Return an array filled with one value.
+
+    >>> import fshard as fs
+    >>> x = fs.array.full((4, 2), 1.5, layout=fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
+    >>> fs.typeof(x), float(x.sum())
+    (f32[4@data, 2], 12.0)
+    """
+    _refuse_unreduced(layout)
+    return _made(size, layout, lambda shape: torch.full(shape, value, dtype=dtype, device=layout.mesh.device_type))
+
+
+def zeros(*size: Any, layout: Layout, dtype: torch.dtype | None = None) -> Sharded:
+    """Return an array of zeros."""
+    shape = _shape_of(size)
+    return _made(shape, layout, lambda own: torch.zeros(own, dtype=dtype, device=layout.mesh.device_type))
+
+
+def ones(*size: Any, layout: Layout, dtype: torch.dtype | None = None) -> Sharded:
+    """Return an array of ones."""
+    return full(_shape_of(size), 1, layout=layout, dtype=dtype or torch.get_default_dtype())
+
+
+def _refuse_unreduced(layout: Layout) -> None:
+    if layout.spec.unreduced:
+        raise LayoutError(f"layout must not be unreduced for a given value; got {layout.spec}.")
+
+
+Draw = Callable[[tuple[int, ...], Any], Tensor]
+
+
+def _drawn(shape: Sequence[int], layout: Layout, draw: Draw, generator: torch.Generator | None) -> Sharded:
+    """Draw an array in full, and keep the shards of the devices held here."""
+    _refuse_unreduced(layout)
+    layout = layout.on(resolve_mesh(layout.mesh))
+    mesh, shape = layout.mesh, tuple(shape)
+    layout.check(shape, "the array")
+    if mesh.runtime == "abstract":
+        return _made(shape, layout, lambda own: torch.empty(own, device="meta", dtype=draw((), None).dtype))
+    _agree_on_state(layout, generator)
+    values = draw(shape, generator).to(mesh.device_type)
+    return Sharded(shape, layout, tuple(_cut(values, layout, device) for device in local_devices(mesh)))
+
+
+def _cut(values: Tensor, layout: Layout, device: int) -> Tensor:
+    """Return a device's own copy of its shard."""
+    ranges = layout.ranges(values.shape, device)
+    if layout.spec.is_flat:
+        return values.reshape(-1)[slice(*ranges[0])].clone()
+    if not layout.has_any(device):
+        return values.new_empty((0,) * max(values.ndim, 1))
+    return values[tuple(slice(*each) for each in ranges)].clone()
+
+
+def _agree_on_state(layout: Layout, generator: torch.Generator | None) -> None:
+    """Raise unless all processes are about to draw the same numbers."""
+    mesh = layout.mesh
+    if mesh.runtime != "process":
+        return
+    from fshard.mesh.collectives.api import all_gather
+
+    state = (generator or torch.default_generator).get_state()
+    own = (state.to(torch.int64) * torch.arange(1, len(state) + 1)).sum().reshape(1)
+    with uncounted():
+        found = run_on_devices(mesh, lambda device: all_gather(own, mesh.axis_names))[0]
+    if (found != own).any():
+        raise MismatchError(
+            "Processes would draw different random numbers: their generators differ. Call torch.manual_seed(0) on every "
+            "process, or give a generator with one seed."
+        )
+
+
+def randn(
+    *size: Any, layout: Layout, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
+) -> Sharded:
+    """Return an array of normal draws: those of torch.randn, on any mesh.
+
+    >>> import torch, fshard as fs
+    >>> layout = fs.Layout(fs.make_mesh({"data": 2}), fs.P("data"))
+    >>> x = fs.array.randn(4, layout=layout, generator=torch.Generator().manual_seed(0))
+    >>> torch.equal(fs.unshard(x), torch.randn(4, generator=torch.Generator().manual_seed(0)))
+    True
+    """
+    return _drawn(_shape_of(size), layout, lambda shape, g: torch.randn(shape, generator=g, dtype=dtype), generator)
+
+
+def rand(
+    *size: Any, layout: Layout, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
+) -> Sharded:
+    """Return an array of uniform draws from [0, 1): those of torch.rand, on any mesh."""
+    return _drawn(_shape_of(size), layout, lambda shape, g: torch.rand(shape, generator=g, dtype=dtype), generator)
+
+
+def bernoulli_like(x: Sharded, shape: Sequence[int], p: float) -> Sharded:
+    """Return an array of 0 and 1 with the dtype of x, sharded like x in the dims where the shapes are equal."""
+    spec = P(*(own if n == m else () for own, n, m in zip(x.spec.dims(x.ndim), shape, x.shape, strict=True)))
+    return _drawn(shape, Layout(x.mesh, spec), lambda own, g: torch.empty(own, dtype=x.dtype).bernoulli_(p, generator=g), None)
+
+
+# Arrays like others.
+
+
+def _layout_like(x: Sharded) -> Layout:
+    return Layout(x.mesh, x.spec._replace(unreduced=()))  # pyright: ignore[reportPrivateUsage]
+
+
+@compose("zeros_like empty_like")
+def _zeros_like(x: Any, *, dtype: Any = None, **kwargs: Any) -> Any:
+    return zeros(x.shape, layout=_layout_like(x), dtype=dtype or x.dtype)
+
+
+@compose("ones_like")
+def _ones_like(x: Any, *, dtype: Any = None, **kwargs: Any) -> Any:
+    return full(x.shape, 1, layout=_layout_like(x), dtype=dtype or x.dtype)
+
+
+@compose("full_like")
+def _full_like(x: Any, fill_value: Any, *, dtype: Any = None, **kwargs: Any) -> Any:
+    return full(x.shape, fill_value, layout=_layout_like(x), dtype=dtype or x.dtype)
+
+
+@compose("zero")
+def _zero(x: Any) -> Any:
+    return _zeros_like(x)
+
+
+@compose("fill")
+def _fill(x: Any, value: Any) -> Any:
+    return _full_like(x, value) if not isinstance(value, Sharded) else value.expand(x.shape)
+
+
+@compose("randn_like")
+def _randn_like(x: Any, *, dtype: Any = None, generator: Any = None, **kwargs: Any) -> Any:
+    return randn(x.shape, layout=_layout_like(x), dtype=dtype or x.dtype, generator=generator)
+
+
+@compose("rand_like")
+def _rand_like(x: Any, *, dtype: Any = None, generator: Any = None, **kwargs: Any) -> Any:
+    return rand(x.shape, layout=_layout_like(x), dtype=dtype or x.dtype, generator=generator)
+
+
+@compose("new_zeros new_empty new_ones new_full")
+def _new(x: Any, size: Any, *values: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    raise LayoutError("new_zeros and its like have no layout. Use fs.array.zeros(..., layout=fs.Layout(mesh, P())).")

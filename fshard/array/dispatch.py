@@ -1,0 +1,385 @@
+"""Run an operation on global arrays: look up its row, choose layouts, send what is needed, compute on each device.
+
+Everything that depends only on shapes, dtypes and layouts is a `Call`, cached.
+
+    y = x @ w    (1) the row of "matmul" in TABLE; a composition runs as operations of its own
+                 (2) its rule on meta tensors of the global shapes, and `choose`: a Call
+                 (3) transfer each input, then torch's own function on each device's shards
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import resolve_name
+
+from fshard.array.choose import Choice, Operand, Operation, Result, choose
+from fshard.array.communicate import Transfer, plan_transfer, transfer
+from fshard.array.rules import TABLE, LocalProgram, Rule, Where, all_letters, tensors_in
+from fshard.errors import LayoutError, MeshError
+from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout.arithmetic import ravel
+from fshard.mesh.layout.sharded import Sharded, typeof
+from fshard.mesh.reshard.device_put import on_all
+from fshard.mesh.spmd.run import local_devices
+from fshard.uncompiled import uncompiled
+
+DIRECT: dict[str, Callable[..., Any]] = {}
+"""Functions that are no operations on values: attributes, autograd, conversions. Called with the arrays."""
+_PREFIXES = {"__radd__": "add", "__rmul__": "mul", "__rtruediv__": "rdiv", "__rdiv__": "rdiv", "__iadd__": "add_"}
+
+
+class _State(threading.local):
+    explicit = False
+    constants = False
+
+
+state = _State()
+"""`explicit`: implicit communication raises. `constants`: plain tensors are equal everywhere (in a sharded module)."""
+
+
+@contextmanager
+def explicit() -> Generator[None]:
+    """Raise where an operation would communicate; communicate by `fs.reshard` alone.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> x = fs.device_put(torch.ones(4, 4), fs.Layout(mesh, P("data")))
+    >>> z = fs.device_put(torch.ones(4, 4), fs.Layout(mesh, P(None, "data")))
+    >>> with fs.array.explicit():
+    ...     x + z
+    Traceback (most recent call last):
+    fshard.errors.LayoutError: add needs communication (f32[4@data, 4], f32[4, 4@data]), which fs.array.explicit() forbids. \
+Write fs.reshard(x, fs.Layout(mesh, P("data"))) for argument 1.
+    """
+    before, state.explicit = state.explicit, True
+    try:
+        yield
+    finally:
+        state.explicit = before
+
+
+@contextmanager
+def constants_are_replicated() -> Generator[None]:
+    """Take plain tensors as replicated arrays: in a module, which makes them alike on every device."""
+    before, state.constants = state.constants, True
+    try:
+        yield
+    finally:
+        state.constants = before
+
+
+class Call(NamedTuple):
+    """An operation on arrays of given shapes, dtypes and layouts."""
+
+    name: str
+    func: Any
+    choice: Choice
+    shapes: tuple[tuple[int, ...], ...]
+    rebuild: Any
+    """Builds torch's result from several arrays; None for a single one."""
+    local: LocalProgram | None
+    mesh: Mesh
+    is_free: bool
+
+
+_calls: dict[Any, Call | None] = {}
+MAX_CALLS = 16384
+
+
+@lru_cache(maxsize=4096)
+def name_of(func: Any) -> str:
+    """Return the name of a torch function in the table: add for torch.add, Tensor.add and Tensor.__iadd__; .T for x.T."""
+    if isinstance(func, str):
+        return f".{func}"
+    name: str = getattr(func, "__name__", "") or ""
+    return _PREFIXES.get(name) or name.removeprefix("__").removesuffix("__")
+
+
+@uncompiled
+def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one of torch's functions on arguments that contain arrays."""
+    name = name_of(func)
+    if (direct := DIRECT.get(name)) is not None:
+        return direct(*args, **kwargs)
+    if isinstance(func, str):
+        func = attrgetter(func)
+    key, arrays = _described(name, args, kwargs)
+    call = _calls.get(key) if key is not None else None
+    if call is not None:
+        return _run(call, arrays, args, kwargs)
+    return _first_run(name, func, key, args, kwargs)
+
+
+def _first_run(name: str, func: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    row = TABLE.get(name)
+    if row is None and name.endswith("_") and name[:-1] in TABLE:
+        return write(args[0], operate(_pure(name[:-1]), args, kwargs), name)
+    if kwargs.pop("inplace", False):
+        return write(args[0], operate(func, args, kwargs), name)
+    kwargs = {name: given for name, given in kwargs.items() if not (name == "out" and given is None)}
+    if row is None or "out" in kwargs:
+        arrays = [x for x in _arrays(args, kwargs) if isinstance(x, Sharded)]
+        what = f"{resolve_name(func) or name}{'(out=)' if 'out' in kwargs else ''}"
+        raise LayoutError(
+            f"{what} is no operation on arrays (got {', '.join(str(typeof(x)) for x in arrays)}). Use fs.shard_map for a "
+            "function of local tensors, or the full tensor: fs.unshard(x)."
+        )
+    args, kwargs = _placed(name, args, kwargs)
+    if row.compose is not None:
+        made = row.compose(*args, **kwargs)
+        if made is not NotImplemented:
+            return made
+        if row.rule is None:
+            raise LayoutError(f"{name} cannot have these arguments as an operation on arrays. Use fs.unshard(x).")
+    assert row.rule is not None
+    key, arrays = _described(name, args, kwargs)
+    call = _plan(name, func, row.rule, arrays, args, kwargs)
+    if key is not None and row.compose is None:
+        if len(_calls) > MAX_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    made = _run(call, arrays, args, kwargs)
+    if row.is_view:
+        for y in made if isinstance(made, tuple | list) else (made,):
+            y.viewed = (arrays[0], arrays[0].version)
+    return made
+
+
+def _pure(name: str) -> Any:
+    return getattr(Tensor, name, None) or getattr(torch, name, None) or getattr(torch.nn.functional, name)
+
+
+def write(x: Any, value: Any, name: str) -> Any:
+    """Give an array new values, as an in-place operation does."""
+    if not isinstance(x, Sharded) or not isinstance(value, Sharded) or value.shape != x.shape or value.dtype != x.dtype:
+        raise LayoutError(f"{name} cannot write {value!r} into {x!r}. Assign the result of the operation instead.")
+    if x.viewed is not None:
+        raise LayoutError(
+            f"{name} writes to {x!r}, which is a view of another array. Write to that array, or to a clone: x.clone()."
+        )
+    value = _as_layout(value, x.layout, name)
+    records = torch.is_grad_enabled() and (value.shards[0].requires_grad or x.shards[0].requires_grad)
+    if records and x.shards[0].is_leaf and x.shards[0].requires_grad:
+        raise RuntimeError(f"a leaf array that requires grad is used in the in-place operation {name}.")
+    if not records and not x.shards[0].is_inference():
+        with torch.no_grad():
+            copies = [y.clone() for y in value.shards]  # shards of replicas may share memory
+            for shard, y in zip(x.shards, copies, strict=True):
+                shard.copy_(y)
+    else:
+        x.shards = value.shards
+    x.version += 1
+    return x
+
+
+def _as_layout(x: Sharded, layout: Layout, name: str) -> Sharded:
+    to = plan_transfer(x.shape, x.layout, layout.spec, ())
+    return Sharded(x.shape, layout, transfer(x, to, name))
+
+
+# Arguments.
+
+
+def _arrays(*args: Any) -> Iterator[Any]:
+    """Yield the arrays and tensors among arguments, in order."""
+    for one in args:
+        if isinstance(one, Sharded | Tensor):
+            yield one
+        elif isinstance(one, tuple | list):
+            yield from _arrays(*one)
+        elif isinstance(one, dict):
+            yield from _arrays(*one.values())
+        elif isinstance(one, slice):
+            yield from _arrays(one.start, one.stop, one.step)
+
+
+_ATOMS = {int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format, torch.layout}
+
+
+def _described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Sharded]]:
+    """Return a key of the call, None if it has none, and its arrays."""
+    arrays: list[Sharded] = []
+    key: list[Any] = [name]
+    if not (_describe(args, key, arrays) and (not kwargs or _describe(kwargs, key, arrays))):
+        return None, arrays
+    return tuple(key), arrays
+
+
+def _describe(given: Any, key: list[Any], arrays: list[Sharded]) -> bool:
+    """Append the parts of a key; False if an argument has none."""
+    known = True
+    for one in given:
+        if type(given) is dict:
+            key.append(one)
+            one = given[one]
+        kind = type(one)
+        if kind is Sharded:
+            if one.viewed is not None and one.viewed[0].version != one.viewed[1]:
+                raise LayoutError(f"{one!r} is a view of an array that was changed in place since. Take the view again.")
+            arrays.append(one)
+            key += (one.shape, one.layout, one.shards[0].dtype)
+        elif kind in _ATOMS:
+            key += (kind, one)
+        elif kind in (tuple, list, dict, torch.Size):
+            key.append((kind, len(one)))
+            known = _describe(one, key, arrays) and known
+        elif kind is slice:
+            key.append(slice)
+            known = _describe((one.start, one.stop, one.step), key, arrays) and known
+        else:
+            known = False
+    return known
+
+
+def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replicate 0-d tensors; raise for other plain tensors, and for arrays of several meshes."""
+    arrays = list(_arrays(args, kwargs))
+    mesh = next(x.mesh for x in arrays if isinstance(x, Sharded))
+    others = [x for x in arrays if isinstance(x, Sharded) and x.mesh != mesh]
+    if others:
+        raise MeshError(f"{name}: arrays must be on one mesh; got {mesh} and {others[0].mesh}. Use fs.device_put.")
+
+    def place(x: Any) -> Any:
+        if isinstance(x, Sharded):
+            x.check()
+            return x
+        if x.ndim and not (state.constants and not x.requires_grad):
+            raise LayoutError(
+                f"{name}: a plain tensor of shape {tuple(x.shape)} meets arrays on {mesh}. Put it on the mesh: "
+                "fs.device_put(x, fs.Layout(mesh, P()))."
+            )
+        return Sharded(tuple(x.shape), Layout(mesh), on_all(x, Layout(mesh)))
+
+    if all(isinstance(x, Sharded) and len(x.shards) == len(local_devices(mesh)) for x in arrays):
+        return args, kwargs
+    return _replaced(args, map(place, arrays)), _replaced(kwargs, map(place, _arrays(kwargs)))
+
+
+def _replaced(given: Any, arrays: Iterator[Any]) -> Any:
+    """Return arguments with their arrays replaced, in order."""
+    if isinstance(given, Sharded | Tensor):
+        return next(arrays)
+    if isinstance(given, dict):
+        return {name: _replaced(one, arrays) for name, one in given.items()}
+    if isinstance(given, slice):
+        return slice(*(_replaced(one, arrays) for one in (given.start, given.stop, given.step)))
+    if type(given) in (tuple, list):
+        return type(given)([_replaced(one, arrays) for one in given])
+    return given
+
+
+# A call.
+
+
+def _plan(
+    name: str, func: Any, rule_of: Callable[..., Rule], arrays: list[Sharded], args: Any, kwargs: dict[str, Any]
+) -> Call:
+    """Apply the rule to the global shapes and choose layouts."""
+    mesh = arrays[0].mesh
+    metas = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in arrays]
+    stand_ins = iter(metas)
+    given, named = _replaced(args, stand_ins), _replaced(kwargs, stand_ins)
+    rule = rule_of(*given, **named)
+    with torch.no_grad():
+        made = func(*given, **named)
+    results = tensors_in(made)
+    outputs = [*rule.outputs] * (len(results) if len(rule.outputs) == 1 else 1)
+    labels = {id(x): own for x, own in rule.inputs}
+    added = {id(x) for x in rule.added}
+    place = {id(x): number for number, x in enumerate(metas)}
+    operands = [
+        Operand(x.shape, x.layout, labels.get(id(meta), (None,) * x.ndim), x.dtype.itemsize, id(meta) in added)
+        for x, meta in zip(arrays, metas, strict=True)
+    ]
+    op = Operation(
+        operands,
+        [Result(tuple(y.shape), own, y.dtype.itemsize) for y, own in zip(results, outputs, strict=True)],
+        [frozenset(place[id(x)] for x in group) for group in rule.linear],
+        rule.summed,
+        tuple(rule.lengths.items()),
+    )
+    choice = (None if rule.local else _flat_choice(op, mesh)) or choose(op, mesh)
+    if choice.bytes and state.explicit:
+        _refuse_implicit(name, arrays, choice)
+    rebuild = None if isinstance(made, Tensor) else tuple if type(made) is tuple else type(made)
+    shapes = tuple(tuple(y.shape) for y in results)
+    return Call(name, func, choice, shapes, rebuild, rule.local, mesh, all(one.is_free for one in choice.transfers))
+
+
+def _flat_choice(op: Operation, mesh: Mesh) -> Choice | None:
+    """Keep a flat layout, where the operation is elementwise or sums up all elements."""
+    found = {(one.shape, one.layout.spec, one.labels) for one in op.operands if one.shape or one.layout.spec.axes}
+    if len(found) != 1:
+        return None
+    ((shape, spec, labels),) = found
+    elementwise = all_letters(shape)
+    if not spec.is_flat or spec.at or spec.unreduced or labels != elementwise:
+        return None
+    layouts: list[Layout] = []
+    for result in op.results:
+        if result.labels == elementwise:
+            layouts.append(Layout(mesh, spec.shapeless))
+        elif result.labels == () and op.summed >= {*elementwise}:
+            layouts.append(Layout(mesh, P(unreduced=spec.split_axes)))
+        else:
+            return None
+    transfers = [
+        Transfer(one.layout, (), () if one.layout.spec == spec else spec.split_axes, Fraction(0)) for one in op.operands
+    ]
+    return Choice(tuple(transfers), tuple(layouts), {}, (), Fraction(0))
+
+
+def _refuse_implicit(name: str, arrays: list[Sharded], choice: Choice) -> None:
+    given = ", ".join(str(typeof(x)) for x in arrays)
+    number = next(number for number, to in enumerate(choice.transfers) if to.elements)
+    raise LayoutError(
+        f"{name} needs communication ({given}), which fs.array.explicit() forbids. Write fs.reshard(x, fs.Layout(mesh, "
+        f"{choice.transfers[number].layout.spec})) for argument {number}."
+    )
+
+
+def _run(call: Call, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute on the shards of every device held here."""
+    if call.is_free:
+        columns = [x.shards for x in arrays]
+    else:
+        columns = [transfer(x, to, call.name) for x, to in zip(arrays, call.choice.transfers, strict=True)]
+    func, local, found = call.func, call.local, list[Any]()
+    for number, shards in enumerate(zip(*columns, strict=True)):
+        own = iter(shards)
+        given = tuple([next(own) if type(x) is Sharded else _replaced(x, own) for x in args])
+        named = {name: _replaced(x, own) for name, x in kwargs.items()} if kwargs else kwargs
+        found.append(func(*given, **named) if local is None else local(_where(call, number), func, given, named))
+    layouts, shapes = call.choice.layouts, call.shapes
+    if call.rebuild is None:
+        return Sharded(shapes[0], layouts[0], tuple(found))
+    return call.rebuild([
+        Sharded(shape, layout, shards)
+        for shape, layout, shards in zip(shapes, layouts, zip(*found, strict=True), strict=True)
+    ])  # fmt: skip
+
+
+def _where(call: Call, number: int) -> Where:
+    """Return what the local program of a device needs to know."""
+    mesh, choice = call.mesh, call.choice
+    device = local_devices(mesh)[number]
+    coordinates = mesh.coordinates(device)
+    starts = {
+        label: ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
+        for label, axes in choice.labels.items()
+    }
+    shapes = [
+        layout.with_spec(layout.spec._replace(unreduced=())).local_shape(shape, device)  # pyright: ignore[reportPrivateUsage]
+        for layout, shape in zip(choice.layouts, call.shapes, strict=True)
+    ]
+    return Where(device, tuple(shapes), starts)
