@@ -12,10 +12,12 @@ from fshard.array import pointwise as _pointwise
 from fshard.array import reductions as _reductions
 from fshard.array import views as _views
 from fshard.array.create import full, ones, rand, randn, zeros
-from fshard.array.dispatch import explicit, operate
+from fshard.array.dispatch import constrain, explicit, operate
+from fshard.array.modules import register_trees, shard_module
 from fshard.mesh.layout.sharded import Sharded
 
 _ROWS = (_autograd, _contractions, _functional, _indexing, _pointwise, _reductions, _views)  # each adds its rows
 Sharded.operations = staticmethod(operate)
+register_trees()
 
-__all__ = ["explicit", "full", "ones", "rand", "randn", "zeros"]
+__all__ = ["constrain", "explicit", "full", "ones", "rand", "randn", "shard_module", "zeros"]

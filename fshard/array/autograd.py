@@ -7,17 +7,19 @@ shards. The gradient of an array has its layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import math
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fshard.array.communicate import cotangents, own_gradient
-from fshard.array.dispatch import DIRECT, state
+from fshard.array.communicate import cotangents, own_gradient, state
+from fshard.array.dispatch import DIRECT, name_of
 from fshard.errors import LayoutError
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import unshard
+from fshard.mesh.spmd.run import is_outside
 
 
 def direct(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -141,12 +143,13 @@ def _value(x: Sharded) -> Tensor:
         raise LayoutError(f"the value of {typeof(x)} needs communication, which fs.array.explicit() forbids. Use fs.unshard(x).")
     if x.mesh.runtime == "abstract":
         raise LayoutError(f"the value of {typeof(x)} is needed, but on an abstract mesh arrays have none.")
-    return unshard(x)
+    with torch.no_grad():
+        return unshard(x).detach()
 
 
 for _name in "item tolist __bool__ __float__ __int__ __index__ __complex__ __contains__".split():
     _method: Any = getattr(Tensor, _name)
-    DIRECT[_name.strip("_")] = lambda x, *args, _method=_method: _method(_value(x), *args)
+    DIRECT[name_of(_method)] = lambda x, *args, _method=_method: _method(_value(x), *args)
 
 
 @direct("array numpy")
@@ -168,3 +171,14 @@ def _allclose(x: Sharded, y: Sharded, *args: Any, **kwargs: Any) -> bool:
 def _retain_grad(x: Sharded) -> None:
     for shard in x.shards:
         shard.retain_grad()
+
+
+MAX_SHOWN = 1000
+"""Elements of the largest array that is printed with its values."""
+
+
+@direct(".str")
+def _as_text(x: Sharded) -> str:
+    """Show the values of a small array, where that needs no communication between processes."""
+    small = is_outside(x.mesh) and math.prod(x.shape) <= MAX_SHOWN and all(isinstance(one, Tensor) for one in x.shards)
+    return f"{x!r}\n{_value(x)}" if small and not state.explicit else repr(x)

@@ -7,26 +7,36 @@ the devices (a psum; after an all_gather together a psum_scatter).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Bound, LinearMap, Tensors, apply, recorded, transformed
 from fshard.mesh.collectives.ledger import LedgerRow, active
 from fshard.mesh.collectives.moves import AllGather, Extreme, Move, Pvary, Same, Wired
 from fshard.mesh.layout import Layout, Mesh, P
-from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import reshard
 from fshard.mesh.reshard.execute import move_of, plan_reshard
 from fshard.mesh.spmd.run import is_outside, run_on_devices
 from fshard.mesh.spmd.scope import require
 from fshard.source import Site, call_site
+
+class _State(threading.local):
+    explicit = False
+    constants = False
+
+
+state = _State()
+"""`explicit`: implicit communication raises. `constants`: plain tensors are equal everywhere (in a sharded module)."""
 
 _PLAIN_KINDS = {"slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all"}
 
@@ -148,6 +158,8 @@ def operation_site(what: str) -> Site:
 def with_spec(x: Sharded, spec: P, what: str) -> Sharded:
     """Reshard an array within an operation."""
     to = plan_transfer(x.shape, x.layout, spec, ())
+    if state.explicit and to.elements:
+        refuse_implicit(what, [x], [to])
     return x if to.moves == () and to.layout.spec == x.spec else Sharded(x.shape, to.layout, transfer(x, to, what))
 
 
@@ -155,8 +167,19 @@ def largest(x: Sharded, axes: tuple[str, ...], what: str, *, is_max: bool = True
     """Take the elementwise maximum (or minimum) over the devices along some axes; without a gradient."""
     shards = tuple(shard.detach() for shard in x.shards)
     if axes:
+        if state.explicit:
+            refuse_implicit(what, [x], [plan_transfer(x.shape, x.layout, x.spec, ())])
         shards = apply_move(x.mesh, Extreme(is_max), axes, shards, operation_site(what))
     return Sharded(x.shape, x.layout, shards)
+
+
+def refuse_implicit(what: str, arrays: Sequence[Sharded], transfers: Sequence[Transfer]) -> NoReturn:
+    """Raise for communication within `explicit`."""
+    number = next((number for number, to in enumerate(transfers) if to.elements), 0)
+    raise LayoutError(
+        f"{what} needs communication ({', '.join(str(typeof(x)) for x in arrays)}), which fs.array.explicit() forbids. "
+        f"Write fs.reshard(x, fs.Layout(mesh, {transfers[number].layout.spec})) for argument {number}."
+    )
 
 
 def own_gradient(gradients: Sequence[Tensor], x: Sharded) -> Sharded:

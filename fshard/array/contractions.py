@@ -117,7 +117,7 @@ def _einsum(equation: str, *operands: Any) -> Rule:
         named.append((x, tuple(None if label in repeated or length != sizes[label] else label for label, length in own)))
     bad = {label for labels in lists for label in labels if labels.count(label) > 1}
     named = [(x, tuple(None if label in bad else label for label in labels)) for x, labels in named]
-    return contraction(named, tuple(None if label in bad else label for label in expanded(out, 0)))
+    return contraction(named, tuple(None if label in bad else label for label in expanded(out, full)))
 
 
 @rule("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")

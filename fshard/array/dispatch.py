@@ -9,7 +9,6 @@ Everything that depends only on shapes, dtypes and layouts is a `Call`, cached.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 from fshard.array.choose import Choice, Operand, Operation, Result, choose
-from fshard.array.communicate import Transfer, plan_transfer, transfer
+from fshard.array.communicate import Transfer, plan_transfer, refuse_implicit, state, transfer
 from fshard.array.rules import TABLE, LocalProgram, Rule, Where, all_letters, tensors_in
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.layout import Layout, Mesh, P
@@ -34,16 +33,8 @@ from fshard.uncompiled import uncompiled
 
 DIRECT: dict[str, Callable[..., Any]] = {}
 """Functions that are no operations on values: attributes, autograd, conversions. Called with the arrays."""
-_PREFIXES = {"__radd__": "add", "__rmul__": "mul", "__rtruediv__": "rdiv", "__rdiv__": "rdiv", "__iadd__": "add_"}
-
-
-class _State(threading.local):
-    explicit = False
-    constants = False
-
-
-state = _State()
-"""`explicit`: implicit communication raises. `constants`: plain tensors are equal everywhere (in a sharded module)."""
+_RENAMED = {"__radd__": "add", "__rmul__": "mul", "__rtruediv__": "rdiv", "__rdiv__": "rdiv", "__iadd__": "add_"}
+_RENAMED |= {f"__{name}__": f"to {name}" for name in ("bool", "float", "int", "index", "complex")}
 
 
 @contextmanager
@@ -68,14 +59,21 @@ Write fs.reshard(x, fs.Layout(mesh, P("data"))) for argument 1.
         state.explicit = before
 
 
-@contextmanager
-def constants_are_replicated() -> Generator[None]:
-    """Take plain tensors as replicated arrays: in a module, which makes them alike on every device."""
-    before, state.constants = state.constants, True
-    try:
-        yield
-    finally:
-        state.constants = before
+def constrain(x: Sharded, spec: P) -> Sharded:
+    """Pin the layout of an array; its gradient gets it too. Communicates also within `explicit`.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2, "model": 2})
+    >>> x = fs.device_put(torch.ones(4, 4), fs.Layout(mesh, P("data", "model")))
+    >>> h = x @ fs.device_put(torch.ones(4, 4), fs.Layout(mesh, P("model")))
+    >>> fs.typeof(h), fs.typeof(fs.array.constrain(h, P("data", "model")))
+    (f32[4@data, 4]{U:model}, f32[4@data, 4@model])
+    """
+    if not isinstance(x, Sharded) or not isinstance(spec, P):
+        raise LayoutError(f"constrain takes an array and a P; got {type(x).__name__} and {type(spec).__name__}.")
+    Layout(x.mesh, spec).check(x.shape, "constrain: the array")
+    return _as_layout(x, Layout(x.mesh, spec), "constrain")
 
 
 class Call(NamedTuple):
@@ -102,7 +100,7 @@ def name_of(func: Any) -> str:
     if isinstance(func, str):
         return f".{func}"
     name: str = getattr(func, "__name__", "") or ""
-    return _PREFIXES.get(name) or name.removeprefix("__").removesuffix("__")
+    return _RENAMED.get(name) or name.removeprefix("__").removesuffix("__")
 
 
 @uncompiled
@@ -308,9 +306,7 @@ def _plan(
         rule.summed,
         tuple(rule.lengths.items()),
     )
-    choice = (None if rule.local else _flat_choice(op, mesh)) or choose(op, mesh)
-    if choice.bytes and state.explicit:
-        _refuse_implicit(name, arrays, choice)
+    choice = (_flat_choice(op, mesh) if rule.is_elementwise else None) or choose(op, mesh)
     rebuild = None if isinstance(made, Tensor) else tuple if type(made) is tuple else type(made)
     shapes = tuple(tuple(y.shape) for y in results)
     return Call(name, func, choice, shapes, rebuild, rule.local, mesh, all(one.is_free for one in choice.transfers))
@@ -323,7 +319,7 @@ def _flat_choice(op: Operation, mesh: Mesh) -> Choice | None:
         return None
     ((shape, spec, labels),) = found
     elementwise = all_letters(shape)
-    if not spec.is_flat or spec.at or spec.unreduced or labels != elementwise:
+    if not shape or not spec.is_flat or spec.at or spec.unreduced or labels != elementwise:
         return None
     layouts: list[Layout] = []
     for result in op.results:
@@ -339,19 +335,12 @@ def _flat_choice(op: Operation, mesh: Mesh) -> Choice | None:
     return Choice(tuple(transfers), tuple(layouts), {}, (), Fraction(0))
 
 
-def _refuse_implicit(name: str, arrays: list[Sharded], choice: Choice) -> None:
-    given = ", ".join(str(typeof(x)) for x in arrays)
-    number = next(number for number, to in enumerate(choice.transfers) if to.elements)
-    raise LayoutError(
-        f"{name} needs communication ({given}), which fs.array.explicit() forbids. Write fs.reshard(x, fs.Layout(mesh, "
-        f"{choice.transfers[number].layout.spec})) for argument {number}."
-    )
-
-
 def _run(call: Call, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute on the shards of every device held here."""
     if call.is_free:
         columns = [x.shards for x in arrays]
+    elif state.explicit and call.choice.bytes:
+        refuse_implicit(call.name, arrays, call.choice.transfers)
     else:
         columns = [transfer(x, to, call.name) for x, to in zip(arrays, call.choice.transfers, strict=True)]
     func, local, found = call.func, call.local, list[Any]()

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fshard.array.communicate import with_spec
+from fshard.array.communicate import state, with_spec
 from fshard.array.contractions import attention_with_dropout
 from fshard.array.create import bernoulli_like
-from fshard.array.dispatch import state
 from fshard.array.reductions import is_sharded
 from fshard.array.rules import TABLE, Labels, Row, Rule, all_letters, broadcast, compose, rule, tensors_in
 from fshard.array.views import along
@@ -198,7 +197,7 @@ def _loss(name: str) -> Callable[..., Any]:
 
 _ELEMENTWISE = (
     "l1_loss mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss "
-    "hinge_embedding_loss poisson_nll_loss gaussian_nll_loss margin_ranking_loss"
+    "hinge_embedding_loss poisson_nll_loss margin_ranking_loss"
 )
 _BY_ROW = "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss triplet_margin_loss"
 
@@ -206,7 +205,7 @@ _BY_ROW = "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss 
 def _elementwise_rule(*args: Any, **kwargs: Any) -> Rule:
     arrays = tensors_in([list(args), kwargs])
     full, labels = broadcast(*(x.shape for x in arrays))
-    return Rule(list(zip(arrays, labels, strict=True)), [all_letters(full)])
+    return Rule(list(zip(arrays, labels, strict=True)), [all_letters(full)], is_elementwise=True)
 
 
 def _by_row_rule(*args: Any, **kwargs: Any) -> Rule:
@@ -229,6 +228,18 @@ def _kl_div(
     losses = target.exp() * (target - input) if log_target else torch.xlogy(target, target) - target * input
     if reduction == "batchmean":
         return _reduced(losses, "sum") / input.shape[0]
+    return _reduced(losses, reduction)
+
+
+@compose("gaussian_nll_loss")
+def _gaussian_nll_loss(
+    input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Any:
+    if not isinstance(var, float) and var.ndim == input.ndim - 1 and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    var = torch.full_like(input, var) if isinstance(var, float) else var
+    var = var + (var.clamp_min(eps) - var).detach()  # the gradient ignores the bound, as torch's does
+    losses = 0.5 * (var.log() + (input - target) ** 2 / var + (math.log(2 * math.pi) if full else 0))
     return _reduced(losses, reduction)
 
 

@@ -36,18 +36,19 @@ def _getitem(x: Any, index: Any) -> Rule:
     full, labels = broadcast(*(item.shape for item in arrays))
     labels = [tuple(f"i{one}" if one else None for one in labelled) for labelled in labels]
     among = tuple(f"id{dim}" for dim in range(len(full)))
-    front = _place_of_arrays(x, items)
+    front = _place_of_arrays(x.ndim - sum(isinstance(item, int) for item in items), items)
     return Rule([(x, own), *zip(arrays, labels, strict=True)], [(*rest[:front], *among, *rest[front:])], linear=[(x,)])
 
 
-def _place_of_arrays(x: Any, items: Sequence[Any]) -> int:
+def _place_of_arrays(ndim: int, items: Sequence[Any]) -> int:
     """Return where the dims of index arrays are in the result: at the first array, if all are adjacent; else in front."""
-    places = [place for place, item in enumerate(items) if isinstance(item, Tensor | int) and not isinstance(item, bool)]
+    items = [item for item in items if isinstance(item, bool) or not isinstance(item, int)]  # numbers select first
+    places = [place for place, item in enumerate(items) if isinstance(item, Tensor)]
     if places[-1] - places[0] + 1 != len(places):
         return 0
     before = 0
     for item in items[: places[0]]:
-        before += x.ndim - sum(one is not None and one is not ... for one in items) if item is ... else 1
+        before += ndim - sum(one is not None and one is not ... for one in items) if item is ... else 1
     return before
 
 

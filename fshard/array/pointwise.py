@@ -65,7 +65,11 @@ def _filled(x: Any, mask: Any, value: Any) -> Sequence[Sequence[Any]]:
 
 _LINEAR: dict[str, LinearIn] = {
     **dict.fromkeys("neg negative positive clone contiguous conj conj_physical resolve_conj real imag detach".split(), _first),
-    **dict.fromkeys("double float half bfloat16 to type".split(), _cast),
+    **dict.fromkeys("to type".split(), _cast),
+    "double": lambda x, **kwargs: _cast(x, torch.float64),
+    "float": lambda x, **kwargs: _cast(x, torch.float32),
+    "half": lambda x, **kwargs: _cast(x, torch.float16),
+    "bfloat16": lambda x, **kwargs: _cast(x, torch.bfloat16),
     **dict.fromkeys("mul multiply".split(), _each),
     **dict.fromkeys("add sub subtract rsub lerp".split(), _both),
     **dict.fromkeys("div divide true_divide".split(), _numerator),
@@ -79,7 +83,7 @@ def _pointwise(linear: LinearIn | None) -> Callable[..., Rule]:
         arrays = tensors_in([list(args), kwargs])
         full, labels = broadcast(*(x.shape for x in arrays))
         groups = linear(*args, **kwargs) if linear is not None and len({id(x) for x in arrays}) == len(arrays) else ()
-        return Rule(list(zip(arrays, labels, strict=True)), [all_letters(full)], linear=[g for g in groups if g])
+        return Rule(list(zip(arrays, labels, strict=True)), [all_letters(full)], linear=[g for g in groups if g], is_elementwise=True)
 
     return rule_of
 

@@ -44,7 +44,8 @@ def _reduction_rule(func: Any, *, is_sum: bool = False, is_linear: bool = False)
         dims, found = probed(func, x, args, kwargs)
         summed = frozenset(f"d{dim}" for dim in dims if is_sum)
         own = letters(x) if is_sum else letters(x, *dims)
-        return Rule([(x, own)], found, linear=[(x,)] if is_linear else (), summed=summed)
+        flat = is_sum and not args and not kwargs.keys() - {"dtype"}
+        return Rule([(x, own)], found, linear=[(x,)] if is_linear else (), summed=summed, is_elementwise=flat)
 
     return rule_of
 

@@ -52,6 +52,7 @@ class Rule:
         added: inputs that are added to the sum over `summed` labels.
         lengths: further lengths that the number of shards must divide, by label.
         local: the program of one device; by default torch's function on the local shards.
+        is_elementwise: whether it may run on flat shards too.
     """
 
     inputs: Sequence[tuple[Any, Labels]]
@@ -61,6 +62,7 @@ class Rule:
     added: Sequence[Any] = ()
     lengths: Mapping[str, int] = field(default_factory=dict[str, int])
     local: LocalProgram | None = None
+    is_elementwise: bool = False
 
 
 class Row(NamedTuple):

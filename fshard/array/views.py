@@ -43,7 +43,7 @@ def _view_rule(func: Any) -> Any:
 
 
 _TENSOR: Any = torch.Tensor
-for _name in "permute transpose t movedim moveaxis swapaxes swapdims adjoint squeeze unsqueeze select unbind diagonal chunk".split():
+for _name in "permute transpose t movedim moveaxis swapaxes swapdims adjoint unsqueeze select unbind diagonal chunk".split():
     rule(_name, is_view=True)(_view_rule(getattr(_TENSOR, _name)))
 for _name in "T mT H mH".split():
     rule(f".{_name}", is_view=True)(_view_rule(attrgetter(_name)))
@@ -57,6 +57,12 @@ def along(x: Any, *dims: int, is_linear: bool = True, outputs: Labels | None = N
 
 def to_local_shape(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].reshape(where.shapes[0])
+
+
+@rule("squeeze", is_view=True)
+def _squeeze(x: Any, *args: Any, **kwargs: Any) -> Rule:
+    own, outs = strided(x, lambda like: like.squeeze(*args, **kwargs))
+    return Rule([(x, own)], outs, linear=[(x,)], local=to_local_shape)  # a shard may have more dims of length 1
 
 
 def _reshape_rule(func: Any) -> Any:

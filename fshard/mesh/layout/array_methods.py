@@ -64,6 +64,9 @@ class ArrayMethods:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.operations(torch.unbind, (self,), {}))
 
+    def __str__(self) -> str:
+        return self.operations("str", (self,), {})
+
     __hash__ = object.__hash__
     __add__, __radd__, __iadd__ = _operator(Tensor.add), _operator(Tensor.add), _operator(Tensor.add_)
     __sub__, __rsub__, __isub__ = _operator(Tensor.sub), _operator(torch.rsub), _operator(Tensor.sub_)
