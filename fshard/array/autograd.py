@@ -6,8 +6,8 @@ shards. The gradient of an array has its layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fshard.array.communicate import cotangents, own_gradient, state
 from fshard.array.dispatch import DIRECT, name_of
+from fshard.array.rules import words
 from fshard.errors import LayoutError
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import unshard
@@ -113,13 +114,11 @@ def _from_meta(name: str) -> None:
     DIRECT[name if callable(attribute) else f".{name}"] = on_meta
 
 
-for _name in (
+for _name in words(
     "size dim numel nelement ndimension element_size is_floating_point is_complex is_signed itemsize nbytes "
     "stride is_contiguous is_sparse is_nested is_quantized layout is_conj is_neg"
-).split():
+):
     _from_meta(_name)
-
-
 
 
 def _from_shard(name: str) -> None:
@@ -130,7 +129,7 @@ def _from_shard(name: str) -> None:
         DIRECT[f".{name}"] = lambda x: getattr(x.shards[0], name)
 
 
-for _name in "requires_grad is_leaf grad_fn device is_cuda is_cpu is_meta is_inference retains_grad get_device".split():
+for _name in words("requires_grad is_leaf grad_fn device is_cuda is_cpu is_meta is_inference retains_grad get_device"):
     _from_shard(_name)
 
 
@@ -140,14 +139,16 @@ for _name in "requires_grad is_leaf grad_fn device is_cuda is_cpu is_meta is_inf
 def _value(x: Sharded) -> Tensor:
     axes = x.spec.axes
     if state.explicit and any(x.mesh.shape[axis] > 1 for axis in axes):
-        raise LayoutError(f"the value of {typeof(x)} needs communication, which fs.array.explicit() forbids. Use fs.unshard(x).")
+        raise LayoutError(
+            f"the value of {typeof(x)} needs communication, which fs.array.explicit() forbids. Use fs.unshard(x)."
+        )
     if x.mesh.runtime == "abstract":
         raise LayoutError(f"the value of {typeof(x)} is needed, but on an abstract mesh arrays have none.")
     with torch.no_grad():
         return unshard(x).detach()
 
 
-for _name in "item tolist __bool__ __float__ __int__ __index__ __complex__ __contains__".split():
+for _name in words("item tolist __bool__ __float__ __int__ __index__ __complex__ __contains__"):
     _method: Any = getattr(Tensor, _name)
     DIRECT[name_of(_method)] = lambda x, *args, _method=_method: _method(_value(x), *args)
 

@@ -40,6 +40,8 @@ class Operand:
 
 
 class Result(NamedTuple):
+    """An output: what is needed to count its memory."""
+
     shape: tuple[int, ...]
     labels: Labels
     itemsize: int
@@ -59,7 +61,7 @@ class Operation:
         return label is not None and (label in self.summed or all(label in result.labels for result in self.results))
 
 
-class Choice(NamedTuple):
+class LayoutChoice(NamedTuple):
     """The chosen layouts, and the bytes that the busiest device sends."""
 
     transfers: tuple[Transfer, ...]
@@ -71,9 +73,9 @@ class Choice(NamedTuple):
     bytes: Fraction
 
 
-def choose(op: Operation, mesh: Mesh) -> Choice:
+def choose(op: Operation, mesh: Mesh) -> LayoutChoice:
     """Return the cheapest layouts."""
-    best: tuple[tuple[Fraction, int], Choice] | None = None
+    best: tuple[tuple[Fraction, int], LayoutChoice] | None = None
     for order in _orders(op, mesh):
         for ways in product(*(_ways(op, axis) for axis in order)):
             choice = _evaluate(op, mesh, dict(zip(order, ways, strict=True)))
@@ -101,7 +103,11 @@ def _ways(op: Operation, axis: str) -> list[Way]:
             ways += [("linear", number) for number, group in enumerate(op.linear) if place in group]
         if axis in spec.split_axes:
             label = next(
-                (label for label, axes in zip(operand.labels, spec.dims(len(operand.shape)), strict=True) if axis in axes),
+                (
+                    label
+                    for label, axes in zip(operand.labels, spec.dims(len(operand.shape)), strict=True)
+                    if axis in axes
+                ),
                 None,
             )
             own = [label] if op.is_shardable(label) else operand.labels  # else an all_to_all is cheaper than a gather
@@ -109,7 +115,7 @@ def _ways(op: Operation, axis: str) -> list[Way]:
     return list(dict.fromkeys(ways))
 
 
-def _evaluate(op: Operation, mesh: Mesh, ways: dict[str, Way]) -> tuple[tuple[Fraction, int], Choice] | None:
+def _evaluate(op: Operation, mesh: Mesh, ways: dict[str, Way]) -> tuple[tuple[Fraction, int], LayoutChoice] | None:
     """Return cost and layouts of a way for each axis; None if the shapes do not allow it."""
     labels: dict[str, tuple[str, ...]] = {}
     for axis, (kind, label) in ways.items():
@@ -125,7 +131,9 @@ def _evaluate(op: Operation, mesh: Mesh, ways: dict[str, Way]) -> tuple[tuple[Fr
     sent, memory = Fraction(0), 0
     transfers: list[Transfer] = []
     for place, operand in enumerate(op.operands):
-        unreduced = [axis for axis, (kind, group) in ways.items() if kind == "linear" and place in op.linear[int(group)]]
+        unreduced = [
+            axis for axis, (kind, group) in ways.items() if kind == "linear" and place in op.linear[int(group)]
+        ]
         unreduced += summed if operand.is_added else ()
         spec = _spec(operand.labels, labels, unreduced)
         busy = {axis for axis, way in ways.items() if way != REPLICATED} - {*spec.axes}
@@ -139,7 +147,7 @@ def _evaluate(op: Operation, mesh: Mesh, ways: dict[str, Way]) -> tuple[tuple[Fr
         lost = [axis for label in labels if label not in result.labels for axis in labels[label]]
         layouts.append(Layout(mesh, _spec(result.labels, labels, [*linear, *lost])))
         memory += result.itemsize * _local_size(result.shape, layouts[-1].spec, mesh)
-    return (sent, memory), Choice(tuple(transfers), tuple(layouts), labels, summed, sent)
+    return (sent, memory), LayoutChoice(tuple(transfers), tuple(layouts), labels, summed, sent)
 
 
 def _spec(own: Labels, labels: dict[str, tuple[str, ...]], unreduced: Sequence[str]) -> P:

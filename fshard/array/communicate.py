@@ -30,6 +30,7 @@ from fshard.mesh.spmd.run import is_outside, run_on_devices
 from fshard.mesh.spmd.scope import require
 from fshard.source import Site, call_site
 
+
 class _State(threading.local):
     explicit = False
     constants = False
@@ -135,7 +136,7 @@ def plan_transfer(shape: tuple[int, ...], before: Layout, spec: P, vary: tuple[s
 
 def transfer(x: Sharded, to: Transfer, what: str) -> Tensors:
     """Return the shards of an array as an operation needs them."""
-    if to.is_free:
+    if to.moves == () and not (to.vary and _is_followed(x.shards)):
         return x.shards
     site = operation_site(what)
     if to.moves is None:
@@ -144,9 +145,14 @@ def transfer(x: Sharded, to: Transfer, what: str) -> Tensors:
         shards = x.shards
         for move, axes in to.moves:
             shards = apply_move(x.mesh, move, axes, shards, site)
-    if to.vary and (transformed() or recorded(shards)) and (shards[0].is_floating_point() or shards[0].is_complex()):
+    if to.vary and _is_followed(shards):
         shards = apply_move(x.mesh, Pvary(), to.vary, shards, site)
     return shards
+
+
+def _is_followed(shards: Tensors) -> bool:
+    """Return True if derivatives of these shards are taken, or may be."""
+    return (transformed() or recorded(shards)) and (shards[0].is_floating_point() or shards[0].is_complex())
 
 
 def operation_site(what: str) -> Site:

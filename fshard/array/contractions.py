@@ -22,7 +22,12 @@ def contraction(
     groups = [(x,) if bias is None else (x, bias) for x, _ in inputs]
     added = [] if bias is None else [(bias, bias_labels)]
     return Rule(
-        [*inputs, *added], [output], linear=groups, summed=frozenset(used - {*output}), added=[x for x, _ in added], **more
+        [*inputs, *added],
+        [output],
+        linear=groups,
+        summed=frozenset(used - {*output}),
+        added=[x for x, _ in added],
+        **more,
     )
 
 
@@ -36,7 +41,9 @@ def _batched(*xs: Any) -> tuple[Labels, list[Labels]]:
 def _matmul(x: Any, y: Any) -> Rule:
     if x.ndim == 1 or y.ndim == 1:
         rows, columns = tuple(f"r{d}" for d in range(x.ndim - 1)), tuple(f"c{d}" for d in range(y.ndim - 1))
-        return contraction([(x, (*rows, "k")), (y, ("k",) if y.ndim == 1 else (*columns[:-1], "k", columns[-1]))], (*rows, *columns))
+        return contraction(
+            [(x, (*rows, "k")), (y, ("k",) if y.ndim == 1 else (*columns[:-1], "k", columns[-1]))], (*rows, *columns)
+        )
     batch, (first, second) = _batched(x, y)
     return contraction([(x, (*first, "i", "k")), (y, (*second, "k", "o"))], (*batch, "i", "o"))
 
@@ -45,7 +52,12 @@ def _matmul(x: Any, y: Any) -> Rule:
 def _linear(input: Any, weight: Any, bias: Any = None) -> Rule:
     rows = tuple(f"r{d}" for d in range(input.ndim - 1))
     out: Labels = () if weight.ndim == 1 else ("o",)
-    return contraction([(input, (*rows, "k")), (weight, (*out, "k"))], (*rows, *out), bias=bias, bias_labels=out[-bias.ndim :] if bias is not None and bias.ndim else ())
+    return contraction(
+        [(input, (*rows, "k")), (weight, (*out, "k"))],
+        (*rows, *out),
+        bias=bias,
+        bias_labels=out[-bias.ndim :] if bias is not None and bias.ndim else (),
+    )
 
 
 @rule("addmm addbmm baddbmm addmv addr")
@@ -114,7 +126,9 @@ def _einsum(equation: str, *operands: Any) -> Rule:
     for labels, x in zip(lists, xs, strict=True):
         repeated = {label for label in labels if labels.count(label) > 1}  # a diagonal is not local
         own = zip(labels, x.shape, strict=True)
-        named.append((x, tuple(None if label in repeated or length != sizes[label] else label for label, length in own)))
+        named.append(
+            (x, tuple(None if label in repeated or length != sizes[label] else label for label, length in own))
+        )
     bad = {label for labels in lists for label in labels if labels.count(label) > 1}
     named = [(x, tuple(None if label in bad else label for label in labels)) for x, labels in named]
     return contraction(named, tuple(None if label in bad else label for label in expanded(out, full)))
@@ -139,7 +153,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Rule:
-    full, (q, k, v) = broadcast(*((*x.shape[:-3], 1 if enable_gqa else x.shape[-3]) if x.ndim > 2 else () for x in (query, key, value)))
+    full, (q, k, v) = broadcast(
+        *((*x.shape[:-3], 1 if enable_gqa else x.shape[-3]) if x.ndim > 2 else () for x in (query, key, value))
+    )
     if enable_gqa:  # query heads are several to a head of keys and values, in order
         q, k, v = ((*labels[:-1], "h") for labels in (q, k, v))
     batch = tuple(f"d{d}" for d in range(len(full)))
@@ -151,7 +167,9 @@ def _attention(
         shape = (*full[:-1], query.shape[-3]) if enable_gqa else full
         lengths = (*shape, query.shape[-2], key.shape[-2])[-attn_mask.ndim :] if attn_mask.ndim else ()
         labels = (*batch, row, None)[-attn_mask.ndim :] if attn_mask.ndim else ()
-        inputs.append((attn_mask, tuple(a if n == m else None for a, n, m in zip(labels, attn_mask.shape, lengths, strict=True))))
+        inputs.append(
+            (attn_mask, tuple(a if n == m else None for a, n, m in zip(labels, attn_mask.shape, lengths, strict=True)))
+        )
     return Rule(inputs, [(*batch, row, None)])
 
 

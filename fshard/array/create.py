@@ -127,7 +127,9 @@ def rand(
 def bernoulli_like(x: Sharded, shape: Sequence[int], p: float) -> Sharded:
     """Return an array of 0 and 1 with the dtype of x, sharded like x in the dims where the shapes are equal."""
     spec = P(*(own if n == m else () for own, n, m in zip(x.spec.dims(x.ndim), shape, x.shape, strict=True)))
-    return _drawn(shape, Layout(x.mesh, spec), lambda own, g: torch.empty(own, dtype=x.dtype).bernoulli_(p, generator=g), None)
+    return _drawn(
+        shape, Layout(x.mesh, spec), lambda own, g: torch.empty(own, dtype=x.dtype).bernoulli_(p, generator=g), None
+    )
 
 
 # Arrays like others.

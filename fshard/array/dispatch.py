@@ -9,20 +9,20 @@ Everything that depends only on shapes, dtypes and layouts is a `Call`, cached.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
-from fshard.array.choose import Choice, Operand, Operation, Result, choose
+from fshard.array.choose import LayoutChoice, Operand, Operation, Result, choose
 from fshard.array.communicate import Transfer, plan_transfer, refuse_implicit, state, transfer
-from fshard.array.rules import TABLE, LocalProgram, Rule, Where, all_letters, tensors_in
+from fshard.array.rules import TABLE, LocalProgram, Row, Rule, Where, all_letters, tensors_in
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.arithmetic import ravel
@@ -81,13 +81,14 @@ class Call(NamedTuple):
 
     name: str
     func: Any
-    choice: Choice
+    choice: LayoutChoice
     shapes: tuple[tuple[int, ...], ...]
     rebuild: Any
     """Builds torch's result from several arrays; None for a single one."""
     local: LocalProgram | None
-    mesh: Mesh
+    where: tuple[Where, ...]
     is_free: bool
+    is_view: bool
 
 
 _calls: dict[Any, Call | None] = {}
@@ -141,16 +142,12 @@ def _first_run(name: str, func: Any, key: Any, args: tuple[Any, ...], kwargs: di
             raise LayoutError(f"{name} cannot have these arguments as an operation on arrays. Use fs.unshard(x).")
     assert row.rule is not None
     key, arrays = _described(name, args, kwargs)
-    call = _plan(name, func, row.rule, arrays, args, kwargs)
-    if key is not None and row.compose is None:
+    call = _plan(name, func, row, arrays, args, kwargs)
+    if key is not None:
         if len(_calls) > MAX_CALLS:
             _calls.clear()
         _calls[key] = call
-    made = _run(call, arrays, args, kwargs)
-    if row.is_view:
-        for y in made if isinstance(made, tuple | list) else (made,):
-            y.viewed = (arrays[0], arrays[0].version)
-    return made
+    return _run(call, arrays, args, kwargs)
 
 
 def _pure(name: str) -> Any:
@@ -201,7 +198,19 @@ def _arrays(*args: Any) -> Iterator[Any]:
             yield from _arrays(one.start, one.stop, one.step)
 
 
-_ATOMS = {int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format, torch.layout}
+_ATOMS = {
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    complex,
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+}
 
 
 def _described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Sharded]]:
@@ -223,7 +232,9 @@ def _describe(given: Any, key: list[Any], arrays: list[Sharded]) -> bool:
         kind = type(one)
         if kind is Sharded:
             if one.viewed is not None and one.viewed[0].version != one.viewed[1]:
-                raise LayoutError(f"{one!r} is a view of an array that was changed in place since. Take the view again.")
+                raise LayoutError(
+                    f"{one!r} is a view of an array that was changed in place since. Take the view again."
+                )
             arrays.append(one)
             key += (one.shape, one.layout, one.shards[0].dtype)
         elif kind in _ATOMS:
@@ -280,14 +291,14 @@ def _replaced(given: Any, arrays: Iterator[Any]) -> Any:
 
 
 def _plan(
-    name: str, func: Any, rule_of: Callable[..., Rule], arrays: list[Sharded], args: Any, kwargs: dict[str, Any]
+    name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwargs: dict[str, Any]
 ) -> Call:
     """Apply the rule to the global shapes and choose layouts."""
     mesh = arrays[0].mesh
     metas = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in arrays]
     stand_ins = iter(metas)
     given, named = _replaced(args, stand_ins), _replaced(kwargs, stand_ins)
-    rule = rule_of(*given, **named)
+    rule = cast("Callable[..., Rule]", row.rule)(*given, **named)
     with torch.no_grad():
         made = func(*given, **named)
     results = tensors_in(made)
@@ -309,10 +320,12 @@ def _plan(
     choice = (_flat_choice(op, mesh) if rule.is_elementwise else None) or choose(op, mesh)
     rebuild = None if isinstance(made, Tensor) else tuple if type(made) is tuple else type(made)
     shapes = tuple(tuple(y.shape) for y in results)
-    return Call(name, func, choice, shapes, rebuild, rule.local, mesh, all(one.is_free for one in choice.transfers))
+    where = [_where(choice, shapes, mesh, device) for device in local_devices(mesh)] if rule.local else []
+    is_free = all(one.is_free for one in choice.transfers)
+    return Call(name, func, choice, shapes, rebuild, rule.local, tuple(where), is_free, row.is_view)
 
 
-def _flat_choice(op: Operation, mesh: Mesh) -> Choice | None:
+def _flat_choice(op: Operation, mesh: Mesh) -> LayoutChoice | None:
     """Keep a flat layout, where the operation is elementwise or sums up all elements."""
     found = {(one.shape, one.layout.spec, one.labels) for one in op.operands if one.shape or one.layout.spec.axes}
     if len(found) != 1:
@@ -332,7 +345,7 @@ def _flat_choice(op: Operation, mesh: Mesh) -> Choice | None:
     transfers = [
         Transfer(one.layout, (), () if one.layout.spec == spec else spec.split_axes, Fraction(0)) for one in op.operands
     ]
-    return Choice(tuple(transfers), tuple(layouts), {}, (), Fraction(0))
+    return LayoutChoice(tuple(transfers), tuple(layouts), {}, (), Fraction(0))
 
 
 def _run(call: Call, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -348,27 +361,26 @@ def _run(call: Call, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[
         own = iter(shards)
         given = tuple([next(own) if type(x) is Sharded else _replaced(x, own) for x in args])
         named = {name: _replaced(x, own) for name, x in kwargs.items()} if kwargs else kwargs
-        found.append(func(*given, **named) if local is None else local(_where(call, number), func, given, named))
+        found.append(func(*given, **named) if local is None else local(call.where[number], func, given, named))
     layouts, shapes = call.choice.layouts, call.shapes
     if call.rebuild is None:
-        return Sharded(shapes[0], layouts[0], tuple(found))
-    return call.rebuild([
-        Sharded(shape, layout, shards)
-        for shape, layout, shards in zip(shapes, layouts, zip(*found, strict=True), strict=True)
-    ])  # fmt: skip
+        results = [Sharded(shapes[0], layouts[0], tuple(found))]
+    else:
+        columns = zip(*found, strict=True)
+        results = [Sharded(*one) for one in zip(shapes, layouts, columns, strict=True)]
+    if call.is_view:
+        for y in results:
+            y.viewed = (arrays[0], arrays[0].version)
+    return results[0] if call.rebuild is None else call.rebuild(results)
 
 
-def _where(call: Call, number: int) -> Where:
+def _where(choice: LayoutChoice, shapes: Sequence[tuple[int, ...]], mesh: Mesh, device: int) -> Where:
     """Return what the local program of a device needs to know."""
-    mesh, choice = call.mesh, call.choice
-    device = local_devices(mesh)[number]
     coordinates = mesh.coordinates(device)
     starts = {
         label: ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
         for label, axes in choice.labels.items()
     }
-    shapes = [
-        layout.with_spec(layout.spec._replace(unreduced=())).local_shape(shape, device)  # pyright: ignore[reportPrivateUsage]
-        for layout, shape in zip(choice.layouts, call.shapes, strict=True)
-    ]
-    return Where(device, tuple(shapes), starts)
+    specs = [layout.spec._replace(unreduced=()) for layout in choice.layouts]  # pyright: ignore[reportPrivateUsage]
+    local = [Layout(mesh, spec).local_shape(shape, device) for spec, shape in zip(specs, shapes, strict=True)]
+    return Where(device, tuple(local), starts)

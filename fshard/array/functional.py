@@ -24,7 +24,9 @@ from fshard.mesh.layout import P
 
 
 @rule("layer_norm rms_norm")
-def _layer_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: Any = None) -> Rule:
+def _layer_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: Any = None
+) -> Rule:
     return along(input, *range(input.ndim - len(normalized_shape), input.ndim), is_linear=False)
 
 
@@ -34,7 +36,9 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
 
 
 @compose("layer_norm")
-def _layer_norm_of_sharded(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+def _layer_norm_of_sharded(
+    x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
     dims = tuple(range(x.ndim - len(normalized_shape), x.ndim))
     if not is_sharded(x, dims):
         return NotImplemented
@@ -82,7 +86,9 @@ def _batch_norm(
 
 
 @rule("group_norm")
-def _group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *rest: Any) -> Rule:
+def _group_norm(
+    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *rest: Any
+) -> Rule:
     return along(input, *range(1, input.ndim), is_linear=False)
 
 
@@ -167,6 +173,47 @@ def _attention(
     return attention_with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
+@compose("multi_head_attention_forward")
+def _multi_head_attention(
+    query: Any, key: Any, value: Any, embed_dim_to_check: int, num_heads: int, in_proj_weight: Any, in_proj_bias: Any,
+    bias_k: Any, bias_v: Any, add_zero_attn: bool, dropout_p: float, out_proj_weight: Any, out_proj_bias: Any,
+    training: bool = True, key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None,
+    use_separate_proj_weight: bool = False, average_attn_weights: bool = True, is_causal: bool = False, **rest: Any,
+) -> Any:  # fmt: skip
+    others = [one for name, one in rest.items() if name in ("static_k", "static_v")]
+    if (
+        use_separate_proj_weight
+        or add_zero_attn
+        or query.ndim != 3
+        or any(x is not None for x in (bias_k, bias_v, *others))
+    ):
+        return NotImplemented
+    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+    projected = zip((query, key, value), in_proj_weight.chunk(3), biases, strict=True)
+    q, k, v = (F.linear(x, w, b).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x, w, b in projected)
+    mask = None if attn_mask is None else _additive(attn_mask, q)
+    if mask is not None and mask.ndim == 3:
+        mask = mask.unflatten(0, (-1, num_heads))
+    if key_padding_mask is not None:
+        padding = _additive(key_padding_mask, q).unsqueeze(1).unsqueeze(1)
+        mask = padding if mask is None else mask + padding
+    p = dropout_p if training else 0.0
+    weights = None
+    if need_weights:
+        scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), p)
+        y = weights @ v
+        weights = weights.mean(1) if average_attn_weights else weights
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal and mask is None)
+    return F.linear(y.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias), weights
+
+
+def _additive(mask: Any, x: Any) -> Any:
+    """Return a mask that is added to scores; in a boolean one True hides."""
+    return torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask
+
+
 # Losses.
 
 
@@ -178,7 +225,11 @@ def _reduced(losses: Any, reduction: str, count: Any = None) -> Any:
         raise ValueError(f"{reduction} is not a valid value for reduction")
     total = losses.sum()
     if reduction == "mean":
-        total = total / (math.prod(losses.shape) if count is None else count) if count is not None or losses.numel() else total * float("nan")
+        total = (
+            total / (math.prod(losses.shape) if count is None else count)
+            if count is not None or losses.numel()
+            else total * float("nan")
+        )
     return total if state.explicit else with_spec(total, P(), "loss")
 
 
@@ -199,7 +250,9 @@ _ELEMENTWISE = (
     "l1_loss mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss "
     "hinge_embedding_loss poisson_nll_loss margin_ranking_loss"
 )
-_BY_ROW = "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss triplet_margin_loss"
+_BY_ROW = (
+    "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss triplet_margin_loss"
+)
 
 
 def _elementwise_rule(*args: Any, **kwargs: Any) -> Rule:
@@ -223,7 +276,12 @@ for _name in _BY_ROW.split():
 
 @compose("kl_div")
 def _kl_div(
-    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", log_target: bool = False
+    input: Any,
+    target: Any,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    log_target: bool = False,
 ) -> Any:
     losses = target.exp() * (target - input) if log_target else torch.xlogy(target, target) - target * input
     if reduction == "batchmean":
@@ -250,7 +308,9 @@ def _nll_loss(
 ) -> Any:  # fmt: skip
     classes = 1 if input.ndim > 1 else 0
     if input.ndim - 1 != target.ndim:
-        raise ValueError(f"nll_loss: expected target of shape {(*input.shape[:1], *input.shape[2:])}; got {tuple(target.shape)}")
+        raise ValueError(
+            f"nll_loss: expected target of shape {(*input.shape[:1], *input.shape[2:])}; got {tuple(target.shape)}"
+        )
     valid = target != ignore_index
     index = torch.where(valid, target, 0)
     losses = -input.gather(classes, index.unsqueeze(classes)).squeeze(classes)
@@ -275,10 +335,16 @@ def _cross_entropy(
         target = target * (1 - label_smoothing) + label_smoothing / n if label_smoothing else target
         losses = -(logs * target if weight is None else logs * target * weight.reshape(shape)).sum(classes)
         return _reduced(losses, reduction, math.prod(losses.shape) if reduction == "mean" else None)
-    plain = F.nll_loss(logs, target, weight, ignore_index=ignore_index, reduction="sum" if reduction == "mean" else reduction)
+    plain = F.nll_loss(
+        logs, target, weight, ignore_index=ignore_index, reduction="sum" if reduction == "mean" else reduction
+    )
     if reduction == "mean" or label_smoothing:
         valid = target != ignore_index
-        counts = valid.to(input.dtype) if weight is None else torch.where(valid, _looked_up(weight, torch.where(valid, target, 0)), 0)
+        counts = (
+            valid.to(input.dtype)
+            if weight is None
+            else torch.where(valid, _looked_up(weight, torch.where(valid, target, 0)), 0)
+        )
     count = counts.sum() if reduction == "mean" else 1  # pyright: ignore[reportPossiblyUnboundVariable]
     if not label_smoothing:
         return plain / count if reduction == "mean" else plain

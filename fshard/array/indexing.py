@@ -30,7 +30,9 @@ def _getitem(x: Any, index: Any) -> Rule:
         own, (out,) = strided(x, lambda like: like[index])
         return Rule([(x, own)], [out], linear=[(x,)])
     if any(isinstance(item, list) for item in items):
-        raise LayoutError("a list in an index must be an array: fs.device_put(torch.tensor(...), fs.Layout(mesh, P())).")
+        raise LayoutError(
+            "a list in an index must be an array: fs.device_put(torch.tensor(...), fs.Layout(mesh, P()))."
+        )
     sliced = tuple(0 if isinstance(item, Tensor) else item for item in items)
     own, (rest,) = strided(x, lambda like: like[sliced])
     full, labels = broadcast(*(item.shape for item in arrays))
@@ -62,7 +64,9 @@ def _setitem(x: Any, index: Any, value: Any) -> Rule:
     if isinstance(value, Tensor):
         labels = out[len(out) - value.ndim :]
         lengths = x[index].shape[len(out) - value.ndim :]
-        inputs.append((value, tuple(a if n == m else None for a, n, m in zip(labels, value.shape, lengths, strict=True))))
+        inputs.append(
+            (value, tuple(a if n == m else None for a, n, m in zip(labels, value.shape, lengths, strict=True)))
+        )
         linear = [(x, value)]
     elif value != 0:
         linear = []
@@ -79,9 +83,15 @@ def _set(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
 def _assign(x: Any, index: Any, value: Any) -> None:
     arrays = [item for item in _items(index) if isinstance(item, Sharded)]
     if len(arrays) == 1 and len(_items(index)) == 1 and arrays[0].dtype == torch.bool:
-        write(x, x.masked_fill(_like(arrays[0], x), value) if not isinstance(value, Sharded) else NotImplemented, "x[mask] = y")
+        write(
+            x,
+            x.masked_fill(_like(arrays[0], x), value) if not isinstance(value, Sharded) else NotImplemented,
+            "x[mask] = y",
+        )
     elif arrays or isinstance(index, list):
-        raise LayoutError("x[index] = y takes slices and numbers for arrays. Use x.index_copy(dim, index, y) or x.scatter.")
+        raise LayoutError(
+            "x[index] = y takes slices and numbers for arrays. Use x.index_copy(dim, index, y) or x.scatter."
+        )
     else:
         value = value.to(x.dtype) if isinstance(value, Sharded) and value.dtype != x.dtype else value
         write(x, operate(set_item, (x, index, value), {}), "x[index] = y")
@@ -104,7 +114,9 @@ def _matched(x: Any, *others: Any, dim: int) -> list[tuple[Any, Labels]]:
     """Label arrays of one rank alike, except along `dim` and where their lengths differ."""
     arrays = [x, *(one for one in others if isinstance(one, Tensor))]
     dim = dim % max(x.ndim, 1)
-    own = tuple(f"d{d}" if d != dim and all(one.shape[d] == x.shape[d] for one in arrays) else None for d in range(x.ndim))
+    own = tuple(
+        f"d{d}" if d != dim and all(one.shape[d] == x.shape[d] for one in arrays) else None for d in range(x.ndim)
+    )
     return [(one, own) for one in arrays]
 
 
@@ -124,7 +136,10 @@ def _gather(x: Any, dim: Any = None, index: Any = None, *, indices: Any = None, 
 def _scatter(x: Any, dim: int, index: Any, src: Any = None, *args: Any, **kwargs: Any) -> Rule:
     value = kwargs.get("value", kwargs.get("source", src))
     if index.ndim != x.ndim or x.ndim == 0:  # index_add: the index is one dim
-        named = [(x, letters(x, dim)), *([(value, letters(value, dim))] if isinstance(value, Tensor) and value.ndim == x.ndim else [])]
+        named = [
+            (x, letters(x, dim)),
+            *([(value, letters(value, dim))] if isinstance(value, Tensor) and value.ndim == x.ndim else []),
+        ]
         return Rule(named, [letters(x, dim)])
     named = _matched(x, index, value, dim=dim)
     is_sum = isinstance(value, Tensor) and kwargs.get("reduce") is None and not args
@@ -165,7 +180,9 @@ def _embedding(
         raise LayoutError("embedding of arrays does not take max_norm, scale_grad_by_freq and sparse.")
     rows = "v" if padding_idx is None else None
     own = letters(input)
-    return Rule([(input, own), (weight, (rows, "w"))], [(*own, "w")], linear=[(weight,)], summed=frozenset("v"), local=_look_up)
+    return Rule(
+        [(input, own), (weight, (rows, "w"))], [(*own, "w")], linear=[(weight,)], summed=frozenset("v"), local=_look_up
+    )
 
 
 def _look_up(where: Where, func: Any, args: Any, kwargs: Any) -> Any:

@@ -52,7 +52,9 @@ def shard_module(module: nn.Module, rules: Rules, *, mesh: Mesh) -> nn.Module:
                 held[name] = made[id(x)][0]
     unused = [] if callable(rules) else [pattern for pattern in rules if pattern not in used]
     if unused:
-        raise LayoutError(f"rules must match names of {type(module).__name__}; {unused} match none. See named_parameters().")
+        raise LayoutError(
+            f"rules must match names of {type(module).__name__}; {unused} match none. See named_parameters()."
+        )
     outer: list[bool] = []
 
     def enter(*_: Any) -> None:
@@ -92,5 +94,3 @@ def register_trees() -> None:
         lambda shards, kept: Sharded(kept[0], kept[1], tuple(shards)),
         serialized_type_name="fshard.Sharded",
     )
-
-

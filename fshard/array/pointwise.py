@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.array.rules import TABLE, Row, Rule, all_letters, broadcast, tensors_in
+from fshard.array.rules import TABLE, Row, Rule, all_letters, broadcast, tensors_in, words
 
 _NONLINEAR = """
 abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh addcdiv addcmul
@@ -47,7 +47,7 @@ def _each(x: Any, y: Any, **kwargs: Any) -> Sequence[Sequence[Any]]:
 
 
 def _both(x: Any, y: Any, *args: Any, **kwargs: Any) -> Sequence[Sequence[Any]]:
-    """A constant would be added once per device, so both have to be arrays."""
+    """Return both inputs, unless one is a constant, which would be added once per device."""
     return [(x, y)] if isinstance(x, Tensor) and isinstance(y, Tensor) else []
 
 
@@ -56,7 +56,11 @@ def _numerator(x: Any, y: Any, rounding_mode: str | None = None, **kwargs: Any) 
 
 
 def _where(condition: Any, x: Any = None, y: Any = None) -> Sequence[Sequence[Any]]:
-    return [[one for one in (x, y) if isinstance(one, Tensor)]] if all(isinstance(z, Tensor) or z == 0 for z in (x, y)) else []
+    return (
+        [[one for one in (x, y) if isinstance(one, Tensor)]]
+        if all(isinstance(z, Tensor) or z == 0 for z in (x, y))
+        else []
+    )
 
 
 def _filled(x: Any, mask: Any, value: Any) -> Sequence[Sequence[Any]]:
@@ -64,15 +68,17 @@ def _filled(x: Any, mask: Any, value: Any) -> Sequence[Sequence[Any]]:
 
 
 _LINEAR: dict[str, LinearIn] = {
-    **dict.fromkeys("neg negative positive clone contiguous conj conj_physical resolve_conj real imag detach".split(), _first),
-    **dict.fromkeys("to type".split(), _cast),
+    **dict.fromkeys(
+        words("neg negative positive clone contiguous conj conj_physical resolve_conj real imag detach"), _first
+    ),
+    **dict.fromkeys(words("to type"), _cast),
     "double": lambda x, **kwargs: _cast(x, torch.float64),
     "float": lambda x, **kwargs: _cast(x, torch.float32),
     "half": lambda x, **kwargs: _cast(x, torch.float16),
     "bfloat16": lambda x, **kwargs: _cast(x, torch.bfloat16),
-    **dict.fromkeys("mul multiply".split(), _each),
-    **dict.fromkeys("add sub subtract rsub lerp".split(), _both),
-    **dict.fromkeys("div divide true_divide".split(), _numerator),
+    **dict.fromkeys(words("mul multiply"), _each),
+    **dict.fromkeys(words("add sub subtract rsub lerp"), _both),
+    **dict.fromkeys(words("div divide true_divide"), _numerator),
     "where": _where,
     "masked_fill": _filled,
 }
@@ -83,7 +89,12 @@ def _pointwise(linear: LinearIn | None) -> Callable[..., Rule]:
         arrays = tensors_in([list(args), kwargs])
         full, labels = broadcast(*(x.shape for x in arrays))
         groups = linear(*args, **kwargs) if linear is not None and len({id(x) for x in arrays}) == len(arrays) else ()
-        return Rule(list(zip(arrays, labels, strict=True)), [all_letters(full)], linear=[g for g in groups if g], is_elementwise=True)
+        return Rule(
+            list(zip(arrays, labels, strict=True)),
+            [all_letters(full)],
+            linear=[g for g in groups if g],
+            is_elementwise=True,
+        )
 
     return rule_of
 

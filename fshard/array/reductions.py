@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from fshard.array.communicate import largest, with_spec
-from fshard.array.rules import TABLE, Labels, Row, Rule, as_dims, compose, letters, reduced, rule, tensors_in
+from fshard.array.rules import TABLE, Labels, Row, Rule, as_dims, compose, letters, reduced, rule, tensors_in, words
 from fshard.array.views import along
 from fshard.mesh.collectives.autograd import recorded, transformed
 from fshard.mesh.layout import P
 from fshard.mesh.layout.sharded import Sharded
-
 
 
 def is_sharded(x: Any, dims: Sequence[int]) -> bool:
@@ -50,9 +49,11 @@ def _reduction_rule(func: Any, *, is_sum: bool = False, is_linear: bool = False)
     return rule_of
 
 
-for _name in "prod amax amin max min argmax argmin all any logsumexp median nanmedian mode std var norm aminmax kthvalue".split():
+for _name in words(
+    "prod amax amin max min argmax argmin all any logsumexp median nanmedian mode std var norm aminmax kthvalue"
+):
     TABLE[_name] = Row(_reduction_rule(getattr(Tensor, _name)))
-for _name in "var_mean std_mean".split():
+for _name in words("var_mean std_mean"):
     TABLE[_name] = Row(_reduction_rule(getattr(torch, _name)))
 TABLE["linalg_vector_norm"] = Row(_reduction_rule(torch.linalg.vector_norm))
 TABLE["sum"] = Row(_reduction_rule(Tensor.sum, is_sum=True, is_linear=True))
@@ -90,7 +91,9 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, *
 
 
 @compose("mean")
-def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None, out: Any = None) -> Any:
+def _mean(
+    x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None, out: Any = None
+) -> Any:
     dims = as_dims(x, dim if axis is None else axis)
     dtype = x.dtype if dtype is None else dtype
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -209,9 +212,9 @@ def _along_rule(default: int | None, is_linear: bool) -> Callable[..., Rule]:
     return rule_of
 
 
-for _name in "cumsum diff".split():
+for _name in words("cumsum diff"):
     TABLE[_name] = Row(_along_rule(-1, True))
-for _name in "cumprod cummax cummin logcumsumexp softmax log_softmax softmin sort argsort msort glu normalize".split():
+for _name in words("cumprod cummax cummin logcumsumexp softmax log_softmax softmin sort argsort msort glu normalize"):
     TABLE[_name] = Row(_along_rule({"glu": -1, "normalize": 1, "msort": 0}.get(_name, -1), False))
 
 
@@ -268,7 +271,11 @@ def _log_softmax(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = Non
 
 @compose("normalize")
 def _normalized(x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    return x / torch.linalg.vector_norm(x, p, dim, True).clamp_min(eps) if is_sharded(x, as_dims(x, dim)) else NotImplemented
+    return (
+        x / torch.linalg.vector_norm(x, p, dim, True).clamp_min(eps)
+        if is_sharded(x, as_dims(x, dim))
+        else NotImplemented
+    )
 
 
 TABLE["special_softmax"] = TABLE["special_softmax"]._replace(rule=TABLE["softmax"].rule)

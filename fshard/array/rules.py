@@ -103,6 +103,11 @@ def compose(names: str, *, is_view: bool = False) -> Callable[[Callable[..., Any
     return add
 
 
+def words(names: str) -> list[str]:
+    """Return the names of rows in a string."""
+    return names.split()
+
+
 # Arithmetic of labels.
 
 
@@ -135,8 +140,7 @@ def broadcast(*shapes: Sequence[int]) -> tuple[tuple[int, ...], list[Labels]]:
     full = tuple(torch.broadcast_shapes(*map(tuple, shapes)))
     labels = [
         tuple(
-            f"d{dim}" if length == full[dim] else None
-            for dim, length in enumerate(shape, start=len(full) - len(shape))
+            f"d{dim}" if length == full[dim] else None for dim, length in enumerate(shape, start=len(full) - len(shape))
         )
         for shape in shapes
     ]
@@ -144,6 +148,7 @@ def broadcast(*shapes: Sequence[int]) -> tuple[tuple[int, ...], list[Labels]]:
 
 
 def all_letters(full: Sequence[int]) -> Labels:
+    """Return one label for every dim of a shape."""
     return tuple(f"d{dim}" for dim in range(len(full)))
 
 

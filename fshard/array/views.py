@@ -11,7 +11,18 @@ from typing import Any
 
 import torch
 
-from fshard.array.rules import Labels, Rule, Where, as_dims, broadcast, compose, letters, reshaped, rule, tensors_in
+from fshard.array.rules import (
+    Labels,
+    Rule,
+    Where,
+    broadcast,
+    compose,
+    letters,
+    reshaped,
+    rule,
+    tensors_in,
+    words,
+)
 
 
 def strided(x: Any, view: Any) -> tuple[Labels, list[Labels]]:
@@ -21,7 +32,9 @@ def strided(x: Any, view: Any) -> tuple[Labels, list[Labels]]:
     """
     steps = [1 << (5 * (dim + 1)) for dim in range(x.ndim)]  # far apart: a step of a slice is no other dim's stride
     like = torch.empty_strided(x.shape, [step + 7 * dim for dim, step in enumerate(steps)], device="meta")
-    names = {(stride, length): f"d{dim}" for dim, (stride, length) in enumerate(zip(like.stride(), x.shape, strict=True))}
+    names = {
+        (stride, length): f"d{dim}" for dim, (stride, length) in enumerate(zip(like.stride(), x.shape, strict=True))
+    }
     found = [
         tuple(names.get(pair) if pair[1] != 1 else None for pair in zip(y.stride(), y.shape, strict=True))
         for y in tensors_in(view(like))
@@ -43,9 +56,11 @@ def _view_rule(func: Any) -> Any:
 
 
 _TENSOR: Any = torch.Tensor
-for _name in "permute transpose t movedim moveaxis swapaxes swapdims adjoint unsqueeze select unbind diagonal chunk".split():
+for _name in words(
+    "permute transpose t movedim moveaxis swapaxes swapdims adjoint unsqueeze select unbind diagonal chunk"
+):
     rule(_name, is_view=True)(_view_rule(getattr(_TENSOR, _name)))
-for _name in "T mT H mH".split():
+for _name in words("T mT H mH"):
     rule(f".{_name}", is_view=True)(_view_rule(attrgetter(_name)))
 
 
@@ -56,6 +71,7 @@ def along(x: Any, *dims: int, is_linear: bool = True, outputs: Labels | None = N
 
 
 def to_local_shape(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
+    """Reshape a shard to the local shape of the result."""
     return args[0].reshape(where.shapes[0])
 
 
@@ -75,7 +91,7 @@ def _reshape_rule(func: Any) -> Any:
     return rule_of
 
 
-for _name in "reshape view unflatten flatten ravel".split():
+for _name in words("reshape view unflatten flatten ravel"):
     rule(_name, is_view=True)(_reshape_rule(getattr(_TENSOR, _name)))
 
 
