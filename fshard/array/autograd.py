@@ -160,7 +160,7 @@ def _as_numpy(x: Sharded, dtype: Any = None, **kwargs: Any) -> Any:
 
 @direct("equal")
 def _equal(x: Sharded, y: Sharded) -> bool:
-    return x.shape == y.shape and bool((x == y).all())
+    return x.shape == y.shape and bool(torch.eq(x, y).all())  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 @direct("allclose")

@@ -138,6 +138,11 @@ def transfer(x: Sharded, to: Transfer, what: str) -> Tensors:
     """Return the shards of an array as an operation needs them."""
     if to.moves == () and not (to.vary and _is_followed(x.shards)):
         return x.shards
+    key = None
+    if x.spec.unreduced and not transformed() and not x.shards[0].is_inference():
+        key = to, torch.is_grad_enabled(), x.version, tuple([shard._version for shard in x.shards])
+        if key in x.sums:  # a sum that several operations need is made once
+            return x.sums[key]
     site = operation_site(what)
     if to.moves is None:
         shards = reshard(x, to.layout).shards
@@ -147,6 +152,8 @@ def transfer(x: Sharded, to: Transfer, what: str) -> Tensors:
             shards = apply_move(x.mesh, move, axes, shards, site)
     if to.vary and _is_followed(shards):
         shards = apply_move(x.mesh, Pvary(), to.vary, shards, site)
+    if key is not None:
+        x.sums = {**x.sums, key: shards}
     return shards
 
 

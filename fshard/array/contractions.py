@@ -162,7 +162,7 @@ def _attention(
     if enable_gqa:
         batch = (*batch[:-1], "h")
     row = None if is_causal else "l"
-    inputs = [(query, (*q, row, None)), (key, (*k, None, None)), (value, (*v, None, None))]
+    inputs: list[tuple[Any, Labels]] = [(query, (*q, row, None)), (key, (*k, None, None)), (value, (*v, None, None))]
     if attn_mask is not None:
         shape = (*full[:-1], query.shape[-3]) if enable_gqa else full
         lengths = (*shape, query.shape[-2], key.shape[-2])[-attn_mask.ndim :] if attn_mask.ndim else ()

@@ -159,11 +159,6 @@ def _zero(x: Any) -> Any:
     return _zeros_like(x)
 
 
-@compose("fill")
-def _fill(x: Any, value: Any) -> Any:
-    return _full_like(x, value) if not isinstance(value, Sharded) else value.expand(x.shape)
-
-
 @compose("randn_like")
 def _randn_like(x: Any, *, dtype: Any = None, generator: Any = None, **kwargs: Any) -> Any:
     return randn(x.shape, layout=_layout_like(x), dtype=dtype or x.dtype, generator=generator)

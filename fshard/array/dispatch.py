@@ -33,8 +33,10 @@ from fshard.uncompiled import uncompiled
 
 DIRECT: dict[str, Callable[..., Any]] = {}
 """Functions that are no operations on values: attributes, autograd, conversions. Called with the arrays."""
-_RENAMED = {"__radd__": "add", "__rmul__": "mul", "__rtruediv__": "rdiv", "__rdiv__": "rdiv", "__iadd__": "add_"}
-_RENAMED |= {f"__{name}__": f"to {name}" for name in ("bool", "float", "int", "index", "complex")}
+_RENAMED = {
+    **{"__radd__": "add", "__rmul__": "mul", "__rtruediv__": "rdiv", "__rdiv__": "rdiv", "__iadd__": "add_"},
+    **{f"__{name}__": f"to {name}" for name in ("bool", "float", "int", "index", "complex")},
+}
 
 
 @contextmanager
@@ -290,9 +292,7 @@ def _replaced(given: Any, arrays: Iterator[Any]) -> Any:
 # A call.
 
 
-def _plan(
-    name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwargs: dict[str, Any]
-) -> Call:
+def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwargs: dict[str, Any]) -> Call:
     """Apply the rule to the global shapes and choose layouts."""
     mesh = arrays[0].mesh
     metas = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in arrays]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import _reduction as _Reduction
 from torch.nn import functional as F
 
 from fshard.array.communicate import state, with_spec
@@ -157,6 +158,8 @@ def _other_dropout(x: Any, p: float = 0.5, training: bool = False, inplace: bool
 def _channel_dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     if not training or p == 0:
         return x
+    if p == 1:
+        return x * 0
     shape = (*x.shape[:2], *(1,) * (x.ndim - 2))
     return x * (bernoulli_like(x, shape, 1 - p) / (1 - p))
 
@@ -238,7 +241,7 @@ def _loss(name: str) -> Callable[..., Any]:
 
     def loss(*args: Any, reduction: str = "mean", size_average: Any = None, reduce: Any = None, **kwargs: Any) -> Any:
         if size_average is not None or reduce is not None:
-            reduction = F._Reduction.legacy_get_string(size_average, reduce)  # pyright: ignore[reportPrivateUsage]
+            reduction = _Reduction.legacy_get_string(size_average, reduce)
         if reduction == "none":
             return NotImplemented
         return _reduced(func(*args, reduction="none", **kwargs), reduction)

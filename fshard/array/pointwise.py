@@ -16,7 +16,7 @@ from fshard.array.rules import TABLE, Row, Rule, all_letters, broadcast, tensors
 _NONLINEAR = """
 abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh addcdiv addcmul
 bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min
-clip copysign cos cosh deg2rad digamma elu eq erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide fmax fmin
+clip copysign cos cosh deg2rad digamma elu eq erf erfc erfinv exp exp2 expm1 fill fix float_power floor floor_divide fmax fmin
 fmod frac frexp ge gelu gt greater greater_equal hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac
 isclose isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu less less_equal lgamma log log10 log1p log2
 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid log_sigmoid lt maximum minimum mish

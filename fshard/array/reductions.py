@@ -121,11 +121,11 @@ def peak(x: Any, dims: Sequence[int], *, is_max: bool = True) -> Any:
 def _extreme(is_max: bool) -> Composed:
     def composed(x: Any, dims: Sequence[int], keepdim: bool, args: Any, kwargs: Any) -> Any:
         if x.dtype == torch.bool:
-            return (torch.any if is_max else torch.all)(x, dims, keepdim)
+            return (x.any if is_max else x.all)(tuple(dims), keepdim)
         y = peak(x, dims, is_max=is_max)
         if transformed() or recorded(x.shards):  # the gradient is divided among equal elements
             equal = x == y
-            y = torch.where(equal, x, 0).sum(dims, True) / equal.sum(dims, True)
+            y = x.masked_fill(~equal, 0).sum(dims, True) / equal.sum(dims, True)
         return y if keepdim else y.squeeze(tuple(dims))
 
     return composed

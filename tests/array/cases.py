@@ -50,7 +50,22 @@ def in_place(a, b):
     return y
 
 
-for n in ["neg", "abs", "exp", "sin", "tanh", "sigmoid", "relu", "gelu", "silu", "sqrt", "log", "rsqrt", "square", "erf"]:
+for n in [
+    "neg",
+    "abs",
+    "exp",
+    "sin",
+    "tanh",
+    "sigmoid",
+    "relu",
+    "gelu",
+    "silu",
+    "sqrt",
+    "log",
+    "rsqrt",
+    "square",
+    "erf",
+]:
     c(n, getattr(torch, n) if hasattr(torch, n) else getattr(F, n), U(8, 4))
 c("add", lambda a, b: a + b, R(8, 4), R(8, 4))
 c("sub", lambda a, b: a - b, R(8, 4), R(8, 4))

@@ -54,7 +54,15 @@ def outcome(op: Any, sample: Any, draw: random.Random) -> str:
     try:
         torch.manual_seed(0)
         found = op(*placed(args, draw, made), **placed(sample.kwargs, draw, made))
-    except (fs.errors.FshardError, NotImplementedError, TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
+    except (
+        fs.errors.FshardError,
+        NotImplementedError,
+        TypeError,
+        RuntimeError,
+        ValueError,
+        IndexError,
+        AttributeError,
+    ) as error:
         return f"refused: {type(error).__name__}: {str(error)[:90]}"
     pairs = list(zip(tensors(found), tensors(wanted), strict=False))
     for y, z in pairs:
@@ -113,7 +121,9 @@ def main() -> None:
         counts[verdict] += 1
         counts["partly refused"] += verdict == "supported" and "refused" in kinds
         if verdict != "supported" or "-v" in sys.argv:
-            print(verdict, op.name, op.variant_test_name, next((one for one in found if not one.startswith("equal")), ""))  # noqa: T201
+            print(
+                verdict, op.name, op.variant_test_name, next((one for one in found if not one.startswith("equal")), "")
+            )  # noqa: T201
     print(dict(counts))  # noqa: T201
 
 

@@ -33,6 +33,7 @@ def specs_of(x):
     return found
 
 
+@pytest.mark.filterwarnings("ignore:reduction:UserWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_operation_equals_unsharded_with_drawn_layouts(name):
     f, xs = CASES[name]

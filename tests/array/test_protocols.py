@@ -160,7 +160,10 @@ def test_leaves_accumulate_gradients_in_their_layout():
 
 def test_checkpoint_recomputes():
     full = torch.randn(8, 6, dtype=torch.float64)
-    x, w = put(full, "data").requires_grad_(), put(torch.ones(6, 6, dtype=torch.float64), None, "model").requires_grad_()
+    x, w = (
+        put(full, "data").requires_grad_(),
+        put(torch.ones(6, 6, dtype=torch.float64), None, "model").requires_grad_(),
+    )
     y = checkpoint(lambda x: (x @ w).sin() @ w, x, use_reentrant=False)
     y.sum().backward()
     a, b = full.clone().requires_grad_(), torch.ones(6, 6, dtype=torch.float64).requires_grad_()
@@ -196,7 +199,9 @@ def test_plain_tensors_numbers_and_0d_tensors():
 
 def test_errors_name_operation_layouts_and_fix():
     x = put(torch.ones(4, 2), "data")
-    with pytest.raises(LayoutError, match=r"torch.fft.fft is no operation on arrays \(got f32\[4@data, 2\]\).*fs.unshard"):
+    with pytest.raises(
+        LayoutError, match=r"torch.fft.fft is no operation on arrays \(got f32\[4@data, 2\]\).*fs.unshard"
+    ):
         torch.fft.fft(x)
     with pytest.raises(MeshError, match="must be on one mesh"):
         x + fs.device_put(torch.ones(4, 2), fs.Layout(fs.make_mesh({"other": 2}), P()))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -23,10 +24,13 @@ class ArrayMethods:
     An operation is torch's function or method; an attribute is its name.
     """
 
-    operations: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+    operations: ClassVar[Any]
+    """A function of (torch's function, args, kwargs)."""
     shape: tuple[int, ...]
     version: int = 0
     """How often the array was changed in place."""
+    sums: Any = MappingProxyType[Any, Any]({})
+    """Reduced shards of an unreduced array, which several operations need."""
     viewed: Any = None
     """The array that this one is a view of, and its version then."""
 
