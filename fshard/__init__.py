@@ -8,7 +8,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from fshard import array, errors, explore, mesh, nn, optim, pipeline, report
+from fshard import array as array
+from fshard import errors, explore, mesh, nn, optim, pipeline, report
 from fshard.booster.advice import auto_plugin
 from fshard.booster.booster import Booster
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin

@@ -46,7 +46,19 @@ MAY_IMPORT = {
     "command": {"errors", "launching", "doctor"},  # the command line, `fshard run` and `fshard doctor`
     "__main__": {"command"},
     "fshard": GROUND
-    | {"mesh", "array", "launching", "transforms", "optim", "pipeline", "booster", "checkpoint", "explore", "report", "nn"},
+    | {
+        "mesh",
+        "array",
+        "launching",
+        "transforms",
+        "optim",
+        "pipeline",
+        "booster",
+        "checkpoint",
+        "explore",
+        "report",
+        "nn",
+    },
 }
 
 

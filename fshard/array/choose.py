@@ -19,7 +19,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from fshard.array.communicate import Transfer, plan_transfer
+from fshard.array.communicate import LayoutChange, plan_transfer
 from fshard.array.rules import Labels
 from fshard.mesh.layout import Layout, Mesh, P
 
@@ -29,7 +29,7 @@ Way = tuple[str, str | int]
 
 
 @dataclass(frozen=True)
-class Operand:
+class InputArray:
     """An input: what is needed to choose its layout."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Operand:
     is_added: bool
 
 
-class Result(NamedTuple):
+class OutputArray(NamedTuple):
     """An output: what is needed to count its memory."""
 
     shape: tuple[int, ...]
@@ -49,10 +49,10 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """What limits the ways of an operation."""
+    """The inputs and outputs of an operation, and in which ways it may run."""
 
-    operands: Sequence[Operand]
-    results: Sequence[Result]
+    operands: Sequence[InputArray]
+    results: Sequence[OutputArray]
     linear: Sequence[frozenset[int]]
     summed: frozenset[str]
     lengths: Sequence[tuple[str, int]]
@@ -64,7 +64,7 @@ class Operation:
 class LayoutChoice(NamedTuple):
     """The chosen layouts, and the bytes that the busiest device sends."""
 
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[LayoutChange, ...]
     layouts: tuple[Layout, ...]
     labels: dict[str, tuple[str, ...]]
     """The axes of every sharded label."""
@@ -129,7 +129,7 @@ def _evaluate(op: Operation, mesh: Mesh, ways: dict[str, Way]) -> tuple[tuple[Fr
         return None
     summed = tuple(axis for label, axes in labels.items() if label in op.summed for axis in axes)
     sent, memory = Fraction(0), 0
-    transfers: list[Transfer] = []
+    transfers: list[LayoutChange] = []
     for place, operand in enumerate(op.operands):
         unreduced = [
             axis for axis, (kind, group) in ways.items() if kind == "linear" and place in op.linear[int(group)]

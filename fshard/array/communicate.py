@@ -31,12 +31,12 @@ from fshard.mesh.spmd.scope import require
 from fshard.source import Site, call_site
 
 
-class _State(threading.local):
+class _Mode(threading.local):
     explicit = False
     constants = False
 
 
-state = _State()
+state = _Mode()
 """`explicit`: implicit communication raises. `constants`: plain tensors are equal everywhere (in a sharded module)."""
 
 _PLAIN_KINDS = {"slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all"}
@@ -100,7 +100,7 @@ def apply_move(mesh: Mesh, move: Move, axes: tuple[str, ...], shards: Tensors, s
     return run_on_devices(mesh, on_device)[0]
 
 
-class Transfer(NamedTuple):
+class LayoutChange(NamedTuple):
     """How one input gets its layout: the moves, and the axes along which it is varying afterwards.
 
     `moves` is None where only a general reshard leads there.
@@ -118,23 +118,23 @@ class Transfer(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def plan_transfer(shape: tuple[int, ...], before: Layout, spec: P, vary: tuple[str, ...]) -> Transfer:
+def plan_transfer(shape: tuple[int, ...], before: Layout, spec: P, vary: tuple[str, ...]) -> LayoutChange:
     """Plan how an array of this shape gets from a layout to a spec."""
     layout = Layout(before.mesh, spec)
     steps = plan_reshard(before, layout, shape).steps
     sent = sum((step.elements for step in steps), Fraction(0))
     if before.memory != "device" or any(step.kind not in _PLAIN_KINDS or step.at for step in steps):
-        return Transfer(layout, None, vary, sent)
+        return LayoutChange(layout, None, vary, sent)
     moves: list[tuple[Move, tuple[str, ...]]] = []
     for step in steps:
         move = cast("Move", move_of(step))
         if isinstance(move, AllGather) and {*step.axes} <= {*vary}:  # its gradient is scattered while it is summed
             move, vary = AllGather(move.dim), tuple(axis for axis in vary if axis not in step.axes)
         moves.append((move, step.axes))
-    return Transfer(layout, tuple(moves), vary, sent)
+    return LayoutChange(layout, tuple(moves), vary, sent)
 
 
-def transfer(x: Sharded, to: Transfer, what: str) -> Tensors:
+def transfer(x: Sharded, to: LayoutChange, what: str) -> Tensors:
     """Return the shards of an array as an operation needs them."""
     if to.moves == () and not (to.vary and _is_followed(x.shards)):
         return x.shards
@@ -186,7 +186,7 @@ def largest(x: Sharded, axes: tuple[str, ...], what: str, *, is_max: bool = True
     return Sharded(x.shape, x.layout, shards)
 
 
-def refuse_implicit(what: str, arrays: Sequence[Sharded], transfers: Sequence[Transfer]) -> NoReturn:
+def refuse_implicit(what: str, arrays: Sequence[Sharded], transfers: Sequence[LayoutChange]) -> NoReturn:
     """Raise for communication within `explicit`."""
     number = next((number for number, to in enumerate(transfers) if to.elements), 0)
     raise LayoutError(

@@ -98,7 +98,7 @@ def _agree_on_state(layout: Layout, generator: torch.Generator | None) -> None:
         found = run_on_devices(mesh, lambda device: all_gather(own, mesh.axis_names))[0]
     if (found != own).any():
         raise MismatchError(
-            "Processes would draw different random numbers: their generators differ. Call torch.manual_seed(0) on every "
+            "Processes would draw different random numbers: their generators differ. CachedCall torch.manual_seed(0) on every "
             "process, or give a generator with one seed."
         )
 

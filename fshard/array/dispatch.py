@@ -1,9 +1,9 @@
 """Run an operation on global arrays: look up its row, choose layouts, send what is needed, compute on each device.
 
-Everything that depends only on shapes, dtypes and layouts is a `Call`, cached.
+Everything that depends only on shapes, dtypes and layouts is a `CachedCall`, cached.
 
     y = x @ w    (1) the row of "matmul" in TABLE; a composition runs as operations of its own
-                 (2) its rule on meta tensors of the global shapes, and `choose`: a Call
+                 (2) its rule on meta tensors of the global shapes, and `choose`: a CachedCall
                  (3) transfer each input, then torch's own function on each device's shards
 """
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
-from fshard.array.choose import LayoutChoice, Operand, Operation, Result, choose
-from fshard.array.communicate import Transfer, plan_transfer, refuse_implicit, state, transfer
+from fshard.array.choose import InputArray, LayoutChoice, Operation, OutputArray, choose
+from fshard.array.communicate import LayoutChange, plan_transfer, refuse_implicit, state, transfer
 from fshard.array.rules import TABLE, LocalProgram, Row, Rule, Where, all_letters, tensors_in
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.layout import Layout, Mesh, P
@@ -34,7 +34,8 @@ from fshard.uncompiled import uncompiled
 DIRECT: dict[str, Callable[..., Any]] = {}
 """Functions that are no operations on values: attributes, autograd, conversions. Called with the arrays."""
 _RENAMED = {
-    **{"__radd__": "add", "__rmul__": "mul", "__rtruediv__": "rdiv", "__rdiv__": "rdiv", "__iadd__": "add_"},
+    "__rtruediv__": "rdiv",
+    "__rdiv__": "rdiv",
     **{f"__{name}__": f"to {name}" for name in ("bool", "float", "int", "index", "complex")},
 }
 
@@ -78,7 +79,7 @@ def constrain(x: Sharded, spec: P) -> Sharded:
     return _as_layout(x, Layout(x.mesh, spec), "constrain")
 
 
-class Call(NamedTuple):
+class CachedCall(NamedTuple):
     """An operation on arrays of given shapes, dtypes and layouts."""
 
     name: str
@@ -93,7 +94,7 @@ class Call(NamedTuple):
     is_view: bool
 
 
-_calls: dict[Any, Call | None] = {}
+_calls: dict[Any, CachedCall | None] = {}
 MAX_CALLS = 16384
 
 
@@ -292,12 +293,12 @@ def _replaced(given: Any, arrays: Iterator[Any]) -> Any:
 # A call.
 
 
-def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwargs: dict[str, Any]) -> Call:
+def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwargs: dict[str, Any]) -> CachedCall:
     """Apply the rule to the global shapes and choose layouts."""
     mesh = arrays[0].mesh
     metas = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in arrays]
-    stand_ins = iter(metas)
-    given, named = _replaced(args, stand_ins), _replaced(kwargs, stand_ins)
+    given_metas = iter(metas)
+    given, named = _replaced(args, given_metas), _replaced(kwargs, given_metas)
     rule = cast("Callable[..., Rule]", row.rule)(*given, **named)
     with torch.no_grad():
         made = func(*given, **named)
@@ -307,12 +308,12 @@ def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwar
     added = {id(x) for x in rule.added}
     place = {id(x): number for number, x in enumerate(metas)}
     operands = [
-        Operand(x.shape, x.layout, labels.get(id(meta), (None,) * x.ndim), x.dtype.itemsize, id(meta) in added)
+        InputArray(x.shape, x.layout, labels.get(id(meta), (None,) * x.ndim), x.dtype.itemsize, id(meta) in added)
         for x, meta in zip(arrays, metas, strict=True)
     ]
     op = Operation(
         operands,
-        [Result(tuple(y.shape), own, y.dtype.itemsize) for y, own in zip(results, outputs, strict=True)],
+        [OutputArray(tuple(y.shape), own, y.dtype.itemsize) for y, own in zip(results, outputs, strict=True)],
         [frozenset(place[id(x)] for x in group) for group in rule.linear],
         rule.summed,
         tuple(rule.lengths.items()),
@@ -322,7 +323,7 @@ def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwar
     shapes = tuple(tuple(y.shape) for y in results)
     where = [_where(choice, shapes, mesh, device) for device in local_devices(mesh)] if rule.local else []
     is_free = all(one.is_free for one in choice.transfers)
-    return Call(name, func, choice, shapes, rebuild, rule.local, tuple(where), is_free, row.is_view)
+    return CachedCall(name, func, choice, shapes, rebuild, rule.local, tuple(where), is_free, row.is_view)
 
 
 def _flat_choice(op: Operation, mesh: Mesh) -> LayoutChoice | None:
@@ -343,12 +344,13 @@ def _flat_choice(op: Operation, mesh: Mesh) -> LayoutChoice | None:
         else:
             return None
     transfers = [
-        Transfer(one.layout, (), () if one.layout.spec == spec else spec.split_axes, Fraction(0)) for one in op.operands
+        LayoutChange(one.layout, (), () if one.layout.spec == spec else spec.split_axes, Fraction(0))
+        for one in op.operands
     ]
     return LayoutChoice(tuple(transfers), tuple(layouts), {}, (), Fraction(0))
 
 
-def _run(call: Call, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute on the shards of every device held here."""
     if call.is_free:
         columns = [x.shards for x in arrays]

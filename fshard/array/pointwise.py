@@ -1,6 +1,6 @@
 """Rows of elementwise operations with broadcasting: every dim of the result is shardable.
 
-Most are rows of names. Those that are linear in some inputs say in which, for given arguments.
+Most are rows of names. Those that are linear in some inputs have a function that names these, for given arguments.
 """
 
 from __future__ import annotations

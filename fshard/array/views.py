@@ -28,7 +28,7 @@ from fshard.array.rules import (
 def strided(x: Any, view: Any) -> tuple[Labels, list[Labels]]:
     """Return the labels of an input and of its views: dims that a view keeps in full are alike.
 
-    `view` is a function of a meta tensor whose strides tell its dims apart.
+    `view` is a function of a meta tensor whose strides identify its dims.
     """
     steps = [1 << (5 * (dim + 1)) for dim in range(x.ndim)]  # far apart: a step of a slice is no other dim's stride
     like = torch.empty_strided(x.shape, [step + 7 * dim for dim, step in enumerate(steps)], device="meta")

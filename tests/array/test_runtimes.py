@@ -35,7 +35,7 @@ def two_axes():
 
 
 def test_processes_equal_virtual_devices():
-    types, values, sent, calls = program("virtual")
+    types, values, _, calls = program("virtual")
     for other_types, other_values, _, other_calls in run_processes(two_axes, 4, timeout=170):
         assert (other_types, other_calls) == (types, calls)
         for one, other in zip(values, other_values, strict=True):
