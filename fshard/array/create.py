@@ -159,6 +159,16 @@ def _zero(x: Any) -> Any:
     return _zeros_like(x)
 
 
+@compose("copy")
+def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    return source.expand(x.shape).to(x.dtype)
+
+
+@compose("type_as")
+def _type_as(x: Any, other: Any) -> Any:
+    return x.to(other.dtype)
+
+
 @compose("randn_like")
 def _randn_like(x: Any, *, dtype: Any = None, generator: Any = None, **kwargs: Any) -> Any:
     return randn(x.shape, layout=_layout_like(x), dtype=dtype or x.dtype, generator=generator)

@@ -125,7 +125,9 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _first_run(name: str, func: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     row = TABLE.get(name)
     if row is None and name.endswith("_") and name[:-1] in TABLE:
-        return write(args[0], operate(_pure(name[:-1]), args, kwargs), name)
+        pure = getattr(Tensor, name[:-1], None) or getattr(torch.nn.functional, name[:-1], None)
+        value = _first_run(name[:-1], None, None, args, kwargs) if pure is None else operate(pure, args, kwargs)
+        return write(args[0], value, name)
     if kwargs.pop("inplace", False):
         return write(args[0], operate(func, args, kwargs), name)
     kwargs = {name: given for name, given in kwargs.items() if not (name == "out" and given is None)}
@@ -151,10 +153,6 @@ def _first_run(name: str, func: Any, key: Any, args: tuple[Any, ...], kwargs: di
             _calls.clear()
         _calls[key] = call
     return _run(call, arrays, args, kwargs)
-
-
-def _pure(name: str) -> Any:
-    return getattr(Tensor, name, None) or getattr(torch, name, None) or getattr(torch.nn.functional, name)
 
 
 def write(x: Any, value: Any, name: str) -> Any:
@@ -303,7 +301,7 @@ def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwar
     with torch.no_grad():
         made = func(*given, **named)
     results = tensors_in(made)
-    outputs = [*rule.outputs] * (len(results) if len(rule.outputs) == 1 else 1)
+    outputs = [*rule.outputs] * (len(results) if len(rule.outputs) == 1 else 1) or [(None,) * y.ndim for y in results]
     labels = {id(x): own for x, own in rule.inputs}
     added = {id(x) for x in rule.added}
     place = {id(x): number for number, x in enumerate(metas)}

@@ -19,6 +19,7 @@ from fshard.array.create import bernoulli_like
 from fshard.array.reductions import is_sharded
 from fshard.array.rules import TABLE, Labels, Row, Rule, all_letters, broadcast, compose, rule, tensors_in
 from fshard.array.views import along
+from fshard.errors import LayoutError
 from fshard.mesh.layout import P
 
 # Normalization.
@@ -95,6 +96,8 @@ def _group_norm(
 
 @rule("instance_norm")
 def _instance_norm(input: Any, running_mean: Any = None, running_var: Any = None, *args: Any, **kwargs: Any) -> Rule:
+    if running_mean is not None or running_var is not None:
+        raise LayoutError("instance_norm of arrays does not take running statistics. Use track_running_stats=False.")
     own: Labels = ("n", "c", *(None,) * (input.ndim - 2))
     vectors = [x for x in tensors_in([*args, kwargs]) if x.ndim == 1]
     return Rule([(input, own), *((x, ("c",)) for x in vectors)], [own])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,14 +182,22 @@ def _embedding(
     rows = "v" if padding_idx is None else None
     own = letters(input)
     return Rule(
-        [(input, own), (weight, (rows, "w"))], [(*own, "w")], linear=[(weight,)], summed=frozenset("v"), local=_look_up
+        [(input, own), (weight, (rows, "w"))],
+        [(*own, "w")],
+        linear=[(weight,)],
+        summed=frozenset("v"),
+        local=partial(_look_up, weight.shape[0]),
     )
 
 
-def _look_up(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
+def _look_up(rows_in_all: int, where: Where, func: Any, args: Any, kwargs: Any) -> Any:
     if "v" not in where.starts:
         return func(*args, **kwargs)
     index, weight = tensors_in([*args, kwargs])
+    if index.is_cpu and bool(((index < 0) | (index >= rows_in_all)).any()):
+        raise IndexError(
+            f"embedding: an index must be in 0..{rows_in_all - 1}; got {int(index.min())} to {int(index.max())}."
+        )
     rows = index - where.starts["v"] * len(weight)
     found = (rows >= 0) & (rows < len(weight))
     return F.embedding(rows.clamp(0, max(len(weight) - 1, 0)), weight) * found.unsqueeze(-1)

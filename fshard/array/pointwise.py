@@ -20,13 +20,13 @@ clip copysign cos cosh deg2rad digamma elu eq erf erfc erfinv exp exp2 expm1 fil
 fmod frac frexp ge gelu gt greater greater_equal hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac
 isclose isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu less less_equal lgamma log log10 log1p log2
 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid log_sigmoid lt maximum minimum mish
-mvlgamma nan_to_num ne nextafter not_equal polygamma pow rad2deg reciprocal relu relu6 remainder round rpow rdiv rfloordiv
+nan_to_num ne nextafter not_equal polygamma pow rad2deg reciprocal relu relu6 remainder round rpow rdiv rfloordiv
 rmod rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink
 threshold trunc xlogy special_entr special_erf special_erfc special_erfcx special_erfinv special_exp2 special_expit
 special_expm1 special_gammaln special_i0e special_i1 special_i1e special_log1p special_log_ndtr special_logit special_ndtr
 special_ndtri special_psi special_sinc special_xlog1py special_xlogy special_zeta special_bessel_j0 special_bessel_j1
-lshift rshift and or xor polar view_as_complex real_if_close rrelu_eval long int bool short char byte bernoulli_p type_as
-prelu_scalar special_digamma special_polygamma special_multigammaln special_round
+lshift rshift and or xor polar long int bool short char byte
+special_digamma special_polygamma special_multigammaln special_round
 """
 
 LinearIn = Callable[..., Sequence[Sequence[Any]]]

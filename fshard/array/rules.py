@@ -46,7 +46,8 @@ class Rule:
 
     Args:
         inputs: arrays and their labels; an array that is not named must be replicated.
-        outputs: the labels of every result; one entry holds for all of them.
+        outputs: the labels of every result; one entry holds for all of them,
+            none means that no dim is sharded.
         linear: groups of inputs; the operation is linear in each group together, so these may be unreduced.
         summed: labels that are summed over, where devices with other shards have the other summands.
         added: inputs that are added to the sum over `summed` labels.

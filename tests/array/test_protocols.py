@@ -223,3 +223,20 @@ def test_random_draws_equal_those_of_torch_on_any_layout():
         torch.manual_seed(0)
         torch.testing.assert_close(fs.unshard(y), F.dropout(fs.unshard(x), 0.4))
     assert float(fs.array.zeros(3, layout=fs.Layout(MESH)).sum() + fs.array.ones(3, layout=fs.Layout(MESH)).sum()) == 3
+
+
+def test_what_would_be_silently_wrong_raises():
+    index, table = put(torch.tensor([0, 9])), put(torch.randn(8, 2), "data")
+    with pytest.raises(IndexError, match="0..7"):
+        F.embedding(index, table)
+    x = put(torch.randn(4, 2, 6), "data")
+    with pytest.raises(LayoutError, match="running statistics"):
+        F.instance_norm(x, put(torch.zeros(2)), put(torch.ones(2)))
+    with pytest.raises(LayoutError, match="no operation on arrays"):
+        x.normal_()
+
+
+def test_copy_writes_values_in_the_own_layout():
+    x = put(torch.zeros(4, 2), "data")
+    x.copy_(put(torch.ones(2, dtype=torch.float64), "model"))
+    assert (x.spec, x.dtype, float(x.sum())) == (P("data"), torch.float32, 8.0)
