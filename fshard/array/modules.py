@@ -86,11 +86,20 @@ class ShardedBackend(TorchBackend):
         return isinstance(tensor, Sharded)
 
 
+def _from_shards(shards: Any, kept: tuple[tuple[int, ...], Layout]) -> Sharded:
+    width = 1 if kept[1].spec.is_flat else len(kept[0])
+    if any(isinstance(shard, Tensor) and shard.ndim != width for shard in shards):
+        raise LayoutError(
+            "torch.func.vmap does not map over arrays. Write the dim into the operations, or use fs.unshard(x)."
+        )
+    return Sharded(kept[0], kept[1], tuple(shards))
+
+
 def register_trees() -> None:
     """Make arrays nodes of torch's pytrees, so that torch.func's transforms find their shards."""
     torch_trees.register_pytree_node(
         Sharded,
         lambda x: ([*x.shards], (x.shape, x.layout)),
-        lambda shards, kept: Sharded(kept[0], kept[1], tuple(shards)),
+        _from_shards,
         serialized_type_name="fshard.Sharded",
     )

@@ -279,7 +279,7 @@ def _reshard_leaves(
 
 def _back(at: Leaves, after: list[Leaf], site: Site, into: Sequence[Leaf] = ()) -> list[Leaf]:
     """Give results the layouts of the parameters."""
-    return _reshard_leaves([after], [leaf and leaf.layout for leaf in at.leaves], site, into)[0]
+    return _reshard_leaves([after], [leaf if leaf is None else leaf.layout for leaf in at.leaves], site, into)[0]
 
 
 def _write_in_place(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
@@ -295,14 +295,14 @@ def _write_in_place(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
         some = _back(at, [leaf if place in places else None for place, leaf in enumerate(after)], site, at.leaves)
         for place in places:
             new = some[place]
-            after[place] = new and _become(at.leaves[place], new)
+            after[place] = new if new is None else _become(at.leaves[place], new)
         del some
     return [after[first] for first in firsts]
 
 
 def _turns(leaves: list[Leaf]) -> list[Sequence[int]]:
     """Return the indices of leaves that are assembled together."""
-    ends = accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf else 0 for leaf in leaves)
+    ends = accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf is not None else 0 for leaf in leaves)
     turns = [end // AT_ONCE for end in ends]
     return [[*places] for _, places in groupby(range(len(leaves)), turns.__getitem__)]
 

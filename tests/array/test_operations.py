@@ -82,6 +82,7 @@ UNARY = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:var():UserWarning")
 @given(st.data())
 def test_drawn_unary_operation_equals_unsharded(data):
     mesh = data.draw(st.sampled_from(MESHES))
@@ -91,6 +92,7 @@ def test_drawn_unary_operation_equals_unsharded(data):
     check(lambda x: f(x, dim), [x], [data.draw(arrays(mesh, shape))], mesh)
 
 
+@pytest.mark.filterwarnings("ignore:var():UserWarning")
 @given(st.data())
 def test_drawn_broadcasting_equals_unsharded(data):
     mesh = data.draw(st.sampled_from(MESHES))
@@ -105,6 +107,7 @@ def test_drawn_broadcasting_equals_unsharded(data):
     check(f, xs, [data.draw(arrays(mesh, shape)) for shape in shapes], mesh)
 
 
+@pytest.mark.filterwarnings("ignore:var():UserWarning")
 @given(st.data())
 def test_drawn_matmul_equals_unsharded(data):
     mesh = data.draw(st.sampled_from(MESHES))

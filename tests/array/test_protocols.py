@@ -185,6 +185,10 @@ def test_torch_func_transforms():
     value, tangent = torch.func.jvp(f, (w,), (w * 2,))
     expected = torch.func.jvp(g, (weights,), (weights * 2,))
     torch.testing.assert_close((fs.unshard(value), fs.unshard(tangent)), expected)
+    h = lambda v: fs.unshard((fs.device_put(v, fs.Layout(MESH, P("data"))) ** 3).sum())  # noqa: E731
+    torch.testing.assert_close(torch.func.hessian(h)(weights[:, 0]), torch.diag(6 * weights[:, 0]))
+    with pytest.raises(LayoutError, match="vmap does not map over arrays"):
+        torch.func.vmap(lambda row: row.sin())(x)
 
 
 def test_plain_tensors_numbers_and_0d_tensors():
