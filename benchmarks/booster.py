@@ -2,9 +2,9 @@
 
     python benchmarks/booster.py                              both workloads, and pipelines
     python benchmarks/booster.py compute --rounds 15          one of them: compute, communication, stages
-    python benchmarks/booster.py compute --only ddp "zero 1"   plugins; ratios stand with the bounds of 95 runs of 100
+    python benchmarks/booster.py compute --only ddp "zero 1"   plugins; ratios with bounds of 95 runs of 100
 
-All train the same model on the same data, in turn in one run, in an order drawn anew for each round; shown are medians of
+All train the same model on the same data, in turn in one run, in a new random order in each round; shown are medians of
 times, and of the ratios of two times of one round.  See zero.py, which has the models and the peers.
 """
 

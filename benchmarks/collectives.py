@@ -125,8 +125,8 @@ def compare(calls: Calls, rounds: int) -> Times:
 
 def calls_of(x: torch.Tensor, n: int) -> dict[str, Calls]:
     """Return for each collective ours, torch's own, and what torch's costs as a pure function where it is in place."""
-    work, piece = x.clone(), x[: x.numel() // n].clone()
-    whole, scattered, exchanged = torch.empty(n * x.numel()), torch.empty_like(piece), torch.empty_like(x)
+    work, shard = x.clone(), x[: x.numel() // n].clone()
+    full, scattered, exchanged = torch.empty(n * x.numel()), torch.empty_like(shard), torch.empty_like(x)
     pairs = [(source, (source + 1) % n) for source in range(n)]
     right, left = (dist.get_rank() + 1) % n, (dist.get_rank() - 1) % n
 
@@ -143,13 +143,13 @@ def calls_of(x: torch.Tensor, n: int) -> dict[str, Calls]:
         },
         "all_gather": {
             "ours": lambda: fs.all_gather(x, "d"),
-            "torch": lambda: dist.all_gather_single(whole, x),
+            "torch": lambda: dist.all_gather_single(full, x),
             "pure": lambda: dist.all_gather_single(torch.empty(n * x.numel()), x),
         },
         "psum_scatter": {
             "ours": lambda: fs.psum_scatter(x, "d"),
             "torch": lambda: dist.reduce_scatter_single(scattered, x),
-            "pure": lambda: dist.reduce_scatter_single(torch.empty_like(piece), x),
+            "pure": lambda: dist.reduce_scatter_single(torch.empty_like(shard), x),
         },
         "all_to_all": {
             "ours": lambda: fs.all_to_all(x, "d"),

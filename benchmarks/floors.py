@@ -1,12 +1,12 @@
 """Training loops written by hand, as fast as our collectives allow: what `train_step` is measured against.
 
-A unit's parameters are views of one flat buffer; autograd hands their gradients over together, right after the unit's
+A unit's parameters are views of one flat buffer; autograd returns their gradients together, right after the unit's
 backward.
 
     stage  before a unit runs      its gradient is ready        after backward, for each unit
-    0                              psum.start                   wait, AdamW on the whole
-    2                              psum_scatter.start           wait, AdamW on the own piece, all_gather.start
-    3      all_gather, next one's  psum_scatter.start, let go   wait, AdamW on the own piece
+    0                              psum.start                   wait, AdamW on all
+    2                              psum_scatter.start           wait, AdamW on the own shard, all_gather.start
+    3      all_gather, next one's  psum_scatter.start, free     wait, AdamW on the own shard
            start; again in backward
 """
 
@@ -30,26 +30,26 @@ class Flat:
     def __init__(self, unit: Unit, params: Params, n: int) -> None:
         self.unit, self.names, self.shapes = unit, list(params), [leaf.shape for leaf in params.values()]
         self.sizes = [leaf.numel() for leaf in params.values()]
-        self.sizes.append(-sum(self.sizes) % n)  # padding, so that all pieces are equal
+        self.sizes.append(-sum(self.sizes) % n)  # padding, so that all shards are equal
         leaves = [*(leaf.flatten() for leaf in params.values()), torch.zeros(self.sizes[-1])]
-        self.whole: Tensor | None = torch.cat(leaves)
+        self.full: Tensor | None = torch.cat(leaves)
         self.gathering: fs.mesh.Handle | None = None
         self.reducing: fs.mesh.Handle | None = None
         self.saved = False  # whether backward needs the parameters
-        self.train(self.whole)
+        self.train(self.full)
 
-    def train(self, piece: Tensor) -> None:
+    def train(self, shard: Tensor) -> None:
         """Say which range is updated here."""
-        self.piece = piece
-        self.first, self.second, self.count = torch.zeros_like(piece), torch.zeros_like(piece), torch.zeros(())
+        self.shard = shard
+        self.first, self.second, self.count = torch.zeros_like(shard), torch.zeros_like(shard), torch.zeros(())
 
     def own(self, mesh_size: int, index: int) -> Tensor:
-        """Return the range of the whole that belongs to device `index`."""
-        assert self.whole is not None
-        return self.whole.chunk(mesh_size)[index]
+        """Return the range of the full buffer that belongs to device `index`."""
+        assert self.full is not None
+        return self.full.chunk(mesh_size)[index]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return the parameters, or their gradients, as they lie in a buffer."""
+        """Return the parameters, or their gradients, as views of a buffer."""
         return [x.view(shape) for x, shape in zip(buffer.split(self.sizes), self.shapes, strict=False)]
 
     def run(self, x: Tensor, batch: Batch, reduce: Reduce) -> Tensor:
@@ -61,30 +61,30 @@ class Flat:
         """Update the range that is updated here, in place."""
         self.count += 1
         options = {"lr": RATE, "beta1": BETAS[0], "beta2": BETAS[1], "weight_decay": DECAY, "eps": EPSILON}
-        state = [self.piece], [gradient], [self.first], [self.second], [], [self.count]
+        state = [self.shard], [gradient], [self.first], [self.second], [], [self.count]
         torch._fused_adamw_(*state, **options, amsgrad=False, maximize=False)
 
-    # stage 3: the whole comes and goes
+    # stage 3: full parameters are gathered and freed
 
     def begin(self) -> None:
-        """Start to gather the whole, if it is neither here nor on its way."""
-        if self.whole is None and self.gathering is None:
-            self.gathering = fs.all_gather.start(self.piece, "data")
+        """Start the all-gather, unless it has finished or is in flight."""
+        if self.full is None and self.gathering is None:
+            self.gathering = fs.all_gather.start(self.shard, "data")
 
     def arrive(self) -> Tensor:
-        """Return the whole."""
+        """Wait for the full parameters; return them."""
         self.begin()
         if self.gathering is not None:
-            self.whole, self.gathering = self.gathering.wait(), None
-        assert self.whole is not None
-        return self.whole
+            self.full, self.gathering = self.gathering.wait(), None
+        assert self.full is not None
+        return self.full
 
     @contextmanager
     def passing(self, before: Flat | None) -> Iterator[None]:
-        """Save for backward where in the whole a tensor lies, not the tensor; in backward, gather again."""
-        whole = self.arrive()
-        begin = whole.data_ptr()
-        end, self.saved = begin + whole.nbytes, False
+        """Save a view's offset in the full buffer instead of the tensor; in backward, gather again."""
+        full = self.arrive()
+        begin = full.data_ptr()
+        end, self.saved = begin + full.nbytes, False
 
         def pack(x: Tensor) -> Tensor | tuple[Any, ...]:
             if not begin <= x.data_ptr() < end:
@@ -95,15 +95,15 @@ class Flat:
         def unpack(packed: Tensor | tuple[Any, ...]) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            if self.whole is None:
+            if self.full is None:
                 self.arrive()
                 if before is not None and before.saved:
                     before.begin()
-            return self.whole.as_strided(*packed)
+            return self.full.as_strided(*packed)
 
         with saved_tensors_hooks(pack, unpack):
             yield
-        self.whole = None
+        self.full = None
 
 
 Reduce = Callable[[Flat, Sequence[Tensor]], None]
@@ -136,12 +136,12 @@ class Reducer:
             self._wait(self.busy[0])
         buffer, other = self.buffers
         self.buffers = [other, buffer]
-        used = buffer[: sum(flat.sizes)]  # what lies in the padding is nobody's parameter
+        used = buffer[: sum(flat.sizes)]  # the padding belongs to no parameter
         torch._foreach_copy_(flat.views(used), list(gradients))
         flat.reducing = self.start(used)
         self.busy.append(flat)
         if self.release:
-            flat.whole = None
+            flat.full = None
 
     def _wait(self, flat: Flat) -> None:
         self.busy.remove(flat)
@@ -149,7 +149,7 @@ class Reducer:
         self.results[flat], flat.reducing = flat.reducing.wait(), None
 
     def take(self, flat: Flat) -> Tensor:
-        """Return a unit's reduced gradient, and let go of it."""
+        """Return a unit's reduced gradient, and free it."""
         if flat in self.busy:
             self._wait(flat)
         return self.results.pop(flat)
@@ -183,7 +183,7 @@ def own_index(mesh: fs.Mesh) -> int:
 def local(model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
     """No communication: what a step costs without the others."""
     flats = flats_of(model, mesh.size)
-    gradients = {flat: torch.zeros_like(flat.piece) for flat in flats}
+    gradients = {flat: torch.zeros_like(flat.shard) for flat in flats}
 
     def keep(flat: Flat, given: Sequence[Tensor]) -> None:
         torch._foreach_copy_(flat.views(gradients[flat]), list(given))
@@ -214,7 +214,7 @@ def floor_0(model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
 
 
 def floor_2(model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
-    """Gradients are summed and scattered as they become ready; each device updates its piece, and all gather."""
+    """Gradients are summed and scattered as they become ready; each device updates its shard, and all gather."""
     n, index_here, flats = mesh.size, own_index(mesh), flats_of(model, mesh.size)
     reduce = Reducer(flats, lambda gradient: fs.psum_scatter.start(gradient, "data"))
     for flat in flats:
@@ -226,22 +226,22 @@ def floor_2(model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
         for flat, after in zip([*reversed(flats), None], [None, *reversed(flats)], strict=True):
             if flat is not None:
                 flat.adamw(reduce.take(flat))
-                flat.gathering = fs.all_gather.start(flat.piece, "data")
+                flat.gathering = fs.all_gather.start(flat.shard, "data")
             if after is not None:
                 after.arrive()
-                after.piece = after.own(n, index_here)
+                after.shard = after.own(n, index_here)
         return loss.detach()
 
     return inside(mesh, step)
 
 
 def floor_3(reshard: bool, model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
-    """Each device keeps its piece of everything; the whole of a unit is there while it is used."""
+    """Each device stores its shards; a unit is unsharded while it is used."""
     n, index_here, flats = mesh.size, own_index(mesh), flats_of(model, mesh.size)
     reduce = Reducer(flats, lambda gradient: fs.psum_scatter.start(gradient, "data"), release=True)
     for flat in flats:
         flat.train(flat.own(n, index_here).clone())
-        flat.whole = None
+        flat.full = None
 
     def step(index: int) -> Tensor:
         x = data[index]["inputs"]

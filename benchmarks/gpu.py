@@ -17,7 +17,7 @@ in two precisions:
     masters    all these are float32, and only the computation is bf16: plain casts each parameter where it is used
 
 each with the loss function as it is, and compiled by torch.compile.  In every round each variant makes a few steps, in
-an order drawn anew, and the device is waited for only after them: no loop waits for it in between.  Medians count, and
+a new random order, and the device is waited for only after them: no loop waits for it in between.  Medians count, and
 only their ratios mean something.  Peak memory is measured before, with one variant at a time on the device.
 """
 
@@ -71,7 +71,7 @@ class Task:
         return [{name: x.to(self.device) for name, x in self.model.batch(index, 0).items()} for index in range(BATCHES)]
 
     def loss(self, loss: Loss) -> Loss:
-        """Compile a loss function if asked."""
+        """Compile a loss function if `compile` is set."""
         return torch.compile(loss) if self.compiled else loss
 
 

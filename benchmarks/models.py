@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 Unit = Callable[[Params, Tensor, Batch], Tensor]
 Shapes = dict[str, tuple[int, ...]]
 Step = Callable[[int], Tensor]
-"""Train on batch `index`; return the loss before the step, of this process's part or of the whole."""
+"""Train on batch `index`; return the loss before the step, on this process's part or on the global batch."""
 
 
 class Model(NamedTuple):

@@ -94,9 +94,9 @@ def jax_devices(sharded: bool, model: Model, data: list[Batch], mesh: fs.Mesh) -
         spec = jax.sharding.PartitionSpec(axis) if even else jax.sharding.PartitionSpec()
         return jax.device_put(x.numpy(), jax.sharding.NamedSharding(devices, spec))
 
-    whole = [[model.batch(index, process) for process in range(n)] for index in range(len(data))]
+    batches = [[model.batch(index, process) for process in range(n)] for index in range(len(data))]
     batches = [
-        {name: put(torch.cat([one[name] for one in parts]), "data") for name in parts[0]} for parts in whole
+        {name: put(torch.cat([one[name] for one in parts]), "data") for name in parts[0]} for parts in batches
     ]  # all processes' parts, one after the other
     params = {name: put(x, "data" if sharded else None) for name, x in model.init(SEED).items()}
     first, second = jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)

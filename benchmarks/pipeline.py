@@ -5,11 +5,11 @@
     python benchmarks/pipeline.py latency --gloo                   ours over gloo, as torch's, not by direct links
 
 Both run the same blocks (runners.py, models.py) by schedules of the same name, in turn in one run: in every round each makes
-one step, in an order drawn anew.  The slowest process counts.  Shown are medians over the rounds, of times and of the ratios
-of two times of one round: see zero.py.  All gradients have to agree in the end.
+one step, in a new random order.  The slowest process counts.  Shown are medians over the rounds, of times and of the ratios
+of two times of one round: see zero.py.  All gradients must agree in the end.
 
-The bound is what `simulate` says of our schedule when F, I and W cost what a block costs in the same round, by autograd alone,
-without messages; but never less than all work divided by the cores of the machine: four processes do not run at once on two.
+The bound: `simulate` of our schedule where F, I and W take the time of a block in the same round, by autograd alone, without
+messages; at least all work divided by the cores of the machine, since four processes share two.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def memory_process(who: str, schedule: str, n: int) -> int:
     step, _ = RUNNERS[who](Pipeline(TASKS["compute"], schedule, n), mesh)
     step()  # whatever is made once
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     for _ in range(3):
         step()
     return _resident("VmHWM") - before
@@ -110,7 +110,7 @@ def _resident(what: str) -> int:
 
 def memory(console: Console, n: int, variables: dict[str, str]) -> None:
     """Print the peak memory of each runner and schedule, in processes of its own."""
-    # The C library is told to give memory back, else the peak is that of its caches; it asks only when a process starts anew.
+    # The C library must return memory, else the peak is that of its caches; it reads this setting at the start of a process.
     os.environ.update(MALLOC_MMAP_THRESHOLD_=str(64 << 10), MALLOC_ARENA_MAX="2")
     table = Table("schedule", "ours", "torch", "bar", title=f"peak MiB of each process, {n} processes, compute")
     for schedule in SCHEDULES:

@@ -1,4 +1,4 @@
-"""Who runs a pipeline: fshard's interpreter and torch.distributed.pipelining, on the same stages; and what these cost alone.
+"""Runners of a pipeline: fshard's interpreter and torch.distributed.pipelining, on the same stages; and their overhead alone.
 
     compute    0 1 | 2 3            gpipe, 1f1b        n stages of two blocks on n processes
                0 | 1 | 2 | 3        interleaved, zbv   2 n stages of one block
@@ -38,15 +38,15 @@ SCHEDULES: dict[str, tuple[int, Callable[..., Any]]] = {
     "interleaved": (2, ScheduleInterleaved1F1B),
     "zbv": (2, ScheduleZBVZeroBubble),
 }
-"""How many stages a process has, and torch's class."""
+"""The number of stages of a process, and torch's class."""
 
 Step = Callable[[], Tensor | None]
-"""Make a step; return the loss, where it is known."""
+"""Make a step; return the loss on the devices that have it."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: so many blocks of a model on each process, at least one in a stage, on microbatches of so many rows."""
+    """A workload: the blocks of a model on each process, and the rows of a microbatch."""
 
     model: Model
     blocks: int
@@ -56,7 +56,7 @@ class Task:
     width: int
 
     def data(self) -> tuple[Tensor, Tensor]:
-        """Return the whole batch and what it should become."""
+        """Return the global batch and its targets."""
         shape = (self.microbatches * self.rows, self.length, self.width)
         x = torch.randn(shape, generator=torch.Generator().manual_seed(SEED))
         return x, x.roll(1, dims=-1)

@@ -1,4 +1,4 @@
-"""Timing of what is to be compared: in turn in one run, round after round, in an order drawn anew for each."""
+"""Interleaved timing: all calls in one run, round after round, in a new random order in each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def interleaved(
 ) -> Times:
     """Return the seconds that each call took in each round but the first few.
 
-    `between` comes before each round (`gc.collect`, where rounds leave much behind), `ready` before each call.  What is there
+    `between` runs before each round (`gc.collect`, where rounds leave much behind), `ready` before each call.  What is there
     at the beginning is frozen, so that the collector does not fill the caches with it.
 
     >>> times = interleaved({"a": lambda: 1, "b": lambda: 2}, rounds=3)
@@ -63,7 +63,7 @@ def paired(times: list[float], others: list[float]) -> float:
 
 
 def likely(times: list[float], others: list[float]) -> tuple[float, float]:
-    """Return between what that median lies, in 95 of 100 runs, if rounds have nothing to do with each other.
+    """Return the bounds of that median in 95 of 100 runs, if rounds are independent.
 
     >>> likely([float(x) for x in range(1, 101)], [1.0] * 100)
     (41.0, 60.0)
@@ -74,7 +74,7 @@ def likely(times: list[float], others: list[float]) -> tuple[float, float]:
 
 
 def over(count: int, call: Callable[[int], Result]) -> Callable[[], Result]:
-    """Return a call that goes through 0, 1, ..., count - 1, and begins again.
+    """Return a call that returns 0, 1, ..., count - 1, and starts over.
 
     >>> step = over(2, lambda index: f"batch {index}")
     >>> step(), step(), step()

@@ -1,4 +1,4 @@
-"""What a training step costs: fshard's ZeRO stages, torch's data parallelism, and floors written by hand.
+"""The time of a training step: fshard's ZeRO stages, torch's data parallelism, and hand-written floors.
 
     python benchmarks/zero.py                                   everything
     python benchmarks/zero.py compute --rounds 15 --processes 2    one part: compute, communication, memory
@@ -7,11 +7,11 @@
     python benchmarks/zero.py --only fully_shard "deepspeed 3"      it replaces torch's functions, so it runs only if named
 
 All variants (floors.py, peers.py) train the same model (models.py) on the same data with AdamW, in turn in one run: in
-every round each makes one step, in an order drawn anew.  The slowest process counts.  Shown are medians over the rounds, of
+every round each makes one step, in a new random order.  The slowest process counts.  Shown are medians over the rounds, of
 times and of the ratios of two times of one round: the pace of the machine changes from one second to the next, by up to
-two, and only such ratios mean something.  All losses have to agree in the end: a variant that trains something else is a bug.
+two, and only such ratios mean something.  All losses must agree in the end: a variant that trains something else is a bug.
 
-Ours goes by direct links (processes of one machine read each other's memory), torch's by gloo over loopback.
+fshard uses direct links (processes of one machine read each other's memory), torch gloo over loopback.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def fshard(stage: int, options: dict[str, Any], model: Model, data: list[Batch],
 
 
 class Held(NamedTuple):
-    """The bytes a process holds per parameter, as ZeRO's formula has it: some whole, some divided among all."""
+    """The bytes a process holds per parameter, by ZeRO's formula: some full, some divided among all."""
 
-    whole: int
+    full: int
     divided: int
 
     def bytes(self, n: int) -> float:
         """Return them for n processes."""
-        return self.whole + self.divided / n
+        return self.full + self.divided / n
 
 
 # parameter, gradient and AdamW's two moments, in float32
@@ -91,7 +91,7 @@ class Variant:
     floor: str | None = None
     needs: str | None = None  # a package
     alone: bool = False  # it trains on one process's data only, so its loss is another
-    meddles: bool = False  # it changes torch for the whole process, so all others would be measured through it
+    meddles: bool = False  # it patches torch for the entire process, so all others would be measured with it
 
 
 KEEP: dict[str, Any] = {"reshard_after_forward": False}
@@ -119,7 +119,7 @@ VARIANTS = {
 
 
 def chosen_of(console: Console, only: list[str]) -> list[str]:
-    """Return the names of the variants to run, and say which are not here."""
+    """Return the names of the variants to run, and print which are missing."""
     names = [name for name, one in VARIANTS.items() if (name.startswith(tuple(only)) if only else not one.meddles)]
     needed = {VARIANTS[name].needs for name in names} - {None}
     missing = {needs for needs in needed if importlib.util.find_spec(str(needs)) is None}
@@ -145,7 +145,7 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _sent(self, name: str, args: Any) -> float:
-        size = max((_size(arg) for arg in args[:2]), default=0)  # of the whole, whether it is given or got
+        size = max((_size(arg) for arg in args[:2]), default=0)  # of the full tensor, argument or result
         if name.startswith("barrier"):
             return 0
         return size * (2 if name.startswith("allreduce") else 1) * (self.n - 1) / self.n
@@ -232,7 +232,7 @@ def memory_process(workload: str, name: str) -> int:
     step = over(BATCHES, VARIANTS[name].make(model, data, mesh))
     step()  # makes the optimizer's state
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     for _ in range(BATCHES - 1):
         step()
     return _resident("VmHWM") - before
@@ -245,7 +245,7 @@ def _resident(what: str) -> int:
 
 def memory(console: Console, n: int, names: list[str], variables: dict[str, str]) -> None:
     """Print the peak memory of each variant, in processes of its own, against ZeRO's formula."""
-    # The C library is told to give memory back, else the peak is that of its caches; it asks only when a process starts anew.
+    # The C library must return memory, else the peak is that of its caches; it reads this setting at the start of a process.
     os.environ.update(MALLOC_MMAP_THRESHOLD_=str(MIB), MALLOC_ARENA_MAX="2")
     for workload, model in WORKLOADS.items():
         count = sum(leaf.numel() for leaf in model.init(SEED).values())

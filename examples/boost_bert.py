@@ -1,11 +1,11 @@
 """Train a BERT of transformers in torch's own loop, under the plugin of your choice.
 
     python examples/boost_bert.py --plugin fsdp                          four virtual devices
-    python examples/boost_bert.py --plugin hybrid --devices 8            cut between its blocks into two stages
-    python examples/boost_bert.py --plugin zero1 --lora 4                only differences of rank 4 are trained
+    python examples/boost_bert.py --plugin hybrid --devices 8            split between its blocks into two stages
+    python examples/boost_bert.py --plugin zero1 --lora 4                only adapters of rank 4 are trained
     fshard run --processes 2 examples/boost_bert.py                      two processes
 
-It learns to say which sentences are right: "two dogs sleep", "one dog sleeps".  Nothing is downloaded.
+It learns which sentences are right: "two dogs sleep", "one dog sleeps".  Nothing is downloaded.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main(args):
                 optimizer.step()
                 optimizer.zero_grad()
                 report(loss=loss, samples=loader.samples)
-    return model.unwrap()  # by itself again, whole, on every device
+    return model.unwrap()  # a copy with full parameters, on every device
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
-"""Train a GPT in torch's own loop, under the plugin of your choice: the loop is the same, a preset says what lies where.
+"""Train a GPT in torch's own loop, under the plugin of your choice: the loop stays, a preset decides the layouts.
 
     python examples/boost_gpt.py --plugin zero2                          four virtual devices
     python examples/boost_gpt.py --plugin hybrid --devices 8             two stages, each on four
     fshard run --processes 2 examples/boost_gpt.py --plugin fsdp         two processes
 
-It learns to go on counting: 3 5 7 9 ... from any number on, in any steps, around a clock.
+It learns to count on: 3 5 7 9 ... from any number, in steps of any size, around a clock.
 """
 
 import argparse
@@ -27,7 +27,7 @@ PLUGINS = {
 }
 
 
-# -- the data, and the model: of one device ---------------------------------------------------------------------------
+# -- the data and the model, written for one device ---------------------------------------------------------------------------
 
 
 def counting():
@@ -38,7 +38,7 @@ def counting():
 
 
 class Embedding(nn.Module):
-    """Numbers, and the places where they stand, as vectors."""
+    """Embed numbers and their positions."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ def main(args):
                 optimizer.zero_grad()
                 schedule.step()
                 report(loss=loss, samples=loader.samples)
-    return model.unwrap()  # by itself again, whole, on every device
+    return model.unwrap()  # a copy with full parameters, on every device
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
     python examples/demo.py                                       eight virtual devices, threads of this process
     torchrun --nproc-per-node 8 examples/demo.py                  eight processes
 
-Nothing in the program says which.
+The program is the same.
 """
 
 import torch
@@ -17,7 +17,7 @@ STEPS, RATE = 60, 0.5
 console = Console(width=110)
 
 
-def say(*lines):
+def show(*lines):
     """Print on one process only."""
     if fs.mesh.process_index() == 0:
         console.print(*lines, soft_wrap=True)
@@ -73,7 +73,7 @@ def main():
     mesh = fs.make_mesh({"data": 4, "model": 2})
     specs = {"up": P(None, "model"), "down": P("model")}
     params = fs.device_put(initial_params(), {name: fs.Layout(mesh, spec) for name, spec in specs.items()})
-    say(f"[bold]{mesh}[/]\n")
+    show(f"[bold]{mesh}[/]\n")
     if mesh.runtime == "virtual":
         fs.visualize(params["up"])
         fs.visualize(params)
@@ -87,13 +87,13 @@ def main():
         alone, expected = serial(alone, *data(number))
         gap = max(gap, abs(fs.unshard(loss).item() - expected.item()))
         if number % 15 == 0:
-            say(f"step {number:3}   loss {fs.unshard(loss).item():.6f}   on one device {expected.item():.6f}")
-    say(f"\nlargest difference of the losses in {STEPS} steps: {gap:.1e}\n")
+            show(f"step {number:3}   loss {fs.unshard(loss).item():.6f}   on one device {expected.item():.6f}")
+    show(f"\nlargest difference of the losses in {STEPS} steps: {gap:.1e}\n")
     assert gap < 1e-12
 
     with fs.ledger() as comm:
         train(params, *data(0))
-    say(comm.table())
+    show(comm.table())
 
     planned = fs.make_mesh(dict(mesh.shape), runtime="abstract")
     plan = fs.shard_map(
@@ -101,16 +101,16 @@ def main():
     )
     with fs.ledger() as counted:
         plan(initial_params(), *data(0))
-    say(f"counted beforehand on an abstract mesh, without data: {int(counted.bytes()):,} bytes per device\n")
+    show(f"counted beforehand on an abstract mesh, without data: {int(counted.bytes()):,} bytes per device\n")
     assert counted.bytes() == comm.bytes()
 
     if mesh.runtime == "virtual":
-        say("[bold]A collective that one device forgets is an error, not a hang:[/]")
+        show("[bold]A collective that one device forgets is an error, not a hang:[/]")
         try:
             fs.run(forget_a_collective, mesh=fs.make_mesh({"data": 4}))
         except fs.errors.DeadlockError as error:
-            say(f"[red]{type(error).__name__}[/]: {error}")
-        say("\nThe same file on real processes:  [bold]torchrun --nproc-per-node 8 examples/demo.py[/]")
+            show(f"[red]{type(error).__name__}[/]: {error}")
+        show("\nThe same file on real processes:  [bold]torchrun --nproc-per-node 8 examples/demo.py[/]")
 
 
 if __name__ == "__main__":

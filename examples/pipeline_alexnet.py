@@ -1,11 +1,11 @@
-"""Train AlexNet on small pictures in a pipeline: its layers are cut into stages, and every device has some of them.
+"""Train AlexNet on small pictures in a pipeline: its layers are split into stages, and every device runs some of them.
 
     python examples/pipeline_alexnet.py                                         four virtual devices
     python examples/pipeline_alexnet.py --schedule zbv --stages 8 --microbatches 16
     torchrun --nproc-per-node 2 examples/pipeline_alexnet.py --stages 2         two processes
 
-Where stages lie and who does what when is the schedule's business. With --reproducible, all schedules, numbers of stages and
-devices print the same losses, to the last bit.
+The schedule decides where stages are placed and in which order devices compute. With --reproducible, all schedules and all
+numbers of stages and devices print the same losses, bit for bit.
 """
 
 import argparse
@@ -24,7 +24,7 @@ CLASSES, SIDE = 10, 32
 
 
 def layers(width):
-    """AlexNet for pictures of 32 x 32: with width 64, the layers have as many channels as in the paper, or nearly so."""
+    """AlexNet for pictures of 32 x 32: with width 64 the layers have about as many channels as in the paper."""
     features = [
         *(nn.Conv2d(3, width, kernel_size=3, stride=2, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
         *(nn.Conv2d(width, 3 * width, kernel_size=3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2)),

@@ -4,8 +4,8 @@
     python examples/train_gpt.py --stage 1 --devices 4
     torchrun --nproc-per-node 2 examples/train_gpt.py             two processes
 
-The model and its loss are functions of one device. Which part of what lies where is said in `main`, in four lines. With
---reproducible, every stage on 1, 2, 4 or 8 devices has the same losses, to the last bit (--log run.jsonl).
+The model and its loss are functions of one device. Four lines of `main` decide the layouts. With
+--reproducible, every stage on 1, 2, 4 or 8 devices has the same losses, bit for bit (--log run.jsonl).
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import fshard as fs
 from fshard import P
 
-# -- the text: sentences about one or about many, and where the s goes --------------------------------------------
+# -- the text: sentences in singular and plural --------------------------------------------
 
 SENTENCES = [
     f"{count} {look} {name}{'s' * many} {act}{'s' * (not many)} {place}"
@@ -36,10 +36,10 @@ TOKENS = torch.tensor([LETTERS.index(letter) for letter in CORPUS])
 
 
 def batch_of(number, size):
-    """Cut pieces out of the text. Every process draws the same ones: a plain tensor is the whole batch."""
+    """Draw windows of the text. Every process draws the same ones: a plain tensor is the global batch."""
     starts = torch.randint(len(TOKENS) - LENGTH, (size, 1), generator=torch.Generator().manual_seed(number))
-    pieces = TOKENS[starts + torch.arange(LENGTH + 1)]
-    return {"x": pieces[:, :-1], "y": pieces[:, 1:]}  # (size, length) each
+    windows = TOKENS[starts + torch.arange(LENGTH + 1)]
+    return {"x": windows[:, :-1], "y": windows[:, 1:]}  # (size, length) each
 
 
 # -- the model, for one device --------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def new_params():
 
     return {
         "letters": normal(len(LETTERS), WIDTH),
-        "places": normal(LENGTH, WIDTH),
+        "positions": normal(LENGTH, WIDTH),
         "blocks": [block() for _ in range(LAYERS)],
     }
 
@@ -78,7 +78,7 @@ def block(w, x):
 
 def predict(params, x):
     """Return the scores of the letter that follows, at each place."""
-    y = F.embedding(x, params["letters"]) + params["places"][: x.shape[1]]
+    y = F.embedding(x, params["letters"]) + params["positions"][: x.shape[1]]
     for w in params["blocks"]:
         y = block(w, y)
     return F.layer_norm(y, (WIDTH,)) @ params["letters"].T  # (batch, length, letters): the embedding is tied
@@ -108,7 +108,7 @@ def main():
     console = Console(quiet=fs.mesh.process_index() > 0, highlight=False)
     console.print(f"[bold]ZeRO-{args.stage} on {mesh}[/]\n")
 
-    # What lies where: this is all that makes the program a parallel one.
+    # The layouts: nothing else makes the program parallel.
     params = fs.shard_params(new_params(), fs.fsdp("data") if args.stage == 3 else P(), mesh=mesh)
     adamw = optimizer(args.steps)
     opt = fs.partition_optimizer(adamw, mesh=mesh, axis="data", stage=args.stage)
@@ -117,7 +117,7 @@ def main():
 
     state = opt.init(params)
     fs.visualize(params)
-    writers = [fs.report.Bar(args.steps, console=console), *(fs.report.JsonLines(file) for file in args.log)]
+    writers = [fs.report.Bar(args.steps), *(fs.report.JsonLines(file) for file in args.log)]
     with fs.report.Report(*writers) as report:
         for number in range(1, args.steps + 1):
             params, state, metrics = step(params, state, batch_of(number, args.batch))
@@ -170,7 +170,7 @@ def held(tree):
 
 def holdings(params, grads, state, stage, n):
     """Return a table of what a device holds; P is what all parameters take."""
-    whole, table = (
+    full, table = (
         size(new_params()),
         Table("a device holds", "bytes", "by formula", "which is", title="ZeRO is a table"),
     )
@@ -178,23 +178,23 @@ def holdings(params, grads, state, stage, n):
     for kind, tree, times, first in kinds:  # divided from this stage on
         parts = n if stage >= first else 1
         formula = f"{'2 ' * (times == 2)}P{f' / {n}' * (parts > 1)}"
-        table.add_row(kind, f"{held(tree):,}", formula, f"{times * whole / parts:,.0f}")
+        table.add_row(kind, f"{held(tree):,}", formula, f"{times * full / parts:,.0f}")
     for column in (1, 3):
         table.columns[column].justify = "right"
     return table
 
 
 def theory(stage, n):
-    """Return what the textbook says of the bytes that a device sends in a step, less a few numbers: losses and norms."""
+    """Describe the bytes that a device sends in a step by theory, without the few of losses and norms."""
     params = new_params()
-    whole = size(params)
+    full = size(params)
     if stage < 3:
-        return f"By theory: 2 P (n - 1) / n = {2 * whole * (n - 1) / n:,.0f} bytes, to sum gradients."
-    again = whole - size(params["blocks"][-1]) - size(params["places"])
-    total = (2 * whole + again) * (n - 1) / n
+        return f"By theory: 2 P (n - 1) / n = {2 * full * (n - 1) / n:,.0f} bytes, to sum gradients."
+    again = full - size(params["blocks"][-1]) - size(params["positions"])
+    total = (2 * full + again) * (n - 1) / n
     return (
         f"By theory: (2 P + R) (n - 1) / n = {total:,.0f} bytes, to gather P, gather R again for the backward, and scatter "
-        "gradients. R is P less the last block, which is still there, and what was only added, whose values nobody needs."
+        "gradients. R is P without the last block, which is still unsharded, and without leaves that are only added."
     )
 
 

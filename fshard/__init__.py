@@ -10,7 +10,6 @@ from typing import Any
 
 from fshard import array as array
 from fshard import errors, explore, mesh, nn, optim, pipeline, report
-from fshard.booster.advice import auto_plugin
 from fshard.booster.booster import Booster
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin
 from fshard.explore.picture import visualize
@@ -28,6 +27,7 @@ from fshard.mesh.collectives.api import (
     psum,
     psum_scatter,
     pvary,
+    replicated,
 )
 from fshard.mesh.collectives.ledger import ledger
 from fshard.mesh.collectives.send_recv import recv, send
@@ -44,7 +44,7 @@ from fshard.transforms.evaluate import evaluate
 from fshard.transforms.fsdp.param_runtime import with_unsharded_params
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.lazy import lazy, materialize
-from fshard.transforms.module.remat import checkpoint_name, remat
+from fshard.transforms.module.remat import remat
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import fsdp, init_params, shard_params
 from fshard.transforms.stages.plan import shard_stages
@@ -62,64 +62,70 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Booster",
-    "DDPPlugin",
-    "FSDPPlugin",
-    "HybridParallelPlugin",
-    "Layout",
+    # meshes and layouts
+    "make_mesh",
     "Mesh",
-    "Optimizer",
     "P",
+    "Layout",
     "Sharded",
-    "ZeroPlugin",
-    "all_gather",
-    "all_to_all",
-    "auto_plugin",
+    "device_put",
+    "reshard",
+    "unshard",
+    "from_local",
+    "typeof",
+    "visualize",
+    # programs on all devices
+    "shard_map",
+    "run",
+    "launch",
+    "ledger",
+    # collectives
     "axis_index",
     "axis_size",
+    "psum",
+    "pmean",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "psum_scatter",
+    "all_to_all",
+    "ppermute",
     "broadcast",
-    "checkpoint_name",
-    "device_put",
-    "errors",
-    "evaluate",
-    "explore",
-    "from_local",
-    "fsdp",
+    "pvary",
+    "replicated",
+    "send",
+    "recv",
+    # training
     "functionalize",
-    "grad",
+    "shard_params",
     "init_params",
-    "keyed_random",
-    "launch",
+    "fsdp",
+    "partition_optimizer",
+    "Optimizer",
+    "train_step",
+    "value_and_grad",
+    "grad",
+    "evaluate",
     "lazy",
-    "ledger",
-    "make_mesh",
     "materialize",
+    "with_unsharded_params",
+    "remat",
+    "keyed_random",
+    # pipelines
+    "pipeline_schedule",
+    "shard_stages",
+    # torch's loop
+    "Booster",
+    "DDPPlugin",
+    "ZeroPlugin",
+    "FSDPPlugin",
+    "HybridParallelPlugin",
+    # namespaces
+    "errors",
+    "explore",
     "mesh",
     "nn",
     "optim",
-    "partition_optimizer",
     "pipeline",
-    "pipeline_schedule",
-    "pmax",
-    "pmean",
-    "pmin",
-    "ppermute",
-    "psum",
-    "psum_scatter",
-    "pvary",
-    "recv",
-    "remat",
     "report",
-    "reshard",
-    "run",
-    "send",
-    "shard_map",
-    "shard_params",
-    "shard_stages",
-    "train_step",
-    "typeof",
-    "unshard",
-    "value_and_grad",
-    "visualize",
-    "with_unsharded_params",
 ]

@@ -1,6 +1,6 @@
 """The command `fshard`, which is also `python -m fshard`.
 
-fshard run --processes 4 train.py     start a file in several processes (`fshard.launching.torchrun`)
+fshard run train.py                   start a file in several processes (`fshard.launching.torchrun`)
 fshard doctor                         the installation: devices, features, correctness (`fshard.doctor`)
 """
 
@@ -14,12 +14,12 @@ from fshard.doctor.visit import visit
 from fshard.errors import FshardError
 from fshard.launching.torchrun import run
 
-USAGE = """usage: fshard run [--processes N] [--nodes N --node-index I --address HOST:PORT] [--dry-run] [-m] FILE ...
+USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard doctor [--processes N] [--device cpu|cuda] [--json]
        fshard --version
 
-run      start a file in several processes, by torchrun (fshard run --help has all options)
-doctor   look at versions, devices, the speed between processes and every collective, and say whether all is well
+run      start a file in several processes: fshard run train.py (options: fshard run --help)
+doctor   show versions, devices and the speed between processes, and check every collective
 """
 
 

@@ -1,6 +1,6 @@
-"""The errors that fshard raises.
+"""The errors of fshard's own domains; other wrong arguments raise a plain `ValueError` or `TypeError`.
 
-One root, `FshardError`, and below it a class per kind of error. Each class is also a `ValueError` (a wrong call) or a
+One root, `FshardError`, and below it a class per domain. Each class is also a `ValueError` (a wrong call) or a
 `RuntimeError` (a failed run), so that code without fshard's classes can catch it.
 """
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class FshardError(Exception):
-    """The root of all errors that fshard raises on purpose."""
+    """The root of the errors of layouts, meshes, schedules, collectives and other domains of fshard."""
 
 
 class MeshError(FshardError, ValueError):

@@ -2,12 +2,13 @@
 
 from fshard.transforms.module.batchnorm import commit_batch_norm
 from fshard.transforms.module.lora import LoraConfig, lora, merge_lora
-from fshard.transforms.module.remat import offload, save_names
+from fshard.transforms.module.remat import checkpoint_name, offload, save_names
 from fshard.transforms.shard_params import units_of
 from fshard.transforms.stages.functions import stage_functions
 
 __all__ = [
     "LoraConfig",
+    "checkpoint_name",
     "commit_batch_norm",
     "lora",
     "merge_lora",

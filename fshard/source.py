@@ -24,8 +24,6 @@ _OURS = (
     "<frozen",
 )
 
-_TESTING = str(Path(__file__).parent / "testing")
-
 
 class Site(NamedTuple):
     """A line of source: file, number, function; and the leaves of a tree that it concerns.
@@ -61,7 +59,7 @@ def site_of(frame: FrameType | None) -> Site:
 
 @cache
 def _is_plumbing(file: str) -> bool:
-    return file.startswith(_OURS) and not file.startswith(_TESTING)  # a test of a runtime is a user of it
+    return file.startswith(_OURS)
 
 
 def call_site() -> Site:

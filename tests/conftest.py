@@ -17,7 +17,7 @@ pytest_plugins = ["pytester"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 
-# On CI a run has to give what the run before gave; elsewhere every run looks at new examples and keeps its failures.
+# On CI a run must give what the run before gave; elsewhere every run looks at new examples and keeps its failures.
 ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
 settings.register_profile("fshard", deadline=None, max_examples=60, derandomize=ON_CI, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("fshard"), max_examples=500)

@@ -25,13 +25,13 @@ def tame_cells(notebook):
     return [cell.source for cell in tagged if all(output.output_type != "error" for output in cell.outputs)]
 
 
-def test_there_are_notebooks():
+def test_notebooks_exist():
     assert NOTEBOOKS
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook(path, tmp_path):
+def test_notebook_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     execute(notebook, tmp_path)
     assert not tame_cells(notebook), "these cells promise an error that does not come"

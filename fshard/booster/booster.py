@@ -1,66 +1,80 @@
-"""`Booster`: torch's familiar loop, and beside it the functional step, as a plugin lays them out.
-
-model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(model, optimizer, criterion, dataloader, lr_scheduler)
-for inputs, labels in dataloader:
-    loss = criterion(model(inputs), labels)
-    booster.backward(loss, optimizer)
-    optimizer.step(); optimizer.zero_grad(); lr_scheduler.step()
-
-state = booster.init(model, optimizer, criterion)
-state, metrics = booster.step(state, (inputs, labels))
-"""
+"""`Booster`: torch's familiar loop, and beside it the functional step, in the layouts of a plugin."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fshard.booster.accepted import BOOSTED, taken
-from fshard.booster.arrangement import Arrangement, Step, TrainState
-from fshard.booster.loader import Loader
+from fshard.booster.loader import Loader, YieldedBatches
+from fshard.booster.loop import LoopModel
+from fshard.booster.model import BoostedModel, BoostedOptimizer
 from fshard.booster.plugins import DDPPlugin, Plugin
-from fshard.booster.torch_style import BoostedOptimizer, Loops, Model, boosted, boosted_model
-from fshard.errors import LayoutError, ModuleError
+from fshard.booster.sharding import partitioned, shard_model, shard_stages_of
+from fshard.booster.stages import Criterion, StagedModel, loss_of
+from fshard.errors import ModuleError, OptimizerError
+from fshard.mesh.layout import P, PyTree
+from fshard.mesh.reshard.device_put import unshard
+from fshard.mesh.spmd.scope import here
+from fshard.optim.torch_instances import OptimizerSource, optimizer_source
 from fshard.transforms.module.lora import LoraConfig, lora
-from fshard.transforms.train_step import Metrics
+from fshard.transforms.reproducible.randomness import folded, keyed_random
+from fshard.transforms.train_step import Metrics, train_step
+
+
+class TrainState(NamedTuple):
+    """The state of training that a functional step takes and returns."""
+
+    params: PyTree  # in their layouts
+    optimizer: PyTree  # its state, in its layout
+    buffers: PyTree
+    steps: int = 0  # so far, which seeds the next one's draws
+    model: int = 0  # index among the models of one Booster
+
+
+Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+
+
+@dataclass
+class _DeviceState:
+    """The state of a Booster on one device: those of a virtual mesh may share a Booster."""
+
+    yielded: YieldedBatches
+    models: int = 0  # boosted or initialized so far
+    sync: bool = True  # backwards reduce gradients
 
 
 class Booster:
-    """Trains a model by its plugin, in torch's loop or by a functional step.
-
-    Args:
-        plugin: layouts and options; None: `DDPPlugin()`.
+    """Trains a model in the layouts of its plugin (`DDPPlugin()` by default), in torch's loop or by a functional step.
 
     The loop runs as one device: under torchrun, or inside of `fs.run` on a virtual mesh.
-
-    >>> import torch, fshard as fs
-    >>> mesh = fs.make_mesh({"data": 2})
-    >>> def main():
-    ...     torch.manual_seed(0)
-    ...     model = torch.nn.Linear(2, 1)
-    ...     data = torch.utils.data.TensorDataset(torch.eye(2).repeat(4, 1), torch.ones(8, 1))
-    ...     booster = fs.Booster(plugin=fs.ZeroPlugin(stage=1))
-    ...     opt, loader = torch.optim.SGD(model.parameters(), lr=0.5), torch.utils.data.DataLoader(data, batch_size=8)
-    ...     model, opt, criterion, loader, _ = booster.boost(model, opt, torch.nn.MSELoss(), loader)
-    ...     for _ in range(20):
-    ...         for x, y in loader:
-    ...             loss = criterion(model(x), y)
-    ...             booster.backward(loss, opt)
-    ...             opt.step(), opt.zero_grad()
-    ...     return loss.item() < 1e-3
-    >>> fs.run(main, mesh=mesh)
-    [True, True]
     """
 
     def __init__(self, plugin: Plugin | None = None) -> None:
-        if plugin is not None and not isinstance(plugin, Plugin):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(f"Booster: plugin must be a plugin, such as fs.ZeroPlugin(stage=1); got {plugin!r}.")
         self.plugin = plugin or DDPPlugin()
-        self._loops, self._steps = Loops(), list[Step]()
+        self._states = WeakKeyDictionary[Any, _DeviceState]()
+        self._steps = list[Step]()
+
+    @property
+    def _own(self) -> _DeviceState:
+        """The state of the calling device."""
+        key = here() or self
+        if key not in self._states:
+            self._states[key] = _DeviceState(YieldedBatches(self.plugin))
+        return self._states[key]
+
+    def _next_plugin(self) -> Plugin:
+        """Return the plugin of the next model: each draws otherwise, the first by the seed itself."""
+        own, plugin = self._own, self.plugin.on_mesh()
+        number, own.models = own.models, own.models + 1
+        return replace(plugin, seed=folded(plugin.seed, number)) if number else plugin
 
     # -- torch's loop -------------------------------------------------------------------------------------------------
 
@@ -82,18 +96,19 @@ class Booster:
             dataloader: of torch, whose batches are then those of all devices together; anything else is unchanged.
             lr_scheduler: returned unchanged: values that it writes to the optimizer's groups are used.
         """
-        source = taken("boost", model, optimizer, criterion, dataloader, lr_scheduler)
-        how = self.plugin.arranged().of(len(self._loops.own.models))
-        boosted = Model(model, how.gradient(model, source))
-        BOOSTED.add(model)
+        source, plugin = _source_of("boost", model, optimizer), self._next_plugin()
+        opt = partitioned(plugin, source)
+        if plugin.in_stages():
+            boosted = StagedModel(model, plugin, source, opt())
+        else:
+            boosted = LoopModel(model, plugin, source, opt(), self._own.yielded)
+        _BOOSTED.add(model)
         source.point_at(dict(model.named_parameters()))
-        self._loops.own.models.append(boosted)
-        wrapped = None
         if optimizer is not None:
-            wrapped = BoostedOptimizer(optimizer, how.divided(source), boosted, source, zeros=how.zeros)
+            optimizer = BoostedOptimizer(optimizer, source, opt, boosted)
         if isinstance(dataloader, DataLoader):
-            dataloader = Loader.of(dataloader, seed=self.plugin.seed, **self._cut(how))
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
+            dataloader = Loader(dataloader, self.plugin.seed, self._own.yielded)
+        return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def enable_lora(self, model: nn.Module, lora_config: LoraConfig | None = None) -> nn.Module:
         """Return a model to boost, in which only differences of low rank are trained: see `lora`."""
@@ -101,57 +116,51 @@ class Booster:
 
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Take the gradient of a loss that is a mean over this device's samples."""
-        boosted(optimizer).backward(loss, sync=self._loops.own.sync)
+        _optimizer(optimizer).backward(loss, sync=self._own.sync)
 
-    def no_sync(self, model: Any = None, optimizer: Any = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self, model: Any = None, optimizer: Any = None) -> Generator[None]:
         """Let gradients of backwards inside stay on the device, until one outside, or the step, reduces their sum.
 
         Where gradients are reduced as they come (stages 2 and 3, reproducible mode) it changes nothing but memory.
         """
-        return self._loops.unsynchronised()
+        own = self._own
+        before, own.sync = own.sync, False
+        try:
+            yield
+        finally:
+            own.sync = before
 
     def clip_grad_norm(
         self, optimizer: BoostedOptimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; return the norm before, as torch does."""
-        return boosted(optimizer).clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
+        return _optimizer(optimizer).clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value(self, optimizer: BoostedOptimizer, clip_value: float) -> None:
         """Keep each element of the gradients between -clip_value and clip_value."""
-        boosted(optimizer).clip_grad_by_value(clip_value)
+        _optimizer(optimizer).clip_grad_by_value(clip_value)
 
     def prepare_dataloader(
-        self,
-        dataset: Any,
-        batch_size: int,
-        shuffle: bool = False,
-        seed: int = 1024,
-        drop_last: bool = False,
-        pin_memory: bool = False,
-        num_workers: int = 0,
-        **kwargs: Any,
+        self, dataset: Any, batch_size: int, shuffle: bool = False, seed: int = 1024, **options: Any
     ) -> Loader:
-        """Return the batches of a dataset, `batch_size` samples on all devices together: see `Loader`."""
-        own: Any = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "pin_memory": pin_memory}
-        return Loader(
-            dataset, batch_size, **self._cut(self.plugin.arranged()), **own, num_workers=num_workers, **kwargs
-        )
+        """Return the batches of a dataset, `batch_size` samples on all devices together: see `Loader`.
 
-    def _cut(self, how: Arrangement) -> dict[str, Any]:
-        """Return the sharding of a loader's batches; stages get full ones, which their step shards."""
-        return {"mesh": how.mesh, "axes": how.axes if how.cut is None else (), "notice": self._loops.notice}
+        Other options are those of torch's DataLoader: drop_last, num_workers, collate_fn, ...
+        """
+        loader = DataLoader[Any](dataset, batch_size, shuffle=shuffle, **options)
+        return Loader(loader, seed, self._own.yielded)
 
     def execute_pipeline(
         self,
         data_iter: Iterator[Any],
-        model: Model,
+        model: BoostedModel,
         criterion: Callable[[Any, Any], Tensor],
         optimizer: BoostedOptimizer | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Run a batch through the stages, forward and backward; under `torch.no_grad`, without an optimizer, forward
-        only.
+        """Run a batch through the stages, forward and backward; under `torch.no_grad` forward only, without an optimizer.
 
         Args:
             data_iter: returns the batch of all devices, (inputs, labels) or any tree as the first stage's input.
@@ -160,21 +169,96 @@ class Booster:
             return_loss: return the loss of the entire batch, on every device.
             return_outputs: return the last stage's result for every sample.
         """
-        loss, outputs = boosted_model(model).run_stages(criterion, data_iter, optimizer, return_outputs)
-        return {"loss": loss if return_loss else None, "outputs": outputs}
+        if not isinstance(model, StagedModel):
+            raise ModuleError(
+                "execute_pipeline: the model must be cut into stages, by HybridParallelPlugin, and boosted; "
+                f"got {type(model).__name__}. Call another one, model(inputs)."
+            )
+        scale = _optimizer(optimizer).scale if torch.is_grad_enabled() else 1.0
+        value = model.run(criterion, next(data_iter), scale, outputs=return_outputs)
+        outputs = unshard(value.aux) if return_outputs else None
+        return {"loss": value.loss if return_loss else None, "outputs": outputs}
 
     # -- the functional form ------------------------------------------------------------------------------------------
 
-    def init(self, model: nn.Module, optimizer: Any, criterion: Callable[..., Tensor] | None = None) -> TrainState:
-        """Return the state to begin with, and remember the step: see `loss_of`."""
-        source = taken("init", model, optimizer, criterion)
-        how, self._loops.own.inits = self.plugin.arranged().of(self._loops.own.inits), self._loops.own.inits + 1
-        state, step = how.functional(model, source, criterion)
+    def init(self, model: nn.Module, optimizer: Any, criterion: Criterion | None = None) -> TrainState:
+        """Return the state to begin with.
+
+        Args:
+            model: any module, as for `boost`; it is not changed.
+            optimizer: of torch, or of `fs.optim`.
+            criterion: of the output and the labels of a batch (inputs, labels), or the batch, if it is a dict of the
+                model's arguments. Default: `output.loss`.
+        """
+        source, plugin = _source_of("init", model, optimizer), self._next_plugin()
+        mesh, opt = plugin.default_mesh(), partitioned(plugin, source)
+        batch = P(axes) if (axes := plugin.axes(mesh)) else P()
+        options: Any = {"mesh": mesh, "batch": batch, "donate": True, "has_buffers": True, **plugin.gradient_options()}
+        if plugin.in_stages():
+            stages = plugin.stages_of(model)
+            params, buffers = shard_stages_of(plugin, model, stages, source)
+            make: Any = partial(train_step, stages, loss=partial(loss_of, criterion), **options)
+        else:
+            apply, params, buffers = shard_model(plugin, model, source)
+
+            def loss(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
+                args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch[:1], {})
+                output, after = apply(params, buffers, *args, **kwargs)
+                return loss_of(criterion, output, batch), after
+
+            make = partial(train_step, loss, **options)
+        train = lru_cache(maxsize=1)(make)
+
+        def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+            with keyed_random(plugin.seed, state.steps, 0):
+                params, own, buffers, metrics = train(opt())(state.params, state.optimizer, state.buffers, batch)
+            return state._replace(params=params, optimizer=own, buffers=buffers, steps=state.steps + 1), metrics
+
         self._steps.append(step)
-        return state._replace(turn=len(self._steps) - 1)
+        return TrainState(params, opt().init(params), buffers, model=len(self._steps) - 1)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take a step on a batch of all devices, or a batch of a prepared loader; the given state is donated."""
-        if not isinstance(state, TrainState) or state.turn >= len(self._steps):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ModuleError("step needs a state: call state = booster.init(model, optimizer, criterion) first.")
-        return self._steps[state.turn](state, self._loops.batch(batch))
+        return self._steps[state.model](state, self._own.yielded.as_part(batch))
+
+
+# -- arguments ----------------------------------------------------------------------------------------------------------
+
+_BOOSTED = WeakSet[nn.Module]()
+"""Modules that run in place."""
+
+
+def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
+    """Return the source of an optimizer for a model's parameters; raise if one of them is invalid."""
+    if not isinstance(model, nn.Module):
+        raise ModuleError(
+            f"{caller}: the model is a module, not {type(model).__name__}: for a function there is fs.train_step."
+        )
+    if model in _BOOSTED or isinstance(model, BoostedModel) or isinstance(optimizer, BoostedOptimizer):
+        raise ModuleError(
+            f"{caller}: the model or the optimizer has been boosted already, perhaps by another device. Each device makes "
+            "its own, inside of main."
+        )
+    if compiled := [path or "the model" for path, part in model.named_modules() if _is_compiled(part)]:
+        raise ModuleError(
+            f"{caller}: {', '.join(compiled)} is compiled, and a compiled module does not gather its parameters. Compile "
+            "functions that it calls, those of parameters as fs.with_unsharded_params(torch.compile(fn))."
+        )
+    return optimizer_source(optimizer, dict(model.named_parameters()), caller)
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    """Return True if a module with parameters is compiled, by torch.compile or in place."""
+    own = vars(part)
+    wrapped = "_torchdynamo_orig_callable" in own or own.get("_compiled_call_impl") is not None
+    return wrapped and any(True for _ in part.parameters())
+
+
+def _optimizer(given: Any) -> BoostedOptimizer:
+    """Return an optimizer that `boost` has returned; raise if it is another."""
+    if not isinstance(given, BoostedOptimizer):
+        raise OptimizerError(
+            f"optimizer must be what boost has returned; got {type(given).__name__}. Write "
+            "model, optimizer, *_ = booster.boost(model, optimizer), and give that one."
+        )
+    return given

@@ -1,414 +1,295 @@
-"""A gradient with separate forward and backward, as torch's loops are written.
+"""A model with separate forward and backward, as torch's loops are written.
 
     output = model(x)              forward     of this device's part of the batch; parameters are unsharded as they are used
     loss = criterion(output, y)                the caller's own
     model.backward(loss)           backward    gradients are reduced as they are ready; or kept: sync=False
     grads = model.gradients()                  of all backwards since the last call, in their layouts
 
-It uses `value_and_grad`'s device: the loss is a mean over the samples of this device, the gradient that of the mean
-over all devices, weighted by samples. The caller is one device: a process, or inside of `fs.run`.
+It runs `value_and_grad`'s device step: the loss is a mean over the samples of this device, the gradient that of the
+mean over all devices, weighted by samples. The caller is one device: a process, or inside of `fs.run`.
 
-In reproducible mode the device's part is split into slices that the module runs in sequence. The criterion gets their
-outputs joined and detached; its cotangents are split, and each slice has its own backward. So the bits of gradients
+In reproducible mode the module runs once for each slice of the device's part: see `slices`. So the bits of gradients
 are equal on any mesh, if a sample's loss depends on that sample alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_unflatten
+from torch import Tensor, nn
 
-from fshard.booster.announced import Announced, Counted
-from fshard.booster.join_slices import CotangentSplit, refuse_unsliced, side_by_side
-from fshard.errors import LayoutError, ModuleError, ScopeError
-from fshard.mesh.layout import Layout, Mesh, PyTree, flatten, flatten_outside, flatten_with_paths, unflatten
+from fshard.booster.loader import YieldedBatches, rows_in
+from fshard.booster.model import BoostedModel, refuse_outside
+from fshard.booster.plugins import Plugin
+from fshard.booster.sharding import shard_model
+from fshard.booster.slices import JoinedOutput, join, split_backward
+from fshard.errors import MismatchError, ModuleError
+from fshard.mesh.layout import PyTree, Structure, flatten, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
-from fshard.mesh.spmd.run import is_outside, one_thread, resolve_mesh, run_on_devices
+from fshard.mesh.spmd.run import one_thread, resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import owning
-from fshard.optim.scaling import held_by
+from fshard.optim.partition import Partitioned
+from fshard.optim.scaling import finite_scale
+from fshard.optim.torch_instances import OptimizerSource
 from fshard.source import call_site
-from fshard.transforms.batch import Batch
+from fshard.transforms.batch import Batch, BatchPart, rows_of
 from fshard.transforms.device_step import DeviceStep
 from fshard.transforms.fsdp.lazy_param import unsharded
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered
 from fshard.transforms.fsdp.units import Unit
-from fshard.transforms.gradient import same_layouts, unstaged
-from fshard.transforms.graph_checks import (
-    refuse_attached,
-    refuse_backward,
-    refuse_other_parameters,
-    refuse_unreached,
-)
+from fshard.transforms.gradient import unstaged
+from fshard.transforms.graph_checks import refuse_other_parameters, refuse_unreached
 from fshard.transforms.means import LossSums
 from fshard.transforms.module.buffers import Buffers, Written
-from fshard.transforms.module.functionalize import Apply
-from fshard.transforms.origin import refuse_distant, refuse_unplaced
+from fshard.transforms.module.replica import give_up_memory
 from fshard.transforms.reproducible.randomness import drawn_key, keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
+from fshard.uncompiled import uncompiled
 
 
 @dataclass
-class LoopDraws:
-    """The keys of a loop's random draws: the first forward of a step draws as a functional step does.
-
-    `steps` are the optimizer's steps, `_forwards` those since the last of them, `_others` those without gradients.
-    """
-
-    seed: int
-    steps: int = 0
-    _forwards: int = 0
-    _others: int = 0
-
-    def next(self, *, grad: bool) -> AbstractContextManager[None]:
-        """Return the context of the next forward's draws."""
-        if not grad:
-            self._others += 1
-            return keyed_random(self.seed, self.steps, "look", self._others)
-        self._forwards += 1
-        return keyed_random(self.seed, self.steps, self._forwards - 1)
-
-    def end_step(self) -> None:
-        """Count a step."""
-        self.steps, self._forwards = self.steps + 1, 0
-
-
-@dataclass
-class _OpenStep:
-    """A step in progress: its parameters, its last forward, and the results of its backwards.
-
-    Args:
-        tape: the parameters of this device.
-        known: their plans.
-        tree: returns lazy parameters as the module's parameters.
-        unflatten: returns gradients as the same tree.
-        device: agrees and reduces with the others.
-        counted: the weight of the batch of the last forward.
-        slices: the samples of each slice of the last forward; None outside of reproducible mode.
-        buffers: of each slice.
-        joined: outputs passed to a criterion, each with the function that splits its cotangent.
-        is_forward: a forward waits for its backward.
-        has_unreduced: gradients of a backward without `sync` are left to reduce.
-        used: number of devices that used each parameter, once agreed.
-        loss: the last one.
-    """
+class _Step:
+    """A step in progress: from its first forward to the gradients."""
 
     runtime: ParamRuntime
     plans: ParamPlans
-    tree: Callable[[], PyTree]
-    unflatten: Callable[[Sequence[Any]], PyTree]
-    device: DeviceStep | None = None
-    counted: Counted | None = None
-    slices: list[int] | None = None
-    buffers: list[PyTree] = field(default_factory=list[PyTree])
-    joined: list[tuple[Tensor, CotangentSplit]] = field(default_factory=list[tuple[Tensor, CotangentSplit]])
-    is_forward: bool = False
-    has_unreduced: bool = False
-    used: list[float] = field(default_factory=list[float])
-    share: float = 1.0
-    loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    structure: Structure  # of the tree of parameters
+    at: list[int]  # the index of each leaf of the tree among the parameters
+    device: DeviceStep | None = None  # of the last forward, as are the next three
+    share: float = 1.0  # the weight of the device's part of the batch
+    rows: list[int] | None = None  # number of samples of each slice, in reproducible mode
+    is_pending: bool = False  # it has had no backward
+    buffers: list[PyTree] = field(default_factory=list[PyTree])  # after each slice
+    outputs: list[JoinedOutput] = field(default_factory=list[JoinedOutput])  # that a loss may be made of
+    loss: Tensor = field(default_factory=lambda: torch.zeros(()))  # of the last backward
+    is_unreduced: bool = False  # gradients of a backward without `sync` remain to be reduced
+    used: list[float] = field(default_factory=list[float])  # number of devices that used each parameter, once agreed
+
+    def params(self) -> PyTree:
+        """Return the parameters as the module gets them."""
+        return unflatten(self.structure, [self.runtime.lazy_params[place] for place in self.at])
 
 
-class ImperativeGradient:
-    """A module's function and its parameters, called and differentiated by the caller: see above.
+class LoopModel(BoostedModel):
+    """A boosted model that is called and differentiated by the caller: see above.
 
     Args:
-        apply: of (params, buffers, *args, **kwargs), as `functionalize` returns it.
-        params: in their layouts; replaced after a step.
-        buffers: replicated.
-        mesh: the devices.
-        axes: those that shard the batch.
-        seed: of random draws; the same on all devices.
-        options: those of `value_and_grad` that are not about the batch.
-
-    >>> import torch, fshard as fs
-    >>> mesh = fs.make_mesh({"data": 2})
-    >>> def main():
-    ...     apply, params, buffers = fs.functionalize(torch.nn.Linear(1, 1, bias=False))
-    ...     params = fs.shard_params({"weight": torch.ones(1, 1)}, fs.fsdp("data"), mesh=mesh)
-    ...     model = ImperativeGradient(apply, params, buffers, mesh=mesh, axes=("data",))
-    ...     loss = model(torch.full((2, 1), float(fs.axis_index("data")))).mean()
-    ...     model.backward(loss)
-    ...     return loss.item(), fs.unshard(model.gradients())["weight"].item()
-    >>> fs.run(main, mesh=mesh)
-    [(0.0, 0.5), (1.0, 0.5)]
+        module: runs in place, and the memory of its parameters is freed.
+        plugin: with its mesh.
+        source, opt: which parameters are trained, and the layouts of gradients.
+        yielded: the batches of loaders.
     """
 
     def __init__(
-        self,
-        apply: Apply,
-        params: PyTree,
-        buffers: PyTree,
-        *,
-        mesh: Mesh,
-        axes: tuple[str, ...],
-        seed: int = 0,
-        **options: Any,
+        self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned, yielded: YieldedBatches
     ) -> None:
-        refuse_outside(mesh)
-        self.apply, self.params, self.mesh, self.axes = apply, params, mesh, axes
-        self.draws = LoopDraws(seed)
-        self.gradient_layout: Callable[[Layout], Layout] = options.get("gradients") or same_layouts
+        super().__init__(module, plugin)
+        mesh = self.mesh
+        self._function, self.params, buffers = shard_model(plugin, module, source, in_place=True)
+        give_up_memory([module], torch.device(mesh.device_type))
+        self._axes, self._yielded = plugin.axes(mesh), yielded
         self._agreed = Buffers(buffers, resolve_mesh(mesh))  # as they were on all devices after the last step
-        self._buffers = self._agreed.part(0)  # as the last forward has left them
-        self._announced = Announced(mesh, axes)
-        self._gradient = unstaged(apply, mesh=mesh, batch=None, has_buffers=True, **options)
-        self._open: _OpenStep | None = None
-
-    @property
-    def is_reproducible(self) -> bool:
-        """True if a batch is split into slices."""
-        return self._gradient.how.slices is not None
+        self._buffers_now = self._agreed.part(0)  # as the last forward has left them
+        options: Any = {"gradients": opt.gradients, **plugin.gradient_options()}
+        self._gradient = unstaged(self._function, mesh=self.mesh, batch=None, has_buffers=True, **options)
+        self._step: _Step | None = None
 
     def full(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return unsharded parameters and buffers by name; a collective of all devices."""
-        changed = self._agreed.changed(0, self._buffers, torch.device("cpu"))
+        changed = self._agreed.changed(0, self._buffers_now, torch.device("cpu"))
         return unshard(self.params), unshard(self._agreed.after([changed]))
 
-    def announce(self, total: int | None, part: PyTree) -> None:
-        """Record the number of samples on all devices of the next batch."""
-        self._announced.announce(total, part)
-
-    # -- forward ----------------------------------------------------------------------------------------------------
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on this device's part of the batch."""
-        return self._on_device(lambda device: self._forward(device, args, kwargs))
-
     def _on_device(self, body: Callable[[int], Any]) -> Any:
+        refuse_outside(self.mesh)
         with one_thread(self.is_reproducible):
             (result,) = run_on_devices(resolve_mesh(self.mesh), body, mapped=self.mesh.axis_names)
         return result
 
-    def _forward(self, device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        grad, how = torch.is_grad_enabled(), self._gradient.how
-        now = self._open if self._open is not None and grad else self._opened()
-        if not now.is_forward:
-            now.runtime.begin()
-        sliced = how.slices is not None and (grad or bool(self._open and self._open.buffers))
-        batch, now.counted = self._batch(device, args, kwargs, sliced=sliced)
-        with self.draws.next(grad=grad):
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on this device's part of the batch."""
+        return self._on_device(lambda device: self._forward(device, (args, kwargs)))
+
+    def _forward(self, device: int, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        grad = torch.is_grad_enabled()
+        step = self._step if self._step is not None and grad else self._begin()
+        if not step.is_pending:
+            step.runtime.begin()
+        sliced = grad and self.is_reproducible
+        batch, step.share = self._batch(device, given, sliced=sliced)
+        with self.draws(grad=grad):
             key = drawn_key()
-        now.device = DeviceStep(how, now.runtime, now.tree, self._agreed, batch, 0, key, 1.0)
-        run = self._forward_slices if sliced else self._forward_once
+        step.device = DeviceStep(self._gradient.how, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
         try:
-            output = run(now, grad=grad)
+            output = self._run_slices(step, step.device) if sliced else self._run_once(step, step.device)
         except BaseException:
-            if now is not self._open:  # no later call uses it
-                now.runtime.leave()
+            if step is not self._step:  # no later call uses it
+                step.runtime.leave()
             raise
-        if not grad:
-            now.runtime.end()
-            now.runtime.close()
+        if grad:
+            self._step, step.is_pending = step, True
         else:
-            self._open, now.is_forward = now, True
+            step.runtime.end()
+            step.runtime.close()
         return output
 
-    def _forward_once(self, now: _OpenStep, *, grad: bool) -> Any:
-        assert now.device is not None
-        output, self._buffers = self._one(now, [x for (x,) in now.device.batch.columns], self._buffers, 0, grad=grad)
-        now.slices = None
+    def _batch(self, device: int, given: PyTree, *, sliced: bool) -> tuple[Batch, float]:
+        """Return this device's part of a batch, and its weight."""
+        mesh, cut = resolve_mesh(self.mesh), self._yielded.cut_of(rows_in(given))
+        own = len(self._yielded.samples(cut))
+        if sliced:
+            return BatchPart(given, cut).on(mesh), own / cut.length
+        _, leaves, structure = flatten_with_paths(given, none_is_leaf=True)
+        cuts = [cut if rows_of(x) == max(own, 1) else None for x in leaves]
+        return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self._axes, ()), own / cut.length
+
+    def _begin(self) -> _Step:
+        """Begin a step: make the parameters available."""
+        leaves, structure = flatten(self.params, sharded_is_leaf=True)
+        own, at = numbered(leaves)
+        plans = self._gradient.plans_of(structure, leaves, at, resolve_mesh(self.mesh), self._axes)
+        shards = [leaves[place].shards[0] for place in own]
+        return _Step(self._gradient.runtime(plans, shards, call_site()), plans, structure, at)
+
+    def _run_once(self, step: _Step, device: DeviceStep) -> Any:
+        leaves = [x for (x,) in device.batch.columns]
+        output, self._buffers_now = self._run(step, device, leaves, self._buffers_now, 0)
         return output
 
-    def _forward_slices(self, now: _OpenStep, *, grad: bool) -> Any:
+    def _run_slices(self, step: _Step, device: DeviceStep) -> Any:
         """Run each slice alone, and join the outputs as if the module had been called once."""
-        assert now.device is not None
-        device, count = now.device, now.device.turns
-        slices = device.batch.slices(0, count, apart=True)
-        given = now.buffers if len(now.buffers) == count else [self._buffers] * count
-        first = 0 if device.group is None else device.group.index * count
-        parts = [
-            self._one(now, slice.leaves, given[turn], first + turn, grad=grad) for turn, slice in enumerate(slices)
-        ]
-        now.slices, now.buffers = [slice.rows for slice in slices], [buffers for _, buffers in parts]
-        found, structure = side_by_side([output for output, _ in parts], now.slices)
-        recorded = [(x, split) for x, split in found if isinstance(x, Tensor) and x.requires_grad]
-        for x, _ in recorded:
-            x.register_post_accumulate_grad_hook(lambda _: refuse_backward())
-        now.joined += recorded
-        ends = {id(x) for x, _ in recorded}
-        return tree_unflatten([x.view_as(x) if id(x) in ends else x for x, _ in found], structure)
+        slices = device.batch.slices(0, device.turns, apart=True)
+        if any(isinstance(x, Tensor) and x.requires_grad for slice in slices for x in slice.leaves):
+            raise ValueError(
+                "reproducible=True: arguments of the model must not need a gradient, as the output of another call does: "
+                "slices are cut off from its graph. detach() them, or leave reproducible=True out."
+            )
+        before = step.buffers or [self._buffers_now] * len(slices)
+        first = 0 if device.group is None else device.group.index * len(slices)
+        found = [self._run(step, device, slice.leaves, before[turn], first + turn) for turn, slice in enumerate(slices)]
+        step.rows, step.buffers = [slice.rows for slice in slices], [buffers for _, buffers in found]
+        output, recorded = join([output for output, _ in found], step.rows)
+        step.outputs += recorded
+        return output
 
-    def _one(
-        self, now: _OpenStep, leaves: list[Any], buffers: PyTree, number: int, *, grad: bool
+    def _run(
+        self, step: _Step, device: DeviceStep, leaves: list[Any], buffers: PyTree, number: int
     ) -> tuple[Any, PyTree]:
         """Run the module once; return its output, and the buffers after it."""
-        assert now.device is not None
-        device, runtime = now.device, now.runtime
+        runtime, grad = step.runtime, torch.is_grad_enabled()
         args, kwargs = device.batch.tree(leaves, self._gradient.how.unit_options.compute)
-        with keyed_random(device.key, 0, number), owning(device.batch.mesh.axis_names, device.collectives.notice):
-            if grad:
-                with runtime.saved.watch():
-                    output, after = self.apply(now.tree(), buffers, *args, **kwargs)
-            else:
-                output, after = self.apply(now.tree(), buffers, *args, **kwargs)
+        with (
+            keyed_random(device.key, 0, number),
+            owning(device.batch.mesh.axis_names, device.collectives.notice),
+            runtime.saved.watch() if grad else nullcontext(),
+        ):
+            output, after = self._function(step.params(), buffers, *args, **kwargs)
         if grad and runtime.fresh:
             refuse_unreached(output)
         return unsharded(output), after
 
-    def _batch(
-        self, device: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, sliced: bool
-    ) -> tuple[Batch, Counted]:
-        """Return this device's part of a batch, and its weight."""
-        mesh = resolve_mesh(self.mesh)
-        _, leaves, structure = flatten_with_paths((args, kwargs), none_is_leaf=True)
-        lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x in leaves]
-        paths, outside, _ = flatten_outside((args, kwargs))
-        counted = self._announced.counted(outside, device)
-        if sliced:
-            refuse_unsliced(paths, outside, leaves, counted)
-        cuts = [counted.cut if length is not None and length == counted.rows else None for length in lengths]
-        return Batch(mesh, (device,), [(x,) for x in leaves], cuts, structure, self.axes, ()), counted
-
-    def _opened(self) -> _OpenStep:
-        """Begin a step: make the parameters available."""
-        mesh, gradient = resolve_mesh(self.mesh), self._gradient
-        refuse_distant(mesh, "the model", params=self.params)
-        leaves, structure = flatten(self.params, sharded_is_leaf=True)
-        refuse_unplaced(leaves, structure, mesh, "the model")
-        own, at = numbered(leaves)
-        plans = gradient.plans_of(structure, leaves, at, mesh, self.axes)
-        shards = [leaves[place].shards[0] for place in own]
-        runtime = gradient.runtime(plans, shards, call_site())
-        return _OpenStep(
-            runtime,
-            plans,
-            lambda: unflatten(structure, [runtime.lazy_params[place] for place in at]),
-            lambda found: unflatten(structure, [found[place] for place in at]),
-        )
-
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, *, scale: float = 1.0, sync: bool = True) -> None:
+    def backward(self, loss: Tensor, *, scale: float, sync: bool) -> None:
         """Add the gradient of `scale` times the loss; without `sync` it is not reduced yet.
 
         A mean over this device's samples is weighted by the number of samples of the last forward. In reproducible
         mode, and where gradients are reduced each time, `sync` makes no difference.
         """
-        now = self._open
-        if now is None or now.counted is None:
+        step = self._step
+        if step is None or step.device is None:
             raise ModuleError("backward: the model must be called after the last step or zero_grad. Call it first.")
-        if loss.numel() != 1 or not loss.requires_grad:
-            found = "that does not depend on the model" if loss.numel() == 1 else f"of shape {tuple(loss.shape)}"
-            raise LayoutError(f"backward: the loss must be one number that the model's output led to; got one {found}.")
-        if now.runtime.fresh:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError("backward: the loss must be a tensor of one number that the model's output led to.")
+        if step.runtime.fresh:
             refuse_other_parameters(loss)
-        self._on_device(lambda device: self._backward(now, loss, scale, sync))
+        now = step.device
+        self._on_device(lambda device: self._backward(step, now, loss, scale, sync))
 
-    def _backward(self, now: _OpenStep, loss: Tensor, scale: float, sync: bool) -> None:
-        device = now.device
-        assert device is not None and now.counted is not None
-        now.runtime.check_unchanged()
-        device.scale, device.scaled = scale, held_by(loss.dtype, scale)
-        now.share, now.is_forward = self._announced.share(now.counted), False
+    def _backward(self, step: _Step, device: DeviceStep, loss: Tensor, scale: float, sync: bool) -> None:
+        runtime, units = step.runtime, step.runtime.units
+        runtime.check_unchanged()
+        device.scale, device.scaled, step.is_pending = scale, finite_scale(loss.dtype, scale), False
         device.agree_on_axes(loss.device)
-        start = torch.full_like(loss, now.share * device.scaled)
-        keep = Unit.accumulate if not sync and device.how.once and not self.is_reproducible else None
-        if self.is_reproducible:
-            self._back_through_slices(now, loss, start)
-        else:
-            now.runtime.begin_backward(device.everyone, device.collectives.along, keep, idle=not now.share)
-            with now.runtime.reductions.collecting():
-                torch.autograd.grad(loss, [now.runtime.anchor], start, allow_unused=True)
-            if keep is None:
-                now.runtime.reductions.end()
-        now.has_unreduced, now.loss = keep is not None, loss.detach()
-        if not now.has_unreduced:
-            self._agree(now, device)
+        step.is_unreduced = not sync and device.how.once and not self.is_reproducible
+        trees = TreeAccumulator(units, runtime.reductions.as_reduced) if self.is_reproducible else None
+        keep = trees.add if trees is not None else Unit.accumulate if step.is_unreduced else None
+        runtime.begin_backward(device.everyone, device.collectives.along, keep, idle=not step.share)
 
-    def _back_through_slices(self, now: _OpenStep, loss: Tensor, start: Tensor) -> None:
-        """Go back through each slice alone, and add gradients in the tree of `TreeAccumulator`."""
-        device, runtime = now.device, now.runtime
-        assert device is not None and now.slices is not None
-        trees = TreeAccumulator(runtime.units, runtime.reductions.as_reduced)
-        runtime.begin_backward(device.everyone, device.collectives.along, trees.add, idle=not now.share)
-        joined = now.joined
-        refuse_attached(loss, [x for x, _ in joined])
-        given = torch.autograd.grad(loss, [x for x, _ in joined], start, allow_unused=True) if joined else ()
-        now.joined = [
-            pair for pair, g in zip(joined, given, strict=True) if g is None
-        ]  # another loss may be made of these
-        if all(g is None for g in given):
-            raise LayoutError("backward: the loss must depend on what this model has returned; got another model's.")
-        for turn in range(len(now.slices)):
-            pairs = [split(turn, g) for (_, split), g in zip(joined, given, strict=True) if g is not None]
-            outputs, cotangents = [x for x, _ in pairs], [g for _, g in pairs]
-            with runtime.reductions.collecting():
+        def collect(outputs: list[Tensor], cotangents: list[Tensor]) -> None:
+            with runtime.reductions.collecting():  # autograd calls the backwards of units
                 torch.autograd.grad(outputs, [runtime.anchor], cotangents, allow_unused=True)
-            trees.end_slice(1.0)
-        for unit in runtime.units:
-            unit.accumulated = trees.result(unit)
-        runtime.reductions.end()
 
-    def _agree(self, now: _OpenStep, device: DeviceStep) -> None:
+        start, step.loss = torch.full_like(loss, step.share * device.scaled), loss.detach()
+        if trees is None:
+            collect([loss], [start])
+        else:
+            step.outputs = split_backward(loss, start, step.outputs, collect, trees)
+            for unit in units:
+                unit.accumulated = trees.result(unit)
+        if not step.is_unreduced:
+            self._agree(step, device)
+
+    def _agree(self, step: _Step, device: DeviceStep) -> None:
         """Reduce the remaining gradients, and average buffers."""
-        weights = [now.share] if now.slices is None else [row * bool(now.share) for row in now.slices]
-        trees = now.buffers or [self._buffers] * len(weights)
-        near = now.loss.device
-        written = [
-            Written(weight, self._agreed.changed(0, tree, near)) for weight, tree in zip(weights, trees, strict=True)
-        ]
-        found = [LossSums(now.loss, weight, [], []) for weight in weights]
-        _, now.used, changed = device.together(found, written)
-        if now.runtime.fresh and now.slices is not None and len(now.slices) > 1:
-            now.runtime.warn_of_attributes()
-        self._agreed = Buffers(self._agreed.after([changed]), resolve_mesh(self.mesh))
-        self._buffers, now.buffers = self._agreed.part(0), []
+        step.runtime.reductions.end()
+        weights = [step.share] if step.rows is None else [row * bool(step.share) for row in step.rows]
+        trees = step.buffers or [self._buffers_now] * len(weights)
+        changes = [self._agreed.changed(0, tree, step.loss.device) for tree in trees]
+        written = [Written(weight, changed) for weight, changed in zip(weights, changes, strict=True)]
+        mean, step.used, after = device.together([LossSums(step.loss, weight, [], []) for weight in weights], written)
+        if step.rows is None and abs(mean.weight - 1) > 1e-6:
+            raise MismatchError(
+                f"the devices' parts of the batch must add up to one; got {mean.weight:.3f}: rows fit batches of two sizes. "
+                "Use each batch of a loader before the next is fetched, or leave the last one out: drop_last=True."
+            )
+        if step.runtime.fresh and len(weights) > 1:
+            step.runtime.warn_of_attributes()
+        self._agreed = Buffers(self._agreed.after([after]), resolve_mesh(self.mesh))
+        self._buffers_now, step.buffers = self._agreed.part(0), []
+
+    # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradients(self) -> PyTree:
         """Return the gradients of all backwards since the last time; None where no device has used a parameter."""
-        now = self._open
-        if now is None or now.device is None or not (now.used or now.has_unreduced):
+        step = self._step
+        if step is None or step.device is None or not (step.used or step.is_unreduced):
             raise ModuleError(
                 "there are no gradients. Call the model, then booster.backward(loss, optimizer): loss.backward() does not "
                 "reduce over devices."
             )
-        found = self._on_device(lambda device: self._reduced(now, now.device))
-        self.draws.end_step()
-        return found
+        now = step.device
+        self.end_step()
+        return self._on_device(lambda device: self._reduced(step, now))
 
-    def _reduced(self, now: _OpenStep, device: DeviceStep | None) -> PyTree:
-        assert device is not None
-        runtime = now.runtime
-        if now.has_unreduced:
+    def _reduced(self, step: _Step, device: DeviceStep) -> PyTree:
+        runtime = step.runtime
+        if step.is_unreduced:
             runtime.begin_backward(device.everyone, device.collectives.along, None, idle=False)
-            runtime.reductions.end()
-            self._agree(now, device)
+            self._agree(step, device)
         runtime.check_unchanged()
         runtime.end()
         grads = [
             None if g is None else Sharded(leaf.shape, leaf.gradient, (g,))
-            for leaf, g in zip(now.plans.leaves, device.gradients(now.used), strict=True)
+            for leaf, g in zip(step.plans.leaves, device.gradients(step.used), strict=True)
         ]
-        now.plans.order = runtime.order
-        tree = now.unflatten(grads)
-        self._close()
-        return tree
+        step.plans.order = runtime.order
+        runtime.stop()
+        self._step = None
+        return unflatten(step.structure, [grads[place] for place in step.at])
 
-    def drop(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step; a forward without its backward stays, as in torch."""
-        if self._open is None or not self._open.is_forward:
-            self._close()
-        else:
-            self._open.runtime.reductions.drop()
-            self._open.used, self._open.has_unreduced = [], False
-
-    def _close(self) -> None:
-        """Drop all gradients and forwards since the last step."""
-        if self._open is not None:
-            now, self._open = self._open, None
-            self._on_device(lambda device: now.runtime.stop())
-
-
-def refuse_outside(mesh: Mesh) -> None:
-    """Raise unless the caller is one device of a mesh."""
-    if is_outside(mesh):
-        raise ScopeError(
-            f"a loop must run as one device of {mesh}. Call it inside of fs.run(main, mesh=mesh), or under torchrun."
-        )
+        step = self._step
+        if step is not None and step.is_pending:
+            step.runtime.reductions.drop()
+            step.used, step.is_unreduced = [], False
+        elif step is not None:
+            self._step = None
+            self._on_device(lambda device: step.runtime.stop())

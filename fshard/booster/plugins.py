@@ -12,30 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import nn
 
-from fshard.booster.arrangement import Arrangement
-from fshard.errors import LayoutError
-from fshard.mesh.layout import Mesh, as_axes
+from fshard.mesh.layout import Mesh, P
 from fshard.mesh.layout.make import make_mesh
-from fshard.mesh.runtimes.together import process_count
+from fshard.mesh.runtimes.launchers import process_count
 from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Stage
 from fshard.pipeline.schedule.builders import pipeline_schedule
 from fshard.pipeline.schedule.schedule import Schedule
-from fshard.pipeline.split.stages import Balance, check_balance, split_stages
+from fshard.pipeline.split.balance import Balance, check_balance
+from fshard.pipeline.split.stages import split_stages
 from fshard.transforms.options import flag, integer, must_be, one_of, refusal, unknown, wrong_options
 from fshard.transforms.patterns import Choice
-from fshard.transforms.shard_params import fsdp
-from fshard.transforms.stages.functions import How
+from fshard.transforms.shard_params import Rules, fsdp
+from fshard.transforms.stages.functions import How as Recompute
 from fshard.transforms.train_step import Precision
 from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
-Unused = Literal["skip", "zero"]
 _OPTIONS = {"bucket", "in_flight", "prefetch", "live_units", "reduce", "reduce_once", "skips", "inputs", "dynamic"}
 """The options of `value_and_grad` that no field of a plugin sets."""
 
@@ -45,7 +42,7 @@ class Plugin:
     """The options of every plugin.
 
     Args:
-        mesh: the devices; None: all there are, along one axis "data".
+        mesh: the devices; None: that of `fs.run`, or all processes, along one axis "data".
         axis: that shards the batch; None: all axes of the mesh.
         precision: "bf16" or "fp16" computes in that dtype; parameters and state stay in their own.
         unused: a parameter that no device has used gets: "skip", nothing, as in torch.optim, so that neither its state
@@ -56,51 +53,40 @@ class Plugin:
         seed: of random draws in the model, and of lazy modules.
         buffers: frozen parameters that the forward updates, such as a momentum encoder: see `functionalize`.
         options: further ones of `value_and_grad`: bucket, in_flight, live_units, prefetch, reduce, ...
-        why: the table by which `auto_plugin` has chosen it.
     """
 
     mesh: Mesh | None = None
     axis: str | Sequence[str] | None = None
     precision: Precision | None = None
-    unused: Unused = "skip"
+    unused: Literal["skip", "zero"] = "skip"
     sync_batchnorm: bool = False
     reproducible: bool = False
     slices: int = 8
     seed: int = 0
     buffers: Choice = None
     options: dict[str, Any] = field(default_factory=dict[str, Any])
-    why: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if wrong := self.invalid() or self.conflicts():
-            raise LayoutError(f"{type(self).__name__}: {'; '.join(wrong)}.")
+        if wrong := self.errors():
+            raise ValueError(f"{type(self).__name__}: {'; '.join(wrong)}.")
 
-    def invalid(self) -> list[str]:
-        """List the invalid fields."""
+    def errors(self) -> list[str]:
+        """List the invalid fields, and those that contradict each other or the mesh."""
         wrong = must_be("mesh", "a Mesh or None", self.mesh, isinstance(self.mesh, Mesh | None))
-        wrong += _wrong_axes("axis", self.axis, self.mesh)
-        wrong += one_of("precision", self.precision, "bf16", "fp16", None)
+        wrong += self.axis_errors("axis") + one_of("precision", self.precision, "bf16", "fp16", None)
         wrong += one_of("unused", self.unused, "skip", "zero")
         wrong += flag("sync_batchnorm", self.sync_batchnorm) + flag("reproducible", self.reproducible)
         wrong += integer("slices", self.slices) + integer("seed", self.seed, 0)
         known = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
-        return wrong + unknown("options", self.options, sorted(known)) + wrong_options(self.reproducible, self.options)
-
-    def conflicts(self) -> list[str]:
-        """List the fields that contradict each other, or the mesh."""
-        wrong: list[str] = []
-        if self.zero() != 3 and (idle := {"prefetch", "live_units"} & {*self.options}):
-            wrong.append(f"options={sorted(idle)} need parameters that are sharded: stage 3, not {self.zero()}")
+        wrong += unknown("options", self.options, sorted(known)) + wrong_options(self.reproducible, self.options)
         if self.reproducible and self.sync_batchnorm:
             wrong.append("sync_batchnorm=True needs all devices together, reproducible=True computes slices one by one")
-        if self.slices != Plugin.slices and (self.in_stages() or not self.reproducible):
-            wrong.append("slices= needs reproducible=True, and a model that is not cut into stages")
-        if self.mesh is not None and self.reproducible and not self.in_stages():
-            parts = prod(self.mesh.shape[axis] for axis in self.axes(self.mesh))
-            own, left = divmod(self.slices, parts)
-            if left or (parts > 1 and own & (own - 1)):
-                wrong.append(f"slices must be 1, 2, 4, ... for each of {parts} devices, got {self.slices} in all")
         return wrong
+
+    def axis_errors(self, name: str) -> list[str]:
+        """List the errors of a field with axes of the mesh, once there is one."""
+        mesh, axes = self.mesh, getattr(self, name)
+        return refusal(lambda: mesh.check_axes(axes, f"{name}=")) if isinstance(mesh, Mesh) else []
 
     def zero(self) -> Stage:
         """Return the stage of ZeRO."""
@@ -110,38 +96,42 @@ class Plugin:
         """Return True if the model is split into stages."""
         return False
 
+    def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the stages of a model."""
+        return [model]
+
     def default_mesh(self) -> Mesh:
         """Return the mesh: that which was given, that of `fs.run`, or all processes."""
         if self.mesh is not None:
             return self.mesh
         return scope.mesh if (scope := here()) is not None else make_mesh({"data": process_count()})
 
+    def on_mesh(self) -> Self:
+        """Return the plugin with its mesh."""
+        return self if self.mesh is not None else replace(self, mesh=self.default_mesh())
+
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes that shard the batch."""
-        return mesh.axis_names if self.axis is None else mesh.check_axes(self.axis, "axis=")
+        return mesh.axis_names if self.axis is None else mesh.check_axes(cast(Any, self.axis), "axis=")
 
-    def arranged(self, mesh: Mesh | None = None) -> Arrangement:
-        """Return the arrangement on a mesh; None: that of `default_mesh`."""
-        mesh = mesh or self.default_mesh()
-        options = {
+    def zero_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """Return the axes along which ZeRO shards."""
+        return self.axes(mesh)
+
+    def rules(self, mesh: Mesh) -> Rules:
+        """Return the layouts of parameters."""
+        return P()
+
+    def gradient_options(self) -> dict[str, Any]:
+        """Return the options of `value_and_grad`."""
+        return {
             "compute": {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[self.precision],
             "reduce": torch.float32 if self.precision == "fp16" else None,
             "reproducible": self.reproducible,
             "slices": self.slices if self.reproducible else None,
             "reduce_once": self.zero() < 2,
+            **self.options,
         }
-        return Arrangement(
-            mesh=mesh,
-            axes=self.axes(mesh),
-            stage=self.zero(),
-            zero_axes=self.axes(mesh),
-            scaled=self.precision == "fp16",
-            sync_batchnorm=self.sync_batchnorm,
-            seed=self.seed,
-            zeros=self.unused == "zero",
-            buffers=self.buffers,
-            options={**options, **self.options},
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +140,7 @@ class DDPPlugin(Plugin):
 
     >>> DDPPlugin(precision="fp8", seed=-1)
     Traceback (most recent call last):
-    fshard.errors.LayoutError: DDPPlugin: precision must be 'bf16', 'fp16' or None, got 'fp8'; seed must be an integer >= 0, ...
+    ValueError: DDPPlugin: precision must be 'bf16', 'fp16' or None, got 'fp8'; seed must be an integer >= 0, ...
     """
 
 
@@ -160,9 +150,9 @@ class ZeroPlugin(Plugin):
 
     stage: Literal[1, 2] = 1
 
-    def invalid(self) -> list[str]:
+    def errors(self) -> list[str]:
         wrong = one_of("stage", self.stage, 1, 2)
-        return super().invalid() + [f"{text}: stage 0 is DDPPlugin, stage 3 FSDPPlugin" for text in wrong]
+        return super().errors() + [f"{text}: stage 0 is DDPPlugin, stage 3 FSDPPlugin" for text in wrong]
 
     def zero(self) -> Stage:
         return self.stage
@@ -184,26 +174,25 @@ class FSDPPlugin(Plugin):
     shard_axis: str | Sequence[str] | None = None
     reshard_after_forward: bool = True
 
+    def errors(self) -> list[str]:
+        wrong = super().errors() + flag("reshard_after_forward", self.reshard_after_forward)
+        wrong += refusal(lambda: fsdp((), unit=self.unit)) + self.axis_errors("shard_axis")
+        if self.mesh is not None and not wrong and not {*self.zero_axes(self.mesh)} <= {*self.axes(self.mesh)}:
+            wrong.append(f"shard_axis must be among axis=, got {self.shard_axis!r}")
+        return wrong
+
     def zero(self) -> Stage:
         return 3
 
-    def invalid(self) -> list[str]:
-        wrong = super().invalid() + flag("reshard_after_forward", self.reshard_after_forward)
-        return wrong + refusal(lambda: fsdp((), unit=self.unit)) + _wrong_axes("shard_axis", self.shard_axis, self.mesh)
-
-    def conflicts(self) -> list[str]:
-        strange = {*self.zero_axes(self.mesh)} - {*self.axes(self.mesh)} if self.mesh is not None else ()
-        return super().conflicts() + [f'shard_axis must be among axis=, got "{axis}"' for axis in sorted(strange)]
-
     def zero_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes that shard parameters and state."""
-        return self.axes(mesh) if self.shard_axis is None else mesh.check_axes(self.shard_axis, "shard_axis=")
+        chosen = cast(Any, self.shard_axis)
+        return self.axes(mesh) if chosen is None else mesh.check_axes(chosen, "shard_axis=")
 
-    def arranged(self, mesh: Mesh | None = None) -> Arrangement:
-        how = super().arranged(mesh)
-        zero_axes = self.zero_axes(how.mesh)
-        options = {**how.options, "reshard_after_forward": self.reshard_after_forward}
-        return replace(how, zero_axes=zero_axes, rules=fsdp(zero_axes, unit=self.unit), options=options)
+    def rules(self, mesh: Mesh) -> Rules:
+        return fsdp(self.zero_axes(mesh), unit=self.unit)
+
+    def gradient_options(self) -> dict[str, Any]:
+        return {**super().gradient_options(), "reshard_after_forward": self.reshard_after_forward}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +200,7 @@ class HybridParallelPlugin(Plugin):
     """Stages of a pipeline along one axis, any stage of ZeRO along the others.
 
     Args:
-        pipeline: number of devices of the pipeline.
+        pipeline: number of devices of the pipeline; with 1 the options of stages are ignored.
         zero_stage: 0 to 3, of the devices that have the same stages.
         microbatches: number of microbatches of each device's part of a batch.
         schedule: a name of `pipeline_schedule`.
@@ -229,16 +218,10 @@ class HybridParallelPlugin(Plugin):
     balance: Balance = "parameters"
     sample: Any = None
     blocks: str | Sequence[str] | None = None
-    recompute: How = "never"
+    recompute: Recompute = "never"
     pipeline_axis: str = "pipe"
 
-    def zero(self) -> Stage:
-        return self.zero_stage
-
-    def in_stages(self) -> bool:
-        return self.pipeline != 1
-
-    def invalid(self) -> list[str]:
+    def errors(self) -> list[str]:
         wrong = [*integer("pipeline", self.pipeline), *one_of("zero_stage", self.zero_stage, 0, 1, 2, 3)]
         wrong += integer("microbatches", self.microbatches)
         wrong += [] if self.chunks is None else integer("chunks", self.chunks)
@@ -246,23 +229,18 @@ class HybridParallelPlugin(Plugin):
         if not wrong and self.in_stages():
             wrong += (plan := refusal(self.plan))
             wrong += [] if plan else refusal(lambda: check_balance(self.balance, self.plan().stages, self.sample))
-        return super().invalid() + wrong
+            wrong += ["sync_batchnorm=True has no meaning for stages"] * self.sync_batchnorm
+        if isinstance(self.mesh, Mesh) and (found := self.mesh.shape.get(self.pipeline_axis, 1)) != self.pipeline:
+            wrong.append(
+                f'pipeline must be the size of "{self.pipeline_axis}" in {self.mesh}, {found}, got {self.pipeline}'
+            )
+        return super().errors() + wrong
 
-    def conflicts(self) -> list[str]:
-        wrong, axis = super().conflicts(), self.pipeline_axis
-        if self.mesh is not None and (found := self.mesh.shape.get(axis, 1)) != self.pipeline:
-            wrong.append(f'pipeline must be the size of "{axis}" in {self.mesh}, {found}, got {self.pipeline}')
-        if self.mesh is None and self.in_stages() and axis == "data":
-            wrong.append('pipeline_axis must not be the axis of the batch, "data"')
-        if self.sync_batchnorm:
-            wrong.append("sync_batchnorm=True has no meaning for stages, whose microbatches run in sequence")
-        if not self.in_stages():
-            given = [name for name in _OF_STAGES if _is_given(self, name)]
-            return wrong + [f"{', '.join(given)} must be left out without stages: pipeline=1"] * bool(given)
-        if (plan := self.plan()).devices != self.pipeline:
-            lays = f"{self.schedule} puts {plan.stages} stages on {plan.devices} devices"
-            wrong.append(f"{lays}, not on {self.pipeline}: change chunks={self.chunks}")
-        return wrong
+    def zero(self) -> Stage:
+        return self.zero_stage
+
+    def in_stages(self) -> bool:
+        return self.pipeline != 1
 
     def plan(self) -> Schedule:
         """Return the schedule."""
@@ -273,50 +251,30 @@ class HybridParallelPlugin(Plugin):
         )
 
     def default_mesh(self) -> Mesh:
-        """Return the mesh: that which was given, that of `fs.run`, or all processes, the stages along the last axis."""
+        """Return the mesh: that which was given, or all devices or processes, the stages along the last axis."""
         if self.mesh is not None:
             return self.mesh
         scope = here()
         count = scope.mesh.root_size if scope is not None else process_count()
         if count % self.pipeline:
-            raise LayoutError(
+            raise ValueError(
                 f"HybridParallelPlugin: pipeline={self.pipeline} does not divide the {count} devices there are."
             )
         return make_mesh({"data": count // self.pipeline, self.pipeline_axis: self.pipeline})
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes that shard the batch: all but that of the stages."""
-        chosen = super().axes(mesh)
-        return tuple(axis for axis in chosen if axis != self.pipeline_axis)
+        return tuple(axis for axis in super().axes(mesh) if axis != self.pipeline_axis)
 
-    def arranged(self, mesh: Mesh | None = None) -> Arrangement:
-        how = super().arranged(mesh)
-        if self.zero_stage == 3 and how.axes:
-            how = replace(how, rules=fsdp(how.axes))
+    def rules(self, mesh: Mesh) -> Rules:
+        return fsdp(axes) if self.zero_stage == 3 and (axes := self.axes(mesh)) else P()
+
+    def gradient_options(self) -> dict[str, Any]:
+        found = super().gradient_options()
         if not self.in_stages():
-            return how
-        of_both = {name: how.options[name] for name in ("compute", "reduce", "reproducible", *self.options)}
-        own = {"schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
-        return replace(how, cut=self.stages_of, options={**of_both, **own})
+            return found
+        found = {name: found[name] for name in ("compute", "reduce", "reproducible", *self.options)}
+        return {**found, "schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
 
     def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the stages of a model."""
         count, layers = len(self.plan().placement), cast(Any, model)
         return split_stages(layers, count, self.balance, sample=self.sample, blocks=cast(Any, self.blocks))
-
-
-_OF_STAGES = ("microbatches", "schedule", "chunks", "balance", "sample", "blocks", "recompute")
-
-
-def _is_given(plugin: HybridParallelPlugin, name: str) -> bool:
-    given, usual = getattr(plugin, name), getattr(HybridParallelPlugin, name)
-    return type(given) is not type(usual) or given != usual
-
-
-def _wrong_axes(name: str, axes: Any, mesh: Mesh | None) -> list[str]:
-    """List the errors of axis names, of a mesh if there is one."""
-    if wrong := refusal(lambda: as_axes(axes)):
-        return [f"{name}: {wrong[0]}"]
-    names = as_axes(axes)
-    wrong = must_be(name, "axes that are named once", axes, len({*names}) == len(names))
-    return wrong + (refusal(lambda: mesh.check_axes(names, f"{name}=")) if isinstance(mesh, Mesh) else [])

@@ -19,42 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fshard as fs
+from fshard.doctor.check import Trial, check_collectives
 from fshard.mesh.layout import Mesh
 from fshard.mesh.runtimes.process import ProcessWorld
-from fshard.testing.cases import Case, all_cases, large_cases
-from fshard.testing.conformance import check_runtime
 from fshard.testing.oracles import ORACLES
 
-PATIENCE = 120.0
+TIMEOUT = 120.0
 """Seconds after which a collective that does not end is taken for a failure."""
-
-
-@dataclass(frozen=True)
-class Findings:
-    """The findings of one process."""
-
-    rank: int
-    by: str
-    """The launcher."""
-    device: str
-    way: str
-    machine: Machine
-    speeds: tuple[Speed, ...]
-    trials: tuple[Trial, ...]
-
-
-def examine(device: str | None, by: str) -> Findings:
-    """Look around, measure, and try every collective with the other processes."""
-    count = fs.mesh.process_count()
-    mesh = fs.make_mesh({"all": count}, runtime="process", device=device, timeout=PATIENCE)
-    trials = tuple(attempt(mesh))
-    speeds = tuple(measure(mesh)) if count > 1 else ()
-    return Findings(fs.mesh.process_index(), by, mesh.device_type, way(mesh), machine(), speeds, trials)
+SIZES = {1 << 10: 100, 1 << 20: 20, 1 << 24: 5}
+"""Bytes per process, and repetitions."""
+WARM_UP = 3
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a process."""
+    """The machine of a process: names, versions and sizes."""
 
     host: str
     system: str
@@ -62,13 +41,9 @@ class Machine:
     torch: str
     fshard: str
     backends: tuple[str, ...]
-    """Those of gloo, nccl and mpi that this torch has."""
-    processors: int
-    """Those that this process may use."""
-    threads: int
-    """Those that torch uses for one operation."""
-    memory: int
-    """Bytes."""
+    processors: int  # that this process may use
+    threads: int  # that torch uses for one operation
+    memory: int  # bytes
     gpus: tuple[str, ...]
 
     @property
@@ -77,8 +52,40 @@ class Machine:
         return (self.python, self.torch, self.fshard)
 
 
+@dataclass(frozen=True)
+class Speed:
+    """Time of one collective: the bytes that each process held before and sent, and the seconds."""
+
+    collective: str
+    held: int
+    sent: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The findings of one process; `by` is the launcher, `transport` how bytes are sent to the other processes."""
+
+    rank: int
+    by: str
+    device: str
+    transport: str
+    machine: Machine
+    speeds: tuple[Speed, ...]
+    trials: tuple[Trial, ...]
+
+
+def examine(device: str | None, by: str) -> Findings:
+    """Examine this process, measure and check every collective with the other processes."""
+    count = fs.mesh.process_count()
+    mesh = fs.make_mesh({"all": count}, runtime="process", device=device, timeout=TIMEOUT)
+    trials = tuple(check_collectives(mesh))
+    speeds = tuple(measure(mesh)) if count > 1 else ()
+    return Findings(fs.mesh.process_index(), by, mesh.device_type, transport(mesh), machine(), speeds, trials)
+
+
 def machine() -> Machine:
-    """Look around."""
+    """Describe the machine of this process."""
     has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return Machine(
@@ -95,11 +102,11 @@ def machine() -> Machine:
     )
 
 
-def way(mesh: Mesh) -> str:
+def transport(mesh: Mesh) -> str:
     """Return how the bytes of collectives are sent from this process to the others of a mesh."""
     world = ProcessWorld.of(mesh)
     if mesh.size == 1:
-        return "nothing, being alone"
+        return "none: one process"
     if world.is_near(mesh):
         return "direct memory reading"
     if world.backend == "gloo" and any(world.near((rank,)) for rank in range(mesh.size) if rank != world.rank):
@@ -112,35 +119,11 @@ def why_not_direct() -> str:
     if os.environ.get("FSHARD_DIRECT", "1") == "0":
         return "FSHARD_DIRECT=0 selects gloo"
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return f"reading memory needs Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+        return f"reading memory needs Linux on x86-64; this is {platform.system()} on {platform.machine()}"
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if scope.exists() and scope.read_text().strip() not in ("0", "1"):
-        return f"{scope} is {scope.read_text().strip()}, which allows no process to read: 0 or 1 would"
-    return (
-        "they may not read each other's memory: another user, another container, or one that forbids process_vm_readv"
-    )
-
-
-SIZES = {1 << 10: 100, 1 << 20: 20, 1 << 24: 5}
-"""Bytes per process, and repetitions."""
-WARM_UP = 3
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Time of one collective."""
-
-    collective: str
-    held: int
-    """Bytes that each process held before."""
-    sent: int
-    """Bytes that each process sent."""
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Bytes that each process sent in a second."""
-        return self.sent / self.seconds
+        return f"{scope} must be 0 or 1; it is {scope.read_text().strip()}"
+    return "another user, another container, or one that forbids process_vm_readv"
 
 
 def measure(mesh: fs.Mesh) -> list[Speed]:
@@ -175,26 +158,3 @@ def _timed(call: Callable[[Tensor], Any], elements: int, times: int, device: str
         wait()
         durations += [time.perf_counter() - start] * (number >= WARM_UP)
     return median(durations)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The result of testing one collective."""
-
-    collective: str
-    cases: int
-    complaints: tuple[str, ...] = ()
-
-
-def attempt(mesh: fs.Mesh) -> list[Trial]:
-    """Check all collectives on a mesh; called by all processes, each checks its own results."""
-    cases = [*all_cases(mesh), *large_cases(mesh)]
-    return [_tried(mesh, name, [case for case in cases if case.collective == name]) for name in ORACLES]
-
-
-def _tried(mesh: fs.Mesh, name: str, cases: list[Case]) -> Trial:
-    try:
-        check_runtime(mesh, cases)
-    except AssertionError as error:
-        return Trial(name, len(cases), tuple(line.strip() for line in str(error).splitlines()[1:]))
-    return Trial(name, len(cases))

@@ -1,6 +1,8 @@
-"""Pictures of layouts and of trees."""
+"""Pictures of layouts, meshes and trees."""
 
+from fshard.explore.notebook import register
 from fshard.explore.picture import Picture, picture, visualize
-from fshard.explore.treescope_records import treescope_sharding, use_treescope
 
-__all__ = ["Picture", "picture", "treescope_sharding", "use_treescope", "visualize"]
+register()
+
+__all__ = ["Picture", "picture", "visualize"]

@@ -24,16 +24,12 @@ _MOST = 4  # runs or summands that are printed; of more the first two and the la
 class Devices:
     """A box of a mesh.
 
-    Args:
-        first: the lowest device.
-        steps: (stride, size) of each axis along which the box extends, major to minor.
-
     >>> list(Devices(1, ((4, 2), (1, 2))))
     [1, 2, 5, 6]
     """
 
-    first: int
-    steps: tuple[tuple[int, int], ...] = ()
+    first: int  # the lowest device
+    steps: tuple[tuple[int, int], ...] = ()  # (stride, size) of each axis along which it extends, major to minor
 
     @property
     def count(self) -> int:

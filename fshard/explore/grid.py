@@ -15,35 +15,29 @@ Only visible cells are computed, so the size of the mesh does not matter. None r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice, product
 from math import prod
 
+import torch
+
 from fshard.explore.devices import Devices, box, elided
-from fshard.mesh.layout import Layout, Mesh, ShardType, arithmetic
+from fshard.mesh.layout import Layout, Mesh, P, ShardType, arithmetic
 from fshard.mesh.layout.arithmetic import Range
 
 _INSIDE = (8, 4)  # of more than 8 rows or columns, the first 4 and the last are drawn
-_OUTSIDE = (4, 2)  # so for blocks, if there is one dim of them
-_INSIDE_MANY, _OUTSIDE_MANY = (4, 2), (2, 1)  # and if there are more
+_OUTSIDE = (4, 2)  # so for blocks
 _MOST_PLACES = 32  # of blocks, drawn or left out, before the last one
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One shard of the tensor.
+    """One shard of the tensor."""
 
-    Args:
-        shard: its number among the shards, in device order.
-        ranges: of each dim, or the one flat range.
-        copies: one device of every replica.
-        summands: the steps from there to the devices whose sum the replica is; none if it is not unreduced.
-    """
-
-    shard: int
-    ranges: tuple[Range, ...]
-    copies: Devices
-    summands: Devices
+    shard: int  # its number, in device order
+    ranges: tuple[Range, ...]  # of each dim, or the one flat range
+    copies: Devices  # one device of every replica
+    summands: Devices  # the steps from there to the devices whose sum the replica is
 
     @property
     def is_empty(self) -> bool:
@@ -57,23 +51,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Side:
-    """A dim of the tensor, or all of them flattened.
+    """A dim of the tensor, or all of them flattened."""
 
-    Args:
-        name: "dim 0@data".
-        dim: its number; 0 for all of them flattened.
-        axes: that shard it, major to minor.
-        parts: number of parts.
-        shown: the parts that are drawn, in order; None where some are omitted.
-        ranges: of the parts drawn.
-    """
-
-    name: str
-    dim: int
-    axes: tuple[str, ...]
+    name: str  # "dim 0@data"
+    dim: int  # 0 for all of them flattened
+    axes: tuple[str, ...]  # that shard it, major to minor
     parts: int
-    shown: tuple[int | None, ...]
-    ranges: tuple[Range | None, ...]
+    shown: tuple[int | None, ...]  # the parts that are drawn; None where some are omitted
+    labels: tuple[str, ...]  # of the parts drawn: "0:4"
+
+    @property
+    def title(self) -> str:
+        """The name, and the number of parts if not all are drawn."""
+        return f"{self.name}, {self.parts:,} parts" if None in self.shown else self.name
 
 
 @dataclass(frozen=True)
@@ -86,23 +76,15 @@ class GridBlock:
 
 @dataclass(frozen=True)
 class Grid:
-    """A full picture.
-
-    Args:
-        type: of the tensor.
-        mesh: of the tensor.
-        rows: the vertical side; None for a tensor of fewer than two dims.
-        columns: the horizontal side; None for a tensor without dims.
-        blocks: a grid per part of the other sides; None where some are omitted.
-        notes: facts that are not drawn.
-    """
+    """A full picture: a grid per part of the sides that are neither rows nor columns."""
 
     type: ShardType
     mesh: Mesh
-    rows: Side | None
-    columns: Side | None
-    blocks: tuple[GridBlock | None, ...]
-    notes: tuple[str, ...]
+    rows: Side | None  # None for a tensor of fewer than two dims
+    columns: Side | None  # None for a tensor without dims
+    blocks: tuple[GridBlock | None, ...]  # None where some are omitted
+    notes: tuple[str, ...]  # facts that are not drawn
+    heading: tuple[str, str] | None = None  # in place of the type and the bytes
 
     @property
     def layout(self) -> Layout:
@@ -126,11 +108,32 @@ def plan_grid(kind: ShardType, mesh: Mesh) -> Grid:
     """
     layout = Layout(mesh, kind.spec, kind.memory)
     layout.check(kind.shape)
-    sides = _sides(kind.shape, layout)
+    dims = enumerate(layout.spec.dims(len(kind.shape)) if not layout.spec.is_flat else ())
+    return _grid(kind, layout, _sides(kind.shape, layout, [dim for dim, axes in dims if _parts(layout, axes) > 1]))
+
+
+def plan_mesh(mesh: Mesh) -> Grid:
+    """Return the plan of the picture of a mesh: its devices by their coordinates.
+
+    >>> grid = plan_mesh(Mesh((("data", 2), ("model", 3)), "virtual", "cpu"))
+    >>> grid.rows.name, grid.columns.labels, [cell.shard for cell in grid.cells]
+    ('data', ('0', '1', '2'), [0, 1, 2, 3, 4, 5])
+    """
+    shape = tuple(mesh.shape.values())
+    layout = Layout(mesh, P(*mesh.axis_names))
+    sides = tuple(
+        replace(side, name=side.axes[0], labels=tuple("…" if part is None else str(part) for part in side.shown))
+        for side in _sides(shape, layout, [*range(len(shape))])
+    )
+    heading = (str(mesh), "1 device" if mesh.size == 1 else f"{mesh.size:,} devices")
+    return replace(_grid(ShardType(torch.int64, shape, layout.spec), layout, sides), notes=(), heading=heading)
+
+
+def _grid(kind: ShardType, layout: Layout, sides: tuple[Side, ...]) -> Grid:
     outer, (rows, columns) = sides[:-2], (None, None, *sides)[-2:]
     places = _places(outer)
     blocks = (None if None in place else _block(kind.shape, layout, outer, place, rows, columns) for place in places)
-    return Grid(kind, mesh, rows, columns, tuple(block for block, _ in groupby(blocks)), _undrawn(kind, sides))
+    return Grid(kind, layout.mesh, rows, columns, tuple(block for block, _ in groupby(blocks)), _undrawn(kind, sides))
 
 
 def _places(outer: Sequence[Side]) -> list[tuple[int | None, ...]]:
@@ -141,18 +144,15 @@ def _places(outer: Sequence[Side]) -> list[tuple[int | None, ...]]:
     return first if rest is None else [*first, (None,), tuple(side.shown[-1] for side in outer)]
 
 
-def _sides(shape: Sequence[int], layout: Layout) -> tuple[Side, ...]:
-    """Return the sides to draw: all that are sharded, and the last others until there are two."""
+def _sides(shape: Sequence[int], layout: Layout, cut: list[int]) -> tuple[Side, ...]:
+    """Return the sides to draw: the dims in `cut`, and the last others until there are two."""
     if layout.spec.flat_axes is not None:
         return (_side(shape, layout, "flat", 0, layout.spec.flat_axes, _INSIDE),)
     dims = dict(enumerate(layout.spec.dims(len(shape))))
-    cut = [dim for dim, axes in dims.items() if _parts(layout, axes) > 1]
     others = [dim for dim in reversed(dims) if dim not in cut]
     drawn = sorted(cut + others[: max(0, 2 - len(cut))])
-    outer = len(drawn) - 2
-    inside, outside = (_INSIDE, _OUTSIDE) if outer < 2 else (_INSIDE_MANY, _OUTSIDE_MANY)
     return tuple(
-        _side(shape, layout, f"dim {dim}", dim, dims[dim], outside if place < outer else inside)
+        _side(shape, layout, f"dim {dim}", dim, dims[dim], _OUTSIDE if place < len(drawn) - 2 else _INSIDE)
         for place, dim in enumerate(drawn)
     )
 
@@ -171,8 +171,8 @@ def _side(
     owners = [
         None if part is None else layout.mesh.index(layout.place | _coordinates(layout, axes, part)) for part in shown
     ]
-    ranges = tuple(None if owner is None else layout.ranges(shape, owner)[dim] for owner in owners)
-    return Side(f"{name}@{'+'.join(axes)}" if axes else name, dim, axes, parts, shown, ranges)
+    labels = tuple("…" if owner is None else "{}:{}".format(*layout.ranges(shape, owner)[dim]) for owner in owners)
+    return Side(f"{name}@{'+'.join(axes)}" if axes else name, dim, axes, parts, shown, labels)
 
 
 def _block(
@@ -194,11 +194,7 @@ def _block(
             at |= _coordinates(layout, side.axes, part) if side else {}
         return _cell(shape, layout, at)
 
-    where = [
-        f"{side.name} {start}:{stop}"
-        for side, part in zip(outer, place, strict=True)
-        for start, stop in [side.ranges[side.shown.index(part)] or (0, 0)]
-    ]
+    where = [f"{side.name} {side.labels[side.shown.index(part)]}" for side, part in zip(outer, place, strict=True)]
     down = rows.shown if rows else (0,)
     right = columns.shown if columns else (0,)
     return GridBlock(", ".join(where), tuple(tuple(cell(row, column) for column in right) for row in down))

@@ -1,7 +1,8 @@
 """The plan of the picture of a tree: layouts and bytes of its leaves.
 
-A tree of parameters or of an optimizer's state becomes branches and leaves, the children of a branch in order. Equal
-neighbours in a list are folded, so twelve equal blocks are one line and their bytes are counted twelve times.
+A tree of parameters or of an optimizer's state becomes branches and leaves, the children of a branch in order. A dict
+with dotted names, as of a module's parameters, becomes the tree that the names spell. Equal neighbours in a list are
+folded, so twelve equal blocks are one line and their bytes are counted twelve times.
 
     {"blocks": [b, b, b], "norm": g}    =>    blocks  [0..2] 3 x  w  f32[8@data, 6]
                                                                  b  f32[6]
@@ -10,7 +11,8 @@ neighbours in a list are folded, so twelve equal blocks are one line and their b
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -26,16 +28,12 @@ _o: Any = optree
 
 
 class Bytes(NamedTuple):
-    """Bytes of a subtree: in total, and on the fullest device."""
+    """Bytes of a subtree: in total, on the fullest device, in the host memory of the fullest, and on no mesh."""
 
     total: int = 0
     device: int = 0
     host: int = 0
     unplaced: int = 0
-
-    def plus(self, other: Bytes, times: int = 1) -> Bytes:
-        """Add another part, several times."""
-        return Bytes(*(mine + times * others for mine, others in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -45,17 +43,6 @@ class Leaf:
     type: ShardType | None
     layout: Layout | None
     other: str = ""
-
-    @property
-    def bytes(self) -> Bytes:
-        """Its bytes."""
-        if self.type is None:
-            return Bytes()
-        total = global_bytes(self.type)
-        if self.layout is None:
-            return Bytes(total, unplaced=total)
-        held = most_bytes(self.type, self.layout)
-        return Bytes(total, host=held) if self.layout.memory == "host" else Bytes(total, device=held)
 
 
 @dataclass(frozen=True)
@@ -69,54 +56,87 @@ class TreeEntry:
 
 @dataclass(frozen=True)
 class Branch:
-    """A container: its class and its children."""
+    """A container: its class ("" for a part of dotted names) and its children."""
 
     kind: str
     entries: tuple[TreeEntry, ...]
 
-    @property
-    def bytes(self) -> Bytes:
-        """Bytes of its children together."""
-        total = Bytes()
-        for entry in self.entries:
-            total = total.plus(entry.node.bytes, entry.count)
-        return total
 
-    @property
-    def meshes(self) -> tuple[Mesh, ...]:
-        """The meshes of its tensors, in order of occurrence."""
-        found: dict[Mesh, None] = {}
-        for entry in self.entries:
-            if isinstance(entry.node, Branch):
-                found |= dict.fromkeys(entry.node.meshes)
-            elif entry.node.layout is not None:
-                found[entry.node.layout.mesh] = None
-        return tuple(found)
+def leaves_of(node: Leaf | Branch, times: int = 1) -> Iterator[tuple[Leaf, int]]:
+    """Yield all leaves below a node, and how often each occurs."""
+    if isinstance(node, Leaf):
+        yield node, times
+    else:
+        for entry in node.entries:
+            yield from leaves_of(entry.node, times * entry.count)
+
+
+def bytes_of(node: Leaf | Branch) -> Bytes:
+    """Add up the bytes of all leaves below a node.
+
+    A leaf at a coordinate (of a stage, an owner) counts for the devices there: the fullest of them is taken.
+    """
+    total = unplaced = 0
+    at: dict[tuple[str, tuple[str, ...]], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for leaf, times in leaves_of(node):
+        if leaf.type is None:
+            continue
+        total += times * global_bytes(leaf.type)
+        if leaf.layout is None:
+            unplaced += times * global_bytes(leaf.type)
+            continue
+        axes = tuple(axis for names, _ in leaf.type.spec.at for axis in names)
+        at[leaf.layout.memory, axes][leaf.layout.mesh.index(leaf.layout.place)] += times * most_bytes(
+            leaf.type, leaf.layout
+        )
+    fullest = {
+        memory: sum(max(each.values()) for key, each in at.items() if key[0] == memory) for memory in ("device", "host")
+    }
+    return Bytes(total, fullest["device"], fullest["host"], unplaced)
+
+
+def meshes_of(node: Leaf | Branch) -> tuple[Mesh, ...]:
+    """List the meshes of the tensors below a node, in order of occurrence."""
+    return tuple(dict.fromkeys(leaf.layout.mesh for leaf, _ in leaves_of(node) if leaf.layout is not None))
 
 
 def take_stock(tree: PyTree) -> Leaf | Branch:
-    """Return the plan of the picture of a tree; a `Leaf` in it is used as it is.
+    """Return the plan of the picture of a tree.
 
     >>> import torch
-    >>> [(entry.name, entry.count, entry.node.bytes.total) for entry in take_stock([torch.zeros(3)] * 4).entries]
-    [('[0..3]', 4, 12)]
+    >>> [(entry.name, entry.count) for entry in take_stock([torch.zeros(3)] * 4).entries]
+    [('[0..3]', 4)]
+    >>> [(entry.name, entry.node.entries[0].name) for entry in take_stock({"a.w": torch.zeros(3), "b.w": 1}).entries]
+    [('a', 'w'), ('b', 'w')]
     """
-    if isinstance(tree, Leaf):
-        return tree
     if isinstance(tree, Sharded):
         return Leaf(typeof(tree), replace(tree.layout, unit=None))  # blocks with equal layouts are drawn as one
     if isinstance(tree, Tensor):
         return Leaf(typeof(tree), None)
-    if tree is None or _is_leaf(tree):
-        return Leaf(None, None, _other(tree))
+    if tree is None or _o.tree_is_leaf(tree, namespace=NAMESPACE):
+        text = repr(tree) if isinstance(tree, bool | int | float | complex | str | None) else type(tree).__name__
+        return Leaf(None, None, text if len(text) <= 40 else text[:39] + "…")
     children, _, keys, _ = _o.tree_flatten_one_level(tree, namespace=NAMESPACE)
     names: tuple[Hashable, ...] = getattr(type(tree), "_fields", None) or keys
-    return Branch(
-        type(tree).__name__, _folded([(key, take_stock(child)) for key, child in zip(names, children, strict=True)])
-    )
+    nodes = [(key, take_stock(child)) for key, child in zip(names, children, strict=True)]
+    return _branch(type(tree).__name__, nodes)
 
 
-def _folded(children: list[tuple[Hashable, Leaf | Branch]]) -> tuple[TreeEntry, ...]:
+def _branch(kind: str, children: Sequence[tuple[Hashable, Leaf | Branch]]) -> Branch:
+    """Make a branch: dotted names become branches, then equal neighbours of a list are folded."""
+    groups: dict[Hashable, list[tuple[Hashable, Leaf | Branch]]] = defaultdict(list)
+    for key, node in children:
+        head, dot, rest = key.partition(".") if isinstance(key, str) else (key, "", "")
+        groups[head].append((rest if dot else None, node))
+    if any(len(below) > 1 and None in dict(below) for below in groups.values()):  # "a" and "a.b"
+        return Branch(kind, _folded(children))
+    if any(None not in dict(below) for below in groups.values()) and all(str(head).isdigit() for head in groups):
+        groups = {int(str(head)): groups[head] for head in sorted(groups, key=lambda head: int(str(head)))}
+    nodes = [(head, below[0][1] if None in dict(below) else _branch("", below)) for head, below in groups.items()]
+    return Branch(kind, _folded(nodes))
+
+
+def _folded(children: Sequence[tuple[Hashable, Leaf | Branch]]) -> tuple[TreeEntry, ...]:
     """Fold equal neighbours of a list; named entries keep their lines."""
     entries: list[TreeEntry] = []
     for (_, node), run in groupby(
@@ -126,12 +146,3 @@ def _folded(children: list[tuple[Hashable, Leaf | Branch]]) -> tuple[TreeEntry, 
         name = str(keys[0]) if isinstance(keys[0], str) else f"[{keys[0]!r}]"
         entries.append(TreeEntry(name if len(keys) == 1 else f"[{keys[0]}..{keys[-1]}]", node, len(keys)))
     return tuple(entries)
-
-
-def _is_leaf(tree: PyTree) -> bool:
-    return bool(_o.tree_is_leaf(tree, namespace=NAMESPACE))
-
-
-def _other(leaf: object) -> str:
-    text = repr(leaf) if isinstance(leaf, bool | int | float | complex | str | None) else type(leaf).__name__
-    return text if len(text) <= 40 else text[:39] + "…"

@@ -11,13 +11,13 @@ from rich.text import Text
 from rich.tree import Tree
 
 from fshard.explore.grid import plan_grid
-from fshard.explore.inventory import Branch, Bytes, Leaf, TreeEntry
-from fshard.explore.palette import MUTED
-from fshard.explore.svg import svg_of
+from fshard.explore.inventory import Branch, Bytes, Leaf, TreeEntry, bytes_of, meshes_of
+from fshard.explore.palette import FONT, MUTED
+from fshard.explore.svg import html_of
 from fshard.explore.words import size
 
 _MOST = 40  # children of one branch that are listed
-_STYLE = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:12px;line-height:1.6"
+_STYLE = f"font-family:{FONT};font-size:12px;line-height:1.6;overflow-x:auto;white-space:nowrap"
 
 
 def tree_of(root: Branch) -> Tree:
@@ -37,8 +37,9 @@ def _grow(tree: Tree, branch: Branch) -> None:
 
 
 def _label(name: str, node: Leaf | Branch) -> Text:
-    label = Text.assemble((name, "bold"), "  ", (_what(node), "cyan" if isinstance(node, Leaf) else "dim"))
-    return label.append(f"  {amount(node.bytes)}".rstrip())
+    what, held = _what(node), amount(bytes_of(node))
+    parts = [(name, "bold"), (what, "cyan" if isinstance(node, Leaf) else "dim"), (held, "")]
+    return Text("  ").join(Text(text, style) for text, style in parts if text)
 
 
 def outline_of(root: Branch) -> str:
@@ -49,20 +50,20 @@ def outline_of(root: Branch) -> str:
 def _item(name: str, node: Leaf | Branch) -> str:
     words = (
         f"<b>{escape(name)}</b> <span>{escape(_what(node))}</span> "
-        f'<span style="color:{MUTED}">{escape(amount(node.bytes))}</span>'
+        f'<span style="opacity:{MUTED}">{escape(amount(bytes_of(node)))}</span>'
     )
     if isinstance(node, Branch):
         return _opened(words, _inside(node), indent=1.2)
     if node.type is None or node.layout is None:
         return f'<div style="margin-left:2.4em">{words}</div>'
-    drawn = svg_of(plan_grid(node.type, node.layout.mesh))
+    drawn = html_of(plan_grid(node.type, node.layout.mesh))
     return f'<details style="margin-left:1.2em"><summary>{words}</summary>{drawn}</details>'
 
 
 def _inside(branch: Branch) -> str:
     items = [_item(_name(entry), entry.node) for entry in branch.entries[:_MOST]]
     more = _more(branch)
-    return "".join([*items, f'<div style="margin-left:2.4em;color:{MUTED}">{escape(more)}</div>' if more else ""])
+    return "".join([*items, f'<div style="margin-left:2.4em;opacity:{MUTED}">{escape(more)}</div>' if more else ""])
 
 
 def _opened(summary: str, inside: str, *, indent: float) -> str:
@@ -82,14 +83,14 @@ def _what(node: Leaf | Branch) -> str:
 def _more(branch: Branch) -> str:
     rest = branch.entries[_MOST:]
     hidden = Branch(branch.kind, rest)
-    return f"… {len(rest):,} more  {amount(hidden.bytes)}" if rest else ""
+    return f"… {len(rest):,} more  {amount(bytes_of(hidden))}" if rest else ""
 
 
 def total(root: Branch) -> str:
     """Return the line above a tree: its bytes and mesh."""
-    meshes = root.meshes
+    meshes = meshes_of(root)
     where = f" · {' and '.join(map(str, meshes))}" if meshes else ""
-    return f"{root.kind}, in all {amount(root.bytes) or '0 B'}{where}"
+    return f"{root.kind}, in all {amount(bytes_of(root)) or '0 B'}{where}"
 
 
 def amount(held: Bytes) -> str:

@@ -6,8 +6,9 @@ width of the grid.
 
 from __future__ import annotations
 
+FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 INK = "#16191d"
-MUTED = "#768390"  # reads on white and on black: for all words outside the cells
+MUTED = 0.75  # opacity of the page's own text colour, for words outside the cells
 _FILLS = (
     "#7cb7e8",  # blue
     "#f4b06a",  # orange

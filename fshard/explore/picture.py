@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.explore.grid import Grid, plan_grid
-from fshard.explore.inventory import Branch, Leaf, take_stock
-from fshard.explore.svg import svg_of
-from fshard.mesh.layout import Layout, PyTree, ShardType, broadcast_prefix, flatten_with_paths, unflatten
+from fshard.explore.grid import Grid, plan_grid, plan_mesh
+from fshard.explore.inventory import Branch, Leaf, meshes_of, take_stock
+from fshard.explore.svg import html_of, svg_of
+from fshard.mesh.layout import Layout, Mesh, PyTree, ShardType
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import device_of
 from fshard.mesh.spmd.scope import here
@@ -53,7 +53,7 @@ class Picture:
     def svg(self) -> str:
         """The picture of a tensor as an SVG document, to be written to a file."""
         if isinstance(self.plan, Branch):
-            raise LayoutError("The picture of a tree is no SVG. Take the picture of one of its leaves.")
+            raise TypeError("The picture of a tree is no SVG. Take the picture of one of its leaves.")
         return svg_of(self.plan)
 
     def __rich__(self) -> RenderableType:
@@ -75,16 +75,15 @@ class Picture:
     def _repr_html_(self) -> str:
         from fshard.explore.outline import outline_of
 
-        return outline_of(self.plan) if isinstance(self.plan, Branch) else f"<div>{svg_of(self.plan)}</div>"
+        return outline_of(self.plan) if isinstance(self.plan, Branch) else html_of(self.plan)
 
 
-def picture(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.float32) -> Picture:
-    """Return the picture of the layout of a tensor, or of every tensor of a tree. Nothing is sent.
+def picture(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> Picture:
+    """Return the picture of the layout of a tensor, of every tensor of a tree, or of a mesh. Nothing is sent.
 
     Args:
-        x: a `Sharded`, a tensor, a shape, or any tree of the first two.
-        layout: required for a tensor or a shape; replaces that of a `Sharded`. For a tree, a layout or a prefix of the
-            tree with layouts at its leaves.
+        x: a `Sharded`, a tensor, a shape, any tree of the first two, or a mesh.
+        layout: required for a tensor or a shape; replaces that of a `Sharded`. None for a tree.
         dtype: of a shape.
 
     >>> import fshard as fs
@@ -105,14 +104,19 @@ def picture(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.floa
     <BLANKLINE>
     Σ: still to be summed, over model
     """
-    if layout is not None and _is_shape(x):
-        x = torch.empty(tuple(x), dtype=dtype, device="meta")
-    stock = take_stock(x if layout is None else _with_layouts(x, layout))
+    if isinstance(x, Mesh):
+        return Picture(plan_mesh(x))
+    if layout is not None:
+        shape, dtype = (x.shape, x.dtype) if isinstance(x, Sharded | Tensor) else (x, dtype)
+        if not _is_shape(shape) or not isinstance(layout, Layout):
+            raise TypeError(f"layout must be a Layout of a tensor or a shape; got {type(layout).__name__} of {x!r}.")
+        return Picture(plan_grid(ShardType(dtype, tuple(shape), layout.spec, layout.memory), layout.mesh))
+    stock = take_stock(x)
     return Picture(stock if isinstance(stock, Branch) else _grid(stock))
 
 
-def visualize(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.float32) -> None:
-    """Display the layout of a tensor, or of every tensor of a tree: text in a terminal, a picture in a notebook.
+def visualize(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> None:
+    """Display the layout of a tensor, of every tensor of a tree, or a mesh: text in a terminal, a picture in a notebook.
 
     Where many devices run the same code (under torchrun, in `fs.run`) the first one displays it. Nothing is sent. For
     the arguments, and the picture as a value, see `picture`.
@@ -136,7 +140,7 @@ def visualize(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.fl
     └── w  f32[6@data, 4]  96 B, 32 B per device
     """
     shown = picture(x, layout=layout, dtype=dtype)
-    meshes = shown.plan.meshes if isinstance(shown.plan, Branch) else (shown.plan.mesh,)
+    meshes = meshes_of(shown.plan) if isinstance(shown.plan, Branch) else (shown.plan.mesh,)
     scope = here()
     if (scope is not None and scope.device != 0) or any(device_of(mesh) != 0 for mesh in meshes):
         return
@@ -154,37 +158,12 @@ def visualize(x: PyTree, *, layout: PyTree = None, dtype: torch.dtype = torch.fl
 def _grid(leaf: Leaf) -> Grid:
     if leaf.type is None:
         hint = " Give the tensor or shape: fs.visualize((8, 6), layout=layout)." if leaf.other == "Layout" else ""
-        raise LayoutError(f"A picture needs a tensor; found {leaf.other}.{hint}")
+        raise TypeError(f"A picture needs a tensor; got {leaf.other}.{hint}")
     if leaf.layout is None:
         raise LayoutError(
             f'{leaf.type} has no mesh to draw. Give a layout: fs.visualize(x, layout=fs.Layout(mesh, P("data"))).'
         )
     return plan_grid(leaf.type, leaf.layout.mesh)
-
-
-def _with_layouts(tree: PyTree, prefix: PyTree) -> PyTree:
-    """Return the tree with leaves in the layouts of a prefix tree, or raise with all that are invalid."""
-    paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True)
-    try:
-        layouts = broadcast_prefix(prefix, tree)
-    except ValueError as error:
-        raise LayoutError(f"visualize: layout is no prefix of the tree: {error}") from error
-    complaints: list[str] = []
-    sharded: list[Any] = []
-    for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
-        if not isinstance(leaf, Sharded | Tensor):
-            sharded.append(leaf)
-            continue
-        try:
-            if not isinstance(layout, Layout):
-                raise LayoutError(f"layout is a {type(layout).__name__}. Write fs.Layout(mesh, P(...)).")
-            layout.check(tuple(leaf.shape))
-            sharded.append(Leaf(ShardType(leaf.dtype, tuple(leaf.shape), layout.spec, layout.memory), layout))
-        except LayoutError as error:
-            complaints.append(f"x{path}: {error}")
-    if complaints:
-        raise LayoutError("visualize: " + " ".join(complaints))
-    return unflatten(structure, sharded)
 
 
 def _is_shape(x: PyTree) -> bool:

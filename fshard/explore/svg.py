@@ -1,8 +1,8 @@
 """A grid as SVG: a coloured box per cell, with the same text as the text output.
 
 Replicas are a stack of cards, unreduced cells are striped, host memory has a dashed border, and shards of a flat
-tensor have widths proportional to their lengths. Text outside the cells is of a grey that is legible on white and on
-black, so the picture fits any notebook, page or README.
+tensor have widths proportional to their lengths. Text outside the cells has the colour of the page's text, so that it is
+legible on any background; a file of its own follows the reader's light or dark mode.
 
 Drawing proceeds left to right and top to bottom; every function returns its drawing and size.
 """
@@ -12,11 +12,11 @@ from __future__ import annotations
 from html import escape
 from typing import NamedTuple
 
-from fshard.explore.grid import Cell, Grid, GridBlock, Side
-from fshard.explore.palette import INK, MUTED, fill
-from fshard.explore.words import caption, headline, legend, side_title, span
+from fshard.explore.grid import Cell, Grid, GridBlock
+from fshard.explore.palette import FONT, INK, MUTED, fill
+from fshard.explore.words import caption, coordinates, headline, legend
 
-_FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+_PAGE = "currentColor"  # of the page's text
 _LETTER, _LINE = 7.3, 18.0  # of a 12 px letter
 _HEIGHT, _GAP, _MARGIN = 34.0, 6.0, 10.0
 _FULL = 104.0  # the width of the longest flat shard
@@ -30,8 +30,20 @@ class Drawn(NamedTuple):
     height: float
 
 
+_MODES = "<style>svg{color:#24292f}@media(prefers-color-scheme:dark){svg{color:#d1d7e0}}</style>"
+
+
 def svg_of(grid: Grid) -> str:
-    """Draw a grid as an SVG document."""
+    """Draw a grid as an SVG document, for a file."""
+    return _svg(grid, _MODES)
+
+
+def html_of(grid: Grid) -> str:
+    """Draw a grid as HTML, for a notebook: a wide picture is scrolled, not shrunk."""
+    return f'<div style="overflow-x:auto">{_svg(grid, "")}</div>'
+
+
+def _svg(grid: Grid, style: str) -> str:
     first, second = headline(grid)
     words = [_line(first, bold=True), _line(second)]
     blocks = _beside([_more("…") if block is None else _draw(grid, block) for block in grid.blocks])
@@ -40,8 +52,8 @@ def svg_of(grid: Grid) -> str:
     width, height = body.width + 2 * _MARGIN, body.height + 2 * _MARGIN
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" role="img" aria-label="{escape(first)}" font-family="{_FONT}" font-size="12">'
-        f'<defs><pattern id="fshard-sum" width="8" height="8" patternUnits="userSpaceOnUse" '
+        f'height="{height:g}" style="max-width:none" role="img" aria-label="{escape(first)}" font-family="{FONT}" '
+        f'font-size="12">{style}<defs><pattern id="fshard-sum" width="8" height="8" patternUnits="userSpaceOnUse" '
         f'patternTransform="rotate(45)"><rect width="3" height="8" fill="#fff" opacity=".38"/></pattern></defs>'
         f"{_moved(body, _MARGIN, _MARGIN)}</svg>"
     )
@@ -49,8 +61,8 @@ def svg_of(grid: Grid) -> str:
 
 def _draw(grid: Grid, block: GridBlock) -> Drawn:
     """Draw a block: its title, the names of the sides and the ranges around the cells."""
-    down, right = _labels(grid.rows), _labels(grid.columns)
-    corner = [side_title(grid.rows)] if grid.rows else []
+    down, right = (side.labels if side else ("",) for side in (grid.rows, grid.columns))
+    corner = [grid.rows.title] if grid.rows else []
     gutter = max((_width(text) + 8 for text in [*corner, *down]), default=0.0) if grid.rows else 0.0
     widths = [_column(grid, block, place, right[place]) for place in range(len(right))]
     parts: list[str] = []
@@ -59,7 +71,7 @@ def _draw(grid: Grid, block: GridBlock) -> Drawn:
         parts.append(_text(block.where, gutter, 12, bold=True))
         top += _LINE
     if grid.columns:
-        parts.append(_text(side_title(grid.columns), gutter, top + 12))
+        parts.append(_text(grid.columns.title, gutter, top + 12))
         left = gutter
         for text, width in zip(right, widths, strict=True):
             parts.append(_text(text, left + width / 2, top + 12 + _LINE, anchor="middle"))
@@ -76,7 +88,7 @@ def _draw(grid: Grid, block: GridBlock) -> Drawn:
             left += width + _GAP
         top += height + _GAP
     across = sum(widths) + _GAP * (len(widths) - 1)
-    widest = max(across, *(_width(text) for text in [block.where, side_title(grid.columns) if grid.columns else ""]))
+    widest = max(across, *(_width(text) for text in [block.where, grid.columns.title if grid.columns else ""]))
     return Drawn("".join(parts), gutter + widest + _GAP, top)
 
 
@@ -87,7 +99,8 @@ def _column(grid: Grid, block: GridBlock, place: int, label: str) -> float:
     if not any(cells):
         return words + 10
     if grid.type.spec.is_flat and cells[0] is not None:
-        (start, stop), longest = cells[0].ranges[0], grid.layout.local_shape(grid.type.shape, 0)[0]
+        longest = max(stop - start for each in grid.cells for start, stop in each.ranges)
+        start, stop = cells[0].ranges[0]
         return max(words + 14, _FULL * (stop - start) / max(longest, 1))
     return max(words + 22, 56.0)
 
@@ -96,7 +109,7 @@ def _cell(grid: Grid, cell: Cell | None, x: float, y: float, width: float, heigh
     if cell is None:
         return _text("…", x + width / 2, y + height / 2 + 4, anchor="middle")
     colour, shape = fill(cell.shard), f'width="{width:g}" height="{height:g}" rx="5"'
-    cards = min(cell.copies.count, 3) - 1  # the cards below the uppermost: shown as rims
+    cards = 0 if cell.is_empty else min(cell.copies.count, 3) - 1  # the cards below the uppermost: shown as rims
     pile = "".join(
         f'<rect x="{x + 2.5 * card:g}" y="{y + 2.5 * card:g}" {shape} fill="{colour}" stroke="{INK}" '
         f'stroke-opacity=".35" stroke-width=".8"/>'
@@ -104,29 +117,27 @@ def _cell(grid: Grid, cell: Cell | None, x: float, y: float, width: float, heigh
     )
     rim = f'stroke="{INK}" stroke-opacity=".25" stroke-width=".8"'
     if grid.type.memory == "host" or cell.is_empty:
-        rim = f'stroke="{MUTED if cell.is_empty else INK}" stroke-width="1.6" stroke-dasharray="4 3"'
+        rim = f'stroke="{_PAGE if cell.is_empty else INK}" stroke-width="1.6" stroke-dasharray="4 3"'
     box = f'<rect x="{x:g}" y="{y:g}" {shape} fill="{"none" if cell.is_empty else colour}" {rim}/>'
     if grid.type.spec.unreduced and not cell.is_empty:
         box += f'<rect x="{x:g}" y="{y:g}" {shape} fill="url(#fshard-sum)"/>'
-    where = ", ".join(span(place) for place in cell.ranges)
+    where = ", ".join(f"{start}:{stop}" for start, stop in cell.ranges)
     words = _text(
-        caption(grid, cell), x + width / 2, y + height / 2 + 4.3, MUTED if cell.is_empty else INK, "middle", bold=True
+        caption(grid, cell), x + width / 2, y + height / 2 + 4.3, _PAGE if cell.is_empty else INK, "middle", bold=True
     )
-    return f"<g><title>[{where}] on {escape(caption(grid, cell))}</title>{pile}{box}{words}</g>"
-
-
-def _labels(side: Side | None) -> list[str]:
-    return [span(place) for place in side.ranges] if side else [""]
+    title = f"[{where}] on {caption(grid, cell)} ({coordinates(grid, cell)})"
+    return f"<g><title>{escape(title)}</title>{pile}{box}{words}</g>"
 
 
 def _width(text: str) -> float:
     return _LETTER * len(text)
 
 
-def _text(text: str, x: float, y: float, colour: str = MUTED, anchor: str = "start", *, bold: bool = False) -> str:
+def _text(text: str, x: float, y: float, colour: str = _PAGE, anchor: str = "start", *, bold: bool = False) -> str:
     weight = ' font-weight="600"' if bold else ""
     where = f' text-anchor="{anchor}"' if anchor != "start" else ""
-    return f'<text x="{x:g}" y="{y:g}" fill="{colour}"{where}{weight}>{escape(text)}</text>' if text else ""
+    faint = f' fill-opacity="{MUTED}"' if colour == _PAGE and not bold else ""
+    return f'<text x="{x:g}" y="{y:g}" fill="{colour}"{faint}{where}{weight}>{escape(text)}</text>' if text else ""
 
 
 def _line(text: str, *, bold: bool = False) -> Drawn:

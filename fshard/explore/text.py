@@ -14,9 +14,9 @@ from __future__ import annotations
 from rich.style import Style
 from rich.text import Text
 
-from fshard.explore.grid import Cell, Grid, GridBlock, Side
+from fshard.explore.grid import Cell, Grid, GridBlock
 from fshard.explore.palette import INK, fill
-from fshard.explore.words import caption, headline, legend, side_title, span
+from fshard.explore.words import caption, headline, legend
 
 _NOTHING = Style()
 
@@ -32,16 +32,16 @@ def text_of(grid: Grid) -> Text:
 
 
 def _draw(grid: Grid, block: GridBlock) -> list[Text]:
-    down, right = _labels(grid.rows), _labels(grid.columns)
+    down, right = (side.labels if side else ("",) for side in (grid.rows, grid.columns))
     captions = [["…" if cell is None else caption(grid, cell) for cell in row] for row in block.cells]
     widths = [2 + max(map(len, column)) for column in zip(right, *captions, strict=True)]
-    corner = side_title(grid.rows) if grid.rows else ""
+    corner = grid.rows.title if grid.rows else ""
     gutter = max(map(len, [corner, *down]))
     indent = gutter + 2 if gutter else 1
 
     lines = [Text(block.where, "bold")] if block.where else []
     if grid.columns:
-        lines.append(Text(" " * indent + side_title(grid.columns)))
+        lines.append(Text(" " * indent + grid.columns.title))
         lines.append(Text((" " * indent + " ".join(map(_centred, right, widths))).rstrip()))
     lines.append(Text(corner.rjust(gutter).ljust(indent - 1) + _rule("┌┬┐", widths)))
     for place, (label, texts, cells) in enumerate(zip(down, captions, block.cells, strict=True)):
@@ -58,10 +58,6 @@ def _row(label: str, texts: list[str], cells: tuple[Cell | None, ...], widths: l
         line.append(_centred(text, width), style)
         line.append("│")
     return line
-
-
-def _labels(side: Side | None) -> list[str]:
-    return [span(place) for place in side.ranges] if side else [""]
 
 
 def _centred(text: str, width: int) -> str:

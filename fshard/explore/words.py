@@ -5,9 +5,8 @@ from __future__ import annotations
 from math import prod
 
 from fshard.explore.devices import elided, listed, summed
-from fshard.explore.grid import Cell, Grid, Side
+from fshard.explore.grid import Cell, Grid
 from fshard.mesh.layout import Layout, ShardType
-from fshard.mesh.layout.arithmetic import Range
 
 
 def size(count: int) -> str:
@@ -39,6 +38,8 @@ def is_uneven(kind: ShardType, layout: Layout) -> bool:
 
 def headline(grid: Grid) -> tuple[str, str]:
     """Return the type, the mesh and the bytes."""
+    if grid.heading is not None:
+        return grid.heading
     kind, count = grid.type, grid.mesh.size
     upto = "at most " if is_uneven(kind, grid.layout) else ""
     every = "on the only device" if count == 1 else f"on each of {count:,} devices"
@@ -72,11 +73,8 @@ def caption(grid: Grid, cell: Cell) -> str:
     return f"{host}{text}{' (empty)' if cell.is_empty else ''}"
 
 
-def span(place: Range | None) -> str:
-    """Write a range as Python does."""
-    return "…" if place is None else f"{place[0]}:{place[1]}"
-
-
-def side_title(side: Side) -> str:
-    """Return the name of a side, and its number of parts if not all are drawn."""
-    return f"{side.name}, {side.parts:,} parts" if None in side.shown else side.name
+def coordinates(grid: Grid, cell: Cell) -> str:
+    """Return the coordinates of the devices that hold a cell: "data=0, model=*", with * for all along an axis."""
+    free = {*grid.layout.replicated_axes, *grid.type.spec.unreduced}
+    at = grid.mesh.coordinates(cell.copies.first)
+    return ", ".join(f"{name}={'*' if name in free and grid.mesh.shape[name] > 1 else at[name]}" for name in at)

@@ -10,7 +10,7 @@ import torch
 
 from fshard.errors import MeshError
 from fshard.launching.pool import Processes
-from fshard.mesh.runtimes.together import launched, process_count, process_index
+from fshard.mesh.runtimes.launchers import launched, process_count, process_index
 from fshard.mesh.spmd.scope import here
 
 Result = TypeVar("Result")
@@ -49,33 +49,30 @@ def launch(
 
         fs.launch(total, 0.5, processes=4)  # [tensor(2.), tensor(2.), tensor(2.), tensor(2.)]
     """
-    _refuse(fn, processes, device, timeout)
+    _validate(fn, processes, device, timeout)
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}  # as under torchrun: they share processors
     backend = "gloo" if device == "cpu" else "nccl"  # the latter where there are GPUs, and enough
     with Processes(processes, backend=backend, environment=threads, timeout=timeout, shown=True, apart=True) as pool:
         return pool.run_last(fn, *args, **kwargs)
 
 
-def _refuse(fn: Any, processes: Any, device: Any, timeout: Any) -> None:
+def _validate(fn: Any, processes: Any, device: Any, timeout: Any) -> None:
     """Raise with all that is wrong with a call."""
-    wrong: list[str] = []
-    if not callable(fn):
-        wrong.append(f"{fn!r} is no function")
-    if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
-        wrong.append(f"processes must be an integer >= 1; got {processes!r}")
-    if device not in (None, "cpu", "cuda"):
-        wrong.append(f'device={device!r} is neither "cpu" nor "cuda"')
-    if device == "cuda" and not torch.cuda.is_available():
-        wrong.append('device="cuda" needs a GPU, but torch sees none')
-    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-        wrong.append(f"timeout={timeout!r} is no number of seconds")
-    if here() is not None:
-        wrong.append("this code runs on a device of a mesh, and starts no processes")
-    elif launched():
-        wrong.append(
-            f"this is process {process_index()} of {process_count()} that were started together, and starts no others: "
-            "make the mesh here, with fs.make_mesh. If a file that the processes import has called fs.launch, put that call "
-            'below `if __name__ == "__main__":`'
-        )
-    if wrong:
+    integer = isinstance(processes, int) and not isinstance(processes, bool)
+    checks = {
+        f"fn must be a function; got {fn!r}": callable(fn),
+        f"processes must be an integer >= 1; got {processes!r}": integer and processes >= 1,
+        f'device must be "cpu" or "cuda"; got {device!r}': device in (None, "cpu", "cuda"),
+        'device="cuda" needs a GPU, but torch sees none': device != "cuda" or torch.cuda.is_available(),
+        f"timeout must be a number of seconds; got {timeout!r}": timeout is None or _is_positive(timeout),
+        "this code runs on a device of a mesh, and starts no processes": here() is None,
+        f"this is process {process_index()} of {process_count()} that were started together, and starts no others: make "
+        "the mesh here, with fs.make_mesh. If a file that the processes import has called fs.launch, put that call below "
+        '`if __name__ == "__main__":`': not launched() or here() is not None,
+    }
+    if wrong := [complaint for complaint, holds in checks.items() if not holds]:
         raise MeshError(f"fs.launch cannot start: {'; '.join(wrong)}.")
+
+
+def _is_positive(x: Any) -> bool:
+    return isinstance(x, int | float) and x > 0

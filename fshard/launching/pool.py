@@ -30,7 +30,7 @@ from fshard.launching.worker import GRACE, Worker, WorkerReport, read, stacks_of
 Result = TypeVar("Result")
 
 START = 180.0
-"""Seconds that processes have to start: importing torch takes its time on a busy machine."""
+"""Seconds that processes may take to start: importing torch takes its time on a busy machine."""
 
 
 class Processes:
@@ -140,7 +140,9 @@ class Processes:
             return
         try:
             for rank in range(self.n):
-                self._workers.append(self._started(rank))
+                variables = self._variables(rank)
+                options = {"fresh": self._fresh, "shown": self._shown, "apart": self._apart}
+                self._workers.append(start(rank, variables, **options))
             ready = self._collect(time.monotonic() + START)
             missing = [worker for worker in self._workers if worker.rank not in ready or ready[worker.rank].error]
             if missing:
@@ -148,9 +150,6 @@ class Processes:
         except BaseException:
             self._kill()
             raise
-
-    def _started(self, rank: int) -> Worker:
-        return start(rank, self._variables(rank), fresh=self._fresh, shown=self._shown, apart=self._apart)
 
     def _shows(self) -> list[Shown]:
         return [show for worker in self._workers for show in worker.shown if show.open]
@@ -226,15 +225,15 @@ class Processes:
             late = RuntimeError(f"{unfinished} of {self.n} did not finish {what}.")
             late.add_note(stacks)
             return late
-        error = failed[0].error or AssertionError("unreachable")
-        rank = failed[0].rank
-        error.add_note(f"in process {rank} of {self.n}{failed[0].account(failed[0])}")
-        if noise := self._workers[rank].noise(starts[rank]):
-            error.add_note(f"process {rank} wrote to stderr:\n{noise}")
+        first, error = failed[0], failed[0].error or AssertionError("unreachable")
+        if first.trace:
+            error.add_note(f"in process {first.rank} of {self.n}:\n{first.trace.rstrip()}")
+        if noise := self._workers[first.rank].noise(starts[first.rank]):
+            error.add_note(f"process {first.rank} wrote to stderr:\n{noise}")
         for report in failed[1:]:
-            error.add_note(f"then process {report.rank} failed{report.account(failed[0])}")
+            error.add_note(f"then process {report.rank} failed:\n{report.summary()}")
         if silent:
-            error.add_note(f"{unfinished} had not finished {GRACE:g} s later, and did not live on.\n{stacks}")
+            error.add_note(f"{unfinished} had not finished {GRACE:g} s later, and was ended.\n{stacks}")
         return error
 
 

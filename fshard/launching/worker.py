@@ -35,7 +35,7 @@ from fshard.errors import LostProcessError, MeshError
 from fshard.launching.shown import STREAMS, Shown, write_to
 from fshard.launching.travel import by_reference, by_value
 from fshard.mesh.runtimes import process
-from fshard.mesh.runtimes.running import LOST
+from fshard.mesh.runtimes.operations import LOST
 
 GRACE = 5.0
 """Seconds for the other processes to end after a failure."""
@@ -73,14 +73,11 @@ class WorkerReport:
         texts = isinstance(self.error, RuntimeError | MeshError) and any(word in str(self.error) for word in LOST)
         return texts or isinstance(self.error, LostProcessError)
 
-    def account(self, first: WorkerReport) -> str:
-        """Return its error, in one line if the error of another process caused it or is the same."""
+    def summary(self) -> str:
+        """Return its error and traceback; one line if it is a consequence of another one."""
         if self.followed:
-            return ":\n" + f"{type(self.error).__name__}: {self.error}".splitlines()[0]
-        if self is not first and repr(self.error) == repr(first.error):
-            return " in the same way"
-        texts = [self.trace.rstrip(), *(getattr(self.error, "__notes__", []) if self is not first else [])]
-        return "".join(f":\n{text}" if place == 0 else f"\n{text}" for place, text in enumerate(texts) if text)
+            return f"{type(self.error).__name__}: {self.error}".splitlines()[0]
+        return "\n".join([self.trace.rstrip(), *getattr(self.error, "__notes__", [])]).strip()
 
 
 _OUR_FRAMES = f'  File "{__file__}"'
@@ -96,34 +93,21 @@ def read(worker: Worker, n: int) -> WorkerReport | None:
         if alive:
             return None
     worker.process.join(GRACE)
-    code = worker.process.exitcode
-    how = (
-        f"was killed by {signal.Signals(-code).name}"
-        if code is not None and code < 0
-        else f"ended with exit code {code}"
-    )
-    return WorkerReport(
-        worker.rank,
-        time.monotonic(),
-        error=RuntimeError(f"process {worker.rank} of {n} {how}, before it had finished."),
-    )
+    code = worker.process.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    error = RuntimeError(f"process {worker.rank} of {n} {how}, before it had finished.")
+    return WorkerReport(worker.rank, time.monotonic(), error=error)
 
 
 def stacks_of(workers: list[Worker], starts: list[int]) -> str:
     """Request stacks of processes."""
     if not hasattr(faulthandler, "register"):
         return ""
-    before = [worker.stderr.stat().st_size for worker in workers]
     for worker in workers:
         if worker.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, which is reported elsewhere
                 os.kill(worker.process.pid, signal.SIGUSR1)
-    until = time.monotonic() + 1
-    while time.monotonic() < until and any(
-        worker.stderr.stat().st_size == size for worker, size in zip(workers, before, strict=True)
-    ):
-        time.sleep(0.02)
-    time.sleep(0.05)  # for partly written output
+    time.sleep(1)  # while they write
     stacks = [(worker.rank, worker.noise(starts[worker.rank]).partition(_OUR_FRAMES)[0]) for worker in workers]
     return "\n".join(f"process {rank} wrote to stderr, and is at:\n{stack.rstrip()}" for rank, stack in stacks)
 
@@ -132,23 +116,14 @@ def stacks_of(workers: list[Worker], starts: list[int]) -> str:
 
 
 def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool, apart: bool) -> Worker:
-    """Start process `rank` with these environment variables.
-
-    Args:
-        rank: its number.
-        variables: added to those of this process.
-        fresh: as a new interpreter, not as a fork.
-        shown: its output is displayed here; it may have child processes, and is not ended with this one's main thread.
-        apart: it does not import this program's `__main__`: objects of that are sent by value.
-    """
-    context = _interpreters() if fresh else _copies()
+    """Start process `rank` with more environment variables; for the options see `Processes`."""
+    context = _context(fresh)
     ours, theirs = context.Pipe()
     handle, stderr = tempfile.mkstemp(prefix="fshard-", suffix=".stderr")
     os.close(handle)
-    environment = {**os.environ, **variables}
     pipes = [context.Pipe(duplex=False) for _ in (STREAMS if shown else ())]
     ends = [write for _, write in pipes]
-    setup = (rank, theirs, environment, stderr, ends, apart)
+    setup = (rank, theirs, {**os.environ, **variables}, stderr, ends, apart)
     child = context.Process(target=_live, args=setup, daemon=not shown, name=f"process {rank}")
     with _no_main() if apart else contextlib.nullcontext():
         child.start()
@@ -169,17 +144,13 @@ def _no_main() -> Generator[None]:
         sys.modules["__main__"] = main
 
 
-def _interpreters() -> SpawnContext:
-    return mp.get_context("spawn")
+def _context(fresh: bool) -> ForkServerContext | SpawnContext:
+    """Return how processes start: new interpreters, or forks of one that has imported torch and done nothing else.
 
-
-def _copies() -> ForkServerContext | SpawnContext:
-    """Let processes be forked from one that has imported torch and done nothing else: threads, GPUs, groups.
-
-    Not where a fork is not safe even then (on macOS) or unknown (on Windows): a process is a new interpreter there.
+    Only on Linux: a fork is not safe even then on macOS, and unknown on Windows.
     """
-    if sys.platform != "linux":
-        return _interpreters()
+    if fresh or sys.platform != "linux":
+        return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["__main__", __name__])
     return context

@@ -7,12 +7,9 @@ params, state = opt.step(grads, state, params)
 
 from fshard.errors import OptimizerError
 from fshard.optim import schedules
-from fshard.optim.accumulation import accumulate
-from fshard.optim.average import ema, ema_params
+from fshard.optim.by_label import by_label, masked
 from fshard.optim.chain import add_decayed_weights, chain, clip_by_global_norm, clip_by_value, scale
-from fshard.optim.choose import by_label, masked
 from fshard.optim.contract import Optimizer, apply_updates, pure_step, step_of
-from fshard.optim.master import with_master_weights
 from fshard.optim.norms import global_norm
 from fshard.optim.rules.adam import adam, adamw
 from fshard.optim.rules.lamb import lamb
@@ -22,6 +19,7 @@ from fshard.optim.rules.shampoo import shampoo
 from fshard.optim.scaling import all_finite, loss_scaled, skip_if_not_finite
 from fshard.optim.schedules import Rate, Schedule
 from fshard.optim.torch_classes import adafactor, from_torch, muon
+from fshard.optim.wrappers import accumulate, ema, ema_params, with_master_weights
 
 __all__ = [
     "Optimizer",

@@ -8,34 +8,23 @@ The last one determines the kind: with a writer at the end a chain is a writer, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard.mesh.layout import PyTree
-from fshard.optim.contract import (
-    Elementwise,
-    Optimizer,
-    Update,
-    above,
-    elementwise_leaves,
-    finite,
-    refuse,
-    refuse_scaled,
-    scale_inside,
-    within,
-)
+from fshard.optim.arguments import validate, within
+from fshard.optim.contract import Optimizer, Update, elementwise_leaves
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, map_shards, trainable
 from fshard.optim.norms import global_norm
-from fshard.optim.plain import inside
-from fshard.optim.rules import lists
+from fshard.optim.per_device import inner_optimizer
+from fshard.optim.rules import foreach
 from fshard.optim.schedules import Rate, rate_at
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
-    """Apply transformations in sequence; the state is the tuple of theirs.
+    """Apply transformations in sequence: updates of opt_n(... opt_1(grads)); the state is the tuple of theirs.
 
     >>> import torch, fshard.optim as optim
     >>> opt = chain(clip_by_value(1.0), optim.sgd(0.5))
@@ -43,41 +32,35 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     >>> params
     [tensor([0.5000])]
     """
-    transforms = [inside(one, "chain") for one in optimizers]
-    refuse_scaled("chain", transforms[1:], "the transformations before it would get gradients that are still scaled")
+    parts = [inner_optimizer(one, "chain") for one in optimizers]
+    updates: list[Update] = [one.update for one in parts]
+    flags = [one.elementwise for one in parts]
 
-    def init(params: PyTree) -> PyTree:
-        return tuple(one.init(params) for one in transforms)
+    def elementwise(params: PyTree) -> list[bool]:
+        return [all(column) for column in zip(*(elementwise_leaves(one, params) for one in flags), strict=True)]
 
-    def through(last: Callable[[Optimizer], Update]) -> Update:
-        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            after: list[Any] = []
-            for place, (one, own) in enumerate(zip(transforms, state, strict=True)):
-                act = last(one) if place == len(transforms) - 1 else one.update
-                grads, own = act(grads, own, params)
-                after.append(own)
-            return grads, tuple(after)
-
-        return run
-
-    writes = transforms and transforms[-1].step
-    step = through(lambda one: one.step or one.update) if writes else None
-    elementwise = _jointly([one.elementwise for one in transforms])
-    loss_scale = scale_inside(transforms[0], 0) if transforms else None
-    return Optimizer(init, through(lambda one: one.update), step, elementwise, loss_scale, arrays=True)
+    return Optimizer(
+        lambda params: tuple(one.init(params) for one in parts),
+        _through(updates),
+        _through([*updates[:-1], parts[-1].step]) if parts and parts[-1].step else None,
+        elementwise if any(map(callable, flags)) else all(flags),
+        arrays=True,
+    )
 
 
-def _jointly(flags: list[Elementwise]) -> Elementwise:
-    """Return True if all are elementwise, per leaf where one of them differs by leaf."""
-    if not any(map(callable, flags)):
-        return all(flags)
-    return lambda params: [
-        all(column) for column in zip(*(elementwise_leaves(one, params) for one in flags), strict=True)
-    ]
+def _through(acts: list[Update]) -> Update:
+    def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        after: list[Any] = []
+        for act, own in zip(acts, state, strict=True):
+            grads, own = act(grads, own, params)
+            after.append(own)
+        return grads, tuple(after)
+
+    return run
 
 
 def scale(factor: Rate) -> Optimizer:
-    """Multiply gradients by a number, or by a schedule of numbers.
+    """Multiply gradients: grads * factor, or * factor(count of steps before) for a schedule.
 
     >>> import torch
     >>> opt = scale(lambda count: count + 2.0)
@@ -85,28 +68,24 @@ def scale(factor: Rate) -> Optimizer:
     >>> grads, state
     ([tensor([2.])], {'count': tensor(1)})
     """
+    validate("scale", within("(-inf, inf)", factor=factor))
 
-    refuse("scale", finite(factor=factor))
-
+    @torch.no_grad()
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         by = rate_at(factor, int(state["count"]))
         return each_shard(lambda grad: grad * by, grads), {"count": state["count"] + 1}
 
-    return Optimizer(
-        lambda params: {"count": count_from_zero()}, torch.no_grad()(update), elementwise=True, arrays=True
-    )
+    return Optimizer(lambda params: {"count": count_from_zero()}, update, elementwise=True, arrays=True)
 
 
 def clip_by_value(limit: float) -> Optimizer:
-    """Keep every element of the gradients between -limit and limit (of complex ones, both parts).
+    """Clip every element of the gradients: max(-limit, min(limit, grad)); of complex ones, both parts.
 
     >>> import torch
     >>> clip_by_value(1.0).update([torch.tensor([3.0, -2.0, 0.5])], (), None)[0]
     [tensor([ 1.0000, -1.0000,  0.5000])]
     """
-
-    refuse("clip_by_value", within(0, inf, limit=limit))
-
+    validate("clip_by_value", within("[0, inf]", limit=limit))
     return _stateless(lambda grads, params: each_shard(lambda grad: _clipped(grad, limit), grads))
 
 
@@ -126,17 +105,16 @@ def _clipped(grad: Tensor, limit: float) -> Tensor:
 
 
 def clip_by_global_norm(max_norm: float, order: float = 2) -> Optimizer:
-    """Scale the gradients so that their total norm is at most `max_norm`, whatever their layouts.
+    """Scale the gradients so that their total norm is at most `max_norm`: grads * min(1, max_norm / (norm + 1e-6)).
 
-    Communicates as `global_norm` does. The factor is that of torch.nn.utils.clip_grad_norm_. It counts as elementwise,
-    since it does the same on any shards.
+    The factor is that of torch.nn.utils.clip_grad_norm_, for every layout. Communicates as `global_norm` does. It counts
+    as elementwise, since it does the same on any shards.
 
     >>> import torch
     >>> clip_by_global_norm(1.0).update([torch.tensor([3.0]), torch.tensor([4.0])], (), None)[0]
     [tensor([0.6000]), tensor([0.8000])]
     """
-
-    refuse("clip_by_global_norm", within(0, inf, max_norm=max_norm), above(0, order=order))
+    validate("clip_by_global_norm", within("[0, inf]", max_norm=max_norm), within("(0, inf]", order=order))
     return _stateless(lambda grads, params: shrunk(grads, global_norm(grads, order), max_norm))
 
 
@@ -149,27 +127,25 @@ def shrunk(grads: PyTree, norm: Tensor, max_norm: float) -> PyTree:
 
 
 def add_decayed_weights(decay: float) -> Optimizer:
-    """Add to each gradient its parameter times `decay`: the gradient of half the sum of squares.
+    """Add the gradient of decay / 2 |params|^2: grads + decay * params.
 
     >>> import torch
     >>> add_decayed_weights(0.5).update([torch.ones(1)], (), [torch.tensor([4.0])])[0]
     [tensor([3.])]
     """
+    validate("add_decayed_weights", within("(-inf, inf)", decay=decay))
 
-    refuse("add_decayed_weights", finite(decay=decay))
+    def decayed(param: Leaf, grad: Leaf) -> Leaf:
+        return map_shards(total, grad, param) if grad is not None and trainable(param) else grad
 
-    def decayed(grads: PyTree, params: PyTree) -> PyTree:
+    def total(grad: Tensor, param: Tensor) -> Tensor:
+        return foreach.add_multiple([grad], [param.detach().to(grad.dtype)], decay)[0]
+
+    def on_trees(grads: PyTree, params: PyTree) -> PyTree:
         at = Leaves.of(params)
-        return at.mapped(_decayed, at.gradients(grads))
+        return at.mapped(decayed, at.gradients(grads))
 
-    def _decayed(param: Leaf, grad: Leaf) -> Leaf:
-        moved = grad is not None and trainable(param)
-        return map_shards(_sum, grad, param) if moved else grad
-
-    def _sum(grad: Tensor, param: Tensor) -> Tensor:
-        return lists.add_multiple([grad], [param.detach().to(grad.dtype)], decay)[0]
-
-    return _stateless(decayed)
+    return _stateless(on_trees)
 
 
 def _stateless(transform: Callable[[PyTree, PyTree], PyTree]) -> Optimizer:

@@ -7,20 +7,12 @@ as torch.optim would write them, and may reuse the memory of its arguments.
 
     gradients ─> transformation ─> ... ─> writer ─┬─ update ─> differences ── apply_updates ─> parameters
                                                   └─ step ──────────────────────────────────> parameters
-
-Checks of numbers: each returns the invalid ones by name, and `refuse` raises with all.
-
-Schedules and tensors are not checked; of a tuple every number is, and None is always valid.
-
-    refuse("adamw", at_least(0, lr=lr, eps=eps), below(1, betas=betas))
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from math import isfinite
-from numbers import Real
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +21,7 @@ from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, map_shards, shards_of, trainable
-from fshard.optim.rules import lists
+from fshard.optim.rules import foreach
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 """A function of gradients, state and parameters: to updates (or parameters) and the next state."""
@@ -49,7 +41,7 @@ class Optimizer(NamedTuple):
         elementwise: True if an element's update depends on that element alone (and on numbers): then it runs on flat
             shards. Else each parameter is stored in full by an owner. A function of the parameters, where that differs by
             leaf (`by_label`).
-        loss_scale: from the state to the factor of the loss for the backward; None: 1.
+        loss_scale: from the state to the factor of the loss for the backward; None: 1. Only the outermost may have it.
         arrays: True if the functions take trees of global arrays (`Sharded`), as those of `fshard.optim` do. Others take
             trees of plain tensors, and run on those of one device at a time.
 
@@ -75,9 +67,9 @@ class Optimizer(NamedTuple):
 
 @torch.no_grad()
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
-    """Add updates to parameters, leaf by leaf.  An update of None leaves its parameter as it is; dtypes stay.
+    """Add updates to parameters: params + updates, leaf by leaf. An update of None leaves its parameter unchanged.
 
-    The sum is made in the wider of the two dtypes and rounded once.
+    The sum is made in the wider of the two dtypes and rounded once to the parameter's.
 
     >>> import torch
     >>> apply_updates([torch.ones(2), torch.ones(1)], [torch.tensor([1.0, 2.0]), None])
@@ -88,16 +80,11 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 
 
 def _sum(param: Leaf, update: Leaf) -> Leaf:
-    if update is None:
+    if update is None or not shards_of(param):
         return param
-    sums = lists.add(shards_of(param), shards_of(update)) if shards_of(param) else []
-    return like(
-        param,
-        [
-            total.to(before.dtype).requires_grad_(before.requires_grad)
-            for total, before in zip(sums, shards_of(param), strict=True)
-        ],
-    )
+    sums = foreach.add(shards_of(param), shards_of(update))
+    pairs = zip(sums, shards_of(param), strict=True)
+    return like(param, [x.to(before.dtype).requires_grad_(before.requires_grad) for x, before in pairs])
 
 
 @torch.no_grad()
@@ -119,13 +106,14 @@ def no_updates(grads: PyTree) -> PyTree:
 
 
 def step_of(opt: Optimizer) -> Update:
-    """Return an optimizer's step: its own, or its update applied.
+    """Return an optimizer's step; if it has none: update, then params + updates.
 
     >>> import torch, fshard.optim as optim
     >>> params, state = step_of(optim.scale(-1.0))([torch.ones(1)], optim.scale(-1.0).init([]), [torch.ones(1)])
     >>> params
     [tensor([0.])]
     """
+    check_optimizer(opt, "step_of")
 
     def applied(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         updates, state = opt.update(grads, state, params)
@@ -134,45 +122,16 @@ def step_of(opt: Optimizer) -> Update:
     return opt.step or applied
 
 
-def scale_inside(opt: Optimizer, place: Any) -> Callable[[PyTree], Tensor] | None:
-    """Return the `loss_scale` of an optimizer whose state is one entry of another state.
+def pure_step(opt: Optimizer) -> Update:
+    """Return an optimizer's step as a pure function: its arguments are copied, and keep their values.
 
     >>> import torch, fshard.optim as optim
-    >>> opt = optim.loss_scaled(optim.sgd(0.5), initial=8.0)
-    >>> scale_inside(opt, "inner")({"inner": opt.init([torch.ones(1)])})
-    tensor(8.)
+    >>> opt, params = optim.sgd(0.5), [torch.ones(1)]
+    >>> pure_step(opt)([torch.ones(1)], opt.init(params), params)[0], params
+    ([tensor([0.5000])], [tensor([1.])])
     """
-    scale = opt.loss_scale
-    return None if scale is None else lambda state: scale(state[place])
-
-
-def refuse_scaled(who: str, opts: Iterable[Optimizer], why: str) -> None:
-    """Raise if an optimizer scales the loss where the surrounding code ignores it."""
-    if any(opt.loss_scale is not None for opt in opts):
-        raise OptimizerError(
-            f"{who}: loss_scaled must not be nested, since {why}. Put one loss_scaled around all of it."
-        )
-
-
-def check_optimizer(opt: object, who: str) -> None:
-    """Raise unless something is an optimizer, or one that is partitioned."""
-    if not all(callable(getattr(opt, name, None)) for name in ("init", "update")):
-        name = opt.__name__ if isinstance(opt, type) else type(opt).__name__
-        raise OptimizerError(
-            f"{who}: {name} is no pair of init and update. Write fs.optim.adamw(...), or make one of a class of torch: "
-            "fs.optim.from_torch(torch.optim.RMSprop, lr=...)."
-        )
-
-
-def pure_step(opt: Optimizer) -> Update:
-    """Return an optimizer's step as a pure function: it is given copies."""
     step = step_of(opt)
     return lambda grads, state, params: step(copied(grads), copied(state), copied(params))
-
-
-def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
-    """Return, for each leaf of the parameters, True if it is updated elementwise."""
-    return elementwise(params) if callable(elementwise) else [elementwise] * len(Leaves.of(params).leaves)
 
 
 @torch.no_grad()
@@ -191,60 +150,52 @@ def copied(tree: PyTree) -> PyTree:
     return unflatten(structure, [made[id(leaf)] for leaf in leaves])
 
 
-def refuse(who: str, *complaints: list[str]) -> None:
-    """Raise if there are complaints.
+# -- optimizers inside of others ---------------------------------------------------------------------------------------
 
-    >>> refuse("sgd", at_least(0, lr=-1.0, momentum=0.9), below(1, betas=(0.9, 2.0)))
-    Traceback (most recent call last):
-    fshard.errors.OptimizerError: sgd: lr=-1.0 has to be at least 0; betas=(0.9, 2.0) has to be below 1.
+
+def check_optimizer(opt: object, who: str) -> None:
+    """Raise unless something is an optimizer, or one that is partitioned."""
+    if not all(callable(getattr(opt, name, None)) for name in ("init", "update")):
+        name = opt.__name__ if isinstance(opt, type) else type(opt).__name__
+        raise OptimizerError(
+            f"{who}: {name} is no pair of init and update. Write fs.optim.adamw(...), or make one of a class of torch: "
+            "fs.optim.from_torch(torch.optim.RMSprop, lr=...)."
+        )
+
+
+def elementwise_leaves(elementwise: Elementwise, params: PyTree) -> list[bool]:
+    """Return, for each leaf of the parameters, True if it is updated elementwise."""
+    return elementwise(params) if callable(elementwise) else [elementwise] * len(Leaves.of(params).leaves)
+
+
+def conditional(
+    opt: Optimizer,
+    init: Callable[[PyTree], dict[str, PyTree]],
+    decide: Callable[[PyTree, PyTree], tuple[bool, PyTree, dict[str, PyTree]]],
+) -> Optimizer:
+    """Make an optimizer whose inner one acts in some steps only; in the others parameters and its state stay.
+
+    Args:
+        opt: the inner optimizer; its state is the entry "inner".
+        init: from parameters to the other entries of the state.
+        decide: from gradients and state to: whether the inner optimizer acts, the gradients it gets, the next other entries.
     """
-    found = [complaint for some in complaints for complaint in some]
-    if found:
-        raise OptimizerError(f"{who}: {'; '.join(found)}.")
 
+    def acting(act: Update, unchanged: Callable[[PyTree, PyTree], PyTree]) -> Update:
+        @torch.no_grad()
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            acts, given, entries = decide(grads, state)
+            if not acts:
+                return unchanged(grads, params), {**entries, "inner": state["inner"]}
+            result, inner = act(given, state["inner"], params)
+            return result, {**entries, "inner": inner}
 
-def at_least(least: float, **numbers: Any) -> list[str]:
-    """Complain of numbers that are less, or infinite."""
-    return _complaints(numbers, lambda x: x >= least, f"be at least {least}") or finite(**numbers)
+        return run
 
-
-def above(limit: float, **numbers: Any) -> list[str]:
-    """Complain of numbers that are not greater."""
-    return _complaints(numbers, lambda x: x > limit, f"be above {limit}")
-
-
-def below(limit: float, **numbers: Any) -> list[str]:
-    """Complain of numbers that are not less."""
-    return _complaints(numbers, lambda x: x < limit, f"be below {limit}")
-
-
-def within(low: float, high: float, **numbers: Any) -> list[str]:
-    """Complain of numbers outside; the ends are inside."""
-    return _complaints(numbers, lambda x: low <= x <= high, f"be between {low} and {high}")
-
-
-def finite(**numbers: Any) -> list[str]:
-    """Return the errors of infinite or nan numbers."""
-    return _complaints(numbers, isfinite, "be finite")
-
-
-def pair(**numbers: Any) -> list[str]:
-    """Return the errors of values that are not pairs of numbers."""
-    wrong = {name: x for name, x in numbers.items() if not isinstance(x, tuple | list) or len(x) != 2}
-    return [f"{name}={x!r} has to be two numbers" for name, x in wrong.items()]
-
-
-def count_from(least: int, **numbers: Any) -> list[str]:
-    """Return the errors of values that are no integers, or too small."""
-    return _complaints(numbers, lambda x: hasattr(x, "__index__") and x >= least, f"be an integer >= {least}")
-
-
-def _complaints(numbers: dict[str, Any], good: Callable[[Any], bool], wish: str) -> list[str]:
-    def fits(x: Any) -> bool:
-        return callable(x) or isinstance(x, Tensor) or (isinstance(x, Real) and good(x))
-
-    return [
-        f"{name}={x!r} has to {wish}"
-        for name, x in numbers.items()
-        if not (all(one is None or fits(one) for one in x) if isinstance(x, tuple | list) else fits(x))  # pyright: ignore[reportUnknownVariableType]
-    ]
+    return Optimizer(
+        lambda params: {**init(params), "inner": opt.init(params)},
+        acting(opt.update, lambda grads, params: no_updates(grads)),
+        acting(opt.step, lambda grads, params: params) if opt.step else None,
+        opt.elementwise,
+        arrays=True,
+    )

@@ -16,15 +16,152 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
-from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, P, PyTree, Structure, broadcast_prefix, flatten, paths_of, unflatten
+from fshard.errors import LayoutError, OptimizerError
+from fshard.mesh.layout import P, PyTree, Structure, broadcast_prefix, flatten, holders, paths_of, unflatten
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.spmd.run import local_devices
 
 Leaf = Any
 """A tensor, a `Sharded`, or None."""
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The leaves of a tree, and how to rebuild it; static ones count as None, and are put back."""
+
+    leaves: list[Leaf]
+    structure: Structure
+    static: Sequence[tuple[int, Any]] = ()
+
+    @staticmethod
+    def of(tree: PyTree) -> Leaves:
+        """Take a tree apart."""
+        leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
+        return Leaves(leaves, structure, _hidden(leaves))
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path of each leaf as an expression: `["blocks"][0]["w"]`."""
+        return paths_of(self.structure)
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """For each leaf the index of the first equal one: ties are one parameter."""
+        return firsts_of(self.leaves)
+
+    def rebuild(self, leaves: Sequence[Leaf]) -> PyTree:
+        """Put a tree of this structure together from other leaves."""
+        if self.static:
+            leaves = [*leaves]
+            for place, x in self.static:
+                leaves[place] = x
+        return unflatten(self.structure, leaves)
+
+    def mapped(self, f: Callable[..., Leaf], *others: list[Leaf]) -> PyTree:
+        """Return a tree of this structure with f of each leaf and those paired with it; ties stay ties."""
+        made: dict[object, Leaf] = {}
+        results: list[Leaf] = []
+        for column in zip(self.leaves, *others, strict=True):
+            key = tuple(map(key_of, column))
+            if key not in made:
+                made[key] = f(*column)
+            results.append(made[key])
+        return self.rebuild(results)
+
+    def beside(self, tree: PyTree, name: str) -> list[Leaf]:
+        """Return the leaves of another tree, which must have this structure."""
+        leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
+        if structure != self.structure:
+            raise OptimizerError(
+                f"{name} must be a tree of the structure of params, {self.structure}; got {structure}. Give one leaf for "
+                "each parameter; None where there is none."
+            )
+        _hidden(leaves)
+        return leaves
+
+    def gradients(self, tree: PyTree, name: str = "grads", *, any_shape: bool = False) -> list[Leaf]:
+        """Return the leaves of a tree that has for each parameter a tensor of its layout, or None.
+
+        With `any_shape`, tensors of another shape than the parameter's may have other layouts.
+        """
+        leaves = self.beside(tree, name)
+        wrong = [
+            i
+            for i, (param, leaf) in enumerate(zip(self.leaves, leaves, strict=True))
+            if leaf is not None and not alike(param, leaf)
+            if not any_shape or (param is not None and param.ndim and param.shape == leaf.shape)
+        ]
+        if wrong:
+            paths, kinds = self.paths, [(kind_of(self.leaves[i]), kind_of(leaves[i])) for i in wrong]
+            each = zip(wrong, kinds, strict=True)
+            found = [f"\n  {paths[i] or 'the leaf'}: params has {a}, {name} has {b}" for i, (a, b) in each]
+            raise LayoutError(
+                f"{name} must have the layouts of params, or be None:{''.join(found)}\n"
+                "Reshard gradients, fs.reshard(grads, layout), and a state as its optimizer would make it: "
+                "fs.device_put(state, fs.mesh.layouts(opt.init(params)))."
+            )
+        return leaves
+
+    def chosen(self, prefix: PyTree) -> list[Any]:
+        """Return the value of a prefix tree, or of a function of path and leaf, for each leaf but None."""
+        if callable(prefix):
+            placed = zip(self.paths, self.leaves, strict=True)
+            return [None if leaf is None else prefix(path, leaf) for path, leaf in placed]
+        try:
+            return broadcast_prefix(prefix, self.rebuild(self.leaves), none_is_leaf=True)
+        except ValueError:
+            raise OptimizerError(
+                f"labels and masks must be a prefix of the tree {self.structure}; got {prefix!r}. Give one value, a tree of "
+                "values that ends where the parameters end or before, or a function of (path, leaf)."
+            ) from None
+
+
+# -- static leaves -----------------------------------------------------------------------------------------------------
+
+
+def is_static(leaf: Any) -> bool:
+    """Return True for a string, number, function or dtype in a tree of parameters: it is passed through.
+
+    >>> [is_static(x) for x in ("relu", 0.5, torch.relu, torch.float32, torch.ones(1), None)]
+    [True, True, True, True, False, False]
+    """
+    if isinstance(leaf, Tensor | Sharded | Module) or leaf is None:
+        return False
+    return isinstance(leaf, str | int | float | complex | torch.dtype | torch.device) or callable(leaf)
+
+
+def _hidden(leaves: list[Leaf]) -> list[tuple[int, Any]]:
+    """Replace static leaves by None; return them with their places."""
+    if all(type(x) is Sharded or x is None for x in leaves):
+        return []
+    static = [(place, x) for place, x in enumerate(leaves) if is_static(x)]
+    for place, _ in static:
+        leaves[place] = None
+    return static
+
+
+def without_static(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Return a tree with None in place of static leaves, and the function that puts them into such a tree again.
+
+    >>> hidden, restore = without_static({"w": torch.ones(1), "act": "relu"})
+    >>> hidden, restore({"w": 1, "act": None})
+    ({'w': tensor([1.]), 'act': None}, {'w': 1, 'act': 'relu'})
+    """
+    leaves, structure = flatten(tree, sharded_is_leaf=True)
+    static = {place: x for place, x in enumerate(leaves) if type(x) is not Sharded and is_static(x)}
+    if not static:
+        return tree, lambda other: other
+
+    def restore(other: PyTree) -> PyTree:
+        rest = iter(flatten(other, sharded_is_leaf=True)[0])
+        return unflatten(structure, [static[place] if place in static else next(rest) for place in range(len(leaves))])
+
+    return unflatten(structure, [None if place in static else x for place, x in enumerate(leaves)]), restore
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
 
 
 def shards_of(leaf: Leaf) -> tuple[Tensor, ...]:
@@ -34,38 +171,67 @@ def shards_of(leaf: Leaf) -> tuple[Tensor, ...]:
     return leaf.shards if isinstance(leaf, Sharded) else (leaf,)
 
 
-def like(leaf: Leaf, shards: Sequence[Any]) -> Leaf:
-    """Return a leaf of new shards with the layout of `leaf`; replicated, if its shape differs."""
-    if not isinstance(leaf, Sharded):
-        return shards[0] if shards else None
-    if any(shard is None for shard in shards):
+def like(leaf: Leaf, shards: Sequence[Tensor]) -> Leaf:
+    """Return a leaf of new shards of the shapes of a leaf's own, with its layout."""
+    if leaf is None:
         return None
-    if [shard.shape for shard in shards] == [shard.shape for shard in leaf.shards]:
-        return Sharded(leaf.shape, leaf.layout, tuple(shards))
-    return Sharded(tuple(shards[0].shape), Layout(leaf.mesh, P(), leaf.layout.memory), tuple(shards))
-
-
-def made_of(leaf: Leaf, make: Callable[[Tensor], Tensor | None]) -> Leaf:
-    """Apply a function to each shard of a leaf; the results have the leaf's layout."""
-    if not (isinstance(leaf, Sharded) and leaf.spec.at):
-        return like(leaf, list(map(make, shards_of(leaf))))
-    placeholder = make(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
-    if placeholder is None:
-        return None
-    shape = tuple(placeholder.shape)
-    layout = leaf.layout if shape == leaf.shape else leaf.layout.with_spec(P(at=dict(leaf.spec.at)))
-    shards: list[Any] = [
-        make(shard)
-        if leaf.layout.has_any(device)
-        else placeholder.new_empty(layout.local_shape(shape, device), device=shard.device)
-        for device, shard in zip(local_devices(leaf.mesh), leaf.shards, strict=True)
-    ]
-    return Sharded(shape, layout, tuple(shards))
+    return Sharded(leaf.shape, leaf.layout, tuple(shards)) if isinstance(leaf, Sharded) else shards[0]
 
 
 def map_shards(f: Callable[..., Tensor], leaf: Leaf, *others: Leaf) -> Leaf:
     """Apply a function to each shard of a leaf, and to the shards that other leaves have beside it."""
     return like(leaf, [f(*column) for column in zip(shards_of(leaf), *map(shards_of, others), strict=True)])
+
+
+def each_shard(f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
+    """Apply a function to the shards of every leaf of a tree."""
+    return Leaves.of(tree).mapped(lambda leaf: map_shards(f, leaf))
+
+
+def state_leaf(param: Leaf, make: Callable[[Tensor], Tensor | None]) -> Leaf:
+    """Make a leaf of state: `make` of each shard of a parameter; None if there is no such state."""
+    if not isinstance(param, Sharded):
+        return make(param)
+    own = zip(local_devices(param.mesh), param.shards, strict=True)
+    made = [make(shard) if param.layout.has_any(device) else None for device, shard in own]
+    if not any(map(param.layout.has_any, local_devices(param.mesh))):  # other processes own it: shapes will do
+        made.append(make(shape_of_shard(param)))
+    return assembled_state(param, made)
+
+
+def shape_of_shard(param: Sharded) -> Tensor:
+    """Return a meta tensor of the shape of a parameter's first shard, which another process may have."""
+    shape = param.layout.local_shape(param.shape, holders(param.layout)[0])
+    return torch.empty(shape, dtype=param.dtype, device="meta")
+
+
+def assembled_state(param: Sharded, made: Sequence[Tensor | None]) -> Leaf:
+    """Assemble the state that devices have made beside their shards of a parameter; None where they have none of it.
+
+    State of the shape of the shards has the layout of the parameter; all other, such as numbers, is unsharded on the
+    devices that store any of the parameter. One more than there are local devices is that of `shape_of_shard`.
+    """
+    example = next((x for x in made if x is not None), None)
+    if example is None:
+        return None
+    layout, shape, devices = param.layout, param.shape, local_devices(param.mesh)
+    pairs = zip(made, (*devices, holders(layout)[0]), strict=False)
+    if any(x is not None and tuple(x.shape) != layout.local_shape(shape, device) for x, device in pairs):
+        shape, layout = tuple(example.shape), layout.with_spec(P(at=dict(layout.spec.at)))
+
+    def empty(device: int, near: Tensor) -> Tensor:
+        return torch.empty(layout.local_shape(shape, device), dtype=example.dtype, device=near.device)
+
+    own = zip(made, devices, param.shards, strict=False)
+    return Sharded(shape, layout, tuple([empty(device, near) if x is None else x for x, device, near in own]))
+
+
+def count_from_zero() -> Tensor:
+    """Return a count, on the host: to read it never waits for a device."""
+    return torch.zeros((), dtype=torch.int64)
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
 
 
 def is_frozen(leaf: Leaf) -> bool:
@@ -97,107 +263,12 @@ def firsts_of(leaves: Sequence[Leaf]) -> list[int]:
     return [i if leaf is None else seen.setdefault(key_of(leaf), i) for i, leaf in enumerate(leaves)]
 
 
-def each_shard(f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
-    """Apply a function to the shards of every leaf of a tree."""
-    return Leaves.of(tree).mapped(lambda leaf: map_shards(f, leaf))
-
-
-@dataclass(frozen=True)
-class Leaves:
-    """The leaves of a tree, and how to rebuild it."""
-
-    leaves: list[Leaf]
-    structure: Structure
-
-    @staticmethod
-    def of(tree: PyTree) -> Leaves:
-        """Take a tree apart."""
-        return Leaves(*flatten(tree, sharded_is_leaf=True, none_is_leaf=True))
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The path of each leaf as an expression: `["blocks"][0]["w"]`."""
-        return paths_of(self.structure)
-
-    def rebuild(self, leaves: Sequence[Leaf]) -> PyTree:
-        """Put a tree of this structure together from other leaves."""
-        return unflatten(self.structure, leaves)
-
-    def mapped(self, f: Callable[..., Leaf], *others: list[Leaf]) -> PyTree:
-        """Return a tree of this structure with f of each leaf and those paired with it; ties stay ties."""
-        made: dict[object, Leaf] = {}
-        results: list[Leaf] = []
-        for column in zip(self.leaves, *others, strict=True):
-            key = tuple(map(key_of, column))
-            if key not in made:
-                made[key] = f(*column)
-            results.append(made[key])
-        return self.rebuild(results)
-
-    def beside(self, tree: PyTree, name: str) -> list[Leaf]:
-        """Return the leaves of another tree, which must have this structure."""
-        leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
-        if structure != self.structure:
-            raise LayoutError(
-                f"{name} and params are trees of different structure: {structure} and {self.structure}. "
-                "Give one leaf for each parameter; None where there is none."
-            )
-        return leaves
-
-    def gradients(self, tree: PyTree, name: str = "grads", *, any_shape: bool = False) -> list[Leaf]:
-        """Return the leaves of a tree that has for each parameter a tensor of its layout, or None.
-
-        With `any_shape`, tensors of another shape than the parameter's may have other layouts.
-        """
-        leaves = self.beside(tree, name)
-        wrong = [
-            i
-            for i, (param, leaf) in enumerate(zip(self.leaves, leaves, strict=True))
-            if leaf is not None and not alike(param, leaf)
-            if not any_shape or (param is not None and param.ndim and param.shape == leaf.shape)
-        ]
-        if wrong:
-            found = [
-                f"\n  {self.paths[i] or 'the leaf'}: params has {kind_of(self.leaves[i])}, {name} has {kind_of(leaves[i])}"
-                for i in wrong
-            ]
-            raise LayoutError(
-                f"{name} must have the layouts of params, or be None:{''.join(found)}\n"
-                "Reshard gradients, fs.reshard(grads, layout), and a state as its optimizer would make it: "
-                "fs.device_put(state, fs.mesh.layouts(opt.init(params)))."
-            )
-        return leaves
-
-    def chosen(self, prefix: PyTree) -> list[Any]:
-        """Return the value of a prefix tree, or of a function of path and leaf, for each leaf but None."""
-        if callable(prefix):
-            placed = zip(self.paths, self.leaves, strict=True)
-            return [None if leaf is None else prefix(path, leaf) for path, leaf in placed]
-        try:
-            return broadcast_prefix(prefix, self.rebuild(self.leaves), none_is_leaf=True)
-        except ValueError:
-            raise LayoutError(
-                f"{prefix!r} is no prefix of the tree {self.structure}. Give one value, a tree of values that ends where "
-                "the parameters end or before, or a function of (path, leaf)."
-            ) from None
-
-    @cached_property
-    def firsts(self) -> list[int]:
-        """For each leaf the index of the first equal one: ties are one parameter."""
-        return firsts_of(self.leaves)
-
-
 def alike(one: Leaf, other: Leaf) -> bool:
-    """Return True if two leaves have equal layouts."""
+    """Return True if two leaves have equal shapes and layouts; the shape that a spec was written for does not count."""
     if isinstance(one, Sharded) and isinstance(other, Sharded):
-        where = one.layout is other.layout or _where(one.layout) == _where(other.layout)
-        return where and one.shape == other.shape
+        a, b = one.layout, other.layout
+        return one.shape == other.shape and (a is b or (a.mesh == b.mesh and a.spec.shapeless == b.spec.shapeless))
     return isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
-
-
-def _where(layout: Layout) -> object:
-    """Return where a layout puts things, without the shape that its spec may have been written for."""
-    return layout.mesh, layout.spec.shapeless
 
 
 def kind_of(leaf: Leaf) -> str:
@@ -205,34 +276,6 @@ def kind_of(leaf: Leaf) -> str:
     if leaf is None:
         return "None"
     return repr(leaf) if isinstance(leaf, Sharded) else f"a {type(leaf).__name__} of shape {tuple(leaf.shape)}"
-
-
-def check_unsharded(name: str, *, refuse: Callable[[Leaf], str | None] = lambda leaf: None) -> Callable[[Leaves], None]:
-    """Return a check that every parameter is unsharded on its devices, and not rejected for another reason; raises
-    with all.
-    """
-
-    def check(at: Leaves) -> None:
-        found = [(path or "the leaf", leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if trainable(leaf)]
-        cut = [f"\n  params{path} is {leaf!r}" for path, leaf in found if not is_unsharded(leaf)]
-        if cut:
-            raise LayoutError(
-                f"{name} needs full matrices, but these parameters are sharded:{''.join(cut)}\n"
-                "Give each matrix to one device: fs.partition_optimizer(opt, mesh=..., axis=..., stage=...)."
-            )
-        wrong = [f"\n  params{path}: {reason}" for path, leaf in found if (reason := refuse(leaf))]
-        if wrong:
-            raise LayoutError(
-                f"{name} is not for these parameters:{''.join(wrong)}\n"
-                "Give them another optimizer: by_label({...}, labels)."
-            )
-
-    return check
-
-
-def refuse_complex(leaf: Leaf) -> str | None:
-    """Return the reason why a complex parameter is refused."""
-    return "it is complex" if leaf.dtype.is_complex else None
 
 
 def is_unsharded(leaf: Leaf) -> bool:
@@ -244,6 +287,20 @@ def is_unsharded(leaf: Leaf) -> bool:
     return all(leaf.mesh.shape[axis] == 1 for axis in (*leaf.spec.split_axes, *leaf.spec.unreduced))
 
 
-def count_from_zero() -> Tensor:
-    """Return a count, on the host: to read it never waits for a device."""
-    return torch.zeros((), dtype=torch.int64)
+def check_unsharded(who: str, at: Leaves, unsupported: Callable[[Leaf], str | None] = lambda leaf: None) -> None:
+    """Raise unless every trainable parameter is unsharded on its devices, and supported; `unsupported` returns reasons."""
+    found = [(path or "the leaf", leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if trainable(leaf)]
+    if sharded := [f"\n  params{path} is {leaf!r}" for path, leaf in found if not is_unsharded(leaf)]:
+        raise LayoutError(
+            f"{who} needs full matrices, but these parameters are sharded:{''.join(sharded)}\n"
+            "Give each matrix to one device: fs.partition_optimizer(opt, mesh=..., axis=..., stage=...)."
+        )
+    if wrong := [f"\n  params{path}: {reason}" for path, leaf in found if (reason := unsupported(leaf))]:
+        raise OptimizerError(
+            f"{who} is not for these parameters:{''.join(wrong)}\nGive them another optimizer: by_label({{...}}, labels)."
+        )
+
+
+def complex_is_unsupported(leaf: Leaf) -> str | None:
+    """Return a reason if a parameter is complex."""
+    return "it is complex" if leaf.dtype.is_complex else None

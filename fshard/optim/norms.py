@@ -8,7 +8,7 @@ element is counted twice; one `psum` over all sharding axes then adds all leaves
     v replicated                   v counts      x
     u sharded over a and b         u counts      x      x      x      x        then psum over (a, b)
 
-Plain tensors are global values and are added at the end. Sums are in float64, or in digits.
+Plain tensors are global values and are added at the end. Sums are in float64, or exact.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from math import inf
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,29 +28,31 @@ from fshard.mesh.layout import Layout, P, PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard_all, unshard
 from fshard.mesh.spmd.run import local_devices
-from fshard.optim.contract import above, refuse
-from fshard.optim.digits import WIDTH, digits_of_squares, number_of
+from fshard.optim.arguments import validate, within
+from fshard.optim.exact_sum import WIDTH, columns_of, number_of
 from fshard.optim.leaves import Leaf, Leaves, shards_of
-from fshard.optim.rules import lists
+from fshard.optim.rules import foreach
 from fshard.source import call_site
 
 Places = Sequence[tuple[int, int]]
-"""Some shards: by the number of the leaf, and which of its shards at hand."""
+"""Some shards: by the index of the leaf, and of the shard among its local ones."""
+Precision = Literal["exact", "float64", "own"]
+"""Of a sum of squares: exact; in float64; of norms in the dtype of each shard."""
 
 
 @torch.no_grad()
 def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) -> Tensor:
-    """Return the norm of all elements of a tree, Euclidean by default, as a float64 number.
+    """Return the norm of all elements of a tree, (sum of |x|^order)^(1 / order), as a float64 number.
 
     Args:
         tree: tensors and `Sharded`s.
-        order: p of the root of the sum of all |x|^p, or inf for the largest |x|.
-        exact: of order 2. True: the same bits for any layout, by sums in digits: about 20 ns an element on a CPU.
+        order: above 0; inf for the largest |x|.
+        exact: of order 2. True: the same bits for any layout, by exact sums: about 20 ns an element on a CPU.
             None: so only if a leaf is of float64, and in a reproducible step; else squares are added in float64: two
             layouts differ in the last bits, and about once in 2^29 times after rounding to float32. False: each shard is
             squared and added in its own dtype, several times as fast.
 
-    Communicates a `psum` of 8 bytes, or of 856 in digits, over the axes that shard any leaf; nothing if none does.
+    Communicates a `psum` of 8 bytes, or of 856 for an exact sum, over the axes that shard any leaf; nothing if none does.
     Maxima are gathered, 8 bytes of each device. Tied leaves (the very same tensors) count once, None counts as
     nothing.
 
@@ -63,14 +66,15 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
     >>> global_norm({"x": x, "y": torch.tensor(4.0)}, 1), global_norm({"x": x, "y": torch.tensor(4.0)}, inf)
     (tensor(7., dtype=torch.float64), tensor(4., dtype=torch.float64))
     """
-    refuse("global_norm", above(0, order=order), ["exact=True is for order=2"] * bool(exact and order != 2))
+    unfit = ["exact=True is for order=2"] * bool(exact and order != 2)
+    validate("global_norm", within("(0, inf]", order=order), unfit)
     at = Leaves.of(tree)
     check_summable("global_norm", at)
     leaves = _counted(at)
-    if order != 2:
-        return _largest_of_all(leaves) if order == inf else _norm_of_order(leaves, order)
-    precision = 0 if exact is False else 2 if exact or _exact.get() or in_digits(leaves) else 1
-    return _norm_later(leaves, precision)()
+    if order == inf:
+        return _largest_of_all(leaves)
+    wants_exact = exact or _exact.get() or shows_all_bits(leaves)
+    return _norm_later(leaves, order, "own" if exact is False else "exact" if wants_exact else "float64")()
 
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
@@ -78,7 +82,7 @@ _exact: ContextVar[bool] = ContextVar("exact", default=False)
 
 @contextmanager
 def exact_norms(wanted: bool) -> Generator[None]:
-    """Compute norms in digits, unless another precision is requested."""
+    """Compute norms by exact sums, unless another precision is requested."""
     token = _exact.set(wanted)
     try:
         yield
@@ -91,45 +95,33 @@ def norm_later(tree: PyTree, *, exact: bool) -> Callable[[], Tensor]:
 
     Args:
         tree: the gradients.
-        exact: in digits; otherwise as `global_norm(exact=False)`.
+        exact: by exact sums; otherwise as `global_norm(exact=False)`.
 
     >>> norm = norm_later([torch.tensor([3.0, 4.0])], exact=False)
     >>> norm()
     tensor(5., dtype=torch.float64)
     """
-    return _norm_later(_counted(Leaves.of(tree)), 2 if exact else 0)
+    return _norm_later(_counted(Leaves.of(tree)), 2, "exact" if exact else "own")
 
 
 def _counted(at: Leaves) -> list[Leaf]:
-    firsts = at.firsts
-    return [leaf for i, leaf in enumerate(at.leaves) if leaf is not None and firsts[i] == i]
+    return [leaf for i, leaf in enumerate(at.leaves) if leaf is not None and at.firsts[i] == i]
 
 
-def _norm_later(leaves: Sequence[Leaf], precision: int) -> Callable[[], Tensor]:
-    """Square local shards; return the function that sums over the mesh. Precision: 2 digits, 1 float64, 0 own dtype."""
+def _norm_later(leaves: Sequence[Leaf], order: float, precision: Precision) -> Callable[[], Tensor]:
+    """Sum powers of the local shards now; return the function that sums over the mesh and takes the root."""
     if not leaves:
         return lambda: torch.zeros((), dtype=torch.float64)
     near = shards_of(leaves[0])[0].device
 
     def row(places: Places) -> Tensor:
         shards = [shards_of(leaves[i])[at] for i, at in places]
-        return squares(shards, near, digits=precision == 2, exact=precision > 0).sum(0)
+        if order == 2:
+            return squares(shards, near, precision).sum(0)
+        return _norms([x.abs() for x in shards], near, order, torch.float64).pow(order).sum()[None]
 
-    total = sum_over_mesh_later(leaves, row)
-    return lambda: sum_of(total()).sqrt()
-
-
-def _norm_of_order(leaves: Sequence[Leaf], order: float) -> Tensor:
-    """Return the root of the sum of powers."""
-    if not leaves:
-        return torch.zeros((), dtype=torch.float64)
-    near = shards_of(leaves[0])[0].device
-
-    def row(places: Places) -> Tensor:
-        shards = [shards_of(leaves[i])[at].abs() for i, at in places]
-        return _norms(shards, near, order, torch.float64).pow(order).sum()[None]
-
-    return sum_over_mesh(leaves, row)[0].pow(1 / order)
+    total = sum_over_mesh(leaves, row)
+    return lambda: sum_of(total()).pow(1 / order) if order != 2 else sum_of(total()).sqrt()
 
 
 def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
@@ -139,7 +131,7 @@ def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
 
     def top(index: int) -> Tensor:
         own = [x for column in columns if (x := column[index % len(column)]).numel()]
-        return largest(own, own[0].device).max() if own else torch.zeros((), dtype=torch.float64)
+        return largest_each(own, own[0].device).max() if own else torch.zeros((), dtype=torch.float64)
 
     if mesh is None:
         return top(0)
@@ -148,24 +140,21 @@ def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
     return unshard(Sharded((mesh.size,), Layout(mesh, P(mesh.axis_names)), tops)).max()
 
 
-def largest(shards: Sequence[Tensor], near: torch.device) -> Tensor:
+def largest_each(shards: Sequence[Tensor], near: torch.device) -> Tensor:
     """Return the largest absolute value in each shard that has any; not a number, if one is not."""
     return _norms([shard for shard in shards if shard.numel()], near, inf, None)
 
 
-def in_digits(leaves: Sequence[Leaf]) -> bool:
-    """Return True if squares are summed in digits: if the result is float64, which shows all bits."""
+def shows_all_bits(leaves: Sequence[Leaf]) -> bool:
+    """Return True if a float64 norm is not rounded any more when it is used: sums are exact then."""
     return any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
 
 
-def squares(shards: Sequence[Tensor], near: torch.device, *, digits: bool, exact: bool = True) -> Tensor:
-    """Return the sums of the squares of each shard, in digits or in float64: a matrix with a row for each shard.
-
-    Unless they are to be exact, they are made of norms in the shard's own dtype.
-    """
-    if not digits:
-        return _norms(shards, near, 2, torch.float64 if exact else None).square()[:, None]
-    sums = [digits_of_squares(_real(shard)).to(near) for shard in shards]
+def squares(shards: Sequence[Tensor], near: torch.device, precision: Precision) -> Tensor:
+    """Return the sums of the squares of each shard: a matrix with a row for each, which `sum_of` makes a number."""
+    if precision != "exact":
+        return _norms(shards, near, 2, torch.float64 if precision == "float64" else None).square()[:, None]
+    sums = [columns_of(_real(shard), squared=True).to(near) for shard in shards]
     return torch.stack(sums) if sums else torch.zeros((1, WIDTH), dtype=torch.float64, device=near)
 
 
@@ -175,7 +164,7 @@ def sum_of(rows: Tensor) -> Tensor:
 
 
 def _norms(shards: Sequence[Tensor], near: torch.device, order: float, dtype: torch.dtype | None) -> Tensor:
-    norms = lists.norm(list(map(_real, shards)), order, dtype=dtype) if shards else [torch.zeros((), device=near)]
+    norms = foreach.norm(list(map(_real, shards)), order, dtype=dtype) if shards else [torch.zeros((), device=near)]
     return torch.stack([norm if norm.device == near else norm.to(near) for norm in norms]).double()
 
 
@@ -187,38 +176,27 @@ def _real(x: Tensor) -> Tensor:
 
 def check_summable(what: str, at: Leaves) -> None:
     """Raise if leaves are on several meshes, or unreduced; name all of them."""
-    layouts = {leaf.layout for leaf in at.leaves if isinstance(leaf, Sharded)}
-    if len({layout.mesh for layout in layouts}) < 2 and not any(layout.spec.unreduced for layout in layouts):
-        return
-    placed = [
-        (path or "the leaf", leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if isinstance(leaf, Sharded)
-    ]
-    open_sums = [f"{path} is {leaf!r}" for path, leaf in placed if leaf.spec.unreduced]
-    if open_sums:
+    placed = [(path, leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if isinstance(leaf, Sharded)]
+    if unreduced := [f"{path or 'the leaf'} is {leaf!r}" for path, leaf in placed if leaf.spec.unreduced]:
         raise LayoutError(
-            f"{what}: a norm of sums that are not made yet would be wrong: {'; '.join(open_sums)}. "
+            f"{what}: a norm of sums that are not made yet would be wrong: {'; '.join(unreduced)}. "
             "Reduce them first: fs.reshard(x, layout) to a layout without unreduced axes."
         )
-    meshes = {leaf.mesh: path for path, leaf in reversed(placed)}
-    found = "; ".join(f"{path} on {mesh}" for mesh, path in reversed(meshes.items()))
-    raise LayoutError(f"{what}: the leaves are on {len(meshes)} meshes: {found}. Put them on one.")
+    if len(meshes := {leaf.mesh: path for path, leaf in reversed(placed)}) > 1:
+        found = "; ".join(f"{path} on {mesh}" for mesh, path in reversed(meshes.items()))
+        raise LayoutError(f"{what}: the leaves are on {len(meshes)} meshes: {found}. Put them on one.")
 
 
-def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Tensor:
-    """Sum what each device computes from its shards of some leaves.
+def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Callable[[], Tensor]:
+    """Compute a row on each device from its shards of some leaves; return the function that sums the rows.
 
     Args:
         leaves: whose layouts determine which shards are replicas; not unreduced, on one mesh.
         row: from the shards that count on a device to a float64 vector: zeros, if there are none.
 
     Returns:
-        The sum of the rows, the same on all devices.
+        A function that communicates, and returns the sum of the rows, the same on all devices.
     """
-    return sum_over_mesh_later(leaves, row)()
-
-
-def sum_over_mesh_later(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Callable[[], Tensor]:
-    """Compute the local rows now; return the function that sums them."""
     cut = [_cut_axes(leaf.layout) if isinstance(leaf, Sharded) else () for leaf in leaves]
     full = [(i, 0) for i, axes in enumerate(cut) if not axes]
     mesh = next((leaf.mesh for leaf, axes in zip(leaves, cut, strict=True) if axes), None)

@@ -24,7 +24,6 @@ from math import prod
 from operator import is_
 from typing import Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
@@ -34,7 +33,7 @@ from fshard.mesh.reshard.device_put import reshard_all
 from fshard.mesh.spmd.run import fills, resolve_mesh
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, kind_of
-from fshard.optim.plain import inside
+from fshard.optim.per_device import check_not_partitioned, on_arrays
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -95,44 +94,34 @@ def partition_optimizer(
     [f32[4, 3]{at:data=0}, f32[2, 3]{at:data=1}, f32[2, 3]{at:data=1}]
     """
     axes = mesh.check_axes(axis, "partition_optimizer(axis=)")
-    opt = inside(opt, "partition_optimizer")
-    _check(opt, stage, unit)
+    opt = on_arrays(opt, "partition_optimizer")
+    _validate(opt, stage, unit)
     flat = opt.elementwise if unit is None else unit == "elementwise"
-    if stage == 0 or (flat is True and all(mesh.shape[axis] == 1 for axis in axes)):
-
-        def undivided(params: PyTree) -> PyTree:
-            at = Leaves.of(params)
-            _refuse_elsewhere(at, at.leaves, mesh, plain=True)
-            return opt.init(params)
-
-        return Partitioned(
-            undivided, opt.update, opt.step, opt.elementwise, opt.loss_scale, lambda layout: layout, stage
-        )
+    is_divided = stage > 0 and not (flat is True and all(mesh.shape[axis] == 1 for axis in axes))
 
     @uncompiled
     def init(params: PyTree) -> PyTree:
         at = Leaves.of(params)
-        _refuse_elsewhere(at, at.leaves, mesh)
-        (own,) = _reshard_leaves([at.leaves], _targets(at, flat, axes), call_site())
-        return opt.init(at.rebuild(own))
+        _validate_mesh(at, at.leaves, mesh, plain=not is_divided)
+        if not is_divided:
+            return opt.init(params)
+        return opt.init(at.rebuild(_reshard(at.leaves, _targets(at, flat, axes), call_site())))
 
-    def through(act: Update, *, donated: bool) -> Update:
+    def divided(act: Update, *, donated: bool) -> Update:
         @uncompiled
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             at, site = Leaves.of(params), call_site()
             given = at.beside(grads, "grads")
             for leaves in (at.leaves, given):
-                _refuse_elsewhere(at, leaves, mesh)
-            targets = _targets(at, flat, axes)
+                _validate_mesh(at, leaves, mesh)
+            leaves, targets = [*given, *at.leaves], _targets(at, flat, axes) * 2
             if all(
-                leaf is None or target is None or leaf.layout is target
-                for column in (given, at.leaves)
-                for leaf, target in zip(column, targets, strict=True)
+                x is None or target is None or x.layout is target for x, target in zip(leaves, targets, strict=True)
             ):
                 return act(grads, state, params)
-            resharded, own = _reshard_leaves([given, at.leaves], targets, site)
-            grads, own = at.rebuild(resharded), at.rebuild(own)
-            del given, resharded
+            leaves = _reshard(leaves, targets, site)
+            grads, own = at.rebuild(leaves[: len(given)]), at.rebuild(leaves[len(given) :])
+            del given, leaves
             result, state = act(grads, state, own)
             after = at.beside(result, "the optimizer's results")
             del grads, own, result  # then `after` holds the last references to old memory
@@ -142,20 +131,21 @@ def partition_optimizer(
 
     return Partitioned(
         init,
-        through(opt.update, donated=False),
-        through(step_of(opt), donated=True),
+        divided(opt.update, donated=False) if is_divided else opt.update,
+        divided(step_of(opt), donated=True) if is_divided else opt.step,
         opt.elementwise,
         opt.loss_scale,
-        lambda layout: shard_layout(layout, axes),
+        (lambda layout: shard_layout(layout, axes)) if is_divided else (lambda layout: layout),
         stage,
     )
 
 
-def _check(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
+def _validate(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
+    check_not_partitioned(opt, "partition_optimizer")
     if stage not in get_args(Stage) or isinstance(stage, bool):
-        raise OptimizerError(f"partition_optimizer: the stages of ZeRO are 0, 1, 2 and 3; found {stage!r}.")
+        raise OptimizerError(f"partition_optimizer: stage must be 0, 1, 2 or 3, as in ZeRO; got {stage!r}.")
     if unit not in (None, *get_args(Unit)):
-        raise OptimizerError(f'partition_optimizer: unit is "elementwise", "matrix" or None; found {unit!r}.')
+        raise OptimizerError(f'partition_optimizer: unit must be "elementwise", "matrix" or None; got {unit!r}.')
     if stage > 0 and unit == "elementwise" and opt.elementwise is not True:
         raise OptimizerError(
             f'partition_optimizer(stage={stage}, unit="elementwise"): this optimizer is not elementwise, so '
@@ -181,7 +171,8 @@ def _cut_further(layout: Layout, axes: tuple[str, ...]) -> Layout | None:
 
 def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> tuple[Layout | None, ...]:
     """Return the layout of each parameter for the update, None where there is nothing to update."""
-    layouts = tuple([leaf.layout if leaf is not None and _is_float(leaf.dtype) else None for leaf in at.leaves])
+    is_float = [leaf is not None and (leaf.dtype.is_floating_point or leaf.dtype.is_complex) for leaf in at.leaves]
+    layouts = tuple([leaf.layout if moves else None for leaf, moves in zip(at.leaves, is_float, strict=True)])
     shapes = tuple([() if leaf is None else leaf.shape for leaf in at.leaves])
     elementwise = elementwise_leaves(flat, at.rebuild(at.leaves)) if callable(flat) else [flat] * len(at.leaves)
     return _divided(layouts, shapes, tuple(at.firsts), tuple(elementwise), axes)
@@ -210,7 +201,7 @@ def _divided(
             owned.setdefault((cut.mesh, P.flat(*cut.spec.split_axes, at=dict(cut.spec.at))), {})[place] = layout
     for (mesh, spec), some in owned.items():
         over = spec.split_axes
-        owners = shared_out([prod(shapes[place]) for place in some], prod(mesh.shape[axis] for axis in over))
+        owners = assign_owners([prod(shapes[place]) for place in some], prod(mesh.shape[axis] for axis in over))
         for (place, layout), owner in zip(some.items(), owners, strict=True):
             targets[place] = layout.with_spec(P(at={**dict(spec.at), over: owner}))
     return tuple(
@@ -221,14 +212,10 @@ def _divided(
     )
 
 
-def _is_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def shared_out(sizes: Sequence[int], n: int) -> list[int]:
+def assign_owners(sizes: Sequence[int], n: int) -> list[int]:
     """Assign sizes to n owners, the largest first, each to the first one with the least; return the owner of each.
 
-    >>> shared_out([1, 5, 2, 2], 2)
+    >>> assign_owners([1, 5, 2, 2], 2)
     [1, 0, 1, 1]
     """
     loads, owners = [0] * n, [0] * len(sizes)
@@ -238,48 +225,39 @@ def shared_out(sizes: Sequence[int], n: int) -> list[int]:
     return owners
 
 
-def _refuse_elsewhere(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool = False) -> None:
+def _validate_mesh(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool = False) -> None:
     """Raise with leaves that are not on a mesh; `plain` tensors may be."""
 
-    def elsewhere(leaf: Leaf) -> bool:
+    def is_elsewhere(leaf: Leaf) -> bool:
         if not isinstance(leaf, Sharded):
             return leaf is not None and not plain
         return leaf.mesh is not mesh and leaf.mesh not in (mesh, resolve_mesh(mesh))
 
-    if any(map(elsewhere, leaves)):
+    if any(map(is_elsewhere, leaves)):
         each = zip(at.paths, leaves, strict=True)
-        wrong = [f"{path or 'the leaf'} is {kind_of(leaf)}" for path, leaf in each if elsewhere(leaf)]
+        wrong = [f"{path or 'the leaf'} is {kind_of(leaf)}" for path, leaf in each if is_elsewhere(leaf)]
         raise LayoutError(
-            f"partition_optimizer on {mesh}: {'; '.join(wrong)}. Give the mesh of the parameters, or lay them on this one: "
+            f"partition_optimizer on {mesh}: {'; '.join(wrong)}. Give the mesh of the parameters, or shard them on this one: "
             "fs.shard_params(params, rules, mesh=mesh)."
         )
 
 
-def _reshard_leaves(
-    columns: Sequence[list[Leaf]], layouts: Sequence[Layout | None], site: Site, into: Sequence[Leaf] = ()
-) -> list[list[Leaf]]:
+def _reshard(leaves: list[Leaf], layouts: Sequence[Layout | None], site: Site, into: Sequence[Leaf] = ()) -> list[Leaf]:
     """Return leaves in the given layouts, resharded together; unchanged where none is given."""
-    places = [
-        (column, place, layout)
-        for column in range(len(columns))
-        for place, layout in enumerate(layouts)
-        if layout is not None and (leaf := columns[column][place]) is not None and leaf.layout is not layout
+    found = [
+        (i, leaf, layout)
+        for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True))
+        if leaf is not None and layout is not None and leaf.layout is not layout
     ]
-    moved = reshard_all(
-        [columns[column][place] for column, place, _ in places],
-        [layout for *_, layout in places],
-        site,
-        [into[place] for _, place, _ in places if into],
-    )
-    after = [list(column) for column in columns]
-    for (column, place, _), leaf in zip(places, moved, strict=True):
-        after[column][place] = leaf
-    return after
+    memory = [into[i] for i, *_ in found if into]
+    moved = reshard_all([x for _, x, _ in found], [layout for *_, layout in found], site, memory)
+    new = {i: x for (i, *_), x in zip(found, moved, strict=True)}
+    return [new.get(i, leaf) for i, leaf in enumerate(leaves)]
 
 
 def _back(at: Leaves, after: list[Leaf], site: Site, into: Sequence[Leaf] = ()) -> list[Leaf]:
     """Give results the layouts of the parameters."""
-    return _reshard_leaves([after], [leaf if leaf is None else leaf.layout for leaf in at.leaves], site, into)[0]
+    return _reshard(after, [None if leaf is None else leaf.layout for leaf in at.leaves], site, into)
 
 
 def _write_in_place(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:

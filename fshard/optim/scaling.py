@@ -1,35 +1,23 @@
-"""Dynamic loss scaling: prevents underflow of float16 gradients by scaling the loss, and overflow by a smaller scale.
+"""Dynamic loss scaling, and skipped steps: `loss_scaled` and `skip_if_not_finite`.
 
 loss x scale ─> backward in float16 ─> gradients / scale ─> the optimizer
 an infinite gradient anywhere: no step on any device, and a smaller scale
 many finite steps in a row: a larger scale
 
-Skip a step whose gradients are not finite, on all devices or on none.
-
-The number of bad shards is summed over the mesh before any device takes the step.
+The number of shards that are not finite is summed over the mesh before any device takes the step.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fshard.mesh.layout import PyTree
-from fshard.optim.contract import (
-    Optimizer,
-    Update,
-    above,
-    below,
-    count_from,
-    no_updates,
-    refuse,
-    refuse_scaled,
-)
+from fshard.optim.arguments import validate, within
+from fshard.optim.contract import Optimizer, conditional
 from fshard.optim.leaves import Leaves, count_from_zero, each_shard, shards_of
-from fshard.optim.norms import Places, check_summable, largest, sum_over_mesh
-from fshard.optim.plain import inside
+from fshard.optim.norms import Places, check_summable, largest_each, sum_over_mesh
+from fshard.optim.per_device import inner_optimizer
 
 
 def loss_scaled(
@@ -43,15 +31,16 @@ def loss_scaled(
     smallest: float = 1.0,
     largest: float = 2.0**24,
 ) -> Optimizer:
-    """Make an optimizer of gradients of a scaled loss.
+    """Divide gradients of a scaled loss by the scale, and adapt it: updates of opt(grads / scale).
+
+    scale = backoff scale, if any gradient is not finite: then parameters stay;   growth scale, after `interval` steps
 
     `train_step` reads the scale from the state and applies it. A gradient that is taken without `train_step` must be
     that of the scaled loss, `value_and_grad(...)(params, batch, scale=opt.loss_scale(state))`: steps are too small
     otherwise.
 
     Args:
-        opt: the optimizer, with its chain: it gets unscaled gradients. `ema`, `accumulate`, `masked` and
-            `with_master_weights` may also wrap the result.
+        opt: the optimizer, with its chain and wrappers: it gets unscaled gradients, those of 16 bits in float32.
         initial: the first scale. Powers of two change no bit of a gradient.
         growth: factor of the scale after `interval` finite steps in a row.
         backoff: factor after `hysteresis` steps that were not finite.
@@ -71,43 +60,39 @@ def loss_scaled(
     >>> params, state["scale"], state["skipped"]
     ([tensor([0.])], tensor(4.), tensor(1))
     """
-    order = f"smallest={smallest}, initial={initial}, largest={largest} out of order"
-    refuse(
+    limits = f"smallest <= initial <= largest must hold, above 0; got {smallest}, {initial}, {largest}"
+    validate(
         "loss_scaled",
-        above(1, growth=growth),
-        above(0, backoff=backoff),
-        below(1, backoff=backoff),
-        count_from(1, interval=interval, hysteresis=hysteresis),
-        [order] * (not 0 < smallest <= initial <= largest),
+        within("(1, inf)", growth=growth),
+        within("(0, 1)", backoff=backoff),
+        within("[1, inf)", integer=True, interval=interval, hysteresis=hysteresis),
+        [limits] * (not 0 < smallest <= initial <= largest),
     )
-    opt = inside(opt, "loss_scaled")
-    refuse_scaled("loss_scaled", [opt], "gradients would be divided twice")
+    opt = inner_optimizer(opt, "loss_scaled")
 
-    def init(params: PyTree) -> PyTree:
-        counts = {"finite": count_from_zero(), "patience": count_from_zero() + hysteresis, "skipped": count_from_zero()}
-        return {"scale": torch.tensor(float(initial))} | counts | {"inner": opt.init(params)}
+    def entries(scale: float, finite: int, patience: int, skipped: Tensor) -> dict[str, PyTree]:
+        counts = {"finite": count_from_zero() + finite, "patience": count_from_zero() + patience}
+        return {"scale": torch.tensor(float(scale)), **counts, "skipped": skipped}
 
-    def after(state: PyTree, finite: bool, inner: PyTree) -> PyTree:
-        scale, good, patience = float(state["scale"]), int(state["finite"]) + 1, int(state["patience"])
-        if not finite:
-            scale, good, patience = (scale, 0, patience - 1) if patience > 1 else (max(scale * backoff, smallest), 0, 1)
-        elif good >= interval:
-            scale, good, patience = min(scale * growth, largest), 0, hysteresis
-        counts = {"finite": count_from_zero() + good, "patience": count_from_zero() + patience}
-        return {"scale": torch.tensor(scale)} | counts | {"skipped": state["skipped"] + (not finite), "inner": inner}
+    def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
+        scale, finite, patience = float(state["scale"]), int(state["finite"]) + 1, int(state["patience"])
+        if not all_finite(grads):
+            if patience > 1:
+                return False, None, entries(scale, 0, patience - 1, state["skipped"] + 1)
+            return False, None, entries(max(scale * backoff, smallest), 0, 1, state["skipped"] + 1)
+        unscaled = each_shard(lambda x: (x.float() if x.dtype.itemsize == 2 else x) / scale, grads)
+        if finite >= interval:
+            return True, unscaled, entries(min(scale * growth, largest), 0, hysteresis, state["skipped"])
+        return True, unscaled, entries(scale, finite, patience, state["skipped"])
 
-    def divided(grads: PyTree, state: PyTree) -> PyTree:
-        scale = float(state["scale"])
-        return each_shard(lambda x: x / scale, grads)
-
-    update, step = if_finite(opt, after, divided)
-    return Optimizer(init, update, step, opt.elementwise, lambda state: state["scale"], arrays=True)
+    made = conditional(opt, lambda params: entries(initial, 0, hysteresis, count_from_zero()), decide)
+    return made._replace(loss_scale=lambda state: state["scale"])
 
 
-def held_by(dtype: torch.dtype, scale: float) -> float:
-    """Return a scale, halved until it is finite in this dtype: a 16-bit loss can be multiplied by it.
+def finite_scale(dtype: torch.dtype, scale: float) -> float:
+    """Return a loss scale, halved until it is finite in a dtype: a 16-bit loss can be multiplied by it.
 
-    >>> held_by(torch.float16, 2.0**16), held_by(torch.float32, 2.0**16)
+    >>> finite_scale(torch.float16, 2.0**16), finite_scale(torch.float32, 2.0**16)
     (32768.0, 65536.0)
     """
     while scale > torch.finfo(dtype).max:
@@ -128,47 +113,22 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
     ([tensor([1.])], tensor(1))
     """
 
-    opt = inside(opt, "skip_if_not_finite")
-    refuse_scaled("skip_if_not_finite", [opt], "the scale would never learn of the steps that are skipped")
+    opt = inner_optimizer(opt, "skip_if_not_finite")
 
-    def init(params: PyTree) -> PyTree:
-        return {"skipped": count_from_zero(), "inner": opt.init(params)}
+    def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
+        finite = all_finite(grads)
+        return finite, grads, {"skipped": state["skipped"] + (not finite)}
 
-    def after(state: PyTree, finite: bool, inner: PyTree) -> PyTree:
-        return {"skipped": state["skipped"] + (not finite), "inner": inner}
-
-    update, step = if_finite(opt, after, lambda grads, state: grads)
-    return Optimizer(init, update, step, opt.elementwise, arrays=True)
-
-
-def if_finite(
-    opt: Optimizer, after: Callable[[PyTree, bool, PyTree], PyTree], given: Callable[[PyTree, PyTree], PyTree]
-) -> tuple[Update, Update | None]:
-    """Return an update and a step that act only if gradients are finite, on any state that has an "inner" one.
-
-    Args:
-        opt: the inner optimizer.
-        after: from the state, whether gradients were finite, and the next inner state, to the next state.
-        given: from gradients and state to the gradients that `opt` gets.
-    """
-
-    def guarded(act: Update, otherwise: Callable[[PyTree, PyTree], PyTree]) -> Update:
-        @torch.no_grad()
-        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            if not all_finite(grads):
-                return otherwise(grads, params), after(state, False, state["inner"])
-            result, inner = act(given(grads, state), state["inner"], params)
-            return result, after(state, True, inner)
-
-        return run
-
-    update = guarded(opt.update, lambda grads, params: no_updates(grads))
-    return update, guarded(opt.step, lambda grads, params: params) if opt.step else None
+    return conditional(opt, lambda params: {"skipped": count_from_zero()}, decide)
 
 
 @torch.no_grad()
 def all_finite(tree: PyTree) -> bool:
-    """Return True if every element of a tree is finite on all devices; equal on all devices."""
+    """Return True if every element of a tree is finite, on all devices; the result is equal on all devices.
+
+    >>> all_finite([torch.ones(2), None]), all_finite([torch.ones(2), torch.tensor(torch.nan)])
+    (True, False)
+    """
     at = Leaves.of(tree)
     check_summable("all_finite", at)
     leaves = [leaf for leaf in at.leaves if leaf is not None]
@@ -176,9 +136,9 @@ def all_finite(tree: PyTree) -> bool:
         return True
     near = shards_of(leaves[0])[0].device
 
-    def bad(places: Places) -> Tensor:
-        found = largest([shards_of(leaves[i])[at] for i, at in places], near)
+    def count(places: Places) -> Tensor:
+        found = largest_each([shards_of(leaves[i])[at] for i, at in places], near)
         return (~found.isfinite()).sum(0, keepdim=True).double()
 
-    total = sum_over_mesh(leaves, bad)
+    total = sum_over_mesh(leaves, count)()
     return total.is_meta or not total.any().item()

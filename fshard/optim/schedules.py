@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import cos, pi
 
-from fshard.optim.contract import above, at_least, finite, refuse, within
+from fshard.optim.arguments import validate, within
 
 Schedule = Callable[[int], float]
 """From the count of steps taken before this one to the learning rate of this one."""
@@ -28,35 +28,30 @@ def rate_at(rate: Rate, count: int) -> float:
     return rate(count) if callable(rate) else rate
 
 
-def constant(value: float) -> Schedule:
-    """Return the same rate for ever.
-
-    >>> constant(0.1)(1000)
-    0.1
-    """
-    refuse("schedules.constant", finite(value=value))
-    return lambda count: value
-
-
 def linear(start: float, end: float, steps: int) -> Schedule:
-    """Interpolate linearly from `start` to `end` over these steps, then stay constant.
+    """Interpolate linearly: start + (end - start) count / steps, then `end`.
 
     >>> rate = linear(1.0, 0.0, 4)
     >>> [rate(count) for count in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
     """
-    refuse("schedules.linear", finite(start=start, end=end), at_least(1, steps=steps))
+    validate("schedules.linear", within("(-inf, inf)", start=start, end=end), within("[1, inf)", steps=steps))
     return polynomial(start, end, steps, power=1.0)
 
 
 def polynomial(start: float, end: float, steps: int, *, power: float = 2.0) -> Schedule:
-    """Fall from `start` to `end` as a power of the steps that are left.
+    """Fall as a power: end + (start - end) (1 - count / steps)^power, then `end`.
 
     >>> rate = polynomial(1.0, 0.0, 4, power=2.0)
     >>> [rate(count) for count in (0, 2, 4)]
     [1.0, 0.25, 0.0]
     """
-    refuse("schedules.polynomial", finite(start=start, end=end), at_least(1, steps=steps), at_least(0, power=power))
+    validate(
+        "schedules.polynomial",
+        within("(-inf, inf)", start=start, end=end),
+        within("[1, inf)", steps=steps),
+        within("[0, inf)", power=power),
+    )
 
     def rate(count: int) -> float:
         left = 1.0 - min(count, steps) / steps
@@ -66,36 +61,36 @@ def polynomial(start: float, end: float, steps: int, *, power: float = 2.0) -> S
 
 
 def cosine(start: float, end: float, steps: int) -> Schedule:
-    """Go from `start` to `end` along half a wave, and stay there.
+    """Fall along a cosine: end + (start - end) (1 + cos(pi count / steps)) / 2, then `end`.
 
     >>> [round(cosine(1.0, 0.0, 4)(count), 4) for count in (0, 1, 2, 4, 9)]
     [1.0, 0.8536, 0.5, 0.0, 0.0]
     """
-    refuse("schedules.cosine", finite(start=start, end=end), at_least(1, steps=steps))
+    validate("schedules.cosine", within("(-inf, inf)", start=start, end=end), within("[1, inf)", steps=steps))
     return lambda count: end + (start - end) * (1.0 + cos(pi * min(count, steps) / steps)) / 2.0
 
 
 def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
-    """Rise in a line from 0 to `peak` in `warmup` steps, then fall along a cosine to `end` at `steps`.
+    """Rise by peak count / warmup, then fall along a cosine from `peak` to `end` at `steps`.
 
     >>> rate = warmup_cosine(1.0, warmup=2, steps=6)
     >>> [round(rate(count), 4) for count in range(7)]
     [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0]
     """
-    length = at_least(1, steps=steps)
-    rise = at_least(0, warmup=warmup) if length else within(0, steps, warmup=warmup)
-    refuse("schedules.warmup_cosine", finite(peak=peak, end=end), rise, length)
+    length = within("[1, inf)", steps=steps)
+    rise = within("[0, inf)", warmup=warmup) if length else within(f"[0, {steps}]", warmup=warmup)
+    validate("schedules.warmup_cosine", within("(-inf, inf)", peak=peak, end=end), rise, length)
     fall = cosine(peak, end, max(steps - warmup, 1))
     return lambda count: peak * count / warmup if count < warmup else fall(count - warmup)
 
 
 def step(start: float, *, every: int, factor: float = 0.1) -> Schedule:
-    """Multiply the rate by `factor` after every interval of steps.
+    """Fall in steps: start factor^floor(count / every).
 
     >>> [step(8.0, every=2, factor=0.5)(count) for count in range(5)]
     [8.0, 8.0, 4.0, 4.0, 2.0]
     """
-    refuse("schedules.step", finite(start=start, factor=factor), at_least(1, every=every))
+    validate("schedules.step", within("(-inf, inf)", start=start, factor=factor), within("[1, inf)", every=every))
     return lambda count: start * factor ** (count // every)
 
 
@@ -108,8 +103,14 @@ def one_cycle(
     >>> [round(rate(count), 4) for count in (0, 2, 9)]
     [0.04, 1.0, 0.0]
     """
-    divisors = above(0, start_divisor=start_divisor, end_divisor=end_divisor)
-    refuse("schedules.one_cycle", finite(peak=peak), at_least(1, steps=steps), within(0, 1, rise=rise), divisors)
+    divisors = within("(0, inf)", start_divisor=start_divisor, end_divisor=end_divisor)
+    validate(
+        "schedules.one_cycle",
+        within("(-inf, inf)", peak=peak),
+        within("[1, inf)", steps=steps),
+        within("[0, 1]", rise=rise),
+        divisors,
+    )
     start = peak / start_divisor
     top = rise * steps - 1.0
     last = steps - 1.0
@@ -129,11 +130,11 @@ def _part(done: float, full: float) -> float:
 
 
 def inverse_sqrt(peak: float, *, warmup: int) -> Schedule:
-    """Rise linearly to `peak` in `warmup` steps, then decay as one over the square root of the count.
+    """Rise, then decay with the root: peak min(count / warmup, sqrt(warmup / count)).
 
     >>> [inverse_sqrt(1.0, warmup=4)(count) for count in (0, 2, 4, 16)]
     [0.0, 0.5, 1.0, 0.5]
     """
-    refuse("schedules.inverse_sqrt", finite(peak=peak), at_least(0, warmup=warmup))
+    validate("schedules.inverse_sqrt", within("(-inf, inf)", peak=peak), within("[0, inf)", warmup=warmup))
     warmup = max(warmup, 1)
     return lambda count: peak * min(count / warmup, (warmup / max(count, 1)) ** 0.5)

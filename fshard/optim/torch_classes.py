@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from fshard.errors import OptimizerError
 from fshard.optim.contract import Optimizer
-from fshard.optim.leaves import Leaf, check_unsharded, refuse_complex
-from fshard.optim.rules.cells import Cells, Rule, each_kind
-from fshard.optim.rules.lists import rounds_by_place
-from fshard.optim.rules.rule import Slots, writer
+from fshard.optim.leaves import Leaf, Leaves, check_unsharded, complex_is_unsupported
+from fshard.optim.rules.foreach import rounds_by_index
+from fshard.optim.rules.rule import Slots, optimizer_of_rule
+from fshard.optim.rules.shard_lists import Rule, ShardLists, each_kind
 from fshard.optim.schedules import Rate
 
 
@@ -39,14 +39,14 @@ class TorchClass(NamedTuple):
         options: for some of that, the option that enables it.
         elementwise: True if an element's update depends on that element alone.
         counts: True if it counts the steps of each parameter.
-        refuse: the reason why a parameter is not supported, if any.
+        unsupported: returns the reason why a parameter is not supported, if any.
     """
 
     state: Slots
     options: Mapping[str, str] = {}
     elementwise: bool = True
     counts: bool = True
-    refuse: Callable[[Leaf], str | None] = lambda leaf: None
+    unsupported: Callable[[Leaf], str | None] = lambda leaf: None
 
 
 def _like(*names: str) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -57,8 +57,8 @@ def _numbers(*names: str) -> dict[str, Callable[[Tensor], Tensor]]:
     return dict.fromkeys(names, lambda x: torch.zeros((), device="cpu" if x.is_meta else x.device))
 
 
-def _refuse_all_but_matrices(leaf: Leaf) -> str | None:
-    return refuse_complex(leaf) or (None if leaf.ndim == 2 else f"it has {leaf.ndim} dims, not 2")
+def _unless_real_matrix(leaf: Leaf) -> str | None:
+    return complex_is_unsupported(leaf) or (None if leaf.ndim == 2 else f"it has {leaf.ndim} dims, not 2")
 
 
 _FACTORS: Slots = {
@@ -82,9 +82,9 @@ CLASSES: dict[type[torch.optim.Optimizer], TorchClass] = {
     ),
     torch.optim.Rprop: TorchClass(_like("prev", "step_size")),
     torch.optim.SGD: TorchClass(_like("momentum_buffer"), {"momentum_buffer": "momentum"}, counts=False),
-    torch.optim.Adafactor: TorchClass(_FACTORS, elementwise=False, refuse=refuse_complex),
+    torch.optim.Adafactor: TorchClass(_FACTORS, elementwise=False, unsupported=complex_is_unsupported),
     torch.optim.Muon: TorchClass(
-        _like("momentum_buffer"), elementwise=False, counts=False, refuse=_refuse_all_but_matrices
+        _like("momentum_buffer"), elementwise=False, counts=False, unsupported=_unless_real_matrix
     ),
 }
 """Every class of torch.optim that steps by gradients alone."""
@@ -95,7 +95,7 @@ _REFUSED = {
 
 
 def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
-    """Make a pure optimizer of a class of torch.optim.
+    """Make a pure optimizer of a class of torch.optim: its step on each shard, from the shard's state.
 
     Args:
         cls: the class, such as torch.optim.RMSprop. A custom class is given to a Booster as an instance.
@@ -113,10 +113,9 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
 
 
 def adafactor(lr: Rate = 1e-2, **options: Any) -> Optimizer:
-    """Make Adafactor (Shazeer and Stern 2018) of torch.optim.Adafactor, with its options.
+    """Make Adafactor (Shazeer and Stern 2018): p = p - lr g / sqrt(v), where v = row_var col_var / mean(row_var).
 
-    Parameters must be unsharded on their devices. A matrix's mean squares are stored as one number per row and one per
-    column.
+    Options are those of torch.optim.Adafactor. Parameters must be unsharded on their devices.
 
     >>> opt = adafactor(0.5)
     >>> state = opt.init([torch.ones(4, 3)])
@@ -127,7 +126,9 @@ def adafactor(lr: Rate = 1e-2, **options: Any) -> Optimizer:
 
 
 def muon(lr: Rate = 1e-3, **options: Any) -> Optimizer:
-    """Make Muon (Jordan 2024) of torch.optim.Muon, with its options, for matrices, unsharded on their devices.
+    """Make Muon (Jordan 2024): p = p - lr orthogonalized(momentum), for matrices, unsharded on their devices.
+
+    Options are those of torch.optim.Muon.
 
     >>> opt = muon(1.0, weight_decay=0.0)
     >>> opt.update([torch.eye(2) * 100], opt.init([torch.zeros(2, 2)]), [torch.zeros(2, 2)])[0][0].diagonal()
@@ -140,19 +141,20 @@ def _pure(cls: type[torch.optim.Optimizer], who: str, options: dict[str, Any]) -
     known = torch_class(cls, "from_torch")
     usual = {name: x.default for name, x in signature(cls).parameters.items() if x.default is not x.empty}
     lr: Rate = options.pop("lr", usual["lr"])
-    _instance(cls, [torch.zeros(2, 2)], {} if callable(lr) else {"lr": lr}, options)  # raises where options are wrong
-    slots = {
-        name: make
-        for name, make in known.state.items()
-        if name not in known.options or (usual | options)[known.options[name]]
-    }
+    cls([torch.zeros(2, 2)], **({} if callable(lr) else {"lr": lr}), **options)  # raises where options are wrong
+    chosen = usual | options
     unfused = _rule(cls, known, options | {"fused": False} if options.get("fused") else options)
-    return writer(
+
+    def check(at: Leaves) -> None:
+        if not known.elementwise:
+            check_unsharded(who, at, known.unsupported)
+
+    return optimizer_of_rule(
         lr,
-        slots,
+        {name: make for name, make in known.state.items() if name not in known.options or chosen[known.options[name]]},
         _in_32_bits(unfused) if known.elementwise else each_kind(unfused, complex_as_real=False),
         fast=_rule(cls, known, options) if options.get("fused") else None,
-        check=None if known.elementwise else check_unsharded(who, refuse=known.refuse),
+        check=check,
         elementwise=known.elementwise,
     )
 
@@ -175,36 +177,27 @@ def check_divisible(cls: Any) -> None:
         raise OptimizerError(f"torch.optim.{cls.__name__} cannot step on shards: {_REFUSED[cls]}. Take another class.")
 
 
-def _instance(
-    cls: Any, params: list[Tensor], lr: Mapping[str, Any], options: Mapping[str, Any]
-) -> torch.optim.Optimizer:
-    try:
-        return cls(params, **lr, **options)
-    except (TypeError, ValueError) as error:
-        raise OptimizerError(f"torch.optim.{cls.__name__} refused what it was given: {error}") from error
-
-
 def _rule(cls: Any, known: TorchClass, options: Mapping[str, Any]) -> Rule:
     """Return the rule that is a step of an instance of a class."""
     on_device = options.get("fused") or options.get("capturable")  # where torch then has its counts
 
-    def rule(cells: Cells, lr: float) -> None:
-        cells = cells.filled()
-        if not cells.params:
+    def rule(shards: ShardLists, lr: float) -> None:
+        shards = shards.nonempty()
+        if not shards.params:
             return
-        params: list[Tensor] = [nn.Parameter(param.detach()) for param in cells.params]
-        optimizer = _instance(cls, params, {"lr": lr}, options)
-        for place, (param, grad, t) in enumerate(zip(params, cells.grads, cells.steps, strict=True)):
+        params: list[Tensor] = [nn.Parameter(param.detach()) for param in shards.params]
+        optimizer = cls(params, lr=lr, **options)
+        for i, (param, grad, t) in enumerate(zip(params, shards.grads, shards.steps, strict=True)):
             param.grad = grad.clone()  # torch may write into it
             if t > 1:
-                kept = {name: column[place] for name, column in cells.state.items() if column[place] is not None}
+                kept = {name: column[i] for name, column in shards.state.items() if column[i] is not None}
                 count = torch.tensor(t - 1.0, device=param.device if on_device else None)
                 optimizer.state[param] = kept | {"step": count} if known.counts else kept
         optimizer.step()
-        for place, param in enumerate(params):
-            for name, column in cells.state.items():
-                if column[place] is not None and (made := optimizer.state[param][name]) is not column[place]:
-                    column[place].copy_(made)
+        for i, param in enumerate(params):
+            for name, column in shards.state.items():
+                if column[i] is not None and (made := optimizer.state[param][name]) is not column[i]:
+                    column[i].copy_(made)
 
     return rule
 
@@ -213,13 +206,13 @@ def _in_32_bits(rule: Rule) -> Rule:
     """Return a rule that gets float32 copies of 16-bit tensors, which it would round by index."""
 
     def widened(column: list[Any]) -> list[Any]:
-        return [x.float() if x is not None and rounds_by_place(x) else x for x in column]
+        return [x.float() if x is not None and rounds_by_index(x) else x for x in column]
 
-    def written(cells: Cells, lr: float) -> None:
-        state = {name: widened(column) for name, column in cells.state.items()}
-        wide = replace(cells, params=widened(cells.params), grads=widened(cells.grads), state=state)
+    def written(shards: ShardLists, lr: float) -> None:
+        state = {name: widened(column) for name, column in shards.state.items()}
+        wide = replace(shards, params=widened(shards.params), grads=widened(shards.grads), state=state)
         rule(wide, lr)
-        for own, other in zip([cells.params, *cells.state.values()], [wide.params, *state.values()], strict=True):
+        for own, other in zip([shards.params, *shards.state.values()], [wide.params, *state.values()], strict=True):
             for x, computed in zip(own, other, strict=True):
                 if computed is not x:
                     x.copy_(computed)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard.errors import LayoutError
 from fshard.mesh.collectives.api import psum
 from fshard.mesh.layout import Mesh
 from fshard.mesh.spmd.run import is_outside, resolve_mesh, run_on_devices
@@ -78,10 +77,8 @@ class Report:
         counts = {"every": (every, 1), "step": (step, 0)}
         unfit = {name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least}
         wrong += [f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()]
-        if mesh is not None and not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
-            wrong.append(f"mesh= takes a mesh, not {mesh!r}")
         if wrong:
-            raise LayoutError(f"Report: {'; '.join(wrong)}.")
+            raise ValueError(f"Report: {'; '.join(wrong)}.")
         self.writers, self.mesh, self.every, self.step = writers, mesh, every, step
         self._clock, self._first = clock, step + 1
         self._since, self._samples = clock(), cast("float | Tensor", 0.0)
@@ -89,9 +86,9 @@ class Report:
     def __call__(self, metrics: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Count a step, and report it: numbers, and tensors of one number; others are left out."""
         if metrics is not None and not isinstance(metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(f"a report takes numbers by their names, such as report(loss=0.5); got {metrics!r}.")
+            raise ValueError(f"a report takes numbers by their names, such as report(loss=0.5); got {metrics!r}.")
         if "step" in {**(metrics or {}), **more}:
-            raise LayoutError("a report counts steps itself: begin with Report(..., step=), and leave step out.")
+            raise ValueError("a report counts steps itself: begin with Report(..., step=), and leave step out.")
         self.step += 1
         given = {name: x for name, x in {**(metrics or {}), **more}.items() if _is_number(x)}
         self._samples = self._samples + given.get("samples", 0)  # a tensor's sum stays on its device
@@ -136,7 +133,7 @@ def _is_first() -> bool:
 def _of_all(mesh: Mesh, values: Mapping[str, float], samples: float) -> tuple[dict[str, float], float]:
     """Return the means of all devices, weighted by samples, and the sums of samples."""
     if is_outside(mesh):
-        raise LayoutError(
+        raise ValueError(
             "Report(mesh=): outside of fs.run there is one process; its metrics are those of all devices already."
         )
     weight = values.get("samples", 1.0)

@@ -5,8 +5,6 @@ processes      runs a function in several processes: `run_processes(fn, n)`
 plugin         for pytest: the `mesh` fixture and marker
 strategies     draws meshes, layouts, tensors and trees for hypothesis
 oracles        defines every collective on a plain list of tensors
-conformance    compares a runtime with the oracles, for every collective, dtype and group of axes: `check_runtime(mesh)`
-cases          lists the cases of the conformance suite
 gpt            a small GPT as plain functions
 """
 
@@ -19,7 +17,7 @@ from fshard.testing.processes import Processes, run_processes
 
 def __getattr__(name: str) -> Any:
     """Import a module at its first use: not all need the same packages."""
-    if name in ("conformance", "oracles", "strategies"):
+    if name in ("oracles", "strategies"):
         return import_module(f"fshard.testing.{name}")
     raise AttributeError(f"module 'fshard.testing' has no attribute {name!r}")
 

@@ -4,8 +4,6 @@ A list has a tensor per device of a group, in the group's order. `forward` retur
 `backward` maps their cotangents (and the inputs) to the cotangents of the inputs; `sent` returns the bytes that a
 device sends. All is written independently, from the documentation and without looking at the code under test.
 
-A new collective is tested by adding it to `ORACLES`.
-
 Legend: n devices, xs their inputs, gs the cotangents of their results; i a device's index, size its bytes.
 """
 
@@ -21,8 +19,6 @@ from torch import Tensor
 
 Tensors = list[Tensor]
 Pairs = Sequence[tuple[int, int]]
-Options = dict[str, Any]
-"""The keyword arguments of a collective."""
 
 
 def total(xs: Sequence[Tensor]) -> Tensor:
@@ -206,49 +202,6 @@ def chained(size: int, i: int, n: int, *, source: int = 0) -> Fraction:
     return Fraction(0 if (i + 1) % n == source else size)
 
 
-# -- the options worth trying over n devices, on tensors of at least 2 dims -----------------------------------------
-
-
-def plain(n: int) -> list[Options]:
-    """Take none."""
-    return [{}]
-
-
-def each_dim(n: int) -> list[Options]:
-    """Take a dim, counted from either end."""
-    return [{"dim": dim} for dim in (0, 1, -1)]
-
-
-def each_dim_and_kind(n: int) -> list[Options]:
-    """Take a dim, for both kinds of result."""
-    return [{"dim": dim, "to": to} for dim in (0, -1) for to in ("varying", "replicated")]
-
-
-def two_dims(n: int) -> list[Options]:
-    """Take one dim to split and one to concatenate along."""
-    same: list[Options] = [{"split_dim": dim} for dim in (0, 1)]
-    return same + [{"split_dim": split, "concat_dim": join} for split, join in ((0, 1), (1, 0), (-1, 0))]
-
-
-def routes(n: int) -> list[Options]:
-    """Take a ring, a ring the other way, a single hop, and the swap of two; alone, nothing."""
-    ring = tuple((i, (i + 1) % n) for i in range(n))
-    back = tuple((to, origin) for origin, to in ring)
-    hops = [ring, back, ((n - 1, 0),), ((0, n - 1), (n - 1, 0))] if n > 1 else [()]
-    return [{"perm": perm} for perm in hops]
-
-
-def routes_and_rests(n: int) -> list[Options]:
-    """Return routes, none at all, and from every device to itself."""
-    rests = [(), tuple((i, i) for i in range(n))]
-    return routes(n) + [{"perm": perm} for perm in rests]
-
-
-def both_ends(n: int) -> list[Options]:
-    """Take the first device as source, and the last."""
-    return [{"source": source} for source in sorted({0, n - 1})]
-
-
 @dataclass(frozen=True)
 class Oracle:
     """The definition of one collective.
@@ -260,7 +213,6 @@ class Oracle:
         kinds: the dtypes it takes, "b" bool, "i" integer, "f" float, "c" complex.
         sums: whether the forward, and the backward, add: only there may bits depend on an order.
         counts: True if booleans become integers.
-        options: from n to the options to try over n devices.
     """
 
     forward: Callable[..., Tensors]
@@ -269,7 +221,6 @@ class Oracle:
     kinds: str = "bifc"
     sums: tuple[bool, bool] = (False, False)
     counts: bool = False
-    options: Callable[[int], list[Options]] = plain
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Return True if the collective is defined for a dtype."""
@@ -293,11 +244,11 @@ ORACLES: dict[str, Oracle] = {
     "pmax": Oracle(pmax, pmax_backward, reduced, kinds="bif", sums=ADDS_BACK),
     "pmin": Oracle(pmin, pmin_backward, reduced, kinds="bif", sums=ADDS_BACK),
     "pvary": Oracle(pvary, pvary_backward, free, sums=ADDS_BACK),
-    "all_gather": Oracle(all_gather, all_gather_backward, gathered, sums=ADDS_BACK, options=each_dim_and_kind),
-    "psum_scatter": Oracle(psum_scatter, psum_scatter_backward, exchanged, sums=ADDS, counts=True, options=each_dim),
-    "all_to_all": Oracle(all_to_all, all_to_all_backward, exchanged, options=two_dims),
-    "ppermute": Oracle(ppermute, ppermute_backward, along, options=routes_and_rests),
-    "broadcast": Oracle(broadcast, broadcast_backward, chained, options=both_ends),
-    "send_recv": Oracle(ppermute, ppermute_backward, along, options=routes),
+    "all_gather": Oracle(all_gather, all_gather_backward, gathered, sums=ADDS_BACK),
+    "psum_scatter": Oracle(psum_scatter, psum_scatter_backward, exchanged, sums=ADDS, counts=True),
+    "all_to_all": Oracle(all_to_all, all_to_all_backward, exchanged),
+    "ppermute": Oracle(ppermute, ppermute_backward, along),
+    "broadcast": Oracle(broadcast, broadcast_backward, chained),
+    "send_recv": Oracle(ppermute, ppermute_backward, along),
 }
 """Every collective, by the name of its function; `send_recv` is a `send` and a `recv` for every pair."""

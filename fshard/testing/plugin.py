@@ -6,7 +6,8 @@
 
 `pytest --mesh-runtime=gloo` runs each test that has the marker or the fixture in as many processes as its mesh has
 devices, set up as by torchrun: each process runs pytest on that test alone. The processes are reused by later tests.
-An exception in a process is raised here; a skip is a skip, and `xfail` is evaluated here.
+An exception in a process is raised here; a skip is a skip, and `xfail` is evaluated here. A test that hypothesis draws
+examples for needs `suppress_health_check=[HealthCheck.function_scoped_fixture]`.
 
 Every pytest loads this module where fshard is installed, so imports are delayed.
 """
@@ -71,7 +72,7 @@ def _axes(node: pytest.Item) -> dict[str, int]:
 
 def _is_one_of_many() -> bool:
     """Return True if this pytest is one of several, started here, by torchrun, srun or mpirun."""
-    from fshard.mesh.runtimes.together import launched
+    from fshard.mesh.runtimes.launchers import launched
 
     return launched()
 
@@ -81,10 +82,7 @@ def _is_one_of_many() -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the fixtures of tests that will run elsewhere to those processes; let hypothesis use one mesh for all examples."""
-    for item in items:
-        if isinstance(item, pytest.Function) and _has_mesh(item):
-            _allow_examples(getattr(item.obj, "__func__", item.obj))
+    """Leave the fixtures of tests that will run elsewhere to those processes."""
     if config.getoption("--mesh-runtime") == "gloo" and not _is_one_of_many():
         for item in items:
             if isinstance(item, pytest.Function) and _has_mesh(item):
@@ -93,17 +91,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 _elsewhere = pytest.StashKey[bool]()
-
-
-def _allow_examples(test: Any) -> None:
-    """Allow a fixture made once for all examples of hypothesis: a mesh is immutable."""
-    if not getattr(test, "is_hypothesis_test", False):
-        return
-    from hypothesis import HealthCheck, settings
-
-    known: Any = getattr(test, "_hypothesis_internal_use_settings", None) or settings.default
-    suppressed = [*known.suppress_health_check, HealthCheck.function_scoped_fixture]
-    test._hypothesis_internal_use_settings = settings(known, suppress_health_check=suppressed)
 
 
 def _has_mesh(item: pytest.Function) -> bool:
@@ -157,7 +144,7 @@ def _arguments(config: pytest.Config, item: pytest.Function) -> list[str]:
     options += [word for rule in config.getoption("pythonwarnings") or () for word in ("-W", rule)]
     options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
     if config.pluginmanager.hasplugin("hypothesispytest"):
-        options.append("--hypothesis-seed=0")  # every process has to draw the same examples
+        options.append("--hypothesis-seed=0")  # every process must draw the same examples
     return [*options, f"{config.rootpath / path}{separator}{name}"]
 
 

@@ -46,12 +46,12 @@ def run_processes(
 
         assert [x.tolist() for x in run_processes(total, 2)] == [[2, 2], [2, 2]]
     """
-    _refuse_typed(fn)
+    _validate_importable(fn)
     with Processes(n, backend=backend, environment=environment, timeout=timeout, fresh=fresh) as pool:
         return pool.run_last(fn, *args, **kwargs)
 
 
-def _refuse_typed(fn: Callable[..., Any]) -> None:
+def _validate_importable(fn: Callable[..., Any]) -> None:
     """Raise if a function is not defined in a file, where other processes can import it."""
     main = getattr(sys.modules["__main__"], "__file__", "what was typed in")
     if getattr(fn, "__module__", None) == "__main__" and not Path(main).is_file():

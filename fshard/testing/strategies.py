@@ -16,13 +16,11 @@ and consecutive numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.vendor import pretty
 from optree.dataclasses import dataclass
 from torch import Tensor
 
@@ -39,33 +37,6 @@ DTYPES = (
 """The dtypes that tensors are drawn in, simplest first."""
 FEW = 12
 """Up to this size elements are drawn, and shrink, one by one; larger tensors come from a seed."""
-
-
-def _mesh_written(mesh: Mesh) -> str:
-    runtime = "" if mesh.runtime == "virtual" else f', runtime="{mesh.runtime}"'
-    full = f"fs.make_mesh({dict(mesh.parent or mesh.axes)}{runtime})"
-    return full if mesh.parent is None else f"{full}[{mesh.axis_names}]"
-
-
-def _layout_written(layout: Layout) -> str:
-    memory = "" if layout.memory == "device" else f', "{layout.memory}"'
-    unit = "" if layout.unit is None else f", unit={layout.unit!r}"
-    frozen = ", frozen=True" if layout.frozen else ""
-    return f"fs.Layout({_mesh_written(layout.mesh)}, {layout.spec!r}{memory}{unit}{frozen})"
-
-
-def _write_counterexamples(kind: type, written: Callable[[Any], str]) -> None:
-    """Have hypothesis print values of a class as code that makes them again."""
-
-    def write(x: Any, printer: pretty.RepresentationPrinter, cycle: bool) -> None:
-        printer.text(written(x))
-
-    pretty.for_type_by_name(kind.__module__, kind.__name__, write)
-
-
-_write_counterexamples(Mesh, _mesh_written)
-_write_counterexamples(Layout, _layout_written)
-_write_counterexamples(P, repr)
 
 
 @st.composite
@@ -131,7 +102,7 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = T
     for axis in axes:
         size = mesh.shape[axis]
         fitting = [dim for dim, length in enumerate(shape) if length % (cuts[dim] * size) == 0]
-        use = draw(st.sampled_from([*fitting, "whole", *(["unreduced"] if unreduced else [])]))
+        use = draw(st.sampled_from([*fitting, "replicated", *(["unreduced"] if unreduced else [])]))
         if isinstance(use, int):
             entries[use] += (axis,)
             cuts[use] *= size

@@ -1,4 +1,4 @@
-"""Agreements of devices: one order of reductions, the same all-gathers, the same inputs.
+"""Agreements of devices: one order of reductions, the same all-gathers, the same inputs, the axes of a loss.
 
 Gradients become complete in an order that may depend on the data, and some never do where a branch skips them. So
 units are reduced in an order that all devices agree on: a unit before its turn waits, one that is missing after the
@@ -8,26 +8,17 @@ backward is reduced as zeros, and one outside the agreed order is reduced last.
     device 0    head  blocks[0]              ->       head  blocks[1] = 0  blocks[0]
     device 1    head  blocks[1]              ->       head  blocks[1]      blocks[0] = 0
 
-All-gathers involve all devices; where devices differ, the error names the units that each gathered. Also compared: the
-shapes of the global batch, the key of random draws, and replicated parameters, which only the user's program makes
-equal on processes (see `origin`).
-
 All this is exchanged between hosts: no accelerator is waited for.
 
-Collectives in a loss function, and the gradient that follows.
-
-In a loss function every value is varying: parameters, and results of collectives. Each device has a loss; the
-objective is their mean, weighted by the devices' parts of the batch, as a function of all devices' values. That is
-right for any code without promises of equality.
+A loss function may call collectives. Every value in it is varying, and the objective is the mean of all devices' losses,
+weighted by their parts of the batch, as a function of all devices' values:
 
     mean over all devices of    f(z_d, psum(z))          each device's parameters, with equal numbers
            │                       │     └ backward: psum of all cotangents        │
            └ 1/n to each           └ backward: its own                             └ backward: gradients summed over all
 
-The devices are those along the batch's axes, which have other samples, and those along any other axis over which the
-loss function of some device calls a collective or `axis_index`. Devices agree on these axes in the first step, before
-anything is reduced; later only collectives add to them, so a device may print by its index. Along all other axes
-devices compute the same, and nothing is sent along them after the first step.
+The devices are those along the batch's axes, and those along any other axis over which the loss function of some device
+calls a collective or, in the first step, `axis_index`. Along all other axes devices compute the same.
 
 Some collectives raise, since their result would differ on other meshes (`sync_batchnorm` weights devices by samples):
 
@@ -40,11 +31,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.layout import Mesh, as_written
@@ -71,10 +62,7 @@ def agreed_turns(used: Sequence[int], count: int, group: Group | None, site: Sit
 
     The first device's order, reversed; then units that only other devices used.
     """
-    first, users = (
-        [0.0] * count,
-        [0.0] * count,
-    )  # first use on device 0; devices that used it
+    first, users = [0.0] * count, [0.0] * count  # first use on device 0; devices that used it
     for place, number in enumerate(used):
         first[number] = 0.0 if group is not None and group.index else 1.0 + place
         users[number] = 1.0
@@ -210,10 +198,7 @@ class CollectiveRecord:
     @property
     def many(self) -> int:
         """Number of devices along those axes, which have the same samples."""
-        many = 1
-        for axis in self.along:
-            many *= self._sizes[axis]
-        return many
+        return prod(self._sizes[axis] for axis in self.along)
 
 
 _HARMLESS = ("fs.pvary", "fs.pmax", "fs.pmin", "fs.axis_index", "fs.axis_size", "sync_batchnorm")
@@ -235,14 +220,14 @@ def objection(batch: Batch, count: int, *, reproducible: bool) -> Notice | None:
         if axes.isdisjoint(group.axes) or what in NOT_HEARD:
             return
         if reproducible:
-            raise LayoutError(
+            raise ValueError(
                 f"{what} over {as_written(group.axes)} in the loss function, at {call_site()}: with reproducible=True a "
                 "slice of the batch must be computed independently, so that it does not depend on the mesh. Use its own "
                 "samples only, or leave reproducible=True out."
             )
         if group.size == 1 or what in _HARMLESS or cut is None or (cut.length >= slices and what != "fs.pmean"):
             return
-        raise LayoutError(
+        raise ValueError(
             f"{what} in the loss function: the {cut.length} samples of the batch are cut into {slices} slices, which are not "
             f"of one size, or some without samples, and all would count alike. Give batches of a multiple of {slices}."
         )

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from fshard.copying import lazy_copy
-from fshard.errors import LayoutError, MeshError
 from fshard.mesh.layout import (
     Layout,
     Mesh,
@@ -147,16 +146,16 @@ class Batch:
         """Raise if the batch cannot be split into `count` slices per device."""
         kinds = {cut for cut in self.cuts if cut is not None}
         if count > 1 and not kinds:
-            raise LayoutError(
+            raise ValueError(
                 f"each device's part of the batch must be split into {count} slices, but has no tensor whose first dim is "
                 "sharded by its spec, and tensors of several lengths or none. Name those with samples by an axis of one device "
                 'if there is no other: batch=P("data").'
             )
         if any(cut.length == 0 for cut in kinds):
-            raise LayoutError("the batch has no samples. Leave it out.")
+            raise ValueError("the batch has no samples. Leave it out.")
         if len(kinds) > 1 and any(cut.length % (cut.parts * count) for cut in kinds):
             found = ", ".join(f"{cut.length} over {' x '.join(cut.axes)}" for cut in sorted(kinds))
-            raise LayoutError(
+            raise ValueError(
                 f"the tensors of the batch are sharded differently ({found}), and not evenly into {count} slices per device, "
                 "so samples cannot be matched. Give them divisible numbers of samples."
             )
@@ -219,7 +218,7 @@ class BatchPart:
         strange = [(path, x) for path, x in zip(paths, leaves, strict=True) if rows_of(x) not in (None, rows)]
         if strange:
             found = ", ".join(f"{path or 'it'} is {rows_of(x)} long" for path, x in strange)
-            raise LayoutError(
+            raise ValueError(
                 f"this device has {rows} of the batch's {self.cut.length} samples from the loader, but {found}. Give "
                 "tensors with a row per sample separately from tensors that all devices get in full."
             )
@@ -237,12 +236,12 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     try:
         chosen = [specs] * len(leaves) if isinstance(specs, P) else broadcast_prefix(specs, batch, none_is_leaf=True)
     except ValueError:
-        raise LayoutError(f"the batch specs {specs!r} are no prefix of the batch {structure}.") from None
+        raise ValueError(f"the batch specs {specs!r} are no prefix of the batch {structure}.") from None
     if not all_plain(leaves):
         _refuse_opaque(batch, specs)
     try:
         placed = [_placed(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
-    except (LayoutError, MeshError):
+    except (TypeError, ValueError):
         with collected("batch") as attempt:
             for path, leaf, spec in zip(paths_of(structure), leaves, chosen, strict=True):
                 with attempt(path):
@@ -264,7 +263,7 @@ def _refuse_opaque(batch: PyTree, specs: PyTree) -> None:
     chosen = broadcast_prefix(specs, unflatten(structure, [0] * len(leaves)), none_is_leaf=True)
     cut = [(path, x) for path, x, spec in zip(paths, leaves, chosen, strict=True) if isinstance(spec, P) and spec.axes]
     if wrong := [f"{path or 'it'} is a {type(x).__name__}" for path, x in cut if is_opaque(x)]:
-        raise LayoutError(
+        raise TypeError(
             f"batch: leaves must be tensors, or containers of them, to be sharded; {', '.join(wrong)}. Give its "
             "tensors and make the object in the loss function, or P() for it in the batch's specs: all devices get all of it."
         )
@@ -281,12 +280,12 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
     """Shard a leaf on a mesh; return the sharding of its samples, and the local shards."""
     if not isinstance(leaf, Tensor | Sharded):
         if getattr(leaf, "ndim", 0) and isinstance(spec, P) and spec.axes:
-            raise LayoutError(
+            raise TypeError(
                 f"is of class {type(leaf).__name__}, which is not cut. Write torch.as_tensor(...) around it."
             )
         return None, (leaf,) * len(local_devices(mesh))
     if not isinstance(spec, P):
-        raise LayoutError(f"is a tensor, but its spec is {spec!r}. Give a P.")
+        raise TypeError(f"is a tensor, but its spec is {spec!r}. Give a P.")
     cut, layout = _how(mesh, spec, tuple(leaf.shape))
     is_even = cut is None or cut.length % cut.parts == 0
     if isinstance(leaf, Sharded) and is_even:

@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError, MismatchError
-from fshard.mesh.layout import PyTree, Structure
+from fshard.errors import FshardError, MismatchError
+from fshard.mesh.layout import PyTree, Structure, flatten_with_paths
 from fshard.mesh.spmd.scope import Group, owning
-from fshard.optim.scaling import held_by
+from fshard.optim.scaling import finite_scale
 from fshard.source import Site
 from fshard.transforms.agree import CollectiveRecord, disagreement, exchanged, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch, Slice
+from fshard.transforms.fsdp.engine import Gradients, UnitOptions
 from fshard.transforms.fsdp.param_runtime import Order, ParamRuntime, followed
-from fshard.transforms.fsdp.reductions import Accumulate
-from fshard.transforms.fsdp.units import Unit, UnitOptions
+from fshard.transforms.fsdp.reductions import AccumulateInto
+from fshard.transforms.fsdp.units import Unit
 from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.means import (
     AuxLeaves,
@@ -30,25 +31,26 @@ from fshard.transforms.means import (
     LossSums,
     Rows,
     Weight,
-    added,
+    averaged_results,
     collected,
     combine_aux,
-    idling,
+    idle_slice,
+    nonzero_weight,
     refuse_weights,
-    something,
-    sort_aux,
-    together,
+    slice_results,
+    weight_of_samples,
     weighted,
     weights_of,
 )
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
-from fshard.transforms.origin import Origin, bits
+from fshard.transforms.origin import Origin
+from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 
 
 @dataclass(frozen=True)
-class How:
+class StepOptions:
     """How each device takes the gradient of its part.
 
     Args:
@@ -59,7 +61,7 @@ class How:
         accumulate: number of slices per device.
         once: True accumulates gradients over the slices before they are reduced.
         slices: number of slices of the global batch in reproducible mode; None: another mode.
-        manner: options of units.
+        unit_options: options of units.
         backward: False takes no gradient.
         caller: the function that was called, for messages.
     """
@@ -83,12 +85,12 @@ class How:
             return self.accumulate
         own, left = divmod(self.slices, n)
         if left or own % self.accumulate:
-            raise LayoutError(
+            raise ValueError(
                 f"reproducible mode cuts the batch into {self.slices} slices, which {n} devices do not share evenly "
                 f"in {self.accumulate} turns. Give a number of slices that all your meshes divide."
             )
         if n > 1 and own & (own - 1):
-            raise LayoutError(
+            raise ValueError(
                 f"reproducible mode adds {self.slices} slices in one binary tree, of which the {own} of each of {n} devices "
                 f"are no branch: one device would round differently. "
                 f"Give each 1, 2, 4, ... slices, such as {n << own.bit_length()}."
@@ -105,18 +107,18 @@ class SliceTurn(NamedTuple):
 
 
 class SliceOutput(NamedTuple):
-    """The results of one slice."""
+    """The results of one slice, and the buffers that it wrote."""
 
     found: LossSums
-    written: dict[str, Tensor]
     aux: AuxLeaves
+    written: dict[str, Tensor]
 
 
 class DeviceResult(NamedTuple):
     """The results of one device's step.
 
     The loss and its weight; the metrics, numbers and rows by their indices in a tree; the local shards of the
-    gradients, buffers, the order of units.
+    gradients, None where no device has used a parameter; the buffers that changed; the order of units.
     """
 
     loss: Tensor
@@ -124,9 +126,9 @@ class DeviceResult(NamedTuple):
     numbers: dict[int, Tensor]
     rows: dict[int, Rows]
     structure: Structure
-    gradients: list[Tensor | None]
+    gradients: Gradients
     buffers: dict[str, Tensor]
-    order: Order
+    order: Order | None = None
 
 
 class DeviceStep:
@@ -134,7 +136,7 @@ class DeviceStep:
 
     Args:
         how: options of the step.
-        tape: its parameters.
+        runtime: its parameters.
         params: returns them as the tree that the loss function takes.
         buffers: of the loss function.
         batch: the batch.
@@ -145,7 +147,7 @@ class DeviceStep:
 
     def __init__(
         self,
-        how: How,
+        how: StepOptions,
         runtime: ParamRuntime,
         params: Callable[[], PyTree],
         buffers: Buffers,
@@ -171,17 +173,14 @@ class DeviceStep:
     def run(self) -> DeviceResult:
         """Run the step: forward and backward of the device's slices, then the reductions of all devices."""
         how, runtime = self.how, self.runtime
-        slices = self.batch.slices(self.place, self.turns, apart=how.slices is not None)
-        counts = counts_of(how, self.batch, slices, self.group, runtime.site)
-        first = 0 if self.group is None else self.group.index * len(slices)
-        turns = [SliceTurn(*pair, first + turn) for turn, pair in enumerate(zip(slices, counts, strict=True))]
+        turns = slice_turns(how, self.batch, self.place, self.turns, self.group, runtime.site)
         if how.slices is not None:
             parts = self._run_reproducible(turns)
         else:
             parts = self._accumulate(turns) if how.once else self._reduce_each(turns)
         runtime.check_unchanged()
         runtime.end()
-        return self._result(parts, slices)
+        return self._result(parts, [turn.slice for turn in turns])
 
     def _reduce_each(self, turns: list[SliceTurn]) -> list[SliceOutput]:
         """Reduce the gradients of each slice as they are ready."""
@@ -222,13 +221,13 @@ class DeviceStep:
         same = tuple(axis for axis in (*self.collectives.along, *self.batch.axes) if axis not in cut)
         return collected(rows, self.batch, self._along(same), self._along(cut), self.runtime.site)
 
-    def _one(self, turn: SliceTurn, keep: Accumulate | None = None) -> SliceOutput:
+    def _one(self, turn: SliceTurn, keep: AccumulateInto | None = None) -> SliceOutput:
         """Take the forward and backward of one slice; `keep` takes its gradients if they are not to be reduced yet."""
         runtime, (slice, count, number) = self.runtime, turn
         runtime.begin()
         with (
             keyed_random(self.key, 0, number),
-            idling(not slice.rows),
+            idle_slice(not slice.rows),
             owning(self.batch.mesh.axis_names, self.collectives.notice),
         ):
             loss, buffers, aux = self._forward(slice, count)
@@ -237,9 +236,7 @@ class DeviceStep:
         if keep is None:
             runtime.reductions.end()
         written = self.buffers.changed(self.place, buffers, loss.device)
-        beside = sort_aux(aux, slice.samples, loss.device)
-        found = LossSums(loss.detach(), count.weight, [*beside.means.values()], [*beside.counts.values()])
-        return SliceOutput(found, written, beside)
+        return SliceOutput(*slice_results(loss, count, aux, slice.samples), written)
 
     def _forward(self, slice: Slice, count: Count) -> tuple[Tensor, PyTree, PyTree]:
         how, runtime = self.how, self.runtime
@@ -257,14 +254,14 @@ class DeviceStep:
         known = None if self.runtime.fresh else self.runtime.expected.along
         self.collectives.agree(self.runtime.scope, known, near, self.runtime.site)
 
-    def _backward(self, loss: Tensor, count: Count, keep: Accumulate | None) -> None:
+    def _backward(self, loss: Tensor, count: Count, keep: AccumulateInto | None) -> None:
         how, runtime = self.how, self.runtime
         idle = not count.weight and not self.collectives.mixed  # other losses may depend on samples of weight 0
         runtime.begin_backward(self.everyone, self.collectives.along, keep, idle=idle)
         if not loss.requires_grad:
             return
         share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
-        self.scaled = held_by(loss.dtype, self.scale)
+        self.scaled = finite_scale(loss.dtype, self.scale)
         start = torch.full_like(loss, share * self.scaled)
         with runtime.reductions.collecting():
             torch.autograd.grad(loss, [runtime.anchor], start, allow_unused=True)
@@ -273,17 +270,40 @@ class DeviceStep:
         """Call the loss function; return the loss, buffers and metrics."""
         how = self.how
         given = self.buffers.part(self.place)
-        result = followed(how.loss_fn)(self.params(), *((given,) if how.has_buffers else ()), batch)
+        params = self.params()
+        try:
+            result = followed(how.loss_fn)(params, *((given,) if how.has_buffers else ()), batch)
+        except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+            if not isinstance(error, FshardError):
+                self._explain(error, params, batch)
+            raise
         wanted = ["loss", *(["buffers"] if how.has_buffers else []), *(["aux"] if how.has_aux else [])]
         if len(wanted) == 1:
             return result, given, ()
         if not isinstance(result, tuple | list) or len(result) != len(wanted):
             size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
-            raise LayoutError(
-                f"the loss function has to return ({', '.join(wanted)}); found a {type(result).__name__}{size}."
+            raise ValueError(
+                f"the loss function must return ({', '.join(wanted)}); got a {type(result).__name__}{size}."
             )
         named = dict(zip(wanted, result, strict=True))
         return named["loss"], named.get("buffers", given), named.get("aux", ())
+
+    def _explain(self, error: Exception, params: PyTree, batch: PyTree) -> None:
+        """Add the arguments of the loss function to its error, and the fix if they are of several dtypes."""
+        buffers = "buffers, " if self.how.has_buffers else ""
+        note = f"The loss function is called as loss_fn(params, {buffers}batch)"
+        dtypes = {leaf.dtype for leaf in self.runtime.leaves if leaf.dtype.is_floating_point}
+        paths, leaves, _ = flatten_with_paths(batch)
+        other = [
+            f"{named(('batch', *parts_of(path)))} is {str(x.dtype).removeprefix('torch.')}"
+            for path, x in zip(paths, leaves, strict=True)
+            if isinstance(x, Tensor) and x.dtype not in dtypes
+        ]
+        if other and len(dtypes) == 1 and self.how.unit_options.compute is None:
+            dtype = str(dtypes.pop())
+            note += f"; params are {dtype.removeprefix('torch.')}, {', '.join(other)}"
+            note += f". Where they meet, convert the batch, x.to({dtype}), or give compute={dtype} for floating ones"
+        error.add_note(f"{self.how.caller}: {note}.")
 
     def together(
         self, found: list[LossSums], written: Sequence[Written]
@@ -293,77 +313,80 @@ class DeviceStep:
         Returns also how many devices used each parameter, and the averaged buffers that were written.
         """
         runtime, paths = self.runtime, self.buffers.paths
-        given, near = self.buffers.before(self.place), found[0].loss.device
-        origin, wrote = self._origin(), written_paths(written)
-        others = irregular(written, given)
-        numbers_ = runtime.sequence, *origin.numbers
-        own, kept = (
-            marks(*numbers_, *([others] if paths else [])),
-            [float(unit.accumulated is not None) for unit in runtime.units],
-        )
-        flags = [float(path in wrote) for path in paths]
-        flags += [float(len({entry.path for entry in others}) < len(others))] if paths else []
-        row = [*own, *flags, *kept, *map(float, runtime.reductions.used)]
-        mean, sums = together(found, row, self.everyone, self.collectives.many, runtime.site)
-        differing, sums = unlike(sums[: len(own)]), sums[len(own) :]
-        wrong = [place for place in differing if place < len(numbers_)]
-        if wrong and wrong[-1]:  # different inputs may be the reason for different all-gathers
-            origin.refuse(wrong[-1] - 1, runtime.scope.mesh, self._exchanged)
-        if wrong:
-            raise MismatchError(self._another_order())
-        flags, sums = sums[: len(flags)], sums[len(flags) :]
-        kept, used = sums[: len(kept)], sums[len(kept) :]
-        trained = [leaf.trained for leaf in runtime.leaves]
-        if any(trained) and not any(times for times, moves in zip(used, trained, strict=True) if moves):
-            raise LayoutError(DETACHED)
-        runtime.reductions.rest(kept, used)
+        given, near, origin = self.buffers.before(self.place), found[0].loss.device, self._origin()
+        wrote, others = written_paths(written), irregular(written, given)
+        several_shapes = len({entry.path for entry in others}) < len(others)
+        columns = {
+            "marks": marks(runtime.sequence, origin.numbers, *([others] if paths else [])),
+            "wrote": [float(path in wrote) for path in paths],
+            "several": [float(several_shapes)] if paths else [],
+            "kept": [float(unit.accumulated is not None) for unit in runtime.units],
+            "used": [*map(float, runtime.reductions.used)],
+        }
+        row = [number for column in columns.values() for number in column]
+        mean, row = averaged_results(found, row, self.everyone, self.collectives.many, runtime.site)
+        rest = iter(row)
+        sums = {name: [next(rest) for _ in column] for name, column in columns.items()}
+        differing, used = unlike(sums["marks"]), sums["used"]
+        self._refuse_different(origin, differing)
+        if any(leaf.trained for leaf in runtime.leaves):
+            refuse_detached([times for times, leaf in zip(used, runtime.leaves, strict=True) if leaf.trained])
+        runtime.reductions.rest(sums["kept"], used)
         if not paths:
             return mean, used, {}
-        *flags, several = flags
-        entries = entries_to_average(paths, flags, written, given, agreed=not differing and not several)
+        agreed = not differing and not any(sums["several"])
+        entries = entries_to_average(paths, sums["wrote"], written, given, agreed=agreed)
         return mean, used, averaged(written, entries, self.everyone, given, near, runtime.site)
 
     def _origin(self) -> Origin:
         """Return the inputs of the step."""
-        runtime, batch = self.runtime, self.batch
-        key = None if self.how.slices is None else self.key
-        if not runtime.fresh or not batch.alone:
-            return Origin(batch.shapes, key, {}, {})
+        runtime, key = self.runtime, None if self.how.slices is None else self.key
         pairs = zip(runtime.leaves, runtime.shards, strict=True)
-        leaves = {leaf.path: bits(x) for leaf, x in pairs if not leaf.gather.steps}
-        return Origin(batch.shapes, key, leaves, {path: bits(x) for path, x in batch.unsharded.items()})
+        replicated = ((leaf.path, x) for leaf, x in pairs if not leaf.gather.steps)
+        return Origin.of(self.batch, key, replicated, fresh=runtime.fresh)
 
-    def _exchanged(self, own: Sequence[int]) -> dict[int, list[int]]:
-        group = self.everyone
-        assert group is not None
-        return exchanged(own, group, self.runtime.site)
+    def _refuse_different(self, origin: Origin, differing: Sequence[int]) -> None:
+        """Raise if devices have different inputs (1), or else if they all-gathered different units (0)."""
+        group, runtime = self.everyone, self.runtime
+        if not {0, 1} & {*differing} or group is None:
+            return
 
-    def _another_order(self) -> str:
-        runtime = self.runtime
-        known = disagreement(runtime.scope.mesh, self._exchanged(runtime.sequence), runtime.words())
-        return f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
+        def exchange(own: Sequence[int]) -> dict[int, list[int]]:
+            return exchanged(own, group, runtime.site)
 
-    def gradients(self, used: Sequence[float], weight: float = 1.0) -> list[Tensor | None]:
+        mesh = runtime.scope.mesh
+        if 1 in differing:  # different inputs may be the reason for different all-gathers
+            origin.refuse(self.how.caller, mesh, exchange)
+        known = disagreement(mesh, exchange(runtime.sequence), runtime.words())
+        raise MismatchError(
+            f"value_and_grad: devices gathered different units, so one was given another's values: {known}"
+        )
+
+    def gradients(self, used: Sequence[float], weight: float = 1.0) -> Gradients:
         """Return the gradients; None for a parameter that no device used. `weight` is the total of all slices."""
-        divisor = 1.0 if self.how.slices is None or self.batch.mesh.runtime == "abstract" else something(weight)
+        divisor = 1.0 if self.how.slices is None or self.batch.mesh.runtime == "abstract" else nonzero_weight(weight)
         divisor *= self.scaled / self.scale
-        sums = [g if wanted else None for g, wanted in zip(self.runtime.reductions.sums, used, strict=True)]
-        if divisor != 1.0:
-            sums = [g if g is None else g / divisor for g in sums]
-        return [
-            g if g is None or g.dtype is leaf.dtype else g.to(leaf.dtype)
-            for g, leaf in zip(sums, self.runtime.leaves, strict=True)
-        ]
+        return self.runtime.reductions.gradients(used, divisor)
 
 
-def counts_of(how: How, batch: Batch, slices: list[Slice], group: Group | None, site: Site) -> list[Count]:
+def slice_turns(
+    how: StepOptions, batch: Batch, place: int, count: int, group: Group | None, site: Site
+) -> list[SliceTurn]:
+    """Return the slices of the device at index `place`, with their weights; `group` are the devices with the others."""
+    slices = batch.slices(place, count, apart=how.slices is not None)
+    counts = counts_of(how, batch, slices, group, site)
+    first = 0 if group is None else group.index * count
+    return [SliceTurn(*pair, first + turn) for turn, pair in enumerate(zip(slices, counts, strict=True))]
+
+
+def counts_of(how: StepOptions, batch: Batch, slices: list[Slice], group: Group | None, site: Site) -> list[Count]:
     """Return the weights of a device's slices; `group` are the devices that have the others."""
     rows = [slice.rows for slice in slices]
     if how.weight is None:
         total = batch.total(len(slices)) if how.slices is None else 1
         return [Count(float(each), each / total) for each in rows]
     given = [weights_of(how.weight(batch.tree(slice.leaves)), slice.samples) for slice in slices]
-    found = torch.stack([added(weights) for weights in given])
+    found = torch.stack([weight_of_samples(weights) for weights in given])
     if found.is_meta:
         return [Count(1.0, 1.0, each) for each in given]
     weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]
@@ -371,39 +394,42 @@ def counts_of(how: How, batch: Batch, slices: list[Slice], group: Group | None, 
     if how.slices is not None:
         return [Count(weight, weight, each) for weight, each in zip(weights, given, strict=True)]
     (sums,) = summed((on_host([sum(weights)], found.device),), group, site)
-    total = something(sums.item())
+    total = nonzero_weight(sums.item())
     return [Count(weight, weight / total, each) for weight, each in zip(weights, given, strict=True)]
 
 
-def one_loss(how: How, loss: Any, slice: Slice, count: Count) -> Tensor:
+def one_loss(how: StepOptions, loss: Any, slice: Slice, count: Count) -> Tensor:
     """Return the loss of a slice as one number, from the result of the loss function."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         loss = _mean(how, loss, slice, count)
     if not loss.is_floating_point():
-        raise LayoutError(
+        raise ValueError(
             f"the loss function returned a number of {loss.dtype}, which has no gradient. Return a real floating one."
         )
     return loss.reshape(()) if loss.ndim else loss
 
 
-def _mean(how: How, loss: Any, slice: Slice, count: Count) -> Tensor:
+def _mean(how: StepOptions, loss: Any, slice: Slice, count: Count) -> Tensor:
     """Return the mean of the losses of the samples of a slice."""
     if isinstance(loss, Tensor) and loss.shape == (slice.samples,):
         if how.weight is None:
             return loss.mean()
         if count.each is not None and count.each.ndim:
             return weighted(loss, count.each)
-        raise LayoutError(
+        raise ValueError(
             "the loss function returned a loss for each sample, but weight= one number for all. Let weight= return what "
             "each sample counts for, or take the mean that this number is for."
         )
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     one_each = "" if slice.samples is None else ", or one for each sample"
     cure = "Give has_aux=True" if isinstance(loss, tuple | list) else "Take its mean"
-    raise LayoutError(f"the loss function has to return one number{one_each}; found {found}. {cure}.")
+    raise ValueError(f"the loss function must return one number{one_each}; got {found}. {cure}.")
 
 
-DETACHED = (
-    "value_and_grad: the loss depends on no parameter that is trained, on any device, so nothing would be learnt. Was it cut "
-    "off by detach(), item(), no_grad() or torch.tensor(...), or are all parameters that it uses frozen?"
-)
+def refuse_detached(used: Sequence[float]) -> None:
+    """Raise if no device has used any of the trained parameters."""
+    if not any(used):
+        raise ValueError(
+            "value_and_grad: the loss depends on no parameter that is trained, on any device, so nothing would be trained. Was "
+            "it cut off by detach(), item(), no_grad() or torch.tensor(...), or are all parameters that it uses frozen?"
+        )

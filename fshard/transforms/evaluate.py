@@ -6,38 +6,27 @@ batch of any size are averaged by their weight, and nothing is recorded or reduc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import torch
 
-from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
-from fshard.transforms.device_step import Weight
+from fshard.transforms.options import Options
 from fshard.transforms.origin import refuse_distant
 from fshard.transforms.value_and_grad import gradient_of, refuse_unscheduled
 from fshard.uncompiled import uncompiled
 
+_BOTH = {"has_buffers", "has_aux", "weight", "reproducible", "live_units", "compute"}
+_OF_LOSSES = _BOTH | {"accumulate", "slices", "prefetch"}
+_OF_STAGES = _BOTH | {"loss", "inputs", "skips", "axis", "dynamic"}
+
 
 @uncompiled
 def evaluate(
-    loss_fn: Any,
-    *,
-    mesh: Mesh,
-    batch: PyTree,
-    has_buffers: bool = False,
-    has_aux: bool = False,
-    weight: Weight | None = None,
-    accumulate: int = 1,
-    reproducible: bool = False,
-    slices: int | None = None,
-    live_units: int = 2,
-    prefetch: int = 1,
-    compute: torch.dtype | None = None,
-    schedule: Schedule | None = None,
-    **staging: Any,
+    loss_fn: Any, *, mesh: Mesh, batch: PyTree, schedule: Schedule | None = None, **options: Unpack[Options]
 ) -> Callable[..., Any]:
     """Return a function of (params, batch) that gives the mean loss over the entire batch, or with `has_aux` (loss,
     aux).
@@ -47,18 +36,11 @@ def evaluate(
             new buffers and a tree of metrics if it has them.
         mesh: the devices.
         batch: the sharding of the batch.
-        has_buffers: True if loss_fn takes and returns buffers; returned ones are dropped. Dropout and BatchNorm are
-            those of the module's mode: call `module.eval()` before; `functionalize`'s apply follows it.
-        has_aux: True if it returns metrics: means, counts and rows, as in `value_and_grad`.
-        weight: the weight of a part of the batch: see `value_and_grad`, as for the others.
-        accumulate: split each device's part into this many slices, run in sequence.
-        reproducible: equal bits on every mesh.
-        slices: number of slices of the entire batch then.
-        live_units: number of sharded units that are unsharded at a time.
-        prefetch: number of units to all-gather ahead of their use.
-        compute: the floating dtype of parameters and batch in computation, if not their own.
         schedule: of a model in stages, of which the forwards are run.
-        staging: with a schedule, loss, inputs, skips, axis and dynamic, as in `train_step`.
+        options: `has_buffers`, `has_aux`, `weight`, `reproducible`, `live_units` and `compute`, as in `value_and_grad`;
+            without a schedule also `accumulate`, `slices` and `prefetch`, with one `loss`, `inputs`, `skips`, `axis` and
+            `dynamic`. New buffers are dropped. Dropout and BatchNorm are those of the module's mode: call `module.eval()`
+            before, which `functionalize`'s apply follows.
 
     Communicates an all_gather per sharded unit and the psum of the means. It works under `torch.no_grad` and
     `torch.inference_mode`, and restores the random state.
@@ -74,18 +56,11 @@ def evaluate(
     (tensor(8.), ['all_gather', 'psum'])
     """
     refuse_unscheduled("evaluate", loss_fn, schedule)
-    unstaged_options: dict[str, Any] = {"accumulate": accumulate, "slices": slices, "prefetch": prefetch}
-    both: dict[str, Any] = {"has_buffers": has_buffers, "has_aux": has_aux, "weight": weight, "compute": compute}
-    both |= {"mesh": mesh, "batch": batch, "reproducible": reproducible, "live_units": live_units}
-    if schedule is None:
-        _refuse(staging, "without schedule=")
-        own = unstaged_options
-    else:
-        usual = {"accumulate": 1, "slices": None, "prefetch": 1}
-        _refuse([name for name in unstaged_options if unstaged_options[name] != usual[name]], "with schedule=")
-        _refuse(staging.keys() - {"loss", "inputs", "skips", "axis", "dynamic"}, "with schedule=")
-        own = staging
-    forward = gradient_of("evaluate", loss_fn, schedule=schedule, backward=False, **both, **own)
+    if unknown := sorted(options.keys() - (_OF_LOSSES if schedule is None else _OF_STAGES)):
+        when = "without schedule=" if schedule is None else "with schedule="
+        raise ValueError(f"evaluate has no option {', '.join(unknown)} {when}. Leave out what has no meaning there.")
+    forward = gradient_of("evaluate", loss_fn, mesh=mesh, batch=batch, schedule=schedule, backward=False, **options)
+    has_buffers, has_aux = forward.how.has_buffers, forward.how.has_aux
 
     def run(params: PyTree, *given: PyTree) -> Any:
         buffers, batch = given if has_buffers else ((), *given)
@@ -95,8 +70,3 @@ def evaluate(
         return (value.loss, value.aux) if has_aux else value.loss
 
     return run
-
-
-def _refuse(options: Iterable[str], when: str) -> None:
-    if names := sorted(options):
-        raise LayoutError(f"evaluate has no option {', '.join(names)} {when}. Leave out what has no meaning there.")

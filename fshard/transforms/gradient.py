@@ -1,12 +1,8 @@
-"""The gradient of an ordinary loss function, on a sharded batch and parameters in any layout: see `value_and_grad`.
+"""The gradient of a loss, on a sharded batch and parameters in any layout: see `value_and_grad`.
 
 Each device takes the loss of its part of the batch; the loss of the batch is their mean, weighted by samples or by
 `weight`. So a batch of any size has the loss and the gradient that it has on one device, if the loss is a mean over
-samples, or over what `weight` counts. A loss may call collectives over any axis: its gradient is that of the mean of
-all devices' losses (see `agree`). It needs an even batch for `fs.pmean`, and samples on all devices for a sum;
-`sync_batchnorm` needs neither.
-
-Gradients have the layouts they are given: that is all that ZeRO 0 to 3 differ in.
+samples, or over what `weight` counts. Gradients have the layouts they are given: that is all that ZeRO 0 to 3 differ in.
 
     parameters    gradients     communication
     P()           P()           psum                    (0)
@@ -24,27 +20,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
+from fshard.errors import CollectiveTimeoutError, DeadlockError, MismatchError
 from fshard.mesh.layout import Layout, Mesh, PyTree, Structure, flatten, paths_of, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
-from fshard.optim.leaves import trainable
+from fshard.optim.leaves import trainable, without_static
 from fshard.source import Site, call_site
 from fshard.transforms.agree import CURE, disagreement
-from fshard.transforms.batch import placed
-from fshard.transforms.device_step import DeviceResult, DeviceStep, How
+from fshard.transforms.batch import Batch, BatchPart, placed
+from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions
+from fshard.transforms.fsdp.engine import ParamPlan, UnitOptions, reducer_of, storage_of
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
-from fshard.transforms.fsdp.units import ParamPlan, UnitOptions
 from fshard.transforms.means import Weight, put_together
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import wrong_options
 from fshard.transforms.origin import refuse_distant, refuse_unplaced
-from fshard.transforms.patterns import Choice, chosen
+from fshard.transforms.patterns import Choice, chosen, named, parts_of
 from fshard.transforms.reproducible.randomness import drawn_key
 from fshard.uncompiled import uncompiled
 
@@ -76,11 +72,11 @@ def unstaged(
     numbers = {"accumulate": accumulate, "slices": slices, "live_units": live_units, "bucket": bucket}
     numbers |= {"in_flight": in_flight, "prefetch": prefetch, "reduce": reduce, "compute": compute}
     if wrong := wrong_options(reproducible, numbers):
-        raise LayoutError(f"value_and_grad: {'; '.join(wrong)}.")
+        raise ValueError(f"value_and_grad: {'; '.join(wrong)}.")
     count = 8 if slices is None else slices
     unit_options = UnitOptions(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
     once = reduce_once or reproducible
-    how = How(
+    how = StepOptions(
         loss_fn, has_buffers, has_aux, weight, accumulate, once, count if reproducible else None, unit_options, backward
     )
     return Gradient(how, mesh, batch, gradients or same_layouts, frozen)
@@ -108,109 +104,85 @@ class StepValue(NamedTuple):
     aux: PyTree
 
 
-class Runs(Protocol):
-    """A gradient that can be run on parameters and a batch."""
+class StepInputs(NamedTuple):
+    """The inputs of a step on all devices of the caller.
 
-    @property
-    def how(self) -> How: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    def run(
-        self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
-    ) -> tuple[StepValue, PyTree]:
-        """Return the value, and the gradients of `scale` times the loss in their layouts."""
-        ...
+    `restore` puts static leaves back; `own` are the indices of leaves without ties, `at` the number of each leaf among
+    these; `key`: of random draws.
+    """
 
+    leaves: Sequence[Sharded]
+    structure: Structure
+    restore: Callable[[PyTree], PyTree]
+    own: Sequence[int]
+    at: Sequence[int]
+    batch: Batch
+    buffers: Buffers
+    key: int
+    scale: float
+    site: Site
 
-@uncompiled
-def called(self: Runs, params: PyTree, *given: PyTree, scale: Tensor | float | None = None) -> tuple[Any, PyTree]:
-    """Return the loss, or loss and metrics, and the gradient of `scale` times the loss."""
-    how = self.how
-    buffers, batch = given if how.has_buffers else ((), *given)
-    refuse_distant(self.mesh, how.caller, params=params, buffers=buffers, batch=batch)
-    value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))
-    rest = (value.buffers,) * how.has_buffers + (value.aux,) * how.has_aux
-    return ((value.loss, *rest) if rest else value.loss), grads
-
-
-def refuse_unrecorded(how: How) -> None:
-    """Raise if a gradient is needed where autograd does not record."""
-    if how.backward and torch.is_inference_mode_enabled():
-        raise LayoutError(
-            f"{how.caller} under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
-            "Call it outside, or in torch.inference_mode(False)."
-        )
+    def shards(self, place: int) -> list[Tensor]:
+        """Return the shards of the device at index `place`, each parameter once."""
+        return [self.leaves[at].shards[place] for at in self.own]
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """A function of (params, batch), made by `value_and_grad`, which caches its plans."""
+class GradientFunction:
+    """A function of (params, batch) that returns the loss and its gradient, and caches its plans.
 
-    how: How
+    `run` is one algorithm for a full model and for one in stages; they differ in plans and in what each device does.
+    """
+
+    how: StepOptions
     mesh: Mesh
     specs: PyTree
     gradients: Callable[[Layout], Layout]
     frozen: Choice
-    plans: list[ParamPlans] = field(init=False, default_factory=list[ParamPlans], compare=False, repr=False)
+    plans: list[tuple[object, Any]] = field(init=False, default_factory=list[Any], compare=False, repr=False)
 
-    __call__ = called
+    @uncompiled
+    def __call__(self, params: PyTree, *given: PyTree, scale: Tensor | float | None = None) -> tuple[Any, PyTree]:
+        """Return the loss, or loss and metrics, and the gradient of `scale` times the loss."""
+        how = self.how
+        buffers, batch = given if how.has_buffers else ((), *given)
+        refuse_distant(self.mesh, how.caller, params=params, buffers=buffers, batch=batch)
+        value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))
+        rest = (value.buffers,) * how.has_buffers + (value.aux,) * how.has_aux
+        return ((value.loss, *rest) if rest else value.loss), grads
 
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
     ) -> tuple[StepValue, PyTree]:
         """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it in their layouts."""
-        refuse_unrecorded(self.how)
+        if self.how.backward and torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{self.how.caller} under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
+                "Call it outside, or in torch.inference_mode(False)."
+            )
         mesh = resolve_mesh(self.mesh)
+        params, restore = without_static(params)
         leaves, structure = flatten(params, sharded_is_leaf=True)
-        refuse_unplaced(leaves, structure, mesh)
+        self._refuse_swapped(leaves, batch)
+        self.check_params(params, leaves, structure, mesh)
         parts = placed(batch, self.specs, mesh)
         parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
         own, at = numbered(leaves)  # a tied leaf is one, however often it occurs
         plans = self.plans_of(structure, leaves, at, mesh, parts.axes)  # (1)
         drawn = drawn_key()  # the same on every process
-        memory = Buffers(buffers, mesh) if self.how.has_buffers else no_buffers(mesh)
-        devices, runtimes = local_devices(mesh), dict[int, ParamRuntime]()
-
-        def on_device(device: int) -> DeviceResult:
-            place = devices.index(device) if len(devices) > 1 else 0
-            shards = [leaves[at].shards[place] for at in own]
-            runtime = runtimes[device] = self.runtime(plans, shards, site)  # (2)
-
-            def tree() -> PyTree:
-                return unflatten(structure, [runtime.lazy_params[place] for place in at])
-
-            return DeviceStep(self.how, runtime, tree, memory, parts, place, drawn, scale).run()
-
-        try:
-            with one_thread(self.how.slices is not None):
-                results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
-        except (MismatchError, DeadlockError) as error:
-            difference = _difference(mesh, runtimes)
-            if difference and CURE not in str(error):
-                raise MismatchError(f"{error}\nvalue_and_grad: {difference}") from error
-            raise
-        except CollectiveTimeoutError as error:
-            error.add_note(f"value_and_grad: {_difference(mesh, runtimes)}")
-            raise
+        memory = self.buffers_on(mesh, buffers) if self.how.has_buffers else no_buffers(mesh)
+        inputs = StepInputs(leaves, structure, restore, own, at, parts, memory, drawn, scale, site)
+        with one_thread(self.how.slices is not None):
+            results = self.run_devices(plans, inputs, mesh)
         first = results[0]
-        plans.order = first.order
         grads = [
             None if shards[0] is None else Sharded(leaf.shape, leaf.gradient, tuple(shards))
             for leaf, *shards in zip(plans.leaves, *(result.gradients for result in results), strict=True)
         ]
         after = memory.after([result.buffers for result in results])
         aux = put_together(first.numbers, [result.rows for result in results], first.structure)
-        return StepValue(first.loss, first.weight, parts.samples, after, aux), unflatten(
-            structure, [grads[place] for place in at]
-        )
-
-    def runtime(self, plans: ParamPlans, shards: Sequence[Tensor], site: Site) -> ParamRuntime:
-        """Return the parameters of one device for a step, of which it holds these shards."""
-        reproducible = self.how.slices is not None
-        several = reproducible or (self.how.once and self.how.accumulate > 1)
-        leaves, order = plans.leaves, plans.order
-        how = {"several": several, "each_use": reproducible}
-        return ParamRuntime(leaves, plans.by_unit, shards, plans.ways, self.how.unit_options, site, order, **how)
+        value = StepValue(first.loss, first.weight, parts.samples, after, aux)
+        return value, unflatten(structure, [grads[place] for place in at])
 
     def plans_of(
         self,
@@ -219,23 +191,121 @@ class Gradient:
         at: Sequence[int],
         mesh: Mesh,
         axes: tuple[str, ...],
-    ) -> ParamPlans:
-        """Return the cached plans for parameters of this structure, these ties, shapes, dtypes and layouts."""
+    ) -> Any:
+        """Return the cached plans for parameters of this structure, these ties, shapes, dtypes and layouts.
+
+        The key is compared, which is faster than hashing it for a few entries.
+        """
         key = structure, at, axes, [x.shape for x in leaves], [x.dtype for x in leaves], [x.layout for x in leaves]
-        found = next((plans for plans in self.plans if plans.key == key), None)
+        found = next((plans for known, plans in self.plans if known == key), None)
         if found is None:
             paths = [*paths_of(structure)]
             fixed = chosen(self.frozen, paths, "frozen")
             refuse_half_frozen(paths, at, fixed)
-            ways: dict[int, ParamPlan] = {}
-            for path, place, x, fix in zip(paths, at, leaves, fixed, strict=True):
-                trained = self.how.backward and trainable(x) and not fix
-                ways.setdefault(place, plan_param(path, x, self.gradients if trained else None))
-            found = ParamPlans(
-                key, tuple(ways[place] for place in sorted(ways)), mesh, axes, self.how.slices is not None
-            )
-            self.plans[:] = [found, *self.plans[: KNOWN - 1]]
+            self._refuse_integers(paths, leaves)
+            found = self.plan(structure, [*zip(paths, leaves, fixed, strict=True)], at, mesh, axes)
+            self.plans[:] = [(key, found), *self.plans[: KNOWN - 1]]
         return found
+
+    def _refuse_swapped(self, leaves: Sequence[Any], batch: PyTree) -> None:
+        """Raise if the parameters were given as the batch, and the batch as the parameters."""
+        if any(isinstance(x, Sharded) for x in leaves) or isinstance(batch, Tensor | BatchPart):
+            return
+        if any(isinstance(x, Sharded) for x in flatten(batch, sharded_is_leaf=True)[0]):
+            raise ValueError(
+                f"{self.how.caller}: params must be sharded parameters; got plain tensors, and sharded ones as the batch. "
+                "Swap the two: the order is (params, batch), in a step (params, state, batch)."
+            )
+
+    def _refuse_integers(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
+        """Raise if there is nothing to differentiate by."""
+        if self.how.backward and leaves and not any(x.dtype.is_floating_point or x.dtype.is_complex for x in leaves):
+            found = ", ".join(
+                f"{named(parts_of(path)) or 'the parameter'} is {str(x.dtype).removeprefix('torch.')}"
+                for path, x in zip(paths, leaves, strict=True)
+            )
+            raise TypeError(
+                f"{self.how.caller}: parameters must be floating-point or complex to have gradients; {found}. "
+                "Shard x.float() of them."
+            )
+
+    def check_params(self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh) -> None:
+        """Raise unless the parameters are on the mesh."""
+        refuse_unplaced(leaves, structure, mesh)
+
+    def buffers_on(self, mesh: Mesh, buffers: PyTree) -> Buffers:
+        """Return the given buffers on the mesh."""
+        return Buffers(buffers, mesh)
+
+    def plan(
+        self,
+        structure: Structure,
+        given: Sequence[tuple[str, Sharded, bool]],
+        at: Sequence[int],
+        mesh: Mesh,
+        axes: tuple[str, ...],
+    ) -> Any:
+        """Return the plans of parameters: for each leaf its path, its parameter, and whether it is frozen."""
+        raise NotImplementedError
+
+    def run_devices(self, plans: Any, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:
+        """Run the step on each device of the caller."""
+        raise NotImplementedError
+
+
+class Gradient(GradientFunction):
+    """The gradient of a loss function of the full model."""
+
+    def plan(
+        self,
+        structure: Structure,
+        given: Sequence[tuple[str, Sharded, bool]],
+        at: Sequence[int],
+        mesh: Mesh,
+        axes: tuple[str, ...],
+    ) -> ParamPlans:
+        """Return the plans of parameters, each once."""
+        plans: dict[int, ParamPlan] = {}
+        for (path, x, fix), place in zip(given, at, strict=True):
+            trained = self.how.backward and trainable(x) and not fix
+            plans.setdefault(place, plan_param(path, x, self.gradients if trained else None))
+        return ParamPlans(tuple(plans[place] for place in sorted(plans)), mesh, axes, self.how.slices is not None)
+
+    def run_devices(self, plans: ParamPlans, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:
+        """Run the step on each device of the caller; errors name the units in which devices differ."""
+        devices, runtimes = local_devices(mesh), dict[int, ParamRuntime]()
+        _, structure, restore, _, at, batch, buffers, key, scale, site = inputs
+
+        def on_device(device: int) -> DeviceResult:
+            place = devices.index(device) if len(devices) > 1 else 0
+            runtime = runtimes[device] = self.runtime(plans, inputs.shards(place), site)  # (2)
+
+            def tree() -> PyTree:
+                return restore(unflatten(structure, [runtime.lazy_params[place] for place in at]))
+
+            return DeviceStep(self.how, runtime, tree, buffers, batch, place, key, scale).run()
+
+        try:
+            results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
+        except (MismatchError, DeadlockError) as error:
+            difference = _difference(mesh, runtimes)
+            if difference and CURE not in str(error):
+                raise MismatchError(f"{error}\nvalue_and_grad: {difference}") from error
+            raise
+        except CollectiveTimeoutError as error:
+            error.add_note(f"value_and_grad: {_difference(mesh, runtimes)}")
+            raise
+        plans.order = results[0].order
+        return results
+
+    def runtime(self, plans: ParamPlans, shards: Sequence[Tensor], site: Site) -> ParamRuntime:
+        """Return the parameters of one device for a step, of which it holds these shards."""
+        reproducible = self.how.slices is not None
+        several = reproducible or (self.how.once and self.how.accumulate > 1)
+        options, leaves = self.how.unit_options, plans.leaves
+        storage, reducer = storage_of(leaves, shards, options, site), reducer_of(plans.ways, options, site)
+        how = {"several": several, "each_use": reproducible}
+        return ParamRuntime(leaves, plans.by_unit, shards, storage, reducer, options, site, plans.order, **how)
 
 
 def _difference(mesh: Mesh, runtimes: Mapping[int, ParamRuntime]) -> str:

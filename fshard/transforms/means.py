@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.moves import AllGather, Broadcast, Psum
 from fshard.mesh.layout import Layout, P, PyTree, Structure, flatten_with_paths, unflatten
@@ -51,7 +50,7 @@ class LossSums(NamedTuple):
     counts: list[Tensor]
 
 
-def together(
+def averaged_results(
     found: list[LossSums], more: list[float], group: Group | None, many: int, site: Site
 ) -> tuple[LossSums, list[float]]:
     """Average and sum results; return also the sums of the devices' other numbers.
@@ -135,15 +134,13 @@ def refuse_weights(weights: Sequence[float]) -> None:
     """Raise if a weight is negative or not finite."""
     wrong = [str(weight) for weight in weights if not 0 <= weight < inf]
     if wrong:
-        raise LayoutError(
-            f"weight= gave {', '.join(wrong)}: what a part of the batch counts for is finite and at least 0."
-        )
+        raise ValueError(f"weight= must return finite numbers of at least 0; got {', '.join(wrong)}.")
 
 
-def something(total: float) -> float:
+def nonzero_weight(total: float) -> float:
     """Return the weight of the entire batch, which must not be 0."""
     if not total:
-        raise LayoutError("weight= gave 0 for all of the batch, which has no mean loss then. Leave the batch out.")
+        raise ValueError("weight= gave 0 for all of the batch, which has no mean loss then. Leave the batch out.")
     return total
 
 
@@ -153,12 +150,10 @@ def weights_of(weight: Any, samples: int | None) -> Tensor:
         found = torch.as_tensor(weight, dtype=torch.float64)
         return found if found.shape == (samples,) else found.reshape(())
     found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-    raise LayoutError(
-        f"weight= has to return one number for a part of the batch, or one for each sample; found {found}."
-    )
+    raise ValueError(f"weight= must return one number for a part of the batch, or one for each sample; got {found}.")
 
 
-def added(weights: Tensor) -> Tensor:
+def weight_of_samples(weights: Tensor) -> Tensor:
     """Add up the weights of samples; if one is negative, return that, for `refuse_weights`."""
     return torch.where((weights < 0).any(), weights.amin(), weights.sum())
 
@@ -182,10 +177,10 @@ def is_idle() -> bool:
     return _here.idle
 
 
-class idling:
+class idle_slice:
     """Mark the calling device as idle within the context.
 
-    >>> with idling(True):
+    >>> with idle_slice(True):
     ...     is_idle()
     True
     """
@@ -227,7 +222,7 @@ def sort_aux(aux: PyTree, samples: int | None, near: torch.device) -> AuxLeaves:
         else:
             (found.means if x.is_floating_point() else found.counts)[place] = x
     if wrong:
-        raise LayoutError(
+        raise ValueError(
             f"value_and_grad: what is returned beside the loss is a number, or has a row for each sample; {'; '.join(wrong)}. "
             "Write x.float() for the share of a bool, or x.sum() for a count, and x.unbind() for several numbers."
         )
@@ -246,6 +241,12 @@ def _complaint(x: Any, samples: int | None) -> str | None:
     if x.shape[0] == samples:
         return None
     return f"of shape {tuple(x.shape)}" + ("" if samples is None else f", but there are {samples} samples")
+
+
+def slice_results(loss: Tensor, count: Count, aux: PyTree, samples: int | None) -> tuple[LossSums, AuxLeaves]:
+    """Return the results of a slice: its loss and numbers with their weight, and its metrics."""
+    leaves = sort_aux(aux, samples, loss.device)
+    return LossSums(loss.detach(), count.weight, [*leaves.means.values()], [*leaves.counts.values()]), leaves
 
 
 class Rows(NamedTuple):

@@ -45,6 +45,12 @@ class Options(TypedDict, total=False):
     recompute: Literal["never", "always", "except_last"] | int
 
 
+OF_STAGES_ALONE = ("loss", "inputs", "skips", "axis", "deferred_batch_norm", "dynamic", "recompute")
+OF_LOSSES_ALONE = ("accumulate", "reduce_once", "slices", "reshard_after_forward", "prefetch", "in_flight", "bucket")
+_BOTH = [name for name in Options.__annotations__ if name not in OF_LOSSES_ALONE + OF_STAGES_ALONE]
+OF_LOSSES = [*_BOTH[:3], *OF_LOSSES_ALONE, *_BOTH[3:]]
+OF_STAGES = [*OF_STAGES_ALONE, *_BOTH]
+
 _LEAST = {"live_units": 1, "accumulate": 1, "slices": 1, "prefetch": 0, "in_flight": 0, "bucket": 0}
 _FLAGS = (
     "has_buffers",
@@ -134,6 +140,6 @@ def refusal(call: Callable[[], Any]) -> list[str]:
     """Call a function; return the text of the error by which it refuses its arguments."""
     try:
         call()
-    except FshardError as error:
+    except (FshardError, TypeError, ValueError) as error:
         return [str(error).rstrip(".")]
     return []

@@ -14,9 +14,8 @@ Marks of these are added to numbers that are summed anyway; only if marks differ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from fshard.mesh.layout import Mesh, PyTree, Structure, flatten, flatten_with_pa
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
 from fshard.transforms.agree import name_of
+from fshard.transforms.batch import Batch
 from fshard.transforms.patterns import named, parts_of
 
 
@@ -41,64 +41,68 @@ def bits(x: Tensor) -> int:
     return int(words.sum(dtype=torch.int64).item()) % (1 << 40)
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The inputs of one device, as numbers to compare.
+class Origin(NamedTuple):
+    """The inputs of one device, as numbers that must be equal on all devices; where several differ, the first is why.
 
-    Args:
-        shapes: of the global batch.
-        key: of random draws; None if devices may draw differently.
-        leaves: hashes of replicated parameters, by path; only in a device's first step.
-        batch: hashes of batch leaves that were given in full, likewise.
+    `key`: of random draws, if devices must draw alike. `leaves`, `batch`: hashes of replicated parameters and of the batch
+    by path, in the first step of a process. `shapes`: the lengths of the batch's dims.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
-    key: int | None
+    key: list[int]
     leaves: Mapping[str, int]
+    shapes: list[int]
     batch: Mapping[str, int]
 
-    @property
-    def numbers(self) -> tuple[tuple[list[int], ...], ...]:
-        """The numbers that must be equal on all devices: kinds of them (see `_DIFFERENT`), in two groups."""
-        key = [] if self.key is None else [self.key % (1 << 40)]
-        lengths = [length for shape in self.shapes for length in shape]
-        return (lengths, [*self.batch.values()]), (key, [*self.leaves.values()])
+    @staticmethod
+    def of(batch: Batch, key: int | None, replicated: Iterable[tuple[str, Tensor]], *, fresh: bool) -> Origin:
+        """Return the inputs of a step; `replicated` are the parameters that every device has in full."""
+        look = fresh and batch.alone
+        return Origin(
+            [] if key is None else [key % (1 << 40)],
+            {path: bits(x) for path, x in replicated} if look else {},
+            [length for shape in batch.shapes for length in shape],
+            {path: bits(x) for path, x in batch.unsharded.items()} if look else {},
+        )
 
-    def refuse(self, group: int, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
-        """Raise, naming the devices that differ in a group of numbers; `exchange` gives those of all devices."""
-        for kind, own in enumerate(self.numbers[group], 2 * group):
+    @property
+    def numbers(self) -> list[list[int]]:
+        """The numbers of each kind."""
+        return [self.key, [*self.leaves.values()], self.shapes, [*self.batch.values()]]
+
+    def refuse(self, caller: str, mesh: Mesh, exchange: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]) -> None:
+        """Raise, naming the devices whose inputs differ; `exchange` returns the numbers of all devices."""
+        for field, own in zip(self._fields, self.numbers, strict=True):
             found = {name_of(mesh, device): [*numbers] for device, numbers in exchange(own).items()}
             if any(numbers != own for numbers in found.values()):
-                raise MismatchError(f"value_and_grad: {_DIFFERENT[kind].format(self._who(kind, found))}")
+                raise MismatchError(f"{caller}: {_DIFFERENT[field].format(self._differences(field, found))}")
+        raise MismatchError(f"{caller}: inputs must be equal on all devices; they differ.")
 
-    def _who(self, kind: int, found: dict[str, list[int]]) -> str:
+    def _differences(self, field: str, found: dict[str, list[int]]) -> str:
         """Return which devices differ from the first."""
         (first, own), *_ = found.items()
         wrong = {name: numbers for name, numbers in found.items() if numbers != own}
-        if kind in (_BATCH, _LEAVES):
-            paths = [named(parts_of(path)) or "the tensor" for path in (self.batch if kind == _BATCH else self.leaves)]
-            parts = [
-                f"{name} in {', '.join(path for path, a, b in zip(paths, own, theirs, strict=True) if a != b)}"
-                for name, theirs in wrong.items()
-            ]
-            return f"{'; '.join(parts)} differs from {first}"
-        if kind == _KEY:
+        if field == "shapes":
+            return "; ".join(f"{name} has {x}" for name, x in found.items())
+        if field == "key":
             return f"{' and '.join(wrong)} is not that of {first}"
-        return "; ".join(f"{name} has {x}" for name, x in found.items())
+        paths = [named(parts_of(path)) or "the tensor" for path in getattr(self, field)]
+        parts = [
+            f"{name} in {', '.join(path for path, a, b in zip(paths, own, theirs, strict=True) if a != b)}"
+            for name, theirs in wrong.items()
+        ]
+        return f"{'; '.join(parts)} differs from {first}"
 
 
-_, _BATCH, _KEY, _LEAVES = range(4)
-_DIFFERENT = (
-    "devices were given batches of different shapes, dim by dim: {}. Every process gets the global batch and takes its "
-    "part: give all the same, or each its own by fs.from_local.",
-    "devices were given different batches, of the same shapes: {}. A plain tensor is the global batch, of which each takes its "
-    'part. If this process has loaded its own part: fs.from_local(x, fs.Layout(mesh, P("data"))).',
-    "the random state of {}, from which reproducible=True draws the key of the step. Give all processes one seed: "
+_DIFFERENT = {
+    "batch": "devices were given different batches, of the same shapes: {}. A plain tensor is the global batch, of which each "
+    'takes its part. If this process has loaded its own part: fs.from_local(x, fs.Layout(mesh, P("data"))).',
+    "shapes": "devices were given batches of different shapes, dim by dim: {}. Every process gets the global batch and takes "
+    "its part: give all the same, or each its own by fs.from_local.",
+    "leaves": "replicated parameters must be the same on all devices: {}. Make them from one seed on all processes, or load "
+    "them from one file.",
+    "key": "the random state of {}, from which reproducible=True draws the key of the step. Give all processes one seed: "
     "torch.manual_seed(0), not that of a rank.",
-    "replicated parameters must be the same on all devices: {}. Make them from one seed on all processes, or load them "
-    "from one file.",
-)
-"""The error for each kind of numbers; where several differ, the last is why."""
+}
 
 
 def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
@@ -116,20 +120,20 @@ def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
         return
     count = len(local_devices(mesh))
 
-    def distant(x: Any) -> bool:
+    def is_distant(x: Any) -> bool:
         return isinstance(x, Sharded) and len(x.shards) != (count if x.mesh is mesh else len(local_devices(x.mesh)))
 
-    found = [x for x in flatten([*trees.values()], sharded_is_leaf=True)[0] if distant(x)]
-    if not found:
+    if not any(map(is_distant, flatten([*trees.values()], sharded_is_leaf=True)[0])):
         return
-    where = "outside of fs.run and used inside" if len(found[0].shards) > 1 else "inside of fs.run and used outside"
-    names = [
-        ".".join((name, *filter(None, [named(parts_of(path))])))
-        for name, tree in trees.items()
-        for path, x in zip(*flatten_with_paths(tree, sharded_is_leaf=True)[:2], strict=True)
-        if distant(x)
+    found = ((name, *flatten_with_paths(tree, sharded_is_leaf=True)[:2]) for name, tree in trees.items())
+    wrong = [
+        named((name, *parts_of(path)))
+        for name, paths, leaves in found
+        for path, x in zip(paths, leaves, strict=True)
+        if is_distant(x)
     ]
-    raise LayoutError(f"{what}: sharded {where}: {', '.join(names)}. Shard everything where the step is called.")
+    where = "outside of fs.run and used inside" if count == 1 else "inside of fs.run and used outside"
+    raise LayoutError(f"{what}: sharded {where}: {', '.join(wrong)}. Shard everything where the step is called.")
 
 
 WHOLE_OR_FSDP = 'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for ZeRO-3'
@@ -149,4 +153,4 @@ def refuse_unplaced(
             for path, x in zip(paths_of(structure), leaves, strict=True)
             if elsewhere(x)
         ]
-        raise LayoutError(f"{what} on {mesh}: {'; '.join(wrong)}. Lay the parameters on that mesh: {cure}.")
+        raise LayoutError(f"{what} on {mesh}: {'; '.join(wrong)}. Put the parameters on that mesh: {cure}.")

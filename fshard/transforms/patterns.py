@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from fshard.errors import LayoutError
-
 Choice = str | Sequence[str] | Callable[[str], bool] | None
 """Some of the parameters: a path pattern, several, a function of the path; None of them."""
 
@@ -105,11 +103,11 @@ def chosen(choice: Choice, paths: Sequence[str], what: str) -> list[bool]:
     patterns = [choice] if isinstance(choice, str) else [*(choice or ())]
     strange = [repr(pattern) for pattern in patterns if not isinstance(pattern, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
     if strange:
-        raise LayoutError(f"{what}: {', '.join(strange)} is no path pattern. Give patterns, or a function of the path.")
+        raise ValueError(f"{what}: {', '.join(strange)} is no path pattern. Give patterns, or a function of the path.")
     idle = [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]
     if idle:
         wrong = ", ".join(f'"{pattern}"' for pattern in idle)
-        raise LayoutError(f"{what}: no leaf is for {wrong}. {listed(paths)}.")
+        raise ValueError(f"{what}: no leaf is for {wrong}. {listed(paths)}.")
     return [any(matches(pattern, path) for pattern in patterns) for path in paths]
 
 

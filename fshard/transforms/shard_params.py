@@ -27,7 +27,7 @@ from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, as_axes, broadcast_prefix, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import key_of
 from fshard.mesh.reshard.device_put import collected, device_put, refuse_unfit
-from fshard.optim.leaves import is_frozen
+from fshard.optim.leaves import is_frozen, without_static
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.patterns import Choice, chosen, default_units, listed, matches, matches_parts, named, parts_of
 from fshard.transforms.reproducible.randomness import drawing_from, random_state
@@ -82,7 +82,7 @@ def _by_unit_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str
         if not any(matches_parts(one, begin) for row in begins for begin in row)
     ]
     if unused:
-        raise LayoutError(
+        raise ValueError(
             f"fsdp: no leaf is in a unit {' or '.join(unused)}. {listed(paths)}; a pattern begins where their paths do."
         )
     found = [
@@ -135,7 +135,7 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
     given: list[Any] = [*unit] if isinstance(unit, Iterable) and not isinstance(unit, str) else [unit]
     alone = unit is None or isinstance(unit, str) or (type(unit) is int and unit > 0)
     if not (alone or (given and all(isinstance(one, str) for one in given))):
-        raise LayoutError(
+        raise ValueError(
             f"fsdp: unit must be a path pattern, several, or a positive number of bytes; got {unit!r}. "
             'Write fsdp(..., unit="blocks[*]"), unit=20_000_000, or leave it out for a unit per repeated block.'
         )
@@ -150,7 +150,8 @@ def shard_params(
 
     Args:
         params: a tree of tensors, the same on every process; a tied tensor is sharded once. A `Sharded`, of this or another
-            mesh, is resharded and stays frozen if it was. Or a module, whose parameters are taken by their names.
+            mesh, is resharded and stays frozen if it was. Strings, numbers and functions (a dataclass's configuration) pass
+            through. Or a module, whose parameters are taken by their names.
         rules: see the module: a P, a tree of Ps, patterns, a function, or `fsdp(...)`.
         mesh: the devices.
         frozen: parameters that are not trained: a path pattern, several, or a function of the path. They are sharded as
@@ -165,10 +166,11 @@ def shard_params(
     """
     if not isinstance(params, nn.Module):
         if seed is not None:
-            raise LayoutError(
+            raise ValueError(
                 "shard_params: seed= draws lazy layers of a module; a tree of tensors has none. Leave it out."
             )
-        return apply_rules(params, rules, mesh, frozen)
+        tensors, restore = without_static(params)
+        return restore(apply_rules(tensors, rules, mesh, frozen))
     tree = dict(params.named_parameters())
     if seed is None or mesh.runtime == "abstract":
         return apply_rules(tree, rules, mesh, frozen)
@@ -244,7 +246,7 @@ def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[
     except ValueError:
         if isinstance(rules, Mapping) and all(isinstance(value, P | Fsdp) for value in rules.values()):
             return _by_patterns(rules, paths)
-        raise LayoutError(f"the rules {rules!r} are neither a prefix of the parameters nor patterns.") from None
+        raise ValueError(f"the rules {rules!r} are neither a prefix of the parameters nor patterns.") from None
 
 
 def _by_patterns(rules: Mapping[str, P | Fsdp], paths: Sequence[str]) -> tuple[list[Any], str]:
@@ -274,7 +276,7 @@ def _fitting(rules: Mapping[str, P | Fsdp], path: str) -> dict[str, P | Fsdp]:
 
 def _of_parameter(spec: Any) -> P:
     if not isinstance(spec, P):
-        raise LayoutError(f"A rule must give a P per leaf, P() where it is replicated; got {spec!r}.")
+        raise TypeError(f"A rule must give a P per leaf, P() where it is replicated; got {spec!r}.")
     if spec.unreduced:
         raise LayoutError(f"{spec} is a sum that is not made yet, which no parameter is. Leave unreduced= out.")
     return spec

@@ -12,15 +12,14 @@ from typing import Any, Literal, Protocol, Unpack
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.spmd.run import one_thread
 from fshard.optim.contract import Optimizer, Update, copied, step_of
 from fshard.optim.norms import exact_norms, norm_later
-from fshard.optim.plain import on_arrays
+from fshard.optim.per_device import on_arrays
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
-from fshard.transforms.device_step import How
+from fshard.transforms.device_step import StepOptions
 from fshard.transforms.gradient import StepValue
 from fshard.transforms.options import Options
 from fshard.transforms.origin import refuse_distant
@@ -81,6 +80,9 @@ def train_step(
         options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ... With `has_buffers`, a step
             takes (params, state, buffers, batch) and returns (params, state, buffers, metrics). With a schedule, those below.
 
+    The step itself is not compiled, and `torch.compile(step)` runs it as it is: compile the loss function,
+    `train_step(torch.compile(loss_fn), ...)`.
+
     The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also
     "aux". The host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
     `skip_if_not_finite` once, Adafactor as in torch once per leaf. The norm of the metrics is a psum of 8 bytes, in
@@ -140,9 +142,9 @@ def train_step(
     """
     opt = on_arrays(opt, "train_step")
     if precision not in _COMPUTE:
-        raise LayoutError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
+        raise ValueError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
     if precision == "fp16" and opt.loss_scale is None:
-        raise LayoutError('train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).')
+        raise ValueError('train_step: precision="fp16" needs a scaled loss. Write fs.optim.loss_scaled(opt).')
     options.setdefault("gradients", getattr(opt, "gradients", None))
     options.setdefault("compute", _COMPUTE[precision])
     options.setdefault("reduce", torch.float32 if precision == "fp16" else None)
@@ -158,7 +160,7 @@ def train_step(
     def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
         if len(given) != 1 + how.has_buffers:
             takes = "params, state, buffers, batch" if how.has_buffers else "params, state, batch"
-            raise LayoutError(f"train_step: a step takes ({takes}), {2 + len(given)} are given.")
+            raise ValueError(f"train_step: a step takes ({takes}), {2 + len(given)} are given.")
         buffers, batch = given if how.has_buffers else ((), *given)
         refuse_distant(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
@@ -175,7 +177,7 @@ def train_step(
     return step
 
 
-def _metrics(how: How, value: StepValue, norm: Tensor) -> Metrics:
+def _metrics(how: StepOptions, value: StepValue, norm: Tensor) -> Metrics:
     loss = value.loss
     finite = (norm + loss) * 0 == 0  # 0 times a non-finite number is nan
     metrics: Metrics = {"loss": loss, "grad_norm": norm.to(loss.dtype), "finite": finite}

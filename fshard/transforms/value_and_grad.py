@@ -9,17 +9,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
 from typing import Any, Unpack
 
-from torch.nn import ModuleList
+from torch.nn import Module, ModuleList
 
-from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, PyTree, flatten, refuse_no_mesh
 from fshard.pipeline.schedule.schedule import Schedule
-from fshard.transforms.gradient import Gradient, unstaged
-from fshard.transforms.options import Options
-from fshard.transforms.stages.staged import Staged, staged
+from fshard.transforms.gradient import GradientFunction, unstaged
+from fshard.transforms.options import OF_LOSSES, OF_STAGES, Options
 from fshard.uncompiled import uncompiled
 
 
@@ -31,7 +28,7 @@ def value_and_grad(
     batch: PyTree,
     schedule: Schedule | None = None,
     **options: Unpack[Options],
-) -> Gradient | Staged:
+) -> GradientFunction:
     """Return a function of (params, batch) that gives the mean loss over the entire batch and its gradient.
 
     Args:
@@ -142,28 +139,30 @@ def gradient_of(
     backward: bool = True,
     in_place: bool = False,
     **options: Any,
-) -> Gradient | Staged:
+) -> GradientFunction:
     """Return the gradient of a loss function, or of stages; raise in the caller's name if options are invalid."""
     refuse_unscheduled(caller, given, schedule)
     known = OF_LOSSES if schedule is None else OF_STAGES
     if unknown := [name for name in options if name not in known]:
         when = "Without a schedule" if schedule is None else "With a schedule"
-        raise LayoutError(f"{caller} has no option {', '.join(unknown)}. {when} it has: {', '.join(known)}.")
+        raise ValueError(f"{caller} has no option {', '.join(unknown)}. {when} it has: {', '.join(known)}.")
     refuse_no_mesh(caller, mesh)
     axes = dict.fromkeys(axis for spec in flatten(batch)[0] if isinstance(spec, P) for axis in spec.axes)
     mesh.check_axes(tuple(axes), f"{caller}(batch=)")
     if schedule is None:
         return unstaged(given, mesh=mesh, batch=batch, backward=backward, **options)
+    from fshard.transforms.stages.staged import staged  # most programs have no stages
+
     how: Any = {"mesh": mesh, "batch": batch, "schedule": schedule, "caller": caller}
     return staged(given, backward=backward, in_place=in_place, **how, **options)
 
 
-OF_LOSSES, OF_STAGES = (
-    [name for name in signature(make).parameters if name in Options.__annotations__] for make in (unstaged, staged)
-)
-
-
 def refuse_unscheduled(caller: str, given: Any, schedule: Schedule | None) -> None:
-    """Raise if there are stages without a schedule."""
+    """Raise if there are stages or a module without a schedule."""
+    if schedule is None and isinstance(given, Module) and not isinstance(given, ModuleList):
+        raise TypeError(
+            f"{caller}: loss_fn must be a function of (params, batch); got the module {type(given).__name__}. Write "
+            "apply, params, buffers = fs.functionalize(module), and a loss function that calls apply."
+        )
     if schedule is None and isinstance(given, list | tuple | ModuleList):
-        raise LayoutError(f"{caller} got a list of stages without a schedule. Give schedule=fs.pipeline_schedule(...).")
+        raise ValueError(f"{caller} got a list of stages without a schedule. Give schedule=fs.pipeline_schedule(...).")

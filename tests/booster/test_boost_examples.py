@@ -39,12 +39,12 @@ def counted():
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_gpt_learns_the_same_under_every_plugin(plugin, counted):
+def test_gpt_example_has_equal_losses_under_every_plugin(plugin, counted):
     same(gpt("--plugin", plugin, "--devices", "4"), counted)
     assert losses(counted)[-1] < losses(counted)[0] - 0.1
 
 
-def test_a_gpt_learns_the_same_in_two_processes(counted):
+def test_gpt_example_has_equal_losses_in_two_processes(counted):
     for plugin in ("fsdp", "hybrid"):
         first, second = run_processes(gpt, 2, "--plugin", plugin)
         same(first, counted)
@@ -58,14 +58,14 @@ def judged():
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_bert_of_transformers_learns_under_every_plugin(plugin, judged):
+def test_bert_example_trains_under_every_plugin(plugin, judged):
     """Its dropout draws other numbers on other devices, so that its losses are alike, not the same."""
     text = bert("--plugin", plugin, "--devices", "2")
     assert losses(text) == pytest.approx(losses(judged), abs=0.15) and len(losses(text)) == 11
 
 
 @pytest.mark.parametrize(("zero_stage", "schedule"), [(1, "1f1b"), (3, "gpipe")])
-def test_a_bert_in_stages_has_the_bits_of_the_whole_one(zero_stage, schedule):
+def test_bert_in_stages_equals_unsplit_bert_bitwise(zero_stage, schedule):
     pytest.importorskip("transformers")
     example = runpy.run_path(str(EXAMPLES / "boost_bert.py"))
 
@@ -89,6 +89,6 @@ def test_a_bert_in_stages_has_the_bits_of_the_whole_one(zero_stage, schedule):
         assert [name for name, x in expected.items() if not torch.equal(x, state[name])] == []
 
 
-def test_a_bert_learns_differences_of_low_rank(judged):
+def test_bert_example_with_lora_trains(judged):
     text = bert("--lora", "2", "--devices", "2")
     assert losses(text)[-1] < losses(text)[0] and losses(text) != losses(judged)

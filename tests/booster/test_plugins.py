@@ -1,21 +1,15 @@
-"""Arguments of plugins and of `auto_plugin`: one error that names all that are wrong, before anything is laid out."""
+"""Fields of plugins: one error that names all that are wrong, before anything is sharded."""
 
-import re
 from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 import fshard as fs
 
 MESH = fs.make_mesh({"data": 2, "pipe": 2})
-
-
-def model():
-    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
 def staged(**options):
@@ -33,8 +27,6 @@ INVALID = {
         "mesh must be a Mesh or None, got {'data': 2}",
     ),
     "axis": (lambda: fs.DDPPlugin(mesh=MESH, axis="rows"), 'axis=: .* has no axis "rows"'),
-    "axis of another type": (lambda: fs.DDPPlugin(axis=3), "axis: An axis must be a name .* got 3"),
-    "axis twice": (lambda: fs.DDPPlugin(axis=("data", "data")), "axis must be axes that are named once"),
     "seed": (lambda: fs.DDPPlugin(seed=-1), "seed must be an integer >= 0, got -1"),
     "slices": (lambda: fs.DDPPlugin(reproducible=True, slices=True), "slices must be an integer >= 1, got True"),
     "flag": (lambda: fs.DDPPlugin(sync_batchnorm="no"), "sync_batchnorm must be True or False, got 'no'"),
@@ -49,62 +41,41 @@ INVALID = {
     "microbatches": (lambda: staged(microbatches="4"), "microbatches must be an integer >= 1, got '4'"),
     "chunks": (lambda: staged(chunks=0), "chunks must be an integer >= 1, got 0"),
     "schedule": (lambda: staged(schedule="1b1f"), "There is no schedule .1b1f."),
-    "balance": (lambda: staged(balance="even"), "there is no balance='even'"),
-    "sizes": (lambda: staged(balance=[1, 2, 3]), "is not a number of layers, at least 1, for each of 2 stages"),
-    "measured balance": (lambda: staged(balance="time"), "balance=.time. is measured. Give a microbatch"),
+    "balance": (lambda: staged(balance="even"), "got 'even'"),
+    "sizes": (lambda: staged(balance=[1, 2, 3]), "a number of layers, at least 1, for each of 2 stages; got"),
+    "measured balance": (lambda: staged(balance="time"), 'balance="time" must have a microbatch'),
     "recompute": (lambda: staged(recompute="sometimes"), "recompute must be .* or an integer >= 1, got 'sometimes'"),
-}
-CONFLICTING = {
-    "slices that do not divide": (
-        lambda: fs.DDPPlugin(mesh=MESH, reproducible=True, slices=6),
-        "slices must be 1, 2, 4, ... for each of 4 devices, got 6 in all",
-    ),
     "reproducible and batchnorm": (
         lambda: fs.DDPPlugin(reproducible=True, sync_batchnorm=True),
         "sync_batchnorm=True needs all devices together, reproducible=True computes slices one by one",
     ),
-    "slices": (lambda: fs.DDPPlugin(slices=4), "slices= needs reproducible=True"),
-    "slices of stages": (lambda: staged(reproducible=True, slices=4), "slices= needs .* not cut into stages"),
     "reduction in 16 bits": (
         lambda: fs.DDPPlugin(reproducible=True, options={"reduce": torch.bfloat16}),
         "sums in 16 bits are rounded differently on other meshes",
     ),
-    "nothing is sharded": (
-        lambda: fs.DDPPlugin(options={"prefetch": 2, "live_units": 1}),
-        r"options=\['live_units', 'prefetch'\] need parameters that are sharded: stage 3, not 0",
-    ),
     "shard axis elsewhere": (
         lambda: fs.FSDPPlugin(mesh=MESH, axis="data", shard_axis="pipe"),
-        'shard_axis must be among axis=, got "pipe"',
-    ),
-    "one stage": (
-        lambda: fs.HybridParallelPlugin(microbatches=4, recompute="always", sample=torch.ones(2)),
-        "microbatches, sample, recompute must be left out without stages: pipeline=1",
+        "shard_axis must be among axis=, got 'pipe'",
     ),
     "pipeline of another size": (lambda: staged(mesh=MESH, pipeline=4), 'the size of "pipe" in .*, 2, got 4'),
     "no pipeline axis": (lambda: staged(mesh=fs.make_mesh({"data": 2})), 'the size of "pipe" in .*, 1, got 2'),
-    "stages along the batch": (lambda: staged(pipeline_axis="data"), "pipeline_axis must not be the axis of the batch"),
-    "schedule on other devices": (
-        lambda: staged(schedule="zbv", chunks=4),
-        "zbv puts 8 stages on 4 devices, not on 2: change chunks=4",
-    ),
     "stages and batchnorm": (lambda: staged(sync_batchnorm=True), "sync_batchnorm=True has no meaning for stages"),
     "option of losses": (lambda: staged(options={"bucket": 1}), "options has no 'bucket'; legal: dynamic, inputs"),
 }
 
 
-@pytest.mark.parametrize("name", [*INVALID, *CONFLICTING])
-def test_wrong_plugin_raises(name):
-    make, message = (INVALID | CONFLICTING)[name]
-    with pytest.raises(fs.errors.LayoutError, match=message):
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_plugin_raises(name):
+    make, message = INVALID[name]
+    with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_all_wrong_fields_are_in_one_error():
+def test_plugin_error_lists_all_invalid_fields():
     message = "precision must .*; unused must .*; seed must .*; options has no 'a'.*; .* has no axis \"rows\""
-    with pytest.raises(fs.errors.LayoutError, match=message):
+    with pytest.raises(ValueError, match=message):
         fs.FSDPPlugin(precision="fp8", unused="no", seed=-1, mesh=MESH, shard_axis="rows", options={"a": 1})
-    with pytest.raises(fs.errors.LayoutError, match="pipeline must .*; zero_stage must .*; chunks must .*"):
+    with pytest.raises(ValueError, match="pipeline must .*; zero_stage must .*; chunks must .*"):
         staged(pipeline="2", zero_stage=5, chunks=-1)
 
 
@@ -116,55 +87,10 @@ def test_all_wrong_fields_are_in_one_error():
     reproducible=st.booleans(),
     sync=st.booleans(),
 )
-def test_any_plugin_is_made_or_names_all_that_is_wrong(precision, stage, seed, slices, reproducible, sync):
+def test_any_plugin_is_valid_or_lists_its_errors(precision, stage, seed, slices, reproducible, sync):
     mesh = fs.make_mesh({"data": 2})
-    invalid = sum([precision == "fp8", seed < 0, slices < 1, stage not in (1, 2)])
-    idle, uneven = slices != 8 and not reproducible, reproducible and slices not in (2, 4, 8)
-    count = invalid or sum([reproducible and sync, idle, uneven])
+    count = sum([precision == "fp8", seed < 0, slices < 1, stage not in (1, 2), reproducible and sync])
     how = {"precision": precision, "stage": stage, "seed": seed, "slices": slices, "reproducible": reproducible}
-    with pytest.raises(fs.errors.LayoutError) if count else nullcontext() as found:
+    with pytest.raises(ValueError) if count else nullcontext() as found:
         fs.ZeroPlugin(mesh=mesh, sync_batchnorm=sync, **how)
     assert not count or str(found.value).count(";") + 1 == count
-
-
-# -- auto_plugin --------------------------------------------------------------------------------------------------------
-
-ADVICE = {
-    "model": ({"model": nn.Linear}, "model must be a Module, got <class"),
-    "mesh": ({"mesh": {"data": 2}}, "mesh must be a Mesh, got {'data': 2}"),
-    "memory": ({"memory": "80GB"}, "memory must be an integer >= 1, got '80GB'"),
-    "activations": ({"activations": -1}, "activations must be an integer >= 0, got -1"),
-    "unknown option": (
-        {"unitt": 3, "why": "so"},
-        "auto_plugin has no 'unitt', 'why'; legal: axis, balance, .*zero_stage",
-    ),
-    "precision": ({"precision": "fp8"}, "precision must be .* got 'fp8'"),
-    "slices": ({"slices": 4}, "slices= needs reproducible=True"),
-    "options": ({"options": {"buckt": 1}}, "options has no 'buckt'"),
-    "unit": ({"unit": 0}, "unit must be a path pattern, several, or a positive number of bytes; got 0"),
-    "stage": ({"stage": 3}, "stage must be 1 or 2, got 3"),
-    "schedule": ({"schedule": "1b1f"}, 'There is no schedule "1b1f"'),
-    "zero stage": ({"zero_stage": 4}, "zero_stage must be 0, 1, 2 or 3, got 4"),
-}
-FITTING = {"model": model(), "mesh": MESH, "memory": 10**9}
-
-
-@pytest.mark.parametrize("name", ADVICE)
-def test_wrong_argument_of_auto_plugin_raises(name):
-    asked, message = ADVICE[name]
-    with pytest.raises(fs.errors.LayoutError, match=f"^auto_plugin: .*{message}"):
-        fs.auto_plugin(**FITTING | asked)
-
-
-def test_all_wrong_arguments_of_auto_plugin_are_in_one_error():
-    for names in (("model", "mesh", "memory", "activations", "unknown option"), ("unit", "stage", "schedule")):
-        with pytest.raises(fs.errors.LayoutError) as found:
-            fs.auto_plugin(**FITTING | {key: x for name in names for key, x in ADVICE[name][0].items()})
-        assert all(re.search(ADVICE[name][1], str(found.value)) for name in names)
-
-
-def test_wrong_optimizer_of_auto_plugin_raises():
-    with pytest.raises(fs.errors.OptimizerError, match="auto_plugin: str is no pair of init and update"):
-        fs.auto_plugin(**FITTING, optimizer="adamw")
-    with pytest.raises(fs.errors.OptimizerError, match="tensors that are no parameters of the model"):
-        fs.auto_plugin(**FITTING, optimizer=torch.optim.SGD(model().parameters(), lr=0.1))

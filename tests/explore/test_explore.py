@@ -54,7 +54,7 @@ def grid_of(layout, shape):
 
 
 @given(layouts())
-def test_cells_cover_every_element_once(case):
+def test_grid_cells_cover_every_element_once(case):
     layout, shape = case
     count = torch.zeros((prod(shape),) if layout.spec.is_flat else shape, dtype=torch.int64)
     for cell in grid_of(layout, shape).cells:
@@ -63,7 +63,7 @@ def test_cells_cover_every_element_once(case):
 
 
 @given(layouts())
-def test_holders_are_those_of_the_layout(case):
+def test_grid_cells_have_the_devices_of_the_layout(case):
     layout, shape = case
     cells = grid_of(layout, shape).cells
     drawn = [(device, cell.ranges) for cell in cells for copy in cell.holders() for device in copy]
@@ -72,7 +72,7 @@ def test_holders_are_those_of_the_layout(case):
 
 
 @given(layouts())
-def test_a_copy_differs_only_along_unreduced_axes(case):
+def test_grid_summands_differ_along_unreduced_axes_only(case):
     layout, shape = case
     summands = prod(layout.mesh.shape[name] for name in layout.spec.unreduced)
     for cell in grid_of(layout, shape).cells:
@@ -83,7 +83,7 @@ def test_a_copy_differs_only_along_unreduced_axes(case):
 
 
 @given(layouts())
-def test_every_picture_can_be_drawn(case):
+def test_picture_of_any_layout_is_drawn(case):
     layout, shape = case
     shown = picture(shape, layout=layout)
     assert str(shown).startswith(f"{grid_of(layout, shape).type} on {layout.mesh}\n")
@@ -249,12 +249,12 @@ def lines(text):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_text(case):
+def test_picture_as_text(case):
     x = fs.device_put(torch.ones(case.shape), fs.Layout(fs.make_mesh(case.mesh), *case.layout))
     assert str(picture(x)).split("\n") == lines(case.drawn)
 
 
-def test_a_large_mesh_is_summarised():
+def test_picture_of_65536_devices_is_elided():
     mesh = fs.make_mesh({"data": 4096, "model": 16}, runtime="abstract")
     start = time.process_time()
     text = str(picture((131072, 1024), layout=fs.Layout(mesh, P("data", "model"))))
@@ -294,7 +294,7 @@ def test_a_large_mesh_is_summarised():
         (P.flat("data", "model"), "0"),
     ],
 )
-def test_many_holders_are_summarised(spec, cell):
+def test_picture_elides_many_devices_of_a_cell(spec, cell):
     mesh = fs.make_mesh({"data": 4096, "model": 16}, runtime="abstract")
     text = str(picture((8192, 4), layout=fs.Layout(mesh, spec)))
     assert f" {cell} " in text
@@ -302,7 +302,7 @@ def test_many_holders_are_summarised(spec, cell):
 
 
 @pytest.mark.parametrize("runtime", ["abstract", "virtual"])
-def test_every_runtime_draws_the_same(runtime):
+def test_picture_is_equal_on_all_runtimes(runtime):
     mesh = fs.make_mesh({"data": 2, "model": 2}, runtime=runtime)
     x = fs.device_put(torch.ones(4, 4), fs.Layout(mesh, P("model")))
     alone = fs.Sharded(x.shape, x.layout, x.shards[:1])  # as on a process mesh
@@ -314,7 +314,7 @@ def test_every_runtime_draws_the_same(runtime):
 # Showing.
 
 
-def test_colours_in_a_terminal(monkeypatch):
+def test_visualize_in_a_terminal_has_colours(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLORTERM", "truecolor")
@@ -325,7 +325,7 @@ def test_colours_in_a_terminal(monkeypatch):
     assert "\x1b[38;2;22;25;29;48;2;124;183;232m" in out.getvalue()
 
 
-def test_only_the_first_device_shows_it(capsys):
+def test_visualize_prints_on_the_first_device_only(capsys):
     def main():
         visualize(fs.device_put(torch.ones(4), fs.Layout(fs.make_mesh({"data": 4}), P("data"))))
 
@@ -336,7 +336,7 @@ def test_only_the_first_device_shows_it(capsys):
     assert capsys.readouterr().out.count("f32[1]") == 1
 
 
-def test_a_notebook_shows_it_once(monkeypatch, capsys):
+def test_visualize_in_a_notebook_displays_once(monkeypatch, capsys):
     shown = []
     shell = types.SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
@@ -346,7 +346,7 @@ def test_a_notebook_shows_it_once(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_layout_in_place_of_its_own():
+def test_picture_layout_argument_replaces_that_of_the_array():
     mesh = fs.make_mesh({"data": 2})
     x = fs.device_put(torch.ones(4), fs.Layout(mesh, P("data")))
     assert str(picture(x, layout=fs.Layout(mesh, P()))).startswith("f32[4] on")
@@ -354,7 +354,7 @@ def test_a_layout_in_place_of_its_own():
     assert str(picture([4, 2], layout=x.layout, dtype=torch.int8)).startswith("i8[4@data, 2] on")
 
 
-def test_svg_marks():
+def test_svg_marks_unreduced_and_host_memory():
     mesh = fs.make_mesh({"data": 2, "model": 2})
     marked = picture((4,), layout=fs.Layout(mesh, P(unreduced="model"), "host")).svg
     assert "url(#fshard-sum)" in marked and "stroke-dasharray" in marked
@@ -380,7 +380,7 @@ class State(NamedTuple):
     moments: tuple
 
 
-def test_tree():
+def test_tree_as_text():
     params = blocks(fs.make_mesh({"data": 4}), 12)
     tree = State(3, ({"params": params, "mask": torch.ones(3), "none": None},))
     assert str(picture(tree)).split("\n") == lines(
@@ -401,7 +401,7 @@ def test_tree():
     )
 
 
-def test_only_equal_neighbours_are_folded():
+def test_tree_folds_equal_neighbours_of_lists_only():
     a, b = torch.ones(2), torch.ones(3)
     assert [(entry.name, entry.count) for entry in take_stock([a, a, b, a]).entries] == [
         ("[0..1]", 2),
@@ -411,37 +411,15 @@ def test_only_equal_neighbours_are_folded():
     assert [entry.name for entry in take_stock({"x": a, "y": a}).entries] == ["x", "y"]
 
 
-def test_tree_in_a_notebook():
+def test_tree_as_html_has_pictures_of_leaves():
     html = picture(blocks(fs.make_mesh({"data": 4}), 3))._repr_html_()
     assert html.count("<svg") == 3  # of the folded block's two leaves, and of the head
     assert "[0..2] 3 x" in html and "f32[8@data, 6]" in html
     ElementTree.fromstring(html.replace("<details open", "<details"))
 
 
-def test_tree_with_layouts_as_a_prefix():
+@pytest.mark.parametrize(("x", "layout"), [({"a": torch.ones(2)}, "mesh"), ((4,), "spec")])
+def test_picture_layout_of_a_tree_or_no_layout_raises(x, layout):
     mesh = fs.make_mesh({"data": 2})
-    tree = {"a": [torch.ones(4), torch.ones(6)], "b": torch.ones(3)}
-    text = str(picture(tree, layout={"a": fs.Layout(mesh, P("data")), "b": fs.Layout(mesh, P())}))
-    assert "f32[4@data]" in text and "f32[6@data]" in text and "f32[3]  12 B, 12 B per device" in text
-
-
-# treescope, where it is installed.
-
-
-def test_treescope():
-    treescope = pytest.importorskip("treescope")
-    from fshard.explore.treescope_records import treescope_sharding, use_treescope
-
-    mesh = fs.make_mesh({"data": 4, "model": 2})
-    x = fs.device_put(torch.randn(8, 6), fs.Layout(mesh, P("data")))
-    record = treescope_sharding(x)
-    assert record.shard_shape == (2, 6)
-    assert record.device_index_to_shard_slices[5] == (slice(4, 6), slice(None))
-    flat = fs.device_put(torch.randn(8, 6).bfloat16(), fs.Layout(mesh, P.flat("data")))
-    assert treescope_sharding(flat) is None
-    use_treescope()
-    abstract = fs.device_put(torch.ones(4), fs.Layout(fs.make_mesh({"data": 2}, runtime="abstract"), P("data")))
-    with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
-        html = treescope.render_to_html([x, flat, abstract], compressed=False)
-    assert "Sharded across 8 CPU devices" in html
-    assert "Sharded f32[8@data, 6] on Mesh(data=4, model=2; virtual, cpu)" in treescope.render_to_text(x)
+    with pytest.raises(TypeError, match="layout must be a Layout of a tensor or a shape"):
+        picture(x, layout=fs.Layout(mesh, P()) if layout == "mesh" else P())

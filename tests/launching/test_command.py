@@ -13,8 +13,9 @@ import torch
 
 import fshard as fs
 from fshard.command import main
-from fshard.doctor import examine
-from fshard.doctor.examine import Findings, Speed, Trial, machine
+from fshard.doctor import check
+from fshard.doctor.check import Trial
+from fshard.doctor.examine import Findings, Speed, machine
 from fshard.doctor.visit import judge
 from fshard.launching.torchrun import command
 from fshard.testing.oracles import ORACLES
@@ -39,38 +40,51 @@ from fshard.testing.processes import run_processes
          "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint h:1 file.py"),
     ],
 )  # fmt: skip
-def test_run_is_a_command_line_of_torchrun(given, expected, capsys):
+def test_run_becomes_a_command_line_of_torchrun(given, expected, capsys):
     assert command(given.split())[0] == [sys.executable, "-m", "torch.distributed.run", *expected.split()]
     with pytest.raises(SystemExit) as end:
         main(["run", "--dry-run", *given.split()])
     assert end.value.code == 0 and capsys.readouterr().out.endswith(expected.replace("[", "'[") + "\n")
 
 
-def test_all_that_is_wrong_with_a_command_line_is_said(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # else there are as many processes as GPUs
+@pytest.mark.parametrize(("gpus", "count"), [(0, "2"), (3, "3")])
+def test_run_without_options_starts_a_process_per_gpu_or_two(gpus, count, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert command(["file.py"])[0][3:] == ["--standalone", "--nproc-per-node", count, "file.py"]
+
+
+def test_run_help_has_the_five_options_only(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["run", "--help"])
+    shown = capsys.readouterr().out
+    options = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]
+    assert end.value.code == 0 and options == ["--processes", "--nodes", "--node-index", "--address", "--dry-run"]
+    assert "torchrun --help" in " ".join(shown.split())
+
+
+def test_run_wrong_options_are_all_named(capsys):
     assert main(["run", "--nodes", "2", "--address", "gpu1", "--rdzv-id", "7", "file.py"]) == 2
-    said = capsys.readouterr().err
-    assert "--processes is missing" in said and "--node-index is missing (which of the machines this is)" in said
-    assert "--address gpu1 is not HOST:PORT" in said and "and so do options of torchrun" in said
+    error = capsys.readouterr().err
+    assert "--node-index must be the number of this machine, from 0 to 1; got None" in error
+    assert "--address must be HOST:PORT on machine 0; got gpu1" in error and "and so do options of torchrun" in error
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "x", "2.5"])
-def test_a_number_of_processes_that_is_none_is_said_before_any_starts(count, tmp_path, capsys):
+def test_run_wrong_number_of_processes_is_an_error(count, tmp_path, capsys):
     (tmp_path / "file.py").touch()
     assert main(["run", f"--processes={count}", str(tmp_path / "file.py")]) == 2
-    assert capsys.readouterr().err == (
-        f"fshard run cannot start: --processes {count} is neither an integer from 1 on nor auto, cpu, gpu or xpu.\n"
-    )
+    assert capsys.readouterr().err == (f"fshard run cannot start: --processes must be an integer >= 1; got {count}.\n")
 
 
-def test_what_is_not_there_to_run_is_said_before_any_process_starts(capsys):
-    assert main(["run", "--processes", "0", "nowhere.py"]) == 2
-    assert capsys.readouterr().err.endswith("auto, cpu, gpu or xpu; there is no file nowhere.py.\n")
+def test_run_missing_file_or_module_is_an_error(capsys):
+    assert main(["run", "nowhere.py"]) == 2
+    assert capsys.readouterr().err == "fshard run cannot start: there is no file nowhere.py.\n"
     assert main(["run", "--processes", "2", "-m", "no_such_package.part", "--rate", "3"]) == 2
     assert capsys.readouterr().err == "fshard run cannot start: there is no module no_such_package.\n"
 
 
-def test_run_runs(tmp_path):
+def test_run_starts_the_file_in_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, torch, fshard as fs\n"
@@ -84,7 +98,7 @@ def test_run_runs(tmp_path):
     assert done.stdout == "Mesh(data=2; process, cpu) 2.0 ['--processes', '7']\n", done.stderr
 
 
-def test_the_command_says_what_it_can_do(capsys):
+def test_command_prints_usage_and_version(capsys):
     assert main([]) == 2 and capsys.readouterr().err.startswith("usage: fshard run")
     assert main(["--help"]) == 0 and "fshard doctor" in capsys.readouterr().out
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"fshard {fs.__version__}\n"
@@ -93,15 +107,15 @@ def test_the_command_says_what_it_can_do(capsys):
 # -- doctor -------------------------------------------------------------------------------------------------------
 
 
-def test_the_doctor_looks_at_processes_that_it_starts(capsys):
+def test_doctor_examines_processes_that_it_starts(capsys):
     assert main(["doctor", "--device", "cpu", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    way = told["processes"][0]["way"]
-    assert told["well"] and told["sentence"] == f"All well: 2 processes over {way}, 12 collectives right."
+    transport = told["processes"][0]["transport"]
+    assert told["well"] and told["sentence"] == f"All well: 2 processes over {transport}, 11 collectives right."
     assert [one["rank"] for one in told["processes"]] == [0, 1]
     for one in told["processes"]:
         assert [trial["collective"] for trial in one["trials"]] == list(ORACLES)
-        assert all(trial["cases"] > 10 and not trial["complaints"] for trial in one["trials"])
+        assert all(trial["cases"] > 4 and not trial["complaints"] for trial in one["trials"])
         assert {speed["held"] for speed in one["speeds"]} == {1 << 10, 1 << 20, 1 << 24}
         assert all(speed["seconds"] > 0 and speed["sent"] > 0 for speed in one["speeds"])
 
@@ -112,14 +126,14 @@ def doctored(*words):
         return main(["doctor", *words]), said.getvalue()
 
 
-def test_the_doctor_among_processes_that_were_started_together():
+def test_doctor_under_a_launcher_examines_its_processes():
     (status, said), (other, silence) = run_processes(doctored, 2, environment={"FSHARD_DIRECT": "0"}, timeout=100)
     assert status == other == 0 and silence == ""
     lines = [line.rstrip() for line in said.splitlines()]
     for heading in ("Machine", "Processes", "Speed", "Collectives", "Verdict"):
         assert heading in lines
-    assert "  All well: 2 processes over gloo, 12 collectives right." in lines
-    assert "  started by   torchrun" in lines and "FSHARD_DIRECT=0 selects gloo" in " ".join(said.split())
+    assert "  All well: 2 processes over gloo, 11 collectives right." in lines
+    assert "  started by  torchrun" in lines and "FSHARD_DIRECT=0 selects gloo" in " ".join(said.split())
     assert any(line.startswith("  psum          right   ") for line in lines)
     assert [line.split()[0] for line in lines if line.count("GiB/s") == 2] == [
         "psum",
@@ -128,9 +142,6 @@ def test_the_doctor_among_processes_that_were_started_together():
         "ppermute",
     ]
     assert max(map(len, lines)) <= 80 and "\x1b" not in said
-
-
-MEASURED = "all_gather", "psum_scatter", "ppermute"
 
 
 def doctored_where_sums_are_wrong():
@@ -142,16 +153,16 @@ def doctored_where_sums_are_wrong():
         return total + 1 if isinstance(total, torch.Tensor) and total.is_floating_point() else total
 
     off_by_one.start = psum.start
-    fs.psum, examine.ORACLES = off_by_one, {name: ORACLES[name] for name in ("psum", "pmean", *MEASURED)}
+    fs.psum, check.ORACLES = off_by_one, {name: ORACLES[name] for name in ("psum", "pmean")}
     return doctored("--json")
 
 
-def test_a_wrong_collective_is_found():
+def test_doctor_finds_a_wrong_collective():
     (status, said), (other, _) = run_processes(doctored_where_sums_are_wrong, 2, timeout=100)
     told = json.loads(said)
     assert status == other == 1 and not told["well"]
     assert told["sentence"].startswith("Not well: psum wrong in ") and "values differ, first" in told["sentence"]
-    assert "FSHARD_DIRECT=0" in told["advice"][0] or told["processes"][0]["way"] == "gloo"
+    assert "FSHARD_DIRECT=0" in told["advice"][0] or told["processes"][0]["transport"] == "gloo"
     for one in told["processes"]:
         assert [trial["collective"] for trial in one["trials"] if trial["complaints"]] == ["psum"]
 
@@ -161,20 +172,22 @@ def findings(rank, **changes):
     return replace(Findings(rank, "SLURM", "cpu", "gloo", machine(), speeds, tried), **changes)
 
 
-def test_verdicts():
+def test_doctor_verdict_names_causes_and_fixes():
     here = replace(machine(), processors=64)
-    assert judge([findings(0, machine=here)]).sentence == "All well: 1 process, 3 collectives right."
+    assert judge([findings(0, machine=here)]).sentence == "All well: 1 process, 2 collectives right."
     apart = [findings(rank, machine=replace(here, host=f"n{rank}", gpus=())) for rank in range(2)]
-    assert judge(apart).sentence == "All well: 2 processes over gloo, 3 collectives right." and not judge(apart).advice
+    assert judge(apart).sentence == "All well: 2 processes over gloo, 2 collectives right." and not judge(apart).advice
     older = [*apart, findings(2, machine=replace(here, torch="2.11.0"))]
     assert "different versions" in judge(older).sentence and "process 2 has Python" in judge(older).sentence
-    broken = findings(1, trials=(Trial("psum", 3), Trial("send_recv", 4, ("off", "off"))), way="nccl", device="cuda")
-    verdict = judge([findings(0, way="nccl", device="cuda"), broken])
-    assert (
-        verdict.sentence == "Not well: send and recv wrong in 2 of 8 results, off." and "NCCL_P2P" in verdict.advice[0]
+    broken = findings(
+        1, trials=(Trial("psum", 3), Trial("send_recv", 4, ("off", "off"))), transport="nccl", device="cuda"
     )
-    crowd = [findings(rank, machine=replace(here, processors=2, gpus=("H100",)), way="direct") for rank in range(4)]
-    assert "4 processes share 2 processors" in judge(crowd).advice[0] and "--device cuda" in judge(crowd).advice[1]
+    verdict = judge([findings(0, transport="nccl", device="cuda"), broken])
+    assert verdict.sentence == "Not well: send_recv wrong in 2 of 8 results, off." and "NCCL_P2P" in verdict.advice[0]
+    crowd = [
+        findings(rank, machine=replace(here, processors=2, gpus=("H100",)), transport="direct") for rank in range(4)
+    ]
+    assert "4 processes share 2 processors" in judge(crowd).advice[0]
 
 
 BARE = """
@@ -186,15 +199,12 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import fshard as fs
 from fshard.doctor.examine import examine
-from fshard.testing.conformance import check_runtime
-from itertools import islice
-from fshard.testing.cases import all_cases
-mesh = fs.make_mesh({"data": 2})
-print(check_runtime(mesh, islice(all_cases(mesh), 5)))
+from fshard.doctor.check import check_collectives
+print(sum(len(trial.complaints) for trial in check_collectives(fs.make_mesh({"data": 2}))))
 """
 
 
-def test_the_doctor_needs_nothing_that_tests_need():
+def test_doctor_imports_without_test_packages():
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "5\n", done.stderr
+    assert done.stdout == "0\n", done.stderr
     assert os.environ.get("RANK") is None

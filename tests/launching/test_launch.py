@@ -26,14 +26,14 @@ def total(scale, add=0.0):
     return fs.run(lambda: fs.psum(torch.tensor(scale), "data") + add, mesh=mesh)[0].item(), fs.mesh.process_index()
 
 
-def test_results_come_in_order_and_virtual_meshes_before_do_no_harm():
+def test_launch_returns_results_in_rank_order():
     fs.run(lambda: fs.psum(torch.randn(200, 200) @ torch.randn(200, 200), "data"), mesh=fs.make_mesh({"data": 4}))
     assert fs.launch(total, 0.5, processes=3, add=1.0) == [(2.5, 0), (2.5, 1), (2.5, 2)]
     assert fs.launch(total, 0.5, processes=1, device="cpu") == [(0.5, 0)]
     assert fs.make_mesh({"data": 4}).runtime == "virtual"
 
 
-def test_closures_lambdas_and_classes_go_by_value():
+def test_launch_pickles_closures_and_classes_by_value():
     class Unheard(Exception):
         pass
 
@@ -52,14 +52,14 @@ def test_closures_lambdas_and_classes_go_by_value():
     assert fs.launch(lambda: os.environ["OMP_NUM_THREADS"], processes=1) == [os.environ.get("OMP_NUM_THREADS", "1")]
 
 
-def test_without_cloudpickle_what_to_install_is_said(monkeypatch):
+def test_launch_without_cloudpickle_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ImportError, match=r"<lambda>.* Install cloudpickle \(pip install cloudpickle"):
         fs.launch(lambda: None, processes=2)
     assert fs.launch(os.getenv, "RANK", processes=2) == ["0", "1"]
 
 
-def test_what_stands_in_the_running_script_does_not_go_by_reference(monkeypatch):
+def test_launch_pickles_functions_of_the_script_by_value(monkeypatch):
     monkeypatch.setattr(total, "__module__", "__main__")
     assert b"cloudpickle" in travel.by_value((total, (1.0,)))
     assert b"cloudpickle" not in travel.by_value((gone, (1.0,)))
@@ -81,7 +81,7 @@ def die():
     total(1.0)
 
 
-def test_an_error_is_raised_here_with_its_traceback_and_all_have_ended(tmp_path):
+def test_launch_error_is_raised_and_processes_end(tmp_path):
     with pytest.raises(KeyError, match="mine") as error:
         fs.launch(fail, 1, tmp_path, processes=2)
     assert 'in fail\n    raise KeyError("mine")' in error.value.__notes__[0]
@@ -90,7 +90,7 @@ def test_an_error_is_raised_here_with_its_traceback_and_all_have_ended(tmp_path)
     assert len(pids) == 2 and all(map(gone, pids))
 
 
-def test_a_death_and_a_time_out_are_told():
+def test_launch_death_and_timeout_raise():
     with pytest.raises(RuntimeError, match="process 1 of 2 was killed by SIGKILL"):
         fs.launch(die, processes=2)
     with pytest.raises(RuntimeError, match="process 0 of 1 did not finish sleep within 0.2 s"):
@@ -111,7 +111,7 @@ def write():
     sys.stdout.write("long " * 100_000)
 
 
-def test_lines_appear_whole_whoever_writes_them(capsys):
+def test_launch_output_has_unbroken_lines(capsys):
     fs.launch(write, processes=2)
     said, alas = capsys.readouterr()
     lines = [line for line in said.splitlines() if not line.startswith("long")]
@@ -129,7 +129,7 @@ def show_progress():
     return time.monotonic()
 
 
-def test_what_is_written_over_appears_at_once(monkeypatch):
+def test_launch_output_with_carriage_return_appears_at_once(monkeypatch):
     came = []
     monkeypatch.setattr(sys.stdout, "write", lambda text: came.append((text, time.monotonic())))
     (ended,) = fs.launch(show_progress, processes=1)
@@ -144,7 +144,7 @@ def nested():
     return fs.launch(total, 1.0, processes=2)
 
 
-def test_launching_inside_of_processes_and_devices_is_an_error():
+def test_launch_inside_of_processes_or_devices_raises():
     with pytest.raises(
         fs.errors.MeshError, match=r"this is process \d of 2 that were started together.*make the mesh here"
     ):
@@ -153,16 +153,16 @@ def test_launching_inside_of_processes_and_devices_is_an_error():
         fs.run(nested, mesh=fs.make_mesh({"data": 2}))
 
 
-def test_what_is_wrong_with_a_call_is_one_error():
+def test_launch_wrong_arguments_are_one_error():
     with pytest.raises(fs.errors.MeshError) as error:
         fs.launch(3, processes=0, device="tpu", timeout=-1)
     assert str(error.value) == (
-        "fs.launch cannot start: 3 is no function; processes must be an integer >= 1; got 0; "
-        'device=\'tpu\' is neither "cpu" nor "cuda"; timeout=-1 is no number of seconds.'
+        "fs.launch cannot start: fn must be a function; got 3; processes must be an integer >= 1; got 0; "
+        'device must be "cpu" or "cuda"; got \'tpu\'; timeout must be a number of seconds; got -1.'
     )
 
 
-def test_a_module_that_launches_when_it_is_imported_is_no_fork_bomb(tmp_path, monkeypatch):
+def test_launch_at_import_of_a_module_raises(tmp_path, monkeypatch):
     (tmp_path / "unguarded.py").write_text(
         "import fshard as fs\ndef f():\n    return 1\nresults = fs.launch(f, processes=2)\n"
     )
@@ -180,7 +180,7 @@ def with_children():
         return pool.map(square, [1, 2])
 
 
-def test_a_process_may_have_processes_of_its_own():
+def test_launch_processes_may_have_children():
     assert fs.launch(with_children, processes=1) == [[1, 4]]
 
 
@@ -207,7 +207,7 @@ fs.launch(main, 1000, processes=2)
 ENDS = (signal.SIGINT, signal.SIGKILL)
 
 
-def test_a_script_needs_no_guard_and_its_processes_end_with_it(tmp_path):
+def test_launch_processes_end_with_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command, pipes = [sys.executable, script], {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -241,7 +241,7 @@ fs.launch(total, 1.0, processes=2)
 ]
 
 
-def test_a_notebook_launches_its_own_functions_and_shows_their_output(tmp_path):
+def test_launch_in_a_notebook_shows_output(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     place = {"metadata": {"path": tmp_path}}
     NotebookClient(notebook, timeout=120, coalesce_streams=True, resources=place).execute()

@@ -110,6 +110,17 @@ WHOLE = {
     "shampoo": optim.shampoo(0.1, momentum=0.9),
 }
 ALL = {**ELEMENTWISE, **WHOLE}
+# Everything that takes an optimizer inside: name -> wrapped
+WRAPPERS = {
+    "chain": lambda opt: optim.chain(optim.clip_by_value(1.0), opt),
+    "masked": lambda opt: optim.masked(opt, True),
+    "by_label": lambda opt: optim.by_label({"a": opt}, "a"),
+    "accumulate": lambda opt: optim.accumulate(opt, 2),
+    "skip_if_not_finite": optim.skip_if_not_finite,
+    "loss_scaled": optim.loss_scaled,
+    "ema": lambda opt: optim.ema(opt, 0.5),
+    "with_master_weights": optim.with_master_weights,
+}
 
 
 # -- trees --------------------------------------------------------------------------------------------------------
@@ -230,7 +241,8 @@ def suited(make, params, steps):
 WRITERS = {name: opt for name, opt in ALL.items() if opt.step is not None} | {
     cls.__name__: optim.from_torch(cls, **options)
     for cls, options in FOREIGN.items()
-    if not options.get("fused") and cls is not torch.optim.ASGD  # whose eta is of float32, also for float64 parameters
+    # eta and mu_product of these two are of float32, also for float64 parameters
+    if not options.get("fused") and cls not in (torch.optim.ASGD, torch.optim.NAdam)
 }
 AROUND = {
     "clip": lambda opt: optim.chain(optim.clip_by_global_norm(0.5), opt),

@@ -1,4 +1,4 @@
-"""Norms over everything, wherever it lies."""
+"""Norms over all elements of a tree, for every layout."""
 
 from fractions import Fraction
 from math import hypot, inf, isnan, nan
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fshard as fs
 import fshard.testing.strategies
 from fshard import P, optim
-from fshard.optim.digits import digits_of, number_of
+from fshard.optim.exact_sum import columns_of, number_of
 from fshard.optim.norms import norm_later
 from tests.optim.optimizers import example, leaves_of, tensor
 
@@ -38,7 +38,7 @@ def test_global_norm_counts_every_element_once(data):
     assert comm.calls() == cut
 
 
-def test_global_norm_is_torchs_and_counts_ties_once():
+def test_global_norm_equals_torch_and_counts_ties_once():
     xs = [tensor((5, 3), torch.float32, 0), tensor((7,), torch.float32, 1)]
     expected = torch.nn.utils.get_total_norm(xs)
     torch.testing.assert_close(optim.global_norm(xs).float(), expected)
@@ -49,7 +49,7 @@ def test_global_norm_is_torchs_and_counts_ties_once():
 @pytest.mark.parametrize("order", [0.5, 1, 3.0, inf])
 @given(data=st.data())
 @settings(max_examples=20)
-def test_norms_of_any_order_are_torchs_however_a_tree_is_cut(order, data):
+def test_norm_of_any_order_equals_torch(order, data):
     mesh = data.draw(fs.testing.strategies.meshes())
     whole, tree = [], []
     for _ in range(data.draw(st.integers(0, 4))):
@@ -76,7 +76,7 @@ def test_norms_of_any_order_are_torchs_however_a_tree_is_cut(order, data):
     torch.testing.assert_close(inside[0], expected)
 
 
-def test_global_norm_refuses_open_sums_and_two_meshes():
+def test_global_norm_of_unreduced_or_two_meshes_raises():
     mesh, other = fs.make_mesh({"data": 2}), fs.make_mesh({"model": 2})
     summed = fs.device_put(torch.ones(2), fs.Layout(mesh, P(unreduced="data")))
     with pytest.raises(fs.errors.LayoutError) as error:
@@ -90,7 +90,7 @@ def test_global_norm_refuses_open_sums_and_two_meshes():
         optim.global_norm(two)
 
 
-def test_clip_by_global_norm_is_torchs():
+def test_clip_by_global_norm_equals_torch():
     params, (grads, *_) = example()
     own = [torch.nn.Parameter(x) for x in leaves_of(params)]
     for p, g in zip(own, leaves_of(grads), strict=True):
@@ -106,18 +106,18 @@ NUMBERS = st.floats(0, allow_infinity=False, max_value=2.0**1000)
 
 @given(st.lists(NUMBERS, max_size=40), st.data())
 @settings(max_examples=200)
-def test_sums_in_digits_are_exact_and_have_the_same_bits_in_any_order_and_cut(numbers, data):
+def test_exact_sum_is_independent_of_order(numbers, data):
     mixed = torch.tensor(data.draw(st.permutations(numbers)), dtype=torch.float64)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(numbers)), max_size=4)))
-    pieces = [digits_of(piece) for piece in mixed.tensor_split(cuts)]
+    pieces = [columns_of(piece) for piece in mixed.tensor_split(cuts)]
     found = number_of(torch.stack(pieces).sum(0))
-    assert torch.equal(found, number_of(digits_of(torch.tensor(numbers, dtype=torch.float64))))
+    assert torch.equal(found, number_of(columns_of(torch.tensor(numbers, dtype=torch.float64))))
     exact = sum(map(Fraction, numbers))
     assert abs(Fraction(found.item()) - exact) <= exact * Fraction(2) ** -50
 
 
 @given(st.lists(st.floats(-1e150, 1e150) | st.floats(-1, 1), max_size=20), st.integers(0, 20), st.booleans())
-def test_the_norm_of_float64_is_that_of_math(numbers, cut, exact):
+def test_float64_norm_equals_hypot(numbers, cut, exact):
     assume(not any(0 < abs(x) < 1e-140 for x in numbers))  # whose squares are no normal numbers
     x = torch.tensor(numbers, dtype=torch.float64)
     found = optim.global_norm([x[:cut], x[cut:].clone()], exact=exact).item()
@@ -125,7 +125,7 @@ def test_the_norm_of_float64_is_that_of_math(numbers, cut, exact):
 
 
 @pytest.mark.parametrize("strange", [inf, 1e200, nan])
-def test_a_norm_of_float64_that_is_not_finite_says_so(strange):
+def test_nonfinite_float64_norm_is_nonfinite(strange):
     x = tensor((100_000,), torch.float64, 0)
     x[70_000] = strange
     found = optim.global_norm([x, tensor((3,), torch.float64, 1)]).item()
@@ -134,7 +134,7 @@ def test_a_norm_of_float64_that_is_not_finite_says_so(strange):
 
 @given(st.data())
 @settings(max_examples=60)
-def test_a_norm_is_off_by_less_than_a_rounding_an_element_and_in_digits_by_none(data):
+def test_norm_error_is_bounded_and_exact_is_zero(data):
     mesh, draw = fs.make_mesh(data.draw(st.sampled_from([{"a": 3}, {"a": 8}, {"a": 2, "b": 2}]))), data.draw
     shapes, dtype = [(5,), (33, 17), (), (1000,)], draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
     scale = 10.0 ** draw(st.integers(-15, 15))
@@ -186,7 +186,7 @@ CLIP = optim.clip_by_global_norm(0.1)
 @pytest.mark.parametrize("options", [{}, {"reproducible": True}, {"donate": True}], ids=str)
 @pytest.mark.parametrize("rule", [optim.adamw, optim.muon])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_that_clips_reports_the_norm_before_clipping(rule, stage, options):
+def test_clipping_step_returns_norm_before_clipping(rule, stage, options):
     params, norm, _ = one_step(optim.chain(CLIP, rule(0.1)), stage, **options)
     _, unclipped, _ = one_step(rule(0.1), stage, **options)
     torch.testing.assert_close(norm, unclipped)
@@ -195,7 +195,7 @@ def test_a_step_that_clips_reports_the_norm_before_clipping(rule, stage, options
         assert all(map(torch.equal, params, by_hand))
 
 
-def test_norms_inside_a_reproducible_step_are_exact():
+def test_norms_in_reproducible_step_are_exact():
     found = list[bool]()
 
     def noting(grads, state, params):
@@ -210,7 +210,7 @@ def test_norms_inside_a_reproducible_step_are_exact():
     assert found == [True]
 
 
-def test_a_norm_is_of_the_gradients_before_they_are_used_up():
+def test_norm_later_uses_gradients_before_donation():
     grads = [torch.tensor([3.0, 4.0])]
     norm = norm_later(grads, exact=True)
     grads[0].mul_(2)

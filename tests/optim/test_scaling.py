@@ -1,4 +1,4 @@
-"""Loss scaling: the scale goes up and down as torch's GradScaler's does, within limits and with patience."""
+"""Loss scaling: the scale equals that of torch's GradScaler, within limits and with hysteresis."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
+from tests.optim.optimizers import WRAPPERS
 
 FINITE = st.lists(st.booleans(), max_size=30)
 
@@ -23,7 +24,7 @@ def scales(opt, finite):
 
 
 @given(FINITE, st.integers(1, 4), st.sampled_from([2.0, 4.0]), st.sampled_from([0.5, 0.25]))
-def test_the_scale_is_torchs(finite, interval, growth, backoff):
+def test_loss_scale_equals_torch_grad_scaler(finite, interval, growth, backoff):
     scale, tracker, expected = torch.tensor(2.0**10), torch.tensor(0, dtype=torch.int32), []
     for good in finite:
         torch._amp_update_scale_(scale, tracker, torch.tensor(0.0 if good else 1.0), growth, backoff, interval)
@@ -36,12 +37,12 @@ def test_the_scale_is_torchs(finite, interval, growth, backoff):
 
 
 @given(FINITE)
-def test_the_scale_stays_within_its_limits(finite):
+def test_loss_scale_stays_within_limits(finite):
     opt = optim.loss_scaled(optim.sgd(1.0), initial=4.0, interval=1, smallest=2.0, largest=8.0)
     assert all(2.0 <= scale <= 8.0 for scale in scales(opt, finite))
 
 
-def test_patience_is_spent_once_and_growing_restores_it():
+def test_hysteresis_is_restored_by_growth():
     opt = optim.loss_scaled(optim.sgd(1.0), initial=64.0, interval=2, hysteresis=3)
     bad, good = [False], [True]
     assert scales(opt, bad * 4 + good * 2 + bad * 3) == [64, 64, 32, 16, 16, 32, 32, 32, 16]
@@ -62,7 +63,7 @@ def trained(opt, stage):
     return {name: fs.unshard(leaf) for name, leaf in params.items()}
 
 
-def test_a_scale_of_one_need_not_be_said():
+def test_loss_scale_of_one_needs_no_argument():
     mesh = fs.make_mesh({"data": 2})
     opt = optim.loss_scaled(optim.sgd(1.0), initial=1.0)
     w = fs.shard_params(torch.ones(2), P(), mesh=mesh)
@@ -70,36 +71,23 @@ def test_a_scale_of_one_need_not_be_said():
     assert torch.equal(fs.unshard(opt.step(grads, opt.init(w), w)[0]), torch.zeros(2))
 
 
-def test_who_keeps_others_from_true_gradients_or_from_bad_ones_may_not_have_a_scaled_loss_inside():
-    scaled = optim.ema(optim.loss_scaled(optim.sgd(0.5)), 0.5)
-    for name, wrap, why in [
-        (
-            "chain",
-            lambda: optim.chain(optim.clip_by_value(1.0), scaled),
-            "the transformations before it would get gradients",
-        ),
-        (
-            "by_label",
-            lambda: optim.by_label({"a": scaled, "b": optim.sgd(0.5)}, {}),
-            "the other labels' optimizers would",
-        ),
-        (
-            "masked",
-            lambda: optim.masked(optim.loss_scaled(optim.scale(1.0)), True),
-            "the other parameters' gradients would",
-        ),
-        ("skip_if_not_finite", lambda: optim.skip_if_not_finite(scaled), "the scale would never learn"),
-        ("loss_scaled", lambda: optim.loss_scaled(scaled), "gradients would be divided twice"),
-    ]:
-        with pytest.raises(optim.OptimizerError) as error:
-            wrap()
-        text = str(error.value)
-        assert text.startswith(f"{name}: loss_scaled must not be nested, since {why}")
-        assert text.endswith("Put one loss_scaled around all of it.")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_nested_loss_scaled_raises_an_error(name):
+    message = f"{name}: loss_scaled must not be nested, since .*Put one loss_scaled around all of it."
+    with pytest.raises(optim.OptimizerError, match=message):
+        WRAPPERS[name](optim.loss_scaled(optim.sgd(0.5)))
+
+
+def test_loss_scaled_divides_16_bits_in_float32():
+    """A gradient of 2^-20 in float16, of a loss scaled by 2^10, would be rounded to 0 as 2^-30."""
+    opt = optim.loss_scaled(optim.with_master_weights(optim.sgd(2.0**30)), initial=2.0**10, smallest=1.0)
+    params = [torch.zeros(1, dtype=torch.float16)]
+    params, _ = opt.step([torch.full((1,), 2.0**-20, dtype=torch.float16)], opt.init(params), params)
+    assert params[0] == -1
 
 
 @pytest.mark.parametrize("options", [{}, {"reproducible": True, "slices": 4}], ids=str)
-def test_a_scale_that_16_bits_cannot_hold_skips_no_step_on_any_mesh(options):
+def test_scale_beyond_float16_skips_no_step(options):
     """65536 is no number of float16: a loss in it is multiplied by what is one, and gradients by the rest."""
 
     def found(n, stage):

@@ -1,4 +1,4 @@
-"""What an update that is divided among devices holds, counted on an abstract mesh: what it was given, and little more."""
+"""Bytes that a partitioned update holds beyond its arguments, counted on an abstract mesh."""
 
 import weakref
 
@@ -63,7 +63,7 @@ def beyond(unit, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_flat_ranges_are_put_together_some_at_a_time(stage, monkeypatch):
+def test_flat_update_holds_few_extra_bytes(stage, monkeypatch):
     monkeypatch.setattr(optim.partition, "AT_ONCE", AT_ONCE)
     most, left = beyond("elementwise", stage)
     assert most <= (2 * AT_ONCE if stage < 3 else 0) + COUNT * 8
@@ -71,9 +71,9 @@ def test_flat_ranges_are_put_together_some_at_a_time(stage, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_owners_hold_their_own_and_what_is_exchanged_at_once(stage, monkeypatch):
+def test_owner_update_holds_few_extra_bytes(stage, monkeypatch):
     monkeypatch.setattr(optim.partition, "AT_ONCE", AT_ONCE)
-    monkeypatch.setattr(fs.mesh.reshard.owners, "AT_ONCE", AT_ONCE)
+    monkeypatch.setattr(fs.mesh.reshard.execute, "AT_ONCE", AT_ONCE)
     most, left = beyond("matrix", stage)
     share = WHOLE // N
     assert most <= (share if stage < 3 else 2 * share) + 4 * AT_ONCE

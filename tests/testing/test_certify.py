@@ -1,14 +1,15 @@
-"""`certify` says that a sound run is sound, and of every mistake that is made here on purpose, which it is and where."""
+"""`certify` passes correct programs, and finds every mistake that is made here on purpose, with its leaf and step."""
 
 import itertools
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from itertools import combinations
+from math import prod
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -48,7 +49,7 @@ def verdicts(certificate):
 
 
 def only(certificate, leaf):
-    """Return the reason of the first divergence, which has to be of this leaf, in every stage."""
+    """Return the reason of the first divergence, which must be of this leaf, in every stage."""
     stages = {row.stage for row in certificate.rows}
     found = [next(r for r in certificate.rows if r.stage == stage and r.step == 0) for stage in sorted(stages)]
     assert {row.leaf for row in found} == {leaf}
@@ -63,14 +64,14 @@ def only(certificate, leaf):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_reproducible_mode_is_exact_with_dropout(n):
+def test_certify_reproducible_dropout_is_exact(n):
     mesh = fs.make_mesh({"data": n})
     found = certify(gpt.loss_fn, gpt.init(), gpt.batch(), ADAMW, mesh=mesh, reproducible=True)
     assert verdicts(found.check()) == {"EXACT"}
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_without_the_mode_it_is_bounded(n):
+def test_certify_gpt_is_bounded_by_roundings(n):
     mesh = fs.make_mesh({"data": n})
     found = certify(gpt.without_dropout, gpt.init(), gpt.batch(), ADAMW, mesh=mesh).check()
     assert verdicts(found) <= {"EXACT", "BOUNDED"} and (n == 1 or "BOUNDED" in verdicts(found))
@@ -78,7 +79,7 @@ def test_without_the_mode_it_is_bounded(n):
 
 
 @pytest.mark.parametrize("n", [4, 8])
-def test_a_model_in_float64_may_round_as_what_it_is_measured_by_does(n):
+def test_certify_float64_model_is_bounded_by_its_own_roundings(n):
     mesh, params = fs.make_mesh({"data": n}), gpt.init(layers=1, dtype=torch.float64)
     found = certify(gpt.without_dropout, params, gpt.batch(), ADAMW, mesh=mesh, stages=[0, 3]).check()
     assert "BOUNDED" in verdicts(found) and all(row.bound < 1e-13 for row in found.rows)
@@ -92,7 +93,7 @@ def test_a_model_in_float64_may_round_as_what_it_is_measured_by_does(n):
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 8}, {"node": 2, "data": 4}], ids=str)
-def test_what_is_linear_is_exact_on_any_layout_with_exact_inputs(sizes):
+def test_certify_linear_loss_with_exact_inputs_is_exact(sizes):
     def linear(params, x):
         return (x @ params["up"]).sum(1).mean() + params["bias"].sum() * x.mean() * 0 + params["down"].sum()
 
@@ -114,11 +115,11 @@ def test_what_is_linear_is_exact_on_any_layout_with_exact_inputs(sizes):
     ],
     ids=lambda options: "+".join(options),
 )
-def test_options_of_train_step_go_to_both_runs(options):
+def test_certify_passes_train_step_options_to_both_runs(options):
     certified(sizes={"data": 2}, **options).check()
 
 
-def test_auxiliary_values_are_let_be():
+def test_certify_accepts_auxiliary_values():
     certified(lambda params, x: (mlp(params, x), {"mean": x.mean()}), has_aux=True).check()
 
 
@@ -140,7 +141,7 @@ def batch_normed(sync):
 
 @pytest.mark.parametrize("options", [{}, {"donate": True}, {"has_buffers": True}, {"precision": "bf16"}], ids=str)
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_a_loss_function_with_buffers_is_certified_and_so_are_they(n, options):
+def test_certify_compares_buffers_too(n, options):
     loss_fn, params, buffers = batch_normed("data")
     mesh = fs.make_mesh({"data": n})
     found = certify(loss_fn, params, X, ADAMW, mesh=mesh, buffers=buffers, **options).check()
@@ -149,7 +150,7 @@ def test_a_loss_function_with_buffers_is_certified_and_so_are_they(n, options):
     assert {row.verdict for row in found.rows if row.leaf == names[0]} == {"EXACT"}
 
 
-def test_buffers_come_before_what_else_is_returned_and_reproducible_mode_is_exact_with_them():
+def test_certify_takes_buffers_before_auxiliary_values():
     def loss_fn(params, buffers, x):
         mean = x.mean(0)
         loss = mlp(params, x - buffers["mean"])
@@ -162,21 +163,21 @@ def test_buffers_come_before_what_else_is_returned_and_reproducible_mode_is_exac
     wrong = certified(
         loss_fn=lambda p, b, x: (mlp(p, x), {"mean": x[0]}), buffers={"mean": torch.ones(5)}, stages=[0, 3]
     )
-    assert "BatchNorm has to be synchronised" in only(wrong, "buffers.mean")
+    assert "each device's own samples" in only(wrong, "buffers.mean")
 
 
-def test_batchnorm_that_is_not_synchronised_diverges():
+def test_certify_unsynchronised_batchnorm_diverges():
     loss_fn, params, buffers = batch_normed(None)
     found = certify(loss_fn, params, X, ADAMW, mesh=fs.make_mesh({"data": 2}), buffers=buffers, stages=[0])
     (row,) = (row for row in found.rows if row.leaf == "buffers.1.running_var")
     assert row.verdict == "DIVERGENT" and "sync_batchnorm=axis" in row.reason
 
 
-def test_a_loss_of_each_sample_is_certified():
+def test_certify_accepts_a_loss_per_sample():
     certified(lambda p, x: (torch.tanh(x @ p["up"] + p["bias"]) @ p["down"]).square().mean(1) * p["scale"]).check()
 
 
-def test_leaves_of_all_kinds_have_a_row():
+def test_certify_has_a_row_for_every_kind_of_leaf():
     w = torch.ones(3)
     params = {"tied": [w, w], "unused": torch.ones(2), "count": torch.arange(3), "empty": torch.ones(0), "none": None}
     params["double"], params["complex"] = torch.ones(5).double(), torch.ones(2, dtype=torch.complex64)
@@ -191,14 +192,14 @@ def test_leaves_of_all_kinds_have_a_row():
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_what_is_frozen_stays_as_it_is_in_both_runs(exact):
+def test_certify_frozen_parameters_are_exact(exact):
     params = mlp_params()
     params["up"] = torch.nn.Parameter(params["up"], requires_grad=False)
     found = certify(mlp, params, X, ADAMW, mesh=fs.make_mesh({"data": 2}), exact_inputs=exact).check()
     assert {row.verdict for row in found.rows if row.leaf == "up"} == {"EXACT"}
 
 
-def test_the_loss_function_may_use_collectives():
+def test_certify_accepts_collectives_in_the_loss():
     def centred(params, x):
         return mlp(params, x - fs.pmean(x.mean(0), "data"))
 
@@ -209,7 +210,7 @@ def test_the_loss_function_may_use_collectives():
     "opt", [ADAMW, fs.optim.lion(1e-3), fs.optim.adam(1e-3, eps=1e-12)], ids=["adamw", "lion", "adam"]
 )
 @pytest.mark.parametrize("seed", range(4))
-def test_a_gradient_that_is_only_rounding_is_no_divergence(opt, seed):
+def test_certify_gradient_of_roundings_passes(opt, seed):
     def loss_fn(p, x):
         return -torch.log_softmax(x @ p["w"] + p["shift"], -1)[:, 0].mean()
 
@@ -218,21 +219,9 @@ def test_a_gradient_that_is_only_rounding_is_no_divergence(opt, seed):
     certify(loss_fn, params, X, opt, mesh=fs.make_mesh({"data": 4})).check()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_what_devices_round_before_it_cancels_is_no_divergence(accumulate):
-    """The serial run is lucky: it sums 0.5015 and -0.5 before it rounds to 8 bits, the devices after."""
-    x = torch.tensor([1.003, -1.0]).repeat_interleave(accumulate)
-    params, options = {"w": torch.ones((), dtype=torch.bfloat16)}, {"accumulate": accumulate, "stages": [0], "steps": 2}
-
-    def loss_fn(params, x):
-        return (params["w"].float() * x).mean()
-
-    certify(loss_fn, params, x, fs.optim.sgd(0.5), mesh=fs.make_mesh({"data": 2}), **options).check()
-
-
 @pytest.mark.parametrize("opt", [ADAMW, fs.optim.lion(1e-2)], ids=["adamw", "lion"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_minimum_is_inconclusive_no_divergence(opt, seed):
+def test_certify_at_a_minimum_is_inconclusive(opt, seed):
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(8, 5, generator=draw)
 
@@ -258,7 +247,7 @@ def rows_of(n):
     return one_element_is_wrong(n).rows
 
 
-def test_all_processes_come_to_the_verdict_of_virtual_devices(two):
+def test_certify_on_processes_has_the_rows_of_virtual_devices(two):
     virtual = one_element_is_wrong(2)
     assert not virtual.ok and all(found == virtual.rows for found in two.run(rows_of, 2))
 
@@ -269,75 +258,41 @@ def on_processes():
     return certify(mlp, mlp_params(), X, ADAMW, mesh=mesh).ok, bad.first.leaf, bad.first.reason
 
 
-def test_processes_are_certified_too(two):
+def test_certify_on_processes_finds_scaled_loss(two):
     for ok, leaf, reason in two.run(on_processes):
-        assert ok and leaf == "bias" and "2 times too large" in reason
+        assert ok and leaf == "bias" and reason == "step 0: the gradient is 2 times that of one device"
 
 
 # -- mistakes in the loss function ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("power", "reason"),
-    [
-        (1, '4 times too large: summed over "data" where it should be averaged'),
-        (
-            -1,
-            '4 times too small: averaged over "data" where it should be summed (or the loss function returns a sum, not a mean)',
-        ),
-        (0.5, '2 = √4 times too large: scaled by the root of the size of "data"'),
-        (-0.5, '2 = √4 times too small: scaled by the root of the size of "data"'),
-    ],
-)
+@pytest.mark.parametrize(("power", "factor"), [(1, "4"), (-1, "0.25"), (0.5, "2")])
 @pytest.mark.parametrize("opt", [None, ADAMW], ids=["sgd", "adamw"])
-def test_a_loss_scaled_by_the_size_of_an_axis(power, reason, opt):
+def test_certify_scaled_loss_names_the_factor(power, factor, opt):
     found = certified(lambda params, x: mlp(params, x) * fs.axis_size("data") ** power, opt)
-    assert only(found, "bias") == f"step 0: the gradient is {reason}"
+    assert only(found, "bias") == f"step 0: the gradient is {factor} times that of one device"
 
 
-def test_a_sum_where_a_mean_is_due():
-    def summed(params, x):
-        return mlp(params, x) * x.shape[0]
-
-    reason = only(certified(summed, accumulate=2), "bias")
-    assert '8 times too small: averaged over "data" and the 2 turns of accumulate where it should be summed' in reason
+def test_certify_summed_loss_names_the_factor():
+    found = certified(lambda params, x: mlp(params, x) * x.shape[0], accumulate=2)
+    assert only(found, "bias") == "step 0: the gradient is 0.125 times that of one device"
 
 
-@pytest.mark.parametrize(
-    ("sizes", "axes", "names"),
-    [
-        ({"node": 2, "data": 4}, ("data",), '"data"'),
-        ({"node": 2, "data": 4}, ("node",), '"node"'),
-        ({"node": 2, "data": 4}, ("node", "data"), '"node" x "data"'),
-        ({"node": 2, "data": 2}, ("data",), '"data" or "node"'),
-    ],
-    ids=str,
-)
-def test_factors_of_several_axes(sizes, axes, names):
-    found = certified(
-        lambda params, x: mlp(params, x) * fs.axis_size(axes), None, sizes, batch_spec=P(("node", "data"))
-    )
-    assert f"summed over {names} where it should be averaged" in only(found, "bias")
-
-
-def test_one_leaf_is_wrong_and_others_follow():
+def test_certify_later_divergence_refers_to_the_first():
     def loss_fn(params, x):
         scaled = params["scale"] * fs.axis_size("data") - params["scale"].detach() * (fs.axis_size("data") - 1)
         return mlp({**params, "scale": scaled}, x)
 
     found = certified(loss_fn, stages=[0, 3])
-    assert only(found, "scale").startswith("step 0: the gradient is 4 times too large")
+    assert only(found, "scale") == "step 0: the gradient is 4 times that of one device"
     followers = {row.reason for row in found.rows if row.leaf == "up"}
     assert followers == {"step 1: after scale has diverged"}
     assert found.first.leaf == "scale" and found.first.stage == 0
 
 
-def test_one_device_counts_alone():
-    def loss_fn(params, x):
-        return mlp(params, x) * (fs.axis_index("data") == 0)
-
-    reason = only(certified(loss_fn), "bias")
-    assert reason == 'step 0: a reduction over "data" is missing: all have the summand of device 0'
+def test_certify_loss_of_one_device_diverges():
+    found = certified(lambda params, x: mlp(params, x) * (fs.axis_index("data") == 0))
+    assert "the gradient first differs at [0]: " in only(found, "bias")
 
 
 def a_sum_over_the_model_is_forgotten(sizes):
@@ -353,20 +308,9 @@ def a_sum_over_the_model_is_forgotten(sizes):
     return certify(loss_fn, mlp_params(), X, opt, mesh=mesh, axis=tuple(sizes), batch_spec=batch, stages=[0, 3])
 
 
-FORGOTTEN = 'step 0: a reduction over "model" is missing inside the loss function'
-
-
 @pytest.mark.parametrize("sizes", [{"model": 2}, {"data": 2, "model": 2}, {"model": 2, "data": 3}], ids=str)
-def test_a_forgotten_sum_over_an_axis_of_the_model(sizes):
-    assert only(a_sum_over_the_model_is_forgotten(sizes), "bias").startswith(FORGOTTEN)
-
-
-def forgotten_on_processes():
-    return a_sum_over_the_model_is_forgotten({"model": 2}).first.reason
-
-
-def test_a_forgotten_sum_on_processes(two):
-    assert all(reason.startswith(FORGOTTEN) for reason in two.run(forgotten_on_processes))
+def test_certify_missing_psum_over_model_axis_diverges(sizes):
+    assert only(a_sum_over_the_model_is_forgotten(sizes), "bias").startswith("step 0: the gradient ")
 
 
 def with_collectives(reductions):
@@ -386,54 +330,53 @@ def with_collectives(reductions):
 RIGHT = {"data": fs.pmean, "model": fs.psum, "expert": fs.psum}
 
 
-def test_a_loss_with_sums_over_axes_of_the_model_is_sound():
+def test_certify_psum_over_model_axes_passes():
     mesh = fs.make_mesh({"expert": 3, "data": 2, "model": 2})
     certify(with_collectives(RIGHT), mlp_params(), X, ADAMW, mesh=mesh, axis=("data", "model"), stages=[0, 3]).check()
 
 
-def test_reproducible_mode_finds_them_too():
+def test_certify_reproducible_scaled_loss_names_the_factor():
     def loss_fn(params, x):
         return mlp(params, F.dropout(x, 0.1)) * fs.axis_size("data")
 
-    assert "4 times too large" in only(certified(loss_fn, reproducible=True), "bias")
+    assert "4 times that of one device" in only(certified(loss_fn, reproducible=True), "bias")
 
 
-def test_what_has_no_simple_reason_is_named_by_its_place():
+def test_certify_names_the_first_element_that_differs():
     def loss_fn(params, x):
         index = fs.axis_index("data")
         return mlp(params, x) + params["up"].flatten()[7 + index] * index
 
     reason = only(certified(loss_fn, stages=[3]), "up")
-    assert reason.startswith("step 0: unknown; the gradient first differs at [1, 2]: ")
+    assert reason.startswith("step 0: the gradient first differs at [1, 2]: ")
 
 
-def test_a_parameter_that_only_the_mesh_uses():
+def test_certify_gradient_only_on_the_mesh_diverges():
     def loss_fn(params, x):
         return mlp(params if fs.axis_size("data") > 1 else {**params, "bias": params["bias"].detach()}, x)
 
     assert "only the sharded run has a gradient" in only(certified(loss_fn), "bias")
 
 
-def test_what_is_not_finite_on_one_device_proves_nothing():
+def test_certify_nonfinite_serial_run_is_inconclusive():
     first = certified(lambda p, x: mlp(p, x / 0)).first
     assert first is not None and first.verdict == "INCONCLUSIVE"
-    assert first.reason == "step 0: the parameter on one device is not finite"
+    assert "is not finite" in first.reason
 
 
-def test_errors_say_where_they_came_up():
+def test_certify_notes_the_run_that_raised():
     def loss_fn(params, x):
         return (x.float() @ params["up"]).mean()
 
     with pytest.raises(RuntimeError) as error:
         certified(loss_fn)
-    note = "certify: in the run on one device in float64: does the loss function name a dtype?"
-    assert error.value.__notes__[-1] == note
-    with pytest.raises(fs.errors.LayoutError) as error:
+    assert "certify: in the run in float64: does the loss function name a dtype?" in error.value.__notes__
+    with pytest.raises(ValueError) as error:
         certified(stages=[0], gradients=lambda layout: fs.Layout(layout.mesh, P(unreduced="data")))
     assert "certify: in stage 0" in error.value.__notes__
 
 
-def test_a_random_loss_function_needs_reproducible_mode():
+def test_certify_random_loss_raises():
     with pytest.raises(fs.errors.PromiseError) as error:
         certified(lambda params, x: mlp(params, F.dropout(x, 0.5)))
     assert "on one device a run must give the same results when it is repeated; got others for the grads" in str(
@@ -443,7 +386,7 @@ def test_a_random_loss_function_needs_reproducible_mode():
     assert "call certify(..., reproducible=True), which compares with a mesh of one device" in str(error.value)
 
 
-def test_certify_leaves_random_numbers_as_they_were():
+def test_certify_keeps_the_state_of_the_default_generator():
     torch.manual_seed(3)
     before = torch.get_rng_state()
     certified(steps=1)
@@ -452,31 +395,23 @@ def test_certify_leaves_random_numbers_as_they_were():
 
 @settings(max_examples=25)
 @given(st.data(), st.sampled_from(STAGES), st.sampled_from([ADAMW, fs.optim.sgd(0.1)]))
-def test_mistakes_on_any_mesh_are_found_in_every_leaf_and_named(data, stage, opt):
+def test_certify_finds_mistakes_in_every_leaf_on_any_mesh(data, stage, opt):
     sizes = data.draw(st.sampled_from([{"a": 2, "b": 4}, {"a": 3, "b": 2}, {"a": 2, "b": 2}, {"a": 5}]))
     some = [axes for count in (1, 2) for axes in combinations(sizes, count)]
     axes, cut = data.draw(st.sampled_from(some)), data.draw(st.sampled_from(some))
     power = data.draw(st.sampled_from([None, 1, -1, 0.5, -0.5]))
 
     def mistaken(params, x):
-        alone = power is None  # or else scaled
-        factor = fs.axis_index(axes) == 0 if alone else fs.axis_size(axes) ** power
+        factor = fs.axis_index(axes) == 0 if power is None else fs.axis_size(axes) ** power
         return (torch.tanh(x @ params["up"] + params["bias"]) @ params["down"]).square().mean() * factor
 
     params = {name: mlp_params()[name] for name in ("bias", "down", "up")}
     x, mesh = torch.randn(24, 5, generator=torch.Generator().manual_seed(3)), fs.make_mesh(sizes)
     found = certify(mistaken, params, x, opt, mesh, axis=cut, batch_spec=P(cut), stages=[stage], steps=1)
     assert [row.leaf for row in found.rows if row.verdict == "DIVERGENT"] == ["bias", "down", "up"]
-    beside = not {*axes} & {*cut}  # what each device along them has counts, in the mean
-    assume(power is not None or beside or {*axes} <= {*cut})
-    named = " x ".join(f'"{axis}"' for axis in axes)
-    for row in found.rows:
-        if power is None and beside:
-            assert "averaged over" in row.reason and named in row.reason
-        elif power is None:
-            assert row.reason.startswith(f"step 0: a reduction over {named} is missing")
-        else:
-            assert f"times too {'large' if power > 0 else 'small'}" in row.reason and named in row.reason
+    if power is not None:
+        factor = prod(sizes[axis] for axis in axes) ** power
+        assert {row.reason for row in found.rows} == {f"step 0: the gradient is {factor:.4g} times that of one device"}
 
 
 # -- mistakes in the library, put in here ---------------------------------------------------------------------------------
@@ -509,42 +444,17 @@ def pretended(layout, shape, wholes):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_forgotten_reduction(monkeypatch, stage):
+def test_certify_missing_reduction_diverges(monkeypatch, stage):
     wrong_gradients(monkeypatch, lambda g, local: pretended(g.layout, g.shape, local.shards))
-    reason = only(certified(stages=[stage]), "down")
-    assert reason == 'step 0: a reduction over "data" is missing: each device has its own summand'
+    assert only(certified(stages=[stage]), "down").startswith("step 0: the gradient first differs at ")
 
 
-@pytest.mark.parametrize("axis", ["node", "data"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_reduction_over_one_of_two_axes_is_forgotten(monkeypatch, stage, axis):
-    def of_leaf(g, local):
-        partial = fs.reshard(local, fs.Layout(g.mesh, P(unreduced=axis)))
-        return pretended(g.layout, g.shape, partial.shards)
-
-    wrong_gradients(monkeypatch, of_leaf)
-    found = certified(sizes={"node": 2, "data": 2}, batch_spec=P(("node", "data")), stages=[stage])
-    assert only(found, "down").startswith(f'step 0: a reduction over "{axis}" is missing')
-
-
-def test_replicas_that_differ_are_seen(monkeypatch):
+def test_certify_compares_every_replica(monkeypatch):
     def of_leaf(g, local):
         return fs.Sharded(g.shape, g.layout, (*g.shards[:3], g.shards[3] + 1))
 
     wrong_gradients(monkeypatch, of_leaf)
     assert "(device 3)" in only(certified(stages=[0]), "down")
-
-
-@pytest.mark.parametrize("factor", [4.0, 0.25, 2.0, 0.5])
-def test_gradients_scaled_after_the_reduction(monkeypatch, factor):
-    wrong_gradients(monkeypatch, lambda g, local: fs.Sharded(g.shape, g.layout, tuple(x * factor for x in g.shards)))
-    size = {
-        4.0: "4 times too large",
-        0.25: "4 times too small",
-        2.0: "2 = √4 times too large",
-        0.5: "2 = √4 times too small",
-    }
-    assert only(certified(), "down").startswith(f"step 0: the gradient is {size[factor]}")
 
 
 # -- mistakes in the optimizer -----------------------------------------------------------------------------------------
@@ -559,14 +469,12 @@ def by_norm(grads, state, params):
 BY_NORM = fs.Optimizer(lambda params: (), by_norm, elementwise=True)
 
 
-def test_an_optimizer_that_is_not_elementwise():
+def test_certify_optimizer_that_is_not_elementwise_diverges():
     certified(opt=BY_NORM, stages=[0]).check()
     for stage in (1, 2, 3):
         reason = only(certified(opt=BY_NORM, stages=[stage]), "bias")
-        assert reason.startswith(
-            "step 0: the gradient is right, the update is not: the optimizer is not elementwise, shards give another result; "
-            "the parameter first differs at [0]: "
-        )
+        assert reason.startswith("step 0: the parameter first differs at [0]: ")
+        assert reason.endswith("The gradient agrees: is the optimizer elementwise?")
 
 
 NOT_ELEMENTWISE = {
@@ -583,7 +491,7 @@ NOT_ELEMENTWISE = {
 
 
 @pytest.mark.parametrize("name", NOT_ELEMENTWISE)
-def test_whoever_says_that_it_is_elementwise_and_is_not_is_found(name):
+def test_check_elementwise_wrong_promise_raises(name):
     def update(grads, state, params):
         leaves, structure = flatten(grads)
         return unflatten(structure, [-0.1 * NOT_ELEMENTWISE[name](g) for g in leaves]), state
@@ -592,8 +500,7 @@ def test_whoever_says_that_it_is_elementwise_and_is_not_is_found(name):
     with pytest.raises(AssertionError, match=r"has elementwise=True, but on \d flat shards \w+ first differs at"):
         check_elementwise(opt)
     for row in (certified(opt=opt, stages=[stage], steps=1).first for stage in (1, 3)):
-        assert "the gradient is right, the update is not: " in row.reason
-        assert "is not elementwise, shards give another result" in row.reason or name == "by size"
+        assert "The gradient agrees: is the optimizer elementwise?" in row.reason
 
 
 def stepping(monkeypatch, change):
@@ -615,27 +522,17 @@ def stepping(monkeypatch, change):
     monkeypatch.setattr(fs, "partition_optimizer", wrong)
 
 
-@pytest.mark.parametrize(("factor", "size"), [(4.0, "4 times too large"), (0.25, "4 times too small")])
-def test_a_partitioned_optimizer_that_scales(monkeypatch, factor, size):
+@pytest.mark.parametrize("factor", [4.0, 0.25])
+def test_certify_partitioned_optimizer_that_scales_diverges(monkeypatch, factor):
     stepping(monkeypatch, lambda g: g * factor)
-    assert only(certified(), "bias") == (
-        f"step 0: the gradient is right, the update is not: it is {size}. "
-        'The optimizer multiplies or divides by the size of "data"'
-    )
+    assert "The gradient agrees: is the optimizer elementwise?" in only(certified(), "bias")
 
 
-@pytest.mark.parametrize("factor", [2.0, 0.5])
-def test_a_partitioned_optimizer_that_scales_by_the_root_may_take_norms_of_pieces(monkeypatch, factor):
-    stepping(monkeypatch, lambda g: g * factor)
-    assert "the optimizer is not elementwise" in only(certified(stages=[1]), "bias")
-    assert "the optimizer does not do the same on a mesh" in only(certified(stages=[0]), "bias")
-
-
-def test_an_optimizer_that_rounds_otherwise_breaks_reproducible_mode(monkeypatch):
+def test_certify_reproducible_other_rounding_diverges(monkeypatch):
     whole = mlp_params()["bias"].numel()
     stepping(monkeypatch, lambda g: g if g.numel() >= whole else g * (1 + 2**-18))
     found = certified(reproducible=True, stages=[3])
-    assert "it differs by rounding, as a fused kernel may at the ends of shards: try fused=False" in found.first.reason
+    assert found.first.verdict == "DIVERGENT" and found.first.error < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -651,7 +548,7 @@ def test_an_optimizer_that_rounds_otherwise_breaks_reproducible_mode(monkeypatch
     ],
     ids=["sgd", "adamw", "lion", "clipped", "clip_by_value", "masked", "rmsprop"],
 )
-def test_elementwise_optimizers_are(opt):
+def test_check_elementwise_passes_elementwise_optimizers(opt):
     check_elementwise(opt)
 
 
@@ -665,7 +562,7 @@ def test_check_elementwise_names_the_first_element_that_differs():
         check_elementwise(fs.optim.muon(0.1))
 
 
-def test_check_elementwise_holds_each_leaf_to_what_its_own_optimizer_says():
+def test_check_elementwise_by_label_checks_each_optimizer():
     def mixed(others):
         return fs.optim.by_label({True: fs.optim.muon(0.1), False: others}, lambda path, leaf: leaf.ndim == 2)
 
@@ -677,7 +574,7 @@ def test_check_elementwise_holds_each_leaf_to_what_its_own_optimizer_says():
 # -- the certificate ----------------------------------------------------------------------------------------------------
 
 
-def test_a_certificate_prints_as_a_table():
+def test_certificate_prints_as_a_table():
     mesh = fs.make_mesh({"data": 2})
     loss_fn, params = (
         (lambda p, x: (p["w"] * x).sum(1).mean() * fs.axis_size("data")),
@@ -699,13 +596,13 @@ def test_a_certificate_prints_as_a_table():
         found.steps = 4
 
 
-def test_buffers_are_given_where_there_are_some():
+def test_certify_missing_buffers_raise():
     for options in ({"has_buffers": True}, {"has_buffers": False, "buffers": {"n": torch.ones(1)}}):
-        with pytest.raises(fs.errors.LayoutError, match="a loss function that has_buffers is given them by buffers="):
+        with pytest.raises(ValueError, match="a loss function that has_buffers is given them by buffers="):
             certified(**options)
 
 
-def test_dyadic_keeps_ties_and_what_does_not_move():
+def test_dyadic_like_keeps_ties_and_integers():
     x = torch.ones(2, 3)
     drawn = dyadic_like(
         {"a": x, "b": x, "c": x.clone(), "n": torch.arange(2), "z": torch.ones(2, dtype=torch.complex64)}, 0
@@ -715,49 +612,25 @@ def test_dyadic_keeps_ties_and_what_does_not_move():
     assert ((8 * drawn["a"]) % 1 == 0).all() and drawn["a"].abs().max() <= 1
 
 
-def test_wrong_calls_name_what_is_wrong():
-    with pytest.raises(fs.errors.LayoutError, match="steps=0"):
+def test_certify_wrong_arguments_raise():
+    with pytest.raises(ValueError, match="steps=0"):
         certified(steps=0)
-    with pytest.raises(fs.errors.LayoutError, match="abstract"):
+    with pytest.raises(ValueError, match="abstract"):
         certify(mlp, mlp_params(), X, ADAMW, mesh=fs.make_mesh({"data": 2}, runtime="abstract"))
 
 
-def test_what_is_laid_out_already_is_refused():
+def test_certify_sharded_arguments_raise():
     mesh = fs.make_mesh({"data": 2})
     params = {"a": fs.shard_params(torch.ones(2), P(), mesh=mesh), "b": torch.ones(2)}
     opt = fs.partition_optimizer(ADAMW, mesh=mesh, axis="data", stage=1)
-    with pytest.raises(fs.errors.LayoutError) as error:
+    with pytest.raises(ValueError) as error:
         certify(mlp, params, fs.shard_params([X], P(), mesh=mesh), opt, mesh)
-    assert 'params["a"], batch[0], the optimizer are sharded already.' in str(error.value)
+    assert 'got params["a"], batch[0], the optimizer sharded.' in str(error.value)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_a_scale_that_16_bits_cannot_hold_of_the_whole_loss_is_certified(n):
-    params = {name: x / 8 for name, x in mlp_params().items()}
-    found = certify(mlp, params, X, fs.optim.loss_scaled(ADAMW), fs.make_mesh({"data": n}), precision="fp16")
-    assert verdicts(found.check()) <= {"EXACT", "BOUNDED"}
-
-
-@pytest.mark.parametrize("options", [{}, {"reproducible": True}], ids=str)
-def test_steps_that_both_runs_skip_are_certified_and_steps_that_one_skips_are_not(options):
-    def scaled(initial):
-        return fs.optim.loss_scaled(ADAMW, initial=initial)
-
-    def last(steps):
-        rows = (
-            certified(mlp, scaled(2.0**16), {"data": 2}, precision="fp16", stages=[3], steps=steps, **options)
-            .check()
-            .rows
-        )
-        return {row.error for row in rows} == {0.0}
-
-    assert last(1) and last(9) == bool(options)  # the first is skipped, the ninth is not
-
-    def on_the_mesh_only(params, x):
-        return mlp(params, x) * (1e4 if fs.axis_size("data") > 1 else 1.0)
-
-    wrong = certified(on_the_mesh_only, scaled(2.0**8), {"data": 2}, precision="fp16", **options)
-    assert "the gradient on the mesh is not finite, on one device it is" in wrong.first.reason
+def test_certify_loss_scaled_optimizer_raises():
+    with pytest.raises(ValueError, match="opt must not scale the loss"):
+        certified(opt=fs.optim.loss_scaled(ADAMW), precision="fp16")
 
 
 # -- programs that are not the same twice, and bounds that say nothing ---------------------------------------------------
@@ -771,12 +644,12 @@ def masked(generator):
     return loss_fn
 
 
-def test_a_loss_that_draws_a_mask_from_its_own_generator_is_refused():
+def test_certify_loss_with_own_generator_raises():
     with pytest.raises(fs.errors.PromiseError, match="The loss function draws random numbers or counts its calls"):
         certified(masked(torch.Generator().manual_seed(0)))
 
 
-def test_a_mask_that_is_drawn_for_the_part_of_a_device_diverges():
+def test_certify_mask_drawn_per_device_diverges():
     """It is the same in each call: 5 of 8 samples' columns on one device, others on four."""
 
     def loss_fn(params, x):
@@ -787,7 +660,7 @@ def test_a_mask_that_is_drawn_for_the_part_of_a_device_diverges():
 
 
 @pytest.mark.parametrize("kind", ["noisy", "counting"])
-def test_an_optimizer_that_is_not_the_same_twice_is_refused(kind):
+def test_certify_nondeterministic_optimizer_raises(kind):
     calls = itertools.count(1)
 
     def update(grads, state, params):
@@ -798,7 +671,7 @@ def test_an_optimizer_that_is_not_the_same_twice_is_refused(kind):
         certified(opt=fs.Optimizer(lambda params: (), update, elementwise=True))
 
 
-def test_a_bound_that_says_nothing_is_inconclusive():
+def test_certify_chaotic_loss_is_inconclusive():
     """Each step multiplies an error of a rounding by about 1e6."""
     params = {"w": torch.full((3,), 0.5)}
 

@@ -61,26 +61,26 @@ def adamw(params):
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_buffers_that_are_means_and_counters_that_agree_pass(plugin, n):
+def test_certify_module_mean_buffers_and_counters_pass(plugin, n):
     certificate = certified(net, PLUGINS[plugin], n, optimizer=adamw).check()
     assert [row.leaf for row in certificate.rows][-2:] == ["buffers.mean", "loss"]
     assert {row.verdict for row in certificate.rows} <= {"EXACT", "BOUNDED"}
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_state_in_an_attribute_that_depends_on_the_data_diverges(plugin):
+def test_certify_module_state_in_attribute_diverges(plugin):
     first = certified(lambda: net(Largest), PLUGINS[plugin]).first
     assert first is not None and first.verdict == "DIVERGENT" and first.step == 0
-    assert "Register it as a buffer" in first.reason
+    assert "register it as a buffer" in first.reason
 
 
-def test_batch_norm_of_each_device_diverges_and_synchronised_passes():
+def test_certify_module_batchnorm_must_be_synchronised():
     first = certified(lambda: net(lambda: nn.BatchNorm1d(6)), fs.FSDPPlugin()).first
     assert first is not None and first.verdict == "DIVERGENT" and "sync_batchnorm=True" in first.reason
     certified(lambda: net(lambda: nn.BatchNorm1d(6)), fs.FSDPPlugin(sync_batchnorm=True)).check()
 
 
-def test_dropout_is_compared_bit_for_bit_in_reproducible_mode():
+def test_certify_module_dropout_needs_reproducible_mode():
     with pytest.raises(fs.errors.PromiseError, match="For dropout give a plugin with reproducible=True"):
         certified(lambda: net(nn.Dropout), fs.FSDPPlugin())
     rows = certified(
@@ -89,7 +89,7 @@ def test_dropout_is_compared_bit_for_bit_in_reproducible_mode():
     assert {row.verdict for row in rows.check().rows} == {"EXACT"}
 
 
-def test_a_model_that_returns_its_own_loss():
+def test_certify_module_takes_loss_from_the_output():
     batches = [{"x": x, "y": y} for x, y in BATCHES]
 
     class Scored(nn.Sequential):
@@ -103,7 +103,7 @@ def test_a_model_that_returns_its_own_loss():
     certified(factory, fs.DDPPlugin(), batches=batches, loss=None).check()
 
 
-def test_a_factory_that_draws_anew_is_refused():
+def test_certify_module_unseeded_factory_raises():
     drawn = iter(range(10))
 
     def factory():
@@ -114,7 +114,7 @@ def test_a_factory_that_draws_anew_is_refused():
         certified(factory, fs.DDPPlugin())
 
 
-def test_processes_come_to_the_verdict_of_virtual_devices(two):
+def test_certify_module_on_processes_agrees_with_virtual_devices(two):
     virtual = _rows(3)
     for found in two.run(_rows, 3):
         assert [row.verdict for row in found] == [row.verdict for row in virtual]

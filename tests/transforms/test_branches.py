@@ -88,7 +88,7 @@ OPTIONS = [
     stage=st.sampled_from([0, 1, 2]),
     options=st.sampled_from(OPTIONS),
 )
-def test_any_branches_have_the_gradients_that_they_have_on_one_device(steps, stage, options):
+def test_branches_have_gradients_of_one_device(steps, stage, options):
     n = 4 if not options or "bucket" in options else 2
     assert_serial(gradients(stage, n, steps, **options), steps)
 
@@ -99,7 +99,7 @@ def test_any_branches_have_the_gradients_that_they_have_on_one_device(steps, sta
     stage=st.sampled_from([0, 2]),
     accumulate=st.sampled_from([1, 2]),
 )
-def test_any_branches_have_the_same_bits_on_any_mesh_in_reproducible_mode(codes, stage, accumulate):
+def test_branches_in_reproducible_mode_have_equal_bits(codes, stage, accumulate):
     found = [gradients(stage, n, [codes], reproducible=True, slices=8, accumulate=accumulate)[0] for n in (1, 2, 4)]
     for first, *others in zip(*found, strict=True):
         assert all(first is None if g is None else bits(g) == bits(first) for g in others)
@@ -117,18 +117,18 @@ def on_processes(stage, options):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_any_branches_between_processes(two, stage):
+def test_branches_on_processes_have_gradients_of_one_device(two, stage):
     for found in two.run(on_processes, stage, {}):
         assert_serial(found, STEPS)
 
 
 @pytest.mark.parametrize("options", [{"compute": torch.bfloat16}, {"reduce": torch.float64}], ids=str)
-def test_who_has_no_gradient_sends_zeros_of_the_same_dtype(options):
+def test_missing_gradient_is_sent_as_zeros_of_equal_dtype(options):
     (found,) = gradients(2, 2, [[0b0001, 0b0000]], **options)
     assert [g is None for g in found] == [False, False, *[True] * 6, False]
 
 
-def test_reductions_begin_in_the_backward_though_their_order_is_agreed(monkeypatch):
+def test_reductions_start_during_the_backward(monkeypatch):
     from fshard.transforms.fsdp.reductions import Reductions
 
     began: list[list[int]] = []
@@ -164,7 +164,7 @@ def test_reductions_begin_in_the_backward_though_their_order_is_agreed(monkeypat
     ],
     ids=["skipped", "another"],
 )
-def test_a_gather_that_not_all_devices_want_is_an_error_that_names_it(codes, known):
+def test_partial_all_gather_on_devices_raises_and_names_unit(codes, known):
     with pytest.raises(fs.errors.MismatchError) as error:
         gradients(3, 2, [codes])
     cure = "An all-gather needs all devices. Let each of them call the part with the parameters, and branch inside: "
@@ -178,7 +178,7 @@ def refused(codes):
         return str(error)
 
 
-def test_a_gather_that_not_all_processes_want_is_an_error_that_names_it():
+def test_partial_all_gather_on_processes_raises_and_names_unit():
     with Processes(2) as two:
         for found in two.run(refused, [0b0001, 0b0010]):
             assert re.search(r"\(data=0\) has gathered experts\[0\] .*, \(data=1\) has gathered experts\[1\] ", found)
@@ -204,6 +204,6 @@ def marked(params, batch):
 
 
 @pytest.mark.parametrize("options", [{}, {"live_units": 1}, {"accumulate": 2}], ids=str)
-def test_the_advice_is_good(options):
+def test_partial_all_gather_fix_from_the_error_works(options):
     steps = [codes * (1 + (len(options) and "accumulate" in options)) for codes in ([1, 0], [1, 2], [5, 15])]
     assert_serial(gradients(3, 2, steps, marked, **options), steps, marked)

@@ -276,7 +276,7 @@ WAYS = [{}, {}, {"reshard_after_forward": False}, {"in_flight": 0, "bucket": 0}]
     more=st.integers(0, 3),
     way=st.sampled_from(WAYS),
 )
-def test_a_loss_that_talks_over_the_batch_has_the_gradient_of_one_device(name, n, stage, more, way):
+def test_collective_over_batch_axis_has_gradient_of_one_device(name, n, stage, more, way):
     loss_fn, alone, even = LOSSES[name]
     size = 8 if even == 4 else 5 + more
     rules = fs.fsdp("data") if stage == 3 else P()
@@ -294,7 +294,7 @@ def test_a_loss_that_talks_over_the_batch_has_the_gradient_of_one_device(name, n
     stage=st.sampled_from([0, 2]),
     way=st.sampled_from([*WAYS, {"accumulate": 2}, {"accumulate": 2, "reduce_once": False}]),
 )
-def test_a_loss_that_cuts_the_model_has_the_gradient_of_one_device_in_any_layout(name, sizes, layout, stage, way):
+def test_model_parallel_loss_has_gradient_of_one_device(name, sizes, layout, stage, way):
     loss_fn, alone = MODEL_LOSSES[name]
     found = on_mesh(loss_fn, batch_of(8), sizes, LAYOUTS[layout], stage=stage, **way)
     assert_serial(found, serial(alone, batch_of(8)))
@@ -310,7 +310,7 @@ def on_processes(n):
 SOME = ("started", "standardised", "contrastive", "softmax")  # they stand for the others
 
 
-def test_processes_find_the_same(two, four):
+def test_collective_losses_on_processes_equal_virtual_devices(two, four):
     expected = [serial(LOSSES[name][1], batch_of(8)) for name in SOME]
     expected += [serial(two_blocks_alone, batch_of(8))] * 3
     for pool, n in ((two, 2), (four, 4)):
@@ -322,7 +322,7 @@ def test_processes_find_the_same(two, four):
 # -- what is particular ------------------------------------------------------------------------------------------------
 
 
-def test_samples_that_count_for_nothing_may_count_in_the_losses_of_others():
+def test_weight_zero_samples_count_in_collectives():
     """A device without weight gives what others are compared with."""
     mask = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 1], dtype=torch.float64)
 
@@ -340,7 +340,7 @@ def test_samples_that_count_for_nothing_may_count_in_the_losses_of_others():
     assert_serial(found, serial(lambda p, batch: losses(p, batch).sum() / mask.sum(), batch))
 
 
-def test_frozen_parameters_and_those_that_one_part_uses_have_their_gradients():
+def test_model_parallel_parts_have_their_gradients():
     """Along "model", the first device uses w and the second u; v is frozen, and nobody uses b."""
 
     def loss_fn(p, batch):
@@ -356,7 +356,7 @@ def test_frozen_parameters_and_those_that_one_part_uses_have_their_gradients():
         assert_serial(on_mesh(loss_fn, batch_of(8), sizes, P(), stage=stage, **options), (expected, (w, None, None, u)))
 
 
-def test_a_loss_that_asks_nothing_over_an_axis_sends_nothing_along_it():
+def test_unused_axis_has_no_messages():
     def sent(loss_fn):
         with fs.ledger() as found:
             on_mesh(loss_fn, batch_of(8), {"data": 2, "model": 2}, P())
@@ -366,7 +366,7 @@ def test_a_loss_that_asks_nothing_over_an_axis_sends_nothing_along_it():
     assert {"model"} < {axis for axes in sent(tensor_parallel) for axis in axes}
 
 
-def test_reproducible_mode_has_equal_bits_for_a_model_that_is_cut():
+def test_reproducible_model_parallel_loss_has_equal_bits():
     def run(n, layout):
         return on_mesh(two_blocks, batch_of(8), {"data": n, "model": 2}, LAYOUTS[layout], reproducible=True)
 
@@ -392,26 +392,24 @@ REFUSED = {
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("name", REFUSED)
-def test_reproducible_mode_refuses_what_depends_on_the_mesh(name, n):
+def test_reproducible_collective_over_batch_axis_raises(name, n):
     def run():
         on_mesh(LOSSES[name][0], batch_of(8), {"data": n}, P(), reproducible=True)
 
-    refused(run, fs.errors.LayoutError, REFUSED[name])
+    refused(run, ValueError, REFUSED[name])
 
 
-def test_reproducible_mode_refuses_synchronised_batchnorm():
+def test_reproducible_synchronised_batchnorm_raises():
     apply, own, buffers = fs.functionalize(torch.nn.BatchNorm1d(4), sync_batchnorm="data")
     mesh = fs.make_mesh({"data": 2})
     run = fs.value_and_grad(
         lambda p, x: apply(p, buffers, x)[0].square().mean(), mesh=mesh, batch=P("data"), reproducible=True
     )
     own = fs.shard_params(own, P(), mesh=mesh)
-    refused(
-        lambda: run(own, torch.randn(16, 4)), fs.errors.LayoutError, 'sync_batchnorm over "data" in the loss function'
-    )
+    refused(lambda: run(own, torch.randn(16, 4)), ValueError, 'sync_batchnorm over "data" in the loss function')
 
 
-# -- what processes have to start from alike ---------------------------------------------------------------------------
+# -- what processes must start from alike ---------------------------------------------------------------------------
 
 
 def started_from(what, n):
@@ -432,7 +430,7 @@ def started_from(what, n):
         return str(error)
 
 
-def test_processes_that_start_from_different_things_are_told(two, four):
+def test_processes_with_different_inputs_raise(two, four):
     expected = {
         "nothing": None,
         "batch": "(data=0) has [8, 4, 8, 4]; (data=1) has [9, 4, 9, 4]. Every process gets the global batch and",
@@ -448,7 +446,7 @@ def test_processes_that_start_from_different_things_are_told(two, four):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_device_dependent_print_in_the_loss_changes_nothing(stage):
+def test_device_dependent_print_in_loss_changes_nothing(stage):
     """Devices that ask for an index that others do not ask for reduce over the same axes as these."""
     mesh, printed, steps = fs.make_mesh({"data": 2, "model": 2}), [], []
 
@@ -469,7 +467,7 @@ def test_device_dependent_print_in_the_loss_changes_nothing(stage):
     assert len(printed) == 2
 
 
-def test_collective_that_only_some_devices_call_decides_for_all():
+def test_collective_on_some_devices_decides_for_all():
     """Devices agree on the axes of a loss before anything is reduced; here one row of them calls a collective."""
     mesh = fs.make_mesh({"data": 2, "model": 2})
 

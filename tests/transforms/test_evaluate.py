@@ -56,7 +56,7 @@ def evaluated(n, stage, rows, **options):
     mode=st.sampled_from([torch.no_grad, torch.inference_mode, torch.enable_grad]),
 )
 @settings(max_examples=30)
-def test_the_loss_of_any_batch_is_that_of_one_device(n, stage, rows, options, mode):
+def test_evaluate_of_any_batch_equals_one_device(n, stage, rows, options, mode):
     expected, aux = mean(params_of(), batch_of(rows))
     with mode():
         loss, found = evaluated(n, stage, rows, **options)
@@ -65,16 +65,16 @@ def test_the_loss_of_any_batch_is_that_of_one_device(n, stage, rows, options, mo
     assert not loss.requires_grad
 
 
-def test_in_reproducible_mode_the_bits_are_those_of_one_device():
+def test_evaluate_reproducible_has_bits_of_one_device():
     found = [evaluated(n, stage, 7, reproducible=True)[0] for n in (1, 2, 4) for stage in (0, 3)]
     assert len({x.item() for x in found}) == 1
 
 
-def test_processes_find_what_virtual_devices_find(two):
+def test_evaluate_on_processes_equals_virtual_devices(two):
     assert all(torch.equal(found[0], evaluated(2, 3, 5)[0]) for found in two.run(evaluated, 2, 3, 5))
 
 
-def test_units_are_gathered_once_one_by_one_and_let_go():
+def test_evaluate_unshards_units_one_by_one():
     mesh, alive, seen = fs.make_mesh({"data": 2}), [], []
     params = fs.shard_params(params_of(8), fs.fsdp("data"), mesh=mesh)
 
@@ -96,7 +96,7 @@ def test_units_are_gathered_once_one_by_one_and_let_go():
     assert calls == {"all_gather": 9, "psum": 1} and max(alive) == 2 and seen == [False, False]
 
 
-def test_buffers_are_read_and_modules_evaluated():
+def test_evaluate_reads_buffers_and_follows_eval():
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2)
@@ -121,7 +121,7 @@ def test_buffers_are_read_and_modules_evaluated():
 # -- the pieces of a step ------------------------------------------------------------------------------------------
 
 
-def test_the_pieces_train_as_the_step_does_with_a_scaled_loss():
+def test_gradient_and_scaled_optimizer_equal_the_step():
     mesh = fs.make_mesh({"data": 2})
 
     def begin():
@@ -148,7 +148,7 @@ def test_the_pieces_train_as_the_step_does_with_a_scaled_loss():
     torch.testing.assert_close(fs.unshard(params), fs.unshard(others), rtol=1e-5, atol=1e-6)
 
 
-def test_every_option_is_known_by_its_name_and_type():
+def test_options_are_typed_and_validated():
     fixed = {"loss_fn", "stages", "mesh", "batch", "schedule", "backward", "caller", "in_place"}
     found = [{*signature(make).parameters} - fixed for make in (unstaged, staged)]
     assert found == [{*OF_LOSSES}, {*OF_STAGES}]
@@ -183,7 +183,7 @@ def gan():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_two_networks_train_against_each_other(stage):
+def test_two_adversarial_networks_train(stage):
     mesh, (g, d, batches) = fs.make_mesh({"data": 2}), gan()
     alone, serial = [dict(g), dict(d)], optim.adamw(0.05, fused=False)
     states = [serial.init(tree) for tree in alone]
@@ -226,7 +226,7 @@ def test_sparse_gradients_become_dense(stage, options):
     torch.testing.assert_close(found["head"], serial["head"].grad)
 
 
-def test_synchronised_batchnorm_outside_a_mesh_is_the_layer_itself():
+def test_synchronised_batchnorm_outside_mesh_is_local():
     layer, x = torch.nn.BatchNorm1d(3), torch.randn(5, 3)
     apply, params, buffers = fs.functionalize(layer, sync_batchnorm="data")
     y, after = apply(params, buffers, x)
@@ -234,7 +234,7 @@ def test_synchronised_batchnorm_outside_a_mesh_is_the_layer_itself():
     assert all(torch.equal(after[name], own) for name, own in layer.named_buffers())
 
 
-def test_what_comes_beside_a_loss_is_that_of_the_whole_batch():
+def test_evaluate_aux_equals_that_of_the_global_batch():
     mesh, x = fs.make_mesh({"data": 4}), torch.randn(13, 3)
     params = fs.shard_params({"w": torch.ones(3)}, fs.fsdp("data"), mesh=mesh)
 

@@ -118,27 +118,27 @@ def steps(monkeypatch, opt, stage, loss_fn, mesh, options, known):
     ],
     ids=lambda options: ", ".join(options) or "plain",
 )
-def test_the_host_does_not_wait(monkeypatch, stage, n, options):
+def test_step_launches_without_host_sync(monkeypatch, stage, n, options):
     assert waits(monkeypatch, fs.optim.adamw(0.1), stage, n=n, **options) == [[]] * n
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lamb"])
-def test_no_optimizer_waits(monkeypatch, name):
+def test_optimizers_update_without_host_sync(monkeypatch, name):
     assert waits(monkeypatch, getattr(fs.optim, name)(0.1)) == [[]]
 
 
 @pytest.mark.parametrize("precision", [None, "fp16"])
-def test_the_loss_scale_waits_once_a_step(monkeypatch, precision):
+def test_loss_scale_syncs_once_a_step(monkeypatch, precision):
     found = waits(monkeypatch, fs.optim.loss_scaled(fs.optim.adamw(0.1)), precision=precision)
     assert found == [["_local_scalar_dense.default in all_finite"] * 2]
 
 
-def test_weights_on_the_device_are_read_once_a_step(monkeypatch):
+def test_device_weights_sync_once_a_step(monkeypatch):
     found = waits(monkeypatch, fs.optim.adamw(0.1), weight=lambda part: (part["y"] > 0).sum(), accumulate=2)
     assert found == [["tolist in counts_of"] * 2]
 
 
-def test_the_watch_sees_what_waits(monkeypatch):
+def test_sync_detector_sees_a_sync(monkeypatch):
     x, host = torch.ones(2), torch.ones(2)
     with Watch([x], [host], monkeypatch) as watch:
         y = x * 2 + torch.zeros(2)

@@ -28,7 +28,7 @@ def initialised(make):
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("kind", MODULES)
-def test_parameters_are_those_of_the_plain_function(kind):
+def test_init_params_equals_the_plain_function(kind):
     def init_fn():
         return initialised(MODULES[kind])
 
@@ -39,7 +39,7 @@ def test_parameters_are_those_of_the_plain_function(kind):
     assert all(torch.equal(fs.unshard(own[name]), w) for name, w in expected.items())
 
 
-def test_seed_leaves_the_generator_as_it_was():
+def test_init_params_with_seed_restores_the_generator():
     mesh, before = fs.make_mesh({"data": 2}), torch.get_rng_state()
     own = fs.init_params(lambda: torch.randn(4), P(), mesh=mesh, seed=3)
     assert torch.equal(torch.get_rng_state(), before)
@@ -49,7 +49,7 @@ def test_seed_leaves_the_generator_as_it_was():
     assert not torch.equal(torch.get_rng_state(), before)
 
 
-def test_tied_leaves_stay_tied_and_frozen_ones_frozen():
+def test_init_params_keeps_ties_and_frozen_leaves():
     def init_fn():
         w = torch.randn(3, 3)
         return {"first": w, "last": w, "fixed": torch.randn(2)}
@@ -58,7 +58,7 @@ def test_tied_leaves_stay_tied_and_frozen_ones_frozen():
     assert own["first"] is own["last"] and own["fixed"].layout.frozen
 
 
-def test_abstract_mesh_takes_no_memory():
+def test_init_params_on_abstract_mesh_takes_no_memory():
     mesh = fs.make_mesh({"data": 1024}, runtime="abstract")
     own = fs.init_params(lambda: torch.randn(1 << 20, 1 << 20), fs.fsdp("data"), mesh=mesh)
     assert own.shape == (1 << 20, 1 << 20) and own.shards[0].is_meta

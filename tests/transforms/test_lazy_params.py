@@ -48,7 +48,7 @@ def assert_all_close(found, expected):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_handle_is_a_tensor_that_knows_its_kind_before_it_is_gathered(stage):
+def test_lazy_param_knows_metadata_before_unshard(stage):
     mesh = fs.make_mesh({"data": 2})
     own = fs.shard_params({"w": torch.ones(4, 3), "fixed": torch.ones(2)}, rules(stage), mesh=mesh)
     gathered = []
@@ -106,7 +106,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}], ids=str)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradients_come_by_every_way(name, stage, options):
+def test_lazy_param_gets_gradients_by_every_path(name, stage, options):
     params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
     found = sharded(LOSSES[name], params, x, stage, live_units=1, **options)
     assert_all_close(found, serial(LOSSES[name], params, x))
@@ -152,7 +152,7 @@ OPTIONS = [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}, {"reshard
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("loss_fn", TRANSFORMED, ids=lambda fn: fn.__name__)
-def test_torch_func_works_in_every_stage(loss_fn, options):
+def test_torch_func_works_in_every_zero_stage(loss_fn, options):
     params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
     expected = serial(loss_fn, params, x)
     for stage in STAGES:
@@ -169,14 +169,14 @@ def every_transform() -> list[list[Tensor]]:
     return [sharded(fs.with_unsharded_params(loss_fn, keep=True), params, x, 3) for loss_fn in TRANSFORMED]
 
 
-def test_torch_func_works_between_processes(two):
+def test_torch_func_works_on_processes(two):
     params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
     for found in two.run(every_transform):
         for loss_fn, grads in zip(TRANSFORMED, found, strict=True):
             assert_all_close(grads, serial(loss_fn, params, x))
 
 
-def test_what_is_rematerialised_stays_so_where_a_part_of_it_keeps_what_it_saves():
+def test_kept_part_inside_remat_still_recomputes():
     kept = []
 
     def loss_fn(p, x):
@@ -200,7 +200,7 @@ def test_what_is_rematerialised_stays_so_where_a_part_of_it_keeps_what_it_saves(
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # dynamo looks at it
-def test_what_is_compiled_takes_gathered_parameters():
+def test_compiled_loss_gets_unsharded_parameters():
     params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
     plain = LOSSES["operators"]
     expected = serial(plain, params, x)
@@ -211,14 +211,14 @@ def test_what_is_compiled_takes_gathered_parameters():
         assert_all_close(sharded(whole, params, x, stage), expected)
         assert_all_close(sharded(lambda p, x: ((marked(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage), expected)
         with pytest.raises(
-            fs.errors.LayoutError,
+            ValueError,
             match=r"torch.compile cannot trace .* fs.with_unsharded_params\(torch.compile\(fn\)\)",
         ):
             sharded(lambda p, x: ((part(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_collective_takes_a_handle(stage):
+def test_collective_accepts_lazy_param(stage):
     x = draw(4, 3)
 
     def loss_fn(p, x):
@@ -296,7 +296,7 @@ def assert_zero(differences):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_functional_call_of_any_module(name):
+def test_functional_call_accepts_lazy_params(name):
     assert_zero(by_functional_call(name, 0))
     assert_zero(by_functional_call(name, 3, n=1))
     assert_zero(by_functional_call(name, 3, wrap=fs.with_unsharded_params))
@@ -306,7 +306,7 @@ def every_module() -> list[list[Tensor]]:
     return [by_functional_call(name, stage) for name in MODULES for stage in STAGES]
 
 
-def test_functional_call_of_any_module_on_processes(two):
+def test_functional_call_accepts_lazy_params_on_processes(two):
     for found in two.run(every_module):
         for differences in found:
             assert_zero(differences)
@@ -339,7 +339,7 @@ PLUGINS = [fs.DDPPlugin, fs.FSDPPlugin, lambda: fs.DDPPlugin(reproducible=True, 
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_handle_is_a_leaf_without_a_gradient(plugin):
+def test_lazy_param_is_leaf_without_grad(plugin):
     """Without the warning of torch that tensors in the middle of a graph have none."""
 
     def do(module):

@@ -37,7 +37,7 @@ def loss(params, x):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_step_lets_go_of_everything(stage):
+def test_step_frees_all_tensors(stage):
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params([torch.eye(SIZE)] * 1 + [torch.ones(SIZE, SIZE)], fs.fsdp("data"), mesh=mesh)
     opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=stage)
@@ -47,7 +47,7 @@ def test_a_step_lets_go_of_everything(stage):
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv"])
-def test_a_pipelined_step_lets_go_of_everything(name):
+def test_pipelined_step_frees_all_tensors(name):
     count = 4 if name == "zbv" else 2
     schedule = fs.pipeline_schedule(name, stages=count, microbatches=2)
     step = fs.pipeline.pipelined(
@@ -60,7 +60,7 @@ def test_a_pipelined_step_lets_go_of_everything(name):
     assert kept_in_cycles(lambda: step([torch.eye(SIZE)] * count, batch)) == ([], [])
 
 
-def test_a_step_in_stages_lets_go_of_everything():
+def test_staged_step_frees_all_tensors():
     mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
     stages = fs.pipeline.split_stages(torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE)), 2)
     params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule)

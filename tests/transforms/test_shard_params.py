@@ -33,28 +33,27 @@ ONE_EACH = [(FLAT, "blocks[0]"), (FLAT, "blocks[1]"), (W, "head")]
     ],
     ids=["tree", "patterns", "function"],
 )
-def test_fsdp_is_a_rule_among_rules(rules):
+def test_fsdp_combines_with_other_rules(rules):
     assert lying(TREE, rules) == ONE_EACH
 
 
-def test_units_by_size_of_two_rules_are_different_units():
+def test_units_by_size_of_two_rules_differ():
     rules = {"blocks": fs.fsdp("data", unit=1), "head": fs.fsdp("data", unit=2)}
     assert lying(TREE, rules) == [(FLAT, "unit 0"), (FLAT, "unit 1"), (FLAT, "unit 0 of rule 1")]
 
 
-def test_what_is_wrong_with_rules_inside_is_all_said_at_once():
-    with pytest.raises(fs.errors.LayoutError) as error:
+def test_nested_rules_with_errors_raise_all():
+    with pytest.raises(ValueError) as error:
         lying(TREE, {"blocks": fs.fsdp("nope"), "head": fs.fsdp("data", unit="zz")})
     wrong = 'Layout with P.flat("nope"): Mesh(data=2; virtual, cpu) has no axis "nope". Its axes are "data".'
     assert str(error.value).splitlines() == [
         "shard_params: ",
         '  fsdp: no leaf is in a unit "zz". The leaves are head; a pattern begins where their paths do.',
-        f"  blocks[0].w: {wrong}",
-        f"  blocks[1].w: {wrong}",
+        f"  blocks[0].w, blocks[1].w: {wrong}",
     ]
 
 
-def test_a_unit_is_a_repeated_block_wherever_it_stands():
+def test_default_unit_is_a_repeated_block():
     def units(params):
         return [unit for _, unit in lying(params, fs.fsdp("data"))]
 

@@ -77,7 +77,7 @@ def within_four_times_the_error_of_one_device(found, steps):
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_on_every_mesh_trains_as_torch_does_on_one_device(stage, n):
+def test_every_zero_stage_trains_as_torch(stage, n):
     found = train(fs.make_mesh({"data": n}), stage, gpt.without_dropout, steps=10)
     within_four_times_the_error_of_one_device([found], 10)
 
@@ -86,7 +86,7 @@ def without_the_mode(n):
     return [train(fs.make_mesh({"data": n}), stage, gpt.without_dropout) for stage in STAGES]
 
 
-def test_every_stage_between_processes_trains_as_torch_does_on_one_device(two, four):
+def test_every_zero_stage_on_processes_trains_as_torch(two, four):
     for found in (*two.run(without_the_mode, 2), *four.run(without_the_mode, 4)):
         within_four_times_the_error_of_one_device(found, 4)
 
@@ -95,7 +95,7 @@ def test_every_stage_between_processes_trains_as_torch_does_on_one_device(two, f
     "options", [{"accumulate": 2}, {"accumulate": 4, "reduce_once": False}, {"in_flight": 0}], ids=str
 )
 @pytest.mark.parametrize("stage", STAGES)
-def test_options_change_the_way_and_not_the_result(stage, options):
+def test_options_leave_the_result_unchanged(stage, options):
     _, exact = serial(gpt.without_dropout, dtype=torch.float64)
     _, params = serial(gpt.without_dropout)
     _, ours = train(fs.make_mesh({"data": 2}), stage, gpt.without_dropout, **options)
@@ -114,7 +114,7 @@ def test_options_change_the_way_and_not_the_result(stage, options):
     ],
     ids=str,
 )
-def test_holding_units_longer_or_shorter_changes_no_bit(options):
+def test_live_units_and_reshard_leave_bits_unchanged(options):
     mesh = fs.make_mesh({"data": 2})
     losses, params = train(mesh, 3)
     others, again = train(mesh, 3, **options)
@@ -156,7 +156,7 @@ def any_loss(params, batch):
 
 @settings(max_examples=30)
 @given(params=trees(), n=st.sampled_from([1, 2, 4]), stage=st.sampled_from(STAGES), accumulate=st.sampled_from([1, 2]))
-def test_any_tree_has_the_gradient_that_it_has_on_one_device(params, n, stage, accumulate):
+def test_any_tree_has_gradient_of_one_device(params, n, stage, accumulate):
     mesh = fs.make_mesh({"data": n})
     x = torch.arange(8.0) / 8
     leaves, structure = flatten(params)
@@ -182,7 +182,7 @@ def reproducible(sizes, stages, steps):
     return [(losses, [x.sum().item() for x in params], params) for losses, params in found]
 
 
-def test_reproducible_mode_gives_equal_bits_on_all_meshes_and_in_all_stages():
+def test_reproducible_bits_are_equal_on_all_meshes_and_stages():
     (losses, _, params), *others = reproducible((1, 2, 4, 8), STAGES, 10)
     assert losses[0] > losses[-1]
     for other, _, again in others:
@@ -192,12 +192,12 @@ def test_reproducible_mode_gives_equal_bits_on_all_meshes_and_in_all_stages():
 @pytest.mark.parametrize(
     "opt", [fs.optim.adamw(3e-3), fs.optim.sgd(0.1, momentum=0.9), fs.optim.lion(1e-3)], ids=["adamw", "sgd", "lion"]
 )
-def test_reproducible_mode_does_without_kernels_that_round_by_the_place(opt):
+def test_reproducible_step_avoids_alignment_dependent_kernels(opt):
     found = [train(fs.make_mesh({"data": n}), stage, opt=opt, reproducible=True) for n in (1, 4, 8) for stage in (1, 3)]
     assert all(losses == found[0][0] and all(map(torch.equal, params, found[0][1])) for losses, params in found)
 
 
-def test_reproducible_mode_gives_equal_bits_for_every_accumulation():
+def test_reproducible_bits_are_equal_for_any_accumulation():
     losses, params = train(fs.make_mesh({"data": 2}), 2, reproducible=True)
     others, again = train(fs.make_mesh({"data": 2}), 2, reproducible=True, accumulate=2)
     assert losses == others and all(map(torch.equal, params, again))
@@ -213,7 +213,7 @@ def test_reproducible_mode_gives_equal_bits_for_every_accumulation():
     ],
     ids=str,
 )
-def test_reproducible_mode_gives_equal_bits_in_16_bits(options):
+def test_reproducible_bits_are_equal_in_low_precision(options):
     opt = fs.optim.loss_scaled(fs.optim.adamw(3e-3))
     found = [
         train(fs.make_mesh({"data": n}), stage, opt=opt, reproducible=True, **options)
@@ -224,7 +224,7 @@ def test_reproducible_mode_gives_equal_bits_in_16_bits(options):
     assert all(losses == found[0][0] and all(map(torch.equal, params, found[0][1])) for losses, params in found)
 
 
-def test_reproducible_mode_gives_equal_bits_for_parameters_of_16_bits():
+def test_reproducible_bits_are_equal_for_low_precision_parameters():
     params, xs = {"w": torch.randn(5, 7).bfloat16(), "v": torch.randn(7, 3)}, torch.randn(8, 5)
 
     def gradients(n, stage):
@@ -265,7 +265,7 @@ USES = {
     live_units=st.integers(1, 2),
     options=st.sampled_from([{}, {"compute": torch.bfloat16}, {"accumulate": 2}, {"reshard_after_forward": False}]),
 )
-def test_reproducible_mode_gives_equal_bits_however_often_a_parameter_is_used(uses, n, live_units, options):
+def test_reproducible_bits_are_equal_for_repeated_uses(uses, n, live_units, options):
     n = 2 if "accumulate" in options else n
     generator = torch.Generator().manual_seed(1)
     params = [torch.randn(8, 8, generator=generator) / 3 for _ in range(3)]
@@ -292,7 +292,7 @@ def test_reproducible_mode_gives_equal_bits_however_often_a_parameter_is_used(us
 @pytest.mark.parametrize("options", [{}, {"weight": lambda x: 100 * len(x)}, {"accumulate": 2}])
 @pytest.mark.parametrize(("dtype", "compute"), [(torch.float16, None), (torch.float32, torch.float16)], ids=str)
 @pytest.mark.parametrize("stage", STAGES)
-def test_sums_over_a_batch_do_not_overflow_in_reproducible_mode(stage, dtype, compute, options):
+def test_reproducible_batch_sums_do_not_overflow(stage, dtype, compute, options):
     """The gradient fits into 16 bits, the sum over all samples that it is the mean of does not."""
     mesh, x = fs.make_mesh({"data": 2}), torch.full((64, 4), 5000.0, dtype=torch.float16)
     run = fs.grad(
@@ -310,8 +310,8 @@ def test_sums_over_a_batch_do_not_overflow_in_reproducible_mode(stage, dtype, co
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_reproducible_mode_refuses_sums_in_16_bits(dtype):
-    with pytest.raises(fs.errors.LayoutError, match=f"reduce={dtype}: sums in 16 bits are rounded differently"):
+def test_reproducible_low_precision_reduction_raises(dtype):
+    with pytest.raises(ValueError, match=f"reduce={dtype}: sums in 16 bits are rounded differently"):
         fs.grad(lambda p, x: x.mean(), mesh=fs.make_mesh({"data": 2}), batch=P("data"), reproducible=True, reduce=dtype)
 
 
@@ -319,7 +319,7 @@ def on_processes(n, steps):
     return [train(fs.make_mesh({"data": n}), stage, steps=steps, reproducible=True) for stage in STAGES]
 
 
-def test_reproducible_mode_gives_equal_bits_between_processes(two, four):
+def test_reproducible_bits_are_equal_on_processes(two, four):
     losses, params = train(fs.make_mesh({"data": 1}), 0, steps=10, reproducible=True)
     for found in (*two.run(on_processes, 2, 10), *four.run(on_processes, 4, 10)):
         for other, again in found:
@@ -350,14 +350,14 @@ def with_threads(count):
         torch.set_num_threads(1)
 
 
-def test_reproducible_mode_does_not_depend_on_the_number_of_threads(two):
+def test_reproducible_bits_are_equal_for_any_thread_count(two):
     expected = with_threads(1)[1]
     for count in (1, 3):
         for after, found in two.run(with_threads, count):
             assert after == count and all(map(torch.equal, found, expected))
 
 
-def test_dropout_differs_between_devices_and_steps_and_not_between_runs():
+def test_dropout_differs_by_device_and_step_only():
     def loss_fn(params, batch):
         return (torch.nn.functional.dropout(torch.ones(64)) * params["w"] * batch.mean()).sum()
 
@@ -404,7 +404,7 @@ def sent_per_step(stage, n, **options):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_the_ledger_equals_the_theory(n):
+def test_ledger_bytes_equal_theory(n):
     part = Fraction(n - 1, n)
     assert [sent_per_step(stage, n) for stage in (0, 1, 2)] == [2 * part] * 3
     # The last block is still there when the backward begins, and the first is not needed: its input has no gradient.
@@ -435,7 +435,7 @@ def reductions(stage, **options):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradients_are_reduced_in_buckets_of_about_so_many_bytes(stage):
+def test_gradients_are_reduced_in_buckets_of_given_size(stage):
     def found(**options):
         torch.manual_seed(0)
         return reductions(stage, **options)
@@ -469,14 +469,14 @@ def planned(runtime, n, stage, device):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_plan_is_the_program_run_without_data(stage):
+def test_abstract_mesh_sends_the_same_bytes(stage):
     assert planned("abstract", 4, stage, "meta") == planned("virtual", 4, stage, "cpu")
     assert planned("abstract", 4096, stage, "meta")
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_device_holds_what_the_formula_says(stage, n):
+def test_device_memory_equals_theory(stage, n):
     mesh = fs.make_mesh({"data": n})
     params = {"w": torch.ones(64, 3), "b": torch.ones(32)}
     opt = optimizer(stage, mesh)
@@ -502,7 +502,7 @@ def test_a_device_holds_what_the_formula_says(stage, n):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_changes_nothing_that_it_is_given(stage):
+def test_step_leaves_its_arguments_unchanged(stage):
     mesh = fs.make_mesh({"data": 2})
     opt, params = optimizer(stage, mesh), placed(gpt.init(), stage, mesh)
     state = opt.init(params)
@@ -512,7 +512,7 @@ def test_a_step_changes_nothing_that_it_is_given(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_frozen_integer_and_unused_leaves_stay_as_they_are(stage):
+def test_frozen_integer_and_unused_leaves_stay_unchanged(stage):
     mesh = fs.make_mesh({"data": 2})
     params = {
         "w": torch.ones(3),
@@ -539,7 +539,7 @@ def test_frozen_integer_and_unused_leaves_stay_as_they_are(stage):
     assert [name for name in params if grads[name] is None] == ["fixed", "unused", "count"]
 
 
-def test_a_leaf_that_one_device_uses_has_a_gradient_everywhere():
+def test_leaf_used_on_one_device_has_gradient_everywhere():
     mesh = fs.make_mesh({"data": 2})
 
     def loss_fn(p, x):
@@ -555,7 +555,7 @@ def test_a_leaf_that_one_device_uses_has_a_gradient_everywhere():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_means_are_weighted_by_what_counts(accumulate):
+def test_losses_are_weighted_by_weight(accumulate):
     mesh = fs.make_mesh({"data": 2})
     batch = {"x": torch.randn(8, 3), "mask": torch.tensor([1, 1, 1, 0, 1, 0, 1, 1.0])}
 
@@ -582,7 +582,7 @@ def test_means_are_weighted_by_what_counts(accumulate):
         [{}, {"accumulate": 2}, {"accumulate": 2, "reduce_once": False}, {"reproducible": True, "slices": 4}]
     ),
 )
-def test_a_part_without_weight_adds_nothing_though_its_own_mean_is_no_number(mask, stage, options):
+def test_slice_of_weight_zero_with_nan_adds_nothing(mask, stage, options):
     mesh = fs.make_mesh({"data": 2})
     x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     batch = {"x": x, "mask": torch.tensor(mask).double()}
@@ -609,14 +609,14 @@ def test_a_part_without_weight_adds_nothing_though_its_own_mean_is_no_number(mas
     ("weights", "message"),
     [
         ([0.0] * 4, "weight= gave 0 for all of the batch"),
-        ([1.0, 2.0, -1.0, -1.0], "weight= gave .*: what a part of the batch counts for is finite and at least 0"),
-        ([float("nan"), 1.0, 1.0, 1.0], "weight= gave nan.*: what a part"),
-        ([1.0, float("inf"), 1.0, 1.0], "weight= gave inf.*: what a part"),
+        ([1.0, 2.0, -1.0, -1.0], "weight= must return finite numbers of at least 0; got "),
+        ([float("nan"), 1.0, 1.0, 1.0], "of at least 0; got nan"),
+        ([1.0, float("inf"), 1.0, 1.0], "of at least 0; got inf"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("stage", [0, 3])
-def test_parts_count_for_something(stage, weights, message, options):
+def test_batch_of_weight_zero_raises(stage, weights, message, options):
     mesh = fs.make_mesh({"data": 2})
     opt, params = optimizer(stage, mesh), placed({"w": torch.ones(3)}, stage, mesh)
 
@@ -632,13 +632,13 @@ def test_parts_count_for_something(stage, weights, message, options):
         donate=True,
         **options,
     )
-    with pytest.raises(fs.errors.LayoutError, match=message):
+    with pytest.raises(ValueError, match=message):
         step(params, opt.init(params), {"x": torch.ones(4, 3), "w": torch.tensor(weights)})
     assert torch.equal(fs.unshard(params["w"]), torch.ones(3))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_auxiliary_values_are_averaged(accumulate):
+def test_aux_values_are_averaged(accumulate):
     mesh = fs.make_mesh({"data": 2})
     own = fs.shard_params({"w": torch.ones(2)}, P(), mesh=mesh)
 
@@ -650,7 +650,7 @@ def test_auxiliary_values_are_averaged(accumulate):
     assert (loss.item(), aux["mean"].item(), [x.item() for x in aux["both"]]) == (3.0, 1.5, [1.5, -1.5])
 
 
-def test_what_is_whole_on_every_device_is_in_every_slice():
+def test_replicated_batch_leaf_is_in_every_slice():
     mesh = fs.make_mesh({"data": 2})
     own = fs.shard_params({"w": torch.ones(3)}, P(), mesh=mesh)
     batch = {"x": torch.arange(4.0), "bias": torch.arange(3.0), "scale": torch.tensor(2.0), "name": "what is no tensor"}
@@ -669,7 +669,7 @@ def test_what_is_whole_on_every_device_is_in_every_slice():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_half_precision_computes_in_it_and_keeps_masters(stage, precision):
+def test_half_precision_computes_low_and_keeps_masters(stage, precision):
     seen = set()
 
     def loss_fn(params, batch):
@@ -686,7 +686,7 @@ def test_half_precision_computes_in_it_and_keeps_masters(stage, precision):
     assert distance(params, exact) < 4 * 3e-3
 
 
-def test_an_overflow_on_one_device_is_skipped_by_all():
+def test_overflow_on_one_device_is_skipped_by_all():
     mesh = fs.make_mesh({"data": 2})
     opt = fs.partition_optimizer(
         fs.optim.loss_scaled(fs.optim.sgd(1.0), initial=2.0**14, interval=2), mesh=mesh, axis="data", stage=2
@@ -700,14 +700,14 @@ def test_an_overflow_on_one_device_is_skipped_by_all():
         found.append((state["scale"].item(), fs.unshard(params["w"])[0].item(), bool(metrics["finite"])))
     assert found == [(2.0**13, 1.0, False), (2.0**13, 0.5, True), (2.0**14, 0.0, True), (2.0**14, -0.5, True)]
     assert state["skipped"] == 1
-    with pytest.raises(fs.errors.LayoutError, match="needs a scaled loss"):
+    with pytest.raises(ValueError, match="needs a scaled loss"):
         fs.train_step(lambda p, x: x, optimizer(0, mesh), mesh=mesh, batch=P("data"), precision="fp16")
 
 
 # -- handles ---------------------------------------------------------------------------------------------------------------
 
 
-def test_torch_func_works_in_what_is_marked_as_gathered():
+def test_torch_func_works_in_unsharded_part():
     mesh = fs.make_mesh({"data": 2})
     w, xs = torch.randn(3, 3), torch.randn(4, 3)
 
@@ -724,7 +724,7 @@ def test_torch_func_works_in_what_is_marked_as_gathered():
     torch.testing.assert_close(fs.unshard(grads)["w"], expected)
 
 
-def test_a_gradient_penalty_goes_through_gathered_parameters():
+def test_gradient_penalty_flows_through_unsharded_parameters():
     mesh = fs.make_mesh({"data": 2})
     params = {"blocks": [{"w": torch.randn(3, 3)} for _ in range(4)]}
     xs = torch.randn(4, 3)
@@ -749,33 +749,31 @@ def test_a_gradient_penalty_goes_through_gathered_parameters():
 # -- errors ------------------------------------------------------------------------------------------------------------------
 
 
-def test_wrong_calls_name_what_is_wrong():
+def test_invalid_calls_raise_and_name_the_error():
     mesh = fs.make_mesh({"data": 2})
     own = fs.shard_params({"w": torch.ones(2)}, P(), mesh=mesh)
     run = fs.value_and_grad(lambda p, x: p["w"] * x.mean(), mesh=mesh, batch=P("data"))
-    with pytest.raises(
-        fs.errors.LayoutError, match=r"return one number, or one for each sample; found a tensor of shape \(2,\)"
-    ):
+    with pytest.raises(ValueError, match=r"return one number, or one for each sample; got a tensor of shape \(2,\)"):
         run(own, torch.ones(2))
-    with pytest.raises(fs.errors.LayoutError, match="w is Tensor. Lay the parameters on that mesh"):
+    with pytest.raises(ValueError, match="w is Tensor. Put the parameters on that mesh"):
         run({"w": torch.ones(2)}, torch.ones(2))
     with pytest.raises(
-        fs.errors.LayoutError,
+        ValueError,
         match="accumulate must be an integer >= 1, got 0; prefetch must be an integer >= 0, got -1",
     ):
         fs.value_and_grad(lambda p, x: x, mesh=mesh, batch=P("data"), accumulate=0, prefetch=-1)
-    with pytest.raises(fs.errors.LayoutError, match="cuts the batch into 3 slices, which 2 devices do not share"):
+    with pytest.raises(ValueError, match="cuts the batch into 3 slices, which 2 devices do not share"):
         fs.grad(lambda p, x: (p["w"] * x).mean(), mesh=mesh, batch=P("data"), reproducible=True, slices=3)(
             own, torch.ones(2)
         )
-    with pytest.raises(fs.optim.OptimizerError, match="stages of ZeRO are 0, 1, 2 and 3; found 4"):
+    with pytest.raises(fs.optim.OptimizerError, match="stage must be 0, 1, 2 or 3, as in ZeRO; got 4"):
         fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=4)
 
 
 @pytest.mark.parametrize(("n", "live_units", "compute"), [(1, 1, torch.bfloat16), (2, 1, None), (2, 2, torch.bfloat16)])
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_change_of_parameters_in_place_is_refused(stage, recorded, n, live_units, compute):
+def test_inplace_parameter_write_in_loss_raises(stage, recorded, n, live_units, compute):
     def loss_fn(p, x):
         with torch.set_grad_enabled(recorded):
             p[0]["w"].add_(1.0)
@@ -826,9 +824,9 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
         ),
         (
             lambda: called(weight=lambda x: torch.ones(3)),
-            r"weight= has to return one number .*found a tensor of shape \(3,\)",
+            r"weight= must return one number .*found a tensor of shape \(3,\)",
         ),
-        (lambda: called(has_aux=True), r"has to return \(loss, aux\); found a Tensor"),
+        (lambda: called(has_aux=True), r"must return \(loss, aux\); got a Tensor"),
         (lambda: called(returned(torch.ones(()), {})), "one number, .*found tuple. Give has_aux=True"),
         (lambda: called(lambda p, x: p["w"].sum() * 1j), "a number of torch.complex64, which has no gradient"),
         (
@@ -841,8 +839,8 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
         (lambda: kept_from(3) + 1, "w is a parameter of a step that is over"),
     ],
 )
-def test_slips_have_one_clear_error(call, message):
-    with pytest.raises(fs.errors.FshardError, match=message):
+def test_common_mistakes_raise_one_clear_error(call, message):
+    with pytest.raises((fs.errors.FshardError, ValueError, TypeError), match=message):
         call()
 
 
@@ -854,7 +852,7 @@ TREE = {"emb": torch.ones(4, 4), "blocks": [{"w": torch.ones(4, 4), "b": torch.o
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("distant", [{"state"}, {"params", "state", "batch"}], ids=sorted)
 @pytest.mark.parametrize("made", ["outside", "inside"])
-def test_what_was_laid_out_elsewhere_is_named(stage, distant, made):
+def test_arrays_sharded_elsewhere_raise_by_name(stage, distant, made):
     mesh = fs.make_mesh({"data": 2})
     opt = optimizer(stage, mesh, fs.optim.adamw(1e-3))
     step = fs.train_step(lambda p, x: (p["w"] * x).mean(), opt, mesh=mesh, batch=P("data"))
@@ -872,11 +870,11 @@ def test_what_was_laid_out_elsewhere_is_named(stage, distant, made):
 
     if made == "outside":
         far = given()
-        with pytest.raises(fs.errors.LayoutError) as error:
+        with pytest.raises(ValueError) as error:
             fs.run(lambda: mixed(far, given()), mesh=mesh)
     else:
         far = fs.run(given, mesh=mesh)[0]
-        with pytest.raises(fs.errors.LayoutError) as error:
+        with pytest.raises(ValueError) as error:
             mixed(far, given())
     message = str(error.value).split("\n")[0]
     where = "outside of fs.run and used inside" if made == "outside" else "inside of fs.run and used outside"
@@ -884,7 +882,7 @@ def test_what_was_laid_out_elsewhere_is_named(stage, distant, made):
     assert {part.split(".")[0] for part in message.split(": ")[2].split(". ")[0].split(", ")} == distant
 
 
-def test_a_step_inside_of_run_is_the_step_outside():
+def test_step_inside_run_equals_step_outside():
     mesh = fs.make_mesh({"data": 2})
 
     def trained():
@@ -902,7 +900,7 @@ def specs(rules):
     return map_leaves(lambda x: x.spec, own)
 
 
-def test_rules_of_every_kind_lay_out_the_same():
+def test_rules_of_every_kind_give_equal_layouts():
     expected = {"emb": P("model"), "blocks": [{"w": P(None, "model"), "b": P()}] * 2}
     assert specs(expected) == expected
     assert specs({"emb": P("model"), "blocks[*].w": P(None, "model"), "**.b": P()}) == expected
@@ -915,8 +913,8 @@ def test_rules_of_every_kind_lay_out_the_same():
     }
 
 
-def test_rules_are_total_and_loud():
-    with pytest.raises(fs.errors.LayoutError) as error:
+def test_incomplete_rules_raise():
+    with pytest.raises(ValueError) as error:
         specs({"emb": P("model"), "blocks[*].w": P(), "blocks[0].w": P("model"), "head.*": P()})
     assert str(error.value) == (
         'shard_params: no rule is for blocks[0].b; "blocks[*].w" (P()) and "blocks[0].w" (P("model")) disagree about blocks[0].w; '
@@ -925,40 +923,40 @@ def test_rules_are_total_and_loud():
     )
 
 
-def test_all_that_is_wrong_with_rules_is_said_at_once():
+def test_rules_with_errors_raise_all():
     with pytest.raises(fs.errors.MeshError) as error:
         specs({"emb": P("foo"), "blocks": P("bar")})
     lines = str(error.value).splitlines()
     assert [line.split(":")[0].strip() for line in lines[1:]] == [
-        "blocks[0].b", "blocks[0].w", "blocks[1].b", "blocks[1].w", "emb",
+        "blocks[0].b, blocks[0].w, blocks[1].b, blocks[1].w", "emb",
     ]  # fmt: skip
-    assert 'has no axis "bar"' in lines[1] and 'has no axis "foo"' in lines[5]
-    params = {"a": torch.ones(3, 2), **dict.fromkeys("bcef", torch.ones(2)), "d": 3}
+    assert 'has no axis "bar"' in lines[1] and 'has no axis "foo"' in lines[2]
+    params = {"a": torch.ones(3, 2), **dict.fromkeys("bcef", torch.ones(2)), "d": object()}
     rules = {"a": P("data"), "b": P("foo"), "[de]": P(), "d": P(), "e": P(unreduced="data"), "f": P()}
-    with pytest.raises(fs.errors.LayoutError) as error:
+    with pytest.raises(ValueError) as error:
         fs.shard_params(params, rules, mesh=fs.make_mesh({"data": 2}), frozen="g")
     assert [line.split(":")[0].strip() for line in str(error.value).splitlines()] == [
         "shard_params", "frozen", "no rule is for c; no leaf is for the rule \"[de]\". The leaves are a, b, c, d, e, f; \"**\"",
         "a", "b", "d", "e",
     ]  # fmt: skip
-    with pytest.raises(fs.errors.LayoutError, match="shard_params: no rule is for b"):
+    with pytest.raises(ValueError, match="shard_params: no rule is for b"):
         fs.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, {"a": P()}, mesh=fs.make_mesh({"data": 2}))
 
 
-def test_two_stars_alone_are_for_what_no_other_rule_is_for():
+def test_double_star_matches_the_remaining_leaves():
     w, rest = P(None, "model"), {"emb": P(), "blocks": [{"w": P(None, "model"), "b": P()}] * 2}
     assert specs({"**.w": w, "**": P()}) == specs({"**": P(), "**.w": w}) == rest
     assert specs({"blocks[*].w": w, "blocks.**": P(), "**": P("model")}) == {**rest, "emb": P("model")}
-    with pytest.raises(fs.errors.LayoutError, match="disagree about"):
+    with pytest.raises(ValueError, match="disagree about"):
         specs({"**.w": w, "blocks.**": P(), "**": P()})
 
 
-def test_no_parameter_is_a_sum_that_is_not_made_yet():
-    with pytest.raises(fs.errors.LayoutError, match=r'P\(unreduced="data"\) is a sum that is not made yet'):
+def test_unreduced_parameter_layout_raises():
+    with pytest.raises(ValueError, match=r'P\(unreduced="data"\) is a sum that is not made yet'):
         fs.shard_params({"w": torch.ones(2)}, P(unreduced="data"), mesh=fs.make_mesh({"data": 2}))
 
 
-def test_units_are_blocks_sizes_or_patterns():
+def test_units_may_be_blocks_sizes_or_patterns():
     def units(unit):
         own = fs.shard_params(TREE, fs.fsdp("data", unit=unit), mesh=fs.make_mesh({"data": 2}))
         return [x.layout.unit for x in flatten(own, sharded_is_leaf=True)[0]]
@@ -967,13 +965,11 @@ def test_units_are_blocks_sizes_or_patterns():
     assert units(80) == ["unit 0", "unit 0", "unit 1", "unit 1", "unit 2"]
     assert units("blocks") == ["blocks"] * 4 + ["emb"]
     assert units(["blocks", "blocks[1]", "*[*].b"]) == ["blocks[0].b", "blocks", "blocks[1].b", "blocks[1]", "emb"]
-    with pytest.raises(
-        fs.errors.LayoutError, match=r'no leaf is in a unit "block" or "w"\. The leaves are blocks\[0\]\.b, '
-    ):
+    with pytest.raises(ValueError, match=r'no leaf is in a unit "block" or "w"\. The leaves are blocks\[0\]\.b, '):
         units(["block", "emb", "w"])
 
 
-def test_hybrid_sharding_cuts_inside_a_node_and_replicates_across():
+def test_hybrid_sharding_shards_in_node_and_replicates_across():
     mesh = fs.make_mesh({"node": 2, "data": 2})
     own = fs.shard_params(gpt.init(), fs.fsdp("data"), mesh=mesh)
     run = fs.value_and_grad(gpt.without_dropout, mesh=mesh, batch=P(("node", "data")))
@@ -985,14 +981,14 @@ def test_hybrid_sharding_cuts_inside_a_node_and_replicates_across():
         torch.testing.assert_close(ours, g, rtol=1e-4, atol=1e-6)
 
 
-def test_a_tied_leaf_is_laid_out_once():
+def test_tied_leaf_is_sharded_once():
     x = torch.ones(4)
     own = fs.shard_params({"a": x, "b": x, "c": x.clone()}, fs.fsdp("data"), mesh=fs.make_mesh({"data": 2}))
     assert own["a"] is own["b"] and own["a"] is not own["c"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_tied_leaf_has_one_gradient_and_stays_tied(stage):
+def test_tied_leaf_has_one_gradient_and_stays_tied(stage):
     mesh, x = fs.make_mesh({"data": 2}), torch.ones(3)
     opt = optimizer(stage, mesh, fs.optim.adamw(0.1, fused=False))
     own = placed({"a": x, "b": [x]}, stage, mesh)
@@ -1008,7 +1004,7 @@ def test_a_tied_leaf_has_one_gradient_and_stays_tied(stage):
     torch.testing.assert_close(fs.unshard(own)["a"], torch.full((3,), 0.9 - 0.001))
 
 
-def test_training_works_over_tensor_sharded_parameters():
+def test_tensor_sharded_parameters_train():
     mesh = fs.make_mesh({"data": 2, "model": 2})
     params = {"w": torch.randn(4, 6), "v": torch.randn(6, 4)}
     rules = {"w": P(None, "model"), "v": P("model", "data")}

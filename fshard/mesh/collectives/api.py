@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.collectives.moves import AllGather, AllToAll, Broadcast, Extreme, Permute, Psum, PsumScatter, Pvary
+from fshard.mesh.collectives.moves import (
+    AllGather,
+    AllToAll,
+    Broadcast,
+    Extreme,
+    Permute,
+    Psum,
+    PsumScatter,
+    Pvary,
+    Same,
+)
 from fshard.mesh.collectives.on_trees import CollectiveCall, call, collective
 from fshard.mesh.layout import Axes, PyTree
 from fshard.mesh.spmd.scope import Group, require
@@ -26,21 +36,20 @@ from fshard.uncompiled import uncompiled
 _PSUM, _PVARY = Psum(), Pvary()
 
 
-def _dim(what: str, leaf: Tensor, dim: int) -> int:
+def _dim(leaf: Tensor, dim: int) -> int:
     if not _is_integer(dim):
-        raise LayoutError(f"{what}: a dim must be an integer; got {dim!r}.")
+        raise TypeError(f"a dim must be an integer; got {dim!r}.")
     if not -leaf.ndim <= dim < leaf.ndim:
-        raise LayoutError(f"{what}: dim {dim} does not exist in a tensor of shape {tuple(leaf.shape)}.")
+        raise ValueError(f"dim {dim} does not exist in a tensor of shape {tuple(leaf.shape)}.")
     return dim % leaf.ndim
 
 
-def _divided(what: str, leaf: Tensor, dim: int, group: Group) -> int:
-    dim = _dim(what, leaf, dim)
+def _divided(leaf: Tensor, dim: int, group: Group) -> int:
+    dim = _dim(leaf, dim)
     if leaf.shape[dim] % group.size:
         raise LayoutError(
-            f"{what}: dim {dim} has {leaf.shape[dim]} elements, which the {group.size} devices along "
-            f"{'+'.join(group.axes)} do not divide (shape {tuple(leaf.shape)}). "
-            f"Pad it to {leaf.shape[dim] + -leaf.shape[dim] % group.size}."
+            f"dim {dim} has {leaf.shape[dim]} elements, which the {group.size} devices along {'+'.join(group.axes)} do not "
+            f"divide (shape {tuple(leaf.shape)}). Pad it to {leaf.shape[dim] + -leaf.shape[dim] % group.size}."
         )
     return dim
 
@@ -77,10 +86,10 @@ def pmean(tree: PyTree, axis: Axes) -> CollectiveCall:
 
     def averageable(x: Tensor) -> Tensor:
         if not (x.is_floating_point() or x.is_complex()):
-            raise LayoutError(f"fs.pmean: the mean of {x.dtype} is no {x.dtype}. Write fs.pmean(x.float(), ...).")
+            raise TypeError(f"the mean of {x.dtype} is no {x.dtype}. Write fs.pmean(x.float(), ...).")
         if x.dtype.itemsize == 1 or x.dtype == torch.complex32:
             wider = "x.to(torch.complex64)" if x.is_complex() else "x.float()"
-            raise LayoutError(f"fs.pmean: torch does not divide {x.dtype}. Write fs.pmean({wider}, ...).")
+            raise TypeError(f"torch does not divide {x.dtype}. Write fs.pmean({wider}, ...).")
         return x
 
     return call(
@@ -94,9 +103,9 @@ def pmean(tree: PyTree, axis: Axes) -> CollectiveCall:
     )
 
 
-def _ordered(what: str, x: Tensor) -> Tensor:
+def _ordered(x: Tensor) -> Tensor:
     if x.is_complex():
-        raise LayoutError(f"{what}: complex numbers have no order. Compare x.abs().")
+        raise TypeError("complex numbers have no order. Compare x.abs().")
     return x
 
 
@@ -111,23 +120,19 @@ def pmax(tree: PyTree, axis: Axes) -> CollectiveCall:
     >>> fs.run(lambda: fs.pmax(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)[0]
     tensor(3)
     """
-    return call(
-        "fs.pmax", tree, axis, lambda x, group: Extreme(True), before=lambda x: _ordered("fs.pmax", x), equal="result"
-    )
+    return call("fs.pmax", tree, axis, lambda x, group: Extreme(True), before=_ordered, equal="result")
 
 
 @collective
 def pmin(tree: PyTree, axis: Axes) -> CollectiveCall:
-    """Take the smallest over the devices along `axis`, element by element: see `pmax`.
+    """Return the elementwise minimum over the devices along `axis`: see `pmax`.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})
     >>> fs.run(lambda: fs.pmin(torch.tensor(fs.axis_index("data")), "data"), mesh=mesh)[0]
     tensor(0)
     """
-    return call(
-        "fs.pmin", tree, axis, lambda x, group: Extreme(False), before=lambda x: _ordered("fs.pmin", x), equal="result"
-    )
+    return call("fs.pmin", tree, axis, lambda x, group: Extreme(False), before=_ordered, equal="result")
 
 
 @collective
@@ -148,6 +153,24 @@ def pvary(tree: PyTree, axis: Axes) -> CollectiveCall:
     tensor(6.)
     """
     return call("fs.pvary", tree, axis, lambda x, group: _PVARY, equal="argument")
+
+
+@collective
+def replicated(tree: PyTree, axis: Axes) -> CollectiveCall:
+    """Declare a value that is equal on all devices along `axis` by construction as replicated. Sends nothing.
+
+    Under `check=True` it is compared by value. Backward: the cotangent on the first device, zeros on the others. In a
+    loss function of `value_and_grad` it does nothing.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2})
+    >>> def ring_sum(x):
+    ...     return fs.replicated(x + fs.ppermute(x, "data", [(0, 1), (1, 0)]), "data")
+    >>> fs.unshard(fs.shard_map(ring_sum, mesh=mesh, in_specs=P("data"), out_specs=P())(torch.tensor([1.0, 2.0])))
+    tensor([3.])
+    """
+    return call("fs.replicated", tree, axis, lambda x, group: Same(), equal="argument")
 
 
 @collective
@@ -174,7 +197,7 @@ def all_gather(
         "fs.all_gather",
         tree,
         axis,
-        lambda x, group: AllGather(_dim("fs.all_gather", x, dim), replicated),
+        lambda x, group: AllGather(_dim(x, dim), replicated),
         before=lambda x: x if x.ndim else x.reshape(1),
         equal="result" if replicated else None,
     )
@@ -189,13 +212,7 @@ def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> CollectiveCall:
     >>> fs.run(lambda: fs.psum_scatter(torch.tensor([1.0, 2.0]), "data"), mesh=mesh)
     [tensor([2.]), tensor([4.])]
     """
-    return call(
-        "fs.psum_scatter",
-        tree,
-        axis,
-        lambda x, group: PsumScatter(_divided("fs.psum_scatter", x, dim, group)),
-        before=_countable,
-    )
+    return call("fs.psum_scatter", tree, axis, lambda x, group: PsumScatter(_divided(x, dim, group)), before=_countable)
 
 
 @collective
@@ -210,12 +227,7 @@ def all_to_all(tree: PyTree, axis: Axes, *, split_dim: int = 0, concat_dim: int 
     [tensor([ 0, 10]), tensor([ 1, 11])]
     """
     concat = split_dim if concat_dim is None else concat_dim
-    return call(
-        "fs.all_to_all",
-        tree,
-        axis,
-        lambda x, group: AllToAll(_divided("fs.all_to_all", x, split_dim, group), _dim("fs.all_to_all", x, concat)),
-    )
+    return call("fs.all_to_all", tree, axis, lambda x, group: AllToAll(_divided(x, split_dim, group), _dim(x, concat)))
 
 
 @collective
@@ -232,7 +244,9 @@ def ppermute(tree: PyTree, axis: Axes, perm: list[tuple[int, int]]) -> Collectiv
     given: tuple[object, ...] = tuple(perm) if isinstance(perm, Iterable) else (perm,)
     pairs = tuple(tuple(pair) for pair in given if _is_pair(pair))
     invalid = tuple(repr(pair) for pair in given if not _is_pair(pair))
-    return call("fs.ppermute", tree, axis, lambda x, group: _permute(pairs, invalid, group.size, group.axes))
+    group = require("fs.ppermute").group(axis, "fs.ppermute")
+    move = _permute(pairs, invalid, group.size, group.axes)
+    return call("fs.ppermute", tree, axis, lambda x, group: move)
 
 
 def _is_pair(pair: object) -> TypeGuard[Sequence[int]]:
@@ -272,19 +286,16 @@ def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> CollectiveCall:
     [tensor(2), tensor(2), tensor(2)]
     """
 
-    def from_source(x: Tensor, group: Group) -> Broadcast:
-        check_index("fs.broadcast", "source", source, group)
-        return Broadcast(source)
-
-    return call("fs.broadcast", tree, axis, from_source, equal="result")
+    check_index("fs.broadcast", "source", source, require("fs.broadcast").group(axis, "fs.broadcast"))
+    return call("fs.broadcast", tree, axis, lambda x, group: Broadcast(source), equal="result")
 
 
 def check_index(what: str, role: str, index: int, group: Group) -> None:
     """Raise unless `index` is an index along the group's axes."""
     if not _is_integer(index) or not 0 <= index < group.size:
-        raise LayoutError(
-            f"{what}: {role} {index!r} is not in 0..{group.size - 1}, the indices along {'+'.join(group.axes)}."
-        )
+        kind = ValueError if _is_integer(index) else TypeError
+        along = "+".join(group.axes)
+        raise kind(f"{what}: {role} must be one of the indices 0..{group.size - 1} along {along}; got {index!r}.")
 
 
 @uncompiled

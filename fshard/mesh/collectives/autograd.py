@@ -21,7 +21,6 @@ from torch.autograd.function import Function
 
 from fshard.mesh.collectives.ledger import LedgerRow, active
 from fshard.mesh.collectives.moves import Alone, Move, Psum, Pvary, Wired, serving
-from fshard.mesh.runtimes.abstract import delivered
 from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.spmd.scope import Group, Pending
 from fshard.source import Site
@@ -175,9 +174,8 @@ class Bound(LinearMap):
         for ledger in active():
             size = sum(x.numel() * x.element_size() for x in xs)
             row = LedgerRow(move.name, group.axes, self.site._replace(leaves=()))
-            known = group.world.has_values  # else one device represents all: count the largest
-            sent = move.sent(size, group.index, group.size) if known else move.busiest(size, group.size)
-            ledger.record(group.device, row, sent)
+            index = group.index if group.world.has_values else None  # one device represents all: count the largest
+            ledger.record(group.device, row, move.sent(size, index, group.size))
         return group.world.current().start(move, xs, group, self.site, into)  # (6)
 
     def transposed(self) -> Bound:
@@ -185,24 +183,6 @@ class Bound(LinearMap):
 
     def batched(self) -> Bound:
         return Bound(self.move.batched(), self.group, self.site)
-
-
-@dataclass(frozen=True)
-class Begun(LinearMap):
-    """A move that has been started: its results are placeholders, of the right shape and without memory."""
-
-    bound: Bound
-
-    def run(self, xs: Tensors) -> Tensors:
-        move, n = cast("Wired", self.bound.move), self.bound.group.size
-        shapes = (delivered(move, x.to("meta"), n).shape for x in xs)
-        return tuple(x.new_empty(()).expand(shape) for x, shape in zip(xs, shapes, strict=True))
-
-    def transposed(self) -> LinearMap:
-        return self.bound.transposed()
-
-    def batched(self) -> LinearMap:
-        return self.bound.batched()
 
 
 def apply_extreme(bound: Bound, xs: Tensors) -> Tensors:
@@ -236,7 +216,7 @@ class _Extreme(Function):
         with serving("tangents"):
             shares = _shares(ctx.bound, ctx.saved_tensors)
             parts = tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True))
-            return apply_to_many(_sum_like(ctx.bound), parts)
+            return apply_to_many(Bound(Psum(), ctx.bound.group, ctx.bound.site), parts)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
@@ -245,12 +225,10 @@ class _Extreme(Function):
         return apply_extreme(bound.batched(), batched), (0,) * len(xs)
 
 
-def _sum_like(bound: Bound) -> Bound:
-    return Bound(Psum(), bound.group, bound.site)
-
-
 def _shares(bound: Bound, saved: Tensors) -> Tensors:
     """Return each device's part in the extreme: 0, or 1 over the number of devices that hold it."""
     xs, ys = saved[: len(saved) // 2], saved[len(saved) // 2 :]
     held = tuple((x == y).to(y.dtype) for x, y in zip(xs, ys, strict=True))
-    return tuple(mask / total for mask, total in zip(held, apply(_sum_like(bound), held), strict=True))
+    return tuple(
+        mask / total for mask, total in zip(held, apply(Bound(Psum(), bound.group, bound.site), held), strict=True)
+    )

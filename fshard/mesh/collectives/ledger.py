@@ -10,14 +10,13 @@ the most that any device sends.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from io import StringIO
 from typing import TYPE_CHECKING, NamedTuple
 
-from fshard.errors import LayoutError
 from fshard.source import Site
 
 if TYPE_CHECKING:  # it is imported where a table is shown
@@ -66,13 +65,26 @@ class Ledger:
 
         `collective` is one of `COUNTED`; `axis` selects calls along it, alone or with other axes.
         """
-        _refuse_unknown(collective, axis)
-        return max((_total(rows, "bytes", collective, axis) for rows in self._of(device)), default=Fraction(0))
+        entries = self._entries(device, collective, axis)
+        return max((sum((e.bytes for e in rows), Fraction(0)) for rows in entries), default=Fraction(0))
 
     def calls(self, device: int | None = None, *, collective: str | None = None, axis: str | None = None) -> int:
-        """Return the calls that a device made (by default: the most that any made), in all or of one kind."""
-        _refuse_unknown(collective, axis)
-        return int(max((_total(rows, "calls", collective, axis) for rows in self._of(device)), default=Fraction(0)))
+        """Return the calls that a device made (default: the most that any made), in total or filtered."""
+        return max((sum(e.calls for e in rows) for rows in self._entries(device, collective, axis)), default=0)
+
+    def _entries(self, device: int | None, collective: object, axis: object) -> list[list[Entry]]:
+        """Return the entries of each device, or of one; raise for a filter whose total would always be 0."""
+        if collective is not None and collective not in COUNTED:
+            raise ValueError(
+                f"ledger: collective must be one of {', '.join(COUNTED)} (a pmean is a psum); got {collective!r}."
+            )
+        if not isinstance(axis, str | None):
+            raise TypeError(f"ledger: axis must be the name of one axis; got {axis!r}.")
+        return [
+            [entry for row, entry in rows.items() if collective in (None, row.collective) and axis in (None, *row.axes)]
+            for number, rows in self.devices.items()
+            if device in (None, number)
+        ]
 
     def by_collective(self, device: int | None = None) -> dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]]:
         """Return {(collective, axes): (calls, bytes)} of one device; default: the first recorded one."""
@@ -113,9 +125,6 @@ class Ledger:
     def _repr_html_(self) -> str:
         return as_html(self.table())
 
-    def _of(self, device: int | None) -> Sequence[Mapping[LedgerRow, Entry]]:
-        return list(self.devices.values()) if device is None else [self.devices.get(device, {})]
-
 
 _STYLE = "line-height:1.2;font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
 
@@ -137,25 +146,6 @@ def as_html(table: Table, width: int = 110) -> str:
     console = Console(file=StringIO(), width=width, record=True, force_jupyter=False)
     console.print(table)
     return console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
-
-
-def _total(rows: Mapping[LedgerRow, Entry], what: str, collective: str | None, axis: str | None) -> Fraction:
-    chosen = (
-        getattr(entry, what)
-        for row, entry in rows.items()
-        if collective in (None, row.collective) and (axis is None or axis in row.axes)
-    )
-    return sum(chosen, Fraction(0))
-
-
-def _refuse_unknown(collective: object, axis: object) -> None:
-    """Raise for a collective that is never counted or an invalid axis, whose total would always be 0."""
-    if collective is not None and collective not in COUNTED:
-        raise LayoutError(
-            f"ledger: {collective!r} is none of the collectives that are counted: {', '.join(COUNTED)} (a pmean is a psum)."
-        )
-    if not isinstance(axis, str | None):
-        raise LayoutError(f"ledger: {axis!r} is not the name of one axis.")
 
 
 def _number(count: Fraction) -> str:
@@ -209,6 +199,8 @@ def uncounted() -> AbstractContextManager[None]:
 @contextmanager
 def ledger() -> Generator[Ledger]:
     """Count the collectives that are run inside the block.
+
+    Each process of a process mesh has a ledger of its own; `if fs.mesh.process_index() == 0: print(comm)` prints one.
 
     >>> import torch, fshard as fs
     >>> from fshard import P

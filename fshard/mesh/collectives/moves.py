@@ -16,6 +16,7 @@ Legend: n devices in the group, x the tensor of one, xs those of all; U unreduce
     Broadcast                V          R             Pick
     Pick                     R          V             Broadcast                 (free)
     Summand                  R          U             Same                      (free)
+    Same (fs.replicated)     U or V     R             Summand                   (free)
     Permute, AllToAll        V          V             themselves, reversed
 
 If only some devices of a group differentiate, their extra collectives would be matched with the next ones of the other
@@ -26,7 +27,7 @@ devices must agree on.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
@@ -39,6 +40,14 @@ from fshard.mesh.layout.arithmetic import Combine, tree_of, tree_sum
 
 WireKind = Literal["reduce", "gather", "scatter", "exchange", "permute", "broadcast", "parts"]
 """Wire formats: rows of equal size in six patterns, and `parts` of any size; every runtime implements exactly these."""
+
+_SENT: dict[WireKind, Callable[[int], Fraction]] = {
+    "reduce": lambda n: Fraction(2 * (n - 1), n),
+    "gather": lambda n: Fraction(n - 1),
+    "scatter": lambda n: Fraction(n - 1, n),
+    "exchange": lambda n: Fraction(n - 1, n),
+}
+"""The bytes that each of n devices sends per byte that it has, by the bandwidth-optimal algorithm."""
 
 
 class Move:
@@ -60,7 +69,7 @@ class Move:
 
 
 def describe(move: Move) -> str:
-    """Return a move as a person would call it: psum, all_gather(dim=1)."""
+    """Return the name and options of a move: psum, all_gather(dim=1)."""
     values = {one.name: getattr(move, one.name) for one in fields(cast("Any", move))}
     shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not False)
     return f"{move.name}({shown})" if shown and not isinstance(move, Extreme) else move.name
@@ -79,13 +88,9 @@ class Wired(Move):
         """Unpack the received rows, given the shape of the input."""
         return rows if rows.shape == shape else rows.reshape(shape)
 
-    def sent(self, size: int, index: int, n: int) -> Fraction:
-        """Return the bytes that the device at `index` sends, by the textbook, if it holds `size` bytes."""
-        raise NotImplementedError
-
-    def busiest(self, size: int, n: int) -> Fraction:
-        """Return the bytes that the busiest device sends."""
-        return self.sent(size, 0, n)
+    def sent(self, size: int, index: int | None, n: int) -> Fraction:
+        """Return the bytes that the device at `index` sends if it has `size` bytes; None: the most that any sends."""
+        return size * _SENT[self.wire](n)
 
 
 def in_a_row(x: Tensor) -> Tensor:
@@ -124,17 +129,8 @@ def _concat_rows(rows: Tensor, shard: Sequence[int], dim: int, n: int) -> Tensor
     return rows.reshape(n, *shard).movedim(0, dim).flatten(dim, dim + 1)
 
 
-class _Reduce(Wired):
-    """The base of psum, pmax and pmin."""
-
-    wire: ClassVar[WireKind] = "reduce"
-
-    def sent(self, size: int, index: int, n: int) -> Fraction:
-        return Fraction(2 * (n - 1) * size, n)
-
-
 @dataclass(frozen=True)
-class Psum(_Reduce):
+class Psum(Wired):
     """Sum over the devices.
 
     device 0  [1 2]   =>  [4 6]         (<= the cotangent passes through)
@@ -142,6 +138,7 @@ class Psum(_Reduce):
     """
 
     name = "psum"
+    wire: ClassVar[WireKind] = "reduce"
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         return [tree_sum(xs)] * len(xs)
@@ -151,7 +148,7 @@ class Psum(_Reduce):
 
 
 @dataclass(frozen=True)
-class Extreme(_Reduce):
+class Extreme(Wired):
     """Take the largest (or smallest) over the devices, element by element.  Not linear: see `collectives.pmax`.
 
     device 0  [1 9]   =>  [3 9]
@@ -159,6 +156,7 @@ class Extreme(_Reduce):
     """
 
     largest: bool
+    wire: ClassVar[WireKind] = "reduce"
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -202,13 +200,10 @@ class PsumScatter(Wired):
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         return rows if len(shape) == 1 else rows.reshape(_shard_shape(shape, self.dim, n))
 
-    def sent(self, size: int, index: int, n: int) -> Fraction:
-        return Fraction((n - 1) * size, n)
-
 
 @dataclass(frozen=True)
 class AllGather(Wired):
-    """Put the devices' shards side by side along `dim`, everywhere.
+    """Concatenate the devices' shards along `dim`, everywhere.
 
     device 0  [1]     =>  [1 2]         (<= psum_scatter; with `replicated`: take the own shard)
     device 1  [2]         [1 2]
@@ -231,9 +226,6 @@ class AllGather(Wired):
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         return _concat_rows(rows, shape, self.dim, n)
-
-    def sent(self, size: int, index: int, n: int) -> Fraction:
-        return Fraction((n - 1) * size)
 
 
 @dataclass(frozen=True)
@@ -266,9 +258,6 @@ class AllToAll(Wired):
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         return _concat_rows(rows, _shard_shape(shape, self.split, n), self.concat, n)
 
-    def sent(self, size: int, index: int, n: int) -> Fraction:
-        return Fraction((n - 1) * size, n)
-
 
 @dataclass(frozen=True)
 class Permute(Wired):
@@ -289,11 +278,8 @@ class Permute(Wired):
     def transposed(self) -> Move:
         return Permute(tuple((to, origin) for origin, to in self.pairs))
 
-    def sent(self, size: int, index: int, n: int) -> Fraction:
-        return Fraction(size * any(origin == index != to for origin, to in self.pairs))
-
-    def busiest(self, size: int, n: int) -> Fraction:
-        return Fraction(size * any(origin != to for origin, to in self.pairs))
+    def sent(self, size: int, index: int | None, n: int) -> Fraction:
+        return Fraction(size * any(origin != to and index in (None, origin) for origin, to in self.pairs))
 
 
 @dataclass(frozen=True)
@@ -316,11 +302,8 @@ class Broadcast(Wired):
     def transposed(self) -> Move:
         return Pick(self.source)
 
-    def sent(self, size: int, index: int, n: int) -> Fraction:
-        return Fraction(size * ((index - self.source) % n != n - 1))
-
-    def busiest(self, size: int, n: int) -> Fraction:
-        return Fraction(size * (n > 1))
+    def sent(self, size: int, index: int | None, n: int) -> Fraction:
+        return Fraction(size * (n > 1 if index is None else (index - self.source) % n != n - 1))
 
 
 class Alone(Move):
@@ -336,22 +319,12 @@ class Alone(Move):
 
 @dataclass(frozen=True)
 class Pvary(Alone):
-    """Use a replicated value for each device's own ends: nothing moves, but the cotangents will be summed."""
+    """Convert a replicated value to a varying one: its cotangents are summed."""
 
     name = "pvary"
 
     def transposed(self) -> Move:
         return Psum()
-
-
-@dataclass(frozen=True)
-class Stay(Alone):
-    """Leave each device's own value as it is, and its cotangent too."""
-
-    name = "stay"
-
-    def transposed(self) -> Move:
-        return self
 
 
 @dataclass(frozen=True)
@@ -401,7 +374,7 @@ class Summand(Alone):
 
 @dataclass(frozen=True)
 class Same(Alone):
-    """Leave a value as it is: the transpose of `Summand`, whose cotangent is equal on all devices."""
+    """Declare a value that is equal on all devices as replicated; the transpose of `Summand`."""
 
     name = "same"
 
@@ -412,7 +385,7 @@ class Same(Alone):
 Purpose = Literal["values", "tangents", "cotangents"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 UNEVEN = (
-    " One is for {}, the other for {}: what some devices of a group differentiate, all have to. Where there is nothing to "
+    " One is for {}, the other for {}: what some devices of a group differentiate, all must. Where there is nothing to "
     "differentiate, let the argument depend on what is: add 0 * x."
 )
 

@@ -6,32 +6,31 @@ psum({"a": f32, "b": bf16, "c": f32}, "data") -> two collectives: a and c in one
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import Any, Literal, ParamSpec, Protocol, TypeGuard, cast
+from typing import Any, Literal, ParamSpec, Protocol, TypeGuard
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import (
-    Begun,
     Bound,
+    LinearMap,
     Tensors,
     apply,
     apply_extreme,
-    has_tangent,
     recorded,
     transformed,
 )
 from fshard.mesh.collectives.ledger import active
-from fshard.mesh.collectives.moves import Alone, Extreme, Move, Pvary, Stay, Wired
+from fshard.mesh.collectives.moves import Alone, Extreme, Move, Pvary, Wired, is_plain
 from fshard.mesh.layout import (
     Axes,
     PyTree,
     Structure,
+    collected,
     flatten,
     flatten_with_paths,
     is_dense,
@@ -40,7 +39,7 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.spmd.check_equal import Guard
-from fshard.mesh.spmd.scope import Group, Scope, here, require
+from fshard.mesh.spmd.scope import Group, here, require
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -71,87 +70,74 @@ class Handle:
 
 
 @dataclass(slots=True)
-class PackedTensors:
-    """Leaves that share one collective, and their indices among all leaves."""
+class LeafBatch:
+    """Leaves that share one collective, and their indices among all leaves; `linear` is None for the identity."""
 
-    bound: Bound
+    linear: LinearMap | None
     xs: Tensors
     indices: Sequence[int]
-
-    def run(self, guard: Guard | Bound | None) -> Tensors:
-        if type(self.bound.move) is Stay:
-            return self.xs
-        applied = apply_extreme if type(self.bound.move) is Extreme else apply
-        if guard is None:
-            return applied(self.bound, self.xs)
-        if isinstance(guard, Guard) and guard.forward:
-            return applied(self.bound, apply(guard, self.xs))
-        return apply(guard, applied(self.bound, self.xs))
-
-    def start(self, guard: Guard | Bound | None) -> Callable[[], Tensors]:
-        """Start the move and return the function that finishes it.
-
-        Autograd records it here, with results that are filled in later. So backwards run in the order in which
-        collectives were started, which is equal on all devices; the order of waits may differ.
-        """
-        pending = self.bound.start(tuple(x.detach() for x in self.xs))
-        if not recorded(self.xs):
-            return pending.wait
-        ys = apply(Begun(self.bound), self.xs)
-        ys = ys if guard is None else apply(guard, ys)
-
-        def fill() -> Tensors:
-            for y, result in zip(ys, pending.wait(), strict=True):
-                y.data = result
-            return ys
-
-        return fill
 
 
 @dataclass(slots=True)
 class CollectiveCall:
-    """One call of a collective; `structure` is None for a single tensor."""
+    """One call of a collective; `structure` is None for a single tensor.
 
-    batches: Sequence[PackedTensors]
+    `guard` checks the result (or the argument) for equality; `after` maps each result.
+    """
+
+    batches: Sequence[LeafBatch]
     structure: Structure | None
-    guard: Guard | Bound | None
-    after: Callable[[Tensor, Group], Tensor] | None
+    guard: Guard | Bound | None = None
+    after: Callable[[Tensor], Tensor] | None = None
 
     def run(self) -> PyTree:
-        if self.structure is None and self.guard is None and self.after is None:
-            return self.batches[0].run(None)[0]
-        return self._finished([batch.run(self.guard) for batch in self.batches])
+        if self.structure is None and self.after is None and len(self.batches) == 1:
+            return self.apply_to(self.batches[0])[0]
+        return self.assembled([self.apply_to(batch) for batch in self.batches])
 
-    def fast_path(self, tree: PyTree) -> Callable[[Tensor], Tensor] | None:
-        """Return the short way for calls like this one, on single tensors, if there is one."""
-        if self.structure is not None or self.guard is not None or self.batches[0].xs[0] is not tree:
-            return None
-        move, group = self.batches[0].bound.move, self.batches[0].bound.group
-        fast_path = None if isinstance(move, Alone) else group.world.fast_path(cast("Wired", move), group, tree)
-        after = self.after
-        return fast_path if fast_path is None or after is None else lambda x: after(fast_path(x), group)
+    def apply_to(self, batch: LeafBatch) -> Tensors:
+        """Run the collective of some leaves, and check what must be equal."""
+        linear, guard, xs = batch.linear, self.guard, batch.xs
+        if linear is None:
+            return xs
+        if isinstance(guard, Guard) and guard.forward:
+            xs, guard = apply(guard, xs), None
+        if isinstance(linear, Bound) and type(linear.move) is Extreme:
+            ys = apply_extreme(linear, xs)
+        else:
+            ys = apply(linear, xs)
+        return ys if guard is None else apply(guard, ys)
 
     def start(self) -> Handle:
-        if transformed() or any(
-            isinstance(batch.bound.move, Alone | Extreme) or has_tangent(batch.xs) for batch in self.batches
-        ):  # nothing to wait for, or a result that its derivative needs immediately
+        """Start the collectives of tensors whose derivative nothing needs; run others now."""
+        bounds = [batch.linear for batch in self.batches if isinstance(batch.linear, Bound)]
+        is_plain = not transformed() and not any(recorded(batch.xs) for batch in self.batches)
+        if not is_plain or len(bounds) < len(self.batches) or any(isinstance(one.move, Alone) for one in bounds):
             result = self.run()
             return Handle(lambda: result)
-        finishes = [batch.start(self.guard) for batch in self.batches]
-        return Handle(lambda: self._finished([finish() for finish in finishes]))
+        pending = [bound.start(batch.xs) for bound, batch in zip(bounds, self.batches, strict=True)]
+        return Handle(lambda: self.assembled([one.wait() for one in pending]))
 
-    def _finished(self, results: list[Tensors]) -> PyTree:
+    def assembled(self, results: list[Tensors]) -> PyTree:
+        """Return the tree of results from those of each batch."""
         if self.after is not None:
-            group = self.batches[0].bound.group if self.batches else None
-            results = [tuple(self.after(y, group) for y in ys) for ys in results] if group is not None else results
+            results = [tuple([self.after(y) for y in ys]) for ys in results]
         if self.structure is None:
             return results[0][0]
-        by_index = {
-            index: y
-            for batch, ys in zip(self.batches, results, strict=True)
-            for index, y in zip(batch.indices, ys, strict=True)
-        }
-        return unflatten(self.structure, [by_index[index] for index in range(len(by_index))])
+        leaves: dict[int, Tensor] = {}
+        for batch, ys in zip(self.batches, results, strict=True):
+            leaves.update(zip(batch.indices, ys, strict=True))
+        return unflatten(self.structure, [leaves[index] for index in range(len(leaves))])
+
+    def fast_path(self, tree: PyTree) -> Callable[[Tensor], Tensor] | None:
+        """Return the fast path of the runtime for calls like this one, on single tensors, if there is one."""
+        if self.structure is not None or self.guard is not None or self.batches[0].xs[0] is not tree:
+            return None
+        bound, after = self.batches[0].linear, self.after
+        if not isinstance(bound, Bound) or not isinstance(bound.move, Wired):
+            return None
+        fast_path = bound.group.world.fast_path(bound.move, bound.group, tree)
+        return fast_path if fast_path is None or after is None else lambda x: after(fast_path(x))
 
 
 class Collective(Protocol[Params]):
@@ -248,8 +234,7 @@ def _plain(x: object) -> TypeGuard[Tensor]:
         and not transformed()
         and not recorded((x,))
         and not active()
-        and x.is_contiguous()
-        and not (x.is_conj() or x.is_neg())
+        and is_plain(x)
     )
 
 
@@ -279,65 +264,51 @@ def call(
         elif others:
             group = scope.group(others, what)
         else:
-            move = lambda x, group: Stay()  # noqa: E731
-    elif equal is not None and scope.checked:
-        guard = _guard(what, scope, group, site, equal)
+            leaves, structure = tensors_of(what, tree)
+            return CollectiveCall((LeafBatch(None, tuple(leaves), range(len(leaves))),), structure)
+    elif equal is not None and scope.checked and scope.world.has_values:
+        guard = Guard(group, site, _BROKEN[equal].replace("{what}", what), forward=equal == "argument")
 
     def prepared(x: Tensor) -> tuple[Tensor, Move]:
         x = x if before is None else before(x)
         return x, move(x, group)
 
     leaves, structure = tensors_of(what, tree)
+    try:
+        ready = [prepared(leaf) for leaf in leaves]
+    except (TypeError, ValueError):
+        with collected(what) as attempt:
+            for path, leaf in zip([""] if structure is None else paths_of(structure), leaves, strict=True):
+                with attempt(path and f"leaf {path}"):
+                    prepared(leaf)
+        raise
+    last = None if after is None else lambda y: after(y, group)
     if structure is None:
-        leaf, own = prepared(leaves[0])
-        return CollectiveCall((PackedTensors(Bound(own, group, site), (leaf,), (0,)),), None, guard, after)
-    batches = _batches(_all_prepared(what, tree, leaves, prepared), group, site, structure)
-    return CollectiveCall(batches, structure, guard, after)
+        ((leaf, own),) = ready
+        return CollectiveCall((LeafBatch(Bound(own, group, site), (leaf,), (0,)),), None, guard, last)
+    batches = batched([leaf for leaf, _ in ready], [own for _, own in ready], structure, site)
+    made = [LeafBatch(Bound(ready[batch[0]][1], group, site), xs, batch) for batch, xs, site in batches]
+    return CollectiveCall(made, structure, guard, last)
 
 
-def _all_prepared(
-    what: str, tree: PyTree, leaves: list[Tensor], prepared: Callable[[Tensor], tuple[Tensor, Move]]
-) -> list[tuple[Tensor, Move]]:
-    """Prepare all leaves of a tree; raise with all invalid leaves, grouped by error."""
-    ready: list[tuple[Tensor, Move]] = []
-    wrong: dict[str, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        try:
-            ready.append(prepared(leaf))
-        except LayoutError as error:
-            wrong.setdefault(str(error).removeprefix(f"{what}: "), []).append(index)
-    if wrong:
-        paths, _, _ = flatten_with_paths(tree, sharded_is_leaf=True)
-        lines = [f"leaf {', '.join(paths[index] for index in indices)}: {text}" for text, indices in wrong.items()]
-        raise LayoutError(f"{what}: " + ("\n  " if len(lines) > 1 else "") + "\n  ".join(lines))
-    return ready
+_BROKEN = {
+    "argument": "the argument of {what} over {axes} must be equal on all devices; use psum or all_gather to make it so",
+    "result": "the result of {what} over {axes} is equal on all devices, so its gradient must be; but it was used with "
+    "each device's own data. Put fs.pvary(x, {axes}) around the result where that use begins",
+}
 
 
-def _batches(
-    leaves: list[tuple[Tensor, Move]], group: Group, site: Site, structure: Structure | None
-) -> list[PackedTensors]:
-    alike: dict[tuple[torch.dtype, Move], list[int]] = {}  # (4)
-    for index, (leaf, own) in enumerate(leaves):
-        alike.setdefault((leaf.dtype, own), []).append(index)
-    paths = paths_of(structure) if structure is not None else ("",)
-    return [
-        PackedTensors(
-            Bound(own, group, site._replace(leaves=tuple([paths[index] for index in indices]))),
-            tuple(leaves[index][0] for index in indices),
-            indices,
-        )
-        for (_, own), indices in alike.items()
-    ]
-
-
-def _guard(what: str, scope: Scope, group: Group, site: Site, equal: Literal["argument", "result"]) -> Guard | None:
-    broken = {
-        "argument": f"the argument of {what} over {{axes}} has to be equal on all devices; use psum or all_gather to make "
-        "it so",
-        "result": f"the result of {what} over {{axes}} is equal on all devices, so its gradient has to be; but it was used "
-        "with each device's own data. Put fs.pvary(x, {axes}) around the result where that use begins",
-    }
-    return Guard(group, site, broken[equal], forward=equal == "argument") if scope.world.has_values else None
+def batched(
+    xs: Sequence[Tensor], kinds: Sequence[object], structure: Structure | None, site: Site
+) -> Iterator[tuple[list[int], Tensors, Site]]:
+    """Group leaves of one dtype and kind: yield their indices, the tensors, and the site with their paths."""
+    groups: dict[object, list[int]] = {}  # (4)
+    for index, (x, kind) in enumerate(zip(xs, kinds, strict=True)):
+        groups.setdefault((x.dtype, kind), []).append(index)
+    paths = None if structure is None else paths_of(structure)
+    for indices in groups.values():
+        leaves = () if paths is None else tuple([paths[index] for index in indices])
+        yield indices, tuple([xs[index] for index in indices]), site._replace(leaves=leaves)
 
 
 def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]:
@@ -350,7 +321,7 @@ def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]
     return [_bare(leaf) for leaf in leaves], structure
 
 
-def _no_tensors(what: str, tree: PyTree) -> LayoutError:
+def _no_tensors(what: str, tree: PyTree) -> Exception:
     wrong, hint = list[str](), ""
     for path, leaf in zip(*flatten_with_paths(tree, sharded_is_leaf=True)[:2], strict=True):
         named = f"leaf {path}" if path else "the argument"
@@ -359,7 +330,8 @@ def _no_tensors(what: str, tree: PyTree) -> LayoutError:
             hint = " Write torch.tensor(...) around numbers, and x.local for the own shard of a Sharded."
         elif not is_dense(leaf):
             wrong.append(f"{named} is {no_dense(leaf)}")
-    return LayoutError(f"{what} takes tensors; {'; '.join(wrong)}.{hint}")
+    kind = TypeError if hint else LayoutError
+    return kind(f"{what} takes tensors; {'; '.join(wrong)}.{hint}")
 
 
 def _bare(x: Tensor) -> Tensor:

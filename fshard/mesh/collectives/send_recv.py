@@ -1,29 +1,25 @@
 """Point-to-point messages for pipelines: `send` and `recv`.
 
-`send` returns immediately; `recv` waits for its message. Messages between two devices arrive in order, and match
-receives in the order in which these were called or started. Cotangents of a received tensor are sent back to the
-sender. For that, `send` returns a *token*, a zero to add to the value that the sender differentiates.
+`send` returns immediately; `recv` waits for its message. Messages between two devices arrive in order, one for each dtype
+of a tree. Cotangents of a received tensor are sent back to the sender. For that, `send` returns a *token*, a zero to add
+to the value that the sender differentiates. A started `recv` receives where its handle is waited for.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.api import check_index
-from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply
+from fshard.mesh.collectives.autograd import LinearMap, Tensors
 from fshard.mesh.collectives.ledger import LedgerRow, active
-from fshard.mesh.collectives.moves import Permute, purpose, serving
-from fshard.mesh.collectives.on_trees import Handle, collective, tensors_of
-from fshard.mesh.layout import Axes, PyTree, Structure, paths_of, unflatten
-from fshard.mesh.spmd.scope import Group, World, require
+from fshard.mesh.collectives.moves import Permute
+from fshard.mesh.collectives.on_trees import CollectiveCall, Handle, LeafBatch, batched, collective, tensors_of
+from fshard.mesh.layout import Axes, PyTree
+from fshard.mesh.spmd.scope import Group, require
 from fshard.source import Site, call_site
 
 
@@ -76,8 +72,6 @@ class Receive(_Message):
     from_token: bool
 
     def run(self, xs: Tensors) -> Tensors:
-        if self.from_token:
-            _settle(_started(self.group, self.source))
         likes = self.likes if self.from_token else xs
         return self.group.world.current().receive(likes, self.group, self.source, self.site).wait()
 
@@ -100,81 +94,6 @@ class _AndZeros(_Message):
         return Receive(self.send.to, self.send.group, self.send.site, self.send.likes, from_token=False)
 
 
-Started = deque[Handle]
-"""The receives from another device that were started, in order, and not waited for."""
-
-_all_started: WeakKeyDictionary[World, dict[tuple[int, int], Started]] = WeakKeyDictionary()
-
-
-def _started(group: Group, source: int) -> Started:
-    ways = _all_started.setdefault(group.world.current(), {})
-    return ways.setdefault((group.device, group.member(source)), deque())
-
-
-def _settle(started: Started) -> None:
-    """Wait for the started receives, in their order."""
-    while started:
-        started.popleft().wait()
-
-
-@dataclass
-class _Exchange:
-    """One call of send or recv: a message per dtype. A recv runs after those that were `started` before it."""
-
-    leaves: list[Tensor]
-    structure: Structure | None
-    site: Site
-    linear: Callable[[Tensors, Site], LinearMap]
-    started: Started | None = None
-
-    def run(self) -> PyTree:
-        if self.started is not None:
-            _settle(self.started)
-        return self._run()
-
-    def _run(self) -> PyTree:
-        places: dict[torch.dtype, list[int]] = {}
-        paths = () if self.structure is None else paths_of(self.structure)
-        for place, leaf in enumerate(self.leaves):
-            places.setdefault(leaf.dtype, []).append(place)
-        out: list[Any] = [None] * len(self.leaves)
-        tokens: list[Tensor] = []
-        for chosen in places.values():
-            xs = tuple(self.leaves[place] for place in chosen)
-            site = self.site._replace(leaves=tuple(paths[place] for place in chosen if paths))
-            ys = apply(self.linear(tuple(x.detach() for x in xs), site), xs)
-            tokens += ys if self.started is None else []
-            for place, y in zip(chosen, ys, strict=False):
-                out[place] = y
-        if self.started is not None:
-            return out[0] if self.structure is None else unflatten(self.structure, out)
-        reals = [token.real if token.is_complex() else token for token in tokens]
-        differentiable = [token for token in reals if token.dtype.is_floating_point]
-        return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())
-
-    def fast_path(self, tree: PyTree) -> None: ...
-
-    def start(self) -> Handle:
-        """Return a handle: a send starts now, a recv is queued behind earlier ones."""
-        started, graded, meant = self.started, torch.is_grad_enabled(), purpose()
-        if started is None:
-            token = self.run()
-            return Handle(lambda: token)
-
-        def receive() -> PyTree:
-            with torch.set_grad_enabled(graded), serving(meant):
-                return self._run()
-
-        def in_turn() -> PyTree:
-            while any(other is own for other in started):
-                started.popleft().wait()
-            return own.wait()
-
-        own = Handle(receive)
-        started.append(own)
-        return Handle(in_turn)
-
-
 @collective
 def send(tree: PyTree, axis: Axes, to: int) -> Any:
     """Send tensors to the device at index `to` along `axis` without waiting; return the token (a zero).
@@ -189,9 +108,11 @@ def send(tree: PyTree, axis: Axes, to: int) -> Any:
     >>> fs.run(hand_on, mesh=fs.make_mesh({"pipe": 2}))
     [tensor(0.), tensor([1., 2.])]
     """
-    group, site, leaves, structure = _begin("fs.send", tree, axis)
-    check_index("fs.send", "`to`", to, group)
-    return _Exchange(leaves, structure, site, lambda likes, site: Send(to, group, site, likes))
+    group = require("fs.send").called_group(axis, "fs.send")
+    check_index("fs.send", "to", to, group)
+    leaves, structure = tensors_of("fs.send", tree)
+    messages = batched(leaves, [None] * len(leaves), structure, call_site())
+    return _SendCall([LeafBatch(Send(to, group, site, _detached(xs)), xs, (0,)) for _, xs, site in messages], None)
 
 
 @collective
@@ -212,16 +133,35 @@ def recv(like: PyTree, axis: Axes, source: int) -> Any:
     >>> fs.run(double, mesh=fs.make_mesh({"pipe": 2}))
     [tensor([2., 2.]), tensor([0., 0.])]
     """
-    group, site, leaves, structure = _begin("fs.recv", like, axis)
-    check_index("fs.recv", "`source`", source, group)
+    group = require("fs.recv").called_group(axis, "fs.recv")
+    check_index("fs.recv", "source", source, group)
+    leaves, structure = tensors_of("fs.recv", like)
+    messages = batched(leaves, [None] * len(leaves), structure, call_site())
+    return _ReceiveCall(
+        [
+            LeafBatch(Receive(source, group, site, _detached(xs), from_token=False), xs, indices)
+            for indices, xs, site in messages
+        ],
+        structure,
+    )
 
-    def receiving(likes: Tensors, site: Site) -> Receive:
-        return Receive(source, group, site, likes, from_token=False)
 
-    return _Exchange(leaves, structure, site, receiving, _started(group, source))
+def _detached(xs: Tensors) -> Tensors:
+    return tuple([x.detach() for x in xs])
 
 
-def _begin(what: str, tree: PyTree, axis: Axes) -> tuple[Group, Site, list[Tensor], Structure | None]:
-    group = require(what).called_group(axis, what)
-    leaves, structure = tensors_of(what, tree)
-    return group, call_site(), leaves, structure
+class _SendCall(CollectiveCall):
+    """The messages of one tree, one per dtype."""
+
+    def run(self) -> PyTree:
+        """Send them; return the sum of their tokens."""
+        results = [self.apply_to(batch) for batch in self.batches]
+        tokens = [token.real if token.is_complex() else token for (token,) in results]
+        differentiable = [token for token in tokens if token.dtype.is_floating_point]
+        return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())
+
+
+class _ReceiveCall(CollectiveCall):
+    def start(self) -> Handle:
+        """Receive where the handle is waited for."""
+        return Handle(self.run)

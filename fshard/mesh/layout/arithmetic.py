@@ -94,18 +94,6 @@ def dim_ranges(
     return tuple(ranges)
 
 
-def undivided(
-    shape: Sequence[int], dims: Sequence[Sequence[str]], sizes: Mapping[str, int]
-) -> list[tuple[int, int, tuple[str, ...], int]]:
-    """Return (dim, its length, axes, parts) for every dim that its axes do not divide."""
-    found: list[tuple[int, int, tuple[str, ...], int]] = []
-    for dim, axes in enumerate(dims):
-        parts = prod(sizes[axis] for axis in axes)
-        if shape[dim] % parts:
-            found.append((dim, shape[dim], tuple(axes), parts))
-    return found
-
-
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 WIDER: dict[torch.dtype, torch.dtype] = {
     **{getattr(torch, name): torch.float32 for name in ("float16", "bfloat16", *_FLOAT8) if hasattr(torch, name)},

@@ -27,7 +27,7 @@ def to_dtensor(x: Sharded) -> DTensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     if not isinstance(x, Sharded):
-        raise LayoutError(f"to_dtensor takes a Sharded, found {type(x).__name__}. Make one with fs.device_put.")
+        raise TypeError(f"to_dtensor: x must be a Sharded; got {type(x).__name__}. Make one with fs.device_put.")
     spec, mesh = x.spec, x.mesh
     if spec.is_flat or spec.at or x.layout.memory != "device":
         raise LayoutError(f"{x!r} has no DTensor: flat, owned and host layouts are fshard's own. Reshard it first.")
@@ -61,7 +61,7 @@ def from_dtensor(x: DTensor) -> Sharded:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     if not isinstance(x, DTensor):
-        raise LayoutError(f"from_dtensor takes a DTensor, found {type(x).__name__}.")
+        raise TypeError(f"from_dtensor: x must be a DTensor; got {type(x).__name__}.")
     mesh = from_device_mesh(x.device_mesh)
     dims: list[tuple[str, ...]] = [()] * x.ndim
     unreduced: list[str] = []

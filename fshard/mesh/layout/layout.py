@@ -24,7 +24,7 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.layout import arithmetic
 from fshard.mesh.layout.mesh import Mesh
-from fshard.mesh.layout.spec import P, without_hash
+from fshard.mesh.layout.spec import CachedHash, P
 
 Memory = Literal["device", "host"]
 """Memory of a shard: the device's or the host's."""
@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(CachedHash):
     """Mesh, spec and memory kind of an array.
 
     Args:
@@ -70,13 +70,14 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh) or not isinstance(self.spec, P):
-            raise LayoutError(
-                f"Layout takes a Mesh and a P; found {type(self.mesh).__name__} and {type(self.spec).__name__}. "
-                'Write Layout(mesh, P("data")).'
+            raise TypeError(
+                'Layout: mesh and spec must be a Mesh and a P, as in Layout(mesh, P("data")); got '
+                f"{type(self.mesh).__name__} and {type(self.spec).__name__}."
             )
         self.mesh.check_axes(self.spec.axes, f"Layout with {self.spec}")
         if self.memory not in get_args(Memory):
-            raise LayoutError(f'Layout: memory is "device" or "host", not {self.memory!r}.')
+            kinds = " or ".join(f'"{kind}"' for kind in get_args(Memory))
+            raise ValueError(f"Layout: memory must be {kinds}; got {self.memory!r}.")
         for axes, place in self.spec.at:
             n = prod(self.mesh.shape[axis] for axis in axes)
             if place >= n:
@@ -106,13 +107,15 @@ class Layout:
             raise LayoutError(
                 f"{what} of shape {shape} has {len(shape)} dims, but {spec} has {len(spec.entries)} entries."
             )
-        bad = arithmetic.undivided(shape, spec.dims(len(shape)), self.mesh.shape)
+        bad = [
+            f"dim {dim} has {length} elements, which {parts} devices ({' x '.join(axes)}) do not divide"
+            for dim, (length, axes) in enumerate(zip(shape, spec.dims(len(shape)), strict=True))
+            if length % (parts := prod(self.mesh.shape[axis] for axis in axes))
+        ]
         if bad:
-            clashes = "; ".join(
-                f"dim {dim} has {length} elements, which {parts} devices ({' x '.join(axes)}) do not divide"
-                for dim, length, axes, parts in bad
+            raise LayoutError(
+                f"{what} of shape {shape} cannot have the layout {spec}: {'; '.join(bad)}. Pad, or use P.flat."
             )
-            raise LayoutError(f"{what} of shape {shape} cannot have the layout {spec}: {clashes}. Pad, or use P.flat.")
 
     def ranges(self, shape: Sequence[int], device: int) -> tuple[arithmetic.Range, ...]:
         """Return the range of each dim (or the one flat range) that `device` holds of a tensor of `shape`."""
@@ -166,15 +169,7 @@ class Layout:
     def on(self, mesh: Mesh) -> Layout:
         return Layout(mesh, self.spec, self.memory, self.unit, self.frozen)
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.mesh, self.spec, self.memory, self.unit, self.frozen))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __getstate__(self) -> dict[str, object]:
-        return without_hash(self)
+    __hash__ = CachedHash.__hash__
 
     def __repr__(self) -> str:
         memory = "" if self.memory == "device" else f', "{self.memory}"'
@@ -203,7 +198,7 @@ class ShardType:
         notes = [f"flat:{'+'.join(self.spec.flat_axes)}"] if self.spec.flat_axes else []
         notes += [f"at:{'+'.join(axes)}={place}" for axes, place in self.spec.at]
         notes += [f"U:{'+'.join(self.spec.unreduced)}"] if self.spec.unreduced else []
-        notes += ["host"] if self.memory == "host" else []
+        notes += [self.memory] if self.memory != "device" else []
         return f"{dtype_name(self.dtype)}[{', '.join(dims)}]" + (f"{{{', '.join(notes)}}}" if notes else "")
 
     __repr__ = __str__

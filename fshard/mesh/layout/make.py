@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fshard.errors import MeshError
 from fshard.mesh.layout.mesh import Mesh, Runtime, refuse_no_mesh
 from fshard.mesh.runtimes import process
-from fshard.mesh.runtimes.together import launched
+from fshard.mesh.runtimes.launchers import launched
 from fshard.mesh.spmd.scope import here
 
 
@@ -69,7 +69,7 @@ def _named(sizes: Any, names: Any) -> list[tuple[Any, Any]]:
     """Pair sizes with names, as in JAX's make_mesh."""
     both = [
         list[Any](given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else None
-        for given in (cast("Any", sizes), cast("Any", names))
+        for given in (sizes, names)
     ]
     if both[0] is None or both[1] is None or len(both[0]) != len(both[1]):
         raise MeshError(f"make_mesh: with names, axes must be as many sizes; got axes={sizes!r}, names={names!r}.")
@@ -116,7 +116,7 @@ def to_device_mesh(mesh: Mesh) -> DeviceMesh:
 def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     """Return the mesh for a torch DeviceMesh, with its groups.  The axes need names (`mesh_dim_names=`)."""
     if not isinstance(device_mesh, DeviceMesh):
-        raise MeshError(f"from_device_mesh takes torch's DeviceMesh, found {type(device_mesh).__name__}.")
+        raise TypeError(f"from_device_mesh: device_mesh must be a torch DeviceMesh; got {type(device_mesh).__name__}.")
     names = device_mesh.mesh_dim_names
     if names is None:
         raise MeshError("This DeviceMesh has no axis names. Give init_device_mesh(..., mesh_dim_names=(...)).")
@@ -125,5 +125,5 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     axes = tuple(zip(names, device_mesh.mesh.shape, strict=True))
     ordered = ranks == tuple(range(prod(device_mesh.mesh.shape))) == tuple(range(dist.get_world_size()))
     mesh = Mesh(axes, "process", device_mesh.device_type, None, None if ordered else ranks)
-    process.remember(mesh, device_mesh)
+    process.use_groups(mesh, device_mesh)
     return mesh

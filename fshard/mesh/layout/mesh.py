@@ -19,14 +19,14 @@ from typing import Literal, get_args
 
 from fshard.errors import MeshError
 from fshard.mesh.layout import arithmetic
-from fshard.mesh.layout.spec import Axes, as_axes, without_hash
+from fshard.mesh.layout.spec import Axes, CachedHash, as_axes
 
 Runtime = Literal["virtual", "process", "abstract"]
 """Where devices live: threads of this process, processes of torch.distributed, or nowhere (shapes only)."""
 
 
 @dataclass(frozen=True)
-class Mesh:
+class Mesh(CachedHash):
     """A named grid of devices: immutable, hashable, compared by value. Made by `make_mesh`.
 
     Args:
@@ -122,15 +122,7 @@ class Mesh:
     def __iter__(self) -> Iterator[str]:
         return iter(self.axis_names)
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.axes, self.runtime, self.device_type, self.parent, self.ranks))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __getstate__(self) -> dict[str, object]:
-        return without_hash(self)
+    __hash__ = CachedHash.__hash__
 
     def __str__(self) -> str:
         grid = ", ".join(f"{name}={size}" for name, size in self.axes)
@@ -143,7 +135,7 @@ class Mesh:
 def refuse_no_mesh(what: str, mesh: object) -> None:
     """Raise unless this is a mesh."""
     if not isinstance(mesh, Mesh):
-        raise MeshError(f'{what} needs a mesh, found {type(mesh).__name__}. Write fs.make_mesh({{"data": 4}}).')
+        raise TypeError(f'{what}: mesh must be a Mesh, such as fs.make_mesh({{"data": 4}}); got {type(mesh).__name__}.')
 
 
 def _quote(names: tuple[str, ...] | list[str]) -> str:

@@ -34,6 +34,9 @@ class Sharded(ArrayMethods):
         layout: its layout.
         shards: the local shards, in device order.
 
+    It may be pickled and saved with `torch.save`: each process saves its own shards. To load it, name its classes:
+    `with torch.serialization.safe_globals(fs.mesh.SAFE_GLOBALS): x = torch.load(file)`.
+
     >>> import optree, torch, fshard as fs
     >>> from fshard import P
     >>> x = fs.device_put(torch.arange(4.0), fs.Layout(fs.make_mesh({"data": 2}), P("data")))
@@ -91,7 +94,7 @@ class Sharded(ArrayMethods):
             kinds = sorted({dtype_name(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in self.shards})
             raise LayoutError(
                 f"The shards of this Sharded are not tensors of one dtype: {', '.join(kinds)}. A function that is mapped over "
-                "shards has to make the same of each."
+                "shards must make the same of each."
             )
         given = tuple(tuple(shard.shape) for shard in self.shards)
         if given != _local_shapes(self.layout, self.shape, devices):
@@ -140,7 +143,7 @@ def typeof(x: Sharded | Tensor) -> ShardType:
         return ShardType(x.dtype, x.shape, x.spec, x.layout.memory)
     if not isinstance(x, Tensor) or not is_dense(x):
         found = no_dense(x) if isinstance(x, Tensor) else type(x).__name__
-        raise LayoutError(f"typeof takes a Sharded or a dense tensor; found {found}.")
+        raise TypeError(f"typeof: x must be a Sharded or a dense tensor; got {found}.")
     return ShardType(x.dtype, tuple(x.shape))
 
 
@@ -163,7 +166,7 @@ def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
     tensor([0, 0, 1, 1])
     """
     if not isinstance(layout, Layout):
-        raise LayoutError(f"from_local needs a Layout, found {type(layout).__name__}. Write fs.Layout(mesh, P(...)).")
+        raise TypeError(f"from_local: layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}.")
     layout = layout.on(resolve_mesh(layout.mesh))
     devices = local_devices(layout.mesh)
     if isinstance(shard, Tensor) and len(devices) > 1:

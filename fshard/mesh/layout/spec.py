@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout.arithmetic import unravel
@@ -27,9 +27,23 @@ Coordinates = Mapping[Axes, int]
 """Coordinates along axes: `{"pipe": 2}`; along several axes one number, major to minor: `{("data", "model"): 5}`."""
 
 
-def without_hash(value: Any, /) -> dict[str, object]:
-    """Return the fields of a dataclass to pickle, without its cached hash, which differs between processes."""
-    return {name: field for name, field in value.__dict__.items() if name in value.__dataclass_fields__}
+class CachedHash:
+    """The base of frozen dataclasses that are cache keys: hashed once.
+
+    Pickles have the fields only: hashes differ between processes.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def as_axes(axes: Axes | Iterable[str] | None) -> tuple[str, ...]:
@@ -39,7 +53,7 @@ def as_axes(axes: Axes | Iterable[str] | None) -> tuple[str, ...]:
     names = (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, Iterable) else (axes,)
     wrong = [name for name in names if not isinstance(name, str)]
     if wrong:
-        raise LayoutError(f'An axis must be a name like "data" or a tuple of names; got {", ".join(map(repr, wrong))}.')
+        raise TypeError(f'An axis must be a name like "data" or a tuple of names; got {", ".join(map(repr, wrong))}.')
     return names
 
 
@@ -54,7 +68,7 @@ def as_written(axes: tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class P:
+class P(CachedHash):
     """A spec: which mesh axes shard each dim of a tensor.
 
     Args:
@@ -108,7 +122,7 @@ class P:
         P.flat("data", at={"pipe": 2})
         """
         if not axes:
-            raise LayoutError('P.flat() names no axis. Write P.flat("data"), or P() for a replicated tensor.')
+            raise ValueError('P.flat() names no axis. Write P.flat("data"), or P() for a replicated tensor.')
         return cls(unreduced=unreduced, at=at, shape=shape)._replace(flat_axes=as_axes(axes))
 
     def _replace(self, **changes: object) -> P:
@@ -176,15 +190,7 @@ class P:
         """Return the axes of each of `ndim` dims; () for an unsharded dim."""
         return tuple(as_axes(self.entries[dim]) if dim < len(self.entries) else () for dim in range(ndim))
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.entries, self.unreduced, self.flat_axes, self.at, self.shape))
-
-    def __hash__(self) -> int:
-        return self._hash  # cached: layouts are keys of the plan caches
-
-    def __getstate__(self) -> dict[str, object]:
-        return without_hash(self)
+    __hash__ = CachedHash.__hash__
 
     def __repr__(self) -> str:
         head, parts = "P", [_show(entry) for entry in self.entries]
@@ -205,13 +211,13 @@ _FIELDS = ("entries", "unreduced", "flat_axes", "at", "shape")
 def _shape(shape: object) -> tuple[int, ...] | None:
     if shape is None or (isinstance(shape, tuple | list) and all(isinstance(length, int) for length in shape)):
         return None if shape is None else tuple(shape)
-    raise LayoutError(f"shape must be a tuple of integers; got {shape!r}.")
+    raise TypeError(f"shape must be a tuple of integers; got {shape!r}.")
 
 
 def _coordinates(at: Coordinates | None) -> tuple[tuple[tuple[str, ...], int], ...]:
     """Validate and sort `at`."""
     if not isinstance(at, Mapping | None):
-        raise LayoutError(f'at must map axes to coordinates, {{"pipe": 2}}; got {at!r}.')
+        raise TypeError(f'at must map axes to coordinates, {{"pipe": 2}}; got {at!r}.')
     found = [(as_axes(axes), number) for axes, number in (at or {}).items()]
     wrong = [
         f"{axes!r}: {number!r}"
@@ -219,7 +225,7 @@ def _coordinates(at: Coordinates | None) -> tuple[tuple[tuple[str, ...], int], .
         if not (axes and isinstance(number, int) and not isinstance(number, bool) and number >= 0)
     ]
     if wrong:
-        raise LayoutError(f'at must map axes to coordinates, {{"pipe": 0}}; got {{{", ".join(wrong)}}}.')
+        raise ValueError(f'at must map axes to coordinates, {{"pipe": 0}}; got {{{", ".join(wrong)}}}.')
     return tuple(sorted(found))
 
 
@@ -231,12 +237,8 @@ def _entry(entry: object) -> Axes | None:
     if isinstance(entry, tuple | list) and all(isinstance(axis, str) for axis in entry):
         axes = tuple(entry)
         return axes[0] if len(axes) == 1 else axes
-    raise LayoutError(f"An entry of P must be None, an axis name or a tuple of axis names; got {entry!r}.")
+    raise TypeError(f"An entry of P must be None, an axis name or a tuple of axis names; got {entry!r}.")
 
 
 def _show(entry: Axes | None) -> str:
-    if entry is None:
-        return "None"
-    if isinstance(entry, str):
-        return f'"{entry}"'
-    return "(" + ", ".join(f'"{axis}"' for axis in entry) + ")"
+    return "None" if entry is None else as_written(as_axes(entry))

@@ -8,7 +8,8 @@ leaf: the global array. Dataclasses and the node types of torch's pytrees are no
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -16,6 +17,8 @@ from typing import Any, cast
 import optree
 import torch.utils._pytree as torch_trees
 from torch import Tensor, nn
+
+from fshard.errors import LayoutError
 
 NAMESPACE = "fshard"
 PyTree = Any
@@ -106,6 +109,27 @@ def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> PyTree:
 def broadcast_prefix(prefix: PyTree, tree: PyTree, *, none_is_leaf: bool = False) -> list[Any]:
     """Return, for every leaf of a tree, its value in a prefix of the tree; ValueError if it is not a prefix."""
     return _o.broadcast_prefix(prefix, tree, is_leaf=_is_global[0], none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+
+
+@contextmanager
+def collected(what: str) -> Generator[Callable[[str], Any]]:
+    """Collect the errors of several leaves, and raise one with their paths."""
+    complaints: dict[str, list[str]] = {}
+    kinds: dict[type[Exception], None] = {}
+
+    @contextmanager
+    def attempt(path: str) -> Generator[None]:
+        try:
+            yield
+        except (ValueError, TypeError) as error:  # a LayoutError is a ValueError
+            kinds[type(error)] = None
+            complaints.setdefault(str(error), []).append(path)
+
+    yield attempt
+    if complaints:
+        kind = next(iter(kinds)) if len(kinds) == 1 else LayoutError if LayoutError in kinds else ValueError
+        lines = [f"{', '.join(paths)}: {text}" if any(paths) else text for text, paths in complaints.items()]
+        raise kind(f"{what}: " + ("\n  " if len(lines) > 1 else "") + "\n  ".join(lines))
 
 
 _torch_nodes: dict[Any, Any] = torch_trees.SUPPORTED_NODES

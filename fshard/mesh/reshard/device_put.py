@@ -6,17 +6,17 @@ caller. `plan` chooses the steps, `execute` runs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fshard.errors import FshardError, LayoutError, MeshError
-from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply, recorded
+from fshard.errors import LayoutError
+from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply, recorded, transformed
 from fshard.mesh.collectives.moves import is_plain
 from fshard.mesh.layout import (
     Layout,
@@ -25,6 +25,7 @@ from fshard.mesh.layout import (
     PyTree,
     Structure,
     broadcast_prefix,
+    collected,
     flatten,
     flatten_with_paths,
     is_dense,
@@ -33,16 +34,16 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.layout.sharded import Sharded, in_memory, key_of
-from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard, take
+from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
 from fshard.mesh.spmd.outer_autograd import run_mapped
-from fshard.mesh.spmd.run import inside, is_outside, resolve_mesh
+from fshard.mesh.spmd.run import inside, is_outside, local_devices, resolve_mesh
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
 
 @dataclass(frozen=True)
 class Fanout(LinearMap):
-    """Hand a tensor to all n devices, as the replicated value that it is.  Its cotangents are equal: one is taken."""
+    """Give a tensor to all n devices as a replicated value. Its cotangents are equal: one is taken."""
 
     n: int
 
@@ -66,10 +67,34 @@ class First(LinearMap):
         return Fanout(self.n)
 
 
-def on_all(x: Tensor, layout: Layout) -> Tensors:
-    """Return a global value as the replicated shards of the devices held here."""
+def spread(x: Tensor, layout: Layout) -> Sharded:
+    """Return a global value as a replicated array on the mesh of a layout."""
     x = in_memory(x, layout.mesh, "device")
-    return apply(Fanout(layout.mesh.size), (x,)) if is_outside(layout.mesh) else (x,)
+    shards = apply(Fanout(layout.mesh.size), (x,)) if is_outside(layout.mesh) else (x,)
+    return Sharded(tuple(x.shape), Layout(layout.mesh), shards)
+
+
+def shard_of(x: Tensor, layout: Layout, device: int) -> Tensor:
+    """Return a view of a global value: the shard of one device."""
+    ranges = layout.ranges(x.shape, device)
+    flat = x.reshape(-1) if layout.spec.is_flat or not x.ndim else x
+    return flat[tuple([slice(*one) for one in ranges])] if ranges else x
+
+
+def sliced(x: Tensor, layout: Layout) -> Tensors:
+    """Return the shards of a global value on the devices held here, as views. No gradient is recorded as of shards."""
+    x = in_memory(x, layout.mesh, "device")
+    devices = local_devices(layout.mesh)
+    return tuple(
+        [shard_of(x, layout, device) for device in devices] if layout.spec.sharded_axes else [x] * len(devices)
+    )
+
+
+def moves(x: Sharded, layout: Layout) -> bool:
+    """Return True if an array must be resharded to have this layout in the devices' memory."""
+    x.check()
+    before = x.layout
+    return before is not layout and (before.memory != "device" or bool(plan_reshard(before, layout, x.shape).steps))
 
 
 def _each_leaf(
@@ -80,15 +105,15 @@ def _each_leaf(
     try:
         chosen = broadcast_prefix(layouts, tree, none_is_leaf=True)
     except ValueError:
-        raise LayoutError(f"{what}: the layouts {layouts!r} are no prefix of the tree {structure}.") from None
+        raise ValueError(f"{what}: the layouts {layouts!r} are no prefix of the tree {structure}.") from None
     results = list(leaves)
     with collected(what) as attempt:
         for place, (path, leaf, layout) in enumerate(zip(paths, leaves, chosen, strict=True)):
-            if leaf is None or layout is None:
-                continue
+            if layout is None or leaf is None or (path and not isinstance(leaf, Tensor | Sharded | np.ndarray)):
+                continue  # a static leaf of a tree, such as a string, a function or a number
             with attempt(path):
                 if not isinstance(layout, Layout):
-                    raise LayoutError(f"a Layout is needed, found {type(layout).__name__}: fs.Layout(mesh, P(...)).")
+                    raise TypeError(f"a layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}.")
                 known = leaf.layout if isinstance(leaf, Sharded) else layout
                 unit, frozen = layout.unit or known.unit, layout.frozen or known.frozen
                 own = Layout(resolve_mesh(layout.mesh), layout.spec, layout.memory, unit, frozen)
@@ -99,30 +124,10 @@ def _each_leaf(
 def refuse_unfit(leaf: Any, layout: Layout) -> None:
     """Raise if a leaf cannot have its layout."""
     if not isinstance(leaf, Tensor | Sharded):
-        raise LayoutError(f"a tensor is needed, found {type(leaf).__name__}. Write torch.as_tensor(...) around it.")
+        raise TypeError(f"a tensor is needed; got {type(leaf).__name__}. Write torch.as_tensor(...) around it.")
     if isinstance(leaf, Tensor) and not is_dense(leaf):
         raise LayoutError(f"{no_dense(leaf)}.")
     layout.check(leaf.shape)
-
-
-@contextmanager
-def collected(what: str) -> Generator[Callable[[str], Any]]:
-    """Collect the errors of several leaves, and raise one with their paths."""
-    complaints: list[str] = []
-    kinds: set[type[FshardError]] = set()
-
-    @contextmanager
-    def attempt(path: str) -> Generator[None]:
-        try:
-            yield
-        except (LayoutError, MeshError) as error:
-            kinds.add(type(error))
-            complaints.append(f"{path}: {error}" if path else str(error))
-
-    yield attempt
-    if complaints:
-        kind = MeshError if kinds == {MeshError} else LayoutError
-        raise kind(f"{what}: " + ("\n  " if len(complaints) > 1 else "") + "\n  ".join(complaints))
 
 
 @uncompiled
@@ -133,6 +138,8 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
         tree: a tensor or tree of tensors, the same on every process. A `Sharded` is resharded; one of another mesh is
             unsharded first. Tied tensors stay tied.
         layout: a layout, or a tree of layouts that is a prefix of `tree`; None leaves a leaf unchanged.
+
+    Leaves that are no tensors, such as strings, functions and numbers, are unchanged.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -167,21 +174,18 @@ def layouts(tree: PyTree) -> PyTree:
 
 
 def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
-    shape = tuple(x.shape)
-
-    def program(device: int, xs: Tensors) -> Tensors:
-        shard = take(xs[0], plan_reshard(Layout(layout.mesh), layout, shape), site)
-        return (shard.clone(memory_format=torch.contiguous_format),)  # a shard owns its memory
-
-    (shards,) = run_mapped(layout.mesh, program, [on_all(x, layout)])
-    return _with_memory(Sharded(shape, layout, shards), layout.memory)
+    if recorded((x,)) or transformed() or layout.spec.unreduced:
+        (made,) = reshard_all([spread(x, layout)], [layout], site)
+        return made
+    shards = tuple(shard.clone(memory_format=torch.contiguous_format) for shard in sliced(x, layout))  # no views
+    return Sharded(tuple(x.shape), layout, _placed(shards, layout, layout.memory))
 
 
-def _with_memory(x: Sharded, memory: Memory) -> Sharded:
-    """Return the same with its shards in the devices' memory, or in the host's, which they may be in."""
-    if "host" not in (memory, x.layout.memory):
-        return x
-    return Sharded(x.shape, x.layout, tuple(in_memory(shard, x.mesh, memory) for shard in x.shards))
+def _placed(shards: Tensors, layout: Layout, memory: Memory) -> Tensors:
+    """Return shards of a layout in the devices' memory, or in the host's."""
+    if memory == layout.memory == "device":
+        return shards
+    return tuple(in_memory(shard, layout.mesh, memory) for shard in shards)
 
 
 @uncompiled
@@ -218,7 +222,7 @@ def reshard(tree: PyTree, layout: PyTree) -> PyTree:
 
 def _movable(x: Any, layout: Layout) -> Sharded:
     if not isinstance(x, Sharded):
-        raise LayoutError(f"a Sharded is needed, found {type(x).__name__}. Lay tensors on a mesh with fs.device_put.")
+        raise TypeError(f"a Sharded is needed; got {type(x).__name__}. Shard tensors with fs.device_put.")
     if x.mesh != layout.mesh:
         raise LayoutError(f"the tensor is on {x.mesh} and cannot be resharded to {layout.mesh}. Use fs.device_put.")
     x.check()
@@ -239,7 +243,7 @@ def reshard_all(
     ):
         given = [xs[place] for place in places]
         _refuse_owned(given, mesh)
-        columns = [_with_memory(x, "device").shards for x in given]
+        columns = [_placed(x.shards, x.layout, "device") for x in given]
         if any(way.steps for way in ways):
 
             def program(device: int, own: Tensors, ways: Sequence[ReshardPlan] = ways) -> Tensors:
@@ -249,7 +253,8 @@ def reshard_all(
                 mesh, program, [*columns, *(_room(into[place], xs[place].dtype) for place in places if into)]
             )
         for place, x, shards in zip(places, given, columns, strict=True):
-            moved[place] = _with_memory(Sharded(x.shape, layouts[place], tuple(shards)), layouts[place].memory)
+            to = layouts[place]
+            moved[place] = Sharded(x.shape, to, _placed(tuple(shards), to, to.memory))
     return [moved[first] for first in firsts]
 
 
@@ -281,9 +286,9 @@ def _trips(
 
 def _room(x: Sharded, dtype: torch.dtype) -> Tensors:
     """Return the memory of an array on the devices held here; new memory where that cannot hold plain values of a dtype."""
-    if x.dtype is dtype and x.layout.memory != "host" and all(map(is_plain, x.shards)):
+    if x.dtype is dtype and x.layout.memory == "device" and all(map(is_plain, x.shards)):
         return tuple([shard.detach() if shard.requires_grad else shard for shard in x.shards])
-    near = _with_memory(x, "device").shards
+    near = _placed(x.shards, x.layout, "device")
     return tuple([torch.empty(shard.shape, dtype=dtype, device=shard.device) for shard in near])
 
 

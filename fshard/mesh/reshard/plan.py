@@ -1,14 +1,14 @@
 """Plan a reshard: the steps from one spec to another, each a collective or a local move. Pure data.
 
 Sums come first, scattered to where the target needs their shards. Then collectives of equal rows, if these suffice;
-else one exchange that sends each device exactly what it lacks (`supply`). Coordinates in both specs' `at` restrict all
-steps to the devices there.
+else one direct exchange, which sends each device exactly what it lacks (`exchange`). Coordinates in both specs' `at`
+restrict all steps to the devices there.
 
     P("data", None) -> P(None, "data")          all_to_all        (n-1)/n of the shard
     P(unreduced="data") -> P("data")            psum_scatter
     P("data") -> P("model"), 4 x 2 devices      direct            3/4 of the new shard, on average
     P.flat("data", at=k) -> P(at=k)             flat_gather       (n-1)/n of the tensor, by the devices at k
-    P() -> P.flat("data", at=k)                 keep, flat_slice
+    P() -> P.flat("data", at=k)                 direct, without communication
 """
 
 from __future__ import annotations
@@ -17,60 +17,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from itertools import chain
 from math import prod
 from typing import Any, Literal
 
 from fshard.mesh.layout import P
-from fshard.mesh.layout.arithmetic import chunk, flat_range, ravel
-from fshard.mesh.reshard.exchange import KeptRange, Supply
-from fshard.mesh.reshard.regions import Dims, ElementLayout, Sizes
+from fshard.mesh.layout.arithmetic import chunk
+from fshard.mesh.reshard.exchange import Supply
+from fshard.mesh.reshard.regions import Dims, ShardState, Sizes
 
 Kind = Literal[
     "slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all",
-    "reshape", "flat_slice", "flat_gather", "flat_scatter", "keep", "exchange", "direct",
+    "reshape", "flat_slice", "flat_gather", "flat_scatter", "direct",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ShardState:
-    """A normalized spec: axes of every dim or of the flat tensor, unreduced axes, and coordinates."""
-
-    dims: Dims
-    unreduced: frozenset[str]
-    flat: tuple[str, ...] | None
-    at: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def at_axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis, _ in self.at)
-
-    @property
-    def cut(self) -> tuple[str, ...]:
-        return self.flat or tuple(chain.from_iterable(self.dims))
-
-    @property
-    def sharded(self) -> tuple[str, ...]:
-        """The axes along which devices hold different shards, or some hold none."""
-        return self.cut + self.at_axes
-
-    @property
-    def is_unsharded(self) -> bool:
-        """True if every device that stores an element stores all of them."""
-        return self.flat is None and not self.cut
-
-    def elsewhere(self, ndim: int) -> tuple[int, ...]:
-        """Return the shape of the empty shard of a device outside `at`."""
-        return (0,) * (1 if self.flat is not None else max(ndim, 1))
 
 
 @dataclass(frozen=True)
 class Step:
     """One step of a plan: its kind, axes, cost per device and the state after it.
 
-    `dim`: the dim that is split, gathered or concatenated; `other`: the dim that an all_to_all splits; `owner`: the
-    index of the owner; `move`: an exchange. Only the devices at the coordinates `at` take the step; they alone store
-    the tensor before and after it.
+    `dim`: the dim that is split, gathered or concatenated; `other`: the dim that an all_to_all splits; `supply`: what
+    a direct exchange sends. Only the devices at the coordinates `at` take the step; they alone store the tensor before
+    and after it.
     """
 
     kind: Kind
@@ -79,8 +46,7 @@ class Step:
     after: ShardState
     dim: int = 0
     other: int = 0
-    owner: int = 0
-    move: Supply | KeptRange | None = None
+    supply: Supply | None = None
     at: tuple[tuple[str, int], ...] = ()
 
 
@@ -126,11 +92,12 @@ def _route(start: ShardState, goal: ShardState, shape: tuple[int, ...], sizes: M
         for axis in sizes:
             if axis in goal.unreduced - start.unreduced:
                 path.step("summand", (axis,), unreduced=path.state.unreduced | {axis})
-    elif goal.at and not {*goal.at_axes} & {*start.sharded, *start.unreduced}:
-        path.keep(goal)
-        path.follow(goal)
     elif start.unreduced != goal.unreduced:
-        path.sum_up(goal)
+        if goal.at and not {*goal.at_axes} & {*start.sharded, *start.unreduced}:
+            places = dict(start.at + goal.at)  # only the devices there need the sum
+            path.direct(replace(start, at=tuple((axis, places[axis]) for axis in sizes if axis in places)))
+        else:
+            path.sum_up(goal)
         path.follow(goal)
     elif not path.by_collectives(goal):
         path.direct(goal)
@@ -145,7 +112,7 @@ class _Path:
         self.state, self.shape, self.sizes = start, shape, sizes
 
     def step(self, kind: Kind, axes: tuple[str, ...], elements: Fraction | int = 0, *args: Any, **changes: Any) -> None:
-        """Append a step that changes these fields of the state; `args` are its dim, other, owner and move."""
+        """Append a step that changes these fields of the state; `args` are its dim, other and supply."""
         self.state = replace(self.state, **changes)
         self.steps.append(Step(kind, axes, Fraction(elements), self.state, *args))
 
@@ -165,16 +132,6 @@ class _Path:
 
     def cut(self, changes: Mapping[int, tuple[str, ...]]) -> Dims:
         return tuple(changes.get(dim, axes) for dim, axes in enumerate(self.state.dims))
-
-    def keep(self, goal: ShardState) -> None:
-        axes, places = goal.at_axes, dict(self.state.at + goal.at)
-        on = tuple((axis, places[axis]) for axis in self.sizes if axis in places)
-        self.step("keep", axes, 0, 0, 0, self.number(goal, axes), at=on)
-
-    def number(self, owned: ShardState, axes: tuple[str, ...]) -> int:
-        """Return an owner's index along some axes, major to minor."""
-        places = dict(owned.at)
-        return ravel([places[axis] for axis in axes], [self.sizes[axis] for axis in axes])
 
     def sum_up(self, goal: ShardState) -> None:
         """Reduce over the axes that do not stay unreduced; scatter where the target shards along them."""
@@ -215,11 +172,7 @@ class _Path:
     def by_collectives(self, goal: ShardState) -> bool:
         """Change the layout by collectives of equal rows, or via flat ranges; return True if that reaches the target."""
         start = self.state
-        if start.at and start.is_unsharded and {*start.at_axes} == {*(goal.flat or ())} and not goal.at:
-            self._exchange(start, goal.flat or (), flat=goal.flat, at=())
-        elif goal.at and goal.is_unsharded and {*goal.at_axes} == {*(start.flat or ())} and not start.at:
-            self._exchange(goal, start.flat or (), flat=None, at=goal.at)
-        elif {*start.at_axes} - {*goal.sharded}:  # elements that many devices need are sent once, then forwarded
+        if {*start.at_axes} - {*goal.sharded}:  # elements that many devices need are sent once, then forwarded
             axes = (
                 start.at_axes
                 if start.is_unsharded
@@ -246,14 +199,6 @@ class _Path:
             return False
         return True
 
-    def _exchange(self, owned: ShardState, axes: tuple[str, ...], **changes: Any) -> None:
-        """Collect flat ranges at the owner, or hand them out."""
-        total, n, owner = prod(self.shape), self.parts(axes), self.number(owned, axes)
-        start, stop = flat_range(total, n, owner)
-        self.step(
-            "exchange", axes, total - (stop - start) if self.state.at else chunk(total, n), 0, 0, owner, **changes
-        )
-
     def _by_dims(self, goal: ShardState) -> bool:
         """Slice, exchange and gather the last axes of dims, if that leads to the goal."""
         start = self.state
@@ -276,18 +221,12 @@ class _Path:
     def direct(self, goal: ShardState) -> None:
         flattened = not any(self.state.dims[1:]) and not any(goal.dims[1:])  # shards are ranges of the flattened tensor
         shape = (prod(self.shape),) if flattened else self.shape
-        before, after = _element_layout(self.state, shape, self.sizes), _element_layout(goal, shape, self.sizes)
-        group = tuple((axis, size) for axis, size in self.sizes.items() if axis in before.axes | after.axes)
-        supply = Supply(before, after, group)
-        busiest = int(supply.elements().max())
-        move = supply if busiest else KeptRange(supply)
-        self.steps.append(Step("direct", tuple(axis for axis, _ in group), Fraction(busiest), goal, 0, 0, 0, move))
+        before, after = (
+            replace(state, dims=(state.dims or ((),))[: len(shape)], unreduced=frozenset[str]())
+            for state in (self.state, goal)
+        )
+        group = tuple((axis, size) for axis, size in self.sizes.items() if axis in before.sharded + after.sharded)
+        supply = Supply(before, after, shape, group)
+        busiest = Fraction(int(supply.elements().max()))
+        self.steps.append(Step("direct", tuple(axis for axis, _ in group), busiest, goal, supply=supply))
         self.state = goal
-
-
-def _element_layout(state: ShardState, shape: tuple[int, ...], sizes: Mapping[str, int]) -> ElementLayout:
-    """Return the regions that devices hold in a state."""
-    if state.flat is not None:
-        return ElementLayout(shape, None, state.flat, state.at, (prod(sizes[axis] for axis in state.flat),))
-    dims = state.dims[: len(shape)] or ((),)
-    return ElementLayout(shape, dims, None, state.at, tuple(prod(sizes[axis] for axis in axes) for axes in dims))

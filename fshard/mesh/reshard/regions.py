@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -27,48 +28,75 @@ Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class ElementLayout:
-    """The layout of elements: dims split evenly, or the flat tensor, on the devices at some coordinates."""
+class ShardState:
+    """A normalized spec: axes of every dim or of the flat tensor, unreduced axes, and coordinates."""
 
-    shape: tuple[int, ...]
-    dims: Dims | None
+    dims: Dims
+    unreduced: frozenset[str]
     flat: tuple[str, ...] | None
-    at: tuple[tuple[str, int], ...]
-    parts: tuple[int, ...]
-    """Number of shards of each dim, or of the flat tensor."""
+    at: tuple[tuple[str, int], ...] = ()
 
     @property
-    def axes(self) -> frozenset[str]:
-        cut = self.flat if self.dims is None else [axis for dim in self.dims for axis in dim]
-        return frozenset((*(cut or ()), *(axis for axis, _ in self.at)))
+    def at_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, _ in self.at)
 
     @property
-    def length(self) -> int:
-        return chunk(prod(self.shape), prod(self.parts))
+    def cut(self) -> tuple[str, ...]:
+        return self.flat or tuple(chain.from_iterable(self.dims))
 
-    def regions(self, group: Sizes) -> Numbers:
-        if self.dims is None:
-            regions = _tidy(_boxes(*self._ranges(group), self.shape))
-        else:
-            each = [length // parts for length, parts in zip(self.shape, self.parts, strict=True)]
-            starts = [_number(group, axes) * one for axes, one in zip(self.dims, each, strict=True)]
-            sides = [np.stack([start, start + one], -1) for start, one in zip(starts, each, strict=True)]
-            regions = np.stack(sides, 1)[:, None]
-        for axis, place in self.at:
-            regions = regions * (_number(group, (axis,)) == place)[:, None, None, None]
-        return regions
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """The axes along which devices hold different shards, or some hold none."""
+        return self.cut + self.at_axes
 
-    def _ranges(self, group: Sizes) -> tuple[Numbers, Numbers]:
-        total = prod(self.shape)
-        start = _number(group, self.flat or ()) * self.length
-        return np.minimum(start, total), np.minimum(start + self.length, total)
+    @property
+    def is_unsharded(self) -> bool:
+        """True if every device that stores an element stores all of them."""
+        return self.flat is None and not self.cut
 
-    def memory(self, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
-        """Return the strides of shards: dense for boxes, global for flat ranges."""
-        if self.dims is None:
-            return strides(self.shape), self._ranges(group)[0]
-        apart = strides([length // parts for length, parts in zip(self.shape, self.parts, strict=True)])
-        return apart, (self.regions(group)[:, 0, :, 0] * apart).sum(-1)
+    def elsewhere(self, ndim: int) -> tuple[int, ...]:
+        """Return the shape of the empty shard of a device outside `at`."""
+        return (0,) * (1 if self.flat is not None else max(ndim, 1))
+
+
+def shard_length(state: ShardState, shape: Sequence[int], sizes: Sizes) -> int:
+    """Return the elements of the longest shard."""
+    return chunk(prod(shape), prod(size for axis, size in sizes if axis in state.cut))
+
+
+@lru_cache(maxsize=64)
+def regions_of(state: ShardState, shape: tuple[int, ...], group: Sizes) -> Numbers:
+    """Return the regions of all devices of a group."""
+    if state.flat is not None:
+        regions = _tidy(_boxes(*_ranges(state, shape, group), shape))
+    else:
+        each = _dim_lengths(state, shape, group)
+        starts = [_number(group, axes) * one for axes, one in zip(state.dims, each, strict=True)]
+        sides = [np.stack([start, start + one], -1) for start, one in zip(starts, each, strict=True)]
+        regions = np.stack(sides, 1)[:, None]
+    for axis, place in state.at:
+        regions = regions * (_number(group, (axis,)) == place)[:, None, None, None]
+    return regions
+
+
+@lru_cache(maxsize=64)
+def memory_of(state: ShardState, shape: tuple[int, ...], group: Sizes) -> tuple[tuple[int, ...], Numbers]:
+    """Return the strides of shards, dense for boxes and global for flat ranges, and each device's first offset."""
+    if state.flat is not None:
+        return strides(shape), _ranges(state, shape, group)[0]
+    apart = strides(_dim_lengths(state, shape, group))
+    return apart, (regions_of(state, shape, group)[:, 0, :, 0] * apart).sum(-1)
+
+
+def _dim_lengths(state: ShardState, shape: tuple[int, ...], group: Sizes) -> list[int]:
+    sizes = dict(group)
+    return [length // prod(sizes[axis] for axis in axes) for length, axes in zip(shape, state.dims, strict=True)]
+
+
+def _ranges(state: ShardState, shape: tuple[int, ...], group: Sizes) -> tuple[Numbers, Numbers]:
+    each, total = shard_length(state, shape, group), prod(shape)
+    start = _number(group, state.flat or ()) * each
+    return np.minimum(start, total), np.minimum(start + each, total)
 
 
 def _number(group: Sizes, axes: Sequence[str]) -> Numbers:
@@ -135,19 +163,7 @@ def part(region: Numbers, start: int = 0, stop: int | None = None) -> list[Numbe
     return found
 
 
-def alike(group: Sizes, axes: frozenset[str]) -> Numbers:
+def alike(group: Sizes, axes: Sequence[str]) -> Numbers:
     """Return the devices in rows of equal coordinates along some axes. (groups, devices in each)"""
     number = _number(group, [axis for axis, _ in group if axis in axes])
     return np.argsort(number, kind="stable").reshape(-1, prod(size for axis, size in group if axis not in axes))
-
-
-@lru_cache(maxsize=64)
-def regions_of(cut: ElementLayout, group: Sizes) -> Numbers:
-    """Return the regions of all devices of a group, computed once."""
-    return cut.regions(group)
-
-
-@lru_cache(maxsize=64)
-def memory_of(cut: ElementLayout, group: Sizes) -> tuple[tuple[int, ...], Numbers]:
-    """Return the memory offsets of shards for all devices of a group; cached."""
-    return cut.memory(group)

@@ -29,23 +29,28 @@ class Done:
         return self.results
 
 
-class AbstractWorld:
+class OneProcessWorld:
+    """The base of the worlds that are in one process: no call is worth a fast path."""
+
+    has_fast_paths = False
+
+    def fast_path(self, move: Wired, group: Group, x: Tensor) -> None:
+        """Return None."""
+
+    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> None:
+        """Return None."""
+
+    def part(self, group: Group, error: BaseException) -> None:
+        """Do nothing: an error ends all devices."""
+
+
+class AbstractWorld(OneProcessWorld):
     """Answers every collective with empty tensors of the right shape."""
 
     has_values = False
-    has_fast_paths = False
 
     def __init__(self) -> None:
         self.scopes: dict[object, Scope] = {}
-
-    def fast_path(self, move: Wired, group: Group, x: Tensor) -> None:
-        """Return None: there is nothing to be saved."""
-
-    def part(self, group: Group, error: BaseException) -> None:
-        """Do nothing: there are no other devices."""
-
-    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> None:
-        """Return None: there is nothing to be saved."""
 
     def current(self) -> AbstractWorld:
         """Return itself: it has no state."""

@@ -29,11 +29,6 @@ from fshard.mesh.shared_memory.neighbours import empty
 
 SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
-LARGE = 16 << 20
-"""Bytes from which on two processes gain by adding while they send."""
-CHUNKS = 4
-"""Number of shards for large tensors."""
-
 _KNOWN = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
 
 
@@ -62,9 +57,8 @@ def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """All-reduce (sum or extreme). (elements,) -> (elements,)"""
     combine, size = combining(move), x.numel() * x.element_size()
     doubles = call.n & (call.n - 1) == 0
-    if call.n == 2 and size > LARGE:
-        return _in_chunks(call, x, combine)
-    if call.n == 2 or (doubles and size <= SMALL and x.dtype not in WIDER):  # a wide sum is rounded once, at the end
+    exact = call.n == 2 or x.dtype not in WIDER  # a wide sum is rounded once, at the end
+    if doubles and exact and size <= SMALL:
         return _doubling(call, x, combine)
     return _scatter_gather(call, x, combine)
 
@@ -79,18 +73,6 @@ def _doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
         total = combined(pair, combine, None, result)
         distance *= 2
     return total
-
-
-def _in_chunks(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
-    """Two processes, much data: one shard is added while the next is on its way."""
-    received, result = _new(x.shape, x), _new(x.shape, x)
-    chunks = list(zip(x.chunk(CHUNKS), received.chunk(CHUNKS), result.chunk(CHUNKS), strict=True))
-    works = [_swap(call, mine, theirs, 1 - call.index, call.tag()) for mine, theirs, _ in chunks]
-    for work, (mine, theirs, out) in zip(works, chunks, strict=True):
-        yield work[:1]  # received rows
-        combined([mine, theirs] if call.index == 0 else [theirs, mine], combine, None, out)
-    yield [sent for _, sent in works]
-    return result
 
 
 def _scatter_gather(call: GroupCall, x: Tensor, combine: Combine) -> Wire:

@@ -1,85 +1,79 @@
 """A link: the processes of one group, as a backend sees them.
 
-A *wire* is a generator: it starts messages, yields what it waits for, and returns the collective's result. So every
-algorithm is written sequentially, yet can be started now and finished later: see `running`.
+A *wire* is a generator: it starts messages, yields what it waits for, and returns the result. So every algorithm is
+written sequentially, yet can be started now and finished later: see `operations`. Collectives, sends and receives are
+wires.
+
+A sum in several rounds advances only while a thread waits for it. If only the waiter of its handle did so, two
+processes that wait for their handles in different orders would deadlock. So when a process begins another operation,
+whatever is in progress is given to a helper thread of its link, which runs it in the order of starting: that order is
+equal on all processes. The memory of sent messages is freed by a helper too.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import finalize
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import PURPOSES, Purpose, Wired, describe, named, purpose
-from fshard.mesh.runtimes.helper import Departing, Helper, Work
+from fshard.source import Site, call_site
 
 if TYPE_CHECKING:
     from fshard.mesh.spmd.scope import Group
-    from fshard.source import Site
 
 _STAMP = (1 << 20) - 1
 """Bits of a tag that distinguish different calls; the higher bits are the number of the call."""
 MESSAGE_TAG = 1 << 30
 """The tag of messages, to which number and stamp are added; those of collectives are smaller."""
 
-
-class Departed(NamedTuple):
-    """A message that is on its way, and the memory that it is read from."""
-
-    work: Work
-    memory: Tensor
-
-
-class Coming(NamedTuple):
-    """A message to receive: what to wait for, in its link's terms, and a function that then returns it."""
-
-    needs: Sequence[Any]
-    take: Callable[[], Tensor]
-
-
 Wire = Generator[Sequence[Any], None, Tensor]
 """Yields what it waits for, in its link's terms."""
 
 
-class What:
-    """Which call it is: in words, made only when there is an error, and as a stamp.  Without a move it is a message."""
+class CallInfo:
+    """A collective, or a message (`move` is None): as a stamp, and as text, which is made only for an error.
 
-    __slots__ = ("_stamp", "group", "move", "purpose", "site", "xs")
+    Without a site the text has the line that is running.
+    """
 
-    def __init__(self, move: Wired | None, xs: tuple[Tensor, ...], group: Group, site: Site) -> None:
-        self.move, self.xs, self.group, self.site = move, xs, group, site
+    __slots__ = ("_dtype", "_shapes", "_stamp", "group", "is_send", "move", "purpose", "site")
+
+    def __init__(
+        self, move: Wired | None, xs: tuple[Tensor, ...], group: Group, site: Site | None, *, is_send: bool = False
+    ) -> None:
+        self.move, self.group, self.site, self.is_send = move, group, site, is_send
+        self._dtype, self._shapes = xs[0].dtype, tuple([x.shape for x in xs])
         self.purpose: Purpose = purpose()
         self._stamp: int | None = None
 
     def __str__(self) -> str:
+        site = self.site or call_site()
         name = named(describe(self.move) if self.move is not None else "a message", self.purpose)
-        call = f"{name} of {shapes_of(self.xs)}{self.site.given}"
-        return f"{call} over {'+'.join(self.group.axes)} (processes {list(self.group.members)}) at {self.site}"
+        call = f"{name} of {_shapes_text(self._dtype, self._shapes)}{site.given}"
+        return f"{call} over {'+'.join(self.group.axes)} (processes {list(self.group.members)}) at {site}"
 
     @property
     def stamp(self) -> int:
         """A hash of collective, shapes, dtype and leaves; its last two bits are the purpose of the call."""
         if self._stamp is None:
-            own = _stamp(self.move, self.xs[0].dtype, tuple([x.shape for x in self.xs]), self.site.leaves)
+            leaves = () if self.site is None else self.site.leaves
+            own = _stamp(self.move, self._dtype, self._shapes, leaves)
             self._stamp = own & ~3 | PURPOSES.index(self.purpose)
         return self._stamp
-
-
-class Stamped(Protocol):
-    """Which call it is, as a stamp and in words."""
-
-    @property
-    def stamp(self) -> int: ...
-    def __str__(self) -> str: ...
 
 
 @lru_cache(maxsize=4096)
@@ -88,13 +82,48 @@ def _stamp(move: Wired | None, dtype: torch.dtype, shapes: tuple[torch.Size, ...
 
 
 def shapes_of(xs: tuple[Tensor, ...]) -> str:
-    """Return dtypes and shapes as text."""
-    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in xs)
+    """Return the shapes of tensors of one dtype as text."""
+    return _shapes_text(xs[0].dtype, [x.shape for x in xs])
+
+
+def _shapes_text(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape in shapes)
 
 
 def packed(xs: tuple[Tensor, ...]) -> Tensor:
     """Copy tensors of one dtype into one row of bytes."""
     return torch.cat([x.detach().reshape(-1) for x in xs]).view(torch.uint8)
+
+
+Task = tuple[Callable[[], None], Event, bool]
+"""A function to run, the event of its end, and whether it runs in inference mode."""
+
+
+class Helper:
+    """Runs tasks in order, in a thread that starts with the first and ends with the last reference to the helper."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._started = False
+
+    def submit(self, task: Callable[[], None]) -> Event:
+        """Queue a task that raises nothing; return an event that is set when it has ended."""
+        if not self._started:
+            self._started = True
+            Thread(target=_work, args=(self._tasks,), name="fshard-helper", daemon=True).start()
+            finalize(self, self._tasks.put, None)
+        ended = Event()
+        self._tasks.put((task, ended, torch.is_inference_mode_enabled()))
+        return ended
+
+
+def _work(tasks: SimpleQueue[Task | None]) -> None:
+    while (item := tasks.get()) is not None:
+        task, ended, inference = item
+        with torch.inference_mode(inference):
+            task()
+        del task, item
+        ended.set()
 
 
 class Link(Protocol):
@@ -105,94 +134,87 @@ class Link(Protocol):
         """The lock to hold while a wire takes a step."""
         ...
 
-    def begin(self, move: Wired, x: Tensor, what: What) -> Wire:
-        """Return the wire that carries a move on a buffer."""
+    def begin(self, move: Wired, x: Tensor, call: CallInfo) -> Wire:
+        """Return the wire of a collective on a buffer."""
         ...
 
-    def wait(self, needs: Sequence[Any], timeout: timedelta, go_on: Callable[[], bool]) -> None:
-        """Wait for what a wire has yielded; `go_on` advances other wires and returns True if one advanced."""
+    def send(self, xs: tuple[Tensor, ...], to: int, call: CallInfo) -> Wire:
+        """Return the wire that sends tensors to the process at an index. After its first step they may change."""
+        ...
+
+    def receive(self, make: Callable[[], Tensor], source: int, call: CallInfo) -> Wire:
+        """Return the wire that receives the next message of the process at an index, into a new buffer."""
+        ...
+
+    def wait(self, needs: Sequence[Any], timeout: timedelta, advance: Callable[[], bool]) -> None:
+        """Wait for what a wire has yielded; `advance` steps other wires and returns True if one has stepped."""
         ...
 
     def ready(self, needs: Sequence[Any]) -> bool:
         """Return True if what a wire has yielded is complete; False also if that is unknown without waiting."""
         ...
 
-    def helper(self, what: What) -> Helper | None:
-        """Return the helper that advances collectives in progress, if they need one."""
+    def helper(self, call: CallInfo) -> Helper | None:
+        """Return the helper thread that advances an operation while nothing waits for it, if it needs one."""
         ...
 
-    def broken(self, error: BaseException) -> None:
-        """Learn that a wire has ended by an error."""
-        ...
-
-    def send(self, xs: tuple[Tensor, ...], to: int, what: What) -> Departed | None:
-        """Start sending tensors (free to change after) to the process at index `place`; return what must be kept
-        alive.
-        """
-        ...
-
-    def receive(self, make: Callable[[], Tensor], source: int, what: What) -> Coming:
-        """Start receiving the next message of the process at index `place`, into a new buffer."""
+    def fail(self, error: BaseException) -> None:
+        """Leave the group: a wire has raised an error."""
         ...
 
 
 @dataclass(frozen=True)
 class GroupLink:
-    """The processes of a group of torch.distributed: the caller is the one at `index` of `n`.
-
-    `departing`: messages in flight, where the backend does not report completion.
-    """
+    """The processes of a group of torch.distributed: the caller is the one at `index` of `n`."""
 
     pg: ProcessGroup
     index: int
     n: int
     wires: Mapping[str, WireFunction]
-    departing: Departing | None = field(default=None, compare=False)
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext, compare=False)
-    _helper: Helper = field(default_factory=Helper, compare=False)
+    _collectives: Helper = field(default_factory=Helper, compare=False)
+    _sends: Helper = field(default_factory=Helper, compare=False)
     _numbers: Iterator[int] = field(default_factory=lambda: cycle(range(1, MESSAGE_TAG // (_STAMP + 1))), compare=False)
     _messages: dict[tuple[int, bool], Iterator[int]] = field(
-        default_factory=dict[tuple[int, bool], Iterator[int]], compare=False
+        default_factory=lambda: defaultdict(lambda: cycle(range(MESSAGE_TAG // (_STAMP + 1)))), compare=False
     )
 
-    def begin(self, move: Wired, x: Tensor, what: What) -> Wire:
-        """Return the wire that carries a move on a buffer."""
+    def begin(self, move: Wired, x: Tensor, call: CallInfo) -> Wire:
         return self.wires[move.wire](
-            GroupCall(self.pg, self.index, self.n, what.stamp & _STAMP, self._numbers), x, move
+            GroupCall(self.pg, self.index, self.n, call.stamp & _STAMP, self._numbers), x, move
         )
 
-    def wait(self, needs: Sequence[Work], timeout: timedelta, go_on: Callable[[], bool]) -> None:
+    def send(self, xs: tuple[Tensor, ...], to: int, call: CallInfo) -> Wire:
+        """Send one buffer of bytes; the tag of a message has its number between the two processes and its hash."""
+        buffer = packed(xs)
+        yield [self.pg.send([buffer], to, self._tag(to, call))]
+        return buffer
+
+    def receive(self, make: Callable[[], Tensor], source: int, call: CallInfo) -> Wire:
+        into = make()
+        yield [self.pg.recv([into.view(torch.uint8)], source, self._tag(source, call))]
+        return into
+
+    def _tag(self, peer: int, call: CallInfo) -> int:
+        return MESSAGE_TAG + next(self._messages[peer, call.is_send]) * (_STAMP + 1) + (call.stamp & _STAMP)
+
+    def wait(self, needs: Sequence[Any], timeout: timedelta, advance: Callable[[], bool]) -> None:
         """Wait for operations; the backend's threads advance the others."""
         for work in needs:
             work.wait(timeout)
 
-    def ready(self, needs: Sequence[Work]) -> bool:
-        """Return False: a work reports completion only when it is waited for."""
-        return False
+    def ready(self, needs: Sequence[Any]) -> bool:
+        """Return True if the operations have completed; those of gloo report it only when they are waited for."""
+        return all(work.is_completed() for work in needs)
 
-    def helper(self, what: What) -> Helper | None:
-        """Return the link's helper, for wires of several rounds."""
-        return self._helper if what.move is not None and what.move.wire in ("reduce", "broadcast") else None
+    def helper(self, call: CallInfo) -> Helper | None:
+        """Return the helper for sends, or for collectives of several rounds. Neither waits for the other."""
+        if call.move is None:
+            return self._sends if call.is_send else None
+        return self._collectives if call.move.wire in ("reduce", "broadcast") else None
 
-    def broken(self, error: BaseException) -> None:
-        """Do nothing: the backend breaks its group itself."""
-
-    def send(self, xs: tuple[Tensor, ...], to: int, what: What) -> Departed:
-        """Start sending bytes; the tag of a message has its number between the two processes and its hash."""
-        buffer = packed(xs)
-        work: Any = self.pg.send([buffer], to, self._tag(to, what, sent=True))
-        return Departed(work if self.departing is None else self.departing.add(work), buffer)
-
-    def receive(self, make: Callable[[], Tensor], source: int, what: What) -> Coming:
-        """Begin to receive the next message."""
-        into = make()
-        return Coming(
-            [self.pg.recv([into.view(torch.uint8)], source, self._tag(source, what, sent=False))], lambda: into
-        )
-
-    def _tag(self, peer: int, what: What, *, sent: bool) -> int:
-        numbers = self._messages.setdefault((peer, sent), cycle(range(MESSAGE_TAG // (_STAMP + 1))))
-        return MESSAGE_TAG + next(numbers) * (_STAMP + 1) + (what.stamp & _STAMP)
+    def fail(self, error: BaseException) -> None:
+        pass  # the backend breaks its group itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ import atexit
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache, partial
 from importlib import import_module
@@ -25,16 +24,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MeshError, MismatchError
-from fshard.mesh.collectives.moves import Purpose, describe, named, purpose, uneven
+from fshard.mesh.collectives.moves import describe, named, purpose, uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.helper import Departing
-from fshard.mesh.runtimes.link import Departed, GroupLink, Link, What, shapes_of
-from fshard.mesh.runtimes.place import meet_all
-from fshard.mesh.runtimes.running import Awaited, Running, UnderWay, explain, go_on
+from fshard.mesh.runtimes.launchers import meet_all
+from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, shapes_of
+from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.runtimes.watch import Watch, watching
-from fshard.mesh.shared_memory import apart
-from fshard.mesh.shared_memory.direct import Direct, TransferTurn
+from fshard.mesh.shared_memory import large
+from fshard.mesh.shared_memory.direct import Direct
 from fshard.mesh.shared_memory.fast_path import FastPath, MessageLane
 from fshard.mesh.shared_memory.neighbours import Neighbours, meet
 
@@ -45,75 +43,6 @@ if TYPE_CHECKING:
     from fshard.source import Site
 
 _state: dict[str, Any] = {"world": None, "meshes": {}, "process": None}
-
-
-class Unpacking:
-    """A collective in progress on tensors in one buffer, of these widths."""
-
-    __slots__ = ("_move", "_n", "_running", "_widths", "_xs")
-
-    def __init__(self, running: Running, move: Wired, xs: tuple[Tensor, ...], widths: list[int], n: int) -> None:
-        self._running, self._move, self._xs, self._widths, self._n = running, move, xs, widths, n
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Wait for it, and take it apart."""
-        rows, xs, unpack, n = self._running.wait(), self._xs, self._move.unpack, self._n
-        if rows.is_cpu and not xs[0].is_cpu:
-            rows = rows.to(xs[0].device)
-        if len(xs) == 1:
-            return (unpack(rows, xs[0].shape, n),)
-        return tuple([unpack(part, x.shape, n) for part, x in zip(rows.split(self._widths, dim=-1), xs, strict=True)])
-
-
-class Apart:
-    """A collective in progress on tensors in their own memory; its results are other tensors."""
-
-    __slots__ = ("_into", "_running")
-
-    def __init__(self, running: Running, into: tuple[Tensor, ...]) -> None:
-        self._running, self._into = running, into
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Wait for it."""
-        self._running.wait()
-        return self._into
-
-
-class Several:
-    """Several collectives of one call in progress: which results belong to which tensor."""
-
-    __slots__ = ("_places", "_under_way")
-
-    def __init__(self, under_way: Sequence[Pending], places: Sequence[Sequence[int]]) -> None:
-        self._under_way, self._places = under_way, places
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Wait for all, and put the results in order."""
-        found = dict[int, Tensor]()
-        for one, places in zip(self._under_way, self._places, strict=True):
-            found.update(zip(places, one.wait(), strict=True))
-        return tuple([found[place] for place in range(len(found))])
-
-
-class Receiving:
-    """A message in progress; under FSHARD_CHECK=1 its waiter first checks that it is the expected one."""
-
-    __slots__ = ("_awaited", "_likes", "_look")
-
-    def __init__(self, awaited: Awaited, likes: tuple[Tensor, ...], look: Callable[[], None] | None) -> None:
-        self._awaited, self._likes, self._look = awaited, likes, look
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Wait for it, and take it apart."""
-        if self._look is not None:
-            self._look()
-        flat, likes = self._awaited.wait(), self._likes
-        if not likes[0].is_cpu:
-            flat = flat.to(likes[0].device)
-        if len(likes) == 1:
-            return (flat.view(likes[0].shape),)
-        parts = flat.split([like.numel() for like in likes])
-        return tuple([part.view(like.shape) for part, like in zip(parts, likes, strict=True)])
 
 
 _KEPT = 16 << 20
@@ -137,16 +66,14 @@ class ProcessWorld:
         self._neighbours = meet(timeout) if self.backend == "gloo" else Neighbours({}, timeout)
         self._staged = self.backend != "nccl"
         self.scopes: dict[object, Scope] = {}
-        self._under_way: UnderWay = {}
+        self._operations = Operations(timeout)
         self._links: dict[tuple[int, ...], Link] = {}
         self._hosts: dict[tuple[int, ...], Link] = {}
-        self._outgoing: list[Departed] = []
-        self._to_itself: dict[tuple[int, ...], deque[tuple[Site, Purpose, tuple[Tensor, ...]]]] = defaultdict(deque)
-        self._watch = self._new_watch() if watching() else None
+        self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
+        self._watch: Watch | None = None
+        if watching():
+            self._watch = Watch(self.rank, timeout, self._neighbours.has_gone, self._operations.advance)
         torch.empty(_KEPT, dtype=torch.uint8)  # freed immediately
-
-    def _new_watch(self) -> Watch:
-        return Watch(self.rank, self.timeout, self._neighbours.has_gone, partial(go_on, self._under_way))
 
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:
@@ -173,56 +100,36 @@ class ProcessWorld:
     def start(
         self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
     ) -> Pending:
-        """Start the move's wire on tensors in their own memory, or packed into one buffer (large ones: one each)."""
+        """Start the move's wire: on tensors in their own memory, or packed into one buffer."""
         n = group.size
         if n == 1:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))
-        if into is not None or (len(xs) > 1 and apart.suits(move, xs)):
+        call, verify = CallInfo(move, xs, group, site), self._verification(move, xs, group, site)
+        if into is not None or (len(xs) > 1 and large.suits(move, xs)):
             link = self.link(group)
-            if isinstance(link, Direct) and xs[0].is_cpu and len(xs) <= apart.MANY:
-                into = apart.room(move, xs, n) if into is None else into
-                what, meet = self._what(move, xs, group, site)
-                wire = apart.wire(TransferTurn(link, link.number(), what), move, xs, into)
-                return Apart(Running(link, wire, self.timeout, what, self._under_way, meet), into)
-        large = [place for place, x in enumerate(xs) if x.nbytes >= apart.LARGE] if len(xs) > 1 else []
-        if large:
-            small = [place for place in range(len(xs)) if place not in large]
-            places = [*([small] if small else []), *([place] for place in large)]
-            alone = [self._start(move, tuple([xs[place] for place in some]), group, site) for some in places]
-            return Several(alone, places)
-        return self._start(move, xs, group, site)
-
-    def _start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Unpacking:
-        n, widths = group.size, list[int]()
-        what, meet = self._what(move, xs, group, site)
-        if len(xs) == 1:
-            buffer = move.pack(xs[0], n)
-        else:
-            packed = [move.pack(x, n) for x in xs]
-            widths = [one.shape[-1] for one in packed]
-            buffer = torch.cat(packed, dim=-1)
+            if isinstance(link, Direct) and xs[0].is_cpu and len(xs) <= large.MAX_TENSORS:
+                results = large.empty_results(move, xs, n) if into is None else into
+                wire = link.begin_many(move, xs, results, call)
+                return self._operations.start(link, wire, call, lambda _: results, verify)
+        packed = [move.pack(x, n) for x in xs]
+        widths = [one.shape[-1] for one in packed]
+        buffer = packed[0] if len(xs) == 1 else torch.cat(packed, dim=-1)
         if self._staged and not buffer.is_cpu:
             buffer = buffer.cpu()
-        buffer = buffer.contiguous()
         link = self.link(group) if self._staged or not buffer.is_cpu else self.host_link(group)
-        running = Running(link, link.begin(move, buffer, what), self.timeout, what, self._under_way, meet)
-        return Unpacking(running, move, xs, widths, n)
+        wire = link.begin(move, buffer.contiguous(), call)
+        return self._operations.start(link, wire, call, partial(_unpack, move, xs, widths, n), verify)
 
-    def _what(
-        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site
-    ) -> tuple[What, Callable[[], None] | None]:
-        """Return the number of the call and, under FSHARD_CHECK=1, the check that all processes make it."""
-        meet = None if self._watch is None else self._watched(self._watch, move, xs, group, site)
-        return What(move, xs, group, site), meet
-
-    def _watched(
-        self, watch: Watch, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site
-    ) -> Callable[[], None] | None:
-        """Publish a collective; return the check that the others start the same, if it is still to be made."""
-        meeting = watch.start(group, f"{named(describe(move), purpose())} of {shapes_of(xs)}{site.given}", site)
+    def _verification(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Callable[[], None] | None:
+        """Under FSHARD_CHECK=1, publish a collective; return the check that the others start the same, if it is still
+        to be made.
+        """
+        if self._watch is None:
+            return None
+        meeting = self._watch.start(group, f"{named(describe(move), purpose())} of {shapes_of(xs)}{site.given}", site)
         if self.near(group.members) or (self._staged and group.members in self._links):
-            return partial(watch.meet, meeting)
-        watch.meet(meeting)  # calls have no tags on NCCL, and to make a group all have to come
+            return partial(self._watch.meet, meeting)
+        self._watch.meet(meeting)  # calls have no tags on NCCL, and to make a group all must come
         return None
 
     def agree(self, call: str, group: Group, site: Site) -> None:
@@ -230,87 +137,82 @@ class ProcessWorld:
         if self._watch is not None and group.size > 1:
             self._watch.meet(self._watch.start(group, call, site))
 
-    def fast_path(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """Return the fast path for tensors like this one: only on one machine and without FSHARD_CHECK=1."""
-        if group.size == 1 or self._watch is not None or not self.near(group.members):
-            return None
-        link = self.link(group)
-        assert isinstance(link, Direct)
-        return FastPath(move, group, x, link, self.timeout, self._under_way).take
-
     # -- messages -----------------------------------------------------------------------------------------------
-
-    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> MessageLane | None:
-        """Return the fast path for messages like this one: only on one machine and without FSHARD_CHECK=1."""
-        if place == group.index or self._watch is not None or not like.is_cpu or not self.near(group.members):
-            return None
-        link = self.link(group)
-        assert isinstance(link, Direct)
-        return MessageLane(like, group, place, site, link, self.timeout, self._under_way)
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
         """Send tensors as one buffer, which is kept alive until it is sent."""
-        if self._outgoing:
-            self._outgoing = [one for one in self._outgoing if not one.work.is_completed()]
+        call = CallInfo(None, xs, group, site, is_send=True)
         if self._watch is not None:
-            self._watch.sent(group, to, named(shapes_of(xs), purpose()) + site.given, site)
+            self._watch.sent(group, to, named(shapes_of(xs), call.purpose) + site.given, site)
         if to == group.index:
-            self._to_itself[group.members].append((site, purpose(), tuple(x.detach().clone() for x in xs)))
+            self._to_itself[group.members].append((call, tuple(x.detach().clone() for x in xs)))
             return
         if self._staged and not xs[0].is_cpu:
             xs = tuple(x.cpu() for x in xs)
-        what = What(None, xs, group, site)
-        try:
-            departed = self.link(group).send(xs, to, what)
-        except RuntimeError as error:
-            explain(error, self.timeout, what)
-        if departed is not None:
-            self._outgoing.append(departed)
+        link = self.link(group)
+        self._operations.start(link, link.send(xs, to, call), call)
 
-    def finish(self, waiting: bool) -> None:
-        """End all calls; `waiting` for sent messages to arrive, which needs this process."""
-        for departed in self._outgoing if waiting else ():
-            with suppress(RuntimeError):  # of a receiver that is no more
-                departed.work.wait(self.timeout)
-        if self._watch is not None:
-            self._watch.finished()
-        self._neighbours.close()
-        for held in (self._outgoing, self._to_itself, self._under_way, self._links, self._hosts, self.scopes):
-            held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
-
-    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Receiving | Done:
+    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
         """Start receiving tensors like these, as one buffer."""
-        look = None
+        call, verify = CallInfo(None, likes, group, site), None
         if self._watch is not None:
-            expected = named(shapes_of(likes), purpose()) + site.given
-            look = partial(self._watch.expect, group, source, expected, site)
+            expected = named(shapes_of(likes), call.purpose) + site.given
+            verify = partial(self._watch.expect, group, source, expected, site)
         if source == group.index:
-            if look is not None:
-                look()
-            return Done(self._from_itself(likes, group, site))
+            if verify is not None:
+                verify()
+            return Done(self._from_itself(call))
         size, device = sum([like.numel() for like in likes]), "cpu" if self._staged else likes[0].device
         make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
-        what = What(None, likes, group, site)
-        return Receiving(Awaited(self.link(group), make, source, self.timeout, what, self._under_way), likes, look)
+        link = self.link(group)
+        return self._operations.start(link, link.receive(make, source, call), call, partial(_split, likes), verify)
+
+    def _from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
+        sent = self._to_itself[call.group.members]
+        if not sent:
+            raise DeadlockError(f"process {self.rank} waits for {call} from itself, but has sent none.")
+        sender, xs = sent.popleft()
+        if sender.stamp != call.stamp:
+            raise MismatchError(
+                f"process {self.rank} expects {call} from itself, but has sent {sender}."
+                + uneven(call.purpose, sender.purpose)
+            )
+        return xs
+
+    # -- fast paths, only on one machine and without FSHARD_CHECK=1 ----------------------------------------------
+
+    def fast_path(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """Return the fast path for tensors like this one."""
+        link = None if group.size == 1 else self._fast_link(group)
+        return None if link is None else FastPath(move, group, x, link, self._operations).run
+
+    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> MessageLane | None:
+        """Return the fast path for messages like this one."""
+        link = self._fast_link(group) if place != group.index and like.is_cpu else None
+        return None if link is None else MessageLane(like, group, place, site, link, self._operations)
+
+    def _fast_link(self, group: Group) -> Direct | None:
+        link = self.link(group) if self._watch is None and self.near(group.members) else None
+        return link if isinstance(link, Direct) else None
+
+    # -- leaving ------------------------------------------------------------------------------------------------
 
     def part(self, group: Group, error: BaseException) -> None:
         """Leave a group in which others may wait for this process."""
         if group.size > 1 and self.near(group.members):
             known = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
             failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
-            self.link(group).broken(error if known else MismatchError(failed))
+            self.link(group).fail(error if known else MismatchError(failed))
 
-    def _from_itself(self, likes: tuple[Tensor, ...], group: Group, site: Site) -> tuple[Tensor, ...]:
-        sent, what = self._to_itself[group.members], What(None, likes, group, site)
-        if not sent:
-            raise DeadlockError(f"process {self.rank} waits for {what} from itself, but has sent none.")
-        sender, meant, xs = sent.popleft()
-        if (shapes_of(xs), meant, sender.leaves) != (shapes_of(likes), what.purpose, site.leaves):
-            raise MismatchError(
-                f"process {self.rank} expects {what} from itself, but has sent {named(shapes_of(xs), meant)}{sender.given}."
-                + uneven(what.purpose, meant)
-            )
-        return xs
+    def finish(self, waiting: bool) -> None:
+        """End all calls; `waiting` for sent messages to arrive, which needs this process."""
+        if waiting:
+            self._operations.finish_sends()
+        if self._watch is not None:
+            self._watch.finished()
+        self._neighbours.close()
+        for held in (self._to_itself, self._operations.in_progress, self._links, self._hosts, self.scopes):
+            held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -334,14 +236,13 @@ class ProcessWorld:
         members = group.members
         if members not in self._hosts:
             pg: Any = dist.new_group(list(members), backend="gloo", use_local_synchronization=True, sort_ranks=False)
-            self._hosts[members] = GroupLink(pg, members.index(self.rank), len(members), gloo.WIRES, Departing())
+            self._hosts[members] = GroupLink(pg, members.index(self.rank), len(members), gloo.WIRES)
             calm_gloo_threads()
         return self._hosts[members]
 
     def add(self, members: tuple[int, ...], pg: Any) -> Link:
-        """Remember a group of torch.distributed that this process is in."""
-        departing = Departing() if self.backend == "gloo" else None
-        self._links[members] = link = GroupLink(pg, members.index(self.rank), len(members), self._wires, departing)
+        """Use a group of torch.distributed that this process is in."""
+        self._links[members] = link = GroupLink(pg, members.index(self.rank), len(members), self._wires)
         if self.backend == "gloo":
             calm_gloo_threads()
         return link
@@ -353,6 +254,25 @@ class ProcessWorld:
     def is_near(self, mesh: Mesh) -> bool:
         """Return True if all processes of a mesh and of its parent are on this machine."""
         return self.near(mesh.ranks or tuple(range(mesh.root_size)))
+
+
+def _unpack(move: Wired, xs: tuple[Tensor, ...], widths: list[int], n: int, rows: Tensor) -> tuple[Tensor, ...]:
+    """Return the results of a collective on tensors that were packed into one buffer, in rows of these widths."""
+    if rows.is_cpu and not xs[0].is_cpu:
+        rows = rows.to(xs[0].device)
+    if len(xs) == 1:
+        return (move.unpack(rows, xs[0].shape, n),)
+    return tuple([move.unpack(part, x.shape, n) for part, x in zip(rows.split(widths, dim=-1), xs, strict=True)])
+
+
+def _split(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors of a message that was received as one buffer."""
+    if not likes[0].is_cpu:
+        flat = flat.to(likes[0].device)
+    if len(likes) == 1:
+        return (flat.view(likes[0].shape),)
+    parts = flat.split([like.numel() for like in likes])
+    return tuple([part.view(like.shape) for part, like in zip(parts, likes, strict=True)])
 
 
 # -- joining and leaving ----------------------------------------------------------------------------------------
@@ -410,11 +330,11 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
         else:
             grid = torch.tensor(mesh.ranks).reshape(tuple(mesh.shape.values()))
             found = DeviceMesh(mesh.device_type, grid, mesh_dim_names=mesh.axis_names)
-        remember(mesh, found)
+        use_groups(mesh, found)
     return found
 
 
-def remember(mesh: Mesh, known: DeviceMesh) -> None:
+def use_groups(mesh: Mesh, known: DeviceMesh) -> None:
     """Use the groups of a DeviceMesh for the axes of a mesh."""
     _state["meshes"][mesh] = known
     world = ProcessWorld.of(mesh)

@@ -37,30 +37,18 @@ from torch.utils._python_dispatch import (
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
-class _Pinned(threading.local):
-    """The processors that the calling thread could use before it was pinned to one."""
-
-    before: set[int] | None = None
-
-
-_pinned = _Pinned()
+def pins_devices() -> bool:
+    """Return True unless FSHARD_PIN=0: devices may use all processors, which is better for large matrices only."""
+    return os.environ.get("FSHARD_PIN", "1") != "0"
 
 
-def one_processor() -> int | None:
-    """Return the processor that the caller runs on, for the device threads to share; None where that cannot be had.
-
-    Since one of them runs at a time, more would gain them nothing, and a hand-over between two threads on one processor
-    takes half the time of one between two, whose caches have to exchange all that Python counts.
-    """
-    if not hasattr(os, "sched_setaffinity") or _free() or _libc is None:
-        return None
-    processor = _libc.sched_getcpu()
-    return processor if processor in os.sched_getaffinity(0) else None
-
-
-def _free() -> bool:
-    """Return True if devices may use all processors: better for large matrices, worse for all else."""
-    return os.environ.get("FSHARD_PIN", "1") == "0"
+def device_processors() -> set[int]:
+    """Return the processors for the threads of devices: the caller's current one. Empty where they cannot be chosen."""
+    if not hasattr(os, "sched_setaffinity"):
+        return set()
+    allowed = os.sched_getaffinity(0)
+    current = _libc.sched_getcpu() if _libc is not None and pins_devices() else None
+    return {current} if current in allowed else allowed
 
 
 def _load_libc() -> ctypes.CDLL | None:
@@ -72,15 +60,6 @@ def _load_libc() -> ctypes.CDLL | None:
 
 
 _libc = _load_libc() if sys.platform == "linux" else None
-
-
-def _unpin() -> None:
-    if _pinned.before is not None:
-        os.sched_setaffinity(0, _pinned.before)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unpin)
 
 
 @dataclass(frozen=True)
@@ -99,8 +78,6 @@ class ThreadState:
     saved_hooks: tuple[Any, Any] | None
     hooks_disabled: str | None
     cuda: tuple[int, Any] | None
-    processor: int | None
-    processors: set[int]
     threads: int
     batches: int
     """Nesting depth of autograd's own vmap, for `is_grads_batched` and `vectorize`."""
@@ -122,9 +99,7 @@ class ThreadState:
             saved_hooks=_C._autograd._top_saved_tensors_default_hooks(True),
             hooks_disabled=_C._autograd._saved_tensors_hooks_get_disabled_error_message(),
             cuda=(torch.cuda.current_device(), torch.cuda.current_stream()) if device_type == "cuda" else None,
-            processor=one_processor(),
-            processors=os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int](),
-            threads=torch.get_num_threads() if _free() else 1,
+            threads=1 if pins_devices() else torch.get_num_threads(),
             batches=batches_nested(),
         )
 
@@ -138,9 +113,6 @@ class ThreadState:
     def set(self) -> Callable[[], None]:
         """Apply them to the calling thread; return the function that undoes the nested ones."""
         torch.set_num_threads(self.threads)
-        if self.processor is not None:
-            _pinned.before = self.processors
-            os.sched_setaffinity(0, {self.processor})
         stack = ExitStack()
         if self.inference:
             stack.enter_context(torch.inference_mode())

@@ -29,10 +29,11 @@ from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
 from fshard.mesh.collectives import ledger
 from fshard.mesh.collectives.moves import Purpose, describe, named, purpose, uneven
 from fshard.mesh.layout import dtype_name
-from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.crew import Crew, Stopped
+from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
+from fshard.mesh.runtimes.device_threads import DeviceThreads, Stopped
 from fshard.mesh.runtimes.thread_state import (
     ThreadState,
+    device_processors,
     left_open,
     process_wide_state,
     random_state,
@@ -131,12 +132,11 @@ class VirtualMessage(NamedTuple):
         return f"{what}{self.site.given} sent by {self.sender} at {self.site}"
 
 
-class VirtualWorld:
+class VirtualWorld(OneProcessWorld):
     """The threads of one run and their shared state."""
 
     has_values = True
-    has_fast_paths = False
-    _crew: Crew
+    _threads: DeviceThreads
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -165,7 +165,7 @@ class VirtualWorld:
         kind, state, ledgers = self.mesh.device_type, ThreadState.capture(self.mesh.device_type), tuple(ledger.active())
         before = random_state(kind)
         self._random = [before if random is None else random] * self.mesh.size
-        crew = self._crew = Crew.idle() if keep else Crew()
+        threads = self._threads = DeviceThreads.idle() if keep else DeviceThreads()
 
         def live(device: int) -> None:
             try:
@@ -180,7 +180,7 @@ class VirtualWorld:
                         finally:
                             undo()
                             if left_open():
-                                crew.retire()
+                                threads.retire()
                     self._status[device] = "has finished"
                     self._random[device] = random_state(kind)
                     self._hand_on(device)
@@ -190,11 +190,12 @@ class VirtualWorld:
 
         try:
             with process_wide_state:
-                crew.run(
+                threads.run(
                     device_names(self.mesh),
                     live,
+                    processors=device_processors(),
                     stop=self._stop,
-                    busy=lambda device: self._status[device] is None,
+                    is_busy=lambda device: self._status[device] is None,
                     keep=keep,
                 )
         finally:
@@ -244,7 +245,7 @@ class VirtualWorld:
     def _stop(self) -> None:
         """Wake all devices, to unwind."""
         self._stopping = True
-        self._crew.wake_all()
+        self._threads.end()
 
     # -- the baton ----------------------------------------------------------------------------------------------
 
@@ -255,7 +256,7 @@ class VirtualWorld:
             self._raise_deadlock()
         self._random[device] = random_state(self.mesh.device_type)
         self._hand_on(device)
-        self._crew.sleep(device)
+        self._threads.sleep(device)
         if self._stopping:
             raise Stopped
         set_random_state(self.mesh.device_type, self._random[device])
@@ -265,7 +266,7 @@ class VirtualWorld:
         if self._stopping:
             return
         if self._ready:
-            self._crew.wake(self._ready.popleft())
+            self._threads.wake(self._ready.popleft())
         elif any(status != "has finished" for status in self._status):
             try:
                 self._raise_deadlock()
@@ -277,19 +278,10 @@ class VirtualWorld:
         raise DeadlockError(
             f"No device of {self.mesh} can go on: {waiting} of {self.mesh.size} wait, the others have finished.\n"
             + self._report(range(self.mesh.size))
-            + "\nEvery device of a group has to call the same collectives in the same order."
+            + "\nEvery device of a group must call the same collectives in the same order."
         )
 
     # -- collectives --------------------------------------------------------------------------------------------
-
-    def fast_path(self, move: Wired, group: Group, x: Tensor) -> None:
-        """Return None: there is nothing to be saved."""
-
-    def part(self, group: Group, error: BaseException) -> None:
-        """Do nothing: the run ends all devices."""
-
-    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> None:
-        """Return None: there is nothing to be saved."""
 
     def current(self) -> VirtualWorld:
         """Return the run that the calling thread is a device of: gradients may be taken in a later run than this."""
@@ -350,7 +342,7 @@ class VirtualWorld:
         raise MismatchError(
             f"The devices of one group of {self.mesh} met in one collective with different calls.\n"
             + _table([(self.name(device), what) for device, what in sorted(lines)])
-            + "\nEvery device of a group has to call the same collectives in the same order, on equal shapes, dtypes and trees."
+            + "\nEvery device of a group must call the same collectives in the same order, on equal shapes, dtypes and trees."
             + hint
             + uneven(expected.purpose, slot.purpose)
         )

@@ -200,7 +200,7 @@ class Watch:
         if stuck and states == self._states():
             raise DeadlockError(
                 f"No process can go on.\n{_table(states)}\n"
-                "Every process of a group has to call the same collectives in the same order."
+                "Every process of a group must call the same collectives in the same order."
             )
 
 
@@ -217,5 +217,5 @@ def _mismatch(calls: dict[int, dict[str, Any]]) -> MismatchError:
         hint = " Only the lines differ; if that is meant, run with FSHARD_CHECK=shapes."
     return MismatchError(
         f"The processes of one group met in one collective with different calls.\n{table}\n"
-        f"Every process of a group has to call the same collectives in the same order, on equal shapes, dtypes and trees.{hint}"
+        f"Every process of a group must call the same collectives in the same order, on equal shapes, dtypes and trees.{hint}"
     )

@@ -9,9 +9,9 @@ sender's memory (process_vm_readv), once, and confirms it.
     may modify x again         <------------------   "read"
 
 Every message has a stamp of its call, so processes in different calls detect it. A process that waits, for a message
-or for space in a ring, receives what all others send meanwhile, and advances all that is in progress. A Unix socket
-per pair wakes sleepers. A process that ends, or leaves the world, closes its sockets, which ends the waits of the
-others.
+or for space in a ring, receives what all others send meanwhile, and advances all that is in progress. It yields the
+processor between looks, and then sleeps until a byte arrives in a Unix socket, one for each pair. The sockets of a
+process that ends, or leaves the world, close, which ends the waits of the others.
 
 A pool recycles large host buffers. A new buffer of 32 MB costs more in page faults than the message it is for (5 times
 adding into a mapped one). The pool keeps the storages it has returned, and returns one again when it has no other
@@ -31,13 +31,14 @@ import sys
 import threading
 import time
 import zlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from math import prod
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 from weakref import ref
 
 import torch
@@ -46,19 +47,18 @@ from torch import Tensor
 
 from fshard.errors import MismatchError
 from fshard.mesh.collectives.moves import PURPOSES, uneven
+from fshard.mesh.runtimes.link import CallInfo
 from fshard.mesh.shared_memory import rings
 from fshard.mesh.shared_memory.rings import ASLEEP, Putter, Taker
-
-if TYPE_CHECKING:
-    from fshard.mesh.runtimes.link import Stamped
 
 INLINE = 256 << 10
 """Bytes up to which a tensor is sent inline: one more copy, but no wait until it has been read."""
 GLANCES = 400
 """Number of checks for a message, yielding the CPU in between, before sleeping: waking up takes longer."""
-SLICE = 0.1
-"""Seconds to sleep at most before looking at the clock."""
-_LARGEST_READ, _MOST_SPANS = 1 << 30, 1024
+MAX_SLEEP = 0.1
+"""Maximal seconds to sleep before the time limit is checked."""
+MAX_SPANS = 1024
+"""Spans of memory that the system reads in one call."""
 
 
 class _Span(ctypes.Structure):
@@ -84,11 +84,11 @@ class Neighbour:
         raise self.lost()
 
     def _wake(self) -> None:
-        with suppress(OSError):  # it has gone, or has been woken often enough
+        with suppress(OSError):  # it has ended, or has enough wake-ups
             self.socket.send(b"!", socket.MSG_DONTWAIT)
 
-    def hear(self) -> None:
-        """Take in that it has woken this process, or has gone."""
+    def check_alive(self) -> None:
+        """Drain its wake-ups; detect that it has ended or left."""
         try:
             while not self.gone:
                 self.gone = not self.socket.recv(1, socket.MSG_DONTWAIT)
@@ -102,8 +102,7 @@ class Neighbour:
         """Copy memory of the other process."""
         done = 0
         while done < size:
-            count = min(size - done, _LARGEST_READ)
-            here, there = _Span(into + done, count), _Span(address + done, count)
+            here, there = _Span(into + done, size - done), _Span(address + done, size - done)
             got = self._libc.process_vm_readv(self.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
             if got <= 0:
                 raise self._unreadable(ctypes.get_errno())
@@ -111,15 +110,19 @@ class Neighbour:
         if self.incoming.closed:
             raise self.lost()
 
-    def read_all(self, here: torch.Tensor, there: torch.Tensor) -> None:
-        """Copy many spans of memory of the other process.  Rows of (address, bytes), as the system takes them."""
-        for some, others in zip(here.split(_MOST_SPANS), there.split(_MOST_SPANS), strict=True):
-            k, size = len(some), int(some[:, 1].sum())
-            if self._libc.process_vm_readv(self.pid, some.data_ptr(), k, others.data_ptr(), k, 0) != size:
-                for (into, each), (address, _) in zip(
-                    some.tolist(), others.tolist(), strict=True
-                ):  # too much for one call?
-                    self.read(into, address, each)
+    def read_all(self, here: Sequence[int], there: Sequence[int], sizes: Sequence[int]) -> None:
+        """Copy many spans of memory of the other process, from the addresses `there` to `here`."""
+        spans = list(zip(here, there, sizes, strict=True))
+        while len(spans) > 1:
+            some, spans = spans[:MAX_SPANS], spans[MAX_SPANS:]
+            ours = array("q", [number for into, _, size in some for number in (into, size)])
+            theirs = array("q", [number for _, address, size in some for number in (address, size)])
+            vectors = ours.buffer_info()[0], len(some), theirs.buffer_info()[0], len(some)
+            if self._libc.process_vm_readv(self.pid, *vectors, 0) != sum(ours[1::2]):
+                for into, address, size in some:  # too much for one call
+                    self.read(into, address, size)
+        for into, address, size in spans:
+            self.read(into, address, size)
         if self.incoming.closed:
             raise self.lost()
 
@@ -127,7 +130,7 @@ class Neighbour:
         """Return the reason why memory cannot be read: an ending process loses its memory shortly before its sockets."""
         until = time.monotonic() + 1
         while not self.gone and code in (0, errno.ESRCH, errno.EFAULT) and time.monotonic() < until:
-            self.hear()
+            self.check_alive()
             time.sleep(0.001)
         if self.gone:
             return self.lost()
@@ -154,12 +157,12 @@ class Neighbour:
         return RuntimeError(f"Connection closed by process {self.rank}")
 
 
-def differs(what: Stamped, peer: Neighbour, stamp: int) -> MismatchError:
+def mismatch(call: CallInfo, peer: Neighbour, stamp: int) -> MismatchError:
     """Return the error for a neighbour in another call."""
-    mine, others = PURPOSES[what.stamp & 3], PURPOSES[stamp & 3]
+    mine, others = PURPOSES[call.stamp & 3], PURPOSES[stamp & 3]
     return MismatchError(
-        f"{what}: process {peer.rank} makes another call, or makes it on another shape, dtype or tree. "
-        "Every process of a group has to call the same collectives in the same order, on equal shapes, dtypes and trees; "
+        f"{call}: process {peer.rank} makes another call, or makes it on another shape, dtype or tree. "
+        "Every process of a group must call the same collectives in the same order, on equal shapes, dtypes and trees; "
         f"run with FSHARD_CHECK=1 to see both calls.{uneven(mine, others)}"
     )
 
@@ -172,32 +175,30 @@ class Neighbours:
     """All other processes of this machine, by rank."""
 
     def __init__(self, known: Mapping[int, Neighbour], timeout: timedelta, libc: Any = None) -> None:
-        self.known, self.timeout, self._libc = known, timeout.total_seconds(), libc
-        self.lock = RLock()  # the thread that advances or checks it owns it
-        self._sleepers = 0
-        self._by_number = {one.socket.fileno(): one for one in known.values()}
+        self.known, self.timeout, self._libc, self._sleepers = known, timeout.total_seconds(), libc, 0
+        self.lock = RLock()  # held by the thread that receives, or steps a wire
         if known:
             this = ref(self)
-            os.register_at_fork(after_in_child=lambda: _forget(this()))
+            os.register_at_fork(after_in_child=lambda: _close_sockets(this()))
 
     def press(self, to: Neighbour, message: tuple[int, ...]) -> None:
         """Send when there is space; receive meanwhile, since the others may wait for the same."""
         until = time.monotonic() + self.timeout
         while not to.offer(*message):
-            self.sleep(0.001)
+            self._sleep(0.001)
             if to.gone:
                 raise to.lost()
             if time.monotonic() > until:
                 raise RuntimeError(f"Timed out sending to process {to.rank}")
 
-    def wait(self, needs: Sequence[Need], go_on: Callable[[], bool]) -> None:
+    def wait(self, needs: Sequence[Need], advance: Callable[[], bool]) -> None:
         """Wait for messages; advance whatever else is in progress, since others may wait for that."""
         until, glances = 0.0, GLANCES
         for peer, key in needs:
             while not self.look(peer, key):
                 if peer.gone and not self.look(peer, key):
                     raise peer.lost()
-                if go_on():
+                if advance():
                     continue
                 if glances:
                     glances -= 1
@@ -207,68 +208,64 @@ class Neighbours:
                 until = until or now + self.timeout
                 if now > until:
                     raise RuntimeError(f"Timed out waiting for process {peer.rank}")
-                self.sleep(SLICE)
+                self._sleep(MAX_SLEEP)
 
     def look(self, peer: Neighbour, key: int) -> bool:
         """Return True if a message has arrived."""
         with self.lock:
             return peer.look(key)
 
-    def sleep(self, seconds: float) -> None:
-        """Sleep until something has come, and take it in."""
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until a message arrives; receive what all others have sent."""
         with self.lock:
             self._sleepers += 1
-            self._set_asleep(1)
+            self._announce_sleep(1)
         try:
-            heard = self._heard(seconds)
+            self._poll(seconds)
         finally:
             with self.lock:
                 self._sleepers -= 1
                 if not self._sleepers:
-                    self._set_asleep(0)
+                    self._announce_sleep(0)
         with self.lock:
-            for number in heard:
-                self._by_number[number].hear()
             for peer in self.known.values():
+                peer.check_alive()
                 peer.look(None)
 
-    def _heard(self, seconds: float) -> list[int]:
-        """Sleep; return the neighbours whose sockets are readable."""
-        rings.fence(self._libc)
-        arrived = any(peer.incoming.filled for peer in self.known.values())
-        poll = select.poll()  # one per thread: several may sleep
-        for number, peer in self._by_number.items():
-            if not peer.gone:
-                poll.register(number, select.POLLIN)
-        return [number for number, _ in poll.poll(0 if arrived else seconds * 1e3)]
-
-    def _set_asleep(self, asleep: int) -> None:
+    def _announce_sleep(self, asleep: int) -> None:
         for peer in self.known.values():
             peer.incoming.words[ASLEEP] = asleep
+
+    def _poll(self, seconds: float) -> None:
+        """Wait until a socket is readable, unless a message arrived before the others could see that this one sleeps."""
+        rings.fence(self._libc)
+        sockets = select.poll()  # one per thread: several may sleep
+        for peer in self.known.values():
+            if not peer.gone:
+                sockets.register(peer.socket.fileno(), select.POLLIN)
+        if not any(peer.incoming.is_filled for peer in self.known.values()):
+            sockets.poll(seconds * 1e3)
 
     def has_gone(self, rank: int) -> bool:
         """Return True if a process is a neighbour and has ended."""
         peer = self.known.get(rank)
-        if peer is not None and not peer.gone:
-            self.sleep(0)
-        return peer is not None and peer.gone
-
-    def forget(self) -> None:
-        """Close the sockets in a child of this process: else the others would not notice when this one ends."""
-        for one in self.known.values():
-            one.socket.close()
-            one.gone = True
+        if peer is None:
+            return False
+        peer.check_alive()
+        return peer.gone
 
     def close(self) -> None:
-        """Take leave of all."""
+        """Leave all others."""
         for one in self.known.values():
             one.close()
             one.socket.close()
 
 
-def _forget(neighbours: Neighbours | None) -> None:
-    if neighbours is not None:
-        neighbours.forget()
+def _close_sockets(neighbours: Neighbours | None) -> None:
+    """Close the sockets in a child of this process: else the others would not notice when this one ends."""
+    for one in neighbours.known.values() if neighbours is not None else ():
+        one.socket.close()
+        one.gone = True
 
 
 # -- finding them -----------------------------------------------------------------------------------------------
@@ -334,7 +331,7 @@ def _libc() -> Any:
     if sys.platform != "linux" or os.environ.get("FSHARD_DIRECT", "1") == "0":
         return None
     libc: Any = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "process_vm_readv") or not rings.able(libc):
+    if not hasattr(libc, "process_vm_readv") or not rings.are_supported(libc):
         return None
     word = ctypes.c_ulong
     libc.process_vm_readv.restype = ctypes.c_ssize_t

@@ -125,7 +125,7 @@ class Taker(Ring):
         return self._at
 
     @property
-    def filled(self) -> bool:
+    def is_filled(self) -> bool:
         """True if the ring has a message that is not in the inbox."""
         return self.words[HEAD] != self._at + (self._last[1] if self._last is not None else 0)
 
@@ -142,22 +142,15 @@ def made() -> int:
     return number
 
 
-def able(libc: Any) -> bool:
-    """Return True if rings work on this machine, and prepare this process for them."""
-    return (
-        platform.machine() == "x86_64"
-        and hasattr(os, "memfd_create")
-        and libc.syscall(_MEMBARRIER, _REGISTER, 0, 0) == 0
-        and _can_be_made()
-    )
-
-
-def _can_be_made() -> bool:
+def are_supported(libc: Any) -> bool:
+    """Return True if rings work on this machine, and register this process for memory barriers."""
+    if platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
+        return False
     try:
         os.close(made())
     except OSError:
         return False
-    return True
+    return libc.syscall(_MEMBARRIER, _REGISTER, 0, 0) == 0
 
 
 def fence(libc: Any) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.collectives.autograd import apply
+from fshard.mesh.collectives.autograd import Tensors, apply
 from fshard.mesh.layout import (
     Layout,
     Mesh,
@@ -22,6 +22,7 @@ from fshard.mesh.layout import (
     PyTree,
     Structure,
     broadcast_prefix,
+    collected,
     flatten,
     flatten_with_paths,
     is_dense,
@@ -29,78 +30,67 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import collected
-from fshard.mesh.reshard.execute import STAY, ReshardPlan, plan_reshard, take
+from fshard.mesh.reshard.device_put import moves, reshard_all, sliced, spread
 from fshard.mesh.spmd.check_equal import Guard
-from fshard.mesh.spmd.run import local_devices
+from fshard.mesh.spmd.run import is_outside
 from fshard.mesh.spmd.scope import require
 from fshard.source import Site
 
 
 @dataclass(frozen=True)
-class Promise:
-    """Axes along which a value and its gradient must be equal, and the error text if they are not."""
+class PlannedTensor:
+    """One tensor of a call: its index among the leaves, its layout inside (arguments) or outside (results).
 
-    axes: tuple[str, ...]
-    value: str
-    gradient: str
-
-    def hold(self, x: Tensor, site: Site) -> Tensor:
-        """Compare by value now, and by cotangent in the backward."""
-        scope = require("fs.shard_map")
-        if not scope.world.has_values:
-            return x
-        group = scope.group(self.axes, "fs.shard_map")
-        (x,) = apply(Guard(group, site, self.value, forward=True), (x,))
-        if x.is_floating_point() or x.is_complex():
-            (x,) = apply(Guard(group, site, self.gradient), (x,))
-        return x
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """The plan of one tensor: its index, its layout, and how it is resharded.
-
-    `layout`: inside (arguments) or of the result. `shard_shape`: shape of the first local shard of an argument. `slices`:
-    slices of a plain argument, one per local device, if slicing is all that is needed.
+    `equal`: axes along which its values and gradient must be equal. `value`, `gradient`: the error texts if not; no
+    `value` is given where one tensor is passed to all devices.
     """
 
-    place: int
+    index: int
     path: str
     shape: tuple[int, ...]
     layout: Layout
-    way: ReshardPlan = STAY
-    promise: Promise | None = None
-    shard_shape: tuple[int, ...] = ()
-    slices: tuple[tuple[slice, ...], ...] | None = None
+    equal: tuple[str, ...] = ()
+    value: str = ""
+    gradient: str = ""
 
-    @property
-    def work(self) -> bool:
-        return bool(self.way.steps) or self.promise is not None
-
-    def enter(self, x: Tensor, site: Site, *, cut: bool) -> Tensor:
-        """Make one device's shard of an argument, which may be `cut` already."""
-        if not cut or self.slices is None:
-            x = take(x, self.way, site)
-        return self.hold(x, site)
-
-    def hold(self, x: Tensor, site: Site) -> Tensor:
-        """Raise unless a device's shard matches its spec."""
-        return x if self.promise is None else self.promise.hold(x, site)
+    def checked(self, x: Tensor, site: Site, *, value: bool = True) -> Tensor:
+        """Compare a device's shard with others that must be equal: by `value` now, by cotangent in the backward."""
+        if self.equal and (scope := require("fs.shard_map")).world.has_values:
+            group = scope.group(self.equal, "fs.shard_map")
+            if self.value and value:
+                (x,) = apply(Guard(group, site, self.value, forward=True), (x,))
+            if x.is_floating_point() or x.is_complex():
+                (x,) = apply(Guard(group, site, self.gradient), (x,))
+        return x
 
 
 @dataclass(frozen=True)
 class ArgumentRecipe:
     """The tensors among the arguments of a call, and how to call with others instead."""
 
-    entries: tuple[Transfer, ...]
+    entries: tuple[PlannedTensor, ...]
     structure: Structure
     keywords: tuple[str, ...]
-    work: bool
+
+    def shards(self, leaves: list[Any], site: Site, *, recorded: bool) -> list[Tensors]:
+        """Return the shards of each tensor in its layout inside, on the devices held here."""
+        given = [(leaves[entry.index], entry.layout) for entry in self.entries]
+        columns = [
+            x.shards if isinstance(x, Sharded) and not moves(x, to) else
+            sliced(x, to) if isinstance(x, Tensor) and not recorded and not to.spec.unreduced else None
+            for x, to in given
+        ]  # fmt: skip
+        moved = [index for index, shards in enumerate(columns) if shards is None]
+        xs = [spread(x, to) if isinstance(x, Tensor) else x for x, to in (given[index] for index in moved)]
+        for index, x in zip(moved, reshard_all(xs, [given[index][1] for index in moved], site), strict=True):
+            columns[index] = x.shards
+        return [shards for shards in columns if shards is not None]
 
     def call(self, f: Callable[..., PyTree], leaves: list[Any]) -> PyTree:
         """Call a function with these leaves."""
         values = unflatten(self.structure, leaves)
+        if not self.keywords:
+            return f(*values)
         positional = len(values) - len(self.keywords)
         return f(*values[:positional], **dict(zip(self.keywords, values[positional:], strict=True)))
 
@@ -109,8 +99,7 @@ class ArgumentRecipe:
 class ResultRecipe:
     """The tensors among the results of a call."""
 
-    entries: tuple[Transfer, ...]
-    work: bool
+    entries: tuple[PlannedTensor, ...]
     uneven: bool
     """True if devices may return shards of different shapes."""
 
@@ -131,7 +120,7 @@ class Recipes:
         self.in_specs, self.out_specs = in_specs, out_specs
         self._arguments: dict[Any, ArgumentRecipe] = {}
         self._results: dict[Any, ResultRecipe] = {}
-        self.audited: set[int] = set()  # the recipes of arguments, by id, for which gradients have been looked at
+        self.audited: set[int] = set()  # the recipes of arguments, by id, whose gradients have been audited
 
     def of_arguments(
         self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -139,20 +128,18 @@ class Recipes:
         """Return the recipe for these arguments, and their leaves."""
         given = [*args, *kwargs.values()]
         leaves, structure = flatten(given, sharded_is_leaf=True, none_is_leaf=True)
-        key = mesh, structure, tuple(kwargs), tuple(map(_signature, leaves))
+        key = mesh, is_outside(mesh), structure, tuple(kwargs), tuple(map(_signature, leaves))
         recipe = self._arguments.get(key)
         if recipe is None:
             names = _names(self.f, len(args), tuple(kwargs))
-            entries = self._entries(mesh, names, given)
-            recipe = _kept(self._arguments)[key] = ArgumentRecipe(
-                entries, structure, tuple(kwargs), any(entry.work for entry in entries)
-            )
+            recipe = ArgumentRecipe(self._argument_entries(mesh, names, given), structure, tuple(kwargs))
+            _bounded(self._arguments)[key] = recipe
         return recipe, leaves
 
-    def _entries(self, mesh: Mesh, names: list[str], given: list[Any]) -> tuple[Transfer, ...]:
+    def _argument_entries(self, mesh: Mesh, names: list[str], given: list[Any]) -> tuple[PlannedTensor, ...]:
         specs = self._per_argument(names)
-        entries: list[Transfer] = []
-        place = 0
+        entries: list[PlannedTensor] = []
+        index = 0
         with collected(f"shard_map of {self.name}") as attempt:
             for name, value, spec in zip(names, given, specs, strict=True):
                 paths, leaves, _ = flatten_with_paths(value, sharded_is_leaf=True, none_is_leaf=True)
@@ -162,12 +149,10 @@ class Recipes:
                 for at, leaf, leaf_spec in zip(paths, leaves, own, strict=False):
                     with attempt(f"argument {name}{at}"):
                         if isinstance(leaf, Tensor | Sharded):
-                            entries.append(self._argument(mesh, place, name + at, leaf, leaf_spec))
+                            entries.append(self._argument(mesh, index, name + at, leaf, leaf_spec))
                         elif isinstance(leaf, np.ndarray) and isinstance(leaf_spec, P):
-                            raise LayoutError(
-                                "it is a numpy array, which is not cut. Give torch.from_numpy(...) of it."
-                            )
-                    place += 1
+                            raise TypeError("it is a numpy array, which is not cut. Give torch.from_numpy(...) of it.")
+                    index += 1
             for at, spec in zip(*flatten_with_paths(self.out_specs)[:2], strict=True):
                 if isinstance(spec, P):
                     with attempt(f"out_specs{at}"):
@@ -180,43 +165,35 @@ class Recipes:
         if isinstance(specs, P) or specs is None:
             return [specs] * len(names)
         if not isinstance(specs, tuple | list):
-            raise LayoutError(f"{what}: in_specs is a P or a tuple; found {type(specs).__name__}.")
+            raise TypeError(f"{what}: in_specs must be a P or a tuple with one per argument; got {specs!r}.")
         if len(specs) != len(names):
-            raise LayoutError(
-                f"{what}: {len(names)} arguments ({', '.join(names)}) but {len(specs)} in_specs. Give one each, or a P for all."
+            raise ValueError(
+                f"{what}: in_specs must have one entry for each of the {len(names)} arguments ({', '.join(names)}), or be "
+                f"a P for all; got {len(specs)} in_specs."
             )
         return list(specs)
 
-    def _argument(self, mesh: Mesh, place: int, path: str, value: Tensor | Sharded, spec: Any) -> Transfer:
-        layout, before, shape = self._checked(mesh, value, spec, "spec"), Layout(mesh), tuple(value.shape)
-        if isinstance(value, Sharded):
-            before = value.layout
-            if before.mesh != mesh:
-                raise LayoutError(
-                    f"it is on {before.mesh}, but shard_map runs on {mesh}. Unshard it first: fs.unshard(x)."
-                )
+    def _argument(self, mesh: Mesh, index: int, path: str, value: Tensor | Sharded, spec: Any) -> PlannedTensor:
+        layout, shape = self._checked(mesh, value, spec, "spec"), tuple(value.shape)
+        if isinstance(value, Sharded) and value.mesh != mesh:
+            raise LayoutError(f"it is on {value.mesh}, but shard_map runs on {mesh}. Unshard it first: fs.unshard(x).")
         layout.check(shape)
-        promise = self._promise(
-            spec,
-            f"argument {path} of {self.name}, with spec {spec}, has to be equal along {{axes}}, but its values differ. "
-            "Shard it in its spec, or make it equal",
-            f"argument {path} of {self.name}, with spec {spec}, is equal along {{axes}}, so its gradient has to be; but it "
-            f"was used with each device's own data. Write {path} = fs.pvary({path}, {{axes}}) before that use",
+        what, is_one = (
+            f"argument {path} of {self.name}, with spec {spec},",
+            isinstance(value, Tensor) and is_outside(mesh),
         )
-        shard_shape, way, slices = (
-            before.local_shape(shape, local_devices(mesh)[0]),
-            plan_reshard(before, layout, shape),
-            None,
-        )
-        if way.slices and isinstance(value, Tensor):
-            ranges = [layout.ranges(shape, device) for device in local_devices(mesh)]
-            slices = tuple(tuple(slice(*one) for one in each) for each in ranges)
-        return Transfer(place, path, shape, layout, way, promise, shard_shape, slices)
+        return PlannedTensor(
+            index, path, shape, layout, self._equal(spec),
+            "" if is_one else f"{what} must be equal along {{axes}}, but its values differ. Shard it in its spec, or make "
+            "it equal",
+            f"{what} is equal along {{axes}}, so its gradient must be; but it was used with each device's own data. "
+            f"Write {path} = fs.pvary({path}, {{axes}}) before that use",
+        )  # fmt: skip
 
     def _checked(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, what: str) -> Layout:
         """Return the layout of a tensor with this spec, or raise."""
         if not isinstance(spec, P):
-            raise LayoutError(
+            raise TypeError(
                 f"is a tensor, but its {what} is {spec!r}. Give P() for one that is the same on all devices."
             )
         if isinstance(value, Tensor) and not is_dense(value):
@@ -230,10 +207,9 @@ class Recipes:
             raise LayoutError(f"{spec} names {', '.join(foreign)}, which this shard_map is not mapped over.")
         return Layout(mesh, spec)
 
-    def _promise(self, spec: P, value: str, gradient: str) -> Promise | None:
-        """Return the axes along which a spec promises equal values."""
-        axes = tuple(axis for axis in self.mapped if axis not in spec.axes)
-        return Promise(axes, value, gradient) if self.checked and axes else None
+    def _equal(self, spec: P) -> tuple[str, ...]:
+        """Return the axes along which values of a spec are compared."""
+        return unnamed(self.mapped, spec) if self.checked else ()
 
     def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultRecipe, Structure, list[Any]]:
         """Return the recipe for one device's result, its structure and its leaves."""
@@ -241,17 +217,17 @@ class Recipes:
         key = mesh, structure, tuple(map(_signature, leaves))
         recipe = self._results.get(key)
         if recipe is None:
-            recipe = _kept(self._results)[key] = self._result(mesh, result)
+            recipe = _bounded(self._results)[key] = self._result(mesh, result)
         return recipe, structure, leaves
 
     def _result(self, mesh: Mesh, result: PyTree) -> ResultRecipe:
         paths, leaves, _ = flatten_with_paths(result, sharded_is_leaf=True, none_is_leaf=True)
-        entries: list[Transfer] = []
+        entries: list[PlannedTensor] = []
         with collected(f"shard_map of {self.name}") as attempt:
             specs: list[Any] = []
             with attempt("result"):
                 specs = _broadcast(self.out_specs, result)
-            for place, (path, leaf, spec) in enumerate(zip(paths, leaves, specs, strict=False)):
+            for index, (path, leaf, spec) in enumerate(zip(paths, leaves, specs, strict=False)):
                 with attempt(f"result{path}"):
                     if isinstance(leaf, Sharded):
                         raise LayoutError(
@@ -259,23 +235,28 @@ class Recipes:
                             "Return fs.unshard(x), or x.local for the own shard."
                         )
                     if isinstance(leaf, Tensor):
-                        entries.append(self._result_entry(mesh, place, path, leaf, spec))
+                        entries.append(self._result_entry(mesh, index, path, leaf, spec))
         uneven = any(entry.layout.spec.is_flat or entry.layout.spec.at for entry in entries)
-        return ResultRecipe(tuple(entries), any(entry.work for entry in entries), uneven)
+        return ResultRecipe(tuple(entries), uneven)
 
-    def _result_entry(self, mesh: Mesh, place: int, path: str, leaf: Tensor, spec: Any) -> Transfer:
+    def _result_entry(self, mesh: Mesh, index: int, path: str, leaf: Tensor, spec: Any) -> PlannedTensor:
         layout = self._checked(mesh, leaf, spec, "out_spec")
-        promise = self._promise(
-            spec,
-            f"result{path} of {self.name}, with out_spec {spec}, has to be equal along {{axes}}, but its values differ. "
-            "Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with fs.pvary where its use begins), "
-            "or shard it in its out_spec",
-            f"the gradient of result{path} of {self.name}, with out_spec {spec}, has to be equal along {{axes}}, but differs",
-        )
-        return Transfer(place, path, layout.global_shape(leaf.shape), layout, promise=promise)
+        what = f"result{path} of {self.name}, with out_spec {spec}, must be equal along {{axes}}, but"
+        return PlannedTensor(
+            index, path, layout.global_shape(leaf.shape), layout, self._equal(spec),
+            f"{what} its values differ. Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with "
+            "fs.pvary where its use begins), or shard it in its out_spec. fs.replicated declares a result that is equal by "
+            "construction",
+            f"the gradient of {what} differs",
+        )  # fmt: skip
 
 
-def _kept(recipes: dict[Any, Any]) -> dict[Any, Any]:
+def unnamed(mapped: tuple[str, ...], spec: P) -> tuple[str, ...]:
+    """Return the mapped axes that a spec does not name: along these a value is replicated."""
+    return tuple(axis for axis in mapped if axis not in spec.axes)
+
+
+def _bounded(recipes: dict[Any, Any]) -> dict[Any, Any]:
     """Return the cache of recipes, cleared when it is full."""
     if len(recipes) >= 512:
         recipes.clear()
@@ -288,7 +269,7 @@ def _signature(leaf: Any) -> Any:
         return leaf.layout, leaf.shape
     if not isinstance(leaf, Tensor) or leaf.is_nested:  # which has no shape
         return type(leaf)
-    return leaf.shape, leaf.layout, leaf.is_inference()
+    return leaf.shape, leaf.layout
 
 
 def _names(f: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> list[str]:
@@ -299,7 +280,7 @@ def _names(f: Callable[..., Any], positional: int, keywords: tuple[str, ...]) ->
         parameters = {}
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     known = [name for name, one in parameters.items() if one.kind in kinds]
-    return known[:positional] + [str(place) for place in range(len(known), positional)] + list(keywords)
+    return known[:positional] + [str(number) for number in range(len(known), positional)] + list(keywords)
 
 
 def _broadcast(specs: PyTree, tree: PyTree) -> list[Any]:
@@ -308,4 +289,4 @@ def _broadcast(specs: PyTree, tree: PyTree) -> list[Any]:
         return broadcast_prefix(specs, tree, none_is_leaf=True)
     except ValueError:
         _, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
-        raise LayoutError(f"the specs {specs!r} are no prefix of the tree {structure}.") from None
+        raise ValueError(f"the specs {specs!r} are no prefix of the tree {structure}.") from None

@@ -10,9 +10,10 @@ autograd and torch.func, so a captured tensor that requires grad raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -42,7 +43,7 @@ class Compare(Wired):
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         return self.meaning(list(rows.reshape(n, rows.numel() // n)))[0]
 
-    def sent(self, size: int, index: int, n: int) -> Fraction:
+    def sent(self, size: int, index: int | None, n: int) -> Fraction:
         """Count nothing: a check is no part of the program."""
         return Fraction(0)
 
@@ -70,21 +71,39 @@ class Guard(LinearMap):
             verdicts = self.group.world.current().start(Compare(), plain, self.group, self.site).wait()
             for place, verdict in enumerate(verdicts):
                 if not bool(verdict.all()):
-                    raise PromiseError(_complaint(self, place, plain, verdict))
+                    which = f" (tensor {place} of {len(xs)})" if len(xs) > 1 else ""
+                    raise PromiseError(
+                        _complaint(self.broken, self.group.axes, f"{self.site}{which}", verdict.tolist())
+                    )
         return xs
 
     def transposed(self) -> Guard:
         return replace(self, forward=not self.forward)
 
 
-def _complaint(guard: Guard, place: int, xs: Sequence[Tensor], verdict: Tensor) -> str:
-    same = [index for index, equal in enumerate(verdict.tolist()) if equal]
-    other = [index for index, equal in enumerate(verdict.tolist()) if not equal]
-    which = f" (tensor {place} of {len(xs)})" if len(xs) > 1 else ""
-    along = "+".join(guard.group.axes)
+def compare_shards(mesh: Mesh, axes: tuple[str, ...], xs: Tensors, site: Site, broken: str) -> None:
+    """Raise unless the shards of all devices are equal along some axes."""
+    for members in _groups_along(mesh, axes):
+        verdict = [_equal(xs[device], xs[members[0]]) for device in members]
+        if not all(verdict):
+            raise PromiseError(_complaint(broken, axes, str(site), verdict))
+
+
+@lru_cache(maxsize=256)
+def _groups_along(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
+    groups: dict[object, list[int]] = {}
+    for device in range(mesh.size):
+        others = tuple(index for axis, index in mesh.coordinates(device).items() if axis not in axes)
+        groups.setdefault(others, []).append(device)
+    return [*groups.values()]
+
+
+def _complaint(broken: str, axes: tuple[str, ...], where: str, verdict: list[bool]) -> str:
+    same = [index for index, equal in enumerate(verdict) if equal]
+    other = [index for index, equal in enumerate(verdict) if not equal]
     return (
-        f"A promise of equality is broken: {guard.broken.replace('{axes}', as_written(guard.group.axes))}.\n"
-        f"  at {guard.site}{which}: {_places(other)} along {along} differ{'s' if len(other) == 1 else ''} "
+        f"A promise of equality is broken: {broken.replace('{axes}', as_written(axes))}.\n"
+        f"  at {where}: {_places(other)} along {'+'.join(axes)} differ{'s' if len(other) == 1 else ''} "
         f"from {_places(same)}"
     )
 

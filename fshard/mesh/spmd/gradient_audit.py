@@ -23,9 +23,9 @@ from fshard.mesh.collectives.autograd import Bound, Tensors, transformed
 from fshard.mesh.collectives.ledger import uncounted
 from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.layout import PyTree, as_written
-from fshard.mesh.reshard.execute import take
+from fshard.mesh.reshard.device_put import shard_of
 from fshard.mesh.runtimes.thread_state import batches_nested
-from fshard.mesh.spmd.call_plan import ArgumentRecipe, Recipes, Transfer
+from fshard.mesh.spmd.call_plan import ArgumentRecipe, PlannedTensor, Recipes, unnamed
 from fshard.mesh.spmd.outer_autograd import MappedRun, backward
 from fshard.mesh.spmd.scope import owning, require
 from fshard.source import Site
@@ -63,11 +63,11 @@ class Audit:
             self._compare(run, [xs[:width] for xs in typed], [xs[:width] for xs in own])
 
     def _by_types(self, device: int, xs: Tensors) -> Tensors:
-        entries, shards = self.recipe.entries, self._shards(xs)
+        entries, shards = self.recipe.entries, _leaves(xs)
         with torch.enable_grad():
-            own = [entry.hold(x, self.site) for x, entry in zip(shards, entries, strict=True)]
+            own = [entry.checked(x, self.site) for x, entry in zip(shards, entries, strict=True)]
             recipe, _, leaves = self.recipes.of_results(require("shard_map").mesh, self.call(tuple(own)))
-            ys = [entry.hold(leaves[entry.place], self.site) for entry in recipe.entries]
+            ys = [entry.checked(leaves[entry.index], self.site) for entry in recipe.entries]
             gs = [
                 _cotangent(place, y, entry, device)
                 for place, (y, entry) in enumerate(zip(ys, recipe.entries, strict=True))
@@ -75,10 +75,10 @@ class Audit:
             return *_gradients(ys, shards, gs), *(y.detach() for y in ys)
 
     def _by_devices(self, device: int, xs: Tensors) -> Tensors:
-        scope, shards = require("shard_map"), self._shards(xs)
+        scope, shards = require("shard_map"), _leaves(xs)
         with torch.enable_grad(), owning(self.recipes.mapped):
             recipe, _, leaves = self.recipes.of_results(scope.mesh, self.call(tuple(shards)))
-            ys = [leaves[entry.place] for entry in recipe.entries]
+            ys = [leaves[entry.index] for entry in recipe.entries]
             gs = [
                 _cotangent(place, y, entry, device) / prod(scope.mesh.shape[axis] for axis in self._alike(entry))
                 for place, (y, entry) in enumerate(zip(ys, recipe.entries, strict=True))
@@ -90,15 +90,9 @@ class Audit:
             sums += Bound(Psum(), scope.group(over, "shard_map"), self.site).run((g,)) if over else (g,)
         return *sums, *(y.detach() for y in ys)
 
-    def _shards(self, xs: Tensors) -> list[Tensor]:
-        """Return the arguments in their layouts inside, from as they were given, to be differentiated."""
-        with torch.no_grad():
-            own = [take(x.detach(), entry.way, self.site) for x, entry in zip(xs, self.recipe.entries, strict=True)]
-        return [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in own]
-
-    def _alike(self, entry: Transfer) -> tuple[str, ...]:
+    def _alike(self, entry: PlannedTensor) -> tuple[str, ...]:
         """Return the mapped axes along which a shard is promised to be equal."""
-        return tuple(axis for axis in self.recipes.mapped if axis not in entry.layout.spec.axes)
+        return unnamed(self.recipes.mapped, entry.layout.spec)
 
     def _compare(self, run: MappedRun, typed: Sequence[Tensors], own: Sequence[Tensors]) -> None:
         wrong: list[str] = []
@@ -120,17 +114,21 @@ class Audit:
                 f"shard_map of {self.recipes.name}, at {self.site}: its types do not fit, so its gradient would be wrong: "
                 f"{'; '.join(wrong)}.\nA collective that adds up, gathers or exchanges what devices have of their own was "
                 "given a value that is equal on all of them. If that is meant, put fs.pvary(x, axis) around the value "
-                "there; else leave the collective out."
+                "there; else leave the collective out. If a result is equal by construction, such as that of a ring of "
+                "ppermutes, declare it with fs.replicated(x, axis)."
             )
 
 
-def _cotangent(place: int, y: Tensor, entry: Transfer, device: int) -> Tensor:
+def _leaves(xs: Tensors) -> list[Tensor]:
+    """Return the same arguments, to be differentiated."""
+    return [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in xs]
+
+
+def _cotangent(index: int, y: Tensor, entry: PlannedTensor, device: int) -> Tensor:
     """Return the device's shard of a random array, which is the same on all."""
-    generator = torch.Generator().manual_seed(place)
+    generator = torch.Generator().manual_seed(index)
     full = torch.randn(entry.shape, generator=generator, dtype=torch.complex128 if y.is_complex() else torch.float64)
-    full = full.flatten() if entry.layout.spec.is_flat or not entry.shape else full
-    ranges = entry.layout.ranges(entry.shape, device)
-    return full[tuple(slice(*one) for one in ranges[: full.ndim])].to(y.device, y.dtype).view(y.shape)
+    return shard_of(full, entry.layout, device).to(y.device, y.dtype)
 
 
 def _gradients(ys: Sequence[Tensor], xs: Sequence[Tensor], gs: Sequence[Tensor]) -> list[Tensor]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,10 +21,12 @@ from fshard.mesh.collectives.autograd import Tensors, leading, over_many, record
 from fshard.mesh.layout import Mesh
 from fshard.mesh.runtimes.thread_state import random_state
 from fshard.mesh.spmd.check_equal import RefuseTransformed, refuse_captured
-from fshard.mesh.spmd.run import is_outside, local_devices, run_on_devices
+from fshard.mesh.spmd.run import is_outside, run_on_devices
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
+
+Item = TypeVar("Item")
 
 Program = Callable[[int, Tensors], Tensors]
 """A program of one device: from its number and its tensors to its results."""
@@ -89,22 +90,25 @@ def run_mapped(
         return [(result,) for result in results]
     random = random_state(mesh.device_type)
     run = MappedRun(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random, audit=audit)
-    flat = tuple(column[device] for device in local_devices(mesh) for column in columns)
-    per_device = _apply(run, len(columns), flat)
-    return list(zip(*per_device, strict=True))
+    return _columns(_apply(run, tuple([x for column in columns for x in column])), mesh.size)
 
 
-def _apply(run: MappedRun, width: int, flat: Tensors) -> list[Tensors]:
-    """Apply a run to the tensors of all devices, device after device."""
+def _columns(flat: tuple[Item, ...], n: int) -> list[tuple[Item, ...]]:
+    """Split tensors of n devices, which are in the order of `flat`, into the shards of each tensor."""
+    return [flat[start : start + n] for start in range(0, len(flat), n)]
+
+
+def _apply(run: MappedRun, flat: Tensors) -> Tensors:
+    """Apply a run to the tensors of all devices: the first of each device, then the second of each, and so on.
+
+    So a device's own tensors are `flat[device::n]`.
+    """
     if transformed():
-        results = _Mapped.apply(run, width, None, *flat)
-    else:
-        needs = tuple(any(x.requires_grad for x in flat[place::width]) for place in range(width))
-        if run.grad and any(needs) and not _saving_is_watched():
-            results = _Mapped.apply(run, width, Tape(needs), *flat)
-        else:
-            results = _Mapped.apply(run, width, None, *flat) if recorded(flat) else _values(run, width, None, flat)
-    return _rows(results, len(results) // run.mesh.size, run.mesh.size)
+        return _Mapped.apply(run, None, *flat)
+    needs = tuple(any(x.requires_grad for x in column) for column in _columns(flat, run.mesh.size))
+    if run.grad and any(needs) and not _saving_is_watched():
+        return _Mapped.apply(run, Tape(needs), *flat)
+    return _Mapped.apply(run, None, *flat) if recorded(flat) else _values(run, None, flat)
 
 
 def _saving_is_watched() -> bool:
@@ -112,18 +116,13 @@ def _saving_is_watched() -> bool:
     return _C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _rows(flat: Tensors, width: int, n: int) -> list[Tensors]:
-    return [tuple(flat[device * width : (device + 1) * width]) for device in range(n)]
-
-
-def _values(run: MappedRun, width: int, tape: Tape | None, flat: Tensors) -> Tensors:
+def _values(run: MappedRun, tape: Tape | None, flat: Tensors) -> Tensors:
     """Run the program; with a tape, keep the graph."""
-    n = run.mesh.size
-    inputs = _rows(flat if tape is not None else tuple(x.detach() for x in flat), width, n)
+    inputs = [tuple([x.detach() for x in flat[device :: run.mesh.size]]) for device in range(run.mesh.size)]
     if tape is not None:
-        inputs = [
-            tuple(x.detach().requires_grad_(need) for x, need in zip(xs, tape.needs, strict=True)) for xs in inputs
-        ]
+        for xs in inputs:
+            for x, need in zip(xs, tape.needs, strict=True):
+                x.requires_grad_(need)
 
     def taped(device: int, xs: Tensors) -> Tensors:
         watch = RefuseTransformed() if run.within and not run.derived else nullcontext()
@@ -135,7 +134,7 @@ def _values(run: MappedRun, width: int, tape: Tape | None, flat: Tensors) -> Ten
         tape.inputs, tape.outputs = inputs, outputs
     if not run.derived:
         refuse_captured(run.mesh, inputs, outputs)
-    return tuple(_apart(y.detach()) for ys in outputs for y in ys)
+    return tuple([_apart(y.detach()) for column in zip(*outputs, strict=True) for y in column])
 
 
 def _apart(x: Tensor) -> Tensor:
@@ -144,27 +143,26 @@ def _apart(x: Tensor) -> Tensor:
 
 
 def _pull_back(run: MappedRun, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:
-    """Go back through each device's own graph, once."""
-    width = len(tape.needs)
+    """Run the backward of each device's own graph, once."""
+    n = run.mesh.size
     if run.audit is not None:
         run.audit(run, tape.inputs)
-    gs = _rows(cotangents, len(cotangents) // run.mesh.size, run.mesh.size)
     wanted = [place for place, need in enumerate(tape.needs) if need]
 
     def back(device: int, _: Tensors) -> Tensors:
-        return backward(tape.outputs[device], [tape.inputs[device][place] for place in wanted], gs[device])
+        xs = [tape.inputs[device][place] for place in wanted]
+        return backward(tape.outputs[device], xs, cotangents[device::n])
 
-    found = run.devices([()] * run.mesh.size, back)
+    found = run.devices([()] * n, back)
     tape.inputs, tape.outputs = [], []
-    return _at_places(found, wanted, width)
+    return _at_places(list(zip(*found, strict=True)), wanted, len(tape.needs), n)
 
 
-def _at_places(found: list[Tensors], wanted: Sequence[int], width: int) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all devices' tensors, device by device, from those of the wanted ones."""
-    gradients: list[Tensor | None] = [None] * (width * len(found))
-    for device, xs in enumerate(found):
-        for place, x in zip(wanted, xs, strict=True):
-            gradients[device * width + place] = x
+def _at_places(columns: list[Tensors], wanted: Sequence[int], width: int, n: int) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all tensors of n devices, from those of the wanted ones."""
+    gradients: list[Tensor | None] = [None] * (width * n)
+    for place, column in zip(wanted, columns, strict=True):
+        gradients[place * n : (place + 1) * n] = column
     return tuple(gradients)
 
 
@@ -239,74 +237,65 @@ def _vmap(run: MappedRun, dims: tuple[int | None, ...], randomness: str) -> Mapp
     return replace(run, program=program, derived=True, audit=None)
 
 
-def _interleave(parts: list[tuple[Tensors, int]], n: int) -> Tensors:
-    """Join several device-major lists of tensors into one."""
-    split = [_rows(flat, width, n) for flat, width in parts]
-    return tuple(x for device in range(n) for rows in split for x in rows[device])
-
-
-def _mapped_over(derived: MappedRun, flat: Tensors, width: int, moved: Tensors, moving: int) -> Tensors:
+def _mapped_over(derived: MappedRun, flat: Tensors, moved: Tensors) -> Tensors:
     """Apply a derivative to the inputs of all devices and their cotangents or tangents, or to a batch of these."""
-
-    def applied(run: MappedRun, moved: Tensors) -> Tensors:
-        n = run.mesh.size
-        given = _interleave([(flat, width), (moved, moving)], n)
-        return tuple(y for ys in _apply(run, len(given) // n, given) for y in ys)
-
-    many = _vmap(derived, (None,) * width + (0,) * moving, "same")
-    return over_many(partial(applied, derived), partial(applied, many), moved)
+    n = derived.mesh.size
+    many = _vmap(derived, (None,) * (len(flat) // n) + (0,) * (len(moved) // n), "same")
+    return over_many(lambda moved: _apply(derived, (*flat, *moved)), lambda moved: _apply(many, (*flat, *moved)), moved)
 
 
 class _Mapped(Function):
     @staticmethod
-    def forward(run: MappedRun, width: int, tape: Tape | None, *flat: Tensor) -> Tensors:
-        return _values(run, width, tape, flat)
+    def forward(run: MappedRun, tape: Tape | None, *flat: Tensor) -> Tensors:
+        return _values(run, tape, flat)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.run, ctx.width, ctx.tape, *flat = inputs
-        ctx.results = len(output)
+        ctx.run, ctx.tape, *flat = inputs
         ctx.save_for_backward(*flat)
         ctx.save_for_forward(*flat)
         ctx.mark_non_differentiable(*(y for y in output if not (y.is_floating_point() or y.is_complex())))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        run, width, n = ctx.run, ctx.width, ctx.run.mesh.size
+        run, n = ctx.run, ctx.run.mesh.size
         tape: Tape | None = ctx.tape
         if tape is not None and tape.outputs and not torch.is_grad_enabled() and not transformed():
-            return None, None, None, *_pull_back(run, tape, cotangents)
+            return None, None, *_pull_back(run, tape, cotangents)
         flat: Tensors = ctx.saved_tensors
         if run.audit is not None:
-            run.audit(run, _rows(flat, width, n))
-        wanted = tuple(place for place in range(width) if flat[place].is_floating_point() or flat[place].is_complex())
-        pulled = replace(_vjp(run, wanted, width), grad=torch.is_grad_enabled())
-        found = _rows(_mapped_over(pulled, flat, width, cotangents, ctx.results // n), len(wanted), n)
-        return None, None, None, *_at_places(found, wanted, width)
+            run.audit(run, [flat[device::n] for device in range(n)])
+        firsts = flat[::n]
+        wanted = tuple(place for place, x in enumerate(firsts) if x.is_floating_point() or x.is_complex())
+        pulled = replace(_vjp(run, wanted, len(firsts)), grad=torch.is_grad_enabled())
+        found = _columns(_mapped_over(pulled, flat, cotangents), n)
+        return None, None, *_at_places(found, wanted, len(firsts), n)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
-        _, _, _, *tangents = grad_inputs
-        run, width, n = ctx.run, ctx.width, ctx.run.mesh.size
+        run, n = ctx.run, ctx.run.mesh.size
         flat: Tensors = ctx.saved_tensors
-        moving = tuple(
-            place for place in range(width) if any(tangents[device * width + place] is not None for device in range(n))
-        )
+        columns = _columns(grad_inputs[2:], n)
+        moving = tuple(place for place, column in enumerate(columns) if any(x is not None for x in column))
         moved = tuple(
-            torch.zeros_like(flat[at]) if (tangent := tangents[at]) is None else tangent
-            for at in (device * width + place for device in range(n) for place in moving)
+            torch.zeros_like(x) if tangent is None else tangent
+            for place in moving
+            for x, tangent in zip(flat[place * n : (place + 1) * n], columns[place], strict=True)
         )
-        return _mapped_over(_jvp(run, width, moving), flat, width, moved, len(moving))
+        return _mapped_over(_jvp(run, len(columns), moving), flat, moved)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
-        run, width, _, *flat = args
-        n, dims = run.mesh.size, in_dims[3:]
-        mapped = [any(dims[device * width + place] is not None for device in range(n)) for place in range(width)]
+        run, _, *flat = args
+        n = run.mesh.size
+        dims: tuple[int | None, ...] = in_dims[2:]
+        columns, own_dims = _columns(tuple(flat), n), _columns(dims, n)
+        mapped = [any(dim is not None for dim in column) for column in own_dims]
         batched = tuple(
-            leading(x, dim, info.batch_size) if mapped[at % width] else x
-            for at, (x, dim) in enumerate(zip(flat, dims, strict=True))
+            leading(x, dim, info.batch_size) if is_mapped else x
+            for column, own, is_mapped in zip(columns, own_dims, mapped, strict=True)
+            for x, dim in zip(column, own, strict=True)
         )
         inner = _vmap(run, tuple(0 if is_mapped else None for is_mapped in mapped), info.randomness)
-        results = tuple(y for ys in _apply(inner, width, batched) for y in ys)
+        results = _apply(inner, batched)
         return results, (0,) * len(results)

@@ -21,7 +21,7 @@ from torch.autograd import profiler
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
 
-from fshard.errors import LayoutError, MeshError
+from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply
 from fshard.mesh.layout import Mesh, flatten, refuse_no_mesh, unflatten
 from fshard.mesh.runtimes.abstract import AbstractWorld
@@ -170,7 +170,7 @@ def run(main: Callable[..., Any], *args: Any, mesh: Mesh, check: bool = False, *
     """
     refuse_no_mesh("fs.run", mesh)
     if not callable(main):
-        raise MeshError(f"fs.run takes a function, to be called as each device, found {type(main).__name__}.")
+        raise TypeError(f"fs.run: main must be a function, called as each device; got {type(main).__name__}.")
     return run_on_devices(resolve_mesh(mesh), lambda device: main(*args, **kwargs), checked=check, keep=False)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from fshard.errors import LayoutError, ScopeError
+from fshard.errors import ScopeError
 from fshard.mesh.layout import Axes, Mesh, as_axes
 from fshard.mesh.layout.arithmetic import ravel, unravel
 from fshard.source import Site
@@ -132,8 +132,8 @@ def _group_through(device: int, dims: tuple[tuple[int, int], ...]) -> tuple[int,
 def _names(axes: Axes, what: str) -> tuple[str, ...]:
     try:
         return as_axes(axes)
-    except LayoutError as error:
-        raise LayoutError(f"{what}: {error}") from None
+    except TypeError as error:
+        raise TypeError(f"{what}: {error}") from None
 
 
 class _Here(threading.local):

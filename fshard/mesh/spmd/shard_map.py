@@ -10,23 +10,21 @@ shapes and layouts, so later calls only move tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, MeshError, MismatchError
-from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply, recorded, transformed
+from fshard.mesh.collectives.autograd import Tensors, recorded, transformed
 from fshard.mesh.layout import Axes, Mesh, PyTree, Structure, refuse_no_mesh, unflatten
-from fshard.mesh.layout.sharded import Sharded, in_memory
-from fshard.mesh.reshard.device_put import on_all
-from fshard.mesh.spmd.call_plan import ArgumentRecipe, Recipes, ResultRecipe, Transfer
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.call_plan import ArgumentRecipe, PlannedTensor, Recipes, ResultRecipe
+from fshard.mesh.spmd.check_equal import compare_shards
 from fshard.mesh.spmd.gradient_audit import Audit
 from fshard.mesh.spmd.outer_autograd import run_mapped
-from fshard.mesh.spmd.run import inside, local_devices, resolve_mesh, without_values
+from fshard.mesh.spmd.run import inside, is_outside, local_devices, resolve_mesh, without_values
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -68,7 +66,7 @@ def shard_map(
     """
     refuse_no_mesh("shard_map", mesh)
     if not callable(f):
-        raise LayoutError(f"shard_map takes a function of local tensors, found {type(f).__name__}.")
+        raise TypeError(f"shard_map: f must be a function of local tensors; got {type(f).__name__}.")
     mapped = mesh.axis_names if axes is None else mesh.check_axes(axes, "shard_map(axes=)")
     name = getattr(f, "__name__", type(f).__name__)
     checked = check if check is not None else mesh.runtime == "virtual"
@@ -108,111 +106,43 @@ def _refuse_mapped_again(name: str, mesh: Mesh, mapped: tuple[str, ...]) -> None
 def _call(f: Callable[..., PyTree], recipes: Recipes, recipe: ArgumentRecipe, leaves: list[Any], mesh: Mesh) -> PyTree:
     """Shard the arguments, run f on every device, and assemble the results."""
     site = call_site()
-    given = [_tensors(leaves[entry.place]) for entry in recipe.entries]
+    given = [_tensors(leaves[entry.index]) for entry in recipe.entries]
     versions = [[x._version for x in xs] for xs in given]
     followed = transformed() or recorded(tuple([x for xs in given for x in xs]))
-    columns = [_column(leaves[entry.place], entry, cut=not followed) for entry in recipe.entries]  # (2)
+    columns = recipe.shards(leaves, site, recorded=followed)  # (2)
     outputs = _Outputs(recipes, mesh, site)
-    joins = recipe.work and followed
 
     def program(device: int, xs: Tensors) -> Tensors:
-        entered = tuple(
-            [
-                entry.enter(x, site, cut=not followed) if entry.work else x
-                for x, entry in zip(xs, recipe.entries, strict=True)
-            ]
-        )
-        token: Tensors = ()
-        if joins:
-            *joined, last = apply(Join(), entered)
-            entered, token = tuple(joined), (last,)
-        return outputs.take(device, on_shards(entered)) + token
+        if recipes.checked:
+            xs = tuple([entry.checked(x, site) for x, entry in zip(xs, recipe.entries, strict=True)])
+        return outputs.take(device, on_shards(xs))
 
     def on_shards(xs: Tensors) -> PyTree:
         own = list(leaves)
         for x, entry in zip(xs, recipe.entries, strict=True):
-            own[entry.place] = x
+            own[entry.index] = x
         return recipe.call(f, own)
 
     audit = Audit(recipes, recipe, on_shards, site) if recipes.checked and recipe.entries else None
     shards = run_mapped(mesh, program, columns, mapped=recipes.mapped, checked=recipes.checked, audit=audit)
-    if joins:
-        shards.pop()
-    if [[x._version for x in xs] for xs in given] != versions:
-        _refuse_changed(recipes.name, recipe, given, versions)
-    return outputs.assemble(shards)  # (7)
-
-
-@dataclass(frozen=True)
-class Join(LinearMap):
-    """The identity on all arguments, plus a zero that is a hidden result of every device.
-
-    Sharding the arguments may have collectives in its backward. This node makes them run together on every device,
-    whichever arguments it used. `depth` counts the leading dims of vmaps.
-    """
-
-    depth: int = 0
-
-    def run(self, xs: Tensors) -> Tensors:
-        return *xs, torch.zeros(xs[0].shape[: self.depth])
-
-    def transposed(self) -> LinearMap:
-        return Part(self.depth)
-
-    def batched(self) -> LinearMap:
-        return Join(self.depth + 1)
-
-
-@dataclass(frozen=True)
-class Part(LinearMap):
-    """The transpose of `Join`: let the zero go."""
-
-    depth: int = 0
-
-    def run(self, xs: Tensors) -> Tensors:
-        return xs[:-1]
-
-    def transposed(self) -> LinearMap:
-        return Join(self.depth)
-
-    def batched(self) -> LinearMap:
-        return Part(self.depth + 1)
-
-
-def _column(value: Tensor | Sharded, entry: Transfer, *, cut: bool) -> Tensors:
-    """Return the shards of one argument on the devices held here; with `cut`, slice plain tensors right away."""
-    if not isinstance(value, Sharded):
-        if cut and entry.slices is not None:
-            x = in_memory(value, entry.layout.mesh, "device")
-            return tuple([x[slices] for slices in entry.slices])
-        return on_all(value, entry.layout)
-    shards = value.shards
-    if len(shards) != 1 or getattr(shards[0], "shape", None) != entry.shard_shape:
-        value.check()
-    if value.layout.memory == "device":
-        return shards
-    return tuple(in_memory(shard, value.mesh, "device") for shard in value.shards)
-
-
-def _tensors(value: Tensor | Sharded) -> list[Tensor]:
-    """Return the tensors that f must not change, as far as torch counts changes."""
-    if not isinstance(value, Sharded):
-        return [] if value.is_inference() else [value]
-    if not all(isinstance(x, Tensor) for x in value.shards):  # pyright: ignore[reportUnnecessaryIsInstance]
-        value.check()
-    return [x for x in value.shards if not x.is_inference()]
-
-
-def _refuse_changed(name: str, recipe: ArgumentRecipe, given: list[list[Tensor]], versions: list[list[int]]) -> None:
     changed = [
         entry.path
         for entry, xs, before in zip(recipe.entries, given, versions, strict=True)
         if [x._version for x in xs] != before
     ]
-    raise LayoutError(
-        f"{name} changed its argument {', '.join(changed)} in place. Arguments belong to the caller, and all devices get "
-        "the same plain tensor. Work on a copy: x = x.clone()."
-    )
+    if changed:
+        raise ValueError(
+            f"{recipes.name} changed its argument {', '.join(changed)} in place. Arguments belong to the caller, and all "
+            "devices get the same plain tensor. Work on a copy: x = x.clone()."
+        )
+    return outputs.assemble(shards)  # (7)
+
+
+def _tensors(value: Tensor | Sharded) -> list[Tensor]:
+    """Return the tensors that f must not change, as far as torch counts changes."""
+    if isinstance(value, Sharded):
+        value.check()
+    return [x for x in (value.shards if isinstance(value, Sharded) else (value,)) if not x.is_inference()]
 
 
 def _same(x: Any, y: Any) -> bool:
@@ -223,24 +153,27 @@ def _same(x: Any, y: Any) -> bool:
 
 
 class _Outputs:
-    """The results of the devices: tensors travel as shards, all else has to be the same everywhere."""
+    """The results of the devices: tensors travel as shards, all else must be the same everywhere."""
 
     def __init__(self, recipes: Recipes, mesh: Mesh, site: Site) -> None:
         self.site = site
         self.recipes = recipes
         self.mesh = mesh
+        self.compares = recipes.checked and is_outside(mesh) and not transformed()
+        """True if values are compared by the caller, which has all of them: without another collective."""
         self.taken: dict[int, tuple[ResultRecipe, Structure, list[Any]]] = {}
 
     def take(self, device: int, result: PyTree) -> Tensors:
         """Take one device's result apart."""
         recipe, structure, leaves = self.recipes.of_results(self.mesh, result)
-        tensors = tuple(leaves[entry.place] for entry in recipe.entries)
+        tensors = tuple([leaves[entry.index] for entry in recipe.entries])
         if self.mesh.runtime == "abstract":
             tensors = tuple(map(without_values, tensors))
-        if recipe.work:
-            tensors = tuple(entry.hold(x, self.site) for x, entry in zip(tensors, recipe.entries, strict=True))
+        if self.recipes.checked:
+            pairs = zip(tensors, recipe.entries, strict=True)
+            tensors = tuple([entry.checked(x, self.site, value=not self.compares) for x, entry in pairs])
         for entry in recipe.entries:
-            leaves[entry.place] = None
+            leaves[entry.index] = None
         self.taken[device] = recipe, structure, leaves
         return tensors
 
@@ -251,16 +184,18 @@ class _Outputs:
             if other != structure or not all(map(_same, values, leaves)):
                 raise MismatchError(
                     f"shard_map of {self.recipes.name}: devices {first} and {device} return different trees or values: "
-                    f"{leaves} in {structure}, and {values} in {other}. What is no tensor has to be the same."
+                    f"{leaves} in {structure}, and {values} in {other}. What is no tensor must be the same."
                 )
         may_differ = recipe.uneven or len(self.taken) > 1
         for entry, own in zip(recipe.entries, shards, strict=True):
             if may_differ:
                 self._check_shards(own, entry)
-            leaves[entry.place] = Sharded(entry.shape, entry.layout, own)
+            if self.compares and entry.equal:
+                compare_shards(self.mesh, entry.equal, own, self.site, entry.value)
+            leaves[entry.index] = Sharded(entry.shape, entry.layout, own)
         return unflatten(structure, leaves)
 
-    def _check_shards(self, own: Tensors, entry: Transfer) -> None:
+    def _check_shards(self, own: Tensors, entry: PlannedTensor) -> None:
         """Raise unless the devices' shards have one dtype and form one global shape."""
         if len({x.dtype for x in own}) > 1:
             raise LayoutError(

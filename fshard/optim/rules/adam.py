@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from fshard.optim.contract import Optimizer, at_least, below, pair, refuse
-from fshard.optim.rules import lists
-from fshard.optim.rules.cells import Cells, each_kind, fused_or, step_tensors
-from fshard.optim.rules.rule import writer
+from fshard.optim.arguments import validate, within
+from fshard.optim.contract import Optimizer
+from fshard.optim.rules import foreach
+from fshard.optim.rules.rule import optimizer_of_rule
+from fshard.optim.rules.shard_lists import ShardLists, each_kind, fused_or, step_tensors
 from fshard.optim.schedules import Rate
 
 
@@ -33,7 +34,7 @@ def adam(
     decoupled_weight_decay: bool = False,
     fused: bool | None = None,
 ) -> Optimizer:
-    """Make Adam.
+    """Make Adam: p = p - lr m / (sqrt(v) + eps), with m and v the unbiased means of g and g^2.
 
     Args:
         lr: learning rate, or a schedule.
@@ -51,32 +52,37 @@ def adam(
     >>> params, sorted(state)
     ([tensor([0.5000])], ['count', 'exp_avg', 'exp_avg_sq', 'step'])
     """
-    sizes = at_least(0, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    refuse("adamw" if decoupled_weight_decay else "adam", pair(betas=betas), sizes, below(1, betas=betas))
-    kernel = lists.fused_adamw_ if decoupled_weight_decay else lists.fused_adam_
+    validate(
+        "adamw" if decoupled_weight_decay else "adam",
+        within("[0, inf)", lr=lr, eps=eps, weight_decay=weight_decay),
+        within("[0, 1)", pair=True, betas=betas),
+    )
+    kernel = foreach.fused_adamw_ if decoupled_weight_decay else foreach.fused_adam_
     names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
 
-    def rule(cells: Cells, lr: float) -> None:
-        p, m, v = cells.params, cells.state["exp_avg"], cells.state["exp_avg_sq"]
-        g = lists.neg(cells.grads) if maximize else cells.grads
+    def rule(shards: ShardLists, lr: float) -> None:
+        p, m, v = shards.params, shards.state["exp_avg"], shards.state["exp_avg_sq"]
+        g = foreach.neg(shards.grads) if maximize else shards.grads
         if weight_decay and decoupled_weight_decay:
-            lists.mul_(p, 1 - lr * weight_decay)
+            foreach.mul_(p, 1 - lr * weight_decay)
         elif weight_decay:
-            g = lists.add_multiple(g, p, weight_decay)
+            g = foreach.add_multiple(g, p, weight_decay)
         moments(m, v, g, betas)
         if amsgrad:
-            lists.maximum_(cells.state["max_exp_avg_sq"], v)
-            v = cells.state["max_exp_avg_sq"]
-        sizes = [(lr / (1 - betas[0] ** t)) * -1 for t in cells.steps]
-        lists.addcdiv_(p, m, denominators(v, cells.steps, betas[1], eps), sizes)
+            foreach.maximum_(shards.state["max_exp_avg_sq"], v)
+            v = shards.state["max_exp_avg_sq"]
+        sizes = [(lr / (1 - betas[0] ** t)) * -1 for t in shards.steps]
+        foreach.addcdiv_(p, m, denominators(v, shards.steps, betas[1], eps), sizes)
 
-    def fused_rule(cells: Cells, lr: float) -> None:
-        m, v, largest = (cells.state.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+    def fused_rule(shards: ShardLists, lr: float) -> None:
+        m, v, largest = (shards.state.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
         numbers = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": eps}
         flags = {"amsgrad": amsgrad, "maximize": maximize}
-        kernel(cells.params, cells.grads, m, v, largest, step_tensors(cells), **numbers, **flags)
+        kernel(shards.params, shards.grads, m, v, largest, step_tensors(shards), **numbers, **flags)
 
-    return writer(lr, dict.fromkeys(names, torch.zeros_like), each_kind(rule), fast=fused_or(fused_rule, rule, fused))
+    return optimizer_of_rule(
+        lr, dict.fromkeys(names, torch.zeros_like), each_kind(rule), fast=fused_or(fused_rule, rule, fused)
+    )
 
 
 def adamw(
@@ -89,7 +95,7 @@ def adamw(
     maximize: bool = False,
     fused: bool | None = None,
 ) -> Optimizer:
-    """Make AdamW: Adam whose weight decay does not pass through the means.  Arguments as in `adam`.
+    """Make AdamW: p = p - lr weight_decay p before the step of Adam. Arguments as in `adam`.
 
     >>> import torch
     >>> opt = adamw(0.5, weight_decay=0.2)
@@ -102,14 +108,14 @@ def adamw(
 
 def moments(m: list[torch.Tensor], v: list[torch.Tensor], g: Any, betas: tuple[float, float]) -> None:
     """Move the means of the gradient and of its square."""
-    lists.lerp_(m, g, 1 - betas[0])
-    lists.mul_(v, betas[1])
-    lists.addcmul_(v, g, g, 1 - betas[1])
+    foreach.lerp_(m, g, 1 - betas[0])
+    foreach.mul_(v, betas[1])
+    foreach.addcmul_(v, g, g, 1 - betas[1])
 
 
 def denominators(v: list[torch.Tensor], steps: list[float], beta: float, eps: float) -> Any:
     """Return the roots of the mean squares, without the bias of their start, plus eps."""
-    roots = lists.sqrt(v)
-    lists.div_(roots, [(1 - beta**t) ** 0.5 for t in steps])
-    lists.add_(roots, eps)
+    roots = foreach.sqrt(v)
+    foreach.div_(roots, [(1 - beta**t) ** 0.5 for t in steps])
+    foreach.add_(roots, eps)
     return roots

@@ -15,19 +15,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fshard.optim.contract import Optimizer, at_least, below, pair, refuse
-from fshard.optim.norms import Places, check_summable, in_digits, squares, sum_of, sum_over_mesh
-from fshard.optim.rules import lists
+from fshard.optim.arguments import validate, within
+from fshard.optim.contract import Optimizer
+from fshard.optim.norms import Places, check_summable, shows_all_bits, squares, sum_of, sum_over_mesh
+from fshard.optim.rules import foreach
 from fshard.optim.rules.adam import denominators, moments
-from fshard.optim.rules.cells import Cells
-from fshard.optim.rules.rule import writer
+from fshard.optim.rules.rule import optimizer_of_rule
+from fshard.optim.rules.shard_lists import ShardLists
 from fshard.optim.schedules import Rate
 
 
 def lamb(
     lr: Rate = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.0
 ) -> Optimizer:
-    """Make LAMB, for parameters in any layout.
+    """Make LAMB: p = p - lr |p| / |u| u, where u is Adam's direction; for parameters in any layout.
 
     Communicates a `psum` of 16 bytes a leaf (1712 if one is of float64) over the axes that shard any leaf.
 
@@ -42,50 +43,51 @@ def lamb(
     >>> opt.update([torch.tensor([9.0, 9.0])], opt.init([torch.tensor([3.0, 4.0])]), [torch.tensor([3.0, 4.0])])[0]
     [tensor([-1.7678, -1.7678])]
     """
-    sizes = at_least(0, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    refuse("lamb", pair(betas=betas), sizes, below(1, betas=betas))
+    decays = within("[0, 1)", pair=True, betas=betas)
+    validate("lamb", within("[0, inf)", lr=lr, eps=eps, weight_decay=weight_decay), decays)
 
-    def rule(cells: Cells, lr: float) -> None:
+    def rule(shards: ShardLists, lr: float) -> None:
         found: dict[int, Tensor] = {}
-        for kind in cells.kinds():
+        for kind in shards.by_kind():
             found |= zip(map(id, kind.params), _directions(kind.real(), betas, eps, weight_decay), strict=True)
-        directions = [found[id(param)] for param in cells.params]
-        for param, direction, ratio in zip(cells.params, directions, _ratios(cells, directions), strict=True):
+        directions = [found[id(param)] for param in shards.params]
+        for param, direction, ratio in zip(shards.params, directions, _ratios(shards, directions), strict=True):
             real = torch.view_as_real(param) if param.is_complex() else param
             real.sub_(direction * (lr * ratio).to(direction.device, direction.dtype))
 
     slots = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
-    return writer(lr, slots, rule, check=partial(check_summable, "lamb"), elementwise=False)
+    return optimizer_of_rule(lr, slots, rule, check=partial(check_summable, "lamb"), elementwise=False)
 
 
-def _directions(cells: Cells, betas: tuple[float, float], eps: float, weight_decay: float) -> tuple[Tensor, ...]:
-    m, v = cells.state["exp_avg"], cells.state["exp_avg_sq"]
-    moments(m, v, cells.grads, betas)
-    directions = lists.div(m, [1 - betas[0] ** t for t in cells.steps])
-    lists.div_(directions, denominators(v, cells.steps, betas[1], eps))
+def _directions(shards: ShardLists, betas: tuple[float, float], eps: float, weight_decay: float) -> tuple[Tensor, ...]:
+    m, v = shards.state["exp_avg"], shards.state["exp_avg_sq"]
+    moments(m, v, shards.grads, betas)
+    directions = foreach.div(m, [1 - betas[0] ** t for t in shards.steps])
+    foreach.div_(directions, denominators(v, shards.steps, betas[1], eps))
     if weight_decay:
-        lists.add_multiple_(directions, cells.params, weight_decay)
+        foreach.add_multiple_(directions, shards.params, weight_decay)
     return directions
 
 
-def _ratios(cells: Cells, directions: list[Tensor]) -> list[Tensor]:
-    """Return for each cell the ratio of the norms of its leaf and of its leaf's direction; 1 where one is 0."""
-    near, leaves = cells.params[0].device, {id(leaf): leaf for leaf in cells.owners}
+def _ratios(shards: ShardLists, directions: list[Tensor]) -> list[Tensor]:
+    """Return for each shard the ratio of the norms of its leaf and of its leaf's direction; 1 where one is 0."""
+    leaves = {id(leaf): leaf for leaf in shards.leaves}
     numbers = {leaf: number for number, leaf in enumerate(leaves)}
-    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in numbers]  # of each leaf, for each of its shards
-    digits = in_digits(cells.owners)
-    found_in = (squares(shards, near, digits=digits) for shards in (cells.params, directions))
-    for leaf, *both in zip(cells.owners, *found_in, strict=True):
-        found[numbers[id(leaf)]].append((both[0], both[1]))
+    leaf_of = [numbers[id(leaf)] for leaf in shards.leaves]
+    own = [list[int]() for _ in leaves]  # the indices of each leaf's shards
+    for i, number in enumerate(leaf_of):
+        own[number].append(i)
+    near, precision = shards.params[0].device, "exact" if shows_all_bits(shards.leaves) else "float64"
+    each = torch.stack([squares(xs, near, precision) for xs in (shards.params, directions)], 1)  # (shards, 2, columns)
 
     def row(places: Places) -> Tensor:
-        here = dict(places)
-        none = (squares([], near, digits=digits)[0],) * 2
-        own = [found[number][here[number]] if number in here else none for number in range(len(found))]
-        return torch.cat([sums for column in zip(*own, strict=True) for sums in column])
+        sums = each.new_zeros(len(leaves), *each.shape[1:])
+        for number, i in places:
+            sums[number] = each[own[number][i]]
+        return sums.reshape(-1)
 
-    sums = sum_over_mesh([*leaves.values()], row)
-    of_params, of_directions = sum_of(sums.reshape(2, len(numbers), -1)).sqrt()  # (2, leaves)
+    sums = sum_over_mesh([*leaves.values()], row)().reshape(len(leaves), 2, -1)
+    of_params, of_directions = sum_of(sums).sqrt().unbind(1)
     usable = (of_params > 0) & (of_directions > 0)
     ratios = torch.where(usable, of_params / of_directions, torch.ones_like(of_params))
-    return [ratios[numbers[id(leaf)]] for leaf in cells.owners]
+    return [ratios[number] for number in leaf_of]

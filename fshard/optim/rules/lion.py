@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import torch
 
-from fshard.optim.contract import Optimizer, at_least, below, pair, refuse
-from fshard.optim.rules import lists
-from fshard.optim.rules.cells import Cells, each_kind
-from fshard.optim.rules.rule import writer
+from fshard.optim.arguments import validate, within
+from fshard.optim.contract import Optimizer
+from fshard.optim.rules import foreach
+from fshard.optim.rules.rule import optimizer_of_rule
+from fshard.optim.rules.shard_lists import ShardLists, each_kind
 from fshard.optim.schedules import Rate
 
 
 def lion(lr: Rate = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> Optimizer:
-    """Make Lion.
+    """Make Lion: p = p - lr sign((1 - beta1) g + beta1 m), then m = beta2 m + (1 - beta2) g.
 
     Args:
         lr: step size of every element, or a schedule.
@@ -30,16 +31,16 @@ def lion(lr: Rate = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay
     >>> opt.update([torch.tensor([4.0, -0.1, 0.0])], opt.init([torch.ones(3)]), [torch.ones(3)])[0]
     [tensor([-0.5000,  0.5000,  0.0000])]
     """
-    sizes = at_least(0, lr=lr, betas=betas, weight_decay=weight_decay)
-    refuse("lion", pair(betas=betas), sizes, below(1, betas=betas))
+    decays = within("[0, 1)", pair=True, betas=betas)
+    validate("lion", within("[0, inf)", lr=lr, weight_decay=weight_decay), decays)
 
-    def rule(cells: Cells, lr: float) -> None:
-        m = cells.state["exp_avg"]
+    def rule(shards: ShardLists, lr: float) -> None:
+        m = shards.state["exp_avg"]
         if weight_decay:
-            lists.mul_(cells.params, 1 - lr * weight_decay)
-        moves = lists.lerp(m, cells.grads, 1 - betas[0])
-        lists.sign_(moves)
-        lists.add_multiple_(cells.params, moves, -lr)
-        lists.lerp_(m, cells.grads, 1 - betas[1])
+            foreach.mul_(shards.params, 1 - lr * weight_decay)
+        moves = foreach.lerp(m, shards.grads, 1 - betas[0])
+        foreach.sign_(moves)
+        foreach.add_multiple_(shards.params, moves, -lr)
+        foreach.lerp_(m, shards.grads, 1 - betas[1])
 
-    return writer(lr, {"exp_avg": torch.zeros_like}, each_kind(rule))
+    return optimizer_of_rule(lr, {"exp_avg": torch.zeros_like}, each_kind(rule))

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from fshard.optim.contract import Optimizer, at_least, finite, refuse
-from fshard.optim.rules import lists
-from fshard.optim.rules.cells import Cells, each_kind, fused_or
-from fshard.optim.rules.rule import writer
+from fshard.optim.arguments import validate, within
+from fshard.optim.contract import Optimizer
+from fshard.optim.rules import foreach
+from fshard.optim.rules.rule import optimizer_of_rule
+from fshard.optim.rules.shard_lists import ShardLists, each_kind, fused_or
 from fshard.optim.schedules import Rate
 
 
@@ -30,7 +31,7 @@ def sgd(
     maximize: bool = False,
     fused: bool | None = None,
 ) -> Optimizer:
-    """Make gradient descent, with or without momentum.
+    """Make gradient descent: b = momentum b + (1 - dampening) g, p = p - lr b.
 
     Args:
         lr: learning rate, or a schedule.
@@ -49,33 +50,37 @@ def sgd(
     >>> params, state["momentum_buffer"]
     ([tensor([1.5000])], [tensor([3.])])
     """
-    sizes = at_least(0, lr=lr, momentum=momentum, weight_decay=weight_decay)
-    unfit = f"nesterov needs momentum and no dampening; found momentum={momentum}, dampening={dampening}"
-    refuse("sgd", sizes, finite(dampening=dampening), [unfit] * (nesterov and not (momentum and not dampening)))
+    unfit = f"nesterov needs momentum and no dampening; got momentum={momentum}, dampening={dampening}"
+    validate(
+        "sgd",
+        within("[0, inf)", lr=lr, momentum=momentum, weight_decay=weight_decay),
+        within("(-inf, inf)", dampening=dampening),
+        [unfit] * (nesterov and not (momentum and not dampening)),
+    )
 
-    def rule(cells: Cells, lr: float) -> None:
-        g: Any = lists.neg(cells.grads) if maximize else cells.grads
+    def rule(shards: ShardLists, lr: float) -> None:
+        g: Any = foreach.neg(shards.grads) if maximize else shards.grads
         if weight_decay:
-            g = lists.add_multiple(g, cells.params, weight_decay)
+            g = foreach.add_multiple(g, shards.params, weight_decay)
         if momentum:
-            b = cells.state["momentum_buffer"]
-            lists.mul_(b, momentum)
-            lists.add_multiple_(b, g, 1 - dampening)
-            for buffer, grad, t in zip(b, g, cells.steps, strict=True):
+            b = shards.state["momentum_buffer"]
+            foreach.mul_(b, momentum)
+            foreach.add_multiple_(b, g, 1 - dampening)
+            for buffer, grad, t in zip(b, g, shards.steps, strict=True):
                 if t == 1:
                     buffer.copy_(grad)
-            g = lists.add_multiple(g, b, momentum) if nesterov else b
-        lists.add_multiple_(cells.params, g, -lr)
+            g = foreach.add_multiple(g, b, momentum) if nesterov else b
+        foreach.add_multiple_(shards.params, g, -lr)
 
-    def fused_rule(cells: Cells, lr: float) -> None:
+    def fused_rule(shards: ShardLists, lr: float) -> None:
         numbers = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         for is_first in (True, False):  # the kernel makes the first step of all its tensors, or of none
-            some = cells.only([place for place, t in enumerate(cells.steps) if (t == 1) is is_first])
+            some = shards.only([i for i, t in enumerate(shards.steps) if (t == 1) is is_first])
             if some.params:
                 buffers = some.state.get("momentum_buffer", [])
                 flags = {"nesterov": nesterov, "maximize": maximize, "is_first_step": bool(momentum) and is_first}
-                lists.fused_sgd_(some.params, some.grads, buffers, **numbers, **flags)
+                foreach.fused_sgd_(some.params, some.grads, buffers, **numbers, **flags)
 
     slots = {"momentum_buffer": torch.zeros_like} if momentum else {}
     by_kind = each_kind(rule, complex_as_real=False)  # torch adds complex numbers here
-    return writer(lr, slots, by_kind, fast=fused_or(fused_rule, rule, fused))
+    return optimizer_of_rule(lr, slots, by_kind, fast=fused_or(fused_rule, rule, fused))

@@ -17,17 +17,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fshard.optim.contract import Optimizer, at_least, refuse
-from fshard.optim.leaves import check_unsharded, refuse_complex
-from fshard.optim.rules.cells import Cells
-from fshard.optim.rules.rule import writer
+from fshard.optim.arguments import validate, within
+from fshard.optim.contract import Optimizer
+from fshard.optim.leaves import Leaves, check_unsharded, complex_is_unsupported
+from fshard.optim.rules.rule import optimizer_of_rule
+from fshard.optim.rules.shard_lists import ShardLists
 from fshard.optim.schedules import Rate
 
 
 def shampoo(
     lr: Rate = 1e-1, momentum: float = 0.0, weight_decay: float = 0.0, eps: float = 1e-4, *, longest: int = 2048
 ) -> Optimizer:
-    """Make Shampoo. Parameters must be unsharded on their devices.
+    """Make Shampoo: p = p - lr l^(-1/4) g r^(-1/4), for parameters that are unsharded on their devices.
 
     Args:
         lr: learning rate, or a schedule.
@@ -42,21 +43,29 @@ def shampoo(
     >>> opt.update([grad], opt.init([torch.zeros(2, 2)]), [torch.zeros(2, 2)])[0][0].diagonal()
     tensor([-1., -1.])
     """
-    refuse("shampoo", at_least(0, lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps))
+    validate(
+        "shampoo",
+        within("[0, inf)", lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps),
+        within("[0, inf)", integer=True, longest=longest),
+    )
 
-    def rule(cells: Cells, lr: float) -> None:
-        columns = (cells.state[name] for name in ("left", "right", "momentum_buffer"))
-        for p, g, *own in zip(cells.params, cells.grads, *columns, strict=True):
+    def rule(shards: ShardLists, lr: float) -> None:
+        columns = (shards.state[name] for name in ("left", "right", "momentum_buffer"))
+        for p, g, left, right, b in zip(shards.params, shards.grads, *columns, strict=True):
             if p.numel():
-                move = _momentum(_direction(_matrix(g), own[0], own[1]).reshape(p.shape), own[2], momentum)
-                p.mul_(1 - lr * weight_decay).sub_(move, alpha=lr)
+                u = _direction(_matrix(g), left, right).reshape(p.shape)
+                b.mul_(momentum).add_(u)
+                p.mul_(1 - lr * weight_decay).sub_(b, alpha=lr)
+
+    def check(at: Leaves) -> None:
+        check_unsharded("shampoo", at, complex_is_unsupported)
 
     slots = {
         "left": _preconditioner(0, eps, longest),
         "right": _preconditioner(1, eps, longest),
         "momentum_buffer": torch.zeros_like,
     }
-    return writer(lr, slots, rule, check=check_unsharded("shampoo", refuse=refuse_complex), elementwise=False)
+    return optimizer_of_rule(lr, slots, rule, check=check, elementwise=False)
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -94,7 +103,3 @@ def _power(x: Tensor, power: float) -> Tensor:
     seen = values > values.amax() * torch.finfo(x.dtype).eps
     powers = torch.where(seen, values, torch.ones_like(values)).pow(power) * seen
     return ((vectors * powers) @ vectors.T).to(x.dtype)
-
-
-def _momentum(u: Tensor, buffer: Tensor, momentum: float) -> Tensor:
-    return buffer.mul_(momentum).add_(u)

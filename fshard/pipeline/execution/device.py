@@ -1,6 +1,6 @@
 """The interpreter: every device runs the actions of its row of a schedule.
 
-    F   receive the stage's inputs, call the stage, send its results
+    F   receive the stage's inputs, call the stage, send its outputs
     B   receive their gradients, run the backward of F, send the gradients of the inputs
     I   the gradients of the inputs only;   W   the rest: the gradients of the weights
 
@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fshard.errors import LayoutError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.spmd.scope import Group
-from fshard.pipeline.execution.halves import halves, run_backward
-from fshard.pipeline.execution.leaves import StageValue, left
-from fshard.pipeline.execution.post import Mail, MessageForm, Post, Route, Wire, WireTurn
-from fshard.pipeline.execution.saved import Saved
-from fshard.pipeline.schedule.schedule import Action, Kind
-from fshard.pipeline.schedule.trace import clock_of
+from fshard.pipeline.execution.leaves import StageValue, as_output
+from fshard.pipeline.execution.mailbox import Forms, Mailbox
+from fshard.pipeline.execution.route import Message, Route, RoutedAction, Wire
+from fshard.pipeline.execution.saved_tensors import SavedActivations
+from fshard.pipeline.execution.split_backward import Gradients, run_backward, split_backward
+from fshard.pipeline.schedule.actions import Action, Kind
+from fshard.pipeline.schedule.trace import recorder_of
 from fshard.source import Site
 
 
@@ -37,7 +37,7 @@ class StageWork(Protocol):
 
     `begin` returns the input of the first stage, `call` runs a stage; `end` computes the loss from the last stage's
     result, and `start` returns its gradient. Gradients of weights are read at `edges` and passed to `add`, unless
-    `may_accumulate` states that autograd may add to their `.grad` in place. `outcome` is what all devices receive at the end.
+    `may_accumulate` states that autograd may add to their `.grad` in place. `outcome` is broadcast to all devices at the end.
     """
 
     def begin(self, microbatch: int) -> PyTree: ...
@@ -53,19 +53,19 @@ class StageWork(Protocol):
     def outcome(self) -> PyTree: ...
 
 
-class Record(NamedTuple):
+class ForwardRecord(NamedTuple):
     """The record of a forward for its backward: the edges where gradients enter and leave, and the saved tensors."""
 
     outputs: list[GradientEdge]
     inputs: list[list[GradientEdge]]
-    saved: Saved | None
+    saved: SavedActivations | None
 
 
 class StageDevice:
     """One device in one step: it runs its `work` along the `route`.
 
-    `kinds`: a key per microbatch that determines the shapes of messages. `known`: the message forms known to both
-    ends; None: every message is described. With `backward` forwards are recorded; with `has_outcome` all devices receive the
+    `keys`: a key per microbatch that determines the shapes of messages. `forms`: the message forms known to both ends;
+    None: every message has a header. With `backward` forwards are recorded; with `has_outcome` all devices receive the
     outcome.
     """
 
@@ -76,8 +76,8 @@ class StageDevice:
         group: Group,
         device: torch.device,
         site: Site,
-        kinds: Sequence[Hashable],
-        known: dict[Any, MessageForm] | None,
+        keys: Sequence[Hashable],
+        forms: Forms | None,
         *,
         backward: bool,
         has_outcome: bool,
@@ -85,143 +85,147 @@ class StageDevice:
         self.route, self.work, self.index, self.backward = route, work, group.index, backward
         self.others = [other for other in range(group.size) if other != group.index]
         self.last, self.has_outcome = route.placement[-1], has_outcome
-        expected = {**route.expected[group.index]}
+        receives = {**route.receives[group.index]}
         if has_outcome and group.index != self.last:
-            expected[self.last] = [*expected[self.last], _OUTCOME]
-
-        def kind(mail: Mail) -> Any:  # no reference to the device: a cycle would keep the step's tensors alive
-            """Return a key that determines the shapes of messages."""
-            return mail.kind, mail.wire, tuple(kinds) if mail == _OUTCOME else kinds[mail.microbatch]
-
-        self.post = Post[Mail](group, site, device, expected, kind, known)
-        self.clock = clock_of(group.device)
-        self.here: dict[Mail, Any] = {}
-        self.records: dict[tuple[int, int], Record] = {}
-        self.later: dict[tuple[int, int], Callable[[], list[Tensor | None] | None]] = {}
+            receives[self.last] = [*receives[self.last], _OUTCOME]
+        self.mailbox = Mailbox(group, site, device, receives, keys, forms)
+        self.recorder = recorder_of(group.device)
+        self.local: dict[Message, Any] = {}  # messages between stages of this device
+        self.records: dict[tuple[int, int], ForwardRecord] = {}
+        self.weight_backwards: dict[tuple[int, int], Callable[[], Gradients | None]] = {}
 
     def run(self) -> PyTree:
         """Run the row; return the outcome, if it is broadcast."""
-        does = {Kind.F: self._forward, Kind.B: self._both, Kind.I: self._inputs, Kind.W: self._weights}
-        units = {Kind.GATHER: self.work.gather, Kind.FREE: self.work.free, Kind.REDUCE: self.work.reduce}
-        for turn in self.route.turns[self.index]:
-            began, action = perf_counter(), turn.action
+        compute = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._backward_input,
+            Kind.W: self._backward_weight,
+        }
+        units = {Kind.UNSHARD: self.work.gather, Kind.RESHARD: self.work.free, Kind.REDUCE: self.work.reduce}
+        for routed in self.route.actions[self.index]:  # (3)
+            began, action = perf_counter(), routed.action
             try:
                 if action.microbatch is None:
                     units[action.kind](action.stage)
                 else:
-                    does[action.kind](turn, action.stage, action.microbatch)
+                    compute[action.kind](routed, action.stage, action.microbatch)
             except Exception as error:
                 at = "" if action.microbatch is None else f", microbatch {action.microbatch}"
                 error.add_note(f"in {action} of the schedule: stage {action.stage}{at}")
                 raise
-            if self.clock is not None:
-                self.clock.did(action, began)
-        return self._share_outcome() if self.has_outcome else None
+            if self.recorder is not None:
+                self.recorder.record_action(action, began)
+        return self._broadcast_outcome() if self.has_outcome else None
 
     # -- the actions of a row -----------------------------------------------------------------------------------
 
-    def _forward(self, turn: WireTurn, stage: int, microbatch: int) -> None:
-        values = [StageValue(*self._take(mail, source)) for mail, source in turn.takes]
+    def _forward(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
+        values = [StageValue(*self._receive(message, source)) for message, source in routed.inputs]  # (4)
         if stage == 0:
             values.append(StageValue(self.work.begin(microbatch), ()).copied())
-        saved = Saved() if (stage, microbatch) in self.route.split else None
+        saved = SavedActivations() if (stage, microbatch) in self.route.split else None
         with torch.set_grad_enabled(self.backward):
-            entered = [value.entered() for value in values]
+            inputs = [value.as_input() for value in values]
             values.clear()
-            named = zip(turn.takes[1:], entered[1:], strict=True)
-            skips = {mail.wire.name or "": tree for (mail, _), (tree, _) in named}
-            with nullcontext() if saved is None else saved.watching():
-                y = self.work.call(stage, microbatch, entered[0][0], skips)
-            made = [left(tree) for tree in self._results(turn, stage, microbatch, y)]
-        for (mail, to), (value, _) in zip(turn.sends, made, strict=False):  # no device receives the loss
-            self._give(mail, to, value)
-        if self.backward:
-            outputs = [edge for _, edges in made for edge in edges]
-            self.records[stage, microbatch] = Record(outputs, [edges for _, edges in entered], saved)
+            named = zip(routed.inputs[1:], inputs[1:], strict=True)
+            skips = {message.wire.name or "": tree for (message, _), (tree, _) in named}
+            with nullcontext() if saved is None else saved.recording():
+                y = self.work.call(stage, microbatch, inputs[0][0], skips)  # (5)
+            outputs = [as_output(tree) for tree in self._outputs(routed, stage, microbatch, y)]
+        for (message, to), (value, _) in zip(routed.outputs, outputs, strict=False):  # no device receives the loss
+            self._send(message, to, value)
+        if self.backward:  # (6)
+            edges = [edge for _, own in outputs for edge in own]
+            self.records[stage, microbatch] = ForwardRecord(edges, [own for _, own in inputs], saved)
 
-    def _results(self, turn: WireTurn, stage: int, microbatch: int, y: PyTree) -> list[PyTree]:
+    def _outputs(self, routed: RoutedAction, stage: int, microbatch: int, y: PyTree) -> list[PyTree]:
         """Return the outputs of a stage, in the order of sending; of the last stage, the loss."""
-        names = self.route.names[stage]
+        names = self.route.skips[stage]
         skips: dict[str, PyTree] = {}
         if names:
             if not isinstance(y, tuple) or len(y) != 2 or not isinstance(y[1], dict) or y[1].keys() != names:
                 wanted = ", ".join(f"{name!r}: ..." for name in sorted(names))
-                raise LayoutError(f"pipelined: stage {stage} has skips, so it has to return (y, {{{wanted}}}).")
+                raise ValueError(
+                    f"stage {stage} must return (y, {{{wanted}}}), since it has skips; got {type(y).__name__}."
+                )
             y, skips = y
-        if turn.sends:
-            return [y if (name := mail.wire.name) is None else skips[name] for mail, _ in turn.sends]
+        if routed.outputs:
+            return [y if (name := message.wire.name) is None else skips[name] for message, _ in routed.outputs]
         loss = self.work.end(microbatch, y)
         return [] if loss is None else [loss]
 
-    def _both(self, turn: WireTurn, stage: int, microbatch: int) -> None:
-        record, gs = self._begun(turn, stage, microbatch)
+    def _backward(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
+        record, gs = self._output_gradients(routed, stage, microbatch)
         inputs = [edge for edges in record.inputs for edge in edges]
-        adding = self.work.may_accumulate(stage, microbatch)
-        gxs, gws = run_backward(record.outputs, gs, inputs, self.work.edges(stage), adding=adding)
-        self._hand_back(turn, record, gxs)  # first: another device waits for it
+        accumulate = self.work.may_accumulate(stage, microbatch)
+        gxs, gws = run_backward(record.outputs, gs, inputs, self.work.edges(stage), accumulate=accumulate)  # (7)
+        self._send_input_gradients(routed, record, gxs)  # first: another device waits for it
         if gws is not None:
-            self.work.add(stage, microbatch, gws)
+            self.work.add(stage, microbatch, gws)  # (8)
 
-    def _inputs(self, turn: WireTurn, stage: int, microbatch: int) -> None:
-        record, gs = self._begun(turn, stage, microbatch)
+    def _backward_input(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
+        record, gs = self._output_gradients(routed, stage, microbatch)
         inputs = [edge for edges in record.inputs for edge in edges]
-        weights, adding = self.work.edges(stage), self.work.may_accumulate(stage, microbatch)
-        gxs, self.later[stage, microbatch] = halves(record.outputs, gs, inputs, weights, record.saved, adding=adding)
-        self._hand_back(turn, record, gxs)
+        weights, accumulate = self.work.edges(stage), self.work.may_accumulate(stage, microbatch)
+        gxs, self.weight_backwards[stage, microbatch] = split_backward(
+            record.outputs, gs, inputs, weights, record.saved, accumulate=accumulate
+        )
+        self._send_input_gradients(routed, record, gxs)
 
-    def _weights(self, turn: WireTurn, stage: int, microbatch: int) -> None:
+    def _backward_weight(self, _: RoutedAction, stage: int, microbatch: int) -> None:
         self.work.edges(stage)  # unsharded, if the stage has units
         self.work.may_accumulate(stage, microbatch)
-        gws = self.later.pop((stage, microbatch))()
+        gws = self.weight_backwards.pop((stage, microbatch))()
         if gws is not None:
             self.work.add(stage, microbatch, gws)
 
-    def _begun(self, turn: WireTurn, stage: int, microbatch: int) -> tuple[Record, list[Tensor | None]]:
+    def _output_gradients(
+        self, routed: RoutedAction, stage: int, microbatch: int
+    ) -> tuple[ForwardRecord, list[Tensor | None]]:
         """Return the record of a forward, and the gradients of its outputs."""
         record = self.records.pop((stage, microbatch))
-        gs: list[Tensor | None] = []
-        if not turn.takes:
-            gs += [self.work.start(microbatch) for _ in record.outputs]
-        for mail, source in turn.takes:
-            gs += self._take(mail, source)
-        return record, gs
+        if not routed.inputs:
+            return record, [self.work.start(microbatch) for _ in record.outputs]
+        return record, [g for message, source in routed.inputs for g in self._receive(message, source)]
 
-    def _hand_back(self, turn: WireTurn, record: Record, gxs: list[Tensor | None]) -> None:
-        """Send the gradients of a stage's inputs to the stages that made them."""
+    def _send_input_gradients(self, routed: RoutedAction, record: ForwardRecord, gxs: list[Tensor | None]) -> None:
         rest = iter(gxs)
-        for (mail, to), edges in zip(turn.sends, record.inputs, strict=False):  # not every microbatch needs any
-            self._give(mail, to, [*islice(rest, len(edges))])
+        for (message, to), edges in zip(
+            routed.outputs, record.inputs, strict=False
+        ):  # the microbatch needs no gradient
+            self._send(message, to, [*islice(rest, len(edges))])
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def _give(self, mail: Mail, to: int, what: Any) -> None:
+    def _send(self, message: Message, to: int, value: Any) -> None:
         if to == self.index:
-            self.here[mail] = what.copied() if isinstance(what, StageValue) else what
+            self.local[message] = value.copied() if isinstance(value, StageValue) else value
             return
         began = perf_counter()
-        self.post.send(mail, to, tuple(what))
-        if self.clock is not None:
-            self.clock.note(Action(_SENT[mail.kind], mail.ends[0], mail.microbatch), began)
+        self.mailbox.send(message, to, tuple(value))
+        if self.recorder is not None:
+            kind = Kind.SEND_F if message.kind is Kind.F else Kind.SEND_B
+            self.recorder.record(Action(kind, message.ends[0], message.microbatch), began)
 
-    def _take(self, mail: Mail, source: int) -> Any:
+    def _receive(self, message: Message, source: int) -> Any:
         if source == self.index:
-            return self.here.pop(mail)
+            return self.local.pop(message)
         began = perf_counter()
-        found = self.post.take(mail, source)
-        if self.clock is not None:
-            self.clock.waited(Action(_COME[mail.kind], mail.ends[1], mail.microbatch), began)
-        return found
+        value = self.mailbox.receive(message, source)
+        if self.recorder is not None:
+            kind = Kind.RECV_F if message.kind is Kind.F else Kind.RECV_B
+            self.recorder.record_receive(Action(kind, message.ends[1], message.microbatch), began)
+        return value
 
-    def _share_outcome(self) -> PyTree:
+    def _broadcast_outcome(self) -> PyTree:
         """Send the outcome to all devices."""
         if self.index != self.last:
-            return self.post.take(_OUTCOME, self.last)
-        outcome = self.work.outcome()
+            return self.mailbox.receive(_OUTCOME, self.last)
+        outcome = self.work.outcome()  # (9)
         for other in self.others:
-            self.post.send(_OUTCOME, other, outcome)
+            self.mailbox.send(_OUTCOME, other, outcome)
         return outcome
 
 
-_SENT = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
-_COME = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
-_OUTCOME = Mail(Kind.F, Wire(-1, -1), -1)
+_OUTCOME = Message(Kind.F, Wire(-1, -1), -1)

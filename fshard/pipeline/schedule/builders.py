@@ -6,14 +6,14 @@ f, b, i and w of its second; each takes a tick, B two, and a dot is an idle tick
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from fshard.errors import ScheduleError
-from fshard.pipeline.schedule.paths import Placement, along_path, woven
-from fshard.pipeline.schedule.schedule import Action, Kind, Schedule
+from fshard.pipeline.schedule.actions import Action, Kind
+from fshard.pipeline.schedule.paths import Placement, along_path, in_order_of_time
+from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.weights import forwards, gradients, swapped, with_weights
 
 
@@ -56,11 +56,13 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
     if name not in BUILDERS:
         guess = get_close_matches(str(name).lower(), BUILDERS, n=1)
         hint = f'; did you mean "{guess[0]}"?' if guess else "."
-        raise ScheduleError(f'There is no schedule "{name}"{hint} There are {", ".join(BUILDERS)}.')
+        raise ValueError(f'There is no schedule "{name}"{hint} name must be one of {", ".join(BUILDERS)}.')
     numbers = {"stages": stages, "microbatches": microbatches} | ({} if devices is None else {"devices": devices})
-    bad = [f"{what}={n!r}" for what, n in numbers.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1]
-    if bad:
-        raise ScheduleError(f"{name}: {' and '.join(bad)} should be an integer >= 1.")
+    for what, n in numbers.items():
+        if not isinstance(n, int) or isinstance(n, bool):
+            raise TypeError(f"{what} must be an integer; got {n!r}.")
+        if n < 1:
+            raise ValueError(f"{what} must be at least 1; got {n}.")
     place, build = BUILDERS[name]
     return build(name, place(name, stages, devices), microbatches)
 
@@ -78,14 +80,16 @@ def gpipe(name: str, placement: Placement, microbatches: int) -> Schedule:
 def breadth_first(name: str, placement: Placement, microbatches: int) -> Schedule:
     """Take all microbatches through a device's first stage, then all through its second, and back: GPipe in loops.
 
-    Each stage is gathered once for the forwards and once for the backwards (Lamy-Poirier, "Breadth-First Pipeline
+    Each stage is unsharded once for the forwards and once for the backwards (Lamy-Poirier, "Breadth-First Pipeline
     Parallelism").
 
     device 0   F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  .  .  .  b0 -- b1 -- b2 -- b3 -- B0 -- B1 -- B2 -- B3 --
     device 1   .  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0 -- b1 -- b2 -- b3 -- B0 -- B1 -- B2 -- B3 --
     device 2   .  .  F0 F1 F2 F3 f0 f1 f2 f3 b0 -- b1 -- b2 -- b3 -- B0 -- B1 -- B2 -- B3 --
     """
-    return woven(name, placement, microbatches, lambda stage, m: (0, stage, m), lambda stage, m: (1, -stage, m), Kind.B)
+    return in_order_of_time(
+        name, placement, microbatches, lambda stage, m: (0, stage, m), lambda stage, m: (1, -stage, m), Kind.B
+    )
 
 
 def one_forward_one_backward(name: str, placement: Placement, microbatches: int) -> Schedule:
@@ -128,28 +132,28 @@ def interleaved(name: str, placement: Placement, microbatches: int) -> Schedule:
         loop, device = divmod(stage, devices)
         return forward(loops * devices - 1, 0) + 1 + 4 * (devices - 1 - device) + 3 * turn(loops - 1 - loop, m)
 
-    return woven(name, placement, microbatches, forward, backward, Kind.B)
+    return in_order_of_time(name, placement, microbatches, forward, backward, Kind.B)
 
 
 def zero_bubble_h1(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Put the weight gradients of 1F1B off: a third of its waiting, and no device holds more than its first one.
+    """Defer the weight gradients of 1F1B: a third of its bubble, and no device holds more than its first one.
 
     device 0   F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 I2 W2 I3 W3 I4 W4
     device 1   .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 I3 W2 I4 W3 W4
     device 2   .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 I4 W2 W3 W4
     device 3   .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 W2 W3 W4
     """
-    return with_weights(along_path(name, placement, microbatches, legs=(1, 2)), room=len(placement))
+    return with_weights(along_path(name, placement, microbatches, legs=(1, 2)), limit=len(placement))
 
 
 def zero_bubble_h2(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Do as many forwards ahead as there is time for: twice as much is held, and a device that has begun never waits.
+    """Run as many forwards ahead as there is time for: twice the activations, and no bubble once a device has begun.
 
     device 0   F0 F1 F2 F3 F4 I0 W0 F5 I1 I2 W1 W2 I3 I4 W3 W4 I5 W5
     device 1   .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 I4 W1 W2 I5 W3 W4 W5
     device 2   .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
     """
-    return with_weights(along_path(name, placement, microbatches, legs=(2, 4)), room=2 * len(placement) - 1)
+    return with_weights(along_path(name, placement, microbatches, legs=(2, 4)), limit=2 * len(placement) - 1)
 
 
 def zero_bubble_v(name: str, placement: Placement, microbatches: int) -> Schedule:
@@ -162,7 +166,7 @@ def zero_bubble_v(name: str, placement: Placement, microbatches: int) -> Schedul
     device 2   .  .  F0 f0 F1 f1 F2 f2 i0 I0 w0 F3 W0 f3 i1 I1 w1 F4 W1 f4 i2 I2 i3 I3 i4 I4 w2 W2 w3 W3 w4 W4
     """
     path = along_path(name, placement, microbatches, legs=(4, 2, 4, 2))
-    return with_weights(path, room=2 * (max(placement) + 1), early=(forwards,))
+    return with_weights(path, limit=2 * (max(placement) + 1), early=(forwards,))
 
 
 def v_half(name: str, placement: Placement, microbatches: int) -> Schedule:
@@ -173,11 +177,10 @@ def v_half(name: str, placement: Placement, microbatches: int) -> Schedule:
     device 2   .  .  F0 f0 F1 f1 .  .  i0 I0 w0 F2 W0 f2 i1 I1 w1 F3 W1 f3 i2 I2 w2 W2 i3 I3 w3 W3
     """
     devices = max(placement) + 1
-    pauses = (
-        () if devices % 2 else (0, 2, 3)
-    )  # found by search: others have a larger bubble, or leave no time for messages
+    # Found by search: others have a larger bubble, or leave no time for messages.
+    pauses = () if devices % 2 else (0, 2, 3)
     path = along_path(name, placement, microbatches, (2, 1, 2, 1), pauses)
-    return with_weights(path, room=2 * ((devices + 2) // 2), early=(swapped, forwards))
+    return with_weights(path, limit=2 * ((devices + 2) // 2), early=(swapped, forwards))
 
 
 def v_min(name: str, placement: Placement, microbatches: int) -> Schedule:
@@ -189,15 +192,15 @@ def v_min(name: str, placement: Placement, microbatches: int) -> Schedule:
     device 3   .  .  .  F0 f0 F1 f1 .  .  .  .  i0 I0 w0 F2 W0 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 .  .  i3 I3 w3 W3
     """
     devices = max(placement) + 1
-    pauses = (0, 1 if devices % 3 == 1 else 3)  # found by trying, too
+    pauses = (0, 1 if devices % 3 == 1 else 3)  # found by search, too
     path = along_path(name, placement, microbatches, (1, 1, 1, 1), pauses)
-    return with_weights(path, room=2 * ((devices + 4) // 3), early=(gradients, forwards))
+    return with_weights(path, limit=2 * ((devices + 4) // 3), early=(gradients, forwards))
 
 
 def dualpipe_v(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Put forwards of one stage beside backwards of the other, so that one can compute while the other sends.
+    """Run forwards of one stage beside backwards of the other, so that one can compute while the other sends.
 
-    Eight steps, as DeepSeek wrote them down; W is the oldest weight gradient that is left.  Fewer microbatches than two for
+    Eight steps, as DeepSeek published them; W is the oldest weight gradient that is left. Fewer microbatches than two for
     each device are the first ones of a longer schedule.
 
     device 0   F0 F1 F2 f0 i0 w0 f1 F3 b1 -- f2 B0 -- F4 b2 -- f3 B1 -- b3 -- f4 .  B2 -- b4 -- I3 W3 I4 W4
@@ -219,56 +222,53 @@ def dualpipe_v(name: str, placement: Placement, microbatches: int) -> Schedule:
             *["W", "I0"] * after,
             *["W"] * (device + 1),
         ]
-        rows.append(_spelled(plan, (device, 2 * devices - 1 - device)))
+        rows.append(_write_out(plan, (device, 2 * devices - 1 - device)))
     kept = [[a for a in row if a.stage < len(placement) and (a.microbatch or 0) < microbatches] for row in rows]
     return Schedule(name, placement, microbatches, tuple(map(tuple, kept)))
 
 
-def _spelled(plan: Iterable[str], stages: tuple[int, int]) -> list[Action]:
-    """Write a plan out: each word is the next microbatch of a device's first or second stage."""
+def _write_out(plan: Iterable[str], stages: tuple[int, int]) -> list[Action]:
+    """Write out a plan, each word of which is the next microbatch of a device's first or second stage."""
     row: list[Action] = []
-    owed: list[Action] = []
-    next_of = Counter[tuple[bool, int]]()
+    weights = deque[Action]()
+    count = Counter[tuple[bool, int]]()
     for word in plan:
         if word == "W":
-            row.append(owed.pop(0))
+            row.append(weights.popleft())
             continue
         kind, stage = Kind(word[0]), stages[int(word[1])]
-        way = (kind is Kind.F, stage)
-        row.append(Action(kind, stage, next_of[way]))
-        next_of[way] += 1
+        row.append(Action(kind, stage, count[kind is Kind.F, stage]))
+        count[kind is Kind.F, stage] += 1
         if kind is Kind.I:
-            owed.append(row[-1]._replace(kind=Kind.W))
+            weights.append(row[-1]._replace(kind=Kind.W))
     return row
 
 
-def _line(name: str, stages: int, devices: int | None) -> Placement:
+def _place_one_each(name: str, stages: int, devices: int | None) -> Placement:
     """Place one stage on each device."""
     if devices not in {None, stages}:
-        raise ScheduleError(
-            f"{name} lays one stage on each device: stages={stages} and devices={devices} should be equal; "
-            f'"interleaved" and "bfs" lay several on one.'
+        raise ValueError(
+            f"devices must be equal to stages={stages} for {name}, which has one stage on each device; got {devices}. "
+            'Several stages on a device have "interleaved" and "bfs".'
         )
     return tuple(range(stages))
 
 
-def _loops(name: str, stages: int, devices: int | None) -> Placement:
-    """Deal the stages out to the devices in turns."""
+def _place_in_loops(name: str, stages: int, devices: int | None) -> Placement:
+    """Place the stages on the devices round-robin."""
     devices = devices or (stages + 1) // 2
     if devices > stages:
-        raise ScheduleError(
-            f"{name} lays at least one stage on each device: devices={devices} should be at most stages={stages}."
-        )
+        raise ValueError(f"devices must be at most stages={stages} for {name}; got {devices}.")
     return tuple(stage % devices for stage in range(stages))
 
 
-def _vee(name: str, stages: int, devices: int | None) -> Placement:
+def _place_in_v(name: str, stages: int, devices: int | None) -> Placement:
     """Place two stages on each device in a V; of an odd number of stages the first device has one."""
     half = (stages + 1) // 2
     if devices and devices != half:
-        raise ScheduleError(
-            f"{name} lays two stages on each device: with stages={stages}, devices={devices} should be {half}; "
-            f"with devices={devices}, stages={stages} should be {2 * devices - 1} or {2 * devices}."
+        raise ValueError(
+            f"devices must be {half} for {name} with stages={stages}, two stages on each device; got {devices}. "
+            f"For {devices} devices give stages={2 * devices - 1} or {2 * devices}."
         )
     return (*range(half), *reversed(range(half)))[:stages]
 
@@ -281,15 +281,15 @@ class Builder(NamedTuple):
 
 
 BUILDERS = {
-    "gpipe": Builder(_line, gpipe),
-    "1f1b": Builder(_line, one_forward_one_backward),
-    "interleaved": Builder(_loops, interleaved),
-    "bfs": Builder(_loops, breadth_first),
-    "zb-h1": Builder(_line, zero_bubble_h1),
-    "zb-h2": Builder(_line, zero_bubble_h2),
-    "zbv": Builder(_vee, zero_bubble_v),
-    "v-half": Builder(_vee, v_half),
-    "v-min": Builder(_vee, v_min),
-    "dualpipe-v": Builder(_vee, dualpipe_v),
+    "gpipe": Builder(_place_one_each, gpipe),
+    "1f1b": Builder(_place_one_each, one_forward_one_backward),
+    "interleaved": Builder(_place_in_loops, interleaved),
+    "bfs": Builder(_place_in_loops, breadth_first),
+    "zb-h1": Builder(_place_one_each, zero_bubble_h1),
+    "zb-h2": Builder(_place_one_each, zero_bubble_h2),
+    "zbv": Builder(_place_in_v, zero_bubble_v),
+    "v-half": Builder(_place_in_v, v_half),
+    "v-min": Builder(_place_in_v, v_min),
+    "dualpipe-v": Builder(_place_in_v, dualpipe_v),
 }
 """All schedules by name."""

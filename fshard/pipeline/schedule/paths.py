@@ -19,18 +19,21 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from fshard.pipeline.schedule.schedule import Action, Kind, Schedule
+from fshard.pipeline.schedule.actions import Action, Kind
+from fshard.pipeline.schedule.schedule import Schedule
 
 Placement = tuple[int, ...]
 """The device of each stage."""
-When = Callable[[int, int], Any]
-"""When something is done with a stage and a microbatch: anything that can be sorted."""
+Time = Callable[[int, int], Any]
+"""The time of an action by its stage and microbatch: anything that can be sorted."""
 
 
-def woven(name: str, placement: Placement, microbatches: int, forward: When, backward: When, kind: Kind) -> Schedule:
-    """Let each device do its forwards and backwards in the order of their times.
+def in_order_of_time(
+    name: str, placement: Placement, microbatches: int, forward: Time, backward: Time, kind: Kind
+) -> Schedule:
+    """Order the forwards and backwards of each device by their times.
 
-    >>> woven("gpipe", (0, 1), 2, lambda stage, m: m, lambda stage, m: 2 + m, Kind.B).to_text().splitlines()[1:]
+    >>> in_order_of_time("gpipe", (0, 1), 2, lambda stage, m: m, lambda stage, m: 2 + m, Kind.B).to_text().splitlines()[1:]
     ['0F0 0F1 0B0 0B1', '1F0 1F1 1B0 1B1']
     """
     rows: list[list[tuple[Any, Action]]] = [[] for _ in range(max(placement) + 1)]
@@ -70,7 +73,7 @@ def along_path(
     at = [*accumulate(steps[:-1], initial=0)]
     period = 3 * len(legs) // 2  # a forward, two halves of a backward, for each stage of a device
 
-    return woven(
+    return in_order_of_time(
         name,
         placement,
         microbatches,

@@ -7,10 +7,11 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from numbers import Rational
 from time import perf_counter
 from typing import NamedTuple
 
-from fshard.pipeline.schedule.schedule import COMPUTE, MESSAGES, Action, Kind
+from fshard.pipeline.schedule.actions import COMPUTE, MESSAGES, SENDS, Action
 
 Number = int | float | Fraction
 _LANES = ("compute", "messages", "weights")
@@ -58,8 +59,11 @@ def to_chrome_trace(events: Iterable[Event], *, unit: float = 1) -> str:
         begin, length = float(start) * unit, float(end - start) * unit
         records.append({"ph": "X", **line, "name": str(action), "cat": action.kind, "ts": begin, "dur": length})
         if action.kind in MESSAGES:
-            sends = action.kind in {Kind.SEND_F, Kind.SEND_B}
-            arrow = {"ph": "s", "id": str(action)} if sends else {"ph": "f", "bp": "e", "id": str(action.partner)}
+            arrow = (
+                {"ph": "s", "id": str(action)}
+                if action.kind in SENDS
+                else {"ph": "f", "bp": "e", "id": str(action.partner)}
+            )
             records.append({**arrow, **line, "name": "message", "cat": "message", "ts": begin + length / 2})
     lines = map(json.dumps, [*(names[key] for key in sorted(names)), *records])
     return '{"traceEvents": [\n' + ",\n".join(lines) + "\n]}"
@@ -105,29 +109,35 @@ def timeline() -> Generator[Timeline]:
 _open: list[Timeline] = []
 
 
-class Clock:
-    """Records the actions of one device, in several timelines."""
+class Recorder:
+    """Records the actions of one device in all open timelines."""
 
     def __init__(self, device: int, timelines: Sequence[Timeline]) -> None:
         self._device, self._timelines = device, timelines
-        self._waited = 0.0
+        self._received = 0.0
 
-    def did(self, action: Action, began: float) -> None:
-        """Note an action that ends now; it has begun with the last message that it waited for."""
-        self.note(action, max(began, self._waited))
-
-    def waited(self, action: Action, began: float) -> None:
-        """Note a message that has come."""
-        self.note(action, began)
-        self._waited = perf_counter()
-
-    def note(self, action: Action, began: float) -> None:
-        """Note something that ends now."""
+    def record(self, action: Action, began: float) -> None:
+        """Record something that ends now."""
         event = Event(self._device, action, began, perf_counter())
-        for one in self._timelines:
-            one.events.append(event)
+        for timeline in self._timelines:
+            timeline.events.append(event)
+
+    def record_receive(self, action: Action, began: float) -> None:
+        """Record a message that arrives now."""
+        self.record(action, began)
+        self._received = perf_counter()
+
+    def record_action(self, action: Action, began: float) -> None:
+        """Record a computation that ends now; it began with the last message that it waited for."""
+        self.record(action, max(began, self._received))
 
 
-def clock_of(device: int) -> Clock | None:
+def recorder_of(device: int) -> Recorder | None:
     """Return the recorder of a device in the open timelines, if there are any."""
-    return Clock(device, tuple(_open)) if _open else None
+    return Recorder(device, tuple(_open)) if _open else None
+
+
+def rounded(number: Number) -> str:
+    """Format a number in at most a few digits, a fraction as such."""
+    short = isinstance(number, Rational) and number.denominator < 1000
+    return str(number) if short else f"{float(number):.4g}"

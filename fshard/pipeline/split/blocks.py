@@ -10,28 +10,28 @@ blocks receive, such as a mask, is sent once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fshard.copying import copied
-from fshard.errors import LayoutError
 from fshard.mesh.layout import PyTree
-from fshard.pipeline.split.midway import (
-    Absent,
+from fshard.pipeline.split.block_stage import (
+    AbsentBlock,
     Arguments,
-    Block,
-    ForwardPart,
-    Shapes,
-    Stage,
-    Tracing,
-    become,
-    describe,
+    BlockRange,
+    BlockStage,
+    PresentBlock,
+    StageRun,
     device_of,
+    specialize,
+    without_floats,
 )
-from fshard.pipeline.split.replay import Like, without_memory
+from fshard.pipeline.split.valueless import Described, MissingValueError, ValuelessMode, as_meta, map_leaves
 
 
 class Blocks:
@@ -45,75 +45,97 @@ class Blocks:
 
     def __init__(self, module: nn.Module, paths: Iterable[str], sample: PyTree) -> None:
         self._module = module
-        self.names = [f"{path}.{name}" for path in paths for name, _ in _listed(module, path).named_children()]
+        self.names = [f"{path}.{name}" for path in paths for name, _ in _children(module, path).named_children()]
         self.blocks = [module.get_submodule(name) for name in self.names]
         self._tensors = {id(x): x for x in (*module.parameters(), *module.buffers())}
-        self._nowhere = {key: _nowhere(x) for key, x in self._tensors.items()}
-        self._shapes = [Shapes(copied(block, {**self._nowhere})) for block in self.blocks]
-        self._used = self._traced(sample)
+        self._meta = {key: _meta_like(x) for key, x in self._tensors.items()}
+        self._meta_blocks = [copied(block, {**self._meta}) for block in self.blocks]
+        self._used = self._find_uses(sample)
 
     def stages(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return stages with these numbers of blocks."""
-        cuts = [*pairwise(accumulate(sizes, initial=0))]
-        own: list[set[int]] = [{key for block in self.blocks[slice(*cut)] for key in _ids(block)} for cut in cuts]
-        for keys, (begin, end) in zip(own, cuts, strict=True):
+        ranges = [*pairwise(accumulate(sizes, initial=0))]
+        own: list[set[int]] = [{key for block in self.blocks[slice(*cut)] for key in _ids(block)} for cut in ranges]
+        for keys, (begin, end) in zip(own, ranges, strict=True):
             keys |= {key for key, blocks in self._used.items() if any(begin <= block < end for block in blocks)}
         own[0] |= self._tensors.keys() - {key for keys in own for key in keys}  # used by no stage
-        return [self._stage(*cut, keys) for cut, keys in zip(cuts, own, strict=True)]
+        return [self._stage(*cut, keys) for cut, keys in zip(ranges, own, strict=True)]
 
     def _stage(self, begin: int, end: int, own: set[int]) -> nn.Module:
-        tensors = {key: x if key in own else self._nowhere[key] for key, x in self._tensors.items()}
+        tensors = {key: x if key in own else self._meta[key] for key, x in self._tensors.items()}
         absent = {
-            id(block): Absent(place, shapes)
-            for place, (block, shapes) in enumerate(zip(self.blocks, self._shapes, strict=True))
-            if not begin <= place < end
+            id(block): AbsentBlock(index, meta)
+            for index, (block, meta) in enumerate(zip(self.blocks, self._meta_blocks, strict=True))
+            if not begin <= index < end
         }
         stage = copied(self._module, {**tensors, **absent})
-        for place in range(begin, end):
-            become(Block, stage.get_submodule(self.names[place]), place)
-        others = {id(self._nowhere[key]) for key in self._nowhere.keys() - own}
+        for index in range(begin, end):
+            specialize(PresentBlock, stage.get_submodule(self.names[index]), index)
+        others = {id(self._meta[key]) for key in self._meta.keys() - own}
         for part in stage.modules():
             for registered in (vars(part)["_parameters"], vars(part)["_buffers"]):
                 for name in [name for name, x in registered.items() if id(x) in others]:
-                    vars(part)[name] = registered.pop(name)  # it is there, but none of the stage's
-        return become(Stage, stage, ForwardPart(type(self._module).__name__, self.names, begin, end))
+                    vars(part)[name] = registered.pop(name)  # an attribute, for the forward, but not the stage's
+        return specialize(BlockStage, stage, BlockRange(type(self._module).__name__, self.names, begin, end))
 
-    def _traced(self, sample: PyTree) -> Mapping[int, set[int]]:
-        """Return by which blocks, or after which, each tensor is used; by the first, if before it."""
-        copy = copied(self._module, {**self._nowhere})
-        for place, name in enumerate(self.names):
-            become(Block, copy.get_submodule(name), place)
-        run = Tracing(ForwardPart(type(copy).__name__, self.names, 0, len(self.names)), device_of(sample))
+    def _find_uses(self, sample: PyTree) -> Mapping[int, set[int]]:
+        """Return after the call of which blocks each tensor is used; of the first, if before it."""
+        copy, title = copied(self._module, {**self._meta}), type(self._module).__name__
+        for index, name in enumerate(self.names):
+            specialize(PresentBlock, copy.get_submodule(name), index)
+        run = UseTrace(BlockRange(title, self.names, 0, len(self.names)), device_of(sample))
         is_complete = True
         try:
             with torch.no_grad(), torch.random.fork_rng():
-                run.of(copy, without_memory(describe(Arguments.of(sample))))
-        except LayoutError:
+                inputs = without_floats(Arguments.of(sample))
+                run.forward(copy, map_leaves(lambda x: as_meta(x) if isinstance(x, Described) else x, inputs))
+        except MissingValueError:
             is_complete = False
-            if len(run.begun) < len(self.names):
+            if len(run.called) < len(self.names):
                 raise
-        if run.begun != [*range(len(self.names))]:
-            calls = ", ".join(self.names[place] for place in run.begun)
-            raise LayoutError(
-                f"split_stages: each block must be called once, in order, but the forward of {type(copy).__name__} calls "
-                f"{calls or 'none'}. Give the ones to split at: blocks=."
+        if run.called != [*range(len(self.names))]:
+            calls = ", ".join(self.names[index] for index in run.called) or "none"
+            raise ValueError(
+                f"blocks must be modules that the forward of {title} calls once, in order; got the calls {calls}. Give the "
+                "ones to split at: blocks=."
             )
-        unseen = set[int]() if is_complete else {len(self.names) - 1}  # the end looks at values: it may use anything
-        return {key: run.used.get(id(x), unseen) for key, x in self._nowhere.items()}
+        unseen = set[int]() if is_complete else {len(self.names) - 1}  # the end reads values: it may use anything
+        return {key: run.used.get(id(x), unseen) for key, x in self._meta.items()}
 
 
-def _listed(module: nn.Module, path: str) -> nn.Module:
+class UseTrace(StageRun):
+    """A run of a module without values: which blocks are called, and which tensors are used since the last call."""
+
+    def __init__(self, blocks: BlockRange, device: torch.device) -> None:
+        super().__init__(blocks, None, device)
+        self.called: list[int] = []
+        self.used: dict[int, set[int]] = defaultdict(set)
+        self._mode: ValuelessMode | None = ValuelessMode(device, self._observe)
+
+    def _observe(self, xs: Sequence[Tensor]) -> None:
+        for x in xs:
+            self.used[id(x)].add(max(self.called, default=0))
+
+    def call_block(self, index: int, block: Callable[..., Any], given: Arguments) -> Any:
+        """Call a block without values."""
+        self.called.append(index)
+        return block(*given.args, **given.kwargs)
+
+    def _checked(self, result: Any) -> Any:
+        return result
+
+
+def _children(module: nn.Module, path: str) -> nn.Module:
     try:
         found = module.get_submodule(path)
     except AttributeError:
         found = None
     if found is None or not [*found.children()]:
         lists = [
-            name for name, part in module.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential) and name
+            name for name, part in module.named_modules() if name and isinstance(part, nn.ModuleList | nn.Sequential)
         ]
-        raise LayoutError(
-            f'split_stages: blocks="{path}" is no list of blocks of {type(module).__name__}; it has '
-            f"{', '.join(lists) or 'none'}."
+        raise ValueError(
+            f'blocks must be a list of blocks of {type(module).__name__}; got "{path}". It has {", ".join(lists) or "none"}.'
         )
     return found
 
@@ -122,6 +144,6 @@ def _ids(module: nn.Module) -> Iterator[int]:
     return (id(x) for x in (*module.parameters(), *module.buffers()))
 
 
-def _nowhere(x: Tensor) -> Tensor:
-    made = Like(x).tensor()
+def _meta_like(x: Tensor) -> Tensor:
+    made = torch.empty(x.shape, dtype=x.dtype, device="meta")
     return nn.Parameter(made, requires_grad=False) if isinstance(x, nn.Parameter) else made

@@ -13,7 +13,7 @@ from fshard.errors import OptimizerError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree
 from fshard.optim.contract import Optimizer, elementwise_leaves, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
-from fshard.optim.plain import on_arrays
+from fshard.optim.per_device import on_arrays
 from fshard.testing.certify.shards import first_difference, largest, pair_shards
 from fshard.transforms.patterns import named, parts_of
 
@@ -33,7 +33,7 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
 
     >>> import torch, fshard as fs
     >>> check_elementwise(fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(0.1)))
-    >>> check_elementwise(fs.optim.lamb(0.1)._replace(elementwise=True))  # it asks the other shards for norms
+    >>> check_elementwise(fs.optim.lamb(0.1)._replace(elementwise=True))  # it sums norms over the shards
     >>> def update(grads, state, params):
     ...     return {name: -g / g.norm() for name, g in grads.items()}, state
     >>> check_elementwise(fs.Optimizer(lambda params: (), update, elementwise=True), {"w": torch.zeros(4)}, steps=1)

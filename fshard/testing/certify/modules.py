@@ -8,17 +8,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh
 from fshard.optim.contract import copied
 from fshard.optim.leaves import Leaf, Leaves
-from fshard.testing.certify.bounds import Comparison, Reference, bounded, equal_bits, judge
+from fshard.testing.certify.bounds import Judge, bounded, equal_bits
 from fshard.testing.certify.certificate import Certificate
-from fshard.testing.certify.runs import RandomDraws, Snapshot, check_repeatable, default_dtype, perturb
-from fshard.testing.certify.shards import gather_processes, largest, widen
+from fshard.testing.certify.runs import Snapshot, Training
+from fshard.testing.certify.shards import gather_processes, is_floating, widen
 from fshard.transforms.reproducible.randomness import keyed_random
 
 Plugin = fs.DDPPlugin | fs.ZeroPlugin | fs.FSDPPlugin | fs.HybridParallelPlugin
@@ -26,8 +24,8 @@ _CURE = (
     "For dropout give a plugin with reproducible=True. Else draw by generators that the factory seeds, and count nothing "
     "outside of the module."
 )
-_REASON = (
-    "the module may keep state that is neither parameter nor buffer: each device has its own. Register it as a buffer. "
+_HINT = (
+    ". State that is neither parameter nor buffer is private to each device: register it as a buffer; "
     "BatchNorm needs sync_batchnorm=True"
 )
 
@@ -75,16 +73,26 @@ def certify_module(
     """
     own = replace(_plugin_of(plugin) if isinstance(plugin, int) else plugin, mesh=mesh)
     if own.precision is not None:
-        raise LayoutError(f"certify_module: plugin must compute in the parameters' own dtype; got {own.precision=}.")
+        raise ValueError(f"certify_module: plugin must compute in the parameters' own dtype; got {own.precision=}.")
     given = [
         Leaves.of(batch).mapped(lambda x: x.to(mesh.device_type) if isinstance(x, Tensor) else x) for batch in batches
     ]
-    task = _Task(factory, given, loss, optimizer or _sgd, mesh, seed)
-    start = task.module()
-    params, buffers = ([name for name, _ in each] for each in (start.named_parameters(), start.named_buffers()))
-    comparison = Comparison(_reference(task, own, start), _sharded_run(task, own, params, buffers))
+    program = _ModuleProgram(factory, given, loss, optimizer or _sgd, mesh, seed)
+    module = program.module()
+    params, buffers = ([name for name, _ in each] for each in (module.named_parameters(), module.named_buffers()))
+    if own.reproducible:
+        one = Mesh(tuple((name, 1) for name in mesh.axis_names), "virtual", mesh.device_type)
+        reference = equal_bits(_sharded_run(program, replace(own, mesh=one), params, buffers))
+    else:
+        start = Snapshot([], *_values(module, torch.zeros(())))
+        cures = dict.fromkeys(Snapshot._fields, _CURE)
+        training = Training(
+            start, lambda wide, sign: _ModuleTrainer(program, module, wide, sign), len(given), seed, cures
+        )
+        reference = bounded(training)
+    found = _sharded_run(program, own, params, buffers)
     labels = [*(f"buffers.{name}" for name in buffers), "loss"]
-    rows = judge(comparison, type(own).__name__, params, labels, lambda step: lambda what, place: _REASON)
+    rows = Judge(reference, found, type(own).__name__, {"params": _HINT, "buffers": _HINT}).judge(params, labels)
     return Certificate(mesh, len(given), own.reproducible, tuple(rows))
 
 
@@ -99,7 +107,7 @@ def _sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True)
-class _Task:
+class _ModuleProgram:
     factory: Callable[[], nn.Module]
     batches: list[Any]
     loss: Callable[..., Tensor] | None
@@ -113,15 +121,17 @@ class _Task:
             return self.factory().to(self.mesh.device_type)
 
 
-def _sharded_run(task: _Task, plugin: Plugin, names: Sequence[str], buffer_names: Sequence[str]) -> list[Snapshot]:
+def _sharded_run(
+    program: _ModuleProgram, plugin: Plugin, names: Sequence[str], buffers: Sequence[str]
+) -> list[Snapshot]:
     """Train by `Booster.step`."""
-    booster, module, snapshots = fs.Booster(plugin), task.module(), list[Snapshot]()
-    state = booster.init(module, task.optimizer(module.parameters()), task.loss)
-    for batch in task.batches:
+    booster, module, snapshots = fs.Booster(plugin), program.module(), list[Snapshot]()
+    state = booster.init(module, program.optimizer(module.parameters()), program.loss)
+    for batch in program.batches:
         state, metrics = booster.step(state, batch)
-        params, buffers = (_by_name(copied(tree)) for tree in (state.params, state.buffers))
-        after = [*(buffers[name] for name in buffer_names), metrics["loss"]]
-        snapshots.append(Snapshot([], [params[name] for name in names], after).mapped(gather_processes))
+        params, after = (_by_name(copied(tree)) for tree in (state.params, state.buffers))
+        values = [params[name] for name in names], [*(after[name] for name in buffers), metrics["loss"]]
+        snapshots.append(Snapshot([], *values).mapped(gather_processes))
     return snapshots
 
 
@@ -130,81 +140,43 @@ def _by_name(tree: Any) -> Mapping[str, Leaf]:
     return tree if isinstance(tree, Mapping) else {name: x for each in tree for name, x in each.items()}
 
 
-def _serial_run(
-    task: _Task,
-    start: nn.Module,
-    draws: TorchDispatchMode,
-    *,
-    wide: bool = False,
-    sign: int = 0,
-    shifts: Sequence[Sequence[Leaf]] | None = None,
-    key: str = "serial",
-) -> list[Snapshot]:
-    """Train in torch's own loop; `wide` in float64, where `sign` moves the parameters by a rounding, `shifts` the gradients."""
-    snapshots: list[Snapshot] = []
-    with default_dtype(wide), draws:
-        module = _started(task, start, wide, sign)
-        params = [*module.parameters()]
-        optimizer = task.optimizer(params)
-        for turn, batch in enumerate(task.batches):
-            with keyed_random(task.seed, key, turn), torch.enable_grad():
-                loss = _loss(module, Leaves.of(batch).mapped(widen) if wide else batch, task.loss)
-                loss.backward()
-            grads = [None if p.grad is None else p.grad.to_dense().clone() for p in params]
-            for i, p in enumerate(params if shifts is not None else ()):
-                p.grad = None if p.grad is None else p.grad.to_dense() + shifts[turn][i]  # pyright: ignore[reportOptionalSubscript]
-            optimizer.step()
-            optimizer.zero_grad()
-            snapshots.append(Snapshot(grads, *_values(module, loss)))
-    return snapshots
+class _ModuleTrainer:
+    """Trains a new module in torch's own loop, from the parameters and buffers of `start`."""
+
+    def __init__(self, program: _ModuleProgram, start: nn.Module, wide: bool, sign: int) -> None:
+        self._program, self._wide, self._module = program, wide, program.module()
+        if wide:
+            self._module.double()
+        draw, own = torch.Generator().manual_seed(program.seed), [*self._module.parameters(), *self._module.buffers()]
+        with torch.no_grad():
+            for x, y in zip([*start.parameters(), *start.buffers()], own, strict=True):
+                if not wide and not torch.equal(x, y):
+                    raise ValueError(
+                        "certify_module: factory must build equal parameters each time. Seed all that it draws."
+                    )
+                y.copy_(widen(x, sign, torch.finfo(x.dtype).eps if is_floating(x) else 0.0, draw))
+        self._params = [*self._module.parameters()]
+        self._optimizer = program.optimizer(self._params)
+
+    def gradients(self, step: int) -> list[Leaf]:
+        batch, loss_fn = self._program.batches[step], self._program.loss
+        batch = Leaves.of(batch).mapped(widen) if self._wide else batch
+        with torch.enable_grad():
+            if loss_fn is None:
+                self._loss = self._module(**batch).loss.mean()
+            else:
+                self._loss = loss_fn(self._module(batch[0]), batch[1]).mean()
+            self._loss.backward()
+        return [None if p.grad is None else p.grad.to_dense().clone() for p in self._params]
+
+    def update(self, grads: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+        for p, g in zip(self._params, grads, strict=True):
+            p.grad = g
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return _values(self._module, self._loss)
 
 
-@torch.no_grad()
-def _started(task: _Task, start: nn.Module, wide: bool, sign: int) -> nn.Module:
-    """Build a module with the parameters and buffers of `start`, in float64 moved by a rounding."""
-    module, signs = task.module(), torch.Generator().manual_seed(task.seed)
-    if wide:
-        module.double()
-    values = _values(start)[0] + _values(start)[1], [*module.parameters(), *module.buffers()]
-    for x, own in zip(*values, strict=True):
-        if not wide and not torch.equal(x, own):
-            raise ValueError("certify_module: factory must build equal parameters each time. Seed all that it draws.")
-        own.copy_(perturb(x, sign, signs) if sign else x)
-    return module
-
-
-def _values(module: nn.Module, *others: Tensor) -> tuple[list[Leaf], list[Leaf]]:
-    return (
-        [x.detach().clone() for x in module.parameters()],
-        [x.detach().clone() for x in (*module.buffers(), *others)],
-    )
-
-
-def _loss(module: nn.Module, batch: Any, loss: Callable[..., Tensor] | None) -> Tensor:
-    if loss is None:
-        return module(**batch).loss.mean()
-    inputs, labels = batch
-    return loss(module(inputs), labels).mean()
-
-
-def _reference(task: _Task, plugin: Plugin, start: nn.Module) -> Reference:
-    """Train on one device, twice, and in float64 for the bounds."""
-    first = Snapshot([], *_values(start, torch.zeros(())))
-    if plugin.reproducible:
-        one = Mesh(tuple((name, 1) for name in task.mesh.axis_names), "virtual", task.mesh.device_type)
-        names = ([name for name, _ in each] for each in (start.named_parameters(), start.named_buffers()))
-        serial = _sharded_run(task, replace(plugin, mesh=one), *names)
-        return equal_bits(first, [snapshot.mapped(fs.unshard) for snapshot in serial])
-    draws = RandomDraws()
-    serial, again = (
-        _serial_run(task, start, draws.record()),
-        _serial_run(task, start, RandomDraws().record(), key="again"),
-    )
-    check_repeatable("certify_module", serial, again, dict.fromkeys(Snapshot._fields, _CURE))
-    exact = _serial_run(task, start, draws.repeat(), wide=True)
-    summands = [task.mesh.size * max(map(largest, step.grads), default=0.0) for step in exact]
-
-    def perturbed_run(sign: int, shifts: list[list[Leaf]]) -> list[Snapshot]:
-        return _serial_run(task, start, draws.repeat(), wide=True, sign=sign, shifts=shifts)
-
-    return bounded(first, serial, exact, summands, perturbed_run)
+def _values(module: nn.Module, loss: Tensor) -> tuple[list[Leaf], list[Leaf]]:
+    params, after = module.parameters(), (*module.buffers(), loss)
+    return [x.detach().clone() for x in params], [x.detach().clone() for x in after]

@@ -6,7 +6,6 @@ device 1   w[2:4]  |  full[2:4]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
@@ -56,24 +55,24 @@ def pair_shards(found: Leaf, full: Tensor) -> list[LeafPair]:
         found = fs.unshard(found)
     if not isinstance(found, Sharded):
         return [LeafPair(0, found, full)]
-    shards = zip(local_devices(found.mesh), found.shards, strict=True)
-    return [LeafPair(device, shard, local_range(full, found.layout, device)) for device, shard in shards]
+    stored = full.reshape(-1) if found.spec.is_flat else full
+    return [
+        LeafPair(device, shard, stored[tuple(slice(*limits) for limits in found.layout.ranges(full.shape, device))])
+        for device, shard in zip(local_devices(found.mesh), found.shards, strict=True)
+    ]
 
 
-def local_range(full: Tensor, layout: Layout, device: int) -> Tensor:
-    """Slice a device's shard of a layout out of a full tensor."""
-    stored = full.reshape(-1) if layout.spec.is_flat else full
-    return stored[tuple(slice(*limits) for limits in layout.ranges(full.shape, device))]
+def constant_factor(found: Leaf, full: Tensor, tolerance: float = 1e-3) -> str:
+    """Return the number that all of a full tensor is multiplied by in a leaf; "" if there is none, or it is 1."""
+    pairs = [pair for pair in pair_shards(found, full) if pair.found.numel()]
+    ours = torch.cat([widen(pair.found).reshape(-1) for pair in pairs])
+    expected = torch.cat([widen(pair.expected).reshape(-1) for pair in pairs])
+    factor = float((ours * expected.conj()).sum().real / expected.abs().square().sum())
+    is_constant = largest(ours - factor * expected) <= tolerance * abs(factor) * largest(expected)
+    return f"{factor:.4g}" if is_constant and abs(factor - 1) > tolerance else ""
 
 
-def is_near(pairs: Iterable[LeafPair], tolerance: float, *, times: float = 1) -> bool:
-    """Compare shards with `times` their expected values, relative to the largest expected number."""
-    scaled = [pair._replace(expected=widen(pair.expected) * times) for pair in pairs]
-    allowed = tolerance * max((largest(pair.expected) for pair in scaled), default=0.0)
-    return allowed > 0 and all(largest(pair.error) <= allowed for pair in scaled)
-
-
-def first_difference(found: Leaf, full: Tensor, tolerance: float) -> str:
+def first_difference(found: Leaf, full: Tensor, tolerance: float = 1e-3) -> str:
     """Describe the first element that differs by more than a tolerance (or else at all), and the device that stores it."""
     numbers = torch.arange(full.numel(), device=full.device).reshape(full.shape)
     for allowed in (tolerance * largest(full), 0.0):
@@ -91,9 +90,18 @@ def largest(x: Tensor | None) -> float:
     return 0.0 if x is None or not x.numel() else float(x.abs().max())
 
 
-def widen(x: Any) -> Any:
-    """Convert floating tensors to float64 (complex128); leave all else as it is."""
-    return keep_frozen(x, x.to(torch.complex128 if x.is_complex() else torch.float64)) if is_floating(x) else x
+def widen(x: Any, sign: int = 0, eps: float = 0.0, draw: torch.Generator | None = None) -> Any:
+    """Convert floating tensors to float64 (complex128), and leave all else as it is.
+
+    With `sign`, each number is moved by eps/2 of it: half of them up and half down, by signs from `draw`.
+    """
+    if not is_floating(x):
+        return x
+    wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
+    if sign:
+        signs = torch.randint(2, x.shape, generator=draw).to(x.device) * 2 - 1
+        wide = wide * (1 + sign * signs * eps / 2)
+    return keep_frozen(x, wide)
 
 
 def is_floating(x: Any) -> TypeGuard[Tensor]:

@@ -78,11 +78,7 @@ class LazyParam(Tensor):
         """Return the lazy parameter at an index of a unit."""
         runtime, index = unit.runtime, unit.indices[at]
         leaf, x = runtime.leaves[index], runtime.shards[index]
-        dtype = (
-            runtime.options.compute
-            if runtime.options.compute is not None and leaf.dtype.is_floating_point
-            else leaf.dtype
-        )
+        dtype = runtime.options.used_in(leaf.dtype)
         made = _T._make_wrapper_subclass(LazyParam, leaf.shape, dtype=dtype, device=x.device)
         made.unit, made.at = unit, at
         return made

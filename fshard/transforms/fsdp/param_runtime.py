@@ -20,19 +20,27 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fshard.errors import LayoutError, ModuleError
-from fshard.mesh.layout import Layout, Mesh, P, flatten, unflatten
+from fshard.errors import ModuleError
+from fshard.mesh.layout import Layout, Mesh, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
+from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
 from fshard.mesh.spmd.scope import Group, require
 from fshard.optim.leaves import firsts_of
 from fshard.source import Site
+from fshard.transforms.fsdp.engine import (
+    Along,
+    ParamPlan,
+    Reducer,
+    Storage,
+    UnitOptions,
+    plan_reduction,
+    versions_of,
+)
 from fshard.transforms.fsdp.lazy_param import (
     WRITES,
     LazyParam,
@@ -42,11 +50,10 @@ from fshard.transforms.fsdp.lazy_param import (
     unsharded,
     unwatched,
 )
-from fshard.transforms.fsdp.reductions import Accumulate, Along, Reductions, Ways
-from fshard.transforms.fsdp.units import ParamPlan, Unit, UnitOptions, versions_of
+from fshard.transforms.fsdp.reductions import AccumulateInto, Reductions
+from fshard.transforms.fsdp.units import Unit
 from fshard.transforms.module.replica import Replica
 from fshard.transforms.patterns import named, parts_of, unit_of
-from fshard.transforms.reproducible.summation_tree import way_in_order
 
 
 class Order(NamedTuple):
@@ -68,7 +75,8 @@ class ParamRuntime:
     Args:
         leaves: the plans of parameters, and `shards` this device's shards.
         by_unit: the indices of the parameters of each unit.
-        ways: see `Reductions`.
+        storage: unshards parameters.
+        reducer: sums gradients over devices.
         options: of units.
         site: the source line of the step.
         order: of units, in an earlier step.
@@ -81,7 +89,8 @@ class ParamRuntime:
         leaves: Sequence[ParamPlan],
         by_unit: Sequence[list[int]],
         shards: Sequence[Tensor],
-        ways: Ways,
+        storage: Storage,
+        reducer: Reducer,
         options: UnitOptions,
         site: Site,
         order: Order | None = None,
@@ -89,7 +98,7 @@ class ParamRuntime:
         several: bool = False,
         each_use: bool = False,
     ) -> None:
-        self.leaves, self.shards, self.options, self.site = leaves, shards, options, site
+        self.leaves, self.shards, self.storage, self.options, self.site = leaves, shards, storage, options, site
         self.scope = require("value_and_grad")
         self.anchor = torch.zeros((), requires_grad=True)  # the input that makes autograd call the backwards of units
         self.sequence: list[int] = []  # of all-gathers, which must be equal on all devices
@@ -103,8 +112,10 @@ class ParamRuntime:
         self.seen, self.expected = Order([], [], []), order or Order([], [], [])
         self.units = [Unit(self, number, indices) for number, indices in enumerate(by_unit)]
         self.saved = SavedTensors(options.reshard and any(unit.sharded for unit in self.units))
+        turns, along = self.expected.turns, self.expected.along
+        device = shards[0].device if shards else torch.device("cpu")
         self.reductions = Reductions(
-            self.units, leaves, shards, options, site, self.expected.turns, self.expected.along, ways, several
+            self.units, leaves, device, options, reducer, turns=turns, along=along, wide=several, site=site
         )
         self.lazy_params = self._lazy_params()
         self._lazy_versions = lazy_versions(self.lazy_params)
@@ -115,10 +126,7 @@ class ParamRuntime:
         found = dict(zip(indices, lazy_params_of(self), strict=True))
         plain = [index for index in range(len(self.leaves)) if index not in found]
         if plain:
-            finish = go(
-                [self.shards[index] for index in plain], [self.leaves[index].gather for index in plain], self.site
-            )
-            found.update((index, x.detach()) for index, x in zip(plain, finish(), strict=True))
+            found.update(zip(plain, self.storage.unshard(plain)(), strict=True))
         return [found[index] for index in range(len(self.leaves))]
 
     @property
@@ -141,7 +149,9 @@ class ParamRuntime:
         self.begun = True
         self.seen, self.first = Order([], [], []), []
 
-    def begin_backward(self, group: Group | None, along: Along, accumulate: Accumulate | None, *, idle: bool) -> None:
+    def begin_backward(
+        self, group: Group | None, along: Along, accumulate: AccumulateInto | None, *, idle: bool
+    ) -> None:
         """Begin the backward of a slice: see `Reductions.begin`."""
         self.reductions.begin(self.first, group, along, accumulate, idle=idle)
 
@@ -165,7 +175,7 @@ class ParamRuntime:
         for replica in self._replicas:
             replica.rest()
         self._replicas = []
-        self.reductions.shards, self.reductions.sums = (), []
+        self.reductions.sums = []
 
     def leave(self) -> None:
         """Drop everything after an error, without waiting for other devices."""
@@ -262,19 +272,15 @@ class ParamPlans:
     """The cached plans of a tree of parameters, and the order in which its units were last used.
 
     A prefetch after this order may be wrong, which costs only time; all devices have agreed on the order of reductions.
-    `key` is everything that the plans depend on.  It is compared, which is faster than hashing it for a few entries.
     """
 
-    key: object
     leaves: tuple[ParamPlan, ...]
     mesh: Mesh
     axes: tuple[str, ...]
     in_order: bool
     order: Order | None = None
     by_unit: list[list[int]] = field(init=False)
-    _ways: dict[Along, tuple[list[ReshardPlan | None], int]] = field(
-        default_factory=dict[Along, tuple[list[ReshardPlan | None], int]]
-    )
+    _ways: dict[Along, list[ReshardPlan | None]] = field(default_factory=dict[Along, list[ReshardPlan | None]])
 
     def __post_init__(self) -> None:
         by_unit: dict[str, list[int]] = {}
@@ -284,20 +290,15 @@ class ParamPlans:
                 by_unit.setdefault("" if alone else leaf.unit, []).append(index)
         self.by_unit = [*by_unit.values()]
 
-    def ways(self, along: Along) -> tuple[list[ReshardPlan | None], int]:
-        """Return the plans that reduce gradients over the batch's axes and these, and the number of devices along these."""
+    def ways(self, along: Along) -> list[ReshardPlan | None]:
+        """Return the plans that reduce gradients over the batch's axes and these: the batch's first, in reproducible mode."""
         found = self._ways.get(along)
         if found is None:
-            ways = [self._way(along, leaf) if leaf.trained else None for leaf in self.leaves]
-            found = self._ways[along] = ways, prod(self.mesh.shape[axis] for axis in along)
+            found = self._ways[along] = [
+                plan_reduction(self.mesh, (*along, *self.axes), leaf, in_order=self.in_order) if leaf.trained else None
+                for leaf in self.leaves
+            ]
         return found
-
-    def _way(self, along: Along, leaf: ParamPlan) -> ReshardPlan:
-        """Return the plan that reduces one gradient: over the batch's axes first, in reproducible mode."""
-        axes = (*along, *self.axes)
-        if self.in_order:
-            return way_in_order(self.mesh, axes, leaf.gradient, leaf.shape)
-        return plan_reshard(Layout(self.mesh, P(unreduced=axes)), leaf.gradient, leaf.shape)
 
 
 def numbered(leaves: Sequence[Any]) -> tuple[list[int], list[int]]:
@@ -313,13 +314,18 @@ def numbered(leaves: Sequence[Any]) -> tuple[list[int], list[int]]:
     return own, [number[index] for index in firsts]
 
 
-def plan_param(path: str, x: Sharded, gradients: Callable[[Layout], Layout] | None) -> ParamPlan:
-    """Return the plan of a parameter; `gradients` maps its layout to its gradient's, None if it is frozen."""
-    layout, unsharded = x.layout, Layout(x.mesh)
+def plan_param(
+    path: str, x: Sharded, gradients: Callable[[Layout], Layout] | None, unsharded: Layout | None = None
+) -> ParamPlan:
+    """Return the plan of a parameter; `gradients` maps its layout to its gradient's, None if it is frozen.
+
+    `unsharded` is the layout in which it is used; default: replicated on all devices.
+    """
+    layout, unsharded = x.layout, unsharded or Layout(x.mesh)
     wanted = layout if gradients is None else gradients(layout)
     if not isinstance(wanted, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(
-            f"value_and_grad: {gradients=!r} has to return a Layout for {named(parts_of(path))}; found {wanted!r}. "
+        raise TypeError(
+            f"value_and_grad: {gradients=!r} must return a Layout for {named(parts_of(path))}; got {wanted!r}. "
             "Write opt.gradients of a partitioned optimizer, or leave it out."
         )
     gather = plan_reshard(layout, unsharded, x.shape)
@@ -336,4 +342,4 @@ def refuse_half_frozen(paths: Sequence[str], at: Sequence[int], fixed: Sequence[
     }
     if half:
         wrong = "; ".join(" and ".join(names[index]) for index in sorted(half))
-        raise LayoutError(f"frozen: {wrong} are one parameter (tied), and only one name of it is frozen. Freeze all.")
+        raise ValueError(f"frozen: {wrong} are one parameter (tied), and only one name of it is frozen. Freeze all.")

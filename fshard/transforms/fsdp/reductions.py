@@ -12,71 +12,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fshard.mesh.reshard.execute import ReshardPlan, go
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 from fshard.transforms.agree import agreed_turns
-from fshard.transforms.fsdp.units import ParamPlan, Unit, UnitOptions
+from fshard.transforms.fsdp.engine import Along, Gradients, GradientSums, ParamPlan, Reducer, UnitOptions
+from fshard.transforms.fsdp.units import Unit
 from fshard.transforms.graph_checks import refuse_backward
 
-Along = tuple[str, ...]
-Ways = Callable[[Along], tuple[Sequence[ReshardPlan | None], int]]
-"""From axes to the reshard plans of gradients, None where frozen, and to the number of devices along these axes."""
-Accumulate = Callable[[Unit, list[Tensor | None]], None]
+AccumulateInto = Callable[[Unit, Gradients], None]
 """Takes a slice's gradients of a unit instead of reducing them."""
 
 
-class Reductions:
-    """The gradients of one device in one step.
-
-    Args:
-        units: whose gradients are reduced together.
-        leaves: the plans of parameters, and `shards` this device's shards.
-        options: of units.
-        site: the source line of the step.
-        turns: the order in which units are reduced, by index; empty if devices have not agreed on it yet.
-        along: the axes beside the batch's over which gradients are partial sums, when devices agreed.
-        ways: the reshard plans from partial sums over such axes to the layouts of gradients.
-        wide: True if sums of several slices are reduced in at least 32 bits.
-
-    `used` is True for each parameter that this device has used; `sums` are the reduced gradients.
-    """
+class Reductions(GradientSums):
+    """The gradients of the units of one device in one step; `turns` is the order in which units are reduced."""
 
     def __init__(
         self,
         units: Sequence[Unit],
         leaves: Sequence[ParamPlan],
-        shards: Sequence[Tensor],
+        device: torch.device,
         options: UnitOptions,
-        site: Site,
+        reducer: Reducer,
+        *,
         turns: Sequence[int],
         along: Along,
-        ways: Ways,
         wide: bool,
+        site: Site,
     ) -> None:
-        self.units, self.leaves, self.shards, self.options, self.site = units, leaves, shards, options, site
-        self.turns, self.wide = list(turns), wide
-        self.along, self._ways = along, ways
-        self.used = [False] * len(leaves)
-        self.sums: list[Tensor | None] = [None] * len(leaves)
-        self._accumulate: Accumulate | None = None
+        super().__init__(leaves, device, options, reducer, wide)
+        self.units, self.turns, self.along, self._site = units, list(turns), along, site
+        self._accumulate: AccumulateInto | None = None
         self._turn, self._idle, self._collecting = 0, False, False
-        self._waiting: dict[int, list[Tensor | None]] = {}
-        self._bucket: list[tuple[int, Tensor, ReshardPlan]] = []
-        self._size = 0  # of the bucket, in bytes
-        self._in_flight: list[tuple[list[int], Callable[[], list[Tensor]], int]] = []
+        self._waiting: dict[int, Gradients] = {}
 
     def begin(
         self,
         used: Sequence[int],
         group: Group | None,
         along: Along,
-        accumulate: Accumulate | None = None,
+        accumulate: AccumulateInto | None = None,
         *,
         idle: bool,
     ) -> None:
@@ -91,11 +69,12 @@ class Reductions:
         """
         self._accumulate = accumulate
         self._idle, self._turn = idle, 0
-        self._waiting, self._bucket, self._size = {}, [], 0  # left by a backward that failed
+        self._waiting = {}
+        self.clear()  # of what a backward that failed has left
         if along != self.along:
             self.turns, self.along = [], along  # there are more devices to agree
         if not self.turns and any(leaf.trained for leaf in self.leaves):
-            self.turns = agreed_turns(used, len(self.units), group, self.site, self.shards[0].device)
+            self.turns = agreed_turns(used, len(self.units), group, self._site, self.device)
 
     @contextmanager
     def collecting(self) -> Generator[None]:
@@ -122,15 +101,13 @@ class Reductions:
         if any(g is not None for g in gs):
             (self._accumulate or Unit.accumulate)(unit, self._recorded(unit, gs))
 
-    def _recorded(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Record the parameters as used; return their cotangents, dense, or None if the slice is idle."""
+    def _recorded(self, unit: Unit, gs: Sequence[Tensor | None]) -> Gradients:
+        """Record the parameters as used, in a backward that fshard has started."""
         if not self._collecting:
             refuse_backward()
-        for index, g in zip(unit.indices, gs, strict=True):
-            self.used[index] |= g is not None
-        return [None if self._idle else g.to_dense() if g is not None and g.is_sparse else g for g in gs]
+        return self.record(unit.indices, gs, idle=self._idle)
 
-    def _complete(self, unit: Unit, gs: list[Tensor | None]) -> None:
+    def _complete(self, unit: Unit, gs: Gradients) -> None:
         """Queue a unit's gradients, and reduce every unit whose turn has come."""
         if unit.number in self._waiting:
             unit.accumulate(gs)
@@ -165,24 +142,13 @@ class Reductions:
 
     def reduce(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
         """Put the gradients of a unit into the bucket, and send it if it is full or the unit is sharded."""
-        ways, _ = self._ways(self.along)
-        for index, g in zip(unit.indices, self.as_reduced(unit, gs), strict=True):
-            leaf, near, way = self.leaves[index], self.shards[index], ways[index]
-            if way is not None:
-                g = (
-                    near.new_zeros(leaf.shape, dtype=reduced_in(leaf.dtype, self.options, self.wide))
-                    if g is None
-                    else g
-                )
-                self._bucket.append((index, g, way))
-                self._size += g.nbytes
-        if unit.sharded or self._size >= self.options.bucket:
+        self.put(unit.indices, gs)
+        if unit.sharded or self.is_full:
             self.send()
 
-    def as_reduced(self, unit: Unit, gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def as_reduced(self, unit: Unit, gs: Sequence[Tensor | None]) -> Gradients:
         """Cast the gradients of a unit to the dtypes that they are reduced in."""
-        dtypes = [reduced_in(self.leaves[index].dtype, self.options, self.wide) for index in unit.indices]
-        return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
+        return self.cast(unit.indices, gs)
 
     def drop(self) -> None:
         """Drop all gradients of the step."""
@@ -190,32 +156,3 @@ class Reductions:
         self.sums = [None] * len(self.leaves)
         for unit in self.units:
             unit.accumulated = None
-
-    def send(self) -> None:
-        """Start the reduction of the bucket."""
-        if self._bucket:  # (8)
-            indices, xs, ways = map(list, zip(*self._bucket, strict=True))
-            self._bucket, self._size = [], 0
-            _, many = self._ways(self.along)
-            self._in_flight.append((indices, go(xs, ways, self.site, ahead=self.options.in_flight > 0), many))
-            self.finish(self.options.in_flight)
-
-    def finish(self, but: int = 0) -> None:
-        """Wait for reductions, the oldest first, until at most `but` are in flight."""
-        while len(self._in_flight) > but:
-            indices, finish, many = self._in_flight.pop(0)
-            for index, result in zip(indices, finish(), strict=True):
-                known, leaf = self.sums[index], self.leaves[index]
-                if result.dtype is not leaf.dtype:
-                    result = result.to(torch.promote_types(result.dtype, leaf.dtype))
-                result = result if many == 1 else result / many
-                self.sums[index] = result if known is None else known + result
-
-
-@lru_cache(maxsize=256)
-def reduced_in(dtype: torch.dtype, options: UnitOptions, wide: bool) -> torch.dtype:
-    """Return the dtype that the gradient of a parameter is reduced in."""
-    if dtype.is_complex:
-        return dtype
-    used = options.compute or dtype
-    return options.reduce or (torch.promote_types(used, torch.float32) if wide else used)

@@ -7,10 +7,8 @@ earlier units overlaps with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,54 +16,19 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 
 from fshard.mesh.collectives.autograd import transformed
-from fshard.mesh.layout import Layout
-from fshard.mesh.reshard.execute import ReshardPlan, go
 from fshard.mesh.spmd.scope import Scope
-from fshard.source import Site
+from fshard.transforms.fsdp.engine import (
+    Gradients,
+    ParamPlan,
+    Storage,
+    UnitOptions,
+    has_communication,
+    no_graph,
+    versions_of,
+)
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 Result = TypeVar("Result")
-
-
-class ParamPlan(NamedTuple):
-    """The plan of one parameter: how it is unsharded, whether it is trained, and the layout of its gradient."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    unit: str
-    gather: ReshardPlan
-    trained: bool
-    gradient: Layout
-
-
-@dataclass(frozen=True)
-class UnitOptions:
-    """Options of all units.
-
-    Args:
-        reshard: free sharded units after their forward, and unshard them again for the backward.
-        live: number of sharded units that are unsharded at a time, beside those being prefetched and those that a
-            rematerialised block uses.
-        prefetch: number of units to all-gather ahead of their use, in the order of the previous step.
-        in_flight: number of reductions that may run asynchronously; 0: each is waited for immediately.
-        bucket: approximate bytes of gradients of replicated units to reduce together.
-        compute: the dtype that floating-point parameters are cast to; None: their own.
-        reduce: the dtype that gradients are reduced in; None: that of the gradient.
-    """
-
-    reshard: bool = True
-    live: int = 2
-    prefetch: int = 1
-    in_flight: int = 2
-    bucket: int = 8 << 20
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-
-
-def has_communication(way: ReshardPlan) -> bool:
-    """Return True if a reshard sends anything."""
-    return len(way.steps) > 1 or (bool(way.steps) and way.steps[0].kind != "reshape")
 
 
 class Runtime(Protocol):
@@ -73,8 +36,8 @@ class Runtime(Protocol):
 
     leaves: Sequence[ParamPlan]
     shards: Sequence[Tensor]
+    storage: Storage
     options: UnitOptions
-    site: Site
     scope: Scope
     anchor: Tensor
     units: list[Unit]
@@ -115,7 +78,7 @@ class Unit:
         self.outputs: tuple[Tensor, ...] | None = None
         self.values: list[Tensor] = []
         self.versions: list[int] = []
-        self.accumulated: list[Tensor | None] | None = None
+        self.accumulated: Gradients | None = None
         self.pending_backwards = 0  # uses whose backward is still to come
 
     def unshard(self) -> tuple[Tensor, ...]:
@@ -150,46 +113,30 @@ class Unit:
 
     def gather(self) -> list[Tensor]:
         """Return all parameters, unsharded."""
-        if self.sharded:
-            self.start()
-            self.arrive()
-        elif not self.values:
-            leaves, shards = self.runtime.leaves, self.runtime.shards
-            with no_graph():
-                xs = [self._cast(shards[index]) for index in self.indices]
-                self._set_values([x.reshape(leaves[index].shape) for x, index in zip(xs, self.indices, strict=True)])
+        self.start()
+        self.arrive()
         return self.values
-
-    def _set_values(self, values: list[Tensor]) -> None:
-        self.values, self.versions = values, versions_of(values)
-
-    def written(self) -> set[int]:
-        """Return the indices of unsharded parameters that were written to in place."""
-        now = versions_of(self.values)  # empty once resharded
-        return {index for index, one, other in zip(self.indices, now, self.versions, strict=False) if one != other}
 
     def start(self) -> None:
         """Start the all-gather, unless the unit is unsharded or about to be."""
-        runtime = self.runtime
-        if self.sharded and not self.values and self.pending is None:
-            runtime.sequence.append(self.number)
-            with no_graph():  # (4)
-                xs = [self._cast(runtime.shards[index]) for index in self.indices]
-                self.pending = go(
-                    xs, [runtime.leaves[index].gather for index in self.indices], runtime.site, ahead=True
-                )
+        if not self.values and self.pending is None:
+            if self.sharded:
+                self.runtime.sequence.append(self.number)
+            self.pending = self.runtime.storage.unshard(self.indices)
 
     def arrive(self) -> None:
         """Wait for the all-gather, if one was started."""
         if self.pending is not None:
             with no_graph():
-                values, self.pending = self.pending(), None
-            self._set_values(values)
-            self.runtime.saved.register(self)
+                self.values, self.pending = self.pending(), None
+            self.versions = versions_of(self.values)
+            if self.sharded:
+                self.runtime.saved.register(self)
 
-    def _cast(self, x: Tensor) -> Tensor:
-        compute = self.runtime.options.compute
-        return x.detach() if compute is None or not x.is_floating_point() else x.detach().to(compute)
+    def written(self) -> set[int]:
+        """Return the indices of unsharded parameters that were written to in place."""
+        now = versions_of(self.values)  # empty once resharded
+        return {index for index, one, other in zip(self.indices, now, self.versions, strict=False) if one != other}
 
     def unshard_for_backward(self) -> list[Tensor]:
         """Return all parameters for the backward, and unshard them again if they were freed."""
@@ -214,7 +161,7 @@ class Unit:
         if self.sharded and self.runtime.options.reshard:
             self.reshard()
 
-    def accumulate(self, gs: list[Tensor | None]) -> None:
+    def accumulate(self, gs: Gradients) -> None:
         """Add gradients to those of earlier slices, in at least 32 bits; they are reduced together."""
         gs = [g.float() if g is not None and g.dtype in (torch.bfloat16, torch.float16) else g for g in gs]
         if self.accumulated is None:
@@ -225,7 +172,7 @@ class Unit:
             if g is not None:
                 self.accumulated[at] = g if known is None else known + g
 
-    def take_accumulated(self, gs: list[Tensor | None]) -> list[Tensor | None]:
+    def take_accumulated(self, gs: Gradients) -> Gradients:
         """Return gradients plus the accumulated ones, and reset these."""
         if self.accumulated is not None:
             self.accumulate(gs)
@@ -266,7 +213,7 @@ class _UseOnce(Function):
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[None, None, None]:
-        own: list[Tensor | None] = [None] * len(ctx.unit.indices)
+        own: Gradients = [None] * len(ctx.unit.indices)
         (own[ctx.at],) = gs
         ctx.unit.runtime.reductions.receive_apart(ctx.unit, own)
         return None, None, None
@@ -282,25 +229,6 @@ def _outside_transforms(make: Callable[[], Result]) -> Result:
         return make()
     with temporarily_clear_interpreter_stack():
         return make()
-
-
-def no_graph() -> AbstractContextManager[Any]:
-    """Return a context without grad mode, whose results can be saved for a backward even in inference mode."""
-    return _out_of_inference() if torch.is_inference_mode_enabled() else torch.no_grad()
-
-
-@contextmanager
-def _out_of_inference() -> Generator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def versions_of(xs: Sequence[Tensor]) -> list[int]:
-    """Return the version counters of tensors, which writes increment; 0 for tensors of inference mode, which have none."""
-    try:
-        return [x._version for x in xs]
-    except RuntimeError:
-        return [0 if x.is_inference() else x._version for x in xs]
 
 
 def _in_backward() -> bool:

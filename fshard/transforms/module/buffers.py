@@ -14,7 +14,7 @@ Each device adds one flag per buffer to the numbers that are summed anyway; then
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, Mesh, P, PyTree, flatten_with_paths, unflatten
+from fshard.mesh.layout import Layout, Mesh, PyTree, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import device_put
 from fshard.mesh.spmd.scope import Group
@@ -54,22 +54,22 @@ def entry_of(path: str, x: Tensor | float) -> BufferEntry:
 
 
 class Buffers:
-    """The buffers that a step is given."""
+    """The buffers that a step is given, replicated unless `layout_of` returns other layouts by path."""
 
-    def __init__(self, tree: PyTree, mesh: Mesh) -> None:
+    def __init__(self, tree: PyTree, mesh: Mesh, layout_of: Callable[[str], Layout] | None = None) -> None:
         paths, leaves, self._structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
+        self._layouts = {path: Layout(mesh) if layout_of is None else layout_of(path) for path in paths}
         wrong = [
             f"{named(parts_of(path))} has {x.spec} on {x.mesh}"
             for path, x in zip(paths, leaves, strict=True)
-            if isinstance(x, Sharded) and (x.mesh, x.spec) != (mesh, P())
+            if isinstance(x, Sharded) and (x.mesh, x.spec) != (mesh, self._layouts[path].spec)
         ]
         if wrong:
             raise LayoutError(
-                f"buffers must be replicated on {mesh}; {'; '.join(wrong)}. Lay them out as P(), or give plain tensors."
+                f"buffers must be replicated on {mesh}; {'; '.join(wrong)}. Replicate them, P(), or give plain tensors."
             )
-        self._layout = Layout(mesh)
         self._given = dict(zip(paths, leaves, strict=True))
-        placed = [device_put(x, self._layout) if isinstance(x, Tensor) else x for x in leaves]
+        placed = [device_put(x, self._layouts[path]) if isinstance(x, Tensor) else x for path, x in self._given.items()]
         self._columns = [x.shards if isinstance(x, Sharded) else (x,) * mesh.size for x in placed]
         self.paths = [path for path, x in self._given.items() if isinstance(x, Tensor | Sharded | int | float)]
 
@@ -87,35 +87,27 @@ class Buffers:
             return {}
         paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
         before = self.before(place)
-        if missing := before.keys() - {*paths}:
-            names = ", ".join(named(parts_of(path)) for path in sorted(missing))
-            raise LayoutError(f"the loss function must return every buffer that it was given; {names} is missing.")
-        return {
-            path: number_of(path, x, near)
-            for path, x in zip(paths, leaves, strict=True)
-            if path not in before or x is not before[path]
-        }
+        wrong = [f"{named(parts_of(path))} is missing" for path in sorted(before.keys() - {*paths})]
+        wrong += [f"{named(parts_of(path))} was not given" for path in sorted({*paths} - before.keys())]
+        if wrong:
+            raise ValueError(f"the loss function must return the buffers that it was given; {', '.join(wrong)}.")
+        return {path: number_of(path, x, near) for path, x in zip(paths, leaves, strict=True) if x is not before[path]}
 
     def after(self, changed: Sequence[Mapping[str, Tensor]]) -> PyTree:
         """Return the buffers for the next step, in the layouts of the given ones, from those of each device at hand."""
-        if not changed[0]:
+        if not any(changed):
             return unflatten(self._structure, [*self._given.values()])
-        tree = unflatten(self._structure, [self._next(path, x, changed) for path, x in self._given.items()])
-        added = [path for path in changed[0] if path not in self._given]
-        if added and not (
-            isinstance(tree, dict) and all(len(parts_of(path)) == 1 or path.startswith('["') for path in added)
-        ):
-            raise LayoutError(
-                f"{', '.join(named(parts_of(path)) for path in added)} must be among the buffers that the loss function was "
-                "given. Give a dict of tensors to have some added."
-            )
-        return {**tree, **{path[2:-2]: changed[0][path] for path in added}} if added else tree
+        return unflatten(self._structure, [self._next(path, x, changed) for path, x in self._given.items()])
 
     def _next(self, path: str, given: Any, changed: Sequence[Mapping[str, Tensor]]) -> Any:
-        if path not in changed[0]:
+        if not any(path in one for one in changed):
             return given
-        shards = tuple(one[path] for one in changed)
-        return Sharded(tuple(shards[0].shape), self._layout, shards) if isinstance(given, Sharded) else shards[0]
+        if not isinstance(given, Sharded):
+            return changed[0][path]
+        shards = tuple(one.get(path, x) for one, x in zip(changed, given.shards, strict=True))
+        layout = self._layouts[path]
+        shape = given.shape if layout.spec.at else tuple(shards[0].shape)
+        return Sharded(shape, layout, shards)
 
 
 @lru_cache(maxsize=64)
@@ -130,7 +122,7 @@ def number_of(path: str, x: Any, near: torch.device) -> Tensor:
         return x
     if isinstance(x, int | float):
         return torch.full((), x, device=near)
-    raise LayoutError(f"{named(parts_of(path))} must be a tensor or a number to be averaged; got {type(x).__name__}.")
+    raise TypeError(f"{named(parts_of(path))} must be a tensor or a number to be averaged; got {type(x).__name__}.")
 
 
 # -- the mean over slices and devices -------------------------------------------------------------------------------
@@ -144,11 +136,7 @@ def written_paths(slices: Iterable[Written]) -> set[str]:
 def irregular(slices: Iterable[Written], given: Mapping[str, Any]) -> list[BufferEntry]:
     """Return the buffers that slices wrote with another shape or dtype, in a fixed order."""
     found = {entry_of(path, x) for one in slices if one.weight for path, x in one.changed.items()}
-    return sorted((entry for entry in found if not _is_like(given.get(entry.path), entry)), key=repr)
-
-
-def _is_like(given: Any, entry: BufferEntry) -> bool:
-    return given is not None and entry_of(entry.path, given) == entry
+    return sorted((entry for entry in found if entry_of(entry.path, given[entry.path]) != entry), key=repr)
 
 
 def entries_to_average(

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from fshard.copying import lazy_copy
 from fshard.errors import ModuleError
 from fshard.mesh.layout import Axes
-from fshard.transforms.fsdp.units import versions_of
+from fshard.transforms.fsdp.engine import versions_of
 from fshard.transforms.module.batchnorm import defer, pending, synchronise
 from fshard.transforms.module.replica import Replicas, Tensors
 from fshard.transforms.patterns import Choice, chosen
@@ -43,10 +43,12 @@ def functionalize(
     `buffers` has all buffers, not only the persistent ones. All are detached and share the module's memory.
 
     Parameters, buffers and random draws are the state of the function. Everything else on the module is private to the
-    device that runs it: each device has its own copy of the module, kept from call to call.
+    device that runs it, as are buffers that a forward registers or that are None at first: each device has its own copy
+    of the module, kept from call to call.
 
     Args:
         module: any module that `copy.deepcopy` copies, in its present state; later only `train()` and `eval()` are followed.
+            Of `torch.compile(module)` it is the module itself: compile the loss function instead.
         buffers: frozen parameters that the forward updates (a momentum encoder, a codebook): a path pattern, several, or
             a function of the path. They are returned and passed among the buffers.
         sync_batchnorm: mesh axes over which BatchNorm in training takes mean and variance; one psum of
@@ -99,14 +101,16 @@ def module_function(
     in_place: bool = False,
 ) -> tuple[Apply, Tensors, Tensors]:
     """Return apply, parameters and buffers of a module whose layers may have other forwards."""
+    module = vars(module).get("_modules", {}).get("_orig_mod", module)  # of torch.compile(module)
     _refuse_unready(module)
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     moved = _declared(params, declared)
     buffers |= {name: params.pop(name) for name in moved}
     given_params = {name: _detached(x) for name, x in params.items()}
-    given_buffers = {name: x.detach() for name, x in buffers.items()} | (pending(module) if deferred else {})
-    replicas = Replicas(module, adapt, in_place=in_place)
-    check = _Check(type(module).__name__, params, buffers, [name for name, _ in module.named_modules()])
+    sums = pending(module) if deferred else {}
+    given_buffers = {name: x.detach() for name, x in buffers.items()} | sums
+    replicas = Replicas(module, adapt, sums, in_place=in_place)
+    check = _Check(type(module).__name__, params, given_buffers)
 
     def apply(
         params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any
@@ -116,7 +120,6 @@ def module_function(
         copies = {name: lazy_copy(x) for name, x in buffers.items()}
         outer, replica.installed = replica.installed, {**params, **copies}
         replica.install(replica.installed)
-        replica.add({name: copies[name] for name in buffers.keys() - check.buffers})
         step = next((step for x in params.values() if (step := getattr(x, "step", None)) is not None), None)
         if step is not None:
             step.use(replica)
@@ -162,21 +165,17 @@ def _declared(params: Mapping[str, Tensor], declared: Choice) -> list[str]:
 class _Check:
     """Compares the arguments of apply with the tensors of the module."""
 
-    def __init__(self, title: str, params: Collection[str], buffers: Collection[str], modules: Collection[str]) -> None:
-        self.params, self.buffers = frozenset(params), frozenset(buffers)
-        self._title, self._modules = title, frozenset(modules)
+    def __init__(self, title: str, params: Collection[str], buffers: Collection[str]) -> None:
+        self.params, self.buffers, self._title = frozenset(params), frozenset(buffers), title
 
     def __call__(self, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
-        """Raise if a name is missing, or is none of the module's; a forward may have made further buffers."""
-        if params.keys() == self.params and buffers.keys() >= self.buffers:
-            made = buffers.keys() - self.buffers
-            if not made or all(name.rpartition(".")[0] in self._modules and name not in self.params for name in made):
-                return
+        """Raise if a name is missing, or is none of the module's."""
+        if params.keys() == self.params and buffers.keys() == self.buffers:
+            return
         wrong = [f'params["{name}"] is missing' for name in sorted(self.params - params.keys())]
         wrong += [f'buffers["{name}"] is missing' for name in sorted(self.buffers - buffers.keys())]
         wrong += [f'params["{name}"] is no parameter of it' for name in sorted(params.keys() - self.params)]
-        unknown = (name for name in buffers.keys() - self.buffers if name.rpartition(".")[0] not in self._modules)
-        wrong += [f'buffers["{name}"] is no buffer of it' for name in sorted(unknown)]
+        wrong += [f'buffers["{name}"] is no buffer of it' for name in sorted(buffers.keys() - self.buffers)]
         raise ModuleError(
             f"apply of {self._title}: {'; '.join(wrong)}. Pass trees with the names that functionalize returned, "
             "(params, buffers) in this order."

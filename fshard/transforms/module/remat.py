@@ -50,7 +50,7 @@ class Policy:
 
 
 def save_names(*names: str) -> Policy:
-    """Return the policy that keeps the values with these names of `fs.checkpoint_name`.
+    """Return the policy that keeps the values with these names of `fs.nn.checkpoint_name`.
 
     >>> save_names("attention").names
     frozenset({'attention'})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +61,6 @@ class Replica:
         self._buffers = [
             ModuleSlot(p._buffers, *item) for p, (_, own) in zip(parts, names, strict=True) for item in own.items()
         ]
-        self._others = [
-            (path, vars(p)["_buffers"], own) for (path, p), (_, own) in zip(self.modules.items(), names, strict=True)
-        ]
-        self._empty = [frozenset(p._buffers) - own.keys() for p, (_, own) in zip(parts, names, strict=True)]
         self._recurrent = [p for p in parts if isinstance(p, nn.RNNBase)]
         self.layers = Layers(self.modules.items(), adapt)
         self._resting: list[Any] | None = None
@@ -72,28 +68,15 @@ class Replica:
         self.installed: Mapping[str, Any] | None = None  # while a call runs
 
     def install(self, tensors: Mapping[str, Any]) -> None:
-        """Put tensors into the slots of those that the module has had from the beginning."""
+        """Put tensors into their slots."""
         if self._resting is None:
             self._resting = [entries[key] for entries, key, _ in self._params]
         for entries, key, name in self._params:
             entries[key] = tensors[name]
-        for (_, entries, own), empty in zip(self._others, self._empty, strict=True):
-            if len(entries) > len(own):
-                for key in entries.keys() - own.keys():
-                    if key in empty:
-                        entries[key] = None
-                    else:  # which an earlier forward has registered
-                        del entries[key]
         for entries, key, name in self._buffers:
             entries[key] = tensors[name]
         for part in self._recurrent:
             _alias(part)
-
-    def add(self, buffers: Mapping[str, Any]) -> None:
-        """Put buffers that an earlier forward has registered into the modules that made them."""
-        for name, x in buffers.items():
-            path, _, key = name.rpartition(".")
-            vars(self.modules[path])["_buffers"][key] = x
 
     def take(self, given: Mapping[str, Any], installed: Mapping[str, Any]) -> Tensors:
         """Return the buffers after a call; those not written to are the given ones.
@@ -101,25 +84,14 @@ class Replica:
         Copies of them are installed for a recomputation in the backward, so that it does not count twice.
         """
         after: Tensors = {}
-        slots = [slot for slot in self._params if slot.name in given] if len(given) > len(self._buffers) else []
-        for path, entries, own in self._others:
-            if len(entries) > len(own):
-                prefix = f"{path}." if path else ""
-                slots += [
-                    ModuleSlot(entries, key, prefix + key)
-                    for key in entries.keys() - own.keys()
-                    if entries[key] is not None
-                ]
-        for entries, key, name in (*self._buffers, *slots):
+        slots = [*self._buffers, *(slot for slot in self._params if slot.name in given)]
+        for entries, key, name in slots:
             x = entries.get(key)
-            if x is None:
-                continue
-            if (
-                x is not installed.get(name) or name not in after
-            ):  # of two names of one tensor, the one that was rebound
-                same = name in given and x is installed[name] and untouched(x)
-                after[name] = given[name] if same else x
-        for entries, key, name in (*self._buffers, *slots):
+            if x is not None and (
+                x is not installed[name] or name not in after
+            ):  # of two names, the one that was rebound
+                after[name] = given[name] if x is installed[name] and untouched(x) else x
+        for entries, key, name in slots:
             entries[key] = lazy_copy(after.get(name))
         return after
 
@@ -203,13 +175,21 @@ class Replicas:
     Args:
         module: the module, in its present state; later only `train()` and `eval()` are followed.
         adapt: see `Replica`.
+        more: names of buffers that layers keep during a step, without having them in between.
         in_place: the module itself is run, by a single device.
     """
 
     def __init__(
-        self, module: nn.Module, adapt: Callable[[nn.Module], Callable[..., Any] | None], *, in_place: bool
+        self,
+        module: nn.Module,
+        adapt: Callable[[nn.Module], Callable[..., Any] | None],
+        more: Collection[str],
+        *,
+        in_place: bool,
     ) -> None:
         self._names, self._adapt = slot_names(module), adapt
+        for (path, _), (_, own) in zip(module.named_modules(), self._names, strict=True):
+            own |= {key: name for name in more for owner, _, key in [name.rpartition(".")] if owner == path}
         self._original = weakref.ref(module)
         self._made: dict[int | None, Replica] = {}
         self._template = None if in_place else _copy_on_meta(module)

@@ -10,47 +10,11 @@ A batch sharded over ("a", "b") has its slices in the order of a, then b. Neighb
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import pairwise
 
 from torch import Tensor
 
-from fshard.mesh.layout import Layout, Mesh, P
-from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
+from fshard.transforms.fsdp.engine import Gradients
 from fshard.transforms.fsdp.units import Unit
-
-
-@lru_cache(maxsize=4096)
-def way_in_order(
-    mesh: Mesh, axes: tuple[str, ...], wanted: Layout, shape: tuple[int, ...], on: tuple[tuple[str, int], ...] = ()
-) -> ReshardPlan:
-    """Return the plan from summands over `axes`, at coordinates `on` of others, to a layout; it reduces over the last
-    axis first.
-
-    It is the usual plan, if that does; else axes are reduced one by one, and the gradient is scattered with the first.
-
-    >>> from fshard import make_mesh
-    >>> mesh = make_mesh({"a": 2, "b": 2})
-    >>> for axis in "ab":
-    ...     print([(step.kind, *step.axes) for step in way_in_order(mesh, ("a", "b"), Layout(mesh, P.flat(axis)), (8,)).steps])
-    [('psum', 'b'), ('flat_scatter', 'a')]
-    [('flat_scatter', 'b'), ('psum', 'a')]
-    """
-    summands = [Layout(mesh, P(unreduced=axes[:count], at=dict(on))) for count in range(len(axes), 0, -1)]
-    way = plan_reshard(summands[0] if axes else Layout(mesh, P(at=dict(on))), wanted, shape)
-    added = [axis for step in reversed(way.steps) if step.kind in _ADDING for axis in step.axes]
-    if added == [axis for axis in axes if mesh.shape[axis] > 1]:
-        return way
-    return ReshardPlan(
-        tuple(step for leg in pairwise([*summands, wanted]) for step in plan_reshard(*leg, shape).steps), shape
-    )
-
-
-_ADDING = ("psum", "psum_scatter", "flat_scatter")
-
-
-Gradients = list[Tensor | None]
-"""Of the leaves of a unit."""
 
 
 class TreeAccumulator:

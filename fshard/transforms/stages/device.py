@@ -8,74 +8,59 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fshard.errors import LayoutError, MismatchError, ModuleError
-from fshard.mesh.layout import PyTree, unflatten
+from fshard.errors import ModuleError
+from fshard.mesh.layout import PyTree, flatten, unflatten
 from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import Group, owning, parting, require
-from fshard.optim.scaling import held_by
+from fshard.optim.scaling import finite_scale
 from fshard.pipeline.execution.device import StageDevice
-from fshard.pipeline.execution.leaves import called_for
-from fshard.pipeline.execution.microbatches import kind_of
+from fshard.pipeline.execution.leaves import stage_for
+from fshard.pipeline.execution.microbatches import shape_key
 from fshard.source import Site, call_site
 from fshard.transforms.agree import NOT_HEARD, exchanged, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch
-from fshard.transforms.device_step import DETACHED, counts_of, one_loss
+from fshard.transforms.device_step import DeviceResult, one_loss, refuse_detached, slice_turns
+from fshard.transforms.fsdp.engine import GradientSums, reducer_of, storage_of
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.means import (
     AuxLeaves,
     LossSums,
     Rows,
+    averaged_results,
     collected,
     combine_aux,
-    idling,
-    something,
-    sort_aux,
-    together,
+    idle_slice,
+    nonzero_weight,
+    slice_results,
     tree_sum,
+    with_batch_layout,
 )
 from fshard.transforms.module.buffers import written_paths
-from fshard.transforms.origin import Origin, bits
+from fshard.transforms.origin import Origin
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import folded, keyed_apart
-from fshard.transforms.stages.buffers import Memory
-from fshard.transforms.stages.params import StageParams, StageSums
+from fshard.transforms.stages.buffers import StageWrites
+from fshard.transforms.stages.params import StageSums, StageUnit
 from fshard.transforms.stages.plan import StagePlan
 
 
-class StageResult(NamedTuple):
-    """The results of one device's step.
-
-    The loss, its weight and metrics; the local shards of gradients, by index, and which parameters were used on any
-    device; the buffers that changed.
-    """
-
-    loss: Tensor
-    weight: float
-    aux: PyTree
-    gradients: dict[int, Tensor]
-    used: list[bool]
-    buffers: dict[str, Tensor]
-
-
-class Shift:
+class StageStep:
     """The work of one device in one step.
 
     Args:
         plan: of all steps.
         shards: the local shard of each parameter.
         batch: the global batch.
-        at: index of the device among the local ones.
+        device: number of the device in the mesh, and `at` its index among the local ones.
         key: of random draws.
         scale: the loss scale.
-        memory: the buffers of its stages, if any.
-        fresh: True in the first step.
+        writes: the buffers that its stages write, if any.
         site: the source line of the step.
     """
 
@@ -84,32 +69,27 @@ class Shift:
         plan: StagePlan,
         shards: Sequence[Tensor],
         batch: Batch,
+        device: int,
         at: int,
         key: int,
         scale: float,
-        *,
-        memory: Memory | None,
-        fresh: bool,
+        writes: StageWrites | None,
         site: Site,
     ) -> None:
-        self.plan, self.batch, self.key, self.scale, self.fresh, self.site = plan, batch, key, scale, fresh, site
-        self.scaled, self.memory, how = scale, memory, plan.how
+        self.plan, self.batch, self.key, self.scale, self.fresh, self.site = plan, batch, key, scale, plan.fresh, site
+        self.number, self.scaled, self.writes, how = device, scale, writes, plan.how
         self.scope = require(how.caller)
         self.pipe = self.scope.group(plan.axis, how.caller)
         self.beside = self._along(batch.axes)
         self.everyone = self.scope.group((plan.axis, *batch.axes), how.caller)
-        index = self.beside.index if self.beside is not None else 0
-        turns = how.turns(self.beside.size if self.beside is not None else 1)
-        self.slices = batch.slices(at, turns, apart=how.slices is not None)
-        first = index * len(self.slices)
-        self.keys = [folded(key, 0, first + microbatch) for microbatch in range(len(self.slices))]
-        self.counts = counts_of(how, batch, self.slices, self.beside, site)
+        count = how.turns(1 if self.beside is None else self.beside.size)
+        self.turns = slice_turns(how, batch, at, count, self.beside, site)
         self.weight = self._weight()
         self.mine = [stage for stage, place in enumerate(plan.route.placement) if place == self.pipe.index]
-        self.near = shards[0]
-        self._objection = objection(batch, len(self.slices), reproducible=how.slices is not None)
+        self.device = shards[0].device
+        self._objection = objection(batch, count, reproducible=how.slices is not None)
         here = self._borrow(shards)
-        self.params = {stage: self._params(stage, here) for stage in self.mine}
+        self.units = {stage: self._unit(stage, here) for stage in self.mine}
         self.totals = self._totals()
         self.parts: dict[int, tuple[LossSums, AuxLeaves]] = {}
 
@@ -119,40 +99,53 @@ class Shift:
     def _weight(self) -> float:
         """Return the weight of the entire batch."""
         if self.plan.how.weight is None:
-            return float(self.batch.total(len(self.slices)))
-        own = tree_sum([count.weight for count in self.counts])
+            return float(self.batch.total(len(self.turns)))
+        own = tree_sum([turn.weight.weight for turn in self.turns])
         (total,) = summed((on_host([own], torch.device("cpu")),), self.beside, self.site)
-        return something(total.item())
+        return nonzero_weight(total.item())
 
     def _borrow(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the device's shards of parameters, with those that it borrows."""
-        rows, here = self.plan.weights.borrowed, list(shards)
+        rows, here = self.plan.params.borrowed, list(shards)
         given = go([shards[row.leaf].detach() for row in rows], [row.way for row in rows], self.site)()
         for row, x in zip(rows, given, strict=True):
             if row.place == self.pipe.index:
                 here[row.leaf] = x
         return here
 
-    def _params(self, stage: int, here: Sequence[Tensor]) -> StageParams:
-        own = self.plan.weights.own[stage]
-        return StageParams(own, [here[leaf] for leaf in own.numbers], self.plan.how.unit_options.compute, self.site)
+    def _unit(self, stage: int, here: Sequence[Tensor]) -> StageUnit:
+        own, options = self.plan.params.own[stage], self.plan.how.unit_options
+        storage = storage_of(own.leaves, [here[index] for index in own.indices], options, self.site)
+        return StageUnit(own, storage, options, self.device)
 
     def _totals(self) -> StageSums:
-        weights = [count.share for count in self.counts] if self.plan.how.slices is not None else None
-        return StageSums(self.plan, self.mine, weights, self.pipe.index, self.near, self.site)
+        plan, how = self.plan.params, self.plan.how
+        weights = [turn.weight.share for turn in self.turns] if how.slices is not None else None
+        wide = how.slices is not None or how.accumulate > 1
+        reducer = reducer_of(lambda along: plan.ways, how.unit_options, self.site)
+        reduced = GradientSums(plan.leaves, self.device, how.unit_options, reducer, wide)
+        return StageSums(plan, self.mine, weights, self.pipe.index, reduced, self.site)
 
-    def run(self) -> StageResult:
+    def run(self) -> DeviceResult:
         """Take the device's part in the step."""
         plan, known = self.plan, None
         if plan.messages is not None:
             known = plan.messages.setdefault(self.pipe.device, {})
-        kinds: list[Hashable] = [
-            (kind_of(slice.leaves), slice.rows) for slice in self.slices
-        ]  # idle slices have rows of others
-        how, near = plan.how, self.near.device
+        kinds: list[Hashable] = [  # idle slices have rows of others
+            (shape_key(turn.slice.leaves), turn.slice.rows) for turn in self.turns
+        ]
+        how = plan.how
         with owning(self.scope.mesh.axis_names, self._notice), parting(self.everyone):
             device = StageDevice(
-                plan.route, self, self.pipe, near, self.site, kinds, known, backward=how.backward, has_outcome=True
+                plan.route,
+                self,
+                self.pipe,
+                self.device,
+                self.site,
+                kinds,
+                known,
+                backward=how.backward,
+                has_outcome=True,
             )
             try:
                 loss, held, aux = device.run()
@@ -160,29 +153,39 @@ class Shift:
                 self._refuse_written()
                 raise
             finally:
-                for params in self.params.values():
-                    params.close()
+                for unit in self.units.values():
+                    unit.close()
         self._refuse_written()
-        found = self.totals.result()
+        self.totals.finish()
         used, buffers = self._agreed()
-        divisor = 1.0 if how.slices is None else self.weight
-        gradients = {
-            leaf: self._divided(g, divisor, held).to(plan.weights.leaves[leaf].dtype)
-            for leaf, g in found.items()
-            if used[leaf]
-        }
-        return StageResult(loss, self.weight, aux, gradients, used, buffers)
+        divisor = held * self.weight if how.slices is not None else held if self.scale != 1.0 else 1.0
+        gradients = self.totals.reduced.gradients(used, divisor)
+        gradients = [
+            self._nothing(at) if times and g is None else g
+            for at, (g, times) in enumerate(zip(gradients, used, strict=True))
+        ]
+        leaves, structure = flatten(aux)
+        numbers = {place: x for place, x in enumerate(leaves) if not x.ndim}
+        rows = {place: with_batch_layout(x, self.batch) for place, x in enumerate(leaves) if x.ndim}
+        return DeviceResult(loss, self.weight, numbers, rows, structure, gradients, buffers)
+
+    def _nothing(self, index: int) -> Tensor | None:
+        """Return the empty gradient of a parameter of another device's stage, the same in all steps."""
+        leaf, known = self.plan.params.leaves[index], self.plan.elsewhere
+        if not leaf.trained:
+            return None
+        key = self.number, index
+        if key not in known:
+            shape = leaf.gradient.local_shape(leaf.shape, self.number)
+            known[key] = torch.empty(shape, dtype=leaf.dtype, device=self.device)
+        return known[key]
 
     def _refuse_written(self) -> None:
         """Raise if a stage has written to a parameter: to frozen ones, too, since it has done so for each microbatch."""
-        paths = [path for stage in self.mine for path in self.params[stage].written_to()]
+        paths = [path for unit in self.units.values() for path in unit.written()]
         if paths:
             names = ", ".join(named(parts_of(path)) for path in paths)
             raise ModuleError(f"{self.plan.how.caller}: stages write to parameters in place: {names}. {WRITES}")
-
-    def _divided(self, g: Tensor, divisor: float, held: Tensor) -> Tensor:
-        g = g if divisor == 1.0 else g / divisor
-        return g if self.scale == 1.0 else g / held
 
     # -- the work of a schedule -----------------------------------------------------------------------------------
 
@@ -191,127 +194,116 @@ class Shift:
         return self.plan.inputs(self._tree(microbatch))
 
     def _tree(self, microbatch: int) -> PyTree:
-        return self.batch.tree(self.slices[microbatch].leaves, self.plan.how.unit_options.compute)
+        return self.batch.tree(self.turns[microbatch].slice.leaves, self.plan.how.unit_options.compute)
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; its random draws depend on the samples and the layer."""
-        with self._draws(microbatch, part=stage), self._idling(microbatch):
-            called, params = called_for(self.plan.stages[stage], microbatch), self.params[stage].tree
-            if self.memory is None:
+        with self._draws(microbatch, part=stage), self._idle(microbatch):
+            called, params = stage_for(self.plan.stages[stage], microbatch), self.units[stage].tree
+            if self.writes is None:
                 y = called(params, x, **skips)
             else:
-                y, after = called((params, self.memory.parts[stage]), x, **skips)
-                self.memory.note(stage, microbatch, after)
+                y, after = called((params, self.writes.parts[stage]), x, **skips)
+                self.writes.record(stage, microbatch, after)
         if self.fresh:
             refuse_unreached(y)
         return y
 
     def _draws(self, microbatch: int, part: int) -> AbstractContextManager[None]:
-        return keyed_apart(self.keys[microbatch], part)
+        return keyed_apart(folded(self.key, 0, self.turns[microbatch].number), part)
 
-    def _idling(self, microbatch: int) -> idling:
-        return idling(not self.slices[microbatch].rows)
+    def _idle(self, microbatch: int) -> idle_slice:
+        return idle_slice(not self.turns[microbatch].slice.rows)
 
     def end(self, microbatch: int, y: PyTree) -> Tensor:
         """Return the loss of the last stage's result."""
-        how, slice, count = self.plan.how, self.slices[microbatch], self.counts[microbatch]
-        with self._draws(microbatch, part=0), self._idling(microbatch):
+        how, (slice, count, _) = self.plan.how, self.turns[microbatch]
+        with self._draws(microbatch, part=0), self._idle(microbatch):
             returned, aux = how.loss_fn(y, self._tree(microbatch)), ()
             if how.has_aux:
                 if not isinstance(returned, tuple | list) or len(returned) != 2:
-                    raise LayoutError(
-                        f"the loss function has to return (loss, aux); found a {type(returned).__name__}."
-                    )
+                    raise ValueError(f"the loss function must return (loss, aux); got a {type(returned).__name__}.")
                 returned, aux = returned
             loss = one_loss(how, returned, slice, count)
-        beside = sort_aux(aux, slice.samples, loss.device)
-        means, counts = [*beside.means.values()], [*beside.counts.values()]
-        self.parts[microbatch] = LossSums(loss.detach(), count.weight, means, counts), beside
-        self.scaled = held_by(loss.dtype, self.scale)
+        self.parts[microbatch] = slice_results(loss, count, aux, slice.samples)
+        self.scaled = finite_scale(loss.dtype, self.scale)
         return loss
 
     def start(self, microbatch: int) -> Tensor:
         """Return a loss weighted by its part of the batch; in reproducible mode sums are weighted, in 32 bits."""
-        share = self.counts[microbatch].share if self.plan.how.slices is None else 1.0
+        share = self.turns[microbatch].weight.share if self.plan.how.slices is None else 1.0
         return torch.full_like(self.parts[microbatch][0].loss, share * self.scaled)
 
     def edges(self, stage: int) -> list[GradientEdge]:
         """Return the trained ones."""
-        return self.params[stage].edges
+        return self.units[stage].edges
 
     def may_accumulate(self, stage: int, microbatch: int) -> bool:
-        """Let autograd add to the sums, where nothing has to be done with gradients before."""
-        return bool(self.counts[microbatch].weight) and self.totals.let_accumulate(stage, self.params[stage].own)
+        """Let autograd add to the sums, where gradients need no conversion before."""
+        weighs = bool(self.turns[microbatch].weight.weight)
+        return weighs and self.totals.let_accumulate(stage, self.units[stage].trained)
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         """Accumulate gradients; those of weight 0 count as zero, even if they are not finite."""
-        self.totals.add(stage, microbatch, gs, idle=not self.counts[microbatch].weight)
+        self.totals.add(stage, microbatch, gs, idle=not self.turns[microbatch].weight.weight)
 
     def gather(self, stage: int) -> None:
-        """Begin to gather a stage."""
-        self.params[stage].gather()
+        """Start the all-gather of a stage."""
+        self.units[stage].start()
 
     def free(self, stage: int) -> None:
-        """Let a stage go."""
-        self.params[stage].free()
+        """Free a stage."""
+        self.units[stage].reshard()
 
     def reduce(self, stage: int) -> None:
-        """Begin to reduce the gradients of a stage."""
+        """Start the reduction of the gradients of a stage."""
         self.totals.reduce(stage)
 
     def outcome(self) -> tuple[Tensor, Tensor, PyTree]:
-        """Return the loss, its scale, and the metrics."""
-        parts, batch = [self.parts[microbatch] for microbatch in range(len(self.slices))], self.batch
-        mean, _ = together([found for found, _ in parts], [], self.beside, 1, self.site)
+        """Return the loss, the ratio of its scale to the given one, and the metrics."""
+        parts, batch = [self.parts[microbatch] for microbatch in range(len(self.turns))], self.batch
+        mean, _ = averaged_results([found for found, _ in parts], [], self.beside, 1, self.site)
         cut = () if batch.cut is None else batch.cut.axes
         same = tuple(axis for axis in batch.axes if axis not in cut)
 
         def collect(rows: Sequence[Tensor]) -> Rows:
             return collected(rows, batch, self._along(same), self._along(cut), self.site)
 
-        counts = [slice.rows if batch.cut else None for slice in self.slices]
+        counts = [turn.slice.rows if batch.cut else None for turn in self.turns]
         numbers, rows = combine_aux([own for _, own in parts], counts, mean, collect)
         known, structure = {**numbers, **{place: one.own for place, one in rows.items()}}, parts[-1][1].structure
         aux = unflatten(structure, [known[place] for place in range(structure.num_leaves)])
         return mean.loss, torch.full_like(mean.loss, self.scaled / self.scale, dtype=torch.float64), aux
 
-    # -- among all devices --------------------------------------------------------------------------------------------
+    # -- agreement with all devices -----------------------------------------------------------------------------------
 
     def _notice(self, what: str, group: Group) -> None:
         """Raise if a stage calls a collective that stages may not call."""
         elsewhere = {axis for axis in group.axes if self.scope.mesh.shape.get(axis, 1) > 1} - {*self.batch.axes}
         if elsewhere and what not in NOT_HEARD:
-            raise LayoutError(
+            raise ValueError(
                 f"{what} over {', '.join(sorted(elsewhere))} in a stage, at {call_site()}: stages of a pipeline may "
                 f"communicate only with devices that have other samples, along {', '.join(self.batch.axes) or 'no axis'}."
             )
         if self._objection is not None:
             self._objection(what, group)
 
-    def _agreed(self) -> tuple[list[bool], dict[str, Tensor]]:
-        """Return which parameters any device has used, and the buffers that changed; raise if devices began differently."""
-        origin, memory = self._origin(), self.memory
-        written = [] if memory is None else memory.written([count.weight for count in self.counts])
-        keys = [] if memory is None else memory.keys
-        wrote, own = written_paths(written), marks(*origin.numbers)
-        row = [*own, *(float(key in wrote) for key in keys), *map(float, self.totals.used)]
+    def _agreed(self) -> tuple[list[float], dict[str, Tensor]]:
+        """Return how many devices used each parameter, and the buffers that changed; raise if inputs differ."""
+        how, writes = self.plan.how, self.writes
+        origin = Origin.of(self.batch, None if how.slices is None else self.key, (), fresh=self.fresh)
+        written = [] if writes is None else writes.written([turn.weight.weight for turn in self.turns])
+        paths = [] if writes is None else writes.paths
+        wrote, own = written_paths(written), marks(origin.numbers)
+        row = [*own, *(float(path in wrote) for path in paths), *map(float, self.totals.reduced.used)]
         (sums,) = summed((on_host(row, torch.device("cpu")),), self.everyone, self.site)
         found = sums.tolist()
-        for place in unlike(found[: len(own)]):
-            origin.refuse(place, self.scope.mesh, lambda numbers: exchanged(numbers, self.everyone, self.site))
-            raise MismatchError(f"{self.plan.how.caller}: devices have begun from different things.")
-        flags, times = found[len(own) :][: len(keys)], found[len(own) + len(keys) :]
-        used = [each > 0 for each in times]
-        if self.plan.how.backward and not any(used):
-            raise LayoutError(DETACHED)
-        if memory is None:
+        if unlike(found[: len(own)]):
+            origin.refuse(how.caller, self.scope.mesh, lambda own: exchanged(own, self.everyone, self.site))
+        flags, used = found[len(own) :][: len(paths)], found[len(own) + len(paths) :]
+        if how.backward:
+            refuse_detached(used)
+        if writes is None:
             return used, {}
-        flagged = [key for key, times in zip(keys, flags, strict=True) if times]
-        return used, memory.together(written, flagged, self.mine, self.beside, self.site)
-
-    def _origin(self) -> Origin:
-        """Return the inputs of the step."""
-        key = None if self.plan.how.slices is None else self.key
-        looks = self.fresh and self.batch.alone
-        unsharded = {path: bits(x) for path, x in self.batch.unsharded.items()} if looks else {}
-        return Origin(self.batch.shapes, key, {}, unsharded)
+        flagged = [path for path, times in zip(paths, flags, strict=True) if times]
+        return used, writes.average(written, flagged, self.mine, self.beside, self.site)

@@ -6,8 +6,8 @@
     "except_last"      the same, but saved tensors of the last microbatch     the stage, except for the last
     n, a number        the input of every n-th layer                          n layers at a time
 
-With a backward in two halves, I recomputes, and W keeps what it needs of that: products are deferred as usual. Not
-with a policy: torch's checkpoint returns a tensor once.
+With a backward in two halves, I recomputes, and computes the gradients of recomputed layers' weights too: W has nothing
+left to do for them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from fshard.copying import copied
 from fshard.errors import PolicyError
 from fshard.mesh.layout import PyTree
 from fshard.pipeline.execution.leaves import ByMicrobatch, Stage, map_tensors
-from fshard.pipeline.execution.saved import watching_now
-from fshard.pipeline.split.midway import around_blocks
+from fshard.pipeline.split.block_stage import wrap_blocks
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.remat import Policy, remat
-from fshard.transforms.reproducible.randomness import drawing_from, random_state
 
 How = Literal["never", "always", "except_last"] | int
 
@@ -69,7 +67,7 @@ def _check(stages: Sequence[object], recompute: How, microbatches: int | None) -
     wrong: list[str] = []
     number = isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0
     if not number and recompute not in ("never", "always", "except_last"):
-        wrong.append(f'recompute={recompute!r} is none of "never", "always", "except_last" and a number of layers')
+        wrong.append(f'recompute must be "never", "always", "except_last" or a number of layers; got {recompute!r}')
     if recompute == "except_last" and not microbatches:
         wrong.append('"except_last" needs to know how many there are: microbatches=')
     if isinstance(recompute, int):
@@ -105,20 +103,7 @@ def _again(function: Callable[..., Any], policy: str | Policy, begin: int = 0) -
         own, named = map_tensors(torch.clone, (args[begin:], kwargs))
         return function(*args[:begin], *own, **named)
 
-    kept = remat(on_copies, policy)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        saved, state = watching_now(), random_state()
-        if saved is None or policy != "nothing":
-            return kept(*args, **kwargs)
-
-        def again() -> None:
-            with drawing_from(state):
-                on_copies(*args, **kwargs)
-
-        return saved.instead(lambda: on_copies(*args, **kwargs), again)
-
-    return run
+    return remat(on_copies, policy)
 
 
 def _by_turn(stage: Stage, again: Stage, kept: int) -> Stage:
@@ -161,7 +146,7 @@ def _grouped(stage: Any, size: int, policy: str | Policy) -> nn.Module:
         return Grouped(stage, size, policy)
     tensors = {id(x): x for x in (*stage.parameters(), *stage.buffers())}
     made = copied(stage, {**tensors})
-    if size != 1 or not around_blocks(made, partial(_again, policy=policy)):
+    if size != 1 or not wrap_blocks(made, partial(_again, policy=policy)):
         raise PolicyError(
             f"stage_functions: groups of {size} layers need an nn.Sequential; for {type(stage).__name__} single blocks work, "
             'if it was split by them: recompute=1. All of a stage is "always".'

@@ -1,9 +1,9 @@
-"""The parameters of one stage on one device, unsharded before use and freed after; and the sums of their gradients.
+"""The parameters of one stage on one device, and the sums of their gradients.
 
 Autograd's saved tensors of a parameter, views included, share its memory. So that memory is freed and refilled under
 the same tensors: nothing is replaced or recorded twice.
 
-    UNSHARD   all-gather starts     F, B, I, W   memory is filled     RESHARD   memory is freed     REDUCE   reduce-scatter
+    UNSHARD   `Storage.unshard` starts   F, B, I, W   memory is filled   RESHARD   memory is freed   REDUCE   `GradientSums`
 
 A tied parameter is owned by the first of its stages; the others borrow it, and send their gradients to the owner's
 device:
@@ -20,31 +20,38 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
-from fshard.mesh.reshard.execute import ReshardPlan, go
-from fshard.pipeline.execution.leaves import edges_of
-from fshard.pipeline.execution.total import Ordered, RunningSum
+from fshard.mesh.reshard.execute import go
+from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
 from fshard.source import Site
+from fshard.transforms.fsdp.engine import (
+    Gradients,
+    GradientSums,
+    Storage,
+    UnitOptions,
+    has_communication,
+    reduced_in,
+    versions_of,
+)
 from fshard.transforms.fsdp.lazy_param import WRITES
-from fshard.transforms.fsdp.units import versions_of
 from fshard.transforms.module.replica import Replica
 from fshard.transforms.patterns import named, parts_of
-from fshard.transforms.stages.plan import Own, StagePlan, Tie
+from fshard.transforms.stages.plan import StageLeaves, StageParams, Tie
 
 _data_of = cast("Any", Tensor).data.__get__
 
 
-class _Guarded(Tensor):
-    """A parameter of a stage, of which a write to `.data` is seen as any other, by its version."""
+class _StageParam(Tensor):
+    """A parameter of a stage, of which a write to `.data` is detected as any other, by its version."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
     _is_param = True
-    """as torch checks for a Parameter"""
+    """Makes isinstance(x, nn.Parameter) true."""
     path = ""
-    step: StageParams
+    step: StageUnit
     """The step whose parameter it is."""
 
     @property
@@ -57,41 +64,37 @@ class _Guarded(Tensor):
         raise ModuleError(f"a stage writes to the parameter {named(parts_of(self.path))}. {WRITES}")
 
 
-def _guarded(x: Tensor, path: str, step: StageParams) -> Tensor:
-    made = x.detach().as_subclass(_Guarded)
-    made.path, made.step = path, step
-    return made
-
-
-class StageParams:
-    """The parameters of a stage, each once.
+class StageUnit:
+    """The parameters of a stage: unsharded before use, and freed after.
 
     Args:
-        own: their descriptions, and their plans from shards to unsharded.
-        shards: the local shards.
-        compute: the floating dtype of computation; None: each its own.
-        site: the source line of the step.
+        own: their plans.
+        storage: unshards them.
+        options: of units.
+        device: of the parameters.
     """
 
-    def __init__(self, own: Own, shards: Sequence[Tensor], compute: torch.dtype | None, site: Site) -> None:
+    def __init__(self, own: StageLeaves, storage: Storage, options: UnitOptions, device: torch.device) -> None:
         leaves = own.leaves
-        self._shards, self._compute, self._site = shards, compute, site
-        self._replicas: list[Replica] = []
-        self._ways = [leaf.gather for leaf in leaves]
-        self._cut = [place for place, way in enumerate(self._ways) if any(step.kind != "reshape" for step in way.steps)]
-        self._coming: Callable[[], list[Tensor]] | None = None
-        self._unsharded = not self._cut
-        full_tensors = dict(zip(self._uncut, self._go(self._uncut, ahead=False)(), strict=True))
-        for place in self._cut:
-            near = self._converted(place)
-            full_tensors[place] = torch.empty(leaves[place].shape, dtype=near.dtype, device=near.device)
-            full_tensors[place].untyped_storage().resize_(0)
-        self._xs = [_guarded(full_tensors[place], leaf.path, self) for place, leaf in enumerate(leaves)]
-        trained = [place for place, leaf in enumerate(leaves) if leaf.trained]
-        self.own = [self._xs[place].requires_grad_() for place in trained]
-        self._edges = edges_of(self.own)
+        self._storage, self._replicas = storage, list[Replica]()
+        self._sharded = [at for at, leaf in enumerate(leaves) if has_communication(leaf.gather)]
+        self._pending: Callable[[], list[Tensor]] | None = None
+        self._is_unsharded = not self._sharded
+        rest = [at for at in range(len(leaves)) if at not in self._sharded]
+        full = dict(zip(rest, storage.unshard(rest)(), strict=True))
+        for at in self._sharded:
+            full[at] = torch.empty(leaves[at].shape, dtype=options.used_in(leaves[at].dtype), device=device)
+            full[at].untyped_storage().resize_(0)
+        self._xs = [self._param(full[at], leaf.path) for at, leaf in enumerate(leaves)]
+        self.trained = [self._xs[at].requires_grad_() for at, leaf in enumerate(leaves) if leaf.trained]
+        self._edges = [get_gradient_edge(x) for x in self.trained]
         self._tree = own.tree(self._xs)
         self._versions, self._leaves = versions_of(self._xs), leaves
+
+    def _param(self, x: Tensor, path: str) -> Tensor:
+        made = x.detach().as_subclass(_StageParam)
+        made.path, made.step = path, self
+        return made
 
     @property
     def tree(self) -> PyTree:
@@ -106,7 +109,7 @@ class StageParams:
         return self._edges
 
     def use(self, replica: Replica) -> None:
-        """Note that the parameters are installed in a module until the step closes."""
+        """Record a module copy that has the parameters installed until the step closes."""
         if not any(replica is other for other in self._replicas):
             self._replicas.append(replica)
 
@@ -116,158 +119,152 @@ class StageParams:
             replica.rest()
         self._replicas = []
 
-    def written_to(self) -> list[str]:
+    def written(self) -> list[str]:
         """Return the paths of those that a stage has written to."""
         now = versions_of(self._xs)
         both = zip(self._leaves, now, self._versions, strict=True)
         return [leaf.path for leaf, version, before in both if version != before]
 
-    def gather(self) -> None:
-        """Prefetch: start the all-gather of sharded parameters."""
-        if not self._unsharded and self._coming is None:
-            self._coming = self._go(self._cut, ahead=True)
-
-    def free(self) -> None:
-        """Free unsharded parameters."""
-        self._arrive()  # other devices take part
-        for place in self._cut:
-            memory = self._xs[place].untyped_storage()
-            if memory.resizable():  # that of which numpy has an array stays until the step ends
-                memory.resize_(0)
-        self._unsharded = not self._cut
+    def start(self) -> None:
+        """Start the all-gather, unless the stage is unsharded or about to be."""
+        if not self._is_unsharded and self._pending is None:
+            self._pending = self._storage.unshard(self._sharded)
 
     def _arrive(self) -> None:
-        self.gather()
-        if self._coming is not None:
-            values, self._coming, self._unsharded = self._coming(), None, True
-            for place, value in zip(self._cut, values, strict=True):
-                x = _data_of(self._xs[place])  # whose changes autograd does not count
+        self.start()
+        if self._pending is not None:
+            values, self._pending, self._is_unsharded = self._pending(), None, True
+            for at, value in zip(self._sharded, values, strict=True):
+                x = _data_of(self._xs[at])  # whose changes autograd does not count
                 if x.untyped_storage().nbytes() != x.nbytes:
                     x.untyped_storage().resize_(x.nbytes)
                 x.copy_(value)
 
-    @property
-    def _uncut(self) -> list[int]:
-        return [place for place in range(len(self._ways)) if place not in self._cut]
-
-    def _go(self, places: Sequence[int], *, ahead: bool) -> Callable[[], list[Tensor]]:
-        with torch.no_grad():
-            xs = [self._converted(place) for place in places]
-            return go(xs, [self._ways[place] for place in places], self._site, ahead=ahead)
-
-    def _converted(self, place: int) -> Tensor:
-        x = self._shards[place].detach()
-        return x if self._compute is None or not x.is_floating_point() else x.to(self._compute)
-
-
-Gradients = list[Tensor | None]
+    def reshard(self) -> None:
+        """Free unsharded parameters."""
+        self._arrive()  # other devices take part
+        for at in self._sharded:
+            memory = self._xs[at].untyped_storage()
+            if memory.resizable():  # that of which numpy has an array stays until the step ends
+                memory.resize_(0)
+        self._is_unsharded = not self._sharded
 
 
 class StageSums:
-    """The gradients of one device in one step.
+    """The gradients of one device's stages: added over microbatches, and reduced stage by stage.
 
     Args:
-        plan: of all steps.
+        plan: of the parameters.
         stages: those of the device.
         weights: of each microbatch, in reproducible mode; None: gradients are weighted already.
         place: coordinate of the device along the pipeline.
-        near: a tensor on the device.
+        reduced: reduces the sums over devices.
         site: the source line of the step.
     """
 
     def __init__(
-        self, plan: StagePlan, stages: Sequence[int], weights: list[float] | None, place: int, near: Tensor, site: Site
+        self,
+        plan: StageParams,
+        stages: Sequence[int],
+        weights: list[float] | None,
+        place: int,
+        reduced: GradientSums,
+        site: Site,
     ) -> None:
-        leaves, own, self._ways, _, ties = plan.weights
-        used, wide = [plan.used_in(leaf) for leaf in leaves], [plan.reduced_in(leaf) for leaf in leaves]
-        trained = {stage: [leaf for leaf in own[stage].numbers if leaves[leaf].trained] for stage in stages}
-        self._leaves, self._trained, self._wide = leaves, trained, wide
-        self._apart = wide if weights is None else used  # those of one microbatch are added as in one backward
-        self._ties, self._weights, self._place, self._near, self._site = ties, weights, place, near, site
-        self._tied = {tie.leaf for tie in ties}
-        self._each = {(stage, tie.leaf): dict[int, Tensor]() for tie in ties for stage in tie.stages}
-        self._totals = {stage: self._total() for stage in trained}
-        self._under_way: list[tuple[Sequence[int], Callable[[], list[Tensor]]]] = []
-        self._simply = {stage: all(wide[leaf] is used[leaf] for leaf in own) for stage, own in trained.items()}
-        self.used = [False] * len(leaves)
+        self.reduced, self._ties, self._weights, self._place, self._site = reduced, plan.ties, weights, place, site
+        leaves, options = plan.leaves, reduced.options
+        self._trained = {
+            stage: [index for index in plan.own[stage].indices if leaves[index].trained] for stage in stages
+        }
+        self._is_plain = {  # the sums are in the dtype in which parameters are used
+            stage: all(
+                reduced_in(leaves[index].dtype, options, reduced.wide) is options.used_in(leaves[index].dtype)
+                for index in own
+            )
+            for stage, own in self._trained.items()
+        }
+        self._totals = {stage: self._total() for stage in stages}
+        self._tied = {tie.leaf for tie in plan.ties}
+        self._each = {(stage, tie.leaf): dict[int, Tensor]() for tie in plan.ties for stage in tie.stages}
 
-    def _total(self) -> RunningSum | Ordered:
-        return RunningSum() if self._weights is None else Ordered(self._weights)
+    def _total(self) -> RunningSum | OrderedSum:
+        return RunningSum() if self._weights is None else OrderedSum(self._weights)
 
     def add(self, stage: int, microbatch: int, gs: Sequence[Tensor | None], *, idle: bool) -> None:
         """Add the gradients of one microbatch; an idle one counts as zero."""
-        row: Gradients = []
-        for leaf, g in zip(self._trained[stage], gs, strict=True):
-            self.used[leaf] |= g is not None
-            if g is not None:
-                g = None if idle else g.to_dense() if g.is_sparse else g
-            if g is not None and leaf in self._tied:
-                self._keep(self._each[stage, leaf], microbatch, g.to(self._apart[leaf]))
-                g = None
-            row.append(None if g is None else g.to(self._wide[leaf]))
-        self._totals[stage].add(microbatch, row)
+        indices = self._trained[stage]
+        row = self.reduced.record(indices, gs, idle=idle)
+        for at, index in enumerate(indices):
+            if index in self._tied:
+                self._keep(stage, index, microbatch, row[at])
+                row[at] = None
+        self._totals[stage].add(microbatch, self.reduced.cast(indices, row))
+
+    def _keep(self, stage: int, index: int, microbatch: int, g: Tensor | None) -> None:
+        """Add to the gradient of a tied parameter in one stage, in reproducible mode for each microbatch."""
+        if g is not None:
+            kept, at = self._each[stage, index], 0 if self._weights is None else microbatch
+            g = g.to(self._tie_dtype(index))
+            kept[at] = kept[at] + g if at in kept else g
 
     def let_accumulate(self, stage: int, own: Sequence[Tensor]) -> bool:
-        """Let autograd accumulate into the weights' `.grad`, if sums are plain and in their own dtypes; return True
-        if so.
-        """
+        """Let autograd accumulate into the weights' `.grad`, if sums are plain; return True if so."""
         total = self._totals[stage]
-        return self._simply[stage] and isinstance(total, RunningSum) and total.let_accumulate(own)
-
-    def _keep(self, kept: dict[int, Tensor], microbatch: int, g: Tensor) -> None:
-        at = 0 if self._weights is None else microbatch
-        kept[at] = kept[at] + g if at in kept else g
+        return self._is_plain[stage] and isinstance(total, RunningSum) and total.let_accumulate(own)
 
     def reduce(self, stage: int) -> None:
         """Start reducing the gradients of a stage, except tied ones."""
-        total = self._totals.pop(stage)
-        sums = total.sums() if isinstance(total, Ordered) else total.result()
-        found = dict(zip(self._trained[stage], sums or [None] * len(self._trained[stage]), strict=True))
-        for leaf, g in found.items():
-            if g is not None:
-                self.used[leaf] = True
-                if leaf in self._tied:
-                    self._keep(self._each[stage, leaf], 0, g)
-        self._send({leaf: g for leaf, g in found.items() if leaf not in self._tied})
+        indices = self._trained[stage]
+        sums = _sums(self._totals.pop(stage)) or [None] * len(indices)
+        untied = list[tuple[int, Tensor | None]]()
+        for index, g in zip(indices, sums, strict=True):
+            self.reduced.used[index] |= g is not None
+            if index in self._tied:
+                self._keep(stage, index, 0, g)
+            else:
+                untied.append((index, g))
+        self._send(untied)
 
-    def _send(self, found: dict[int, Tensor | None]) -> None:
-        ways, xs = list[ReshardPlan](), list[Tensor]()
-        for leaf, g in found.items():
-            way = self._ways[leaf]
-            assert way is not None
-            ways.append(way)
-            xs.append(self._zeros(self._leaves[leaf].shape, self._wide[leaf]) if g is None else g)
-        if xs:
-            self._under_way.append(([*found], go(xs, ways, self._site, ahead=True)))
+    def _send(self, found: Sequence[tuple[int, Tensor | None]]) -> None:
+        self.reduced.put([index for index, _ in found], [g for _, g in found])
+        self.reduced.send()
 
-    def _zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._near.new_zeros(shape, dtype=dtype)
-
-    def result(self) -> dict[int, Tensor]:
-        """Return the reduced gradients of parameters on this device, by index."""
+    def finish(self) -> None:
+        """Reduce what is left, and wait for all reductions."""
         for stage in [*self._totals]:
             self.reduce(stage)
         self._bring_home()
-        return {leaf: g for leaves, finish in self._under_way for leaf, g in zip(leaves, finish(), strict=True)}
+        self.reduced.finish()
 
     def _bring_home(self) -> None:
         """Send gradients of borrowers to the owners, which add and reduce them."""
         rows = [(tie, at) for tie in self._ties for at in range(1, len(tie.stages))]
-        xs = [self._stacked(tie, at) for tie, at in rows]
-        stacks = go(xs, [tie.homes[at] for tie, at in rows], self._site)()
+        stacks = go([self._stacked(*row) for row in rows], [tie.homes[at] for tie, at in rows], self._site)()
         for tie in self._ties:
             if tie.places[0] == self._place:
                 others = [stack for (other, _), stack in zip(rows, stacks, strict=True) if other is tie]
                 total = self._total()
                 found = reduce(torch.add, reversed([self._stacked(tie, 0), *others]))  # (microbatch or 1, ...)
                 for at, g in enumerate(found):
-                    total.add(at, [g.to(self._wide[tie.leaf])])
-                self._send({tie.leaf: (total.sums() if isinstance(total, Ordered) else total.result())[0]})
+                    total.add(at, self.reduced.cast([tie.leaf], [g]))
+                self._send([(tie.leaf, _sums(total)[0])])
 
     def _stacked(self, tie: Tie, at: int) -> Tensor:
         """Return the gradients of a tied parameter in one stage, a row for each microbatch or one in all; empty elsewhere."""
-        shape, dtype = self._leaves[tie.leaf].shape, self._apart[tie.leaf]
+        shape, dtype = self.reduced.leaves[tie.leaf].shape, self._tie_dtype(tie.leaf)
         if tie.places[at] != self._place:
-            return self._zeros([0] * (1 + len(shape)), dtype)
-        kept, zero = self._each.pop((tie.stages[at], tie.leaf)), self._zeros(shape, dtype)
+            return torch.zeros([0] * (1 + len(shape)), dtype=dtype, device=self.reduced.device)
+        kept = self._each.pop((tie.stages[at], tie.leaf))
+        zero = torch.zeros(shape, dtype=dtype, device=self.reduced.device)
         return torch.stack([kept.get(row, zero) for row in range(len(self._weights or [1.0]))])
+
+    def _tie_dtype(self, index: int) -> torch.dtype:
+        """Return the dtype in which the stages' gradients of a tied parameter are added."""
+        dtype, options = self.reduced.leaves[index].dtype, self.reduced.options
+        if self._weights is None:
+            return reduced_in(dtype, options, self.reduced.wide)
+        return options.used_in(dtype)  # those of one microbatch are added as in one backward
+
+
+def _sums(total: RunningSum | OrderedSum) -> Gradients:
+    return total.sums() if isinstance(total, OrderedSum) else total.result()

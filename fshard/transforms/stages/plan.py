@@ -13,36 +13,35 @@ stored by the first one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, Structure, flatten, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.device_put import device_put
-from fshard.mesh.reshard.execute import STAY, ReshardPlan, plan_reshard
+from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
 from fshard.mesh.spmd.run import local_devices
 from fshard.optim.leaves import trainable
 from fshard.pipeline.execution.leaves import Stage
-from fshard.pipeline.execution.post import MessageForm as Messages
-from fshard.pipeline.execution.post import Route
+from fshard.pipeline.execution.mailbox import Forms
+from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.schedule import Schedule
-from fshard.transforms.device_step import How
-from fshard.transforms.fsdp.units import ParamPlan
+from fshard.transforms.device_step import StepOptions
+from fshard.transforms.fsdp.engine import ParamPlan, plan_reduction
+from fshard.transforms.fsdp.param_runtime import plan_param
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.patterns import Choice, named, parts_of
-from fshard.transforms.reproducible.summation_tree import way_in_order
 from fshard.transforms.shard_params import Rules, layouts_of
 
 
-class Own(NamedTuple):
+class StageLeaves(NamedTuple):
     """The parameters of one stage, each once, with their indices, and how they form the stage's tree."""
 
     leaves: list[ParamPlan]
-    numbers: list[int]
+    indices: list[int]
     tree: Callable[[list[Tensor]], PyTree]
 
 
@@ -55,13 +54,10 @@ class Borrowed(NamedTuple):
 
 
 class Tie(NamedTuple):
-    """A parameter of several stages, by its index.
+    """A trained parameter of several stages, of which the first owns it.
 
-    Args:
-        leaf: its index.
-        stages: that use it; the first owns it.
-        places: coordinates of the stages along the pipeline.
-        homes: the plans that send each stage's gradient to the owner.
+    `places`: the coordinates of the stages along the pipeline. `homes`: the plans that send each stage's gradient to
+    the owner.
     """
 
     leaf: int
@@ -70,8 +66,9 @@ class Tie(NamedTuple):
     homes: tuple[ReshardPlan, ...]
 
 
-class Weights(NamedTuple):
-    """The parameters of all stages.
+@dataclass(frozen=True)
+class StageParams:
+    """The plans of the parameters of all stages.
 
     Args:
         leaves: each once; they are referred to by index.
@@ -82,13 +79,13 @@ class Weights(NamedTuple):
     """
 
     leaves: list[ParamPlan]
-    own: list[Own]
+    own: list[StageLeaves]
     ways: list[ReshardPlan | None]
     borrowed: list[Borrowed]
     ties: list[Tie]
 
 
-@dataclass(frozen=True)
+@dataclass
 class StagePlan:
     """The plan of a model in stages, the same for all devices and steps.
 
@@ -98,53 +95,51 @@ class StagePlan:
         stages: the functions.
         inputs: returns the first stage's input of a microbatch.
         route: the schedule with its messages.
-        weights: the parameters.
+        params: the plans of parameters.
         messages: known forms of messages; None: each is described.
+        elsewhere: the empty gradients of other devices' parameters, by device and index.
+        fresh: True before the first step.
     """
 
-    how: How
+    how: StepOptions
     axis: str
     stages: Sequence[Stage]
     inputs: Callable[[PyTree], PyTree]
     route: Route
-    weights: Weights
-    messages: dict[int, dict[Any, Messages]] | None
+    params: StageParams
+    messages: dict[int, Forms] | None
+    elsewhere: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
+    fresh: bool = True
 
-    def used_in(self, leaf: ParamPlan) -> torch.dtype:
-        """Return the dtype that a parameter is used in."""
-        return self.how.unit_options.compute or leaf.dtype if leaf.dtype.is_floating_point else leaf.dtype
-
-    def reduced_in(self, leaf: ParamPlan) -> torch.dtype:
-        """Return the dtype that a gradient is added up and reduced in."""
-        if leaf.dtype.is_complex:
-            return leaf.dtype
-        used, wide = self.used_in(leaf), self.how.slices is not None or self.how.accumulate > 1
-        return self.how.unit_options.reduce or (torch.promote_types(used, torch.float32) if wide else used)
+    @property
+    def leaves(self) -> list[ParamPlan]:
+        """The plans of all parameters."""
+        return self.params.leaves
 
 
 @dataclass(frozen=True)
-class Terms:
-    """The options that the plans of parameters depend on.
+class StagePlanner:
+    """Plans the parameters of stages.
 
     Args:
         how: options of the step.
         axis: of the pipeline.
         placement: the coordinate of each stage.
-        gradients: from a parameter's layout to its gradient's; None: they are equal.
+        gradients: from a parameter's layout to its gradient's.
         mesh: the devices.
         over: the axes that shard the batch, along which gradients are summed.
     """
 
-    how: How
+    how: StepOptions
     axis: str
     placement: Sequence[int]
-    gradients: Callable[[Layout], Layout] | None
+    gradients: Callable[[Layout], Layout]
     mesh: Mesh
     over: tuple[str, ...]
 
-    def weights(
+    def plan(
         self, structures: Sequence[Structure], given: Sequence[tuple[str, Sharded, bool]], at: Sequence[int]
-    ) -> Weights:
+    ) -> StageParams:
         """Return the plans of parameters.
 
         Args:
@@ -153,72 +148,71 @@ class Terms:
             at: the index of each, equal for tied ones.
         """
         rest = iter(at)
-        numbers = [[next(rest) for _ in range(structure.num_leaves)] for structure in structures]
-        firsts = [given[at.index(number)] for number in range(len({*at}))]
+        indices = [[next(rest) for _ in range(structure.num_leaves)] for structure in structures]
+        firsts = [given[at.index(index)] for index in range(len({*at}))]
         leaves, layouts = [self._leaf(*first) for first in firsts], [x.layout for _, x, _ in firsts]
-        users = [[stage for stage, own in enumerate(numbers) if number in own] for number in range(len(leaves))]
-        borrowed = [
-            Borrowed(number, place, plan_reshard(layout, on_place(layout, self.axis, place), leaf.shape))
-            for number, (leaf, layout, stages) in enumerate(zip(leaves, layouts, users, strict=True))
-            for place in sorted({self.placement[stage] for stage in stages})
-            if place != place_of(layout, self.axis)
-        ]
-        ties = [
-            self._tie(number, leaf.shape, stages)
-            for number, (leaf, stages) in enumerate(zip(leaves, users, strict=True))
-            if leaf.trained and len(stages) > 1
-        ]
-        ways = [self._way(leaf) if leaf.trained else None for leaf in leaves]
+        borrowed, ties = list[Borrowed](), list[Tie]()
+        for index, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
+            stages = [stage for stage, own in enumerate(indices) if index in own]
+            for place in sorted({self.placement[stage] for stage in stages} - {place_of(layout, self.axis)}):
+                way = plan_reshard(layout, on_place(layout, self.axis, place), leaf.shape)
+                borrowed.append(Borrowed(index, place, way))
+            if leaf.trained and len(stages) > 1:
+                ties.append(self._tie(index, leaf.shape, stages))
         own = [
             self._own(mine, structure, leaves, layouts, place)
-            for mine, structure, place in zip(numbers, structures, self.placement, strict=True)
+            for mine, structure, place in zip(indices, structures, self.placement, strict=True)
         ]
-        return Weights(leaves, own, ways, borrowed, ties)
+        return StageParams(leaves, own, [self._way(leaf) for leaf in leaves], borrowed, ties)
+
+    def _full(self, place: int) -> Layout:
+        """Return the layout of unsharded tensors on the devices of a coordinate."""
+        return on_place(Layout(self.mesh), self.axis, place)
 
     def _leaf(self, path: str, x: Sharded, fixed: bool) -> ParamPlan:
-        trained = self.how.backward and trainable(x) and not fixed
-        wanted = self.gradients(x.layout) if trained and self.gradients is not None else x.layout
-        if place_of(wanted, self.axis) != place_of(x.layout, self.axis):
+        trained, place = self.how.backward and trainable(x) and not fixed, place_of(x.layout, self.axis)
+        assert place is not None
+        leaf = plan_param(path, x, self.gradients if trained else None, self._full(place))
+        if place_of(leaf.gradient, self.axis) != place:
             raise LayoutError(
-                f"{self.how.caller}: gradients= gives that of {named(parts_of(path))} the layout {wanted.spec}, not on the "
-                f"devices of the parameter, {x.spec}. Keep its coordinate along {self.axis}."
+                f"{self.how.caller}: gradients= gives that of {named(parts_of(path))} the layout {leaf.gradient.spec}, not on "
+                f"the devices of the parameter, {x.spec}. Keep its coordinate along {self.axis}."
             )
-        return ParamPlan(path, x.shape, x.dtype, "", STAY, trained, wanted)
+        return leaf
 
     def _own(
         self,
-        numbers: Sequence[int],
+        indices: Sequence[int],
         structure: Structure,
         leaves: Sequence[ParamPlan],
         layouts: Sequence[Layout],
         place: int,
-    ) -> Own:
+    ) -> StageLeaves:
         """Return the parameters of a stage, its own and borrowed ones."""
-        unique, unsharded = list(dict.fromkeys(numbers)), on_place(Layout(self.mesh), self.axis, place)
-        at = [unique.index(number) for number in numbers]
+        unique = list(dict.fromkeys(indices))
+        at = [unique.index(index) for index in indices]
 
-        def gathered(number: int) -> ParamPlan:
-            shard, leaf = on_place(layouts[number], self.axis, place), leaves[number]
-            return leaf._replace(gather=plan_reshard(shard, unsharded, leaf.shape))
+        def gathered(index: int) -> ParamPlan:
+            shard, leaf = on_place(layouts[index], self.axis, place), leaves[index]
+            return leaf._replace(gather=plan_reshard(shard, self._full(place), leaf.shape))
 
         def tree(xs: list[Tensor]) -> PyTree:
             return unflatten(structure, [xs[place] for place in at])
 
-        return Own(list(map(gathered, unique)), unique, tree)
+        return StageLeaves(list(map(gathered, unique)), unique, tree)
 
-    def _way(self, leaf: ParamPlan) -> ReshardPlan:
+    def _way(self, leaf: ParamPlan) -> ReshardPlan | None:
         """Return the plan of a gradient among the devices of its stage."""
         place = place_of(leaf.gradient, self.axis)
-        assert place is not None
-        if self.how.slices is not None:
-            return way_in_order(self.mesh, self.over, leaf.gradient, leaf.shape, ((self.axis, place),))
-        return plan_reshard(Layout(self.mesh, P(unreduced=self.over, at={self.axis: place})), leaf.gradient, leaf.shape)
+        if not leaf.trained or place is None:
+            return None
+        return plan_reduction(self.mesh, self.over, leaf, ((self.axis, place),), in_order=self.how.slices is not None)
 
-    def _tie(self, number: int, shape: tuple[int, ...], stages: list[int]) -> Tie:
+    def _tie(self, index: int, shape: tuple[int, ...], stages: list[int]) -> Tie:
         places = tuple(self.placement[stage] for stage in stages)
         stack = (1 if self.how.slices is None else self.how.accumulate, *shape)
-        layouts = [on_place(Layout(self.mesh), self.axis, place) for place in places]
-        return Tie(number, tuple(stages), places, tuple(plan_reshard(layout, layouts[0], stack) for layout in layouts))
+        homes = tuple(plan_reshard(self._full(place), self._full(places[0]), stack) for place in places)
+        return Tie(index, tuple(stages), places, homes)
 
 
 def shard_stages(
@@ -330,8 +324,8 @@ def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: s
     """Raise unless a schedule fits the stages and the mesh, naming all errors."""
     mesh.check_axes(axis, f"{what}(axis=)")
     if not isinstance(schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(
-            f"{what}: schedule={schedule!r} is none. Write fs.pipeline_schedule(name, stages=, microbatches=)."
+        raise ValueError(
+            f"{what}: schedule must be a Schedule; got {schedule!r}. Write fs.pipeline_schedule(name, stages=, microbatches=)."
         )
     wrong = [*others]
     if stages != schedule.stages:
@@ -341,7 +335,7 @@ def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: s
             f"the schedule {schedule.name} is for {schedule.devices} devices, axis {axis} has {mesh.shape[axis]}"
         )
     if wrong:
-        raise LayoutError(f"{what}: {'; '.join(wrong)}.")
+        raise ValueError(f"{what}: {'; '.join(wrong)}.")
 
 
 def on_place(layout: Layout, axis: str, place: int) -> Layout:

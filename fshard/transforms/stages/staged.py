@@ -13,37 +13,36 @@ many slices.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, Mesh, P, PyTree, flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout import Layout, Mesh, P, PyTree, Structure, flatten
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
+from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.pipeline.execution.leaves import Stage
-from fshard.pipeline.execution.post import Route
-from fshard.pipeline.schedule.schedule import UNITS, Kind, Schedule, with_units
+from fshard.pipeline.execution.route import Route
+from fshard.pipeline.schedule.actions import UNITS, Kind
+from fshard.pipeline.schedule.communication import with_units
+from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.verify import verify
-from fshard.source import Site
-from fshard.transforms.batch import Batch, placed
-from fshard.transforms.device_step import How
-from fshard.transforms.fsdp.param_runtime import numbered, refuse_half_frozen
-from fshard.transforms.fsdp.units import ParamPlan, UnitOptions
-from fshard.transforms.gradient import StepValue, called, refuse_unrecorded
-from fshard.transforms.means import Weight, with_batch_layout
+from fshard.transforms.device_step import DeviceResult, StepOptions
+from fshard.transforms.fsdp.engine import UnitOptions
+from fshard.transforms.gradient import GradientFunction, StepInputs, same_layouts
+from fshard.transforms.means import Weight
+from fshard.transforms.module.buffers import Buffers
 from fshard.transforms.options import wrong_options
 from fshard.transforms.origin import refuse_unplaced
-from fshard.transforms.patterns import Choice, chosen, named, parts_of
-from fshard.transforms.reproducible.randomness import drawn_key
-from fshard.transforms.stages.buffers import Memory, StageBuffers, with_buffers
-from fshard.transforms.stages.device import Shift, StageResult
+from fshard.transforms.patterns import Choice, named, parts_of
+from fshard.transforms.stages.buffers import StageWrites, stage_buffers, stage_of, with_buffers
+from fshard.transforms.stages.device import StageStep
 from fshard.transforms.stages.functions import How as Recompute
 from fshard.transforms.stages.functions import in_groups, stage_functions
-from fshard.transforms.stages.plan import StagePlan, Terms, place_of, refuse_unfit
+from fshard.transforms.stages.plan import StagePlan, StagePlanner, place_of, refuse_unfit
 
 _LAY = "fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)"
 
@@ -92,8 +91,8 @@ def staged(
         schedule = schedule.with_rows([one for one in row if one.kind is not Kind.REDUCE] for row in schedule.rows)
     verify(schedule)
     slices = prod(mesh.shape[name] for name in _cut_over(batch, mesh)) * schedule.microbatches
-    unit_options = UnitOptions(live=live_units, compute=compute, reduce=reduce)
-    how = How(
+    unit_options = UnitOptions(live=live_units, in_flight=len(given), compute=compute, reduce=reduce)
+    how = StepOptions(
         loss,
         has_buffers,
         has_aux,
@@ -113,7 +112,8 @@ def staged(
         functions = [with_buffers(stage, deferred_batch_norm, in_place=in_place) for stage in functions]
     called, _ = stage_functions(functions, recompute, microbatches=schedule.microbatches)
     modules = [stage if isinstance(stage, nn.Module) else None for stage in given]
-    return Staged(how, mesh, batch, axis, called, modules, inputs or first_of_two, route, gradients, frozen, dynamic)
+    layouts, first = gradients or same_layouts, inputs or first_of_two
+    return Staged(how, mesh, batch, layouts, frozen, axis, called, modules, first, route, dynamic)
 
 
 def _complaints(
@@ -151,154 +151,74 @@ def first_of_two(microbatch: PyTree) -> PyTree:
     return microbatch[0] if isinstance(microbatch, tuple | list) and len(microbatch) == 2 else microbatch
 
 
-@dataclass
-class StagedPlan:
-    """The cached plan for parameters of these structures, ties, shapes, dtypes and layouts."""
-
-    key: object
-    plan: StagePlan
-    fresh: bool = True
-    elsewhere: dict[int, Sharded] = field(default_factory=dict[int, Sharded])
-
-    def gradient(
-        self, number: int, leaf: ParamPlan, devices: Sequence[int], results: Sequence[StageResult]
-    ) -> Sharded | None:
-        """Return a gradient in its layout: nothing on the devices of other stages; None if no device has used the parameter."""
-        if not leaf.trained or not results[0].used[number]:
-            return None
-        if number in self.elsewhere:
-            return self.elsewhere[number]
-        here = [result.gradients.get(number) for result in results]
-        shards = [
-            _nothing(leaf, device, result.loss) if g is None else g
-            for g, device, result in zip(here, devices, results, strict=True)
-        ]
-        made = Sharded(leaf.shape, leaf.gradient, tuple(shards))
-        if all(g is None for g in here):
-            self.elsewhere[number] = made  # so in all steps
-        return made
-
-
 @dataclass(frozen=True)
-class Staged:
-    """The gradient function of stages, which runs as that of `value_and_grad` does."""
+class Staged(GradientFunction):
+    """The gradient of a model in stages."""
 
-    how: How
-    mesh: Mesh
-    specs: PyTree
     axis: str
     stages: Sequence[Stage]
     modules: Sequence[nn.Module | None]
     inputs: Callable[[PyTree], PyTree]
     route: Route
-    gradients: Callable[[Layout], Layout] | None
-    frozen: Choice
     dynamic: bool
-    known: list[StagedPlan] = field(init=False, default_factory=list[StagedPlan], compare=False, repr=False)
 
-    __call__ = called
-
-    def run(
-        self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
-    ) -> tuple[StepValue, PyTree]:
-        """Run the schedule on all devices; return the loss, and the gradients of `scale` times it in their layouts."""
-        refuse_unrecorded(self.how)
-        mesh, caller = resolve_mesh(self.mesh), self.how.caller
-        paths, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
-        parts = placed(batch, self.specs, mesh)
-        parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
-        unique, at = numbered(leaves)
-        known = self._known(params, paths, leaves, at, mesh, parts)
-        drawn = drawn_key()
-        devices = local_devices(mesh)
-        updates = None
-        if self.how.has_buffers:
-            updates = StageBuffers(caller, buffers, mesh, self.axis, self.route.placement)
-
-        def on_device(device: int) -> StageResult:
-            place = devices.index(device) if len(devices) > 1 else 0
-            shards = [leaves[at].shards[place] for at in unique]
-            memory = updates and Memory(caller, updates.part(place), self.modules)
-            return Shift(
-                known.plan, shards, parts, place, drawn, scale, memory=memory, fresh=known.fresh, site=site
-            ).run()
-
-        try:
-            with one_thread(self.how.slices is not None):
-                results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
-        except BaseException:
-            self.known.clear()  # some devices may have cached message forms that others have not
-            raise
-        known.fresh = False
-        leaves_of = enumerate(known.plan.weights.leaves)
-        grads = [known.gradient(number, leaf, devices, results) for number, leaf in leaves_of]
-        one, rows = results[0], [flatten(result.aux)[0] for result in results]
-        aux = unflatten(flatten(one.aux)[1], [_together(column, parts) for column in zip(*rows, strict=True)])
-        after = updates.after([result.buffers for result in results]) if updates else ()
-        value = StepValue(one.loss, one.weight, parts.samples, after, aux)
-        return value, unflatten(structure, [grads[number] for number in at])
-
-    def _refuse(self, params: PyTree, paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> None:
+    def check_params(self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh) -> None:
         """Raise unless there is a tree per stage, of parameters placed on the stage or on one it is tied to."""
         if not isinstance(params, list | tuple) or len(params) != len(self.stages):
             found = f"{len(params)} are given" if isinstance(params, list | tuple) else f"found {type(params).__name__}"
-            raise LayoutError(
+            raise ValueError(
                 f"{self.how.caller}: {len(self.stages)} stages have a list of as many trees of parameters; {found}."
             )
         if not leaves:
-            raise LayoutError(f"{self.how.caller}: no stage has a parameter, so there is nothing to train.")
-        refuse_unplaced(leaves, flatten(params, sharded_is_leaf=True)[1], mesh, self.how.caller, _LAY)
-        places = self._places_of(params)
+            raise ValueError(f"{self.how.caller}: no stage has a parameter, so there is nothing to train.")
+        refuse_unplaced(leaves, structure, mesh, self.how.caller, _LAY)
+
+    def buffers_on(self, mesh: Mesh, buffers: PyTree) -> Buffers:
+        """Return the given buffers of all stages on the mesh."""
+        return stage_buffers(self.how.caller, buffers, mesh, self.axis, self.route.placement)
+
+    def plan(
+        self,
+        structure: Structure,
+        given: Sequence[tuple[str, Sharded, bool]],
+        at: Sequence[int],
+        mesh: Mesh,
+        axes: tuple[str, ...],
+    ) -> StagePlan:
+        """Return the plans of parameters, which must be on the devices of their stages."""
+        stages = [stage_of(path) for path, _, _ in given]
+        firsts = {index: first for first, index in reversed([*enumerate(at)])}
         wrong = [
-            f"{named(parts_of(paths[first]))} has {leaves[first].spec}, its stage the coordinate {places[first]}"
-            for first in numbered(leaves)[0]
-            if place_of(leaves[first].layout, self.axis) != places[first]
+            f"{named(parts_of(path))} has {x.spec}, its stage the coordinate {place}"
+            for first in sorted(firsts.values())
+            for (path, x, _), place in [(given[first], self.route.placement[stages[first]])]
+            if place_of(x.layout, self.axis) != place
         ]
         if wrong:
             raise LayoutError(
                 f"{self.how.caller}: parameters must be on the devices of their stages, along {self.axis}: "
                 f"{'; '.join(wrong)}. Put them there: {_LAY}."
             )
+        planner = StagePlanner(self.how, self.axis, self.route.placement, self.gradients, mesh, axes)
+        planned = planner.plan(structure.children(), given, at)
+        messages = None if self.dynamic else {}
+        return StagePlan(self.how, self.axis, self.stages, self.inputs, self.route, planned, messages)
 
-    def _places_of(self, params: Sequence[PyTree]) -> list[int]:
-        """Return for each leaf the coordinate of its stage."""
-        counts = [len(flatten(tree, sharded_is_leaf=True)[0]) for tree in params]
-        return [place for place, count in zip(self.route.placement, counts, strict=True) for _ in range(count)]
+    def run_devices(self, plans: StagePlan, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:
+        """Run the schedule on each device of the caller."""
+        devices, how = local_devices(mesh), self.how
 
-    def _known(
-        self,
-        params: PyTree,
-        paths: Sequence[str],
-        leaves: Sequence[Sharded],
-        at: Sequence[int],
-        mesh: Mesh,
-        batch: Batch,
-    ) -> StagedPlan:
-        trees = params if isinstance(params, list | tuple) else [params]
-        structures = [flatten(tree, sharded_is_leaf=True)[1] for tree in trees]
-        kinds = [(x.shape, x.dtype, x.layout) if isinstance(x, Sharded) else None for x in leaves]
-        key = type(params), structures, at, batch.axes, kinds, mesh
-        found = next((known for known in self.known if known.key == key), None)
-        if found is None:
-            self._refuse(params, paths, leaves, mesh)
-            fixed = chosen(self.frozen, paths, "frozen")
-            refuse_half_frozen(paths, at, fixed)
-            terms = Terms(self.how, self.axis, self.route.placement, self.gradients, mesh, batch.axes)
-            weights = terms.weights(structures, [*zip(paths, leaves, fixed, strict=True)], at)
-            messages = None if self.dynamic else {}
-            plan = StagePlan(self.how, self.axis, self.stages, self.inputs, self.route, weights, messages)
-            found = StagedPlan(key, plan)
-            self.known[:] = [found, *self.known[:7]]
-        return found
+        def on_device(device: int) -> DeviceResult:
+            place = devices.index(device) if len(devices) > 1 else 0
+            writes = StageWrites(how.caller, inputs.buffers, place, self.modules) if how.has_buffers else None
+            return StageStep(
+                plans, inputs.shards(place), inputs.batch, device, place, inputs.key, inputs.scale, writes, inputs.site
+            ).run()
 
-
-def _nothing(leaf: ParamPlan, device: int, near: Tensor) -> Tensor:
-    return torch.empty(leaf.gradient.local_shape(leaf.shape, device), dtype=leaf.dtype, device=near.device)
-
-
-def _together(column: Sequence[Any], batch: Batch) -> Any:
-    """Return a number that all devices agree on, or the number of rows of all samples."""
-    if not column[0].ndim:
-        return column[0]
-    rows = [with_batch_layout(x, batch) for x in column]
-    return Sharded(rows[0].shape, rows[0].layout, tuple(one.own for one in rows))
+        try:
+            results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
+        except BaseException:
+            self.plans.clear()  # some devices may have cached message forms that others have not
+            raise
+        plans.fresh = False
+        return results

@@ -8,8 +8,8 @@ from typing import get_args
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard.testing.cases import DTYPES, CallMode, Case, Operand, axes_choices
 from fshard.testing.oracles import ORACLES
+from tests.mesh.collectives.cases import DTYPES, CallMode, Case, Operand, axes_choices, options_of
 
 
 @st.composite
@@ -19,7 +19,7 @@ def drawn_cases(draw: st.DrawFn, mesh: fs.Mesh, name: str | None = None) -> Case
     n = prod(mesh.shape[name] for name in axes)
     name = name or draw(st.sampled_from(sorted(ORACLES)))
     oracle = ORACLES[name]
-    options = draw(st.sampled_from(oracle.options(n)))
+    options = draw(st.sampled_from(options_of(name, n)))
     dtypes = st.sampled_from([dtype for dtype in DTYPES if oracle.takes(dtype)])
     lengths = st.integers(0, 3).map(lambda length: length * n)
     cut = not {"dim", "split_dim"}.isdisjoint(options)

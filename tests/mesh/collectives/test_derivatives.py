@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import P
 from fshard.testing.oracles import ORACLES
+from tests.mesh.collectives.cases import options_of
 
 # torch itself uses torch.jit.script in its first jvp
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -149,13 +150,13 @@ def serial(name):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("name", IN_THREADS)
-def test_inside_run(name, n):
+def test_derivatives_inside_run_equal_oracle(name, n):
     for got in fs.run(inside, name, mesh=fs.make_mesh({"data": n})):
         close(got, serial(name))
 
 
 @pytest.mark.parametrize("name", IN_THREADS)
-def test_inside_shard_map(name):
+def test_derivatives_inside_shard_map_equal_oracle(name):
     w, x, v, _ = data()
     mapped = fs.shard_map(
         lambda w, x, v: KINDS[name](data_parallel, w, x, v),
@@ -167,7 +168,7 @@ def test_inside_shard_map(name):
     close(fs.unshard(mapped(w, x, v)), serial(name))
 
 
-def test_inside_processes(two):
+def test_derivatives_inside_processes_equal_oracle(two):
     expected = {name: serial(name) for name in KINDS}
     for found in two.run(inside_all, 2):
         for name, got in found.items():
@@ -196,7 +197,7 @@ def check_per_sample(found):
         close(got, expected)
 
 
-def test_per_sample_gradients(two):
+def test_per_sample_gradients_equal_serial(two):
     check_per_sample(run_per_sample(3))
     check_per_sample([one for (one,) in two.run(run_per_sample, 2)])
 
@@ -207,7 +208,7 @@ LINEAR = [
     (name, tuple(options.items()))
     for name, oracle in ORACLES.items()
     if name not in ("pmax", "pmin", "send_recv")
-    for options in oracle.options(2)
+    for options in options_of(name, 2)
 ]
 
 
@@ -242,11 +243,11 @@ def run_linear(cases):
 
 
 @pytest.mark.parametrize(("name", "options"), LINEAR, ids=lambda part: str(part) if isinstance(part, tuple) else part)
-def test_a_linear_collective_is_its_own_derivative(name, options):
+def test_linear_collective_is_its_own_derivative(name, options):
     run_linear([(name, options)])
 
 
-def test_a_linear_collective_between_processes(two):
+def test_linear_collective_derivative_between_processes(two):
     two.run(run_linear, LINEAR)
 
 
@@ -324,7 +325,7 @@ def test_jacobians_and_hessians_of_every_collective(two):
 
 
 @pytest.mark.parametrize("name", DUAL)
-def test_dual_numbers_in_threads_are_one_clear_error(name):
+def test_dual_numbers_in_threads_raise_clear_error(name):
     with pytest.raises(RuntimeError, match="Nested forward mode AD") as raised:
         fs.run(inside, name, mesh=fs.make_mesh({"data": 2}))
     assert any("use torch.func.jvp, jacfwd or hessian" in note for note in raised.value.__notes__)
@@ -362,12 +363,12 @@ def run_extremes(n):
     return fs.run(extremes, mesh=fs.make_mesh({"a": n}))
 
 
-def test_pmax_and_pmin(two):
+def test_pmax_and_pmin_derivatives_equal_oracle(two):
     assert all(run_extremes(3))
     two.run(run_extremes, 2)
 
 
-def test_ties_share_a_cotangent():
+def test_pmax_ties_share_cotangent():
     def body():
         x = torch.tensor([1.0, float(fs.axis_index("a") == 2), 5.0], requires_grad=True)
         return torch.autograd.grad(fs.pmax(x, "a"), x, torch.tensor([3.0, 6.0, 9.0]))[0].tolist()
@@ -385,13 +386,13 @@ def on_mesh(mesh, check=True):
 
 @pytest.mark.parametrize("shape", [{"data": 1}, {"data": 3}, {"data": 2, "other": 2}], ids=str)
 @pytest.mark.parametrize("name", KINDS)
-def test_through_shard_map(name, shape):
+def test_derivatives_through_shard_map_equal_serial(name, shape):
     w, x, v, _ = data()
     close(KINDS[name](on_mesh(fs.make_mesh(shape)), w, x, v), serial(name))
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_through_shard_map_to_a_sharded_argument(name):
+def test_gradient_of_sharded_argument_through_shard_map(name):
     """The other way round: the derivative at x, whose rows lie on the devices."""
     w, x, _, _ = data()
     v = x.sin()
@@ -399,7 +400,7 @@ def test_through_shard_map_to_a_sharded_argument(name):
     close(KINDS[name](lambda x, w: loss(w, x), x, w, v), KINDS[name](lambda x, w: serial_loss(w, x), x, w, v))
 
 
-def test_gradients_at_the_shards():
+def test_gradients_at_local_shards():
     w, x, _, _ = data()
     mesh = fs.make_mesh({"data": 4})
     sharded = fs.device_put(x, fs.Layout(mesh, P("data")))
@@ -417,7 +418,7 @@ def test_gradients_at_the_shards():
     close((seconds[0], torch.cat(seconds[1:])), torch.autograd.grad(sum((g**2).sum() for g in expected), [w, x]))
 
 
-def test_backward_twice_through_one_graph():
+def test_backward_twice_through_retained_graph():
     w, x, _, _ = data()
     w.requires_grad_()
     loss = on_mesh(fs.make_mesh({"data": 2}))(w, x)
@@ -426,7 +427,7 @@ def test_backward_twice_through_one_graph():
     close(first, serial("autograd.grad"))
 
 
-def test_a_chain_of_shard_maps():
+def test_gradient_through_chained_shard_maps():
     w, x, _, u = data()
     mesh = fs.make_mesh({"data": 2, "model": 2})
     column = fs.shard_map(lambda x, w: (fs.pvary(x, "model") @ fs.pvary(w, "data")).tanh(), mesh=mesh,
@@ -446,7 +447,7 @@ def test_a_chain_of_shard_maps():
     close(torch.autograd.grad(loss(*leaves), leaves), torch.autograd.grad(reference(*leaves), leaves))
 
 
-def test_no_grad_stays_no_grad():
+def test_shard_map_under_no_grad_records_nothing():
     w, x, _, _ = data()
     loss = on_mesh(fs.make_mesh({"data": 2}))
     w.requires_grad_()
@@ -505,7 +506,7 @@ def layers(draw):
     seed=st.integers(0, 2**20),
     mode=st.sampled_from(["inside", "outside", "outside func"]),
 )
-def test_gradients_are_those_of_the_serial_program(shape, swapped, kinds, width, seed, mode):
+def test_gradients_equal_serial_program(shape, swapped, kinds, width, seed, mode):
     mesh = fs.make_mesh(dict(reversed(shape.items())) if swapped else shape)
     torch.manual_seed(seed)
     features, batch = 6 * width, 6
@@ -554,7 +555,7 @@ def promise_error(f, *args, in_specs, out_specs, shape=None, gradient=True):
     return re.sub(r"at \S+:\d+ in \w+", "at HERE", str(caught.value).split("\nraised")[0])
 
 
-def test_a_forgotten_pvary_names_the_argument():
+def test_missing_pvary_error_names_argument():
     w, x, _, _ = data()
 
     def model(params, x):
@@ -562,27 +563,27 @@ def test_a_forgotten_pvary_names_the_argument():
 
     assert promise_error(model, {"w": w.requires_grad_()}, x, in_specs=(P(), P("data")), out_specs=P()) == (
         'A promise of equality is broken: argument params["w"] of model, with spec P(), is equal along "data", so its gradient '
-        'has to be; but it was used with each device\'s own data. Write params["w"] = fs.pvary(params["w"], "data") before '
+        'must be; but it was used with each device\'s own data. Write params["w"] = fs.pvary(params["w"], "data") before '
         "that "
         "use.\n  at HERE: indices 1, 2, 3 along data differ from index 0"
     )
 
 
-def test_a_forgotten_psum_names_the_result():
+def test_missing_psum_error_names_result():
     x = torch.arange(4.0)
 
     def model(x):
         return {"loss": (x**2).sum()}
 
     assert promise_error(model, x, in_specs=P("data"), out_specs=P(), gradient=False) == (
-        'A promise of equality is broken: result["loss"] of model, with out_spec P(), has to be equal along "data", but its '
+        'A promise of equality is broken: result["loss"] of model, with out_spec P(), must be equal along "data", but its '
         "values differ. Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with fs.pvary where its "
-        "use begins), or shard it in its out_spec.\n"
+        "use begins), or shard it in its out_spec. fs.replicated declares a result that is equal by construction.\n"
         "  at HERE: indices 1, 2, 3 along data differ from index 0"
     )
 
 
-def test_a_forgotten_pvary_after_psum_names_the_collective():
+def test_missing_pvary_after_psum_error_names_collective():
     x = torch.arange(1.0, 5.0, requires_grad=True)
 
     def model(x):
@@ -596,19 +597,19 @@ def test_a_forgotten_pvary_after_psum_names_the_collective():
     )
 
 
-def test_a_diverging_argument_is_named():
+def test_unequal_argument_error_names_it():
     mesh = fs.make_mesh({"data": 2, "model": 2})
     pieces = fs.from_local(lambda data, model: torch.tensor([float(model)]), fs.Layout(mesh, P()))
     mapped = fs.shard_map(lambda weight: weight * 2, mesh=mesh, in_specs=P(), out_specs=P(), check=True)
     with pytest.raises(
         fs.errors.PromiseError,
-        match=r"(?s)argument weight of <lambda>, with spec P\(\), has to be equal .*indices 1, 3 .*differ from indices 0, 2",
+        match=r"(?s)argument weight of <lambda>, with spec P\(\), must be equal .*indices 1, 3 .*differ from indices 0, 2",
     ):
         mapped(pieces)
 
 
 @pytest.mark.parametrize("name", ["pmax", "pmean", "broadcast", "all_gather"])
-def test_every_replicated_result_is_guarded(name):
+def test_replicated_result_of_collective_is_checked(name):
     options = {"to": "replicated"} if name == "all_gather" else {}
 
     def model(x):
@@ -618,17 +619,17 @@ def test_every_replicated_result_is_guarded(name):
     assert f"the result of fs.{name}" in text
 
 
-def test_a_promise_is_kept_under_func_too():
+def test_check_under_torch_func_raises():
     w, x, _, _ = data()
     mapped = fs.shard_map(
         grad(lambda w, x: fs.psum((x @ w).tanh().sum(), "data")), mesh=fs.make_mesh({"data": 2}),
         in_specs=(P(), P("data")), out_specs=P(), check=True,
     )  # fmt: skip
-    with pytest.raises(fs.errors.PromiseError, match="has to be equal"):
+    with pytest.raises(fs.errors.PromiseError, match="must be equal"):
         mapped(w, x)
 
 
-def test_a_captured_tensor_would_lose_its_gradient():
+def test_captured_tensor_requiring_grad_raises():
     w, x, _, _ = data()
     w.requires_grad_()
     mesh = fs.make_mesh({"data": 2})
@@ -645,7 +646,7 @@ def test_a_captured_tensor_would_lose_its_gradient():
 
 
 @pytest.mark.parametrize("memory", ["device", "host"])
-def test_torch_func_looks_through_device_put_and_reshard(memory):
+def test_torch_func_through_device_put_and_reshard(memory):
     mesh = fs.make_mesh({"data": 2, "model": 2})
     x, v = torch.arange(16.0).reshape(4, 4), torch.ones(4, 4)
 
@@ -662,7 +663,7 @@ def test_torch_func_looks_through_device_put_and_reshard(memory):
 @pytest.mark.parametrize(
     "use", [lambda x: x.T, lambda x: x.sum(), lambda x: x[0], lambda x: torch.zeros(4, 4).copy_(x)]
 )
-def test_a_function_may_not_compute_with_an_outer_tensor_of_torch_func(use):
+def test_captured_torch_func_tensor_raises(use):
     mesh = fs.make_mesh({"data": 2})
 
     def f(x):

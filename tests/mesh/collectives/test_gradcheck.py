@@ -46,13 +46,13 @@ def on_mesh(name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_torch_checks_its_derivatives(name):
+def test_gradcheck_of_shard_map(name):
     f, x = on_mesh(name), X.clone().requires_grad_()
     assert gradcheck(f, x, check_batched_grad=True, check_forward_ad=True, check_batched_forward_grad=True)
     assert gradgradcheck(f, x, check_batched_grad=True, check_fwd_over_rev=True, check_rev_over_rev=True)
 
 
-def test_torch_checks_the_derivatives_of_laying_out():
+def test_gradcheck_of_device_put():
     layout = fs.Layout(fs.make_mesh({"data": 2}), P("data"))
     x = X.clone().requires_grad_()
     for to in (P(), P.flat("data")):
@@ -79,7 +79,7 @@ DERIVATIVES = {
     weight=st.sampled_from([0.0, 1.0, -2.0]),
     way=st.sampled_from([*DERIVATIVES]),
 )
-def test_second_derivatives_of_any_loss_are_those_of_one_device(name, inner, weight, way):
+def test_second_derivatives_equal_one_device(name, inner, weight, way):
     whole, sharded = PROGRAMS[name][2], on_mesh(name)
     v = torch.tensor([1.0, -0.5, 0.25, 2.0], dtype=torch.float64)
 
@@ -90,7 +90,7 @@ def test_second_derivatives_of_any_loss_are_those_of_one_device(name, inner, wei
 
 
 @pytest.mark.parametrize("again", [{"retain_graph": True}, {"create_graph": True}])
-def test_gradients_batched_of_a_graph_that_is_kept(again):
+def test_batched_gradients_of_retained_graph(again):
     x = X.clone().requires_grad_()
     y, eye = on_mesh("psum")(x), torch.eye(2, dtype=X.dtype)
     found = [torch.autograd.grad(y, x, eye, is_grads_batched=True, **again)[0] for _ in range(2)]

@@ -13,7 +13,7 @@ from fshard import P
 from fshard.mesh.layout import arithmetic
 
 
-def test_a_mesh_is_a_value():
+def test_mesh_compared_and_hashed_by_value():
     mesh = fs.make_mesh({"data": 4, "model": 2})
     assert mesh == fs.make_mesh([("data", 4), ("model", 2)])
     assert hash(mesh) == hash(fs.make_mesh({"data": 4, "model": 2}))
@@ -26,7 +26,7 @@ def test_a_mesh_is_a_value():
         mesh.shape["data"] = 3
 
 
-def test_a_mesh_of_some_axes():
+def test_mesh_indexed_by_axes_keeps_parent():
     mesh = fs.make_mesh({"pipe": 2, "data": 3, "model": 4})
     row = mesh["data"]
     assert (row.size, row.axis_names, dict(row.strides), row.root_size) == (3, ("data",), {"data": 4}, 24)
@@ -63,13 +63,13 @@ def test_device_numbers_are_row_major():
         (5, 'make_mesh: axes must be names with sizes, {"data": 4, "model": 2}; got 5.'),
     ],
 )
-def test_meshes_that_cannot_be(axes, text):
+def test_make_mesh_invalid_axes_raise(axes, text):
     with pytest.raises(fs.errors.MeshError) as error:
         fs.make_mesh(axes)
     assert text in str(error.value)
 
 
-def test_sizes_and_names_make_the_mesh_as_in_jax():
+def test_make_mesh_sizes_and_names_as_in_jax():
     assert fs.make_mesh((4, 2), ("data", "model")) == fs.make_mesh({"data": 4, "model": 2})
     assert fs.make_mesh([2], names=["data"], runtime="abstract").shape == {"data": 2}
     for axes, names in (((4, 2), ("data",)), ({"data": 4}, ("data",)), (4, "d"), ((4,), 5)):
@@ -77,7 +77,7 @@ def test_sizes_and_names_make_the_mesh_as_in_jax():
             fs.make_mesh(axes, names)
 
 
-def test_an_unknown_axis_names_those_there_are():
+def test_mesh_unknown_axis_error_names_axes():
     mesh = fs.make_mesh({"data": 4})
     with pytest.raises(fs.errors.MeshError, match=r'has no axis "model", "x"\. Its axes are "data"'):
         mesh["model", "x"]
@@ -85,7 +85,7 @@ def test_an_unknown_axis_names_those_there_are():
         fs.Layout(mesh, P("model"))
 
 
-def test_a_process_mesh_needs_processes(monkeypatch):
+def test_process_mesh_without_launcher_raises(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(fs.errors.MeshError, match="missing: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
@@ -105,19 +105,19 @@ def test_a_process_mesh_needs_processes(monkeypatch):
         ({"timeout": 3.0}, "timeout=3.0 has no meaning"),
     ],
 )
-def test_runtimes_and_devices_that_cannot_be(arguments, text):
+def test_make_mesh_invalid_runtime_or_device_raises(arguments, text):
     with pytest.raises(fs.errors.MeshError) as error:
         fs.make_mesh({"data": 2}, **arguments)
     assert text in str(error.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu():
+def test_make_mesh_cuda_without_gpu_raises():
     with pytest.raises(fs.errors.MeshError, match="torch sees none"):
         fs.make_mesh({"data": 2}, device="cuda")
 
 
-def test_a_spec_is_a_leaf_and_a_value():
+def test_spec_is_hashable_leaf():
     assert P("data", None) == P("data") == P(("data",)) == P("data", ())
     assert P("data") != P(None, "data")
     assert P(unreduced=("b", "a")) == P(unreduced=("a", "b"))
@@ -130,14 +130,14 @@ def test_a_spec_is_a_leaf_and_a_value():
 @pytest.mark.parametrize(
     "make", [lambda: P("a", "a"), lambda: P(("a", "b"), "b"), lambda: P("a", unreduced="a"), lambda: P.flat("a", "a")]
 )
-def test_an_axis_cuts_one_dim_only(make):
+def test_spec_repeated_axis_raises(make):
     with pytest.raises(fs.errors.LayoutError, match="names an axis more than once: [ab]"):
         make()
 
 
 @pytest.mark.parametrize("make", [lambda: P(3), lambda: P(("a", 1)), lambda: P.flat()])
-def test_specs_that_cannot_be(make):
-    with pytest.raises(fs.errors.LayoutError):
+def test_spec_invalid_entries_raise(make):
+    with pytest.raises((TypeError, ValueError), match=r"An entry of P|names no axis"):
         make()
 
 
@@ -151,14 +151,14 @@ def test_specs_that_cannot_be(make):
         (P.flat("data", unreduced="model"), "host", "f32[8, 6]{flat:data, U:model, host}"),
     ],
 )
-def test_the_type_is_one_token(spec, memory, token):
+def test_typeof_prints_one_token(spec, memory, token):
     mesh = fs.make_mesh({"data": 4, "model": 2})
     assert str(fs.typeof(fs.device_put(torch.zeros(8, 6), fs.Layout(mesh, spec, memory)))) == token
 
 
-def test_types_of_other_things():
+def test_typeof_plain_tensor_and_invalid_value():
     assert str(fs.typeof(torch.zeros(2, dtype=torch.bfloat16))) == "bf16[2]"
-    with pytest.raises(fs.errors.LayoutError, match="found int"):
+    with pytest.raises(TypeError, match="must be a Sharded or a dense tensor; got int"):
         fs.typeof(3)
 
 
@@ -168,14 +168,14 @@ sizes = st.dictionaries(st.sampled_from("abc"), st.integers(1, 4), min_size=1)
 
 
 @given(sizes, st.integers(0, 1000))
-def test_coordinates_and_numbers_are_inverse(axes, seed):
+def test_ravel_is_inverse_of_unravel(axes, seed):
     lengths = list(axes.values())
     total = torch.tensor(lengths).prod().item()
     assert arithmetic.ravel(arithmetic.unravel(seed % total, lengths), lengths) == seed % total
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
-def test_flat_ranges_cover_everything_once_and_in_order(total, parts):
+def test_flat_ranges_cover_every_element_in_order(total, parts):
     ranges = [arithmetic.flat_range(total, parts, index) for index in range(parts)]
     assert [element for start, stop in ranges for element in range(start, stop)] == list(range(total))
     lengths = [stop - start for start, stop in ranges]
@@ -183,7 +183,7 @@ def test_flat_ranges_cover_everything_once_and_in_order(total, parts):
 
 
 @given(st.permutations(["a", "b", "c"]), st.integers(0, 2), st.integers(1, 3))
-def test_dim_ranges_cover_everything_once(order, first, times):
+def test_dim_ranges_cover_every_element_once(order, first, times):
     axes = {"a": 2, "b": 3, "c": 2}
     dims = (tuple(order[:first]), tuple(order[first:]))
     shape = tuple(times * torch.tensor([axes[axis] for axis in names] or [1]).prod().item() for names in dims)
@@ -195,7 +195,7 @@ def test_dim_ranges_cover_everything_once(order, first, times):
     assert (covered == 1).all()
 
 
-def test_meshes_are_made_of_what_torch_and_numpy_hand_out():
+def test_make_mesh_accepts_numpy_sizes_and_torch_device():
     mesh = fs.make_mesh({"data": 2, "model": 3})
     assert fs.make_mesh({"data": np.int64(2), "model": np.uint8(3)}, device=torch.device("cpu")) == mesh
     assert str(fs.make_mesh({"data": np.int64(2)})) == "Mesh(data=2; virtual, cpu)"
@@ -203,17 +203,17 @@ def test_meshes_are_made_of_what_torch_and_numpy_hand_out():
         fs.make_mesh({"data": True})
 
 
-def test_all_axes_in_order_are_the_mesh_itself():
+def test_mesh_indexed_by_all_axes_is_itself():
     mesh = fs.make_mesh({"data": 2, "model": 3})
     assert mesh["data", "model"] is mesh and mesh["model", "data"] != mesh and mesh["data"]["data"] == mesh["data"]
 
 
 def test_spec_at_boolean_raises():
-    with pytest.raises(fs.errors.LayoutError, match="True"):
+    with pytest.raises(ValueError, match="True"):
         P(at={"data": True})
 
 
-def test_tensors_without_values_have_no_place_on_a_mesh_with_values():
+def test_meta_tensor_on_mesh_with_values_raises():
     mesh, x = fs.make_mesh({"data": 2}), torch.empty(4, device="meta")
     for lay in (
         lambda: fs.device_put(x, fs.Layout(mesh, P("data"))),
@@ -224,13 +224,13 @@ def test_tensors_without_values_have_no_place_on_a_mesh_with_values():
             lay()
 
 
-def test_a_layout_alone_is_no_picture():
+def test_visualize_bare_layout_raises():
     with pytest.raises(
-        fs.errors.LayoutError, match=r"found Layout. Give the tensor or shape: fs.visualize\(\(8, 6\), layout=layout\)"
+        TypeError, match=r"found Layout. Give the tensor or shape: fs.visualize\(\(8, 6\), layout=layout\)"
     ):
         fs.visualize(fs.Layout(fs.make_mesh({"data": 2}), P("data")))
 
 
-def test_the_version_is_that_of_the_package():
+def test_version_matches_package_metadata():
     assert fs.__version__ == importlib.metadata.version("fshard")
     assert fs.testing.strategies.meshes and fs.testing.oracles.ORACLES

@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.mesh.layout import flatten
 from fshard.optim.contract import copied, pure_step
-from fshard.optim.partition import shared_out
+from fshard.optim.partition import assign_owners
 from fshard.testing import gpt
 from tests.optim.optimizers import ALL
 from tests.transforms.test_zero import placed, train
@@ -106,7 +106,7 @@ def same(ours, theirs):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @given(st.data())
 @settings(max_examples=12)
-def test_an_optimizer_that_is_divided_has_the_bits_of_one_device(name, data):
+def test_partitioned_optimizer_equals_one_device(name, data):
     params, grads = data.draw(trees())
     axes = data.draw(st.sampled_from([{"data": 2}, {"data": 1}, {"data": 4}, {"data": 8}, {"data": 2, "node": 3}]))
     stage, unit = data.draw(st.sampled_from([0, *STAGES])), data.draw(st.sampled_from([None, "matrix"]))
@@ -130,14 +130,14 @@ def fixed():
     return params, grads
 
 
-def test_between_processes_the_bits_are_those_of_one_device(two, four):
+def test_partitioned_optimizer_between_processes_equals_one_device(two, four):
     expected = [run_alone(OPTIMIZERS[name], *fixed()) for name, _ in CASES]
     for found in (*two.run(on_processes, 2), *four.run(on_processes, 4)):
         assert all(same(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("make", [lambda: matrices_and_others(optim.muon(0.01), adamw()), lambda: optim.shampoo(0.01)])
-def test_training_gives_equal_bits_on_every_mesh_and_stage(make):
+def test_training_matrices_equal_bits_on_any_mesh(make):
     expected = train(fs.make_mesh({"data": 1}), 0, opt=make(), reproducible=True)
     for stage, n in ((0, 2), (1, 4), (2, 2), (2, 8), (3, 1), (3, 4)):
         losses, params = train(fs.make_mesh({"data": n}), stage, opt=make(), reproducible=True)
@@ -170,7 +170,7 @@ def steps_of_training(opt, mesh, stage, params, batches, **options):
 @pytest.mark.parametrize("name", [*ALL, *OPTIMIZERS])
 @given(st.data())
 @settings(max_examples=5)
-def test_training_any_tree_has_equal_bits_and_keeps_all_types(name, data):
+def test_training_any_tree_equal_bits_and_layouts(name, data):
     opt = {**ALL, **OPTIMIZERS}[name]
     params, _ = data.draw(trees())
     if not any(x.numel() for x in params.values()):
@@ -185,7 +185,7 @@ def test_training_any_tree_has_equal_bits_and_keeps_all_types(name, data):
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"donate": True}, {"precision": "bf16"}])
-def test_training_with_options_is_that_of_stage_0(options):
+def test_training_with_options_equals_stage_0(options):
     def make():
         return matrices_and_others(optim.muon(1e-3), optim.adamw(1e-3, fused=False))
 
@@ -199,15 +199,15 @@ def test_training_with_options_is_that_of_stage_0(options):
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 9))
-def test_owners_have_about_equally_much(sizes, n):
-    owners = shared_out(sizes, n)
+def test_owners_have_balanced_loads(sizes, n):
+    owners = assign_owners(sizes, n)
     loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == own) for own in range(n)]
-    assert sum(loads) == sum(sizes) and shared_out(sizes, n) == owners
+    assert sum(loads) == sum(sizes) and assign_owners(sizes, n) == owners
     assert max(loads) <= Fraction(sum(sizes), n) + max(sizes, default=0)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_state_is_held_by_owners_alone_and_elsewhere_in_ranges(stage):
+def test_optimizer_state_at_owners_or_in_flat_ranges(stage):
     n = 4
     mesh = fs.make_mesh({"data": n})
     params = placed(gpt.init(), stage, mesh)
@@ -215,7 +215,7 @@ def test_state_is_held_by_owners_alone_and_elsewhere_in_ranges(stage):
     state = opt.init(params)
     leaves = flatten(params, sharded_is_leaf=True)[0]
     sizes = [prod(x.shape) for x in leaves if x.ndim == 2]
-    owners = shared_out(sizes, n)
+    owners = assign_owners(sizes, n)
     matrices = flatten(state[True]["momentum_buffer"], sharded_is_leaf=True)[0]
     assert [x.spec for x in matrices] == [P(at={"data": owner}) for owner in owners]
     for device in range(n):
@@ -234,7 +234,7 @@ def P_flat_size(size, n, device):
     return min((device + 1) * each, size) - min(device * each, size)
 
 
-def test_state_of_another_shape_lies_with_its_matrix():
+def test_state_of_other_shape_follows_its_matrix():
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"a": torch.ones(4, 3), "b": torch.ones(2, 3)}, P(), mesh=mesh)
     state = fs.partition_optimizer(optim.shampoo(longest=3), mesh=mesh, axis="data", stage=1).init(params)
@@ -247,7 +247,7 @@ def test_state_of_another_shape_lies_with_its_matrix():
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
-def test_tied_matrices_have_one_owner_and_integers_stay(at_once, monkeypatch):
+def test_tied_matrices_share_owner_and_integers_stay(at_once, monkeypatch):
     monkeypatch.setattr(optim.partition, "AT_ONCE", at_once)
     mesh = fs.make_mesh({"data": 2})
     w = torch.ones(3, 2)
@@ -261,7 +261,7 @@ def test_tied_matrices_have_one_owner_and_integers_stay(at_once, monkeypatch):
 
 
 @pytest.mark.parametrize("spec", [P(None, "model"), P("model"), P(("data", "model"))])
-def test_matrices_that_are_cut_over_another_axis_are_put_together(spec):
+def test_sharded_matrices_are_assembled_at_owner(spec):
     mesh = fs.make_mesh({"data": 2, "model": 2})
     w, g = numbers((4, 8), 0), numbers((4, 8), 1)
     opt = fs.partition_optimizer(optim.muon(0.1), mesh=mesh, axis="data", stage=1)
@@ -278,7 +278,7 @@ def test_matrices_that_are_cut_over_another_axis_are_put_together(spec):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_update_sends_a_share_of_a_share(stage):
+def test_update_at_owners_sends_minimal_bytes(stage):
     """All owners have equally much: then n devices exchange (n-1)/n of the n-th part that each holds."""
     n, matrices = 4, 8
     mesh = fs.make_mesh({"data": n})
@@ -298,25 +298,34 @@ def test_an_update_sends_a_share_of_a_share(stage):
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1), st.integers(2, 5), st.integers(1, 300))
 @settings(max_examples=50)
-def test_much_is_exchanged_in_turns(shapes, n, at_once):
+def test_owner_exchange_any_round_limit_is_exact(shapes, n, at_once):
     mesh = fs.make_mesh({"data": n})
     wholes = [numbers(shape, seed) for seed, shape in enumerate(shapes)]
     flat = fs.Layout(mesh, P.flat("data"))
     owned = [fs.Layout(mesh, P(at={"data": place % n})) for place in range(len(wholes))]
     with pytest.MonkeyPatch.context() as patch, fs.ledger() as comm:
-        patch.setattr(fs.mesh.reshard.owners, "AT_ONCE", at_once)
+        patch.setattr(fs.mesh.reshard.execute, "AT_ONCE", at_once)
         collected = fs.reshard(fs.device_put(wholes, flat), owned)
         spread = fs.reshard(collected, flat)
     for xs in (collected, spread):
         assert all(map(torch.equal, fs.unshard(xs), wholes))
-    row = max(sum(-(-w.numel() // n) for w in wholes[place::n]) for place in range(n)) * 4
-    assert (comm.calls() == 2) if 0 < row * n <= at_once else (row == 0 or comm.calls() >= 2)
+    row = max(sum(w.numel() for w in wholes[place::n]) for place in range(n)) * 4
+    assert comm.calls() <= 2 * len(wholes) and (comm.calls() <= 2 or row > at_once)
+
+
+def test_direct_exchange_above_limit_runs_in_rounds(monkeypatch):
+    monkeypatch.setattr(fs.mesh.reshard.execute, "AT_ONCE", 32)
+    mesh = fs.make_mesh({"data": 2})
+    flat = fs.device_put([torch.arange(8.0), torch.ones(8), torch.zeros(8)], fs.Layout(mesh, P.flat("data")))
+    with fs.ledger() as comm:
+        fs.reshard(flat, [fs.Layout(mesh, P(at={"data": owner})) for owner in (0, 1, 0)])
+    assert comm.calls() == 2 and comm.bytes() == 2 * 16
 
 
 # -- what cannot be -----------------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_that_wrongly_says_elementwise_is_found_out_and_owned_if_it_says_otherwise():
+def test_check_elementwise_finds_wrong_claim():
     def update(grads, state, params):
         at = optim.leaves.Leaves.of(grads)
         return at.mapped(lambda g: optim.leaves.map_shards(lambda x: -x / x.norm().clamp(min=1e-9), g)), state
@@ -332,7 +341,7 @@ def test_an_optimizer_that_wrongly_says_elementwise_is_found_out_and_owned_if_it
 # -- the layout -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_owned_tensor_is_whole_in_one_place():
+def test_owner_layout_stores_full_tensor_once():
     mesh = fs.make_mesh({"data": 2, "model": 2})
     x = fs.device_put(torch.ones(2, 3), fs.Layout(mesh, P(at={"data": 1})))
     assert str(fs.typeof(x)) == "f32[2, 3]{at:data=1}"
@@ -345,7 +354,7 @@ def test_an_owned_tensor_is_whole_in_one_place():
 
 @given(st.data())
 @settings(max_examples=30)
-def test_out_specs_may_name_an_owner(data):
+def test_out_specs_with_owner_returns_its_value(data):
     n = data.draw(st.sampled_from([1, 2, 3]))
     owner = data.draw(st.integers(0, n - 1))
     mesh, spec = fs.make_mesh({"data": n}), P(at={"data": owner}, shape=(2, 3))

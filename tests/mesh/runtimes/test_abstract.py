@@ -47,7 +47,7 @@ def in_context():
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_functions_make_tensors_as_on_a_virtual_mesh(name):
+def test_abstract_mesh_functions_return_virtual_shapes(name):
     found = []
     for runtime in ("virtual", "abstract"):
         mesh = fs.make_mesh({"data": 4}, runtime=runtime)
@@ -70,7 +70,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize("name", ASKS)
-def test_what_asks_for_a_value_is_told_that_there_is_none(name):
+def test_abstract_mesh_reading_a_value_raises(name):
     mesh = fs.make_mesh({"data": 4}, runtime="abstract")
     words = (
         rf"{name} at tests/mesh/runtimes/test_abstract.py:\d+ in .* needs the value of a tensor of shape .* have none"
@@ -81,12 +81,12 @@ def test_what_asks_for_a_value_is_told_that_there_is_none(name):
         fs.run(lambda: ASKS[name](torch.ones(2)), mesh=mesh)
 
 
-def test_other_errors_stay_what_they_are():
+def test_abstract_mesh_other_errors_are_unchanged():
     mesh = fs.make_mesh({"data": 4}, runtime="abstract")
     with pytest.raises(RuntimeError, match="Attempting to broadcast a dimension of length 3"):
         fs.run(lambda: torch.ones(2) + torch.ones(3), mesh=mesh)
 
 
-def test_outside_nothing_is_different():
+def test_tensors_outside_abstract_mesh_have_values():
     fs.run(lambda: torch.ones(2), mesh=fs.make_mesh({"data": 4}, runtime="abstract"))
     assert torch.ones(2).tolist() == [1, 1]

@@ -13,7 +13,7 @@ from fshard import P
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.link import GroupLink
 from fshard.mesh.runtimes.process import ProcessWorld
-from fshard.mesh.shared_memory import direct
+from fshard.mesh.shared_memory import large
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.testing.processes import run_processes
@@ -37,7 +37,7 @@ def the_example():
     return whole, str(fs.typeof(y)), [comm.by_collective(device) for device in sorted(comm.devices)], str(comm)
 
 
-def test_the_same_script_on_threads_and_on_processes(four):
+def test_readme_example_on_processes_equals_virtual(four):
     whole, token, books, text = the_example()
     for rank, (other, other_token, (book,), other_text) in enumerate(four.run(the_example)):
         assert torch.equal(whole, other)
@@ -74,7 +74,7 @@ def reshard_everything():
             assert torch.equal(gradient, whole)
 
 
-def test_any_layout_to_any_layout_and_back_through_autograd(four):
+def test_reshard_and_backward_on_processes_equals_virtual(four):
     four.run(reshard_everything)
 
 
@@ -86,7 +86,7 @@ def odd_flat():
     return fs.unshard(x)
 
 
-def test_uneven_flat_shards(two):
+def test_flat_shards_of_uneven_length_round_trip(two):
     assert all(torch.equal(whole, torch.arange(7.0).reshape(7, 1)) for whole in two.run(odd_flat))
 
 
@@ -148,7 +148,7 @@ def _group(axis):
     return require("test").group(axis, "test")
 
 
-def test_device_meshes_and_dtensors(four):
+def test_device_mesh_and_dtensor_conversions_round_trip(four):
     flat, order = four.run(to_and_from_torch)[0]
     assert "flat, owned and host layouts are fshard's own" in flat
     assert "dim 0 is cut by ('model', 'data'), not in the mesh's order" in order
@@ -172,7 +172,7 @@ def a_mesh_in_another_order():
     return fs.run(main, mesh=mesh)[0]
 
 
-def test_a_mesh_whose_processes_stand_in_another_order(four):
+def test_from_device_mesh_permuted_ranks_keeps_order(four):
     results = four.run(a_mesh_in_another_order)
     assert [index for index, _, _ in results] == [3, 1, 2, 0]
     assert all(forward == [3, 1, 2, 0] and backward == [3, 2, 1, 0] for _, forward, backward in results)
@@ -182,7 +182,7 @@ def wrong_size():
     fs.make_mesh({"data": 2})
 
 
-def test_a_mesh_of_another_size_than_the_world():
+def test_make_mesh_size_unlike_world_raises():
     with pytest.raises(fs.errors.MeshError, match=r"has 2 = 2 devices, but there are 3 processes"):
         run_processes(wrong_size, 3)
 
@@ -193,7 +193,7 @@ def unseeded():
     return before, torch.randn(3)
 
 
-def test_processes_that_nobody_seeded_draw_alike_once_they_have_a_mesh():
+def test_make_mesh_unseeded_processes_draw_equal_numbers():
     (before, first), (other, second) = run_processes(unseeded, 2)
     assert torch.equal(first, second) and not torch.equal(before, other)
 
@@ -215,7 +215,7 @@ def leave_one_out():
     fs.run(main, mesh=mesh)
 
 
-def test_a_time_out_names_the_collective(link):
+def test_collective_timeout_names_the_call(link):
     with pytest.raises(
         fs.errors.CollectiveTimeoutError,
         match=r"psum of float32\[3\] over data .* at .*test_process.py.* in main did not end",
@@ -240,7 +240,7 @@ def one_fails():
     fs.run(main, mesh=mesh)
 
 
-def test_whoever_waits_for_a_failed_process_is_told(tmp_path, link):
+def test_wait_for_failed_process_raises_lost_process_error(tmp_path, link):
     answer = tmp_path / "answer"
     with pytest.raises(KeyError, match="mine"):
         run_processes(one_fails, 2, environment={"FSHARD_TEST_TELLS": str(answer), **link}, timeout=30)
@@ -258,8 +258,8 @@ def native_wires():
     mesh = fs.make_mesh({"d": 2})
     world = ProcessWorld.of(mesh)
     out = []
-    for wires in (direct.WIRES, gloo.WIRES, native.WIRES):
-        if wires is not direct.WIRES:
+    for wires in (large.WIRES, gloo.WIRES, native.WIRES):
+        if wires is not large.WIRES:
             world._links[0, 1] = GroupLink(dist.group.WORLD, dist.get_rank(), 2, wires)
 
         def main():
@@ -284,7 +284,7 @@ def native_wires():
 
 
 @pytest.mark.filterwarnings("default")
-def test_the_native_table_means_the_same(two):
+def test_native_and_gloo_wires_equal_direct_ones(two):
     assert two.run(native_wires) == [True, True]
 
 
@@ -305,7 +305,7 @@ def between_hosts():
     return [row.tolist() for row in found], list(world._hosts)
 
 
-def test_hosts_have_a_link_of_their_own(two):
+def test_host_tensors_beside_nccl_use_a_gloo_link(two):
     assert two.run(between_hosts) == [([[2.0, 1.0], [2.0]], [(0, 1)])] * 2
 
 
@@ -323,11 +323,11 @@ def large_results():
     return fs.run(main, mesh=mesh)[0]
 
 
-def test_pooled_buffers_are_not_handed_out_twice(two):
+def test_buffer_pool_results_in_use_are_not_reused(two):
     assert two.run(large_results) == [([6.0], [9.0])] * 2
 
 
-def test_a_pooled_buffer_is_used_again_once_it_is_free():
+def test_buffer_pool_free_buffer_is_reused():
     from fshard.mesh.shared_memory.neighbours import SMALLEST, empty
 
     first = empty((SMALLEST,), torch.uint8)
@@ -359,7 +359,7 @@ def wire_of_many_sizes():
     return fs.run(main, mesh=mesh)[0]
 
 
-def test_sums_of_all_sizes_are_the_same_tree(two, four):
+def test_psum_of_any_size_uses_the_fixed_tree(two, four):
     assert all(two.run(wire_of_many_sizes) + run_processes(wire_of_many_sizes, 3) + four.run(wire_of_many_sizes))
 
 
@@ -391,6 +391,6 @@ def differ_over_gloo(kind):
 
 
 @pytest.mark.parametrize("kind", ["dtype", "shape", "collective", "broadcast", "message"])
-def test_calls_that_differ_do_not_take_each_others_bytes_over_gloo(kind):
+def test_gloo_mismatched_calls_time_out_without_mixing_bytes(kind):
     for text in run_processes(differ_over_gloo, 2, kind, environment={"FSHARD_DIRECT": "0"}, timeout=60):
         assert "test_process.py" in text

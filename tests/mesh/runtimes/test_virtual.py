@@ -26,7 +26,7 @@ def line_of(text):
 # -- a mismatch never hangs -----------------------------------------------------------------------------------------
 
 
-def test_a_missing_collective_on_one_device_of_64_is_reported_at_once():
+def test_missing_collective_of_one_in_64_raises_at_once():
     def main():
         if fs.axis_index("data") != 41:
             fs.psum(torch.ones(3), "data")  # the one that 41 leaves out
@@ -43,7 +43,7 @@ def test_a_missing_collective_on_one_device_of_64_is_reported_at_once():
     assert f"device (data=0) to device (data=40): {waiting}" in text
 
 
-def test_devices_that_wait_for_each_other():
+def test_devices_waiting_for_each_other_raise_deadlock():
     def main():
         first, second = ("a", "b") if fs.axis_index("a") == fs.axis_index("b") else ("b", "a")
         fs.psum(torch.ones(2), first)
@@ -76,25 +76,25 @@ def test_devices_that_wait_for_each_other():
         ),
     ],
 )
-def test_different_collectives_in_one_group(mine, theirs, words):
+def test_different_collectives_in_one_group_raise_mismatch(mine, theirs, words):
     with pytest.raises(fs.errors.MismatchError, match="met in one collective") as error:
         run(lambda: mine() if fs.axis_index("d") == 0 else theirs(), d=2)
     assert all(word in str(error.value) for word in [*words, "device (d=0)", "device (d=1)", "test_virtual.py"])
 
 
-def test_a_receive_without_a_send():
+def test_recv_without_send_raises_deadlock():
     with pytest.raises(fs.errors.DeadlockError, match=r"recv of f32\[2\] from device \(d=1\)"):
         run(lambda: fs.recv(torch.ones(2), "d", source=1) if fs.axis_index("d") == 0 else None, d=2)
 
 
-def test_a_send_without_a_receive():
+def test_send_without_recv_raises_mismatch():
     with pytest.raises(
         fs.errors.MismatchError, match=r"never received:\n  f32\[2\] sent by device \(d=0\) at .*test_virtual.py"
     ):
         run(lambda: fs.send(torch.ones(2), "d", to=1) if fs.axis_index("d") == 0 else None, d=2)
 
 
-def test_a_message_that_is_not_the_one_expected():
+def test_recv_of_unexpected_message_raises_mismatch():
     def main():
         if fs.axis_index("d") == 0:
             fs.send(torch.ones(2), "d", to=1)
@@ -107,7 +107,7 @@ def test_a_message_that_is_not_the_one_expected():
         run(main, d=2)
 
 
-def test_a_collective_that_only_the_backward_of_some_devices_reaches():
+def test_backward_of_some_devices_only_raises():
     def main():
         x = torch.ones(2, requires_grad=fs.axis_index("d") == 0)
         y = fs.all_gather(x, "d").sum()
@@ -118,7 +118,7 @@ def test_a_collective_that_only_the_backward_of_some_devices_reaches():
         run(main, d=2)
 
 
-def test_collectives_outside_say_where_they_belong():
+def test_collective_outside_shard_map_raises_scope_error():
     with pytest.raises(fs.errors.ScopeError, match=r"fs\.psum was called outside shard_map and run"):
         fs.psum(torch.ones(1), "data")
     with pytest.raises(fs.errors.ScopeError, match='the axes bound here are "data"'):
@@ -130,7 +130,7 @@ def test_collectives_outside_say_where_they_belong():
 # -- a device that fails ------------------------------------------------------------------------------------------
 
 
-def test_an_error_comes_with_its_device_and_its_traceback():
+def test_device_error_has_device_note_and_traceback():
     def broken():
         raise KeyError("lost")  # here
 
@@ -146,7 +146,7 @@ def test_an_error_comes_with_its_device_and_its_traceback():
     assert "broken" in [entry.name for entry in error.traceback]
 
 
-def test_the_other_devices_unwind():
+def test_device_error_unwinds_the_other_devices():
     unwound = []
 
     def main():
@@ -163,7 +163,7 @@ def test_the_other_devices_unwind():
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_no_thread_outlives_its_call(fail):
+def test_run_that_fails_or_returns_leaves_no_thread(fail):
     def main():
         fs.psum(torch.ones(1), "d")
         if fail and fs.axis_index("d") == 5:
@@ -177,7 +177,7 @@ def test_no_thread_outlives_its_call(fail):
 
 
 @pytest.mark.parametrize("work", ["compute", "collectives", "sleep"])
-def test_interrupting_leaves_the_mesh_usable(work):
+def test_interrupted_run_leaves_the_mesh_usable(work):
     mesh = fs.make_mesh({"d": 4})
     before = threading.active_count()
 
@@ -200,7 +200,7 @@ def test_interrupting_leaves_the_mesh_usable(work):
 # -- a thread behaves as its caller would -------------------------------------------------------------------------
 
 
-def test_torch_settings_are_those_of_the_caller():
+def test_device_threads_have_the_callers_torch_settings():
     def main():
         return (
             torch.is_grad_enabled(),
@@ -218,7 +218,7 @@ def test_torch_settings_are_those_of_the_caller():
     assert run(main, d=2) == [(True, False, False, "cpu")] * 2
 
 
-def test_saved_tensor_hooks_and_context_variables_come_along():
+def test_device_threads_have_the_callers_hooks_and_context():
     from contextvars import ContextVar
 
     color, seen = ContextVar("color", default="none"), []
@@ -234,7 +234,7 @@ def test_saved_tensor_hooks_and_context_variables_come_along():
     assert len(seen) >= 4
 
 
-def test_the_thread_count_is_one_inside_and_unchanged_outside():
+def test_intra_op_threads_are_one_inside_only():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -246,7 +246,7 @@ def test_the_thread_count_is_one_inside_and_unchanged_outside():
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processors are not told here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_devices_share_a_processor_and_their_children_do_not(monkeypatch):
+def test_devices_share_a_processor_and_forks_do_not(monkeypatch):
     before = os.sched_getaffinity(0)
 
     def main():
@@ -264,7 +264,7 @@ def test_devices_share_a_processor_and_their_children_do_not(monkeypatch):
     assert run(lambda: len(os.sched_getaffinity(0)), d=2) == [len(before)] * 2
 
 
-def test_devices_draw_alike_until_they_seed_apart():
+def test_devices_draw_equal_numbers_until_seeded():
     def main():
         first = torch.randn(3)
         fs.psum(first, "d")
@@ -286,7 +286,7 @@ def test_devices_draw_alike_until_they_seed_apart():
     assert torch.equal(results[0][2], (torch.manual_seed(0), torch.randn(3))[1])
 
 
-def test_a_run_is_deterministic_down_to_the_order_of_side_effects():
+def test_run_twice_has_equal_order_of_side_effects():
     def trace():
         order = []
 
@@ -301,7 +301,7 @@ def test_a_run_is_deterministic_down_to_the_order_of_side_effects():
     assert trace() == trace()
 
 
-def test_256_devices():
+def test_run_of_256_devices_sums_indices():
     def main():
         x = torch.tensor(float(fs.axis_index(("a", "b"))))
         return fs.psum(x, "a").item(), fs.psum(x, ("a", "b")).item()
@@ -311,7 +311,7 @@ def test_256_devices():
     assert results[17][0] == sum(16 * row + 1 for row in range(16))
 
 
-def test_results_share_no_memory():
+def test_collective_results_share_no_memory():
     def main():
         mine = torch.full((3,), float(fs.axis_index("d")))
         results = [
@@ -335,14 +335,14 @@ def test_results_share_no_memory():
     assert run(main, d=2) == [True, True]
 
 
-def test_a_sum_is_one_fixed_tree():
+def test_psum_adds_in_the_fixed_tree():
     xs = [torch.randn(50) for _ in range(5)]
     assert torch.equal(tree_sum(xs), ((xs[0] + xs[1]) + (xs[2] + xs[3])) + xs[4])
     halves = [x.bfloat16() for x in xs]
     assert torch.equal(tree_sum(halves), tree_sum([x.float() for x in halves]).bfloat16())
 
 
-def test_a_virtual_mesh_inside_a_device_of_another():
+def test_run_inside_a_device_of_another_mesh_works():
     def main():
         inner = fs.Mesh((("x", 3),), "virtual", "cpu")
         return sum(fs.run(lambda: fs.axis_index("x"), mesh=inner)) + fs.axis_index("d")
@@ -350,7 +350,7 @@ def test_a_virtual_mesh_inside_a_device_of_another():
     assert run(main, d=2) == [3, 4]
 
 
-def test_the_script_of_a_device_makes_its_own_mesh():
+def test_make_mesh_inside_run_is_the_runs_mesh():
     def main():
         mesh = fs.make_mesh({"rows": 2, "columns": 3})
         x = fs.device_put(torch.arange(6.0).reshape(2, 3), fs.Layout(mesh, P("rows", "columns")))
@@ -362,7 +362,7 @@ def test_the_script_of_a_device_makes_its_own_mesh():
         run(lambda: fs.make_mesh({"d": 4}), d=6)
 
 
-def test_a_gradient_asked_for_outside_is_refused():
+def test_gradient_outside_the_run_raises_scope_error():
     kept = []
 
     def main():
@@ -377,7 +377,7 @@ def test_a_gradient_asked_for_outside_is_refused():
 # -- what a review found ------------------------------------------------------------------------------------------
 
 
-def test_a_started_collective_that_others_leave_out():
+def test_started_collective_of_one_device_raises_mismatch():
     with pytest.raises(
         fs.errors.MismatchError,
         match=r"started, but not by all devices of their group:\n  psum over .* at .*test_virtual",
@@ -385,7 +385,7 @@ def test_a_started_collective_that_others_leave_out():
         run(lambda: fs.psum.start(torch.ones(1), "d") if fs.axis_index("d") == 0 else None, d=2)
 
 
-def test_checked_devices_that_call_from_other_lines():
+def test_check_collectives_from_different_lines_raise():
     def main():
         if fs.axis_index("d") == 0:
             first = fs.psum(torch.tensor(1.0), "d")
@@ -400,7 +400,7 @@ def test_checked_devices_that_call_from_other_lines():
     assert run(main, d=2) == [(11, 11)] * 2
 
 
-def test_pieces_of_a_sum_share_no_memory():
+def test_psum_scatter_results_share_no_memory():
     def main():
         x = torch.ones(4, requires_grad=True)
         y = fs.psum_scatter(x, "d")
@@ -413,7 +413,7 @@ def test_pieces_of_a_sum_share_no_memory():
     assert x.tolist() == [1, 1]
 
 
-def test_narrow_dtypes_are_summed_in_wider_ones():
+def test_psum_of_narrow_dtypes_rounds_once():
     def main():
         small = torch.tensor([0.5, 1.5]).to(torch.float8_e4m3fn)
         unsigned = torch.tensor([40000], dtype=torch.int32).to(torch.uint16)
@@ -426,7 +426,7 @@ def test_narrow_dtypes_are_summed_in_wider_ones():
     assert run(main, d=2) == [([1.0, 3.0], [80000 - 65536], [0.5, 1.5])] * 2
 
 
-def test_one_device_goes_on_with_the_callers_random_state_and_hands_it_back():
+def test_one_device_run_advances_the_callers_random_state():
     mesh = fs.make_mesh({"d": 1})
     torch.manual_seed(3)
     expected = torch.rand(3)
@@ -435,7 +435,7 @@ def test_one_device_goes_on_with_the_callers_random_state_and_hands_it_back():
     assert torch.equal(torch.cat([inside, torch.rand(1)]), expected)
 
 
-def test_one_device_that_waits_for_a_message_is_a_deadlock_and_one_that_fails_says_which():
+def test_one_device_run_deadlock_and_error_name_the_device():
     mesh = fs.make_mesh({"d": 1})
     with pytest.raises(fs.errors.DeadlockError, match="recv of"):
         fs.run(lambda: fs.recv(torch.ones(1), "d", source=0), mesh=mesh)
@@ -444,7 +444,7 @@ def test_one_device_that_waits_for_a_message_is_a_deadlock_and_one_that_fails_sa
     assert "raised on" in error.value.__notes__[0]
 
 
-def test_a_run_begins_with_the_callers_settings_whatever_the_last_one_left():
+def test_run_after_changed_settings_has_the_callers_settings():
     mesh = fs.make_mesh({"d": 4})
     x = torch.arange(4.0)
 
@@ -464,7 +464,7 @@ def test_a_run_begins_with_the_callers_settings_whatever_the_last_one_left():
     assert torch.equal(fs.unshard(seen), x)
 
 
-def test_no_thread_outlives_a_run():
+def test_run_leaves_no_thread():
     before = threading.active_count()
     run(lambda: fs.axis_index("d"), d=5)
     assert threading.active_count() == before

@@ -100,14 +100,14 @@ def four_checked(link):
         ("wrong message", fs.errors.MismatchError, ["expects recv of float32[2] at", "received float32[3]"]),
     ],
 )
-def test_checked_processes_do_not_hang(kind, error, words, checked):
+def test_check_wrong_program_raises_instead_of_hanging(kind, error, words, checked):
     ends = error is fs.errors.DeadlockError  # that takes processes that really end
     with pytest.raises(error) as raised:
         checked.run_last(different, kind) if ends else checked.run(different, kind)
     assert all(word in str(raised.value) for word in words)
 
 
-def test_checked_processes_that_do_right(checked):
+def test_check_right_program_runs(checked):
     assert checked.run(different, "none") == [5.0, 5.0]
     run_processes(different, 2, "line", environment={"FSHARD_CHECK": "shapes"}, timeout=30)
 
@@ -121,7 +121,7 @@ def global_array(of):
     return fs.unshard(pieces).tolist(), row(torch.ones(1)).shape
 
 
-def test_checked_processes_compare_the_wholes_that_their_pieces_make_up(checked):
+def test_check_from_local_of_unequal_shapes_raises(checked):
     assert checked.run(global_array, (2, 2)) == [([1.0] * 4, (1,))] * 2
     with pytest.raises(fs.errors.MismatchError) as raised:
         checked.run(global_array, (2, 3))
@@ -188,7 +188,7 @@ def run_in_legal_order(calls, seed):
 
 
 @pytest.mark.parametrize("pool", ["four", "four_checked"])
-def test_a_legal_program_is_no_deadlock(pool, link, request):
+def test_check_legal_order_of_handles_does_not_raise(pool, link, request):
     pool = request.getfixturevalue(pool)
     call = st.tuples(st.sampled_from(sorted(CALLS)), st.sampled_from(["a", "b", ("a", "b")]))
 
@@ -216,7 +216,7 @@ def start_along_two_axes(first, second):
     return fs.run(main, mesh=mesh)[0]
 
 
-def test_collectives_of_different_groups_may_be_started_in_different_orders(four_checked):
+def test_check_groups_started_in_different_orders_do_not_raise(four_checked):
     found = [(4.0, [4.0, 3.0]), (3.0, [6.0, 3.0]), (2.0, [4.0, 7.0]), (1.0, [6.0, 7.0])]
     assert four_checked.run(start_along_two_axes, "a", "b") == found
 
@@ -255,7 +255,7 @@ def start_wrongly(kind):
 
 
 @pytest.mark.parametrize("kind", STARTED_WRONG)
-def test_what_is_started_wrongly_is_told_to_all_that_wait(kind, four_checked):
+def test_check_mismatched_start_raises_on_all_waiting(kind, four_checked):
     for rank, (told, again) in enumerate(four_checked.run(start_wrongly, kind)):
         here = [f"process {other}: " for other in (rank & ~1, rank | 1)]
         assert all(told.count(text) == 1 for text in here) and told.count("test_watch.py") == 2
@@ -282,15 +282,15 @@ def differentiate_unevenly(f, timeout):
 
 
 @pytest.mark.parametrize("f", UNEVEN, ids=lambda f: f.__name__)
-def test_what_only_some_processes_differentiate_is_told_to_all_that_wait(f, checked):
+def test_check_uneven_differentiation_raises_on_all_waiting(f, checked):
     told = [text for text in checked.run(differentiate_unevenly, f, 20) if text is not None]
     assert len(told) == (1 if f is uneven_message else 2)  # a sender does not wait for its receiver
     for text in told:
         assert text.startswith("MismatchError") and f" for {UNEVEN[f]}" in text
-        assert "what some devices of a group differentiate, all have to" in text
+        assert "what some devices of a group differentiate, all must" in text
 
 
-def test_over_gloo_they_wait_in_vain_and_do_not_take_each_others_bytes():
+def test_gloo_uneven_differentiation_times_out():
     for f in UNEVEN:
         told = run_processes(differentiate_unevenly, 2, f, 1, environment={"FSHARD_DIRECT": "0"}, timeout=60)
         told = [text for text in told if text is not None]
@@ -325,7 +325,7 @@ def call_one_that(what):
         ("is late", r"[1-3] s CollectiveTimeoutError: psum"),
     ],
 )
-def test_whoever_is_watched_does_not_wait_for_ever(what, words, tmp_path):
+def test_check_dead_or_late_process_raises(what, words, tmp_path):
     environment = {"FSHARD_CHECK": "1", "SAID": str(tmp_path)}
     with contextlib.suppress(RuntimeError):
         run_processes(call_one_that, 2, what, environment=environment, timeout=30)

@@ -41,7 +41,7 @@ def kind_of_link():
     return [type(link).__name__ for link in ProcessWorld.of(fs.make_mesh({"d": 2}))._links.values()]
 
 
-def test_processes_of_one_machine_are_linked_directly_unless_told_otherwise():
+def test_link_on_one_machine_is_direct_by_default():
     assert run_processes(kind_of_link, 2) == [["Direct"]] * 2
     assert run_processes(kind_of_link, 2, environment={"FSHARD_DIRECT": "0"}) == [["GroupLink"]] * 2
 
@@ -60,11 +60,11 @@ def one_is_elsewhere():
     return sorted(ProcessWorld.of(mesh)._neighbours.known), total
 
 
-def test_if_one_may_not_read_another_nobody_is_linked_directly():
+def test_link_without_permission_to_read_is_gloo():
     assert run_processes(one_may_not_read, 2) == [(["GroupLink"], 2.0)] * 2
 
 
-def test_processes_of_other_machines_are_reached_by_gloo():
+def test_link_to_another_machine_is_gloo():
     assert run_processes(one_is_elsewhere, 3) == [([1], 3.0), ([0], 3.0), ([], 3.0)]
 
 
@@ -140,18 +140,18 @@ def uneven_between_processes(f):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("f", UNEVEN, ids=lambda f: f.__name__)
-def test_what_only_some_devices_differentiate_is_an_error(pair, f):
+def test_uneven_differentiation_raises_mismatch(pair, f):
     told = [text for text in pair.run(uneven_between_processes, f) if text is not None]
     assert len(told) == (1 if f is uneven_message else 2)  # a sender does not wait for its receiver
     with pytest.raises(fs.errors.MismatchError) as error:
         fs.run(differentiate_unevenly(f), mesh=fs.make_mesh({"d": 2}))
     for text in [*told, str(error.value)]:
-        assert "what some devices of a group differentiate, all have to" in text
+        assert "what some devices of a group differentiate, all must" in text
         assert f"for {UNEVEN[f]}" in text and "for values" in text
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_calls_that_differ_are_an_error_without_any_check(pair, kind):
+def test_mismatched_calls_raise_without_check(pair, kind):
     for rank, text in enumerate(pair.run(call_differently, kind)):
         assert "test_direct.py" in text and f"process {1 - rank} makes another call" in text
 
@@ -171,7 +171,7 @@ def many_under_way(count, size):
     return mapped(main)
 
 
-def test_whoever_starts_more_than_the_sockets_hold_waits_for_nobody_in_vain(pair, three):
+def test_started_collectives_beyond_ring_size_complete(pair, three):
     assert all(pair.run(many_under_way, 400, 4000) + three.run(many_under_way, 60, 100_000))
 
 
@@ -198,7 +198,7 @@ def leave_early():
     return mapped(main)
 
 
-def test_who_leaves_does_not_disturb_the_others():
+def test_process_that_leaves_does_not_disturb_others():
     assert run_processes(leave_early, 3) == [0.0, 400 * 16_000.0, 0.0]
 
 
@@ -216,7 +216,7 @@ def messages_of_all_sizes():
     return mapped(main)
 
 
-def test_messages_small_and_large_arrive_in_order(pair):
+def test_messages_of_all_sizes_arrive_in_order(pair):
     assert pair.run(messages_of_all_sizes) == [2.0, 2.0]
 
 
@@ -244,7 +244,7 @@ def change_at_once():
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_what_was_given_may_change_once_the_call_has_returned(pair, three, n):
+def test_arguments_changed_after_the_call_keep_results(pair, three, n):
     assert all({2: pair, 3: three}[n].run(change_at_once))
 
 
@@ -267,7 +267,7 @@ def die_while_others_wait(size):
 
 
 @pytest.mark.parametrize("size", [3, 1 << 20])
-def test_the_death_of_a_process_is_told_at_once(tmp_path, size):
+def test_killed_process_raises_lost_process_error(tmp_path, size):
     answer = tmp_path / "answer"
     with pytest.raises(RuntimeError):
         run_processes(die_while_others_wait, 2, size, environment={"FSHARD_TEST_TELLS": str(answer)}, timeout=30)
@@ -294,7 +294,7 @@ def fail_half_way():
     return fs.run(main, mesh=mesh)[0]
 
 
-def test_what_was_offered_in_vain_is_not_read():
+def test_tensor_of_a_failed_collective_is_not_read():
     assert run_processes(fail_half_way, 2, timeout=20) == ["gave up", "was told"]
 
 
@@ -307,5 +307,5 @@ def native_groups_still_work():
     return torch.equal(ours, theirs) and isinstance(world._links[0, 1], direct.Direct)
 
 
-def test_torch_may_use_its_groups_beside(pair):
+def test_torch_collectives_beside_direct_links_work(pair):
     assert all(pair.run(native_groups_still_work))

@@ -70,7 +70,7 @@ CALLS = {"shard_map": lambda x: fs.unshard(mapped(body)(x)), "run": whole_run, "
 
 
 @pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in CALLS.items()])
-def test_what_is_compiled_around_fshard_does_not_look_into_it(call, monkeypatch):
+def test_compile_around_fshard_does_not_trace_it(call, monkeypatch):
     compile_frame, files = convert_frame._compile, list[str]()
 
     def noted(code, *args, **kwargs):
@@ -85,7 +85,7 @@ def test_what_is_compiled_around_fshard_does_not_look_into_it(call, monkeypatch)
     assert {*files} == {__file__}  # before and after each call
 
 
-def test_a_gradient_goes_through_what_is_compiled_around_inside_and_both():
+def test_gradient_through_compiled_code_around_and_inside():
     def gradient(f):
         x = X.clone().requires_grad_()
         return torch.autograd.grad(f(x).sum(), x)[0]
@@ -147,7 +147,7 @@ def assert_is_plain(found, plugin):
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_what_is_compiled_around_a_boosted_model_does_not_look_into_it(plugin):
+def test_compile_around_boosted_model_does_not_trace_it(plugin):
     assert_is_plain(trained_in_a_loop(plugin, Net, after=compiled), plugin)
     around = compiled(lambda model, x: (model(x) * 2).square().mean())
     assert_is_plain(trained_in_a_loop(plugin, Net, around), plugin)
@@ -155,7 +155,7 @@ def test_what_is_compiled_around_a_boosted_model_does_not_look_into_it(plugin):
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_boosted_model_calls_compiled_functions(plugin):
+def test_boosted_model_calls_compiled_functions(plugin):
     assert_is_plain(trained_in_a_loop(plugin, lambda: Net(compiled(torch.tanh))), plugin)
     assert counters["stats"]["calls_captured"] >= 1
     assert_is_plain(
@@ -181,7 +181,7 @@ def compiled_in_place() -> Net:
     [(part_compiled, "a, b"), (lambda: compiled(Net()), "the model"), (compiled_in_place, "b")],
     ids=["parts", "whole", "in place"],
 )
-def test_a_compiled_module_is_one_error_when_it_is_boosted(made, parts):
+def test_boost_of_compiled_module_raises(made, parts):
     with pytest.raises(fs.errors.ModuleError, match=rf"^boost: {parts} is compiled, .* fs.with_unsharded_params\("):
         trained_in_a_loop("ddp", made)
 
@@ -201,6 +201,6 @@ def on_processes() -> list[Any]:
     ]
 
 
-def test_processes_compile_around_inside_and_both():
+def test_compile_around_and_inside_between_processes():
     for plain, *others in run_processes(on_processes, 2):
         assert others == [plain] * 3

@@ -46,20 +46,20 @@ def given_tensors() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_types_that_do_not_fit_are_an_error_that_says_so(what: str) -> None:
+def test_audit_wrong_types_raise_with_fix(what: str) -> None:
     body, out, words = WRONG[what]
     with pytest.raises(PromiseError, match=words):
         loss_of(body, out, *given_tensors()).backward()
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_without_a_check_nothing_is_looked_at(what: str) -> None:
+def test_audit_without_check_does_not_run(what: str) -> None:
     body, out, _ = WRONG[what]
     mapped = fs.shard_map(body, mesh=TWO, in_specs=(P("d"), P()), out_specs=out, check=False)
     fs.unshard(mapped(*given_tensors())).sum().backward()
 
 
-def test_a_kind_of_call_is_looked_at_once_and_nothing_of_it_is_counted() -> None:
+def test_audit_runs_once_and_counts_no_bytes() -> None:
     calls: list[int] = []
 
     def body(x: Tensor, b: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def test_a_kind_of_call_is_looked_at_once_and_nothing_of_it_is_counted() -> None
     assert len(calls) == 3 * 2 + 2 * 2
 
 
-def test_draws_are_those_of_the_forward_and_the_caller_s_go_on_as_if_nobody_had_looked() -> None:
+def test_audit_keeps_random_state() -> None:
     def body(x: Tensor, b: Tensor) -> Tensor:
         return fs.psum(torch.nn.functional.dropout(x * fs.pvary(b, "d")), "d")
 
@@ -91,7 +91,7 @@ def test_draws_are_those_of_the_forward_and_the_caller_s_go_on_as_if_nobody_had_
     assert torch.equal(after[0], after[2]) and torch.equal(after[1], after[3])
 
 
-def test_a_function_that_takes_a_gradient_itself_is_left_alone() -> None:
+def test_audit_of_inner_gradient_passes() -> None:
     def body(x: Tensor, b: Tensor) -> Tensor:
         (g,) = torch.autograd.grad((fs.pvary(b, "d") * x).sum(), b, create_graph=True)
         return g * b
@@ -157,7 +157,7 @@ def is_well_typed(program: list[Op]) -> bool:
 
 
 @given(programs(), st.randoms(use_true_random=False))
-def test_a_gradient_is_right_or_an_error(program: list[Op], random: Any) -> None:
+def test_audited_gradient_is_right_or_raises(program: list[Op], random: Any) -> None:
     """The oracle is the difference of two values."""
     out = P() if ends_equal(program) else P("d")
     x, b = (torch.tensor([random.uniform(0.5, 2) for _ in range(n)], dtype=torch.float64) for n in (4, 2))

@@ -1,14 +1,15 @@
 """An oracle for schedules: run one on numbers, with messages that carry no names, and see whether the result is right.
 
 Stage s is x -> a[s] * x + s in numbers modulo a prime, the loss's gradient is y - t[m].  Nothing is clever here: devices take
-turns, everything that is made has to be used up, and a send and a receive happen together.
+turns, everything that is made must be used up, and a send and a receive happen together.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from fshard.pipeline.schedule.schedule import Kind, Schedule
+from fshard.pipeline.schedule.actions import Kind
+from fshard.pipeline.schedule.schedule import Schedule
 
 PRIME = 2**31 - 1
 SENDS = {Kind.SEND_F: 1, Kind.SEND_B: -1}
@@ -63,7 +64,7 @@ class Machine:
         kinds = {action.kind for row in schedule.rows for action in row}
         self.carried = bool(kinds & {*SENDS, *RECEIVES})
         self.backward = bool(kinds & BACKWARD)
-        self.gathers = bool(kinds & {Kind.GATHER, Kind.FREE})
+        self.gathers = bool(kinds & {Kind.UNSHARD, Kind.RESHARD})
         self.reduces = Kind.REDUCE in kinds
         self.inputs, self.saved, self.owed, self.unsent = {}, {}, {}, {}
         self.outputs, self.gathered, self.gradients, self.reduced = {}, set(), defaultdict(int), {}
@@ -178,12 +179,12 @@ class Machine:
         self.do_I(stage, microbatch)
         self.do_W(stage, microbatch)
 
-    def do_GATHER(self, stage, _):
+    def do_UNSHARD(self, stage, _):
         if stage in self.gathered:
             raise Harm("gathered twice")
         self.gathered.add(stage)
 
-    def do_FREE(self, stage, _):
+    def do_RESHARD(self, stage, _):
         if stage not in self.gathered:
             raise Harm("not gathered")
         self.gathered.remove(stage)

@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 from rich.console import Console
 
+from fshard.pipeline.schedule.actions import COMPUTE
 from fshard.pipeline.schedule.builders import pipeline_schedule
-from fshard.pipeline.schedule.draw import svg_of
-from fshard.pipeline.schedule.messages import with_messages
-from fshard.pipeline.schedule.schedule import COMPUTE, Schedule, with_units
+from fshard.pipeline.schedule.communication import with_messages, with_units
+from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.simulate import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -25,7 +25,7 @@ def boxes(svg):
     return {title.text: {key: float(box.get(key)) for key in ("x", "y", "width", "height")} for title, box in groups}
 
 
-def test_a_schedule_prints_as_the_picture_everyone_draws():
+def test_schedule_prints_as_a_timeline():
     schedule = pipeline_schedule("1f1b", stages=3, microbatches=4)
     assert (
         f"{schedule}\n"
@@ -40,7 +40,7 @@ time 18, bubble 1/3, at most 3 activations on a device
     assert str(with_units(with_messages(schedule))) == str(schedule)
 
 
-def test_stages_are_named_where_devices_have_several():
+def test_actions_print_stage_if_devices_have_several():
     assert str(pipeline_schedule("interleaved", stages=4, microbatches=2, devices=2)) == (
         """interleaved: 2 microbatches, 4 stages on 2 devices
 device 0 │ 0F0 0F1 2F0 2F1 ·   ·   2B0──── ·   2B1──── 0B0──── 0B1────
@@ -49,7 +49,7 @@ time 15, bubble 1/5, at most 4 activations on a device"""
     )
 
 
-def test_halves_of_a_backward_are_told_apart():
+def test_split_backward_prints_as_i_and_w():
     assert str(pipeline_schedule("zb-h1", stages=2, microbatches=3)) == (
         """zb-h1: 3 microbatches, 2 stages on 2 devices
 device 0 │ F0 F1 ·  I0 W0 F2 I1 W1 I2 W2
@@ -58,7 +58,7 @@ time 10, bubble 1/10, at most 2 activations on a device"""
     )
 
 
-def test_a_simulation_is_drawn_to_the_scale_of_its_shortest_action():
+def test_simulation_is_drawn_to_scale_of_shortest_action():
     found = simulate(pipeline_schedule("gpipe", stages=2, microbatches=2), forward=[Fraction(1, 2), 1], send=1)
     assert str(found) == (
         """gpipe: 2 microbatches, 2 stages on 2 devices
@@ -68,7 +68,7 @@ time 21/2, bubble 10/21, at most 2 activations on a device"""
     )
 
 
-def test_what_is_very_short_does_not_spread_the_rest():
+def test_very_short_actions_do_not_widen_the_drawing():
     schedule = pipeline_schedule("zb-h1", stages=2, microbatches=2)
     assert str(simulate(schedule, forward=8, backward_input=8, backward_weight=Fraction(1, 9))) == (
         """zb-h1: 2 microbatches, 2 stages on 2 devices
@@ -88,54 +88,55 @@ def test_numbers_of_any_length_keep_their_columns():
     assert {line.index("F11") for line in lines} == {12 + 4 * (11 + device) for device in range(11)}
 
 
-def test_what_is_too_long_is_cut_off():
+def test_long_schedule_is_truncated():
     schedule = pipeline_schedule("1f1b", stages=2, microbatches=900)
     lines = str(schedule).splitlines()
     assert lines[1].endswith("…") and len(lines[1]) < 256 * 6 and lines[-1].startswith("time 2703, bubble 1/901")
-    svg = svg_of(simulate(schedule))
+    svg = simulate(schedule).to_svg()
     assert 300 < len(titles(svg)) < 400 and len(svg) < 100_000 and "; drawn up to 256<" in svg
 
 
-def test_a_schedule_that_cannot_run_is_drawn_as_its_rows_with_what_is_wrong():
+def test_invalid_schedule_prints_rows_and_errors():
     broken = Schedule.from_csv("0B0,0F0\n1F0", name="a < b")
     assert str(broken).startswith("a < b: 1 microbatches, stages on devices 0 1\n0B0 0F0\n1F0\n")
     assert "- missing on device 1: 1B0" in str(broken)
     assert broken._repr_html_().startswith("<pre>a &lt; b: 1 microbatches") and "1B0" in broken._repr_html_()
 
 
-def test_a_terminal_has_colours_and_no_broken_lines():
+def test_terminal_output_has_colours_and_no_wrapped_lines():
     console = Console(file=StringIO(), force_terminal=True, color_system="truecolor", width=40)
     console.print(pipeline_schedule("zb-h1", stages=4, microbatches=8))
     lines = console.file.getvalue().rstrip().split("\n")
     assert len(lines) == 6 and "48;2;124;183;232mF0" in lines[1] and "…" in lines[1]
 
 
-def test_the_svg_has_a_box_for_each_action_where_and_when_it_happens():
+def test_svg_has_a_box_per_action_at_its_time():
     found = simulate(pipeline_schedule("zbv", stages=4, microbatches=3), send=1)
-    drawn = boxes(svg_of(found))
+    drawn = boxes(found.to_svg())
     events = [event for row in found.events for event in row]
     assert len(drawn) == len(events)
     words = {"F": "forward", "I": "input gradient", "W": "weight gradient"}
-    first = drawn["0F0: forward, 0 to 1"]
+    first = drawn["0F0: forward, 0 to 1, device 0"]
     for event in events:
-        box = drawn[f"{event.action}: {words[event.action.kind]}, {event.start} to {event.end}"]
+        word, when = words[event.action.kind], f"{event.start} to {event.end}"
+        box = drawn[f"{event.action}: {word}, {when}, device {event.device}"]
         left = (box["x"] - first["x"]) / (first["width"] + 1)
         assert abs(left - float(event.start)) < 1e-3 and (box["y"] == first["y"]) == (event.device == 0)
 
 
-def test_the_svg_shows_below_what_goes_on_meanwhile():
+def test_svg_draws_communication_below_computation():
     schedule = with_units(with_messages(pipeline_schedule("1f1b", stages=2, microbatches=2)))
     found = simulate(schedule, send=1, gather=2, reduce=1)
-    svg = svg_of(found)
+    svg = found.to_svg()
     high = {title.split(":")[0]: box["height"] for title, box in boxes(svg).items()}
     assert high["0F0"] > 20 and high["0UNSHARD"] == high["1RECV_F0"] == high["1REDUCE_GRAD"] == 5
     assert len(high) == sum(len(row) for row in found.events) - 2  # freeing takes no time
-    assert all(word in svg for word in (">forward<", ">backward<", ">message<", ">gather<", ">reduce<"))
-    assert ">gather<" not in svg_of(simulate(schedule))
+    assert all(word in svg for word in (">forward<", ">backward<", ">message<", ">unshard<", ">reduce<"))
+    assert ">unshard<" not in simulate(schedule).to_svg()
 
 
-def test_notebooks_show_the_svg():
+def test_schedule_in_a_notebook_is_svg():
     schedule = pipeline_schedule("gpipe", stages=2, microbatches=2)
     assert schedule._repr_html_() == simulate(schedule)._repr_html_()
     assert schedule._repr_html_().startswith('<div style="overflow-x:auto"><svg xmlns=')
-    assert len(titles(svg_of(simulate(schedule)))) == sum(a.kind in COMPUTE for row in schedule.rows for a in row)
+    assert len(titles(simulate(schedule).to_svg())) == sum(a.kind in COMPUTE for row in schedule.rows for a in row)

@@ -26,7 +26,7 @@ def net(dims, momentum, affine):
     affine=st.booleans(),
     remat=st.booleans(),
 )
-def test_a_step_counts_as_the_whole_batch_in_one(dims, steps, momentum, affine, remat):
+def test_deferred_batchnorm_counts_a_step_as_one_batch(dims, steps, momentum, affine, remat):
     whole, module = net(dims, momentum, affine), net(dims, momentum, affine)
     apply, params, buffers = fs.functionalize(module, deferred_batch_norm=True)
     for x in params.values():
@@ -50,7 +50,7 @@ def test_a_step_counts_as_the_whole_batch_in_one(dims, steps, momentum, affine, 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("remat", [False, True])
-def test_stages_of_a_pipeline_learn_once_a_step(name, remat):
+def test_deferred_batchnorm_in_stages_updates_once_a_step(name, remat):
     first = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh()).double()
     whole, batches = deepcopy(first), [torch.randn(rows, 3, dtype=torch.float64) for rows in (4, 4, 2)]
     apply, params, state = fs.functionalize(first, deferred_batch_norm=True)
@@ -73,7 +73,7 @@ def test_stages_of_a_pipeline_learn_once_a_step(name, remat):
         torch.testing.assert_close(state[key], x, rtol=1e-12, atol=1e-12)
 
 
-def test_whole_numbers_have_equal_bits():
+def test_deferred_batchnorm_of_integers_has_equal_bits():
     whole, module = nn.BatchNorm1d(2, momentum=0.5), nn.BatchNorm1d(2, momentum=0.5)
     apply, params, buffers = fs.functionalize(module, deferred_batch_norm=True)
     rows = torch.tensor([[1.0, 8], [3, 2], [5, 4], [7, 6]])
@@ -86,7 +86,7 @@ def test_whole_numbers_have_equal_bits():
     assert all(torch.equal(again[name], x) for name, x in buffers.items())
 
 
-def test_evaluation_and_layers_without_statistics_are_as_ever():
+def test_deferred_batchnorm_leaves_evaluation_unchanged():
     module = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.BatchNorm1d(2)).eval()
     apply, params, buffers = fs.functionalize(module, deferred_batch_norm=True)
     x = torch.randn(4, 2)

@@ -57,7 +57,7 @@ def same(one, other):
     return all(one[name].equal(other[name]) for name in one.keys() & other.keys())
 
 
-def test_masks_of_a_layer_stay_when_another_is_taken_out_or_draws_more():
+def test_dropout_mask_is_independent_of_other_layers():
     found = masks(Stack((0, Noisy()), (1, Noisy())))
     assert len(found) == 10 == len({tuple(mask.tolist()) for mask in found.values()})
     for others in (
@@ -82,7 +82,7 @@ def again(f, x):
     ids=["checkpoint", "remat", "dots"],
 )
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_block_that_is_run_again_draws_what_it_drew(run, inner, whole):
+def test_dropout_in_recomputed_block_repeats_its_mask(run, inner, whole):
     block = Noisy() if inner is None else Noisy(run=inner)
     apply, params, buffers = fs.functionalize(Stack((0, block), (1, block), (2, Noisy()), run=run))
     x = torch.ones(WIDTH, requires_grad=True)
@@ -111,13 +111,13 @@ class Within(nn.Module):
         return apply(params, buffers, x)[0]
 
 
-def test_masks_within_layers_that_call_each_other_all_differ():
+def test_dropout_masks_of_nested_layers_differ():
     found = masks(Stack(("a", Within()), ("b", Within()), ("c", Noisy())))
     assert len(found) == 25 == len({tuple(mask.tolist()) for mask in found.values()})
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_masks_of_a_step_are_those_of_its_layers_on_any_mesh(stage):
+def test_dropout_masks_are_equal_on_any_mesh(stage):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

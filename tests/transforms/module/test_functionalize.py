@@ -64,7 +64,7 @@ class Frozen(nn.Module):
 
 
 class Buffers(nn.Module):
-    """Integers, no saving, a new shape, a new buffer, one that was None."""
+    """Integers, no saving, a new shape; and private ones: one that was None, and one that the forward registers."""
 
     def __init__(self):
         super().__init__()
@@ -281,7 +281,7 @@ def assert_untouched(module, before):
 
 @each_module
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-def test_two_calls_give_what_two_calls_of_the_module_give(kind, train):
+def test_apply_called_twice_equals_module_called_twice(kind, train):
     module, plain = made(kind).train(train), made(kind).train(train)
     apply, params, buffers = functionalize(module)
     before = snapshot(module)
@@ -298,9 +298,9 @@ def test_two_calls_give_what_two_calls_of_the_module_give(kind, train):
             own = plain.get_parameter(name).grad
             assert (g is None) == (own is None), name
             close(g, own)
-        for name, b in plain.named_buffers():
-            close(after[name], b)
-        assert after.keys() == dict(plain.named_buffers()).keys()
+        for name, b in after.items():
+            close(b, plain.get_buffer(name))
+        assert after.keys() == buffers.keys()
         buffers = after
     assert_untouched(module, before)
 
@@ -362,7 +362,7 @@ def test_frozen_parameters_declared_as_buffers_are_updated():
         functionalize(module, buffers="online.**")
 
 
-def test_attributes_belong_to_the_device_and_are_kept_from_call_to_call():
+def test_attributes_are_private_to_the_device_and_persist():
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -392,7 +392,7 @@ def test_module_that_cannot_be_copied_raises():
         functionalize(module)
 
 
-def test_parameters_are_not_kept_after_a_call_without_gradients():
+def test_apply_without_grad_keeps_no_parameters():
     apply, params, buffers = functionalize(nn.Linear(D, D))
     params = {name: p.detach().clone() for name, p in params.items()}
     with torch.no_grad():
@@ -403,7 +403,7 @@ def test_parameters_are_not_kept_after_a_call_without_gradients():
 
 
 @each_module
-def test_other_tensors_can_be_passed(kind):
+def test_apply_accepts_other_tensors(kind):
     module, other = made(kind).eval(), made(kind, seed=1).eval()
     apply, _, _ = functionalize(module)
     _, params, buffers = functionalize(other)
@@ -414,7 +414,7 @@ def test_other_tensors_can_be_passed(kind):
 # -- the rest of the contract ---------------------------------------------------------------------------------------
 
 
-def test_training_and_eval_are_followed():
+def test_apply_follows_train_and_eval():
     module = nn.Sequential(nn.Dropout(1.0), nn.Linear(D, D))
     apply, params, buffers = functionalize(module)
     x = torch.ones(2, D)
@@ -427,7 +427,7 @@ def test_training_and_eval_are_followed():
 
 
 @pytest.mark.parametrize("again", [remat, lambda f: partial(checkpoint, f, use_reentrant=False)])
-def test_what_a_checkpoint_runs_again_does_not_change_the_buffers_that_were_returned(again):
+def test_checkpoint_recomputation_keeps_returned_buffers(again):
     class Normalised(nn.BatchNorm1d):
         def forward(self, x):
             return again(super().forward)(x)
@@ -440,7 +440,7 @@ def test_what_a_checkpoint_runs_again_does_not_change_the_buffers_that_were_retu
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODULES if kind != "stateful"])  # which counts the recomputation
-def test_remat_of_apply(kind):
+def test_remat_of_apply_has_equal_gradients(kind):
     apply, params, buffers = functionalize(made(kind))
     x = torch.randn(3, D)
     wanted = [p for p in params.values() if p.requires_grad]
@@ -455,7 +455,7 @@ def test_remat_of_apply(kind):
 
 
 @pytest.mark.parametrize("kind", ["linear", "tied", "twice", "lists", "batch norm", "parametrized", "weight norm"])
-def test_transforms_of_torch_func(kind):
+def test_torch_func_transforms_apply_to_the_function(kind):
     module = made(kind)
     apply, params, buffers = functionalize(module)
     params = {name: p.detach() for name, p in params.items()}
@@ -485,7 +485,7 @@ def test_transforms_of_torch_func(kind):
 
 @given(st.data())
 @settings(max_examples=30)
-def test_any_tree_of_modules(data):
+def test_any_module_tree_equals_the_module(data):
     """Modules that share submodules and tensors at random, called in any order."""
     torch.manual_seed(0)
     leaves = [nn.Linear(D, D) for _ in range(3)] + [nn.BatchNorm1d(D)]
@@ -514,7 +514,7 @@ def test_any_tree_of_modules(data):
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_a_lazy_module_has_to_be_run_first():
+def test_torch_lazy_module_raises():
     module = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     with pytest.raises(
         ModuleError, match="^functionalize of Sequential: 0.weight, 0.bias, 1.weight, 1.bias, "
@@ -525,7 +525,7 @@ def test_a_lazy_module_has_to_be_run_first():
     functionalize(module)
 
 
-def test_names_that_are_not_the_modules():
+def test_unknown_names_raise():
     apply, params, buffers = functionalize(nn.BatchNorm1d(D))
     with pytest.raises(ModuleError) as error:
         apply({"weight": params["weight"], "wieght": params["bias"]}, {"a.b": torch.ones(1)}, torch.ones(2, D))
@@ -542,7 +542,7 @@ def test_names_that_are_not_the_modules():
 # -- random draws ---------------------------------------------------------------------------------------------------
 
 
-def test_draws_depend_on_the_key_alone():
+def test_keyed_draws_depend_on_the_key_alone():
     def draw(*key):
         with keyed_random(*key):
             return torch.rand(4)
@@ -555,7 +555,7 @@ def test_draws_depend_on_the_key_alone():
     assert len({tuple(drawn.tolist()) for drawn in draws}) == len(keys)
 
 
-def test_the_generator_goes_on_as_before():
+def test_keyed_draws_restore_the_generator():
     torch.manual_seed(0)
     a = torch.rand(2)
     torch.manual_seed(0)
@@ -569,7 +569,7 @@ def test_the_generator_goes_on_as_before():
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
-def test_dropout_is_the_same_on_any_number_of_devices(devices):
+def test_dropout_is_equal_on_any_number_of_devices(devices):
     """Slices are spread over devices; each is keyed by its own number, and a collective stands in between."""
     apply, params, buffers = functionalize(nn.Dropout(0.5))
     x = torch.ones(4, 8)
@@ -610,7 +610,7 @@ class Parallel(nn.Module):
         return self.second(self.norm(fs.pvary(y, "data") + self.x))
 
 
-def test_devices_call_one_apply_each_with_its_own_parameters():
+def test_apply_on_several_devices_uses_own_parameters():
     torch.manual_seed(0)
     module = Parallel()
     apply, params, buffers = functionalize(module)
@@ -655,7 +655,7 @@ class Normed(nn.Module):
     ids=["default", "cumulative", "not affine", "not tracked"],
 )
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-def test_synchronised_batch_norm_is_that_of_the_whole_batch(dims, options, train):
+def test_synchronised_batchnorm_equals_global_batch(dims, options, train):
     torch.manual_seed(0)
     module = Normed(dims, **options).double().train(train)
     x = torch.randn(8, *{2: (D,), 3: (3, D), 4: (3, 2, D)}[dims], dtype=torch.float64) + 100
@@ -682,7 +682,7 @@ def test_synchronised_batch_norm_is_that_of_the_whole_batch(dims, options, train
         same(fs.unshard(after[name]), b)
 
 
-def test_synchronised_batch_norm_of_uneven_batches_far_from_zero():
+def test_synchronised_batchnorm_of_uneven_offset_batches_is_exact():
     """Single precision, a mean of ten thousand, and a device without any rows."""
     torch.manual_seed(0)
     module = nn.BatchNorm1d(D)

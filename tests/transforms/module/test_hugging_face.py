@@ -154,7 +154,7 @@ def trained(model, n, stage, unit=None, **options):
 
 
 @pytest.mark.parametrize(("make", "way"), [(make, way) for make in MODELS for way in WAYS] + [(Alike, "path")])
-def test_it_trains_in_pieces_as_it_does_whole(make, way):
+def test_hugging_face_model_sharded_trains_as_unsharded(make, way):
     model = built(make, 0.0, way == "checkpoints")
     pattern, kind = MODELS[make]
     exact = 1e-12 if make is Alike else 1e-6  # transformers takes the loss in 32 bits
@@ -178,7 +178,7 @@ def test_it_trains_in_pieces_as_it_does_whole(make, way):
 
 
 @each_model
-def test_dropout_has_equal_bits_on_any_mesh_with_and_without_checkpoints(make):
+def test_hugging_face_dropout_has_equal_bits_on_any_mesh(make):
     how = {"reproducible": True, "slices": 4}
     losses, params = trained(built(make, 0.2), 1, 0, **how)
     without = built(make, 0.0)(input_ids=batch_of(0), labels=batch_of(0)).loss.item()
@@ -190,7 +190,7 @@ def test_dropout_has_equal_bits_on_any_mesh_with_and_without_checkpoints(make):
 
 
 @each_model
-def test_it_is_born_in_pieces(make):
+def test_hugging_face_model_is_built_sharded(make):
     own = fs.init_params(
         lambda: dict(make(0.1).named_parameters()), fs.fsdp("data"), mesh=fs.make_mesh({"data": 4}), seed=0
     )
@@ -202,7 +202,7 @@ def test_it_is_born_in_pieces(make):
 
 
 @pytest.mark.parametrize("make", [gpt2, llama, bert])
-def test_its_blocks_are_cut_into_stages(make):
+def test_hugging_face_model_splits_into_stages(make):
     model, tokens, blocks = built(make, 0.0), batch_of(0), MODELS[make][0].removesuffix("[*]")
     model.config.use_cache = False  # no tensor, so no stage hands it on
     mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)

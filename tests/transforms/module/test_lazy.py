@@ -29,7 +29,7 @@ def state(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def test_a_stage_is_built_alone_and_draws_by_its_names():
+def test_materialized_stage_draws_by_names():
     Noted.made.clear()
     small = fs.lazy(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout()))
     layers = [fs.lazy(Noted, 3), nn.Tanh(), small, fs.lazy(Noted, 900), fs.lazy(Noted, 4)]
@@ -51,7 +51,7 @@ def test_a_stage_is_built_alone_and_draws_by_its_names():
     assert torch.equal(last(x), whole[4](x))
 
 
-def test_what_has_memory_and_what_is_tied_stays_so():
+def test_materialize_keeps_tensors_and_ties():
     first, second = fs.lazy(nn.Linear, 4, 4), fs.lazy(nn.Linear, 4, 4)
     second.weight, real = first.weight, nn.Linear(4, 4)
     made = fs.materialize(nn.Sequential(first, real, second), seed=0)
@@ -59,7 +59,7 @@ def test_what_has_memory_and_what_is_tied_stays_so():
     assert isinstance(made[0].weight, nn.Parameter) and made[0].weight.requires_grad
 
 
-def test_blocks_may_be_lazy():
+def test_lazy_blocks_split_into_stages():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, 0, batch_first=True), 1)
     model.layers = nn.ModuleList(fs.lazy(nn.TransformerEncoderLayer, 4, 2, 4, 0, batch_first=True) for _ in range(3))
     x = torch.ones(1, 2, 4)
@@ -70,7 +70,7 @@ def test_blocks_may_be_lazy():
     assert torch.equal(y, fs.materialize(model, seed=0)(x))
 
 
-def test_what_cannot_be_built_later_is_refused():
+def test_lazy_of_unsuitable_factories_raises():
     with pytest.raises(fs.errors.ModuleError, match="weight must have a shape"):
         fs.lazy(nn.LazyLinear, 3)
     with pytest.raises(fs.errors.ModuleError, match="factory must return a module; got int"):
@@ -80,11 +80,3 @@ def test_what_cannot_be_built_later_is_refused():
             fs.lazy(made)
     with pytest.raises(fs.errors.ModuleError, match="0.weight, 0.bias must be described"):
         fs.materialize(nn.Sequential(nn.Linear(2, 2, device="meta"), fs.lazy(nn.Linear, 2, 2)), seed=0)
-
-
-def test_layers_that_wait_for_a_first_call_have_it():
-    layers = nn.Sequential(nn.Linear(2, 5), nn.LazyLinear(3), nn.ReLU(), nn.LazyLinear(1), nn.Dropout())
-    with pytest.raises(fs.errors.LayoutError, match="1, 3 have no shapes before a first call"):
-        fs.pipeline.split_stages(layers, 2, "parameters")
-    fs.pipeline.split_stages(layers, 2, "parameters", sample=torch.ones(4, 2))
-    assert [tuple(x.shape) for x in layers.parameters()] == [(5, 2), (5,), (3, 5), (3,), (1, 3), (1,)]

@@ -43,7 +43,7 @@ def learnt(model, seed=0):
     return model
 
 
-def test_a_difference_is_what_its_formula_says():
+def test_lora_difference_equals_its_formula():
     torch.manual_seed(0)
     layer, x = nn.Linear(5, 3).double(), torch.randn(4, 5).double()
     model = learnt(lora(layer, fs.nn.LoraConfig(r=2, lora_alpha=6)))
@@ -53,7 +53,7 @@ def test_a_difference_is_what_its_formula_says():
     assert torch.equal(lora(layer)(x), layer(x))  # at first there is none
 
 
-def test_it_stands_in_any_layer_that_is_linear_and_merges_into_it():
+def test_lora_wraps_linear_layers_and_merges():
     torch.manual_seed(0)
     model = Tied().double()
     tokens = torch.tensor([[1, 2, 3, 10], [3, 3, 0, 4]])
@@ -69,7 +69,7 @@ def test_it_stands_in_any_layer_that_is_linear_and_merges_into_it():
     assert tuned.up.base_layer.weight.any()
 
 
-def test_a_layer_that_stands_in_two_places_has_one_difference():
+def test_lora_of_shared_layer_has_one_difference():
     layer = nn.Linear(4, 4)
     model = lora(nn.Sequential(layer, nn.ReLU(), layer))
     assert model[0] is model[2] and isinstance(model[0], LowRank)
@@ -77,7 +77,7 @@ def test_a_layer_that_stands_in_two_places_has_one_difference():
     assert both[0] is both[2] and type(both[0]) is nn.Linear
 
 
-def test_the_layers_of_transformers_have_differences():
+def test_lora_covers_transformer_layers():
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def test_the_layers_of_transformers_have_differences():
     torch.testing.assert_close(fs.nn.merge_lora(tuned)(tokens).logits, tuned(tokens).logits)
 
 
-def test_the_given_model_stays_as_it_is_and_its_weights_are_not_copied():
+def test_lora_shares_weights_of_unchanged_model():
     model = Tied()
     before = {name: (x, x.requires_grad) for name, x in model.named_parameters()}
     tuned = lora(model)
@@ -115,12 +115,12 @@ def test_the_given_model_stays_as_it_is_and_its_weights_are_not_copied():
             | {"up.weight", "up.bias", "head.lora_A", "head.lora_B"}),
     ],
 )  # fmt: skip
-def test_what_is_trained(config, trained):
+def test_lora_trains_selected_parameters(config, trained):
     tuned = lora(Tied(), fs.nn.LoraConfig(**config))
     assert {name for name, x in tuned.named_parameters() if x.requires_grad} == trained
 
 
-def test_names_that_do_not_fit_are_all_named():
+def test_lora_with_unknown_names_raises_all():
     with pytest.raises(fs.errors.ModuleError) as caught:
         lora(Tied(), fs.nn.LoraConfig(target_modules=["mix", "q_proj", "up"], modules_to_save=["classifier"]))
     assert str(caught.value) == (
@@ -153,7 +153,7 @@ def serial():
 
 
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
-def test_every_plugin_trains_it_as_one_device_does(plugin):
+def test_lora_trains_equally_under_every_plugin(plugin):
     want = serial()
 
     def main():
@@ -175,7 +175,7 @@ def test_every_plugin_trains_it_as_one_device_does(plugin):
         torch.testing.assert_close(fs.nn.merge_lora(model)(TOKENS), model(TOKENS))
 
 
-def test_frozen_weights_have_no_state_and_no_gradient():
+def test_lora_frozen_weights_have_no_state_nor_gradient():
     def main():
         booster = fs.Booster(plugin=fs.ZeroPlugin(stage=2))
         torch.manual_seed(0)
@@ -200,7 +200,7 @@ def row_of_layers(booster=None):
     return learnt(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_a_model_in_stages_trains_it_too():
+def test_lora_in_stages_trains_as_unstaged():
     model, opt = row_of_layers()
     x, y = torch.randn(8, 4).double(), torch.arange(8) % 3
     for _ in range(3):
@@ -232,6 +232,6 @@ def test_a_model_in_stages_trains_it_too():
         (lambda: fs.nn.lora(fs.nn.lora(nn.Linear(2, 2))), r"learns differences already.*merge_lora\(model\)"),
     ],
 )
-def test_what_makes_no_sense_is_said_in_our_words(call, words):
+def test_lora_with_invalid_options_raises(call, words):
     with pytest.raises(fs.errors.ModuleError, match=words):
         call()

@@ -42,7 +42,7 @@ def close(got, expected):
 
 
 @each_policy
-def test_gradients_are_those_of_the_function(policy):
+def test_remat_gradients_equal_the_function(policy):
     w, v, x = values((D, D), (D, D), (3, D))
     expected = torch.autograd.grad(loss(mlp, w, v, x), (w, v, x))
     again = remat(mlp, policy)
@@ -53,7 +53,7 @@ def test_gradients_are_those_of_the_function(policy):
 
 
 @each_policy
-def test_double_backward(policy):
+def test_remat_supports_double_backward(policy):
     w, v, x = values((D, D), (D, D), (3, D))
 
     def second(f):
@@ -65,7 +65,7 @@ def test_double_backward(policy):
 
 @each_policy
 @pytest.mark.parametrize("inner", POLICIES, ids=NAMES)
-def test_nested(policy, inner):
+def test_remat_nested_has_equal_gradients(policy, inner):
     w, v, x = values((D, D), (D, D), (3, D))
 
     def twice(f):
@@ -97,7 +97,7 @@ TRANSFORMS = {
 
 @each_policy
 @pytest.mark.parametrize("kind", TRANSFORMS)
-def test_transforms_of_torch_func(kind, policy):
+def test_torch_func_transforms_apply_to_the_function(kind, policy):
     w, v, x = (t.detach() for t in values((D, D), (D, D), (3, D)))
     with keyed_random(1):
         expected = TRANSFORMS[kind](mlp_out_of_place, w, v, x)
@@ -109,7 +109,7 @@ def mlp_out_of_place(w, v, x):
     return (torch.nn.functional.dropout(checkpoint_name((x @ w).sigmoid(), "hidden").sin(), 0.3) @ v).tanh()
 
 
-def test_under_torch_func_a_captured_tensor_has_its_derivative():
+def test_remat_under_torch_func_differentiates_captured_tensor():
     w = torch.randn(D, D)
     found = grad(lambda w: remat(lambda x: (x @ w).sum())(torch.ones(2, D)))(w)
     close(found, torch.full((D, D), 2.0))
@@ -151,14 +151,14 @@ def three(x, w):
     ],
     ids=["everything", "nothing", "dots", "names", "other names"],
 )
-def test_what_runs_again(policy, mm, sin, exp):
+def test_remat_recomputes_what_the_policy_drops(policy, mm, sin, exp):
     w, x = values((D, D), (3, D))
     x = x.detach()
     with_backward = {"mm": mm + 1, "sin": sin, "exp": exp}  # the product's own backward is one more
     assert count(three, policy, x, w) == with_backward
 
 
-def test_a_name_on_a_view_keeps_what_made_it():
+def test_checkpoint_name_on_view_keeps_its_base():
     w, x = values((D, D), (3, D))
 
     def f(x, w):
@@ -182,7 +182,7 @@ def kept_bytes(f, *args):
     return sum(size for memory, size in seen.items() if memory not in own), y
 
 
-def test_nested_regions_keep_the_outermost_inputs_alone():
+def test_nested_remat_keeps_outermost_inputs_only():
     (x,) = values((1000,))
     inner = remat(lambda x: x.sin().exp())
     size, _ = kept_bytes(remat(lambda x: inner(inner(x).sin())), x)
@@ -192,7 +192,7 @@ def test_nested_regions_keep_the_outermost_inputs_alone():
 # -- arguments and results ------------------------------------------------------------------------------------------
 
 
-def test_a_module():
+def test_remat_of_module_trains_its_parameters():
     layer = nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(D, 1))
     x = torch.randn(3, D)
     with keyed_random(3):
@@ -202,13 +202,13 @@ def test_a_module():
     close(torch.autograd.grad(y, list(layer.parameters())), expected)
 
 
-def test_without_gradients_nothing_is_kept():
+def test_remat_without_grad_keeps_nothing():
     x = torch.ones(2)
     with torch.no_grad():
         assert torch.equal(remat(torch.sin)(x), x.sin())
 
 
-def test_a_policy_that_there_is_not():
+def test_remat_with_unknown_policy_raises():
     with pytest.raises(PolicyError, match='policy must be "everything", "nothing", "dots", '):
         remat(torch.sin, "some")
 
@@ -227,7 +227,7 @@ def block(w, x):
 
 @each_policy
 @pytest.mark.parametrize("transform", ["autograd", "func"])
-def test_collectives_and_dropout_on_virtual_devices(policy, transform):
+def test_remat_repeats_collectives_and_dropout(policy, transform):
     mesh = fs.make_mesh({"data": 2, "model": 2})
     w, x = (t.detach() for t in values((D, D), (6, D)))
 
@@ -250,7 +250,7 @@ def test_collectives_and_dropout_on_virtual_devices(policy, transform):
 
 
 @each_policy
-def test_a_shard_map_inside(policy):
+def test_remat_of_shard_map_has_equal_gradients(policy):
     mesh = fs.make_mesh({"data": 4})
     w, x = values((D, D), (8, D))
 
@@ -283,7 +283,7 @@ def gradient_and_ledger(policy, x, runtime=None):
 
 
 @each_policy
-def test_collectives_run_again_on_any_mesh(policy):
+def test_remat_repeats_collectives_on_any_mesh(policy):
     """One gather and one sum in forward; backward sums for a pvary of each argument that needs it."""
     again = policy != "everything" and policy != offload("everything")
     expected = {"all_gather": 1 + again, "psum": 2 + again}
@@ -297,7 +297,7 @@ def on_processes(policy):
     return fs.unshard(result), calls
 
 
-def test_the_same_on_processes():
+def test_remat_on_processes_equals_virtual_devices():
     with Processes(4) as four:
         for policy in ("everything", "nothing", save_names("hidden")):
             whole, calls = on_processes(policy)
@@ -331,7 +331,7 @@ def transforming(kind):
     [*product(["grad"], POLICIES), *product([*INSIDE][1:], ["nothing"])],
     ids=[*NAMES, *[*INSIDE][1:]],
 )
-def test_transforms_of_torch_func_inside(kind, policy):
+def test_remat_with_torch_func_inside_has_equal_gradients(kind, policy):
     w, v, x = values((D, D), (D, D), (3, D))
     f = transforming(kind)
     again = remat(f, policy)

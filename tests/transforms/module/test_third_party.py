@@ -53,18 +53,18 @@ each_plugin = pytest.mark.parametrize("plugin", PLUGINS)
 
 
 @each_plugin
-def test_models_of_others_train_as_in_torch(model, plugin):
+def test_third_party_models_train_as_in_torch(model, plugin):
     found = [one for n in (2, 4) for one in boosted(model.case, PLUGINS[plugin](), n)]
     assert_trained_alike(model.case, *found)
 
 
 @each_plugin
-def test_models_of_others_train_in_the_functional_form(model, plugin):
+def test_third_party_models_train_functionalized(model, plugin):
     assert_trained_alike(model.of_tensors, stepped(model.of_tensors, plugin, 2))
 
 
 @each_plugin
-def test_models_of_others_have_the_bits_of_one_device(model, plugin):
+def test_third_party_models_have_equal_bits_on_any_mesh(model, plugin):
     (expected,) = bits(model.of_tensors, "ddp", 1)
     for found in bits(model.of_tensors, plugin, 2):
         assert all(torch.equal(x, expected[key]) for key, x in found.items())

@@ -227,19 +227,19 @@ class Drawn:
 
 @settings(max_examples=20)
 @given(st.randoms(use_true_random=False))
-def test_any_training_in_stages_has_the_bits_of_the_whole_model(source):
+def test_staged_training_has_bits_of_the_full_model(source):
     Drawn(source.choice).check(reproducible=True)
 
 
 @settings(max_examples=8)
 @given(st.randoms(use_true_random=False))
-def test_any_training_in_stages_is_that_of_the_whole_model(source):
+def test_staged_training_equals_the_full_model(source):
     Drawn(source.choice).check(reproducible=False)
 
 
 @settings(max_examples=6)
 @given(st.randoms(use_true_random=False))
-def test_gradients_of_stages_and_an_update_are_the_step(source):
+def test_staged_gradient_and_update_equal_the_step(source):
     Drawn(source.choice).check_pieces()
 
 
@@ -252,13 +252,13 @@ def pieces_on_processes(seed):
     Drawn(random.Random(seed).choice, [2], [1]).check_pieces()
 
 
-def test_two_processes_have_them_too(two):
+def test_staged_training_on_two_processes_has_equal_bits(two):
     two.run(on_processes, [3, 9], 2, 1)
     two.run(on_processes, [11], 1, 2)
     two.run(pieces_on_processes, 5)
 
 
-def test_four_processes_have_them_too(four):
+def test_staged_training_on_four_processes_has_equal_bits(four):
     four.run(on_processes, [0, 9, 11], 2, 2)
 
 
@@ -287,7 +287,7 @@ def chunk(numbers, devices):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(("name", "gathers"), [("1f1b", [1, 1]), ("bfs", [2, 2, 1, 1])])
-def test_a_device_holds_and_sends_what_the_formula_says(name, gathers, zero):
+def test_staged_memory_and_bytes_equal_theory(name, gathers, zero):
     """Of each stage D devices hold 1/D, gather the rest once for each time that it is used anew, and send their sums."""
     data, microbatches, stages = 4, 3, len(gathers)
     schedule = fs.pipeline_schedule(name, stages=stages, microbatches=microbatches)
@@ -326,7 +326,7 @@ def test_a_device_holds_and_sends_what_the_formula_says(name, gathers, zero):
     assert all(bool(x.untyped_storage().nbytes()) == (zero != 3) for x in seen)  # let go at last, if it was gathered
 
 
-def test_a_device_has_as_many_stages_whole_as_was_said():
+def test_live_units_bound_unsharded_stages():
     schedule = fs.pipeline_schedule("interleaved", stages=6, devices=2, microbatches=4)
     mesh, most, seen = fs.make_mesh({"pipe": 2, "data": 2}), {}, []
     params = fs.shard_stages(weights(6), fs.fsdp("data"), mesh=mesh, schedule=schedule)
@@ -350,7 +350,7 @@ def test_a_device_has_as_many_stages_whole_as_was_said():
     assert most[1] <= 4 and most[1] < most[3]
 
 
-def test_clipping_is_that_of_torch_on_the_whole_model():
+def test_staged_clipping_equals_torch_on_full_model():
     """The norm is over all stages, a tied parameter counted once."""
     model, batch = gpt(3).eval(), tokens(8)
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.05), fs.optim.sgd(1.0))
@@ -364,7 +364,7 @@ def test_clipping_is_that_of_torch_on_the_whole_model():
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 2}])
-def test_a_batch_that_no_axis_cuts_is_cut_into_microbatches(axes):
+def test_replicated_batch_splits_into_microbatches(axes):
     """On a mesh that has nothing but the pipeline, say."""
     model, batch = gpt(3).eval(), tokens(7)
     schedule = fs.pipeline_schedule("zb-h1", stages=3, microbatches=2)
@@ -382,7 +382,7 @@ def test_a_batch_that_no_axis_cuts_is_cut_into_microbatches(axes):
         torch.testing.assert_close(found[name], x.detach() - x.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_a_step_that_is_not_finite_is_skipped_by_all_stages():
+def test_nonfinite_step_is_skipped_by_all_stages():
     model, schedule = gpt(2), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
 
     def burst(y, batch):
@@ -397,7 +397,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_stages():
         assert all(torch.equal(found[0][name], x) for name, x in expected[0].items())
 
 
-def test_a_microbatch_that_counts_for_nothing_adds_nothing():
+def test_microbatch_of_weight_zero_adds_nothing():
     model, schedule = gpt(2), fs.pipeline_schedule("zb-h1", stages=2, microbatches=4)
 
     def of_words_alone(y, batch):
@@ -414,7 +414,7 @@ def test_a_microbatch_that_counts_for_nothing_adds_nothing():
 # -- other forms --------------------------------------------------------------------------------------------------
 
 
-def test_stages_are_functions_too_with_skips_and_batches_of_any_form():
+def test_function_stages_accept_skips_and_any_batch():
     mesh, schedule = fs.make_mesh({"pipe": 3, "data": 2}), fs.pipeline_schedule("gpipe", stages=3, microbatches=2)
 
     def first(w, x):
@@ -445,7 +445,7 @@ def test_stages_are_functions_too_with_skips_and_batches_of_any_form():
     assert after[1] is None and fs.unshard(after[2]) == 3.0
 
 
-def test_what_nobody_uses_stays_as_it_is():
+def test_unused_stage_parameters_stay_unchanged():
     mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
     trees = [{"w": torch.tensor(2.0), "idle": torch.ones(3), "n": torch.tensor(4)}, {"w": torch.tensor(3.0)}]
     params = fs.shard_stages(trees, fs.fsdp("data"), mesh=mesh, schedule=schedule)
@@ -464,7 +464,7 @@ def normalised(seed=0):
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", 1])
-def test_what_stages_remember_is_the_mean_of_what_microbatches_did(recompute):
+def test_stage_buffers_are_means_over_microbatches(recompute):
     """As without stages, to the bit; two steps."""
     model, schedule = normalised(), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
     batches = [torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
@@ -472,7 +472,7 @@ def test_what_stages_remember_is_the_mean_of_what_microbatches_did(recompute):
     assert same_trees(memory(model, batches, schedule, recompute=recompute), expected)
 
 
-def test_deferred_batch_norm_remembers_the_whole_batch():
+def test_deferred_batchnorm_in_stages_sees_the_global_batch():
     model, schedule = normalised(), fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
     batch = torch.randn(19, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found, _ = memory(model, [batch], schedule, deferred_batch_norm=True)
@@ -518,7 +518,7 @@ def same_trees(found, expected):
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-def test_stages_are_evaluated_forward_only(zero):
+def test_evaluate_runs_stages_forward_only(zero):
     model, batch = gpt(3).eval(), tokens(7)
     mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
     stages = fs.pipeline.split_stages(model, 4)
@@ -539,9 +539,9 @@ def test_stages_are_evaluated_forward_only(zero):
     assert torch.equal(fs.unshard(aux["best"]), beside["best"]) and aux["right"] == beside["right"]
     assert torch.equal(before, torch.random.get_rng_state())
     assert comm.bytes(collective="psum_scatter") == 0
-    with pytest.raises(fs.errors.LayoutError, match="evaluate has no option accumulate, slices with schedule="):
+    with pytest.raises(ValueError, match="evaluate has no option accumulate, slices with schedule="):
         fs.evaluate(stages, **options, accumulate=2, slices=4)
-    with pytest.raises(fs.errors.LayoutError, match="evaluate has no option loss without schedule="):
+    with pytest.raises(ValueError, match="evaluate has no option loss without schedule="):
         fs.evaluate(mean_square, mesh=mesh, batch=P("data"), loss=of_words)
 
 
@@ -568,7 +568,7 @@ def of_lazy_layers():
     return whole, built
 
 
-def test_lazy_layers_are_built_where_their_stage_lies_alone(four):
+def test_lazy_layers_are_built_on_their_stage_only(four):
     expected = [dict(fs.materialize(stage, seed=3).named_parameters()) for stage in lazily(4)]
     for whole, built in (of_lazy_layers(), *four.run(of_lazy_layers)):
         assert all(
@@ -577,7 +577,7 @@ def test_lazy_layers_are_built_where_their_stage_lies_alone(four):
         assert built in (2, 4)
     assert built == 2  # of a process
     mesh, schedule = fs.make_mesh({"pipe": 2}), fs.pipeline_schedule("gpipe", stages=2, microbatches=1)
-    with pytest.raises(fs.errors.LayoutError, match="a meta tensor .* has no values.*seed=0"):
+    with pytest.raises(ValueError, match="a meta tensor .* has no values.*seed=0"):
         fs.shard_stages(lazily(2), mesh=mesh, schedule=schedule)
 
 
@@ -607,7 +607,7 @@ def fail_and_go_on(who):
 
 
 @pytest.mark.parametrize("who", [0, 3])
-def test_who_waits_is_told_of_a_process_that_fails_and_goes_on(who):
+def test_failed_process_is_named_by_waiting_processes(who):
     for rank, (first, second) in enumerate(run_processes(fail_and_go_on, 4, who, timeout=60)):
         if rank == who:
             assert "KeyError: 'mine'" in first
@@ -627,10 +627,10 @@ ENTRANCES = {
 }
 
 
-def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
+def test_staged_with_invalid_arguments_raises_all():
     mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("gpipe", stages=3, microbatches=1)
     opt = fs.optim.sgd(0.1)
-    with pytest.raises(fs.errors.LayoutError) as error:
+    with pytest.raises(ValueError) as error:
         fs.train_step([linear, 3], opt, mesh=mesh, batch=P("pipe"), schedule=schedule, live_units=0)
     assert str(error.value) == (
         "train_step: stage 1 is int, which is not called; the last stage returns no loss: give loss=, a function of "
@@ -638,7 +638,7 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
         "pipe, the axis of the stages: all of them need the same samples; live_units must be an integer >= 1, got 0; "
         "the schedule gpipe has 3 stages, 2 are given; the schedule gpipe is for 3 devices, axis pipe has 2."
     )
-    with pytest.raises(fs.errors.LayoutError) as error:
+    with pytest.raises(ValueError) as error:
         fs.train_step(
             [linear] * 3, opt, mesh=mesh, batch=P("data"), schedule=schedule, accumulate=2, slices=4, bucket=1
         )
@@ -647,9 +647,7 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
     )
     given = {"mesh": mesh, "batch": P("data"), "loss": mean_square}
     for name, call in ENTRANCES.items():
-        with pytest.raises(
-            fs.errors.LayoutError, match=f"{name} got a list of stages without a schedule. Give schedule="
-        ):
+        with pytest.raises(ValueError, match=f"{name} got a list of stages without a schedule. Give schedule="):
             call(nn.ModuleList([nn.Linear(6, 6)] * 3), **given)
         with pytest.raises(
             fs.errors.MeshError, match=rf'{name}\(batch=\): .* has no axis "dat". Its axes are "pipe", "data"'
@@ -659,50 +657,48 @@ def test_what_does_not_fit_is_refused_with_all_that_is_wrong():
             fs.errors.MeshError, match=rf'{name}\(batch=\): .* has no axis "a", "b". Its axes are "pipe", "data"'
         ):
             call(linear, mesh=mesh, batch=[P("a"), P("b")])
-        with pytest.raises(fs.errors.MeshError, match=f"{name} needs a mesh, found NoneType"):
+        with pytest.raises(TypeError, match=f"{name}: mesh must be a Mesh, .* got NoneType"):
             call(linear, mesh=None, batch=P("data"))
-    with pytest.raises(
-        fs.errors.LayoutError, match=r"shard_stages: .* 3 stages, 1 are given; .* 3 devices, axis pipe has 2"
-    ):
+    with pytest.raises(ValueError, match=r"shard_stages: .* 3 stages, 1 are given; .* 3 devices, axis pipe has 2"):
         fs.shard_stages(weights(1), mesh=mesh, schedule=schedule)
     abstract = fs.make_mesh({"pipe": 3, "data": 2}, runtime="abstract")
-    with pytest.raises(fs.errors.LayoutError, match="on an abstract mesh the results of stages are unknown"):
+    with pytest.raises(ValueError, match="on an abstract mesh the results of stages are unknown"):
         fs.train_step([linear] * 3, opt, mesh=abstract, batch=P("data"), schedule=schedule, loss=mean_square)
 
 
-def test_what_a_step_is_given_has_to_lie_where_the_stages_do():
+def test_staged_inputs_elsewhere_raise():
     mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
     options = {"mesh": mesh, "batch": P("data"), "schedule": schedule, "loss": mean_square}
     opt, batch = fs.optim.sgd(0.1), torch.ones(4, 6)
     step = fs.train_step([linear] * 2, opt, **options)
     good = fs.shard_stages(weights(2), mesh=mesh, schedule=schedule)
-    with pytest.raises(fs.errors.LayoutError) as error:
+    with pytest.raises(ValueError) as error:
         step([good[1], {**good[1], "w": fs.shard_params(torch.ones(6, 6), P(), mesh=mesh)}], opt.init(good), batch)
     assert str(error.value) == (
         'train_step: parameters must be on the devices of their stages, along pipe: 0.b has P(at={"pipe": 1}), '
         'its stage the coordinate 0; 0.w has P(at={"pipe": 1}), its stage the coordinate 0; 1.w has P(), its stage the coordinate '
         "1. Put them there: fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)."
     )
-    with pytest.raises(fs.errors.LayoutError, match="2 stages have a list of as many trees of parameters; 1 are given"):
+    with pytest.raises(ValueError, match="2 stages have a list of as many trees of parameters; 1 are given"):
         step(good[:1], opt.init(good), batch)
     with pytest.raises(
-        fs.errors.LayoutError,
+        ValueError,
         match=r"train_step on .*: 1.b is Tensor; 1.w is Tensor. Lay .* that mesh: fs.shard_stages",
     ):
         step([good[0], weights(2)[1]], opt.init(good), batch)
-    with pytest.raises(fs.errors.LayoutError, match=r"a step takes \(params, state, batch\), 2 are given"):
+    with pytest.raises(ValueError, match=r"a step takes \(params, state, batch\), 2 are given"):
         step(good, opt.init(good))
 
     def asking(w, x):
         return linear(w, x) * fs.axis_index("pipe")
 
     with pytest.raises(
-        fs.errors.LayoutError,
+        ValueError,
         match=r"fs.axis_index over pipe in a stage, at .*: stages of a pipeline may communicate only",
     ):
         fs.train_step([asking] * 2, opt, **options)(good, opt.init(good), batch)
     with pytest.raises(
-        fs.errors.LayoutError,
+        ValueError,
         match=r"gradients= gives that of 0.b the layout P\(\), not on the devices of the parameter",
     ):
         fs.train_step([linear] * 2, opt, **options, gradients=lambda layout: layout.with_spec(P()))(

@@ -1,0 +1,112 @@
+"""A model in stages, whose gradient is taken batch by batch by a schedule, and stepped by the caller.
+
+    value = model.run(criterion, batch)      forward and backward of all microbatches
+    grads = model.gradients()                of all batches since the last call
+
+The caller is one device, as in `loop`; a batch is that of all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard.booster.model import BoostedModel, refuse_outside, refusing
+from fshard.booster.plugins import Plugin
+from fshard.booster.sharding import shard_stages_of
+from fshard.errors import ModuleError
+from fshard.mesh.layout import P, PyTree
+from fshard.mesh.reshard.device_put import unshard
+from fshard.optim.leaves import Leaf, Leaves, map_shards
+from fshard.optim.partition import Partitioned
+from fshard.optim.torch_instances import OptimizerSource
+from fshard.source import call_site
+from fshard.transforms.gradient import GradientFunction, StepValue
+from fshard.transforms.module.replica import give_up_memory
+from fshard.transforms.value_and_grad import gradient_of
+
+Criterion = Callable[[Any, Any], Tensor]
+
+
+class StagedModel(BoostedModel):
+    """A boosted model in the layouts of a schedule; its stages run in place. For the arguments see `LoopModel`."""
+
+    def __init__(self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned) -> None:
+        super().__init__(module, plugin)
+        mesh = self.mesh
+        self._stages = tuple(plugin.stages_of(module))
+        self.params, self._stage_buffers = shard_stages_of(plugin, module, self._stages, source)
+        give_up_memory([module, *self._stages], torch.device(mesh.device_type))
+        batch = P(axes) if (axes := plugin.axes(mesh)) else P()
+        self._options = {"mesh": mesh, "batch": batch, "gradients": opt.gradients, **plugin.gradient_options()}
+        self._grads: PyTree | None = None
+        self._criterion: Criterion | None = None
+        self._gradient = lru_cache(maxsize=4)(self._make_gradient)
+
+    def full(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        params, buffers = unshard(self.params), unshard(self._stage_buffers)
+        return {k: x for tree in params for k, x in tree.items()}, {k: x for tree in buffers for k, x in tree.items()}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: a schedule runs the model."""
+        raise ModuleError(
+            "a model in stages is run by its schedule: booster.execute_pipeline(iter(dataloader), model, criterion, "
+            "optimizer), in torch.no_grad() to evaluate it."
+        )
+
+    backward = refusing(ModuleError, "the backward of a model in stages is part of booster.execute_pipeline(...).")
+
+    def _make_gradient(self, outputs: bool, backward: bool) -> GradientFunction:
+        """Return the gradient of the schedule, for any criterion: a loop may pass a new one in every step."""
+
+        def loss(y: Any, microbatch: Any) -> Any:
+            found = loss_of(self._criterion, y, microbatch)
+            return (found, y) if outputs else found
+
+        how: dict[str, Any] = {**self._options, "loss": loss, "has_aux": outputs, "has_buffers": True}
+        return gradient_of("execute_pipeline", self._stages, backward=backward, in_place=True, **how)
+
+    def run(self, criterion: Criterion | None, batch: PyTree, scale: float, *, outputs: bool) -> StepValue:
+        """Run the schedule on a batch, and keep the gradients of `scale` times the loss; without grad mode, forwards only.
+
+        With `outputs`, the last stage's results of all samples are returned beside the loss.
+        """
+        refuse_outside(self.mesh)
+        backward, self._criterion = torch.is_grad_enabled(), criterion
+        with self.draws(grad=backward):
+            gradient = self._gradient(outputs, backward)
+            value, grads = gradient.run(self.params, self._stage_buffers, batch, call_site(), scale)
+        if backward:
+            at = Leaves.of(grads if self._grads is None else self._grads)
+            self._grads = grads if self._grads is None else at.mapped(_added, at.beside(grads, "the gradients"))
+        self._stage_buffers = value.buffers
+        return value
+
+    def gradients(self) -> PyTree:
+        if self._grads is None:
+            raise ModuleError("there are no gradients. Call booster.execute_pipeline first.")
+        grads, self._grads = self._grads, None
+        self.end_step()
+        return grads
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients since the last step."""
+        self._grads = None
+
+
+def loss_of(criterion: Criterion | None, output: Any, batch: Any) -> Tensor:
+    """Return the loss of an output: by a criterion of it and the labels of a pair (inputs, labels), or the full batch.
+
+    Without a criterion the model has returned its loss, as those of transformers do.
+    """
+    if criterion is None:
+        return output.loss
+    return criterion(output, batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
+
+
+def _added(one: Leaf, other: Leaf) -> Leaf:
+    return other if one is None else one if other is None else map_shards(torch.add, one, other)

@@ -1,0 +1,139 @@
+"""Different optimizers for different parameters: `masked` and `by_label`.
+
+An optimizer gets None in place of a parameter that it skips, and None for its gradient, and has no state for it.
+
+    params   {"w": x, "bias": y}      labels {"w": "matrix", "bias": "vector"}
+    "matrix" gets {"w": x, "bias": None};  "vector" gets {"w": None, "bias": y};  their results are merged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fshard.errors import OptimizerError
+from fshard.mesh.layout import PyTree
+from fshard.optim.contract import (
+    Elementwise,
+    Optimizer,
+    Update,
+    elementwise_leaves,
+    no_updates,
+    step_of,
+)
+from fshard.optim.leaves import Leaf, Leaves, trainable
+from fshard.optim.per_device import inner_optimizer
+
+NOTHING = Optimizer(lambda params: (), lambda grads, state, params: (grads, state), elementwise=True, arrays=True)
+"""Trains nothing: it has no state, and passes gradients on."""
+_frozen = Optimizer(
+    lambda params: (),
+    lambda grads, state, params: (no_updates(grads), state),
+    lambda grads, state, params: (params, state),
+    elementwise=True,
+    arrays=True,
+)
+
+
+def masked(opt: Optimizer, mask: PyTree | Callable[[str, Leaf], bool]) -> Optimizer:
+    """Apply an optimizer or a transformation to some of the parameters: opt(grad) where mask, else 0 or grad.
+
+    An optimizer does not change the others, and a transformation passes their gradients on.
+
+    Args:
+        opt: the optimizer or transformation.
+        mask: a tree of bools that is a prefix of the parameters, or a function of path (`["blocks"][0]["w"]`) and leaf.
+
+    >>> import torch, fshard.optim as optim
+    >>> opt = masked(optim.sgd(0.5), {"w": True, "b": False})
+    >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
+    >>> opt.step(params, opt.init(params), params)[0]
+    {'w': tensor([0.5000]), 'b': tensor([1.])}
+    """
+    opt = inner_optimizer(opt, "masked")
+    return by_label({True: opt, False: NOTHING if opt.step is None else _frozen}, mask, every=False)
+
+
+def by_label(
+    opts: Mapping[Any, Optimizer], labels: PyTree | Callable[[str, Leaf], Any], *, every: bool = True
+) -> Optimizer:
+    """Apply to each parameter the optimizer of its label: opts[label](grad); the state is a dict by label.
+
+    Args:
+        opts: an optimizer per label.
+        labels: a tree of labels that is a prefix of the parameters, or a function of path and leaf.
+        every: raise if a label is not used.
+
+    >>> import torch, fshard.optim as optim
+    >>> opts = {"fast": optim.sgd(0.5), "slow": optim.sgd(0.25)}
+    >>> opt = by_label(opts, lambda path, leaf: "slow" if "b" in path else "fast")
+    >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
+    >>> opt.step(params, opt.init(params), params)[0]
+    {'w': tensor([0.5000]), 'b': tensor([0.7500])}
+    """
+    if not isinstance(opts, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"by_label: opts must be a dict of optimizers by label; got {type(opts).__name__}.")
+    opts = {label: inner_optimizer(opt, "by_label") for label, opt in opts.items()}
+
+    def init(params: PyTree) -> PyTree:
+        at = Leaves.of(params)
+        chosen = at.chosen(labels)
+        _validate_labels(at, chosen, opts, every)
+        return {label: opt.init(_only(at, at.leaves, chosen, label)) for label, opt in opts.items()}
+
+    def through(acts: dict[Any, Update]) -> Update:
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            at = Leaves.of(params)
+            chosen, given = at.chosen(labels), at.beside(grads, "grads")
+            results: dict[Any, list[Leaf]] = {}
+            after: dict[Any, PyTree] = {}
+            for label, act in acts.items():
+                own = _only(at, given, chosen, label), state[label], _only(at, at.leaves, chosen, label)
+                result, after[label] = act(*own)
+                results[label] = at.beside(result, f"the results of {label!r}")
+            return at.rebuild([results[own][i] if own in results else None for i, own in enumerate(chosen)]), after
+
+        return run
+
+    step = through({label: step_of(opt) for label, opt in opts.items()})
+    return Optimizer(
+        init,
+        through({label: opt.update for label, opt in opts.items()}),
+        step if any(opt.step is not None for opt in opts.values()) else None,
+        _elementwise(opts, labels),
+        arrays=True,
+    )
+
+
+def _elementwise(opts: Mapping[Any, Optimizer], labels: PyTree | Callable[[str, Leaf], Any]) -> Elementwise:
+    """Return `elementwise` of each leaf's optimizer; one value if all are equal."""
+    flags = [opt.elementwise for opt in opts.values()]
+    if flags in ([True] * len(flags), [False] * len(flags)):
+        return all(flags)
+
+    def of_leaves(params: PyTree) -> list[bool]:
+        own = {label: elementwise_leaves(opt.elementwise, params) for label, opt in opts.items()}
+        return [label not in own or own[label][i] for i, label in enumerate(Leaves.of(params).chosen(labels))]
+
+    return of_leaves
+
+
+def _only(at: Leaves, leaves: list[Leaf], chosen: list[Any], label: Any) -> PyTree:
+    """Return the tree of the leaves of one label, None in place of the others."""
+    return at.rebuild([leaf if own == label else None for leaf, own in zip(leaves, chosen, strict=True)])
+
+
+def _validate_labels(at: Leaves, chosen: list[Any], opts: Mapping[Any, Optimizer], every: bool) -> None:
+    used = {label: path for path, leaf, label in zip(at.paths, at.leaves, chosen, strict=True) if leaf is not None}
+    wrong = [f"params{path} is labelled {label!r}" for label, path in used.items() if label not in opts]
+    unused = [f"no parameter is labelled {label!r}" for label in opts if label not in used] if every and used else []
+    tied = [
+        f"params{at.paths[first]} and params{at.paths[i]} are one (tied), labelled {chosen[first]!r} and {chosen[i]!r}"
+        for i, first in enumerate(at.firsts)
+        if chosen[i] != chosen[first] and trainable(at.leaves[i])
+    ]
+    if errors := [*wrong, *unused, *tied]:
+        raise OptimizerError(
+            f"by_label has optimizers for {', '.join(map(repr, opts))}, but {' and '.join(errors)}. "
+            "Every parameter needs one optimizer, and every optimizer a parameter."
+        )

@@ -1,0 +1,68 @@
+"""Sums of float64 numbers whose bits depend neither on their order nor on their sharding.
+
+A non-negative number is written in digits of 20 bits, on one grid for all numbers: column c counts 2^(20 c - 1074).
+Each column is summed separately. The sums are integers below 2^53 for up to 2^33 summands, hence exact in any order.
+In the end only the five columns from the largest digit down count.
+
+    column        ...  54  53  52  51  50  49  48  ...
+    one device             a   a   a   a   a               it writes five, from its own largest digit down
+    another                        b   b   b   b   b
+    sum                    a   a  a+b a+b a+b  .           omitted digits are below the columns that count
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BITS, _DIGITS, _LOWEST = 20, 5, -1074
+_COLUMNS = (1024 - _LOWEST) // _BITS + 1
+_BLOCK = 2**16  # elements at a time, which stay in a cache
+
+WIDTH = _COLUMNS + 1
+"""Columns, and one for a sum that is not finite."""
+
+
+def columns_of(x: Tensor, *, squared: bool = False) -> Tensor:
+    """Return the sum of a float64 tensor without negative elements, as columns that may be added up.
+
+    With `squared`, the sum of the squares of any real tensor; no more than a block of it is ever made float64.
+    """
+    columns = torch.zeros(WIDTH, dtype=torch.float64, device=x.device)
+    for block in x.reshape(-1).split(_BLOCK) if x.numel() else ():
+        columns += _columns_of_block(block.double().square() if squared else block)
+    return columns
+
+
+def number_of(columns: Tensor) -> Tensor:
+    """Return the numbers of columns (the last dim).
+
+    >>> number_of(columns_of(torch.tensor([2.0**60, 1.0, 0.25]).double()) + columns_of(torch.tensor([0.5]).double()))
+    tensor(1.1529e+18, dtype=torch.float64)
+    """
+    digits, nonfinite = columns[..., :-1], columns[..., -1]
+    column = torch.arange(_COLUMNS, device=columns.device)
+    largest = torch.where(digits > 0, column, -1).amax(-1, keepdim=True)
+    counted = torch.where(column > largest - _DIGITS, digits * _unit(column, columns), 0.0)
+    return counted.sum(-1) + nonfinite
+
+
+def _columns_of_block(x: Tensor) -> Tensor:
+    most = x.amax()
+    finite = most.isfinite()
+    top = (torch.frexp(torch.where(finite, most, 0.0)).exponent - 1 - _LOWEST) // _BITS
+    sums, rest = list[Tensor](), x / _unit(top, x)
+    for _ in range(_DIGITS):
+        digit = rest.floor()
+        sums.append(digit.sum())
+        rest.sub_(digit).mul_(2.0**_BITS)
+    indices = (top - torch.arange(_DIGITS, device=x.device)).clamp(min=0)  # below the lowest there are zeros only
+    columns = x.new_zeros(WIDTH).index_add_(0, indices, torch.stack(sums))
+    columns = torch.where(finite, columns, 0.0)
+    columns[-1] = torch.where(finite, 0.0, most)
+    return columns
+
+
+def _unit(column: Tensor, like: Tensor) -> Tensor:
+    """Return the value of a unit in a column."""
+    return torch.ldexp(torch.ones_like(column, dtype=like.dtype), column * _BITS + _LOWEST)

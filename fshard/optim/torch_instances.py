@@ -1,0 +1,307 @@
+"""The optimizer given to a Booster, as the pure optimizers of its next step.
+
+    None, fs.optim.adamw(...)           OptimizerSource   the same in every step
+    torch.optim.AdamW(groups)           GroupsSource      a pure optimizer per group, by its present options
+    class Lion(torch.optim.Optimizer)   InstanceSource    the instance itself steps, on this device's local shards
+
+Learning-rate schedulers write a group's "lr", and some of them momentum or betas; loops may write weight decay. Values
+written before a step are used in that step. Groups may be added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fshard.errors import OptimizerError
+from fshard.mesh.layout import PyTree
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import device_put
+from fshard.optim.by_label import NOTHING, by_label
+from fshard.optim.contract import Optimizer, check_optimizer, copied, differences
+from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable
+from fshard.optim.rules.adam import adam, adamw
+from fshard.optim.rules.sgd import sgd
+from fshard.optim.torch_classes import CLASSES, check_divisible, from_torch
+
+
+@dataclass(frozen=True)
+class OptimizerSource:
+    """An optimizer that may change from step to step, and the parameters that it trains: a pure one is for all, and stays."""
+
+    opt: Optimizer = NOTHING
+
+    def now(self) -> Optimizer:
+        """Return the optimizer as it is now: the same object as long as nothing but learning rates changes."""
+        return self.opt
+
+    def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Freeze the parameters that it does not train."""
+        return dict(params)
+
+    def point_at(self, params: Mapping[str, Tensor]) -> None:
+        """Refer to these tensors instead of the parameters with their names, which may then be freed."""
+
+
+def optimizer_source(given: Any, params: Mapping[str, Tensor], who: str) -> OptimizerSource:
+    """Make the source for an optimizer of torch or of `fs.optim`, which trains some of `params`; None trains nothing."""
+    if given is None:
+        return OptimizerSource()
+    if not isinstance(given, torch.optim.Optimizer):
+        check_optimizer(given, who)
+        return OptimizerSource(given)
+    check_divisible(type(given))
+    return GroupsSource(given, params) if type(given) in CLASSES else InstanceSource(given, params)
+
+
+class TorchSource(OptimizerSource):
+    """An optimizer of torch: the names of the parameters in its groups."""
+
+    def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        self.given = given
+        self._names: Any = WeakIdKeyDictionary({x: name for name, x in params.items()})
+        self._aliases: dict[str, str] = {}  # a stage may know a tied parameter by another name
+        self._frozen: Any = WeakIdKeyDictionary()
+        self._idle = set[str]()  # the names of the parameters that were frozen
+        self.groups()
+
+    def groups(self) -> list[list[str]]:
+        """Return the names of the parameters in each group."""
+        found = [[self._names.get(x) for x in group["params"]] for group in self.given.param_groups]
+        if unknown := [f"param_groups[{i}]" for i, names in enumerate(found) if None in names]:
+            raise OptimizerError(
+                f"{type(self.given).__name__}: in {', '.join(unknown)} are tensors that are no parameters of the model. Make "
+                "the optimizer of model.parameters(), before both are boosted."
+            )
+        return found
+
+    def name_at(self, path: str) -> str:
+        """Return the model's name of the parameter at a path."""
+        name = path.rpartition('["')[2].removesuffix('"]')
+        return self._aliases.get(name, name)
+
+    def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Freeze the parameters that are in no group; ties stay ties."""
+        own = {name for names in self.groups() for name in names}
+        self._aliases |= {name: self._names.get(x, name) for name, x in params.items()}
+        idle = {name: x for name, x in params.items() if x.requires_grad and self._aliases[name] not in own}
+        self._idle |= {self._aliases[name] for name in idle}
+        for x in idle.values():
+            self._frozen.setdefault(x, nn.Parameter(x.detach(), requires_grad=False))
+        return {name: self._frozen[x] if name in idle else x for name, x in params.items()}
+
+    def point_at(self, params: Mapping[str, Tensor]) -> None:
+        """Replace the parameters in the groups by these tensors."""
+        for group, names in zip(self.given.param_groups, self.groups(), strict=True):
+            group["params"] = [params[name] for name in names]
+        self._names, self._frozen = WeakIdKeyDictionary({x: name for name, x in params.items()}), WeakIdKeyDictionary()
+
+    def grown(self, params: PyTree, state: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, PyTree]:
+        """Return parameters of which those in groups that were added are trained, and the state with theirs.
+
+        `init` makes a state of all groups, of which the parts that are new are taken.
+        """
+        at, added = Leaves.of(params), {name for names in self.groups() for name in names} & self._idle
+        self._idle -= added
+
+        def unfrozen(path: str, leaf: Sharded) -> Sharded:
+            layout = replace(leaf.layout, frozen=False)
+            return Sharded(leaf.shape, layout, leaf.shards) if self.name_at(path) in added else leaf
+
+        params = at.rebuild([unfrozen(path, leaf) for path, leaf in zip(at.paths, at.leaves, strict=True)])
+        return params, _filled(init(params), state)
+
+
+def _filled(made: PyTree, before: PyTree) -> PyTree:
+    """Return a state with the previous one included; a state of one group is the first of several."""
+    if not isinstance(made, dict) or not isinstance(before, dict):
+        return before
+    if 0 in made and 0 not in before:
+        before = {0: before}
+    return {name: _filled(x, before[name]) if name in before else x for name, x in made.items()}
+
+
+# -- classes of torch -------------------------------------------------------------------------------------------------
+
+_ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
+_OWN: dict[type, tuple[Any, tuple[str, ...]]] = {
+    torch.optim.Adam: (adam, (*_ADAM, "decoupled_weight_decay")),
+    torch.optim.AdamW: (adamw, _ADAM),
+    torch.optim.SGD: (sgd, ("momentum", "dampening", "weight_decay", "nesterov", "maximize")),
+}
+"""Classes of which there are our own with the same bits, and the options of these."""
+
+
+class GroupsSource(TorchSource):
+    """An optimizer of torch's own class, as a pure one with the options that its groups have now.
+
+    >>> layer = torch.nn.Linear(1, 1)
+    >>> source = GroupsSource(torch.optim.SGD(layer.parameters(), lr=0.5), dict(layer.named_parameters()))
+    >>> params = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
+    >>> opt = source.now()
+    >>> source.given.param_groups[0]["lr"] = 0.25
+    >>> opt.step(params, opt.init(params), params)[0]
+    {'weight': tensor([[0.7500]]), 'bias': tensor([0.7500])}
+    """
+
+    def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        super().__init__(given, params)
+        if any(map(_has_begun, given.state.values())):
+            raise OptimizerError(
+                f"{type(given).__name__} has taken steps already, and its state would be lost. Boost it before "
+                "its first step."
+            )
+        self._cached: tuple[Any, Optimizer] = None, NOTHING  # names and options of the groups, and their optimizer
+        self.now()
+
+    def now(self) -> Optimizer:
+        """Return the optimizer that the groups describe; learning rates are read in each step."""
+        hooks: list[Any] = [vars(self.given).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+        if any(hooks):
+            raise OptimizerError(
+                f"{type(self.given).__name__}: hooks of its steps are not called, since it does not step itself. Call them "
+                "beside step()."
+            )
+        described = self.groups(), [_options(type(self.given), group) for group in self.given.param_groups]
+        if described != self._cached[0]:
+            names, options = described
+            group_of = {name: i for i, own in enumerate(names) for name in own}
+            opts = {i: self._pure(i, own) for i, own in enumerate(options)}
+
+            def label(path: str, leaf: Leaf) -> int:
+                return group_of.get(self.name_at(path), 0)  # those of no group are frozen
+
+            self._cached = described, opts[0] if len(opts) == 1 else by_label(opts, label, every=False)
+        return self._cached[1]
+
+    def point_at(self, params: Mapping[str, Tensor]) -> None:
+        """Replace the groups' parameters by these tensors; the state is elsewhere."""
+        super().point_at(params)
+        self.given.state.clear()
+
+    def _pure(self, group: int, options: dict[str, Any]) -> Optimizer:
+        cls: Any = type(self.given)
+
+        def rate(count: int) -> float:
+            return float(self.given.param_groups[group]["lr"])
+
+        if cls not in _OWN or options.get("capturable") or options.get("differentiable"):
+            return from_torch(cls, lr=rate, **options)
+        own, names = _OWN[cls]
+        return own(rate, **{name: options[name] for name in names}, fused=bool(options.get("fused")))
+
+
+def _has_begun(state: Mapping[str, Any]) -> bool:
+    """Return True if an optimizer has a history of a parameter; some start with a state of zeros."""
+    numbers = [state["step"]] if "step" in state else state.values()
+    return any(bool(torch.as_tensor(x).any()) for x in numbers if isinstance(x, Tensor | int | float))
+
+
+def _options(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that the class takes, but for the learning rate; numbers as such."""
+
+    def plain(x: Any) -> Any:
+        return tuple(map(plain, x)) if isinstance(x, tuple) else x.item() if isinstance(x, Tensor) else x
+
+    taken = signature(cls).parameters.keys() - {"params", "lr"}
+    return {name: plain(x) for name, x in group.items() if name in taken}
+
+
+# -- classes of one's own ---------------------------------------------------------------------------------------------
+
+
+class LocalShard(nn.Parameter):
+    """A parameter that an optimizer of one's own class steps: its data is this device's shard, anew in each step."""
+
+
+class InstanceSource(TorchSource):
+    """A custom optimizer class: the instance steps on the local shards of one device.
+
+    Each parameter is stored in full by its owner, and elsewhere has no elements and no gradient; if the class has
+    `elementwise = True`, each device has a flat shard of it. Its state is `state[param]` and its groups.
+    """
+
+    def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        super().__init__(given, params)
+        self._local: dict[str, LocalShard] = {}
+        elementwise = bool(getattr(type(given), "elementwise", False))
+        self._opt = Optimizer(self._init, self._update, self._step, elementwise, arrays=True)
+
+    def now(self) -> Optimizer:
+        """Return the optimizer whose step is one of the instance."""
+        return self._opt
+
+    def point_at(self, params: Mapping[str, Tensor]) -> None:
+        """Replace the parameters in the groups, and in existing state, by these tensors."""
+        before = [x for group in self.given.param_groups for x in group["params"]]
+        super().point_at(params)
+        after = [x for group in self.given.param_groups for x in group["params"]]
+        for old, new in zip(before, after, strict=True):
+            self._rename(old, new)
+
+    def _rename(self, old: Tensor, new: Tensor) -> None:
+        if old in self.given.state:
+            self.given.state[new] = self.given.state.pop(old)
+
+    def _localize(self, at: Leaves) -> dict[str, int]:
+        """Replace the parameters in the groups by local shards; return the index of the leaf of each."""
+        index = {self.name_at(path): i for i, path in reversed([*enumerate(at.paths)]) if at.leaves[i] is not None}
+        for group, names in zip(self.given.param_groups, self.groups(), strict=True):
+            for i, (x, name) in enumerate(zip(group["params"], names, strict=True)):
+                if isinstance(x, LocalShard):
+                    continue
+                if name in self._local:
+                    raise OptimizerError(f"{type(self.given).__name__}: {name} is in a group already. Leave it out.")
+                local = LocalShard(torch.empty_like(shards_of(at.leaves[index[name]])[0]))
+                self._local[name] = group["params"][i] = local
+                self._names[local] = name
+                self._rename(x, local)
+        return {name: index[name] for name in self._local}
+
+    def _init(self, params: PyTree) -> PyTree:
+        """Shard the state that the instance has already, made by its constructor or loaded."""
+        at = Leaves.of(params)
+        if any(len(shards_of(leaf)) > 1 for leaf in at.leaves):
+            raise OptimizerError(
+                f"{type(self.given).__name__}, an optimizer of your own class, must step on one device; got the shards of "
+                "several. Train inside of fs.run(main, mesh=mesh), or under torchrun."
+            )
+        for param, i in self._localize(at).items():
+            leaf, state = at.leaves[i], self.given.state.get(self._local[param], {})
+            for name, x in state.items() if isinstance(leaf, Sharded) else ():
+                if not isinstance(x, Tensor) or x.shape != leaf.shape or not x.numel():
+                    continue
+                if x.is_meta and not leaf.shards[0].is_meta:
+                    raise OptimizerError(
+                        f"{type(self.given).__name__}: state of a lazy parameter must be made in step(), not by the "
+                        f"constructor; got {name!r} without memory."
+                    )
+                state[name] = device_put(x, leaf.layout).shards[0]
+        return ()
+
+    @torch.no_grad()
+    def _step(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        at = Leaves.of(params)
+        given = at.gradients(grads)
+        steps = [(self._local[name], at.leaves[i], given[i]) for name, i in self._localize(at).items()]
+        for local, leaf, grad in steps:
+            (shard,) = shards_of(leaf)
+            local.grad, local.data = None, shard.detach()
+            if grad is not None and trainable(leaf) and shard.numel():
+                local.grad = shards_of(grad)[0].to(shard.dtype)
+        self.given.step()
+        for local, leaf, _ in steps:
+            local.grad = None
+            if local.data_ptr() != shards_of(leaf)[0].data_ptr():  # the class has written `param.data = ...`
+                shards_of(leaf)[0].copy_(local.data)
+        return params, state
+
+    def _update(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        after, state = self._step(grads, state, copied(params))
+        return differences(params, after, grads), state

@@ -1,0 +1,201 @@
+"""Optimizers around another one, whose state is their entry "inner": accumulation, averages, master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fshard.errors import OptimizerError
+from fshard.mesh.layout import PyTree
+from fshard.optim.arguments import validate, within
+from fshard.optim.contract import (
+    Optimizer,
+    Update,
+    apply_updates,
+    conditional,
+    copied,
+    differences,
+    step_of,
+)
+from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
+from fshard.optim.per_device import inner_optimizer
+
+
+def accumulate(opt: Optimizer, every: int) -> Optimizer:
+    """Pass the mean of `every` gradients to an optimizer; between its steps parameters stay.
+
+    step      1   2   3   4   5   6          every=3
+    sums      a  +b  +c   d  +e  +f
+    inner             x           x          with (a + b + c) / 3, then with (d + e + f) / 3
+
+    A parameter without any of these gradients has none in the mean; otherwise a missing gradient counts as 0.
+
+    >>> import torch, fshard.optim as optim
+    >>> opt = accumulate(optim.sgd(1.0), every=2)
+    >>> params, state = [torch.ones(1)], opt.init([torch.ones(1)])
+    >>> for grad in (1.0, 3.0):
+    ...     params, state = opt.step([torch.tensor([grad])], state, params)
+    ...     print(params)
+    [tensor([1.])]
+    [tensor([-1.])]
+    """
+    validate("accumulate", within("[1, inf)", integer=True, every=every))
+    opt = inner_optimizer(opt, "accumulate")
+
+    def zeros(at: Leaves) -> dict[str, PyTree]:
+        seen = at.mapped(lambda leaf: count_from_zero() if trainable(leaf) else None)
+        sums = at.mapped(lambda leaf: map_shards(torch.zeros_like, leaf) if trainable(leaf) else None)
+        return {"seen": seen, "sums": sums}
+
+    def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
+        at, count = Leaves.of(state["sums"]), state["count"] + 1
+        given, seen = at.beside(grads, "grads"), at.beside(state["seen"], 'state["seen"]')
+        if int(count) % every:
+            after = {"seen": at.mapped(_counted, seen, given), "sums": at.mapped(_added, given)}
+            return False, None, {"count": count, **after}
+        return True, at.mapped(mean, seen, given), {"count": count, **zeros(at)}
+
+    def mean(total: Leaf, seen: Leaf, grad: Leaf) -> Leaf:
+        unused = total is None or (grad is None and not int(seen))
+        return None if unused else map_shards(lambda x: x / every, _added(total, grad))
+
+    return conditional(opt, lambda params: {"count": count_from_zero(), **zeros(Leaves.of(params))}, decide)
+
+
+def _counted(total: Leaf, seen: Leaf, grad: Leaf) -> Leaf:
+    return seen if total is None or grad is None else seen + 1
+
+
+def _added(total: Leaf, grad: Leaf) -> Leaf:
+    if total is None or grad is None:
+        return total
+    return map_shards(lambda x, g: x + g.detach().to(x.dtype), total, grad)
+
+
+def ema(opt: Optimizer, decay: float) -> Optimizer:
+    """Keep a moving average of the parameters: average = decay average + (1 - decay) params, after every step.
+
+    `ema_params(state)` returns it.
+
+    >>> import torch, fshard.optim as optim
+    >>> opt = ema(optim.sgd(1.0), 0.5)
+    >>> params, state = opt.step([torch.ones(1)], opt.init([torch.ones(1)]), [torch.ones(1)])
+    >>> params, ema_params(state)
+    ([tensor([0.])], [tensor([0.5000])])
+    """
+    validate("ema", within("[0, 1]", decay=decay))
+    opt = inner_optimizer(opt, "ema")
+
+    @torch.no_grad()
+    def averaged(state: PyTree, params: PyTree, mix: Callable[[Tensor, Tensor], Tensor]) -> PyTree:
+        at = Leaves.of(state["ema"])
+        after = at.beside(params, "params")
+        return at.mapped(lambda old, new: map_shards(mix, old, new) if trainable(new) else new, after)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        updates, inner = opt.update(grads, state["inner"], params)
+        after = apply_updates(params, updates)
+        return updates, {"ema": averaged(state, after, lambda a, p: a.lerp(p, 1 - decay)), "inner": inner}
+
+    def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        params, inner = step_of(opt)(grads, state["inner"], params)
+        return params, {"ema": averaged(state, params, lambda a, p: a.lerp_(p, 1 - decay)), "inner": inner}
+
+    return Optimizer(
+        lambda params: {"ema": copied(params), "inner": opt.init(params)},
+        update,
+        step,
+        opt.elementwise,
+        arrays=True,
+    )
+
+
+def ema_params(state: PyTree) -> PyTree:
+    """Return the averaged parameters from the state of an `ema`, or of a chain or wrapper that has one in it.
+
+    >>> import torch, fshard.optim as optim
+    >>> ema_params(optim.chain(optim.clip_by_value(1.0), ema(optim.sgd(1.0), 0.5)).init([torch.ones(1)]))
+    [tensor([1.])]
+    """
+    entries = [state]
+    for entry in entries:  # which grows
+        if isinstance(entry, dict) and {"ema", "inner"} <= entry.keys():
+            return entry["ema"]
+        if isinstance(entry, dict | tuple):
+            entries += entry.values() if isinstance(entry, dict) else entry
+    raise OptimizerError("ema_params: there is no average in this state. Make the optimizer with ema(opt, decay).")
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def with_master_weights(opt: Optimizer) -> Optimizer:
+    """Apply an optimizer to float32 masters of bfloat16 and float16 parameters: params = round(masters).
+
+    Parameters of other dtypes are their own masters: state["master"] is None for them. An update is the difference of
+    two rounded numbers in float32; added to the first it rounds to the second, so nothing is rounded twice.
+
+    >>> import torch, fshard.optim as optim
+    >>> opt = with_master_weights(optim.sgd(2.0**-10))
+    >>> params = [torch.ones(1, dtype=torch.bfloat16)]
+    >>> state = opt.init(params)
+    >>> for _ in range(4):
+    ...     params, state = opt.step([torch.ones(1, dtype=torch.bfloat16)], state, params)
+    >>> params, state["master"]  # four moves, each too small for bfloat16
+    ([tensor([0.9961], dtype=torch.bfloat16)], [tensor([0.9961])])
+    """
+    opt = inner_optimizer(opt, "with_master_weights")
+
+    @torch.no_grad()
+    def init(params: PyTree) -> PyTree:
+        at = Leaves.of(params)
+        masters = at.mapped(lambda leaf: map_shards(_widened, leaf) if _is_half(leaf) else None)
+        return {"master": masters, "inner": opt.init(_over(at, masters))}
+
+    def stepped(step: Update) -> Update:
+        @torch.no_grad()
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            at = Leaves.of(params)
+            wide = at.mapped(
+                lambda p, g: map_shards(_widened, g) if g is not None and _is_half(p) else g, at.gradients(grads)
+            )
+            result, inner = step(wide, state["inner"], _over(at, state["master"]))
+            after = at.beside(result, "the optimizer's results")
+            masters = at.mapped(lambda p, new: new if _is_half(p) else None, after)
+            return at.mapped(_rounded, after), {"master": masters, "inner": inner}
+
+        return run
+
+    pure = stepped(step_of(opt._replace(step=None)))
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        after, state = pure(grads, state, params)
+        return differences(params, after, grads, _difference), state
+
+    return Optimizer(init, update, stepped(step_of(opt)), opt.elementwise, arrays=True)
+
+
+def _is_half(leaf: Leaf) -> bool:
+    return trainable(leaf) and leaf.dtype in _HALVES
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.detach().float()
+
+
+def _over(at: Leaves, masters: PyTree) -> PyTree:
+    """Replace parameters by their masters."""
+    return at.mapped(lambda p, m: p if m is None else m, at.beside(masters, 'state["master"]'))
+
+
+def _rounded(param: Leaf, master: Leaf) -> Leaf:
+    if not _is_half(param):
+        return master
+    return map_shards(lambda p, m: m.to(p.dtype).requires_grad_(p.requires_grad), param, master)
+
+
+def _difference(new: Tensor, old: Tensor) -> Tensor:
+    wide = torch.promote_types(old.dtype, torch.float32)
+    return torch.where(new == old, 0, new.to(wide) - old.to(wide))  # an infinite one that stays moves by 0

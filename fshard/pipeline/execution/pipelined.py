@@ -1,0 +1,232 @@
+"""`pipelined`: run stages, as plain functions, by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from fshard.mesh.layout import Mesh, PyTree, refuse_no_mesh
+from fshard.mesh.spmd.run import is_outside, one_thread, resolve_mesh, run_on_devices
+from fshard.mesh.spmd.scope import parting, require
+from fshard.pipeline.execution.device import StageDevice
+from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
+from fshard.pipeline.execution.leaves import Params, Stage, map_tensors, stage_for
+from fshard.pipeline.execution.mailbox import Forms
+from fshard.pipeline.execution.microbatches import MicrobatchResult, mean_result, shape_key, weights_of
+from fshard.pipeline.execution.route import Route
+from fshard.pipeline.schedule.actions import Kind
+from fshard.pipeline.schedule.schedule import Schedule
+from fshard.source import Site, call_site
+
+
+class PipelinedResult(NamedTuple):
+    """The result of a pipelined step.
+
+    Args:
+        loss: the mean over the microbatches; None without a loss function.
+        gradients: of the parameters of each stage; None for stages of other devices and without a backward.
+        metrics: what the loss function returns beside the loss: means, and sums of integers. Without a loss function, the
+            last stage's result for each microbatch, on its device; None elsewhere.
+    """
+
+    loss: Tensor | None
+    gradients: list[PyTree]
+    metrics: PyTree
+
+
+def pipelined(
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    loss_fn: Callable[[PyTree, PyTree], Any] | None = None,
+    *,
+    mesh: Mesh,
+    axis: str = "pipe",
+    skips: Mapping[str, tuple[int, int]] | None = None,
+    backward: bool = True,
+    reproducible: bool = False,
+    dynamic: bool = False,
+) -> Callable[..., PipelinedResult]:
+    """Return the function (params, microbatches, weights=None) -> PipelinedResult that runs stages by a schedule.
+
+    Values and gradients are sent between stages of different devices once each; the loss and metrics are sent to all
+    devices.
+
+    Args:
+        stages: functions (params, x) -> y of pytrees. The first one's x is the microbatch.
+        schedule: the actions of each device; it is verified.
+        loss_fn: of (y, microbatch), where y is the last stage's: a loss, or a loss and a tree of metrics.
+        mesh: the devices.
+        axis: the axis of the stages.
+        skips: {name: (from, to)}: stage `from` returns (y, {name: value}), and stage `to` is called with name=value.
+        backward: False runs only the forwards of the schedule.
+        reproducible: add gradients of microbatches in one fixed tree, whatever the schedule, with one intra-op thread.
+        dynamic: True if shapes depend on more than the shapes of the microbatch; then each message describes itself.
+
+    The function's `params` are a tree per stage, of which a device needs its own; floating tensors in it are trained,
+    except Parameters that do not require grad. `microbatches` are trees, the same on all devices; their shapes may
+    differ. Each counts for its number of rows, or for its entry in `weights`. Only the first stage and the loss
+    function read them; elsewhere a tensor may be a placeholder: `x.new_empty(()).expand(x.shape)` takes no memory.
+
+    >>> import fshard as fs
+    >>> schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n", name="1f1b")
+    >>> def stage(w, x):
+    ...     return w * x
+    >>> step = pipelined([stage] * 2, schedule, lambda y, x: y.mean(), mesh=fs.make_mesh({"pipe": 2}))
+    >>> step([torch.tensor(2.0), torch.tensor(3.0)], [torch.ones(1), torch.ones(3)])[:2]
+    (tensor(6.), [tensor(3.), tensor(2.)])
+    """
+    _validate(stages, schedule, loss_fn, mesh, axis, backward)
+    schedule.verify()  # (1)
+    route = Route(schedule, skips or {}, backward)  # (2)
+    plan = ExecutionPlan(stages, route, axis, loss_fn, backward, reproducible, None if dynamic else {})
+
+    def step(
+        params: Sequence[PyTree], microbatches: Sequence[PyTree], weights: Sequence[float] | None = None
+    ) -> PipelinedResult:
+        own, site = resolve_mesh(mesh), call_site()
+        if len(microbatches) != schedule.microbatches:
+            raise ValueError(
+                f"microbatches must be {schedule.microbatches}, as in the schedule; got {len(microbatches)}."
+            )
+        if len(params) != len(stages):
+            raise ValueError(f"params must be {len(stages)} trees, one for each stage; got {len(params)}.")
+        if is_outside(own) and own.size != own.shape[axis]:
+            raise ValueError(f"pipelined must be called inside shard_map or run, as {own} has other axes than {axis}.")
+        counts = weights_of(microbatches, weights)
+        try:
+            with one_thread(reproducible):
+                results = run_on_devices(own, lambda _: _run(plan, params, microbatches, counts, own.device_type, site))
+        except BaseException:
+            if plan.forms:
+                plan.forms.clear()  # some devices may have cached message forms that others have not
+            raise
+        gradients = [_first([one.gradients[stage] for one in results]) for stage in range(len(stages))]
+        return PipelinedResult(results[0].loss, gradients, _first([one.metrics for one in results]))
+
+    return step
+
+
+def _validate(
+    stages: Sequence[Stage], schedule: Schedule, loss_fn: object, mesh: Mesh, axis: str, backward: bool
+) -> None:
+    refuse_no_mesh("pipelined", mesh)
+    mesh.check_axes(axis, "pipelined(axis=)")
+    if not isinstance(schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"schedule must be a Schedule; got {type(schedule).__name__}. Write fs.pipeline_schedule(...).")
+    kinds = {action.kind for row in schedule.rows for action in row}
+    errors = [
+        (len(stages) != schedule.stages, f"stages must be {schedule.stages}, as in the schedule; got {len(stages)}"),
+        (
+            mesh.shape[axis] != schedule.devices,
+            f"axis {axis} must have {schedule.devices} devices, as the schedule; got {mesh.shape[axis]}",
+        ),
+        (backward and loss_fn is None, "a backward begins with a loss: give loss_fn=, or backward=False"),
+        (backward and not kinds & {Kind.B, Kind.I, Kind.W}, "the schedule has no backward: give backward=False"),
+        (mesh.runtime == "abstract", "mesh must have values; on an abstract one use schedule.simulate, without stages"),
+    ]
+    if wrong := [text for is_wrong, text in errors if is_wrong]:
+        raise ValueError(f"pipelined by {schedule.name}: {'; '.join(wrong)}.")
+
+
+def _first(trees: Sequence[PyTree]) -> PyTree:
+    """Return the value of the device that has it."""
+    return next((tree for tree in trees if tree is not None), None)
+
+
+# -- one device -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """The data that all steps share: see `pipelined`; `forms` are the known forms of messages of each device."""
+
+    stages: Sequence[Stage]
+    route: Route
+    axis: str
+    loss_fn: Callable[[PyTree, PyTree], Any] | None
+    backward: bool
+    reproducible: bool
+    forms: dict[int, Forms] | None
+
+
+def _run(
+    plan: ExecutionPlan,
+    params: Sequence[PyTree],
+    microbatches: Sequence[PyTree],
+    weights: list[float],
+    device_type: str,
+    site: Site,
+) -> PipelinedResult:
+    """Run one device."""
+    group = require("pipelined").group(plan.axis, "pipelined")
+    work = FunctionWork(plan, microbatches, weights)
+    for stage, device in enumerate(plan.route.placement):
+        if device == group.index:
+            work.params[stage] = Params(params[stage], plan.backward)
+            work.sums[stage] = OrderedSum(weights) if plan.reproducible else RunningSum()
+    forms = None if plan.forms is None else plan.forms.setdefault(group.device, {})
+    keys = [*map(shape_key, microbatches)]
+    options = {"backward": plan.backward, "has_outcome": plan.loss_fn is not None}
+    with parting(group):
+        device = StageDevice(plan.route, work, group, torch.device(device_type), site, keys, forms, **options)
+        loss, metrics = device.run() or (None, [y for _, y in sorted(work.outputs.items())] or None)
+    gradients: list[PyTree] = [None] * len(plan.stages)
+    for stage, total in work.sums.items() if plan.backward else ():
+        gradients[stage] = work.params[stage].tree_of(total.result())
+    return PipelinedResult(loss, gradients, metrics)
+
+
+@dataclass
+class FunctionWork:
+    """The `StageWork` of one device for functions on given trees of parameters."""
+
+    plan: ExecutionPlan
+    microbatches: Sequence[PyTree]
+    weights: list[float]
+    params: dict[int, Params] = field(default_factory=dict[int, Params])
+    sums: dict[int, RunningSum | OrderedSum] = field(default_factory=dict[int, RunningSum | OrderedSum])
+    results: dict[int, MicrobatchResult] = field(default_factory=dict[int, MicrobatchResult])
+    outputs: dict[int, PyTree] = field(default_factory=dict[int, PyTree])
+
+    def begin(self, microbatch: int) -> PyTree:
+        return self.microbatches[microbatch]
+
+    def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
+        return stage_for(self.plan.stages[stage], microbatch)(self.params[stage].tree, x, **skips)
+
+    def end(self, microbatch: int, y: PyTree) -> Tensor | None:
+        """Return the loss; without a loss function, keep the result."""
+        if self.plan.loss_fn is None:
+            self.outputs[microbatch] = map_tensors(Tensor.detach, y)
+            return None
+        loss, self.results[microbatch] = MicrobatchResult.of(self.plan.loss_fn(y, self.microbatches[microbatch]))
+        return loss
+
+    def start(self, microbatch: int) -> Tensor:
+        """Return the gradient of a microbatch's loss: its part of the mean, unless sums are weighted."""
+        part = 1.0 if self.plan.reproducible else self.weights[microbatch] / sum(self.weights)
+        return torch.full_like(self.results[microbatch].loss, part)
+
+    def edges(self, stage: int) -> list[GradientEdge]:
+        return self.params[stage].edges
+
+    def may_accumulate(self, stage: int, microbatch: int) -> bool:
+        """Let autograd add to the sums, unless these are ordered."""
+        total = self.sums[stage]
+        return isinstance(total, RunningSum) and total.let_accumulate(self.params[stage].own)
+
+    def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
+        self.sums[stage].add(microbatch, gs)
+
+    def gather(self, stage: int) -> None:
+        """Do nothing, as for all unit actions: parameters are unsharded."""
+
+    free = reduce = gather
+
+    def outcome(self) -> tuple[Tensor, PyTree]:
+        return mean_result([result for _, result in sorted(self.results.items())], self.weights)

@@ -1,0 +1,291 @@
+"""A module's forward that stops where the next stage continues, or continues where the previous one stopped.
+
+A block of the stage is called with arguments of the current run; a block of another stage returns the shape of its
+result, or ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
+from enum import Enum
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _pop_mode_temporarily  # pyright: ignore[reportPrivateUsage]
+
+from fshard.mesh.layout import PyTree, flatten, flatten_with_paths, unflatten
+from fshard.pipeline.split.valueless import (
+    Described,
+    MissingValueError,
+    ValuelessMode,
+    as_meta,
+    is_valueless,
+    map_leaves,
+    user_line,
+)
+
+PLAIN = (
+    Tensor,
+    Described,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    Enum,
+    torch.dtype,
+    torch.device,
+    FunctionType,
+    type,
+)
+"""The types that stages can send, besides trees of them."""
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @staticmethod
+    def of(microbatch: PyTree) -> Arguments:
+        """Pass a dict by name, a tuple or list by position, anything else as one argument."""
+        if isinstance(microbatch, dict):
+            return Arguments((), microbatch)
+        return Arguments(microbatch if isinstance(microbatch, tuple | list) else (microbatch,), {})
+
+
+class StageMessage(NamedTuple):
+    """The message between stages: the arguments of the next block, and integers and shapes of the microbatch."""
+
+    call: Arguments
+    inputs: Arguments
+
+
+def without_floats(inputs: Arguments) -> Arguments:
+    """Return the part of a microbatch that later stages receive: floating tensors are described."""
+    return map_leaves(lambda x: x if not isinstance(x, Tensor) or _is_integer(x) else Described.of(x), inputs)
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
+
+
+def device_of(tree: PyTree) -> torch.device:
+    """Return the device of the tensors of a tree."""
+    tensors = (x for x in flatten(tree)[0] if isinstance(x, Tensor) and not is_valueless(x))
+    return next((x.device for x in tensors), torch.device("cpu"))
+
+
+# -- one run ----------------------------------------------------------------------------------------------------
+
+
+class BlockRange(NamedTuple):
+    """The blocks of a module that a stage has."""
+
+    title: str
+    names: Sequence[str]
+    begin: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"the stage of {self.title} from {self.names[self.begin]} to {self.names[self.end - 1]}"
+
+
+class NextStage(BaseException):  # no Exception: a forward may catch those
+    """The first block of the next stage is called: this stage ends."""
+
+    def __init__(self, call: Arguments) -> None:
+        super().__init__()
+        self.call = call
+
+
+class StageRun:
+    """A stage in one call; `received` are the arguments of its first block, None for the first stage."""
+
+    def __init__(self, blocks: BlockRange, received: Arguments | None, device: torch.device) -> None:
+        self._blocks, self._received = blocks, received
+        self._mode = None if received is None else ValuelessMode(device)
+        self._values: Mapping[int, tuple[object, Tensor]] = {}  # by the id of the meta tensor, which is kept alive
+
+    def forward(self, call: Callable[..., Any], inputs: Arguments) -> Any:
+        """Run a module's forward."""
+        token = _active.set(self)
+        try:
+            with self._mode or nullcontext():
+                return self._checked(call(*inputs.args, **inputs.kwargs))
+        except MissingValueError as error:
+            raise MissingValueError(
+                f"{self._blocks} has no value for {user_line(error.__traceback__)}: {error}, which has a shape only. "
+                "A value that a later stage uses must be an argument of the blocks, or computed from integers."
+            ) from None
+        except (RuntimeError, NotImplementedError) as error:
+            if self._mode is None or self._mode.arrived:
+                raise
+            raise MissingValueError(
+                f"{self._blocks} runs the code before it without values, but {user_line(error.__traceback__)} needs them: "
+                f"{next(iter(str(error).strip().splitlines()), type(error).__name__)}"
+            ) from error
+        finally:
+            _active.reset(token)
+
+    def call_block(self, index: int, block: Callable[..., Any], given: Arguments) -> Any:
+        """Call a block of this stage with its real arguments."""
+        if self._mode is None:
+            return block(*given.args, **given.kwargs)
+        call = self._with_values(given) if self._mode.arrived else self._first_arguments(given)
+        self._mode.arrived = True
+        _check_values(f"{self._blocks.names[index]} is called with", call)
+        with _pop_mode_temporarily():
+            return block(*call.args, **call.kwargs)
+
+    def _first_arguments(self, given: Arguments) -> Arguments:
+        """Return the received arguments, and remember which meta tensors they replace."""
+        own = _by_path(given)
+        paths, received, structure = flatten_with_paths(self._received, none_is_leaf=True)
+        pairs = [(own.get(path), x) for path, x in zip(paths, received, strict=True)]
+        self._values = {id(meta): (meta, x) for meta, x in pairs if is_valueless(meta) and isinstance(x, Tensor)}
+        return unflatten(structure, [meta if isinstance(x, Described) else x for meta, x in pairs])
+
+    def _with_values(self, given: Arguments) -> Arguments:
+        return map_leaves(lambda x: self._values[id(x)][1] if id(x) in self._values else x, given)
+
+    def call_absent(self, index: int, shapes: Callable[[Arguments], Any], given: Arguments) -> Any:
+        """Replace a block of another stage: return a result without values, or end the stage."""
+        if index < self._blocks.end:
+            return shapes(given)
+        if strange := [
+            f"{path}: {type(x).__name__}" for path, x in _by_path(given).items() if not isinstance(x, PLAIN)
+        ]:
+            raise ValueError(
+                f"{self._blocks} must end with tensors and plain values; got {', '.join(strange)} as arguments of "
+                f"{self._blocks.names[index]}. Let it be None there; of a cache, give use_cache=False."
+            )
+        raise NextStage(map_leaves(lambda x: Described.of(x) if is_valueless(x) else x, self._with_values(given)))
+
+    def _checked(self, result: Any) -> Any:
+        """Raise unless the forward has passed the blocks, and its result has values."""
+        if self._blocks.end < len(self._blocks.names) or (self._mode is not None and not self._mode.arrived):
+            raise ValueError(
+                f"{self._blocks} does not reach the blocks that it was split at, as it did with the sample."
+            )
+        _check_values("the result has", result)
+        return result
+
+
+_active: ContextVar[StageRun | None] = ContextVar("active", default=None)
+
+
+def _by_path(tree: PyTree) -> dict[str, Any]:
+    paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
+    return dict(zip(paths, leaves, strict=True))
+
+
+def _check_values(where: str, tree: PyTree) -> None:
+    missing = [f"{path or 'a tensor'}: {Described.of(x)}" for path, x in _by_path(tree).items() if is_valueless(x)]
+    if missing:
+        raise MissingValueError(f"{where} {', '.join(missing)}")
+
+
+# -- modules that are stages and blocks -------------------------------------------------------------------------
+
+
+class BlockStage:
+    """A module that is one stage of itself."""
+
+    _blocks: BlockRange
+
+    def __call__(self, value: PyTree) -> Any:
+        received, inputs = (None, Arguments.of(value)) if self._blocks.begin == 0 else value
+        run = StageRun(self._blocks, received, device_of(received))
+        try:
+            return run.forward(_own_call(BlockStage, self), map_leaves(_described_as_meta, inputs))
+        except NextStage as end:
+            return StageMessage(end.call, without_floats(inputs))
+
+
+def _described_as_meta(x: Any) -> Any:
+    return as_meta(x) if isinstance(x, Described) else x
+
+
+class PresentBlock:
+    """A block of the stage that is run; `_wrap` may wrap its call."""
+
+    _index: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run, call = _active.get(), _own_call(PresentBlock, self)
+        wrap = vars(self).get("_wrap")
+        block = call if wrap is None else wrap(call)
+        return block(*args, **kwargs) if run is None else run.call_block(self._index, block, Arguments(args, kwargs))
+
+
+def wrap_blocks(stage: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Wrap the calls of a stage's blocks; return False if it has none."""
+    blocks = [part for part in stage.modules() if isinstance(part, PresentBlock)]
+    for block in blocks:
+        vars(block)["_wrap"] = wrap
+    return bool(blocks)
+
+
+class AbsentBlock(nn.Module):
+    """Replaces a block of another stage: returns the shapes of its results, found on meta tensors once for each input."""
+
+    def __init__(self, index: int, block: nn.Module) -> None:
+        super().__init__()
+        self._index = index
+        vars(self)["_block"] = block  # no submodule: the stage does not have it
+        self._shapes: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Read attributes of the block, such as its index, from the forward."""
+        return getattr(vars(self)["_block"], name) if "_block" in vars(self) else super().__getattr__(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a result without values, or end the stage."""
+        run = _active.get()
+        assert run is not None, "a stage must be called itself"
+        return run.call_absent(self._index, self._result, Arguments(args, kwargs))
+
+    def _result(self, given: Arguments) -> Any:
+        """Return meta tensors as results; its inputs are passed through."""
+        leaves, structure = flatten(given, none_is_leaf=True)
+        described = [*map(Described.of, leaves)]
+        key = None
+        if all(isinstance(x, PLAIN) for x in described):
+            key = structure, tuple([(type(x), x) for x in described]), self.training
+        found = self._shapes.get(key)
+        if found is None:
+            args, kwargs = unflatten(structure, metas := [*map(_described_as_meta, described)])
+            with torch.no_grad():
+                made, form = flatten(vars(self)["_block"].train(self.training)(*args, **kwargs), none_is_leaf=True)
+            inputs = {id(x): at for at, x in enumerate(metas) if isinstance(x, Tensor)}
+            found = form, [(inputs.get(id(x)), Described.of(x)) for x in made]
+            if key is not None:
+                self._shapes[key] = found
+        form, made = found
+        return unflatten(form, [_described_as_meta(x) if at is None else leaves[at] for at, x in made])
+
+
+def _own_call(kind: type, module: Any) -> Callable[..., Any]:
+    """Return the call of a module's own class."""
+    after: Any = super(kind, module)
+    return after.__call__
+
+
+def specialize(kind: type, module: nn.Module, note: Any) -> Any:
+    """Make a module an instance of its own subclass."""
+    vars(module)["_blocks" if kind is BlockStage else "_index"] = note
+    module.__class__ = _subclass(kind, type(module))
+    return module
+
+
+@cache
+def _subclass(kind: type, own: type) -> type:
+    return type(own.__name__, (kind, own), {"__module__": own.__module__})

@@ -1,0 +1,117 @@
+"""A module's forward without values, up to where values have arrived from another device.
+
+    before    tokens ──> embedding ──> positions ──> mask ──> blocks[0] ──> blocks[1] ──│
+                         no values     values        values   no values     no values   │ values: the received arguments
+    after                                                                   blocks[2] ──> norm ──> ...
+
+Weights of other stages are meta tensors, and so are all results that depend on them. Integer tensors are computed as
+usual. Once values have arrived, an operation on a meta tensor and another one raises and names the line.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from traceback import extract_tb
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fshard.mesh.layout import PyTree, flatten, unflatten
+
+_tensor: Any = Tensor
+_DEVICE = _tensor.device.__get__
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Described:
+    """Shape and dtype of a tensor whose values are not needed."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(x: Any) -> Any:
+        """Describe a tensor; return anything else."""
+        return Described(x.shape, x.dtype) if isinstance(x, Tensor) else x
+
+    def __repr__(self) -> str:
+        return f"{str(self.dtype)[6:]}{[*self.shape]}"
+
+
+def as_meta(x: Any) -> Any:
+    """Return a meta tensor like a tensor or its description; return anything else."""
+    if isinstance(x, Tensor | Described):
+        return x if is_valueless(x) else torch.empty(x.shape, dtype=x.dtype, device=_META)
+    return x
+
+
+def is_valueless(x: object) -> bool:
+    """Return True for a tensor without values."""
+    return isinstance(x, Tensor) and x.is_meta
+
+
+def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> Any:
+    """Apply a function to every leaf of a tree, None included."""
+    leaves, structure = flatten(tree, none_is_leaf=True)
+    return unflatten(structure, [*map(f, leaves)])
+
+
+class ValuelessMode(TorchFunctionMode):
+    """Propagates meta tensors until values have `arrived`; from then on raises where the two meet.
+
+    Args:
+        device: that meta tensors claim to be on.
+        observe: called with all tensors of an operation.
+    """
+
+    def __init__(self, device: torch.device, observe: Callable[[Sequence[Tensor]], object] = len) -> None:
+        super().__init__()
+        self._device, self._observe, self.arrived = device, observe, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        tensors = [x for x in flatten((args, named))[0] if isinstance(x, Tensor)]
+        self._observe(tensors)
+        valueless = [x for x in tensors if x.is_meta]
+        if valueless and func == _DEVICE:
+            return self._device
+        if valueless and not self.arrived:
+            args, named = map_leaves(_as_meta_argument, (args, named))
+            named |= {"device": _META} if "device" in named else {}
+            args = tuple([_META if func == Tensor.to and isinstance(x, str) else x for x in args])
+        elif 0 < len(valueless) < len(tensors):
+            shapes = " and ".join(str(Described.of(x)) for x in valueless)
+            raise MissingValueError(f"{getattr(func, '__name__', func)} is given {shapes}")
+        return func(*args, **named)
+
+
+def _as_meta_argument(x: Any) -> Any:
+    return _META if isinstance(x, torch.device) else as_meta(x) if isinstance(x, Tensor) else x
+
+
+class MissingValueError(ValueError):
+    """A value is needed that is on another device."""
+
+
+def user_line(traceback: TracebackType | None) -> str:
+    """Return the user's line that a traceback leads to."""
+    frames = [
+        frame for frame in extract_tb(traceback) if "/torch/" not in frame.filename and not _is_own(frame.filename)
+    ]
+    if not frames:
+        return "its forward"
+    frame = frames[-1]
+    text = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"`{text}` ({frame.filename.rpartition('/')[2]}:{frame.lineno})"
+
+
+def _is_own(filename: str) -> bool:
+    return any(f"/fshard/{package}/" in filename for package in ("pipeline", "transforms", "booster"))

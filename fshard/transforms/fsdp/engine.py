@@ -1,0 +1,303 @@
+"""The two communications of a step: from shards to full parameters, and from full gradients to their shards.
+
+    shards ──cast──all-gather──> full parameters        `Storage.unshard`
+    full gradients ──cast──bucket──reduce-scatter──> shards of their sums        `GradientSums`, by a `Reducer`
+
+Units (`Unit`, used by need) and stages (`StageUnit`, used by a schedule) differ only in when they call these. Storage
+and reducer are protocols: offloading is another storage, and compression another reducer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
+from fshard.source import Site
+
+Along = tuple[str, ...]
+"""Axes besides the batch's over which gradients are summed."""
+Gradients = list[Tensor | None]
+"""The gradients of the parameters of a unit; None where there is none."""
+
+
+class ParamPlan(NamedTuple):
+    """The plan of one parameter: how it is unsharded, whether it is trained, and the layout of its gradient."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unit: str
+    gather: ReshardPlan
+    trained: bool
+    gradient: Layout
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """Options of all units.
+
+    Args:
+        reshard: free sharded units after their forward, and unshard them again for the backward.
+        live: number of sharded units that are unsharded at a time, beside those being prefetched and those that a
+            rematerialised block uses.
+        prefetch: number of units to all-gather ahead of their use, in the order of the previous step.
+        in_flight: number of reductions that may run asynchronously; 0: each is waited for immediately.
+        bucket: approximate bytes of gradients of replicated units to reduce together.
+        compute: the dtype that floating-point parameters are cast to; None: their own.
+        reduce: the dtype that gradients are reduced in; None: that of the gradient.
+        storage, reducer: from the usual storage and reducer of a device to those to use; None: these.
+    """
+
+    reshard: bool = True
+    live: int = 2
+    prefetch: int = 1
+    in_flight: int = 2
+    bucket: int = 8 << 20
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    storage: Callable[[Storage], Storage] | None = None
+    reducer: Callable[[Reducer], Reducer] | None = None
+
+    def used_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a parameter of this dtype is used."""
+        return self.compute or dtype if dtype.is_floating_point else dtype
+
+
+class Storage(Protocol):
+    """The shards of some parameters between their uses; they are referred to by index."""
+
+    def unshard(self, indices: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Start to unshard parameters; return the function that waits for them and returns them."""
+        ...
+
+
+class Reducer(Protocol):
+    """Sums gradients over devices."""
+
+    def reduce(self, indices: Sequence[int], gs: Sequence[Tensor], along: Along) -> Callable[[], list[Tensor]]:
+        """Start to sum full gradients over the batch's axes and `along`; return the function that gives their shards."""
+        ...
+
+
+@dataclass(frozen=True)
+class DeviceShards:
+    """Shards in the memory of the device."""
+
+    leaves: Sequence[ParamPlan]
+    shards: Sequence[Tensor]
+    compute: torch.dtype | None
+    site: Site
+
+    def unshard(self, indices: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Start the all-gather of parameters; those that need none are views of their shards."""
+        leaves = [self.leaves[index] for index in indices]
+        with no_graph():  # (4)
+            xs = [self.shards[index].detach() for index in indices]
+            if self.compute is not None:
+                xs = [x.to(self.compute) if x.is_floating_point() else x for x in xs]
+            if any(has_communication(leaf.gather) for leaf in leaves):
+                return go(xs, [leaf.gather for leaf in leaves], self.site, ahead=True)
+            full = [x.reshape(leaf.shape) for x, leaf in zip(xs, leaves, strict=True)]
+            return lambda: full
+
+
+Ways = Callable[[Along], Sequence[ReshardPlan | None]]
+"""From axes to the reshard plans of gradients, None where frozen."""
+
+
+@dataclass(frozen=True)
+class PlannedReducer:
+    """Sums gradients by their reshard plans: reduce-scatter where they are sharded, all-reduce elsewhere."""
+
+    ways: Ways
+    site: Site
+    ahead: bool = True
+
+    def reduce(self, indices: Sequence[int], gs: Sequence[Tensor], along: Along) -> Callable[[], list[Tensor]]:
+        """Start the reshards from summands to the layouts of gradients."""
+        ways = self.ways(along)
+        return go(gs, [way for index in indices if (way := ways[index])], self.site, ahead=self.ahead)
+
+
+def storage_of(leaves: Sequence[ParamPlan], shards: Sequence[Tensor], options: UnitOptions, site: Site) -> Storage:
+    """Return the storage of a device's shards."""
+    usual = DeviceShards(leaves, shards, options.compute, site)
+    return usual if options.storage is None else options.storage(usual)
+
+
+def reducer_of(ways: Ways, options: UnitOptions, site: Site) -> Reducer:
+    """Return the reducer of a device's gradients."""
+    usual = PlannedReducer(ways, site, ahead=options.in_flight > 0)
+    return usual if options.reducer is None else options.reducer(usual)
+
+
+def plan_reduction(
+    mesh: Mesh, axes: tuple[str, ...], leaf: ParamPlan, on: tuple[tuple[str, int], ...] = (), *, in_order: bool
+) -> ReshardPlan:
+    """Return the plan from summands over `axes`, at coordinates `on` of others, to the layout of a gradient."""
+    if in_order:
+        return plan_in_order(mesh, axes, leaf.gradient, leaf.shape, on)
+    return plan_reshard(Layout(mesh, P(unreduced=axes, at=dict(on))), leaf.gradient, leaf.shape)
+
+
+@lru_cache(maxsize=4096)
+def plan_in_order(
+    mesh: Mesh, axes: tuple[str, ...], wanted: Layout, shape: tuple[int, ...], on: tuple[tuple[str, int], ...] = ()
+) -> ReshardPlan:
+    """Return the plan from summands over `axes`, at coordinates `on` of others, to a layout; it reduces over the last
+    axis first.
+
+    It is the usual plan, if that does; else axes are reduced one by one, and the gradient is scattered with the first.
+
+    >>> from fshard import make_mesh
+    >>> mesh = make_mesh({"a": 2, "b": 2})
+    >>> for axis in "ab":
+    ...     print([(step.kind, *step.axes) for step in plan_in_order(mesh, ("a", "b"), Layout(mesh, P.flat(axis)), (8,)).steps])
+    [('psum', 'b'), ('flat_scatter', 'a')]
+    [('flat_scatter', 'b'), ('psum', 'a')]
+    """
+    summands = [Layout(mesh, P(unreduced=axes[:count], at=dict(on))) for count in range(len(axes), 0, -1)]
+    way = plan_reshard(summands[0] if axes else Layout(mesh, P(at=dict(on))), wanted, shape)
+    added = [axis for step in reversed(way.steps) if step.kind in _ADDING for axis in step.axes]
+    if added == [axis for axis in axes if mesh.shape[axis] > 1]:
+        return way
+    return ReshardPlan(
+        tuple(step for leg in pairwise([*summands, wanted]) for step in plan_reshard(*leg, shape).steps), shape
+    )
+
+
+_ADDING = ("psum", "psum_scatter", "flat_scatter")
+
+
+class GradientSums:
+    """The gradients of one device in one step: cast, reduced in buckets, and summed.
+
+    Args:
+        leaves: the plans of parameters.
+        device: of the gradients.
+        options: of units.
+        reducer: sums gradients over devices.
+        wide: True if sums of several slices are reduced in at least 32 bits.
+
+    `used` is True for each parameter that this device has used; `sums` are the reduced gradients.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[ParamPlan],
+        device: torch.device,
+        options: UnitOptions,
+        reducer: Reducer,
+        wide: bool,
+    ) -> None:
+        self.leaves, self.device, self.options, self.reducer, self.wide = leaves, device, options, reducer, wide
+        self.along: Along = ()
+        self.used = [False] * len(leaves)
+        self.sums: list[Tensor | None] = [None] * len(leaves)
+        self._bucket: list[tuple[int, Tensor]] = []
+        self._size = 0  # of the bucket, in bytes
+        self._in_flight: list[tuple[Sequence[int], Callable[[], list[Tensor]], int]] = []
+
+    def record(self, indices: Sequence[int], gs: Sequence[Tensor | None], *, idle: bool) -> Gradients:
+        """Record parameters as used; return their gradients, dense, or None if the slice is idle."""
+        for index, g in zip(indices, gs, strict=True):
+            self.used[index] |= g is not None
+        return [None if idle else g.to_dense() if g is not None and g.is_sparse else g for g in gs]
+
+    def cast(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> Gradients:
+        """Cast gradients to the dtypes that they are reduced in."""
+        dtypes = [reduced_in(self.leaves[index].dtype, self.options, self.wide) for index in indices]
+        return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
+
+    def put(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> None:
+        """Put the gradients of trained parameters into the bucket, zeros for those that this device has not."""
+        for index, g in zip(indices, self.cast(indices, gs), strict=True):
+            leaf = self.leaves[index]
+            if leaf.trained:
+                dtype = reduced_in(leaf.dtype, self.options, self.wide)
+                g = torch.zeros(leaf.shape, dtype=dtype, device=self.device) if g is None else g
+                self._bucket.append((index, g))
+                self._size += g.nbytes
+
+    @property
+    def is_full(self) -> bool:
+        """True if the bucket has its size."""
+        return self._size >= self.options.bucket
+
+    def clear(self) -> None:
+        """Empty the bucket."""
+        self._bucket, self._size = [], 0
+
+    def send(self) -> None:
+        """Start the reduction of the bucket."""
+        if self._bucket:  # (8)
+            indices, xs = zip(*self._bucket, strict=True)
+            self.clear()
+            many = prod(
+                self.leaves[0].gradient.mesh.shape[axis] for axis in self.along
+            )  # devices with the same samples
+            self._in_flight.append((indices, self.reducer.reduce(indices, xs, self.along), many))
+            self.finish(self.options.in_flight)
+
+    def finish(self, but: int = 0) -> None:
+        """Wait for reductions, the oldest first, until at most `but` are in flight."""
+        while len(self._in_flight) > but:
+            indices, finish, many = self._in_flight.pop(0)
+            for index, g in zip(indices, finish(), strict=True):
+                known, leaf = self.sums[index], self.leaves[index]
+                g = g if g.dtype is leaf.dtype else g.to(torch.promote_types(g.dtype, leaf.dtype))
+                g = g if many == 1 else g / many
+                self.sums[index] = g if known is None else known + g
+
+    def gradients(self, used: Sequence[float], divisor: float | Tensor = 1.0) -> Gradients:
+        """Return the sums divided by a number, in the dtypes of the parameters; None for those that no device used."""
+        sums = [g if times else None for g, times in zip(self.sums, used, strict=True)]
+        if isinstance(divisor, Tensor) or divisor != 1.0:
+            sums = [g if g is None else g / divisor for g in sums]
+        return [
+            g if g is None or g.dtype is leaf.dtype else g.to(leaf.dtype)
+            for g, leaf in zip(sums, self.leaves, strict=True)
+        ]
+
+
+@lru_cache(maxsize=256)
+def reduced_in(dtype: torch.dtype, options: UnitOptions, wide: bool) -> torch.dtype:
+    """Return the dtype that the gradient of a parameter is reduced in."""
+    if dtype.is_complex:
+        return dtype
+    used = options.compute or dtype
+    return options.reduce or (torch.promote_types(used, torch.float32) if wide else used)
+
+
+def has_communication(way: ReshardPlan) -> bool:
+    """Return True if a reshard sends anything."""
+    return len(way.steps) > 1 or (bool(way.steps) and way.steps[0].kind != "reshape")
+
+
+def no_graph() -> AbstractContextManager[None]:
+    """Return a context without grad mode, whose results can be saved for a backward even in inference mode."""
+    return _out_of_inference() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
+@contextmanager
+def _out_of_inference() -> Generator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def versions_of(xs: Sequence[Tensor]) -> list[int]:
+    """Return the version counters of tensors, which writes increment; 0 for tensors of inference mode, which have none."""
+    try:
+        return [x._version for x in xs]
+    except RuntimeError:
+        return [0 if x.is_inference() else x._version for x in xs]

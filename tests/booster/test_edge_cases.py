@@ -1,0 +1,209 @@
+"""Edge cases of boosted models: empty microbatches, outputs fed back, draws, copies."""
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+
+
+def layers(*more):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5), *more).double()
+
+
+def rows(count, *shape, seed=5):
+    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def learnt(make, body, plugin=None, n=2):
+    """Return the parameters after `body(booster, model, optimizer)`, alone and on each of n devices."""
+
+    def loop(booster):
+        model = make()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        if booster is not None:
+            model, opt, *_ = booster.boost(model, opt)
+        body(booster, model, opt)
+        return [x.detach() for x in (model if booster is None else model.unwrap()).parameters()]
+
+    return loop(None), fs.run(lambda: loop(fs.Booster(plugin or fs.DDPPlugin())), mesh=fs.make_mesh({"data": n}))
+
+
+def backward(booster, loss, opt):
+    loss.backward() if booster is None else booster.backward(loss, opt)
+
+
+def same(make, body, **options):
+    alone, devices = learnt(make, body, **options)
+    for own in devices:
+        torch.testing.assert_close(own, alone, rtol=0, atol=1e-12)
+
+
+# -- which rows are samples, and what they count for -------------------------------------------------------------------
+
+
+def test_empty_microbatch_of_small_batch_trains_as_torch():
+    x, y = rows(7, 5), rows(7, 5, seed=6)
+
+    def main():
+        model = layers()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=4))
+        model, opt, *_ = booster.boost(model, opt)
+        found = []
+        for part in (slice(0, 4), slice(4, 7)):
+            batch = iter([(x[part], y[part])])
+            found.append(
+                booster.execute_pipeline(batch, model, nn.functional.mse_loss, opt, return_outputs=True)["outputs"]
+            )
+            opt.step(), opt.zero_grad()
+        return found
+
+    model, expected = layers(), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for part in (slice(0, 4), slice(4, 7)):
+        output = model(x[part])
+        nn.functional.mse_loss(output, y[part]).backward()
+        opt.step(), opt.zero_grad()
+        expected.append(output.detach())
+    for found in fs.run(main, mesh=fs.make_mesh({"data": 1, "pipe": 2})):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def unrolled(booster, model, opt):
+    x = rows(8, 5)
+    own = x if booster is None else x.chunk(fs.axis_size("data"))[fs.axis_index("data")]
+    first = model(own)
+    backward(booster, first.square().mean() + model(first).square().mean(), opt)
+    opt.step()
+
+
+def test_output_fed_back_trains_as_torch():
+    same(layers, unrolled)
+    same(layers, unrolled, plugin=fs.FSDPPlugin())
+
+
+# -- draws ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_each_forward_draws_new_numbers(pipeline):
+    """Without gradients, before a step that is skipped, and of another model of the same layers."""
+    axes = {"data": 1, "pipe": 2} if pipeline == 2 else {"data": 1}
+    x = torch.ones(4, 5).double()
+
+    def main():
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=pipeline, microbatches=pipeline))
+
+        def boosted():
+            model = layers(nn.Dropout(0.5))
+            return booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))[:2]
+
+        def call(model, opt):
+            if pipeline == 1:
+                output = model(x)
+                if torch.is_grad_enabled():
+                    booster.backward(output.sum(), opt)
+                    opt.zero_grad()
+                return tuple(output.detach().flatten().tolist())
+            found = booster.execute_pipeline(
+                iter([(x, x)]), model, nn.functional.mse_loss, opt, return_outputs=True
+            )  # on all devices
+            opt.zero_grad()
+            return tuple(found["outputs"].flatten().tolist())
+
+        one, other = boosted(), boosted()
+        with torch.no_grad():
+            looks = [call(*one) for _ in range(4)]
+        return len({*looks, *(call(*one) for _ in range(4)), call(*other)})
+
+    assert {*fs.run(main, mesh=fs.make_mesh(axes))} == {9}
+
+
+# -- what is changed after a model was boosted -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", ["never", 1])
+def test_eval_mode_of_stage_layer_takes_effect(recompute):
+    def main():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.BatchNorm1d(5))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2, recompute=recompute))
+        model, opt, *_ = booster.boost(model, opt)
+        model.module[1].eval()
+        batch = (torch.ones(4, 5), torch.ones(4, 5))
+        booster.execute_pipeline(iter([batch]), model, nn.functional.mse_loss, opt)
+        with torch.no_grad():
+            model.eval()
+            booster.execute_pipeline(iter([batch]), model, nn.functional.mse_loss)
+        return [model.unwrap()[at].num_batches_tracked.item() for at in (1, 3)]
+
+    for frozen, moved in fs.run(main, mesh=fs.make_mesh({"data": 1, "pipe": 2})):
+        assert (frozen, moved > 0) == (0, True)
+
+
+@pytest.mark.parametrize("recompute", ["always", "except_last", 1, 2])
+def test_recomputed_stages_have_equal_bits(recompute):
+    def main(recompute):
+        model = layers(nn.Dropout(0.5))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2, recompute=recompute))
+        model, opt, *_ = booster.boost(model, opt)
+        for seed in range(2):
+            booster.execute_pipeline(iter([(rows(4, 5, seed=seed), rows(4, 5))]), model, nn.functional.mse_loss, opt)
+            opt.step(), opt.zero_grad()
+        return [x.detach() for x in model.unwrap().parameters()]
+
+    mesh = fs.make_mesh({"data": 1, "pipe": 2})
+    for found, expected in zip(fs.run(main, recompute, mesh=mesh), fs.run(main, "never", mesh=mesh), strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        fs.DDPPlugin(),
+        fs.ZeroPlugin(stage=1),
+        fs.ZeroPlugin(stage=2),
+        fs.FSDPPlugin(),
+        fs.DDPPlugin(reproducible=True, slices=2),
+        fs.HybridParallelPlugin(pipeline=2, balance="uniform"),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_unwrap_returns_independent_copy(plugin, n):
+    """The best model so far stays what it was when training goes on, and training does when somebody writes to the copy."""
+
+    def main():
+        given = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        booster = fs.Booster(plugin)
+        model, opt, *_ = booster.boost(given, torch.optim.SGD(given.parameters(), lr=0.5))
+
+        def state():
+            return {name: x.clone() for name, x in model.unwrap().state_dict().items()}
+
+        def step():
+            x, y = rows(8, 3).float(), rows(8, 2, seed=6).float()
+            if plugin.in_stages():
+                booster.execute_pipeline(iter([(x, y)]), model, nn.functional.mse_loss, opt)
+            else:
+                booster.backward(nn.functional.mse_loss(model(x), y), opt)
+            opt.step()
+
+        step()
+        best, then = model.unwrap(), state()
+        step()
+        torch.testing.assert_close(dict(best.state_dict()), then, rtol=0, atol=0)
+        now = state()
+        with torch.no_grad():
+            for x in best.state_dict().values():
+                x.zero_()
+            for x in model.unwrap().state_dict().values():
+                x.zero_()
+        torch.testing.assert_close(state(), now, rtol=0, atol=0)
+        return any(not torch.equal(then[name], x) for name, x in now.items())
+
+    pipe = {"pipe": 2} if plugin.in_stages() else {}
+    assert all(fs.run(main, mesh=fs.make_mesh({"data": n} | pipe)))

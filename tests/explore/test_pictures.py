@@ -1,0 +1,195 @@
+"""Pictures in browsers: they have a size, nothing overflows, and every word is legible."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard import P
+from fshard.explore import notebook
+from fshard.explore.palette import _FILLS, INK, MUTED
+from fshard.explore.picture import picture
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = {"01_meshes_and_layouts": 10, "02_zero_is_a_table": 4, "03_pipelines": 6}
+"""Notebooks with pictures, and how many at least."""
+SVG = "{http://www.w3.org/2000/svg}"
+LETTER = 7.3
+
+
+def svgs(html):
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL)]
+
+
+def extents(element, x=0.0, y=0.0):
+    """Yield the left, top, right and bottom of each box and text."""
+    if element.tag in (f"{SVG}defs", f"{SVG}title", f"{SVG}style"):
+        return
+    if move := re.match(r"translate\((\S+) (\S+)\)", element.get("transform", "")):
+        x, y = x + float(move[1]), y + float(move[2])
+    left, top = x + float(element.get("x", 0)), y + float(element.get("y", 0))
+    if element.tag == f"{SVG}rect":
+        yield left, top, left + float(element.get("width")), top + float(element.get("height"))
+    if element.tag == f"{SVG}text":
+        width = LETTER * len(element.text)
+        left -= {"start": 0, "middle": 0.5, "end": 1}[element.get("text-anchor", "start")] * width
+        yield left, top - 10, left + width, top + 3
+    for child in element:
+        yield from extents(child, x, y)
+
+
+def check_svg(svg):
+    """Check that a picture is sized, scrolls instead of shrinking, and that nothing leaves its box."""
+    left, top, width, height = map(float, svg.get("viewBox").split())
+    assert (float(svg.get("width")), float(svg.get("height"))) == (width, height)
+    assert 20 < width < 4000 and 20 < height < 4000 and svg.get("style") == "max-width:none"
+    for a, b, c, d in extents(svg):
+        assert left - 1 <= a <= c <= left + width + 1 and top - 1 <= b <= d <= top + height + 1
+
+
+@pytest.mark.parametrize(("name", "least"), NOTEBOOKS.items())
+def test_stored_notebook_pictures_are_sized_without_overflow(name, least):
+    cells = json.loads((ROOT / f"notebooks/{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    outputs = [output.get("data", {}).get("text/html", "") for cell in cells for output in cell.get("outputs", [])]
+    pictures = [svg for html in outputs for svg in svgs("".join(html))]
+    assert len(pictures) >= least
+    for svg in pictures:
+        check_svg(svg)
+
+
+def wide(spec, **axes):
+    return picture((256, 4096), layout=fs.Layout(fs.make_mesh(axes, runtime="abstract"), spec))
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        picture(fs.make_mesh({"a": 4096, "b": 16}, runtime="abstract")),
+        wide(P("a", "b"), a=64, b=64),
+        wide(P.flat("a", at={"b": 1}), a=8, b=2),
+        wide(P(unreduced=("a", "b")), a=2, b=64),
+        fs.pipeline_schedule("zbv", stages=8, microbatches=16),
+        fs.pipeline_schedule("1f1b", stages=4, microbatches=100).simulate(send=1),
+    ],
+    ids=["mesh", "grid", "flat", "unreduced", "schedule", "timeline"],
+)
+def test_html_of_wide_pictures_scrolls_without_overflow(shown):
+    html = shown._repr_html_()
+    assert html.startswith('<div style="overflow-x:auto"><svg')
+    (svg,) = svgs(html)
+    check_svg(svg)
+
+
+def test_flat_picture_at_a_coordinate_has_ordinary_width():
+    (svg,) = svgs(wide(P.flat("data", at={"pipe": 1}), data=2, pipe=2).svg)
+    assert float(svg.get("width")) < 800
+
+
+def test_picture_in_the_docs_is_that_of_the_code():
+    mesh = fs.make_mesh({"data": 4, "model": 2})
+    drawn = picture((8, 6), layout=fs.Layout(mesh, P("data", "model"))).svg
+    assert (ROOT / "docs/images/layout.svg").read_text(encoding="utf-8") == drawn + "\n"
+
+
+# -- colours ------------------------------------------------------------------------------------------------------
+
+
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def mixed(front, back, opacity):
+    pairs = ((int(front[i : i + 2], 16), int(back[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(opacity * a + (1 - opacity) * b):02x}" for a, b in pairs)
+
+
+@pytest.mark.parametrize(("page", "text"), [("#ffffff", "#000000"), ("#111111", "#ffffff")], ids=["light", "dark"])
+def test_words_have_contrast_on_light_and_dark_pages(page, text):
+    """Jupyter's text has an opacity of 0.87, of which words beside the cells have three quarters."""
+    assert contrast(mixed(text, page, 0.87 * MUTED), page) > 4.5
+    assert min(contrast(INK, fill) for fill in _FILLS) > 4.5
+
+
+def test_words_outside_of_cells_have_the_colour_of_the_page():
+    schedule = fs.pipeline_schedule("zbv", stages=8, microbatches=4)
+    for shown, (svg,) in ((x, svgs(x._repr_html_())) for x in (wide(P("a"), a=2), schedule)):
+        colours = {element.get("fill") for element in svg.iter(f"{SVG}text")}
+        assert colours == {"currentColor", INK}, shown
+        assert not any(element.get("fill-opacity") for element in svg.iter(f"{SVG}rect"))  # a dark page shone through
+
+
+# -- what is shown ------------------------------------------------------------------------------------------------
+
+
+def test_hover_of_a_cell_has_devices_and_coordinates():
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    (svg,) = svgs(picture((4, 6), layout=fs.Layout(mesh, P("model"))).svg)
+    titles = [title.text for title in svg.iter(f"{SVG}title")]
+    assert titles == ["[0:2, 0:6] on 0,2 (data=*, model=0)", "[2:4, 0:6] on 1,3 (data=*, model=1)"]
+
+
+def test_mesh_picture_has_devices_at_their_coordinates():
+    lines = str(picture(fs.make_mesh({"data": 2, "model": 3}))).split("\n")
+    assert lines[:2] == ["Mesh(data=2, model=3; virtual, cpu)", "6 devices"]
+    assert lines[6] == "   0 │ 0 │ 1 │ 2 │" and lines[8] == "   1 │ 3 │ 4 │ 5 │"
+
+
+def test_bare_sharded_and_mesh_are_pictures_in_notebooks(monkeypatch):
+    interactive = pytest.importorskip("IPython.core.interactiveshell")
+    shell = interactive.InteractiveShell()
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    notebook.register()
+    mesh = fs.make_mesh({"data": 2})
+    for x in (mesh, fs.device_put(torch.ones(4), fs.Layout(mesh, P("data")))):
+        shown, _ = shell.display_formatter.format(x)
+        assert "<svg" in shown["text/html"] and shown["text/plain"] == repr(x)
+
+
+def test_register_outside_of_notebooks_does_nothing(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    notebook.register()
+
+
+def test_tree_of_stages_totals_the_fullest_device():
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+
+    def at(stage, shape):
+        return fs.device_put(torch.ones(shape), fs.Layout(mesh, P("data", at={"pipe": stage})))
+
+    tree = {"a": at(0, 8), "b": at(0, 4), "c": at(1, 10), "d": fs.device_put(torch.ones(2), fs.Layout(mesh, P()))}
+    assert str(picture(tree)).startswith("dict, in all 96 B, 32 B per device")  # 8 and 4 of 2 devices, and 2
+
+
+def test_shard_stages_tree_totals_the_fullest_device():
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    params = [{"w": torch.ones(16)}, {"w": torch.ones(8)}]
+    schedule = fs.pipeline_schedule("gpipe", stages=2, microbatches=2)
+    tree = fs.shard_stages(params, fs.fsdp("data"), mesh=mesh, schedule=schedule)
+    assert "in all 96 B, 32 B per device" in str(picture(tree))
+
+
+def test_tree_of_dotted_names_folds_into_blocks():
+    blocks = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(12)), "head": nn.Linear(2, 1)})
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params(dict(blocks.named_parameters()), fs.fsdp("data"), mesh=mesh)
+    names = [line.strip("│├└─ \u00a0").split("  ")[0] for line in str(picture(params)).split("\n")[1:]]
+    assert names == ["blocks", "[0..11] 12 x", "bias", "weight", "head", "bias", "weight"]
+
+
+@pytest.mark.parametrize("names", [("a", "a.b"), ("a.b", "a")])
+def test_tree_with_a_name_that_begins_another_stays_flat(names):
+    entries = str(picture(dict.fromkeys(names, torch.ones(2)))).split("\n")[1:]
+    assert [entry.split()[1] for entry in entries] == sorted(names)

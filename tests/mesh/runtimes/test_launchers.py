@@ -1,0 +1,247 @@
+"""Which of several processes this is: by the variables that launchers really set, and by any others."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard.mesh.runtimes.launchers import (
+    LAUNCHERS,
+    PORTS,
+    ProcessInfo,
+    each_its_own,
+    launched,
+    process_count,
+    process_index,
+    process_info,
+    read_variables,
+)
+from fshard.testing.processes import run_processes
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+    "ROLE_RANK": "5", "MASTER_ADDR": "gpu1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
+}  # fmt: skip
+JOB = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2"}
+# What a batch script sees under `sbatch --ntasks 8`: one process, though SLURM_NTASKS is 8.
+BATCH = {
+    **JOB, "SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_GTIDS": "0", "SLURM_TASK_PID": "99",
+}  # fmt: skip
+SALLOC = {**JOB, "SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
+SRUN = {
+    **BATCH, "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "gpu[01-02]", "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "2", "SLURM_NODEID": "1",
+}  # fmt: skip
+PTY = {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1",
+       "SLURM_STEP_NODELIST": "gpu01", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_NODE_RANK": "1", "OMPI_MCA_ess_base_jobid": "3034185729",
+    "PMIX_RANK": "1", "PMIX_NAMESPACE": "3034185729",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
+INTEL = {
+    **HYDRA,
+    "I_MPI_HYDRA_UUID": "fe0100",
+    "I_MPI_MPIRUN": "mpirun",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+}
+
+DERIVED = 0
+"""A port that follows from the job."""
+KNOWN = {
+    "torchrun": (TORCHRUN, ProcessInfo(5, 8, 1, "gpu1", 29500, "torchrun")),
+    "torchrun of one": (
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+        ProcessInfo(0, 1, 0, "localhost", 1, "torchrun"),
+    ),
+    "by hand, on one machine": (
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+        ProcessInfo(1, 2, 1, "localhost", 29500, "torchrun"),
+    ),
+    "a pod for each process": (
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"},
+        ProcessInfo(1, 2, 0, "job-0", 23456, "torchrun"),
+    ),
+    "srun on 2 nodes": (SRUN, ProcessInfo(6, 8, 2, "gpu01", DERIVED, "SLURM")),
+    "srun, ports and hosts given": (
+        {**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "7000", "WORLD_SIZE": "8"},
+        ProcessInfo(6, 8, 2, "head", 7000, "SLURM"),
+    ),
+    "srun on 1 node": (
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "gpu02",
+         "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"},
+        ProcessInfo(1, 2, 1, "127.0.0.1", DERIVED, "SLURM"),
+    ),
+    "srun --mpi=pmi2": ({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "8"}, ProcessInfo(6, 8, 2, "gpu01", DERIVED, "SLURM")),
+    "torchrun in srun": ({**SRUN, **TORCHRUN}, ProcessInfo(5, 8, 1, "gpu1", 29500, "torchrun")),
+    "mpirun on 2 nodes of a job, whose helpers srun has started": (
+        {**SRUN, **OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1",
+         "MASTER_ADDR": "gpu01"},
+        ProcessInfo(1, 4, 1, "gpu01", DERIVED, "Open MPI"),
+    ),
+    "Open MPI": (OPEN_MPI, ProcessInfo(1, 4, 1, "127.0.0.1", DERIVED, "Open MPI")),
+    "Open MPI on several, told where": (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "gpu7", "MASTER_PORT": "7000"},
+        ProcessInfo(1, 4, 1, "gpu7", 7000, "Open MPI"),
+    ),
+    "MPICH": (HYDRA, ProcessInfo(3, 4, 3, "127.0.0.1", DERIVED, "MPI")),
+    "Intel, told where": (
+        {**INTEL, "MASTER_ADDR": "gpu7"}, ProcessInfo(3, 4, 1, "gpu7", DERIVED, "MPI"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_read_variables_of_each_launcher_returns_rank(kind):
+    variables, expected = KNOWN[kind]
+    found = read_variables(variables, parent=1234)
+    assert found == replace(expected, port=expected.port or found.port)
+    assert expected.port or found.port in PORTS
+    assert expected.is_one_of_several
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}, BATCH, SALLOC,
+     {**BATCH, "SLURM_STEP_ID": "4294967291"},  # a batch script of newer versions
+     {**SALLOC, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}],
+    ids=["nothing", "only where to meet", "sbatch", "salloc", "sbatch, its step numbered", "salloc, its shell a step"],
+)  # fmt: skip
+def test_read_variables_without_a_step_returns_none(variables):
+    assert read_variables(variables) is None
+
+
+@pytest.mark.parametrize("variables", [PTY, {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}], ids=["srun --pty", "mpirun -n 1"])  # fmt: skip
+def test_launched_single_slurm_or_mpi_process_is_false(variables, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert process_info() is None and not launched()
+    assert (process_index(), process_count(), process_count(default=8)) == (0, 1, 8)
+    assert fs.make_mesh({"data": 4}).runtime == "virtual"
+
+
+WRONG = {
+    "half-set": ({"RANK": "1"}, "RANK is set, but WORLD_SIZE is not"),
+    "half-set the other way": ({"PMI_SIZE": "2"}, "PMI_SIZE is set, but PMI_RANK is not"),
+    "two half-set": (
+        {"WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+        "WORLD_SIZE is set, but RANK is not; OMPI_COMM_WORLD_RANK is set, but OMPI_COMM_WORLD_SIZE is not",
+    ),
+    "nowhere to meet": (
+        {"RANK": "0", "WORLD_SIZE": "2"}, "it was started by torchrun; missing: MASTER_ADDR, MASTER_PORT.",
+    ),
+    "no number": ({**TORCHRUN, "WORLD_SIZE": "-2"}, "WORLD_SIZE=-2 is no integer from 1"),
+    "no port": ({**TORCHRUN, "MASTER_PORT": "tcp://10.0.0.1:80"}, "MASTER_PORT=tcp://10.0.0.1:80 is no integer from 1 to 65535"),
+    "too large": ({**TORCHRUN, "RANK": "8"}, "RANK=8 is no integer from 0 to 7"),
+    "MPI on several machines": (
+        {**HYDRA, "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"},
+        "it was started by MPI; missing: MASTER_ADDR, MASTER_PORT (MPI gives no meeting point",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_read_variables_wrong_values_raise_and_name_them(kind):
+    variables, words = WRONG[kind]
+    with pytest.raises(fs.errors.MeshError) as error:
+        read_variables(variables, parent=1234)
+    assert words in str(error.value)
+    assert str(error.value).endswith('make_mesh(..., runtime="virtual").')
+
+
+def test_make_mesh_half_set_variables_raise(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(fs.errors.MeshError, match="WORLD_SIZE is set, but RANK is not"):
+        fs.make_mesh({"data": 4})
+    assert fs.make_mesh({"data": 4}, runtime="virtual").runtime == "virtual"
+
+
+# -- any variables ------------------------------------------------------------------------------------------------
+
+NAMES = sorted({name for names in LAUNCHERS.values() for group in ([names.rank], *names[1:]) for name in group} | {
+    "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_NODEID",
+})  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["0", "1", "2", "4", "", "x", "a[1-", "2(x2),1", "²"])))
+def test_read_variables_any_values_return_or_raise_mesh_error(variables):
+    try:
+        found = read_variables(variables, parent=7)
+    except fs.errors.MeshError:
+        return
+    if found is not None:
+        assert 0 <= found.rank < found.world and 0 <= found.local_rank < found.world
+        assert found.address and 0 < found.port < 65536
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 10**7), st.integers(0, 50))
+def test_slurm_step_processes_agree_on_meeting_point(tasks, job, step):
+    """A step of any shape: all have different numbers, and meet at one place."""
+    n, rank, found = sum(tasks), 0, []
+    for node, count in enumerate(tasks):
+        for local in range(count):
+            variables = {
+                "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_STEP_NUM_TASKS": str(n),
+                "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node),
+                "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, tasks)), "SLURM_STEP_NODELIST": f"n[0-{len(tasks) - 1}]" if len(tasks) > 1 else "n0",
+            }  # fmt: skip
+            found.append(read_variables(variables))
+            rank += 1
+    assert [one.rank for one in found] == list(range(n)) and {one.world for one in found} == {n}
+    assert [one.local_rank for one in found] == [local for count in tasks for local in range(count)]
+    assert len({(one.address, one.port) for one in found}) == 1
+    assert found[0].port in PORTS and found[0].address == ("127.0.0.1" if len(tasks) == 1 else "n0")
+
+
+def test_default_port_of_two_jobs_differs():
+    ports = {read_variables({**OPEN_MPI, "OMPI_MCA_ess_base_jobid": str(job)}).port for job in range(100)}
+    assert len(ports) > 95
+
+
+# -- real worlds --------------------------------------------------------------------------------------------------
+
+
+def as_started_by(kind, rank_of):
+    """Forget what torchrun sets, be process `rank_of` of another launcher, and sum over the world."""
+    rank = int(os.environ["RANK"])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # process 0 keeps the store
+    os.environ.update({name: value.format(rank) for name, value in rank_of.items()})
+    mesh = fs.make_mesh({"data": process_count(default=5)})
+    total = fs.run(lambda: fs.psum(torch.tensor(1 + fs.mesh.process_index()), "data"), mesh=mesh)[0]
+    return process_info().by == kind, mesh.runtime, process_index(), total.item()
+
+
+WORLDS = {
+    "SLURM": {"SLURM_PROCID": "{}", "SLURM_LOCALID": "{}", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "3",
+              "SLURM_JOB_ID": f"{os.getpid()}", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "2"},
+    "Open MPI": {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{}",
+                 "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1"},
+    "MPI": {"PMI_RANK": "{}", "PMI_SIZE": "2", "MPI_LOCALRANKID": "{}", "MPI_LOCALNRANKS": "2"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WORLDS)
+def test_make_mesh_under_each_launcher_sums_ranks(kind):
+    expected = [(True, "process", rank, 3) for rank in range(2)]
+    assert run_processes(as_started_by, 2, kind, WORLDS[kind]) == expected
+
+
+def ask_whose_gpus(gpus):
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return [each_its_own(each[fs.mesh.process_index()], dist.PrefixStore(each, store), 2) for each in gpus]
+
+
+def test_each_its_own_shared_gpu_is_false_everywhere():
+    assert run_processes(ask_whose_gpus, 2, ["ab", "aa", "ba"]) == [[True, False, True]] * 2

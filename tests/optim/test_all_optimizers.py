@@ -1,0 +1,168 @@
+"""Every optimizer is pure, keeps its state's types and its ties, and equals the formula of its paper."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fshard import optim
+from fshard.optim.contract import copied
+from tests.optim.optimizers import ALL, by_step, by_update, example, leaves_of, same, skeleton, tensor, trees
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(st.data())
+@settings(max_examples=20)
+def test_update_keeps_state_types_and_arguments(name, data):
+    opt = ALL[name]
+    params, steps = data.draw(trees())
+    state = opt.init(params)
+    for grads in steps:
+        before = copied((params, state, grads))
+        updates, after = opt.update(grads, state, params)
+        assert skeleton(after) == skeleton(state)
+        assert same(before, (params, state, grads))
+        params, state = optim.apply_updates(params, updates), after
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_step_state_equals_update_state(name):
+    opt = ALL[name]
+    params, steps = example()
+    first = steps[:1]
+    assert same(by_step(opt, params, first)[1], by_update(opt, params, first)[1])
+    for a, b in zip(*(leaves_of(run(opt, params, steps)) for run in (by_step, by_update)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "from_torch"])
+@given(st.data())
+@settings(max_examples=25)
+def test_update_equals_step_bits_within_factor_two(name, data):
+    params, steps = data.draw(trees())
+    stepped, updated = (run(ALL[name], params, steps[:1])[0] for run in (by_step, by_update))
+    for p, a, b in zip(*map(leaves_of, (params, stepped, updated)), strict=True):
+        near = (a.double() >= p.double() / 2) & (a.double() <= p.double() * 2)
+        near |= (a.double() <= p.double() / 2) & (a.double() >= p.double() * 2)
+        assert torch.equal(a[near], b[near])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_parameter_without_gradient_is_unchanged(name):
+    opt = ALL[name]
+    params = {"a": tensor((2, 3), torch.float32, 0), "b": tensor((4,), torch.float32, 1)}
+    grads = {"a": None, "b": tensor((4,), torch.float32, 2)}
+    state = opt.init(params)
+    updates, after = opt.update(grads, state, params)
+    assert updates["a"] is None
+    if isinstance(state, dict) and "step" in state:
+        assert [int(after["step"][name]) for name in "ab"] == [0, 1]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_integers_and_none_are_unchanged(name):
+    opt = ALL[name]
+    params = {"n": torch.arange(3), "none": None, "w": tensor((2, 3), torch.float32, 0)}
+    grads = {"n": None, "none": None, "w": tensor((2, 3), torch.float32, 2)}
+    for run in (by_step, by_update):
+        after, _ = run(opt, params, [grads, grads])
+        assert torch.equal(after["n"], torch.arange(3)) and after["none"] is None
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_tied_parameters_stay_tied(name):
+    opt = ALL[name]
+    w, g = tensor((2, 3), torch.float32, 0), tensor((2, 3), torch.float32, 1)
+    tied, alone = ({"a1": w, "a2": w}, {"a1": g, "a2": g}), ({"a1": w}, {"a1": g})
+    for run in (by_step, by_update):
+        both, one = (run(opt, params, [grads] * 3)[0] for params, grads in (tied, alone))
+        assert torch.equal(both["a1"], one["a1"]) and torch.equal(both["a2"], one["a1"])
+
+
+def test_tied_parameters_with_two_gradients_raise():
+    w = torch.ones(2)
+    opt = optim.sgd(0.1)
+    with pytest.raises(optim.OptimizerError, match=r'params\["a"\] and params\["b"\]'):
+        opt.update({"a": torch.ones(2), "b": torch.ones(2)}, opt.init({"a": w, "b": w}), {"a": w, "b": w})
+
+
+def test_step_keeps_requires_grad():
+    for run in (by_step, by_update):
+        params = [torch.ones(2, requires_grad=True)]
+        state = optim.adamw(0.1).init(params)
+        act = optim.adamw(0.1).step if run is by_step else None
+        if act:
+            after, _ = act([torch.ones(2)], state, params)
+        else:
+            updates, _ = optim.adamw(0.1).update([torch.ones(2)], state, params)
+            after = optim.apply_updates(params, updates)
+        assert after[0].requires_grad and after[0].is_leaf
+
+
+# -- formulas -----------------------------------------------------------------------------------------------------
+
+
+def test_lamb_equals_its_formula():
+    p, g = tensor((3, 4), torch.float64, 0), tensor((3, 4), torch.float64, 1)
+    opt = optim.lamb(0.1, (0.9, 0.99), 1e-6, 0.01)
+    after, _ = by_step(opt, [p], [[g]])
+    u = g / (g.square().sqrt() + 1e-6) + 0.01 * p
+    torch.testing.assert_close(after[0], p - 0.1 * p.norm() / u.norm() * u)
+
+
+def test_lion_equals_its_formula():
+    params, steps = example(torch.float64)
+    p, m = params["c"]["d"], torch.zeros(5, dtype=torch.float64)
+    for grads in steps:
+        g = grads["c"]["d"]
+        p = p - 0.1 * 0.2 * p - 0.1 * torch.sign(0.9 * m + 0.1 * g)
+        m = 0.99 * m + 0.01 * g
+    after, state = by_step(optim.lion(0.1, (0.9, 0.99), weight_decay=0.2), params, steps)
+    torch.testing.assert_close((after["c"]["d"], state["exp_avg"]["c"]["d"]), (p, m))
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (3, 4), (3, 2, 2), (9, 3)])
+def test_shampoo_equals_its_formula(shape):
+    p, *grads = (tensor(shape, torch.float64, seed) for seed in range(4))
+    after, _ = by_step(
+        optim.shampoo(0.1, momentum=0.5, weight_decay=0.1, eps=0.01, longest=8), [p], [[g] for g in grads]
+    )
+    rows, columns = (shape[0] if shape else 1), p.numel() // (shape[0] if shape else 1)
+    left, right = (0.01 * torch.eye(n, dtype=p.dtype) for n in (rows, columns))
+    used = [1 < n <= 8 for n in (rows, columns)]
+    b = torch.zeros_like(p)
+    for g in grads:
+        u = g.reshape(rows, columns)
+        left, right = left + u @ u.T, right + u.T @ u
+        for on, at in zip(used, (0, 1), strict=True):
+            if on:
+                u_, s, v = torch.linalg.svd((left, right)[at])
+                root = u_ @ torch.diag(s ** (-1 / (2 * sum(used)))) @ v
+                u = root @ u if at == 0 else u @ root
+        b = 0.5 * b + u.reshape(shape)
+        p = p - 0.1 * 0.1 * p - 0.1 * b
+    torch.testing.assert_close(after[0], p)
+
+
+# -- mistakes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optim.from_torch(torch.optim.LBFGS), "calls the loss function several times"),
+        (lambda: optim.from_torch(torch.optim.SparseAdam), "sparse gradients"),
+        (
+            lambda: optim.from_torch(torch.optim.SGD([torch.ones(1)])),
+            "must be given a class of torch.optim; got an instance of SGD",
+        ),
+        (
+            lambda: optim.from_torch(type("Mine", (torch.optim.SGD,), {})),
+            "must be given a class of torch.optim; got Mine",
+        ),
+        (lambda: optim.sgd(0.1, nesterov=True), "nesterov needs momentum"),
+    ],
+)
+def test_unsupported_optimizer_raises_with_reason(make, message):
+    with pytest.raises(optim.OptimizerError, match=message):
+        make()

@@ -1,0 +1,302 @@
+"""Optimizers that are pairs of functions on trees of plain tensors."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_map
+
+import fshard as fs
+from fshard import P, optim
+from fshard.mesh.layout import flatten
+from fshard.testing import certify, check_elementwise
+from tests.optim.optimizers import example, laid, same, trees
+
+
+def momentum_init(params):
+    return tree_map(torch.zeros_like, params)
+
+
+def momentum_update(grads, state, params):
+    state = tree_map(lambda m, g: 0.9 * m + g, state, grads)
+    return tree_map(lambda m: -0.1 * m, state), state
+
+
+class State(NamedTuple):
+    """Like the parameters, of other shapes, None for some, numbers of each parameter, and a number."""
+
+    m: object
+    rows: object
+    norms: object
+    count: torch.Tensor
+
+
+def rows_init(params):
+    rows = tree_map(lambda x: torch.zeros(x.shape[:1], dtype=x.dtype) if x.ndim > 1 else torch.zeros_like(x), params)
+    norms = tree_map(lambda x: torch.zeros((), dtype=x.dtype), params)
+    return State(tree_map(torch.zeros_like, params), rows, norms, torch.zeros(()))
+
+
+def rows_update(grads, state, params):
+    """Divides by row norms, and by a ratio of sizes that is no number without elements."""
+    count = state.count + 1
+    m = tree_map(lambda m, g: m + g, state.m, grads)
+    rows = tree_map(lambda r, g: r + (g.square().flatten(1).sum(1) if g.ndim > 1 else g.square()), state.rows, grads)
+    norms = tree_map(lambda n, g: n + g.norm(), state.norms, grads)
+
+    def move(x, r, n):
+        shape = x.shape if x.ndim > 1 and x.numel() else (1, 1)
+        return -0.1 * max(1, shape[0] / shape[1]) * x / (1 + r.sum() + n)
+
+    updates = tree_map(move, m, rows, norms)
+    return tree_map(lambda x: x / count.item(), updates), State(m, rows, norms, count)
+
+
+MOMENTUM = optim.Optimizer(momentum_init, momentum_update, elementwise=True)
+ROWS = optim.Optimizer(rows_init, rows_update)
+PAIRS = {
+    "momentum": MOMENTUM,
+    "momentum of owners": MOMENTUM._replace(elementwise=False),
+    "rows": ROWS,
+    "nothing but a pair": NamedTuple("Pair", init=object, update=object)(*ROWS[:2]),
+}
+
+
+def alone(opt, params, steps):
+    """Run a pair on one device, each parameter by itself, without fshard; `count` goes on without gradients too."""
+    at = optim.leaves.Leaves.of(params)
+    results = []
+    for i, (x, first) in enumerate(zip(at.leaves, at.firsts, strict=True)):
+        if i != first:
+            results.append(results[first])
+            continue
+        state = opt.init([x])
+        for t, grads in enumerate(steps, 1):
+            grad = at.beside(grads, "grads")[i]
+            if isinstance(state, State):
+                state = state._replace(count=torch.tensor(t - 1.0))
+            if grad is not None and not optim.leaves.is_frozen(x):
+                (update,), state = opt.update([grad], state, [x])
+                x = x + update
+        results.append(x)
+    return results
+
+
+def with_ties(tree):
+    """Add a parameter that is there twice, one that is frozen, and one of whole numbers."""
+    leaves, _ = flatten(tree)
+    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    return {"tree": tree, "tie": leaves[0], "frozen": frozen, "numbers": torch.arange(3)}
+
+
+def with_gradients(steps):
+    firsts = [optim.leaves.Leaves.of(one).leaves[0] for one in steps]
+    return [{"tree": one, "tie": tie, "frozen": None, "numbers": None} for one, tie in zip(steps, firsts, strict=True)]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@given(tree=trees((torch.float32, torch.float64)), n=st.sampled_from([1, 2, 4]), stage=st.sampled_from([0, 1, 2, 3]))
+@settings(max_examples=15)
+def test_pair_on_shards_equals_one_device(name, tree, n, stage):
+    pair = PAIRS[name]
+    params, steps = with_ties(tree[0]), with_gradients(tree[1])
+    mesh = fs.make_mesh({"data": n})
+    opt = fs.partition_optimizer(pair, mesh=mesh, axis="data", stage=stage)
+    placed = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    state = opt.init(placed)
+    for grads in steps:
+        before = [str(x) for x in flatten(fs.mesh.layouts(state), none_is_leaf=True)[0]]
+        updates, state = opt.update(laid(grads, opt.gradients(placed["numbers"].layout)), state, placed)
+        placed = fs.optim.apply_updates(placed, updates)
+        assert [str(x) for x in flatten(fs.mesh.layouts(state), none_is_leaf=True)[0]] == before
+    assert same(flatten(fs.unshard(placed))[0], alone(pair, params, steps))
+
+
+def trained(opt, stage, n=2, **options):
+    mesh = fs.make_mesh({"data": n})
+    torch.manual_seed(0)
+    params = {"w": torch.randn(6, 6), "h": torch.randn(6, 2), "idle": torch.ones(5)}
+    x, y = torch.randn(8, 6), torch.randn(8, 2)
+    params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage) if stage is not None else opt
+    state = opt.init(params) if stage is not None else optim.chain(opt).init(params)[0]
+
+    def loss_fn(p, batch):
+        return (torch.tanh(batch[0] @ p["w"]) @ p["h"] - batch[1]).square().mean()
+
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
+    for _ in range(3):
+        params, state, _ = step(params, state, (x, y))
+    return fs.unshard(params), state
+
+
+def by_names_init(params):
+    return {"m": {name: torch.zeros_like(x) for name, x in params.items()}, "count": torch.tensor(0)}
+
+
+def by_names_update(grads, state, params):
+    m = {name: 0.5 * state["m"][name] + grads[name] for name in grads}
+    return {name: -0.1 * x / x.norm() for name, x in m.items()}, {"m": m, "count": state["count"] + 1}
+
+
+BY_NAMES = optim.Optimizer(by_names_init, by_names_update)
+
+
+def combined(pair):
+    half = optim.by_label({"a": pair, "b": optim.sgd(0.1)}, {"w": "a", "h": "b", "idle": "a"})
+    inside = optim.accumulate(optim.with_master_weights(half), 2)
+    return optim.ema(optim.skip_if_not_finite(optim.chain(optim.clip_by_global_norm(1.0), inside)), 0.5)
+
+
+ALONE = {"m": MOMENTUM, "rows": ROWS, "by names": BY_NAMES}
+
+
+@pytest.mark.parametrize("name", [*ALONE, "combined m", "combined rows"])
+def test_train_step_accepts_pair_in_every_stage(name):
+    pair = ALONE[name] if name in ALONE else combined(ALONE[name.removeprefix("combined ")])
+    expected, _ = trained(pair, 0, 1)
+    for stage in (None, 0, 1, 2, 3) if name in ALONE else (0, 1, 2, 3):
+        params, _ = trained(pair, stage, donate=stage == 1)
+        for key, x in params.items():
+            torch.testing.assert_close(x, expected[key], rtol=1e-5, atol=1e-6)
+
+
+def between_processes():
+    return {(name, stage): trained(ALONE[name], stage) for name in ("m", "rows") for stage in (1, 3)}
+
+
+def types(state):
+    return [str(x if x is None else fs.typeof(x)) for x in optim.leaves.Leaves.of(state).leaves]
+
+
+def test_pair_in_processes_equals_virtual_devices(two):
+    """A process knows the shapes of state that another one owns."""
+    for (name, stage), (params, state) in two.run(between_processes)[0].items():
+        expected, virtual = trained(ALONE[name], stage)
+        assert all(torch.equal(x, expected[key]) for key, x in params.items())
+        assert types(state) == types(virtual)
+
+
+def test_params_like_state_has_params_layouts():
+    _, state = trained(ROWS, 3)
+    assert types(state) == [
+        *("f32[6, 2]{at:data=1}", "f32[5]{at:data=1}", "f32[6, 6]{at:data=0}"),
+        *("f32[6]{at:data=1}", "f32[5]{at:data=1}", "f32[6]{at:data=0}"),
+        *("f32[]{at:data=1}", "f32[]{at:data=1}", "f32[]{at:data=0}"),
+        "f32[]",
+    ]
+    _, state = trained(MOMENTUM, 1)
+    assert types(state) == ["f32[6, 2]{flat:data}", "f32[5]{flat:data}", "f32[6, 6]{flat:data}"]
+
+
+def test_number_state_beside_flat_shards_is_replicated():
+    def init(params):
+        return {name: torch.tensor(0.0) for name in params}
+
+    def update(grads, state, params):
+        return grads, {name: state[name] + 1 for name in grads}
+
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params({"w": torch.ones(4), "v": torch.ones(2, 2)}, fs.fsdp("data"), mesh=mesh)
+    opt = optim.chain(optim.Optimizer(init, update, elementwise=True))
+    _, state = opt.update({"w": params["w"], "v": None}, opt.init(params), params)
+    assert types(state) == ["f32[]", "f32[]"]
+    assert fs.unshard(state) == ({"w": torch.tensor(1.0), "v": torch.tensor(0.0)},)
+
+
+def test_abstract_mesh_init_returns_owner_layouts():
+    mesh = fs.make_mesh({"data": 4}, runtime="abstract")
+    params = fs.shard_params({"w": torch.ones(8, 8), "v": torch.ones(8)}, P(), mesh=mesh)
+    opt = fs.partition_optimizer(ROWS, mesh=mesh, axis="data", stage=1)
+    assert sorted(types(opt.init(params)))[:3] == ["f32[8, 8]{at:data=0}", "f32[8]{at:data=0}", "f32[8]{at:data=1}"]
+
+
+def test_certify_and_check_elementwise_accept_pairs():
+    params, x = {"w": torch.randn(3, 3), "v": torch.randn(3)}, torch.randn(4, 3)
+    for pair in (MOMENTUM, ROWS):
+        certify(lambda p, x: (x @ p["w"] * p["v"]).square().mean(), params, x, pair, fs.make_mesh({"data": 2})).check()
+    check_elementwise(MOMENTUM)
+    wrong = optim.Optimizer(
+        lambda p: (), lambda g, s, p: (tree_map(lambda g: g / (1 + g.norm()), g), s), elementwise=True
+    )
+    with pytest.raises(AssertionError, match="has elementwise=True"):
+        check_elementwise(wrong)
+
+
+def test_pair_with_own_step_writes_params():
+    def step(grads, state, params):
+        updates, state = momentum_update(grads, state, params)
+        return tree_map(lambda p, u: p + u, params, updates), state
+
+    params, steps = example()
+    params, steps = {"a": params["a"]}, [{"a": grads["a"]} for grads in steps]
+    layout = fs.Layout(fs.make_mesh({"data": 2}), P.flat("data"))
+    opt = optim.chain(MOMENTUM._replace(step=step))
+    placed = fs.device_put(params, layout)
+    state = opt.init(placed)
+    for grads in steps:
+        placed, state = opt.step(fs.device_put(grads, layout), state, placed)
+    assert same(flatten(fs.unshard(placed))[0], alone(MOMENTUM, params, steps))
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def listed(params):
+    return [torch.zeros_like(x) for x in params.values()]
+
+
+def stacked(params):
+    return torch.zeros(3)
+
+
+def numbers(params):
+    return dict.fromkeys(params, 0)
+
+
+def unchanged(grads, state, params):
+    return grads, state
+
+
+def another_tree(grads, state, params):
+    return [*grads.values()], state
+
+
+def another_state(grads, state, params):
+    return grads, {"m": state}
+
+
+def larger(grads, state, params):
+    return grads, {name: torch.cat([x, x]) for name, x in state.items()}
+
+
+MISTAKES = {
+    "a state of a list": (listed, unchanged, "init must make the same state on all devices"),
+    "a state of a vector": (stacked, unchanged, "must be numbers, but for subtrees"),
+    "python's numbers": (numbers, unchanged, "must hold tensors or None; got a int"),
+    "updates in a list": (momentum_init, another_tree, "updates must be a tree like the parameters"),
+    "another state": (momentum_init, another_state, "state must be a tree like the parameters"),
+    "another shape": (momentum_init, larger, "state of a parameter must keep its shape"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_in_pair_raises(name):
+    init, update, message = MISTAKES[name]
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params({"a": torch.ones(4, 2), "b": torch.ones(3), "c": torch.ones(1)}, P(), mesh=mesh)
+    opt = fs.partition_optimizer(optim.Optimizer(init, update), mesh=mesh, axis="data", stage=1)
+    grads = {name: fs.device_put(fs.unshard(x), opt.gradients(x.layout)) for name, x in params.items()}
+    with pytest.raises(optim.OptimizerError, match=message):
+        opt.update(grads, opt.init(params), params)
+
+
+def test_pair_with_unsuitable_layouts_raises():
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params({"w": torch.ones(4, 2)}, P("data"), mesh=mesh)
+    with pytest.raises(fs.errors.LayoutError, match="without elementwise=True needs full matrices"):
+        optim.chain(ROWS).init(params)
+    with pytest.raises(optim.OptimizerError, match="state of an elementwise optimizer must have the shape"):
+        optim.chain(ROWS._replace(elementwise=True)).init(params)

@@ -1,0 +1,154 @@
+"""Optimizers on shards equal optimizers on full tensors."""
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P, optim
+from tests.optim.optimizers import ALL, ELEMENTWISE, WHOLE, by_step, by_update, flat_tree, laid, leaves_of, same, tensor
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_flat_shards_equal_full_tensors(name, devices):
+    opt = ELEMENTWISE[name]
+    assert opt.elementwise
+    layout = fs.Layout(fs.make_mesh({"data": devices}), P.flat("data"))
+    params, steps = flat_tree(), [flat_tree(seed) for seed in (10, 20, 30, 40)]
+    steps[1]["a"] = None
+    sharded_steps = [laid(grads, layout) for grads in steps]
+    for run in (by_step, by_update):
+        serial = run(opt, params, steps)
+        sharded = run(opt, laid(params, layout), sharded_steps)
+        assert same(fs.unshard(sharded), serial)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_sharded_and_replicated_dims_equal_full_tensors(name):
+    opt = ELEMENTWISE[name]
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    specs = {"a": P("data", "model"), "b": P(), "c": P(None, ("model", "data"))}
+    shapes = {"a": (4, 6), "b": (3,), "c": (5, 8)}
+    trees_ = [
+        {n: tensor(shape, torch.float32, 10 * t + i) for i, (n, shape) in enumerate(shapes.items())} for t in range(4)
+    ]
+    layouts = {n: fs.Layout(mesh, spec) for n, spec in specs.items()}
+    params, *steps = trees_
+    for run in (by_step, by_update):
+        sharded = run(opt, fs.device_put(params, layouts), [fs.device_put(grads, layouts) for grads in steps])
+        assert same(fs.unshard(sharded), run(opt, params, steps))
+
+
+def test_tied_flat_shards_step_once():
+    mesh = fs.make_mesh({"data": 2})
+    w = fs.device_put(torch.ones(5), fs.Layout(mesh, P.flat("data")))
+    g = fs.Sharded((5,), fs.Layout(mesh, P.flat("data", shape=(5,))), w.shards)
+    opt = optim.sgd(0.5, momentum=0.5)
+    g = fs.Sharded(g.shape, g.layout, tuple(shard.clone() for shard in g.shards))
+    (one, other), _ = opt.step([g, g], opt.init([w, w]), [w, w])
+    assert fs.unshard(one).tolist() == [0.5] * 5 and one is other
+
+
+def test_clip_by_global_norm_on_shards_equals_full_tensors():
+    opt = WHOLE["clip_by_global_norm"]
+    assert opt.elementwise
+    layout = fs.Layout(fs.make_mesh({"data": 4}), P.flat("data"))
+    params, steps = flat_tree(), [flat_tree(10), flat_tree(20)]
+    with fs.ledger() as comm:
+        sharded = by_step(opt, laid(params, layout), [laid(grads, layout) for grads in steps])
+    assert comm.calls() == 2
+    for a, b in zip(leaves_of(fs.unshard(sharded)), leaves_of(by_step(opt, params, steps)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_replicated_shards_sharing_memory_step_once():
+    mesh = fs.make_mesh({"data": 3})
+    x, g = torch.ones(2), torch.ones(2)
+    shared, grads = (fs.Sharded((2,), fs.Layout(mesh), (t, t, t)) for t in (x, g))
+    opt = optim.sgd(0.5)
+    after, _ = opt.step([grads], opt.init([shared]), [shared])
+    assert [shard.tolist() for shard in after[0].shards] == [[0.5, 0.5]] * 3
+
+
+@pytest.mark.parametrize("name", ["adafactor", "shampoo", "lamb", "muon"])
+def test_matrix_optimizers_accept_replicated_leaves(name):
+    opt = WHOLE[name]
+    layout = fs.Layout(fs.make_mesh({"data": 2}))
+    params, steps = flat_tree(), [flat_tree(10), flat_tree(20)]
+    sharded = by_step(opt, laid(params, layout), [laid(grads, layout) for grads in steps])
+    assert same(fs.unshard(sharded), by_step(opt, params, steps))
+
+
+@pytest.mark.parametrize("name", ["adafactor", "shampoo", "from_torch(Adafactor)"])
+def test_matrix_optimizers_on_shards_raise(name):
+    opt = optim.from_torch(torch.optim.Adafactor) if "torch" in name else WHOLE[name]
+    layout = fs.Layout(fs.make_mesh({"data": 2}), P.flat("data"))
+    with pytest.raises(fs.errors.LayoutError) as error:
+        opt.init(laid(flat_tree(), layout))
+    assert str(error.value) == (
+        f"{name} needs full matrices, but these parameters are sharded:\n"
+        '  params["a"] is Sharded f32[7, 5]{flat:data} on Mesh(data=2; virtual, cpu)\n'
+        '  params["b"] is Sharded f32[]{flat:data} on Mesh(data=2; virtual, cpu)\n'
+        '  params["c"] is Sharded f32[0, 3]{flat:data} on Mesh(data=2; virtual, cpu)\n'
+        '  params["d"] is Sharded f32[9]{flat:data} on Mesh(data=2; virtual, cpu)\n'
+        "Give each matrix to one device: fs.partition_optimizer(opt, mesh=..., axis=..., stage=...)."
+    )
+
+
+@pytest.mark.parametrize("name", ["adafactor", "shampoo", "muon"])
+def test_matrix_optimizers_on_flat_layout_raise(name):
+    layout = fs.Layout(fs.make_mesh({"data": 1}), P.flat("data"))
+    with pytest.raises(fs.errors.LayoutError, match=rf"{name} needs full matrices(?s:.)*params\[\"a\"\] is Sharded"):
+        WHOLE[name].init(laid({"a": torch.ones(3, 2)}, layout))
+
+
+def test_muon_with_vectors_raises():
+    with pytest.raises(optim.OptimizerError, match=r'params\["b"\]: it has 1 dims, not 2'):
+        optim.muon().init({"a": torch.ones(2, 2), "b": torch.ones(2)})
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_lamb_norms_take_one_collective(devices):
+    opt = optim.lamb(0.1, weight_decay=0.1)
+    layout = fs.Layout(fs.make_mesh({"data": devices}), P.flat("data"))
+    params, grads = flat_tree(), flat_tree(10)
+    sharded, shards = laid(params, layout), laid(grads, layout)
+    state = opt.init(sharded)
+    with fs.ledger() as comm:
+        updates, _ = opt.update(shards, state, sharded)
+    assert comm.calls() == (devices > 1)
+    expected, _ = opt.update(grads, opt.init(params), params)
+    for a, b in zip(leaves_of(fs.unshard(updates)), leaves_of(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+def train(name):
+    """Three steps on shards, as any process would make them; the whole parameters and state, and the collectives."""
+    mesh = fs.make_mesh({"data": 2})
+    layouts = {
+        "a": fs.Layout(mesh, P.flat("data")),
+        "b": fs.Layout(mesh),
+        "c": fs.Layout(mesh),
+        "d": fs.Layout(mesh, P()),
+    }
+    params, *steps = (fs.device_put(flat_tree(seed), layouts) for seed in (0, 10, 20, 30))
+    with fs.ledger() as comm:
+        result = by_step(ALL[name], params, steps)
+    return fs.unshard(result), comm.by_collective()
+
+
+@pytest.mark.parametrize("name", ["adamw", "nested", "from_torch", "clip_by_global_norm", "lamb", "skip_if_not_finite"])
+def test_processes_equal_virtual_devices(name, two):
+    (expected, sent), (own, others_sent) = train(name), two.run(train, name)[0]
+    assert same(own, expected)
+    assert others_sent == sent
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("adafactor", "shampoo", "muon")])
+def test_step_on_abstract_mesh_keeps_layouts(name):
+    mesh = fs.make_mesh({"data": 4}, runtime="abstract")
+    params = fs.device_put(flat_tree(), fs.Layout(mesh, P.flat("data")))
+    state = ALL[name].init(params)
+    for _ in range(2):
+        params, state = optim.step_of(ALL[name])(params, state, params)
+    assert all(x.spec == P.flat("data") for x in params.values())

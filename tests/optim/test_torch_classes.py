@@ -1,0 +1,420 @@
+"""Classes of torch.optim, as pure optimizers and boosted; and optimizers of one's own class, which step on local shards."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fshard as fs
+from fshard import P, optim
+from fshard.optim.torch_classes import CLASSES
+from fshard.testing import check_elementwise
+from tests.optim.optimizers import (
+    FOREIGN,
+    by_step,
+    by_torch,
+    by_update,
+    example,
+    leaves_of,
+    same,
+    suited,
+    tensor,
+    trees,
+)
+
+# -- as pure optimizers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", FOREIGN, ids=lambda cls: cls.__name__)
+@given(st.data())
+@settings(max_examples=10)
+def test_from_torch_equals_torch_optim(cls, data):
+    params, steps = data.draw(trees((torch.float32, torch.float64)))
+    expected = by_torch(cls, params, steps, **FOREIGN[cls])
+    assert same(leaves_of(by_step(optim.from_torch(cls, **FOREIGN[cls]), params, steps)[0]), expected)
+
+
+ALL_OF_TORCH = [
+    cls
+    for cls in vars(torch.optim).values()
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+]
+
+
+@pytest.mark.parametrize("cls", ALL_OF_TORCH, ids=lambda cls: cls.__name__)
+def test_every_torch_class_is_listed_or_refused(cls):
+    if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        with pytest.raises(optim.OptimizerError, match=f"torch.optim.{cls.__name__} cannot step on shards"):
+            optim.from_torch(cls)
+    elif optim.from_torch(cls).elementwise:
+        check_elementwise(optim.from_torch(cls))
+    else:
+        with pytest.raises(
+            (AssertionError, optim.OptimizerError, fs.errors.LayoutError), match="flat|full matrices|2D"
+        ):
+            check_elementwise(optim.from_torch(cls)._replace(elementwise=True), {"w": torch.ones(6, 5)})
+
+
+MODES = ({"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": True}, {"maximize": True})
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_from_torch_accepts_every_torch_mode(cls, mode):
+    params, steps = suited(optim.muon, *example())
+    try:
+        expected = by_torch(cls, params, steps, **mode)
+    except Exception as refused:  # of whatever kind: torch has several
+        with pytest.raises((optim.OptimizerError, type(refused))):
+            by_step(optim.from_torch(cls, **mode), params, steps)
+        return
+    assert same(leaves_of(by_step(optim.from_torch(cls, **mode), params, steps)[0]), expected)
+
+
+@pytest.mark.parametrize("shape", [(33, 17), (1,), (4099,)])
+def test_fused_class_is_fused_in_step_only(shape):
+    grads = [[torch.randn(shape, generator=torch.Generator().manual_seed(seed))] for seed in range(4)]
+    params = [torch.ones(shape)]
+    fused, plain = (optim.from_torch(torch.optim.Adam, lr=0.1, fused=fused) for fused in (True, False))
+    assert same(by_update(fused, params, grads), by_update(plain, params, grads))
+    assert same(by_step(fused, params, grads)[0], by_torch(torch.optim.Adam, params, grads, lr=0.1, fused=True))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.NAdam], ids=["fused", "with numbers"])
+def test_from_torch_is_reproducible_on_any_mesh(cls):
+    def trained(n):
+        mesh = fs.make_mesh({"data": n})
+        params = fs.shard_params({"w": torch.linspace(-1, 1, 33 * 7).reshape(33, 7)}, fs.fsdp("data"), mesh=mesh)
+        opt = optim.ema(optim.from_torch(cls, lr=0.1, **({"fused": True} if cls is torch.optim.Adam else {})), 0.5)
+        opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3)
+        how = {"mesh": mesh, "batch": P("data"), "reproducible": True, "slices": 8}
+        step = fs.train_step(lambda p, x: (x @ p["w"]).sin().sum(1).mean(), opt, **how)
+        state = opt.init(params)
+        for seed in range(4):
+            params, state, _ = step(params, state, tensor((8, 33), torch.float32, seed))
+        return fs.unshard(params["w"])
+
+    assert all(torch.equal(trained(n), trained(1)) for n in (2, 4, 8))
+
+
+# -- boosted: torch's classes and one's own do on any mesh what they do on one device ---------------------------------
+
+PLUGINS = {
+    "ddp": fs.DDPPlugin,
+    "zero 1": lambda **options: fs.ZeroPlugin(stage=1, **options),
+    "zero 2": lambda **options: fs.ZeroPlugin(stage=2, **options),
+    "fsdp": fs.FSDPPlugin,
+}
+
+
+class Net(nn.Module):
+    """Matrices, vectors, a number, a layer that is not always used, and one that is in no group at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+        self.scale, self.late = nn.Parameter(torch.tensor(1.5)), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x, deep=True):
+        y = self.first(x).tanh()
+        return self.scale * self.late(self.third(self.second(y).tanh() if deep else y))
+
+
+def net():
+    torch.manual_seed(1)
+    return Net().double()
+
+
+def x_of(step):
+    return tensor((8, 3), torch.float64, step)
+
+
+def groups_of(model, matrices_alone=False):
+    own = [p for p in model.parameters() if p is not model.late.weight]
+    matrices = {"params": [p for p in own if p.ndim == 2]}
+    return [matrices] if matrices_alone else [matrices, {"params": [p for p in own if p.ndim < 2], "lr": 0.03}]
+
+
+def halved(opt):
+    return torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)
+
+
+def rounds(model, opt, backward, schedule, part=lambda x: x, module=None):
+    """Five steps: a scheduler writes rates, a loop weight decay, and a group is added after the second."""
+    for step in range(5):
+        backward(model(part(x_of(step)), deep=step not in (0, 3)).square().mean())
+        opt.step(), model.zero_grad(), schedule.step()
+        opt.param_groups[0]["weight_decay"] = 0.1 * step
+        if step == 1:
+            opt.add_param_group({"params": [(module or model).late.weight], "lr": 0.07})
+            schedule = halved(opt)
+
+
+def by_torchs_loop(make):
+    model = net()
+    opt = make(model)
+    rounds(model, opt, torch.Tensor.backward, halved(opt))
+    return model.state_dict()
+
+
+def boosted(make, plugin, n=2, **options):
+    def main():
+        model = net()
+        opt = make(model)
+        schedule = halved(opt)
+        booster = fs.Booster(PLUGINS[plugin](**options))
+        model, opt, *_ = booster.boost(model, opt, lr_scheduler=schedule)
+
+        def part(x):
+            return x.chunk(n)[fs.axis_index("data")]
+
+        rounds(model, opt, lambda loss: booster.backward(loss, opt), schedule, part, model.module)
+        return model.unwrap().state_dict()
+
+    return fs.run(main, mesh=fs.make_mesh({"data": n}))
+
+
+def close(states, expected):
+    for state in states:
+        torch.testing.assert_close(dict(state), dict(expected), rtol=0, atol=1e-12)
+
+
+class Lion(torch.optim.Optimizer):
+    """Elementwise, and says so."""
+
+    elementwise = True
+
+    def __init__(self, params, lr=0.02, betas=(0.9, 0.99), weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            (first, second), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(torch.sign(m * first + p.grad * (1 - first)), alpha=-lr)
+                m.mul_(second).add_(p.grad, alpha=1 - second)
+
+
+class Factored(torch.optim.Optimizer):
+    """Second moments of rows and columns, in float32; a vector has its own; writes `param.data`."""
+
+    def __init__(self, params, lr=0.05, decay=0.9):
+        super().__init__(params, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, square, decay = self.state[p], p.grad.float().square() + 1e-8, group["decay"]
+                if not state:
+                    state["count"], state["unused"] = 0, None
+                    for name, shape in {"row": p.shape[:1], "column": p.shape[1:]}.items() if p.ndim == 2 else ():
+                        state[name] = torch.zeros(shape)
+                    if p.ndim != 2:
+                        state["whole"] = torch.zeros(p.shape)
+                state["count"] += 1
+                if p.ndim == 2:
+                    state["row"].lerp_(square.mean(1), 1 - decay)
+                    state["column"] = decay * state["column"] + (1 - decay) * square.mean(0)
+                    moment = state["row"][:, None] * state["column"] / state["row"].mean()
+                else:
+                    moment = state["whole"].lerp_(square, 1 - decay)
+                p.data = p.data - group["lr"] * p.grad / (moment / (1 - decay ** state["count"])).sqrt().to(p.dtype)
+
+
+class Lars(torch.optim.Optimizer):
+    """A trust ratio for each parameter, and an attribute that counts."""
+
+    def __init__(self, params, lr=0.5, momentum=0.9):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    trust = 0.1 * p.norm() / (p.grad.norm() + 1e-3) / self.steps
+                    m = self.state[p].setdefault("m", torch.zeros_like(p))
+                    m.mul_(group["momentum"]).add_(p.grad * trust)
+                    p.sub_(m, alpha=group["lr"])
+
+
+class MyAdamW(torch.optim.AdamW):
+    """A class of torch's under another name: owners."""
+
+
+class MyAdagrad(torch.optim.Adagrad):
+    """Its constructor makes the state, of which each device keeps its shard."""
+
+    elementwise = True
+
+
+def all_groups(cls, **options):
+    return lambda model: cls(groups_of(model), **options)
+
+
+TORCHS = {cls.__name__: all_groups(cls, lr=0.05) for cls in CLASSES if cls is not torch.optim.Muon}
+TORCHS |= {
+    "Muon": lambda model: torch.optim.Muon(groups_of(model, matrices_alone=True), lr=0.05),
+    "AdamW, foreach": all_groups(torch.optim.AdamW, lr=0.05, foreach=True, amsgrad=True),
+    "Adam, fused": all_groups(torch.optim.Adam, lr=0.05, fused=True, decoupled_weight_decay=True),
+    "SGD, nesterov": all_groups(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "one group": lambda model: torch.optim.RMSprop(groups_of(model, matrices_alone=True), lr=0.05, centered=True),
+}
+OWN = {
+    "Lion": all_groups(Lion),
+    "Factored": all_groups(Factored),
+    "Lars": all_groups(Lars),
+    "MyAdamW": all_groups(MyAdamW, lr=0.02, betas=(0.8, 0.9)),
+    "MyAdagrad": all_groups(MyAdagrad, lr=0.1, initial_accumulator_value=0.5),
+}
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("name", TORCHS)
+def test_boosted_torch_class_equals_torch_loop(name, plugin):
+    close(boosted(TORCHS[name], plugin), by_torchs_loop(TORCHS[name]))
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("name", OWN)
+def test_boosted_custom_class_equals_torch_loop(name, plugin, n):
+    close(boosted(OWN[name], plugin, n), by_torchs_loop(OWN[name]))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize("name", [*OWN, "Adadelta"])
+def test_boosted_class_in_stages_equals_torch_loop(name, zero_stage):
+    make = {"Lion": Lion, "Factored": Factored, "Lars": Lars, "MyAdamW": MyAdamW, "MyAdagrad": MyAdagrad}
+
+    def start():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+        return model, make.get(name, torch.optim.Adadelta)(model.parameters(), lr=0.05)
+
+    model, opt = start()
+    for step in range(4):
+        model(x_of(step)).square().mean().backward()
+        opt.step(), opt.zero_grad()
+
+    def main():
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2, zero_stage=zero_stage))
+        model, opt, *_ = booster.boost(*start())
+        for step in range(4):
+            booster.execute_pipeline(iter([x_of(step)]), model, lambda y, x: y.square().mean(), opt)
+            opt.step(), opt.zero_grad()
+        return model.unwrap().state_dict()
+
+    close(fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2})), model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["Lion", "Factored"])
+def test_custom_class_is_reproducible_on_any_mesh(name):
+    expected = boosted(OWN[name], "ddp", 1, reproducible=True, slices=4)[0]
+    for plugin, n in [("ddp", 2), ("zero 1", 4), ("zero 2", 2), ("fsdp", 4)]:
+        states = boosted(OWN[name], plugin, n, reproducible=True, slices=4)
+        assert all(same(dict(state), dict(expected)) for state in states)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["Lars", "Factored"])
+def test_custom_class_with_16_bits_trains_masters(name, precision):
+    for plugin in ("zero 2", "fsdp"):
+        for state in boosted(OWN[name], plugin, precision=precision):
+            for key, x in by_torchs_loop(OWN[name]).items():
+                torch.testing.assert_close(state[key], x, rtol=0.1, atol=0.1)
+
+
+def train_in_processes(name):
+    def main():
+        return boosted_here(OWN[name])
+
+    return main()
+
+
+def boosted_here(make):
+    model = net()
+    opt = make(model)
+    booster = fs.Booster(fs.ZeroPlugin(stage=1))
+    schedule = halved(opt)
+    model, opt, *_ = booster.boost(model, opt, lr_scheduler=schedule)
+
+    def part(x):
+        return x.chunk(2)[torch.distributed.get_rank()]
+
+    rounds(model, opt, lambda loss: booster.backward(loss, opt), schedule, part, model.module)
+    return dict(model.unwrap().state_dict())
+
+
+@pytest.mark.parametrize("name", ["Lion", "Lars"])
+def test_custom_class_in_processes_equals_torch_loop(two, name):
+    close(two.run(train_in_processes, name), by_torchs_loop(OWN[name]))
+
+
+def test_custom_instance_keeps_state_of_local_shards():
+    """The owner of a parameter has its state; hooks and keys of the instance are those of torch."""
+
+    def main():
+        model, called = net(), []
+        given = Lars(groups_of(model))
+        given.register_step_post_hook(lambda *_: called.append(1))
+        booster = fs.Booster(fs.ZeroPlugin(stage=1))
+        model, opt, *_ = booster.boost(model, given)
+        keys = []
+        for step in range(3):
+            booster.backward(model(x_of(step)).square().mean(), opt)
+            opt.step(), opt.zero_grad()
+            keys.append([*map(id, given.state)])
+        assert keys[0] == keys[1] == keys[2] and len(called) == given.steps == 3
+        return sorted(tuple(state["m"].shape) for state in given.state.values())
+
+    shapes = fs.run(main, mesh=fs.make_mesh({"data": 2}))
+    assert all(shapes)
+    assert sorted(shapes[0] + shapes[1]) == sorted(
+        tuple(p.shape) for group in groups_of(net()) for p in group["params"]
+    )
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_custom_class_outside_run_raises():
+    model = net()
+    booster = fs.Booster(fs.ZeroPlugin(stage=1, mesh=fs.make_mesh({"data": 2})))
+    with pytest.raises(
+        fs.errors.OptimizerError, match=r"Lars, an optimizer of your own class, must step on one device; got"
+    ):
+        booster.init(model, Lars(groups_of(model)), lambda y, _: y.square().mean())
+
+
+def test_step_hooks_of_torch_class_raise():
+    def main():
+        model = net()
+        opt = torch.optim.SGD(groups_of(model), lr=0.1)
+        opt.register_step_pre_hook(lambda *_: None)
+        fs.Booster().boost(model, opt)
+
+    with pytest.raises(fs.errors.OptimizerError, match="SGD: hooks of its steps are not called"):
+        fs.run(main, mesh=fs.make_mesh({"data": 1}))
+
+
+def test_instance_boosted_twice_raises():
+    def twice():
+        model = net()
+        opt = Lars(groups_of(model))
+        for one in (model, net()):
+            fs.Booster().boost(one, opt)
+
+    with pytest.raises(fs.errors.FshardError, match="tensors that are no parameters of the model"):
+        fs.run(twice, mesh=fs.make_mesh({"data": 1}))
