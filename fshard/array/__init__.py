@@ -4,19 +4,18 @@
 mesh; `zeros`, `ones`, `full`, `rand` and `randn` make arrays.
 """
 
+from fshard.array import along as _along
 from fshard.array import autograd as _autograd
-from fshard.array import contractions as _contractions
+from fshard.array import elementwise as _elementwise
 from fshard.array import functional as _functional
-from fshard.array import indexing as _indexing
-from fshard.array import pointwise as _pointwise
-from fshard.array import reductions as _reductions
+from fshard.array import products as _products
 from fshard.array import views as _views
 from fshard.array.create import full, ones, rand, randn, zeros
 from fshard.array.dispatch import constrain, explicit, operate
 from fshard.array.modules import register_trees, shard_module
 from fshard.mesh.layout.sharded import Sharded
 
-_ROWS = (_autograd, _contractions, _functional, _indexing, _pointwise, _reductions, _views)  # each adds its rows
+_ROWS = (_along, _autograd, _elementwise, _functional, _products, _views)  # each adds its rows
 Sharded.operations = staticmethod(operate)
 register_trees()
 

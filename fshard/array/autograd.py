@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fshard.array.communicate import cotangents, own_gradient, state
 from fshard.array.dispatch import DIRECT, name_of
-from fshard.array.rules import words
 from fshard.errors import LayoutError
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import unshard
@@ -114,10 +113,10 @@ def _from_meta(name: str) -> None:
     DIRECT[name if callable(attribute) else f".{name}"] = on_meta
 
 
-for _name in words(
+for _name in (
     "size dim numel nelement ndimension element_size is_floating_point is_complex is_signed itemsize nbytes "
     "stride is_contiguous is_sparse is_nested is_quantized layout is_conj is_neg"
-):
+).split():
     _from_meta(_name)
 
 
@@ -129,7 +128,7 @@ def _from_shard(name: str) -> None:
         DIRECT[f".{name}"] = lambda x: getattr(x.shards[0], name)
 
 
-for _name in words("requires_grad is_leaf grad_fn device is_cuda is_cpu is_meta is_inference retains_grad get_device"):
+for _name in "requires_grad is_leaf grad_fn device is_cuda is_cpu is_meta is_inference retains_grad get_device".split():
     _from_shard(_name)
 
 
@@ -148,7 +147,7 @@ def _value(x: Sharded) -> Tensor:
         return unshard(x).detach()
 
 
-for _name in words("item tolist __bool__ __float__ __int__ __index__ __complex__ __contains__"):
+for _name in "item tolist __bool__ __float__ __int__ __index__ __complex__ __contains__".split():
     _method: Any = getattr(Tensor, _name)
     DIRECT[name_of(_method)] = lambda x, *args, _method=_method: _method(_value(x), *args)
 

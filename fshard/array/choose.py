@@ -55,7 +55,6 @@ class Operation:
     results: Sequence[OutputArray]
     linear: Sequence[frozenset[int]]
     summed: frozenset[str]
-    lengths: Sequence[tuple[str, int]]
 
     def is_shardable(self, label: str | None) -> bool:
         return label is not None and (label in self.summed or all(label in result.labels for result in self.results))
@@ -124,7 +123,7 @@ def _evaluate(op: Operation, mesh: Mesh, ways: dict[str, Way]) -> tuple[tuple[Fr
     parts = {label: prod(mesh.shape[axis] for axis in axes) for label, axes in labels.items()}
     shapes = [*((operand.labels, operand.shape) for operand in op.operands)]
     shapes += [(result.labels, result.shape) for result in op.results]
-    lengths = [pair for own, shape in shapes for pair in zip(own, shape, strict=True)] + [*op.lengths]
+    lengths = [pair for own, shape in shapes for pair in zip(own, shape, strict=True)]
     if any(length % parts.get(label or "", 1) for label, length in lengths):
         return None
     summed = tuple(axis for label, axes in labels.items() if label in op.summed for axis in axes)
@@ -148,6 +147,22 @@ def _evaluate(op: Operation, mesh: Mesh, ways: dict[str, Way]) -> tuple[tuple[Fr
         layouts.append(Layout(mesh, _spec(result.labels, labels, [*linear, *lost])))
         memory += result.itemsize * _local_size(result.shape, layouts[-1].spec, mesh)
     return (sent, memory), LayoutChoice(tuple(transfers), tuple(layouts), labels, summed, sent)
+
+
+def flat_choice(op: Operation, mesh: Mesh) -> LayoutChoice | None:
+    """Keep a flat layout, where an operation is elementwise or sums up all elements."""
+    found = {(one.shape, one.layout.spec, one.labels) for one in op.operands if one.shape or one.layout.spec.axes}
+    if len(found) != 1:
+        return None
+    ((shape, spec, labels),) = found
+    if not shape or None in labels or not spec.is_flat or spec.at or spec.unreduced:
+        return None
+    layouts = [Layout(mesh, spec.shapeless if y.labels == labels else P(unreduced=spec.split_axes)) for y in op.results]
+    if any(y.labels != labels and (y.shape or not op.summed >= {*labels}) for y in op.results):
+        return None
+    vary = [() if one.layout.spec == spec else spec.split_axes for one in op.operands]
+    transfers = [LayoutChange(one.layout, (), axes, Fraction(0)) for one, axes in zip(op.operands, vary, strict=True)]
+    return LayoutChoice(tuple(transfers), tuple(layouts), {}, (), Fraction(0))
 
 
 def _spec(own: Labels, labels: dict[str, tuple[str, ...]], unreduced: Sequence[str]) -> P:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from fshard.mesh.collectives.moves import AllGather, Extreme, Move, Pvary, Same,
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import reshard
-from fshard.mesh.reshard.execute import move_of, plan_reshard
+from fshard.mesh.reshard.execute import MOVES, plan_reshard
 from fshard.mesh.spmd.run import is_outside, run_on_devices
 from fshard.mesh.spmd.scope import require
 from fshard.source import Site, call_site
@@ -127,7 +127,7 @@ def plan_transfer(shape: tuple[int, ...], before: Layout, spec: P, vary: tuple[s
         return LayoutChange(layout, None, vary, sent)
     moves: list[tuple[Move, tuple[str, ...]]] = []
     for step in steps:
-        move = cast("Move", move_of(step))
+        move = MOVES[step.kind](step.dim, step.other)
         if isinstance(move, AllGather) and {*step.axes} <= {*vary}:  # its gradient is scattered while it is summed
             move, vary = AllGather(move.dim), tuple(axis for axis in vary if axis not in step.axes)
         moves.append((move, step.axes))

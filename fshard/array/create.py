@@ -6,6 +6,7 @@ A random array is drawn in full on every device, from a generator that all of th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 
 def _made(shape: Sequence[int], layout: Layout, make: Callable[[tuple[int, ...]], Tensor]) -> Sharded:
     """Make every shard by its shape."""
+    if layout.spec.unreduced:
+        raise LayoutError(f"layout must not be unreduced for a given value; got {layout.spec}.")
     layout = layout.on(resolve_mesh(layout.mesh))
     layout.check(shape, "the array")
     shapes = [layout.local_shape(shape, device) for device in local_devices(layout.mesh)]
@@ -39,14 +42,12 @@ def full(size: Sequence[int], value: complex, *, layout: Layout, dtype: torch.dt
     >>> fs.typeof(x), float(x.sum())
     (f32[4@data, 2], 12.0)
     """
-    _refuse_unreduced(layout)
     return _made(size, layout, lambda shape: torch.full(shape, value, dtype=dtype, device=layout.mesh.device_type))
 
 
 def zeros(*size: Any, layout: Layout, dtype: torch.dtype | None = None) -> Sharded:
     """Return an array of zeros."""
-    shape = _shape_of(size)
-    return _made(shape, layout, lambda own: torch.zeros(own, dtype=dtype, device=layout.mesh.device_type))
+    return full(_shape_of(size), 0, layout=layout, dtype=dtype or torch.get_default_dtype())
 
 
 def ones(*size: Any, layout: Layout, dtype: torch.dtype | None = None) -> Sharded:
@@ -54,25 +55,18 @@ def ones(*size: Any, layout: Layout, dtype: torch.dtype | None = None) -> Sharde
     return full(_shape_of(size), 1, layout=layout, dtype=dtype or torch.get_default_dtype())
 
 
-def _refuse_unreduced(layout: Layout) -> None:
-    if layout.spec.unreduced:
-        raise LayoutError(f"layout must not be unreduced for a given value; got {layout.spec}.")
-
-
 Draw = Callable[[tuple[int, ...], Any], Tensor]
 
 
 def _drawn(shape: Sequence[int], layout: Layout, draw: Draw, generator: torch.Generator | None) -> Sharded:
     """Draw an array in full, and keep the shards of the devices held here."""
-    _refuse_unreduced(layout)
-    layout = layout.on(resolve_mesh(layout.mesh))
-    mesh, shape = layout.mesh, tuple(shape)
-    layout.check(shape, "the array")
+    made = _made(shape, layout, lambda own: torch.empty(own, device="meta", dtype=draw((), torch.Generator()).dtype))
+    mesh, layout = made.mesh, made.layout
     if mesh.runtime == "abstract":
-        return _made(shape, layout, lambda own: torch.empty(own, device="meta", dtype=draw((), None).dtype))
+        return made
     _agree_on_state(layout, generator)
-    values = draw(shape, generator).to(mesh.device_type)
-    return Sharded(shape, layout, tuple(_cut(values, layout, device) for device in local_devices(mesh)))
+    values = draw(made.shape, generator).to(mesh.device_type)
+    return Sharded(made.shape, layout, tuple(_cut(values, layout, device) for device in local_devices(mesh)))
 
 
 def _cut(values: Tensor, layout: Layout, device: int) -> Tensor:
@@ -98,7 +92,7 @@ def _agree_on_state(layout: Layout, generator: torch.Generator | None) -> None:
         found = run_on_devices(mesh, lambda device: all_gather(own, mesh.axis_names))[0]
     if (found != own).any():
         raise MismatchError(
-            "Processes would draw different random numbers: their generators differ. CachedCall torch.manual_seed(0) on every "
+            "Processes would draw different random numbers: their generators differ. Call torch.manual_seed(0) on every "
             "process, or give a generator with one seed."
         )
 
@@ -135,50 +129,20 @@ def bernoulli_like(x: Sharded, shape: Sequence[int], p: float) -> Sharded:
 # Arrays like others.
 
 
-def _layout_like(x: Sharded) -> Layout:
-    return Layout(x.mesh, x.spec._replace(unreduced=()))  # pyright: ignore[reportPrivateUsage]
+def _like(make: Callable[..., Any], x: Any, *values: Any, dtype: Any = None, generator: Any = None, **kwargs: Any) -> Any:
+    layout = Layout(x.mesh, x.spec._replace(unreduced=()))  # pyright: ignore[reportPrivateUsage]
+    more = {} if generator is None else {"generator": generator}
+    return make(x.shape, *values, layout=layout, dtype=dtype or x.dtype, **more)
 
 
-@compose("zeros_like empty_like")
-def _zeros_like(x: Any, *, dtype: Any = None, **kwargs: Any) -> Any:
-    return zeros(x.shape, layout=_layout_like(x), dtype=dtype or x.dtype)
-
-
-@compose("ones_like")
-def _ones_like(x: Any, *, dtype: Any = None, **kwargs: Any) -> Any:
-    return full(x.shape, 1, layout=_layout_like(x), dtype=dtype or x.dtype)
-
-
-@compose("full_like")
-def _full_like(x: Any, fill_value: Any, *, dtype: Any = None, **kwargs: Any) -> Any:
-    return full(x.shape, fill_value, layout=_layout_like(x), dtype=dtype or x.dtype)
-
-
-@compose("zero")
-def _zero(x: Any) -> Any:
-    return _zeros_like(x)
-
-
-@compose("copy")
-def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
-    return source.expand(x.shape).to(x.dtype)
-
-
-@compose("type_as")
-def _type_as(x: Any, other: Any) -> Any:
-    return x.to(other.dtype)
-
-
-@compose("randn_like")
-def _randn_like(x: Any, *, dtype: Any = None, generator: Any = None, **kwargs: Any) -> Any:
-    return randn(x.shape, layout=_layout_like(x), dtype=dtype or x.dtype, generator=generator)
-
-
-@compose("rand_like")
-def _rand_like(x: Any, *, dtype: Any = None, generator: Any = None, **kwargs: Any) -> Any:
-    return rand(x.shape, layout=_layout_like(x), dtype=dtype or x.dtype, generator=generator)
+for _make in (zeros, ones, full, randn, rand):
+    compose(f"{_make.__name__}_like")(partial(_like, _make))
+compose("empty_like")(partial(_like, zeros))
+compose("zero")(lambda x: x.masked_fill(torch.tensor(True), 0))
+compose("copy")(lambda x, source, non_blocking=False: source.expand(x.shape).to(x.dtype))
+compose("type_as")(lambda x, other: x.to(other.dtype))
 
 
 @compose("new_zeros new_empty new_ones new_full")
-def _new(x: Any, size: Any, *values: Any, dtype: Any = None, **kwargs: Any) -> Any:
+def _new(x: Any, size: Any, *values: Any, **kwargs: Any) -> Any:
     raise LayoutError("new_zeros and its like have no layout. Use fs.array.zeros(..., layout=fs.Layout(mesh, P())).")

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
-from fshard.array.choose import InputArray, LayoutChoice, Operation, OutputArray, choose
+from fshard.array.choose import InputArray, LayoutChoice, Operation, OutputArray, choose, flat_choice
 from fshard.array.communicate import LayoutChange, plan_transfer, refuse_implicit, state, transfer
-from fshard.array.rules import TABLE, LocalProgram, Row, Rule, Where, all_letters, tensors_in
+from fshard.array.rules import TABLE, LocalProgram, Row, Rule, Where, arrays_in, map_arrays
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.arithmetic import ravel
 from fshard.mesh.layout.sharded import Sharded, typeof
-from fshard.mesh.reshard.device_put import on_all
+from fshard.mesh.reshard.device_put import spread
 from fshard.mesh.spmd.run import local_devices
 from fshard.uncompiled import uncompiled
 
@@ -119,33 +119,32 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = _calls.get(key) if key is not None else None
     if call is not None:
         return _run(call, arrays, args, kwargs)
-    return _first_run(name, func, key, args, kwargs)
+    return _first_run(name, func, args, kwargs)
 
 
-def _first_run(name: str, func: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     row = TABLE.get(name)
     if row is None and name.endswith("_") and name[:-1] in TABLE:
         pure = getattr(Tensor, name[:-1], None) or getattr(torch.nn.functional, name[:-1], None)
-        value = _first_run(name[:-1], None, None, args, kwargs) if pure is None else operate(pure, args, kwargs)
+        value = operate(pure, args, kwargs) if pure else _first_run(name[:-1], None, args, kwargs)
         return write(args[0], value, name)
     if kwargs.pop("inplace", False):
         return write(args[0], operate(func, args, kwargs), name)
     kwargs = {name: given for name, given in kwargs.items() if not (name == "out" and given is None)}
     if row is None or "out" in kwargs:
-        arrays = [x for x in _arrays(args, kwargs) if isinstance(x, Sharded)]
+        found = ", ".join(str(typeof(x)) for x in arrays_in(args, kwargs) if isinstance(x, Sharded))
         what = f"{resolve_name(func) or name}{'(out=)' if 'out' in kwargs else ''}"
         raise LayoutError(
-            f"{what} is no operation on arrays (got {', '.join(str(typeof(x)) for x in arrays)}). Use fs.shard_map for a "
-            "function of local tensors, or the full tensor: fs.unshard(x)."
+            f"{what} is no operation on arrays (got {found}). Use fs.shard_map for a function of local tensors, or the "
+            "full tensor: fs.unshard(x)."
         )
-    args, kwargs = _placed(name, args, kwargs)
+    args, kwargs = _on_mesh(name, args, kwargs)
     if row.compose is not None:
         made = row.compose(*args, **kwargs)
         if made is not NotImplemented:
             return made
-        if row.rule is None:
-            raise LayoutError(f"{name} cannot have these arguments as an operation on arrays. Use fs.unshard(x).")
-    assert row.rule is not None
+    if row.rule is None:
+        raise LayoutError(f"{name} cannot have these arguments as an operation on arrays. Use fs.unshard(x).")
     key, arrays = _described(name, args, kwargs)
     call = _plan(name, func, row, arrays, args, kwargs)
     if key is not None:
@@ -186,32 +185,11 @@ def _as_layout(x: Sharded, layout: Layout, name: str) -> Sharded:
 # Arguments.
 
 
-def _arrays(*args: Any) -> Iterator[Any]:
-    """Yield the arrays and tensors among arguments, in order."""
-    for one in args:
-        if isinstance(one, Sharded | Tensor):
-            yield one
-        elif isinstance(one, tuple | list):
-            yield from _arrays(*one)
-        elif isinstance(one, dict):
-            yield from _arrays(*one.values())
-        elif isinstance(one, slice):
-            yield from _arrays(one.start, one.stop, one.step)
-
-
 _ATOMS = {
-    int,
-    float,
-    bool,
-    str,
-    type(None),
-    complex,
-    type(...),
-    torch.dtype,
-    torch.device,
-    torch.memory_format,
-    torch.layout,
+    *(int, float, bool, str, complex, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.memory_format, torch.layout),
 }
+"""Types of arguments that are part of the key of a call."""
 
 
 def _described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Sharded]]:
@@ -251,13 +229,12 @@ def _describe(given: Any, key: list[Any], arrays: list[Sharded]) -> bool:
     return known
 
 
-def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _on_mesh(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replicate 0-d tensors; raise for other plain tensors, and for arrays of several meshes."""
-    arrays = list(_arrays(args, kwargs))
-    mesh = next(x.mesh for x in arrays if isinstance(x, Sharded))
-    others = [x for x in arrays if isinstance(x, Sharded) and x.mesh != mesh]
-    if others:
-        raise MeshError(f"{name}: arrays must be on one mesh; got {mesh} and {others[0].mesh}. Use fs.device_put.")
+    meshes = list(dict.fromkeys(x.mesh for x in arrays_in(args, kwargs) if isinstance(x, Sharded)))
+    mesh = meshes[0]
+    if len(meshes) > 1:
+        raise MeshError(f"{name}: arrays must be on one mesh; got {mesh} and {meshes[1]}. Use fs.device_put.")
 
     def place(x: Any) -> Any:
         if isinstance(x, Sharded):
@@ -268,24 +245,9 @@ def _placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
                 f"{name}: a plain tensor of shape {tuple(x.shape)} meets arrays on {mesh}. Put it on the mesh: "
                 "fs.device_put(x, fs.Layout(mesh, P()))."
             )
-        return Sharded(tuple(x.shape), Layout(mesh), on_all(x, Layout(mesh)))
+        return spread(x, Layout(mesh))
 
-    if all(isinstance(x, Sharded) and len(x.shards) == len(local_devices(mesh)) for x in arrays):
-        return args, kwargs
-    return _replaced(args, map(place, arrays)), _replaced(kwargs, map(place, _arrays(kwargs)))
-
-
-def _replaced(given: Any, arrays: Iterator[Any]) -> Any:
-    """Return arguments with their arrays replaced, in order."""
-    if isinstance(given, Sharded | Tensor):
-        return next(arrays)
-    if isinstance(given, dict):
-        return {name: _replaced(one, arrays) for name, one in given.items()}
-    if isinstance(given, slice):
-        return slice(*(_replaced(one, arrays) for one in (given.start, given.stop, given.step)))
-    if type(given) in (tuple, list):
-        return type(given)([_replaced(one, arrays) for one in given])
-    return given
+    return map_arrays(place, args), map_arrays(place, kwargs)
 
 
 # A call.
@@ -293,59 +255,47 @@ def _replaced(given: Any, arrays: Iterator[Any]) -> Any:
 
 def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwargs: dict[str, Any]) -> CachedCall:
     """Apply the rule to the global shapes and choose layouts."""
-    mesh = arrays[0].mesh
-    metas = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in arrays]
-    given_metas = iter(metas)
-    given, named = _replaced(args, given_metas), _replaced(kwargs, given_metas)
-    rule = cast("Callable[..., Rule]", row.rule)(*given, **named)
+    mesh, metas = arrays[0].mesh, list[Tensor]()
+
+    def as_meta(x: Sharded) -> Tensor:
+        metas.append(torch.empty(x.shape, dtype=x.dtype, device="meta"))
+        return metas[-1]
+
+    given, named = map_arrays(as_meta, args), map_arrays(as_meta, kwargs)
     with torch.no_grad():
         made = func(*given, **named)
-    results = tensors_in(made)
+    results = arrays_in(made if isinstance(made, Tensor) else [*made])
+    rule = cast("Callable[..., Rule]", row.rule)(results, *given, **named)
     outputs = [*rule.outputs] * (len(results) if len(rule.outputs) == 1 else 1) or [(None,) * y.ndim for y in results]
     labels = {id(x): own for x, own in rule.inputs}
-    added = {id(x) for x in rule.added}
     place = {id(x): number for number, x in enumerate(metas)}
-    operands = [
-        InputArray(x.shape, x.layout, labels.get(id(meta), (None,) * x.ndim), x.dtype.itemsize, id(meta) in added)
-        for x, meta in zip(arrays, metas, strict=True)
-    ]
     op = Operation(
-        operands,
+        [
+            InputArray(x.shape, x.layout, labels.get(id(y), (None,) * x.ndim), x.dtype.itemsize, any(y is z for z in rule.added))
+            for x, y in zip(arrays, metas, strict=True)
+        ],
         [OutputArray(tuple(y.shape), own, y.dtype.itemsize) for y, own in zip(results, outputs, strict=True)],
         [frozenset(place[id(x)] for x in group) for group in rule.linear],
         rule.summed,
-        tuple(rule.lengths.items()),
     )
-    choice = (_flat_choice(op, mesh) if rule.is_elementwise else None) or choose(op, mesh)
-    rebuild = None if isinstance(made, Tensor) else tuple if type(made) is tuple else type(made)
+    choice = (flat_choice(op, mesh) if rule.is_elementwise else None) or choose(op, mesh)
     shapes = tuple(tuple(y.shape) for y in results)
     where = [_where(choice, shapes, mesh, device) for device in local_devices(mesh)] if rule.local else []
     is_free = all(one.is_free for one in choice.transfers)
+    rebuild = None if isinstance(made, Tensor) else tuple if type(made) is tuple else type(made)
     return CachedCall(name, func, choice, shapes, rebuild, rule.local, tuple(where), is_free, row.is_view)
 
 
-def _flat_choice(op: Operation, mesh: Mesh) -> LayoutChoice | None:
-    """Keep a flat layout, where the operation is elementwise or sums up all elements."""
-    found = {(one.shape, one.layout.spec, one.labels) for one in op.operands if one.shape or one.layout.spec.axes}
-    if len(found) != 1:
-        return None
-    ((shape, spec, labels),) = found
-    elementwise = all_letters(shape)
-    if not shape or not spec.is_flat or spec.at or spec.unreduced or labels != elementwise:
-        return None
-    layouts: list[Layout] = []
-    for result in op.results:
-        if result.labels == elementwise:
-            layouts.append(Layout(mesh, spec.shapeless))
-        elif result.labels == () and op.summed >= {*elementwise}:
-            layouts.append(Layout(mesh, P(unreduced=spec.split_axes)))
-        else:
-            return None
-    transfers = [
-        LayoutChange(one.layout, (), () if one.layout.spec == spec else spec.split_axes, Fraction(0))
-        for one in op.operands
-    ]
-    return LayoutChoice(tuple(transfers), tuple(layouts), {}, (), Fraction(0))
+def _where(choice: LayoutChoice, shapes: Sequence[tuple[int, ...]], mesh: Mesh, device: int) -> Where:
+    """Return what the local program of a device needs to know."""
+    coordinates = mesh.coordinates(device)
+    starts = {
+        label: ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
+        for label, axes in choice.labels.items()
+    }
+    specs = [layout.spec._replace(unreduced=()) for layout in choice.layouts]  # pyright: ignore[reportPrivateUsage]
+    local = [Layout(mesh, spec).local_shape(shape, device) for spec, shape in zip(specs, shapes, strict=True)]
+    return Where(tuple(local), starts)
 
 
 def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -362,25 +312,13 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
         given = tuple([next(own) if type(x) is Sharded else _replaced(x, own) for x in args])
         named = {name: _replaced(x, own) for name, x in kwargs.items()} if kwargs else kwargs
         found.append(func(*given, **named) if local is None else local(call.where[number], func, given, named))
-    layouts, shapes = call.choice.layouts, call.shapes
-    if call.rebuild is None:
-        results = [Sharded(shapes[0], layouts[0], tuple(found))]
-    else:
-        columns = zip(*found, strict=True)
-        results = [Sharded(*one) for one in zip(shapes, layouts, columns, strict=True)]
+    columns = [found] if call.rebuild is None else zip(*found, strict=True)
+    results = [Sharded(*one) for one in zip(call.shapes, call.choice.layouts, map(tuple, columns), strict=True)]
     if call.is_view:
         for y in results:
             y.viewed = (arrays[0], arrays[0].version)
     return results[0] if call.rebuild is None else call.rebuild(results)
 
 
-def _where(choice: LayoutChoice, shapes: Sequence[tuple[int, ...]], mesh: Mesh, device: int) -> Where:
-    """Return what the local program of a device needs to know."""
-    coordinates = mesh.coordinates(device)
-    starts = {
-        label: ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
-        for label, axes in choice.labels.items()
-    }
-    specs = [layout.spec._replace(unreduced=()) for layout in choice.layouts]  # pyright: ignore[reportPrivateUsage]
-    local = [Layout(mesh, spec).local_shape(shape, device) for spec, shape in zip(specs, shapes, strict=True)]
-    return Where(device, tuple(local), starts)
+def _replaced(given: Any, shards: Iterator[Tensor]) -> Any:
+    return map_arrays(lambda _: next(shards), given)

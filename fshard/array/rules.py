@@ -1,39 +1,35 @@
 """`Rule`: which dims of an operation's inputs and outputs correspond. The table of rules is built from it.
 
-A dim has a label, or None if every device needs all of it. Dims with one label are sharded alike:
+A rule is written as subscripts, as in einsum. Dims with one letter are sharded alike:
 
-    einsum "bi,io->bo"    b, o: inputs and output sharded alike        i: sharded inputs give an unreduced output
+    bi,io->bo      b, o: inputs and output are sharded alike       i: summed; sharded inputs give an unreduced output
+    aDc->aDc       D, a capital: every device needs all of it      ...: dims that broadcast
 
-A row of the table is a function of the call's own arguments, in which arrays are meta tensors of the global shape. It
-returns a `Rule`; or it is a composition of other operations, for layouts in which the operation itself is not local.
+A row of the table is a function of torch's results and the call's own arguments, in which arrays are meta tensors of
+the global shape. It returns a `Rule`. Or it is a composition of other operations on the arrays themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from math import prod
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from fshard.mesh.layout.sharded import Sharded
+
 Labels = tuple[str | None, ...]
-"""A label, or None, for every dim of an array."""
+"""A label for every dim of an array; None where every device needs all of it."""
 
 
 class Where(NamedTuple):
     """The calling device, as a local program sees it."""
 
-    device: int
     shapes: tuple[tuple[int, ...], ...]
     """Local shapes of the results."""
     starts: Mapping[str, int]
     """The device's number among the shards of every sharded label."""
-
-    def start(self, label: str, local_length: int) -> int:
-        return self.starts.get(label, 0) * local_length
 
 
 LocalProgram = Callable[[Where, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -46,22 +42,19 @@ class Rule:
 
     Args:
         inputs: arrays and their labels; an array that is not named must be replicated.
-        outputs: the labels of every result; one entry holds for all of them,
-            none means that no dim is sharded.
+        outputs: the labels of every result; one entry holds for all of them, none means that no dim is sharded.
         linear: groups of inputs; the operation is linear in each group together, so these may be unreduced.
         summed: labels that are summed over, where devices with other shards have the other summands.
         added: inputs that are added to the sum over `summed` labels.
-        lengths: further lengths that the number of shards must divide, by label.
         local: the program of one device; by default torch's function on the local shards.
         is_elementwise: whether it may run on flat shards too.
     """
 
-    inputs: Sequence[tuple[Any, Labels]]
-    outputs: Sequence[Labels]
+    inputs: Sequence[tuple[Any, Labels]] = ()
+    outputs: Sequence[Labels] = ()
     linear: Sequence[Sequence[Any]] = ()
     summed: frozenset[str] = frozenset()
     added: Sequence[Any] = ()
-    lengths: Mapping[str, int] = field(default_factory=dict[str, int])
     local: LocalProgram | None = None
     is_elementwise: bool = False
 
@@ -81,11 +74,13 @@ class Row(NamedTuple):
 TABLE: dict[str, Row] = {}
 """The rows, by the name of torch's function or method."""
 
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-def rule(names: str, *, is_view: bool = False) -> Callable[[Callable[..., Rule]], Callable[..., Rule]]:
-    """Add a rule to the table under some names."""
 
-    def add(function: Callable[..., Rule]) -> Callable[..., Rule]:
+def rule(names: str, *, is_view: bool = False) -> Decorator:
+    """Add a rule to the table under some names: a function of the list of results and the call's arguments."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in names.split():
             TABLE[name] = TABLE.get(name, Row())._replace(rule=function, is_view=is_view)
         return function
@@ -93,29 +88,89 @@ def rule(names: str, *, is_view: bool = False) -> Callable[[Callable[..., Rule]]
     return add
 
 
-def compose(names: str, *, is_view: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add a composition to the table under some names; the function is called with the arrays themselves."""
+def compose(names: str) -> Decorator:
+    """Add a composition to the table under some names: a function of the call's arguments, with the arrays."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in names.split():
-            TABLE[name] = TABLE.get(name, Row())._replace(compose=function, is_view=is_view)
+            TABLE[name] = TABLE.get(name, Row())._replace(compose=function)
         return function
 
     return add
 
 
-def words(names: str) -> list[str]:
-    """Return the names of rows in a string."""
-    return names.split()
+# Subscripts.
 
 
-# Arithmetic of labels.
+def spell(ndim: int, at: Mapping[int, str] | None = None) -> str:
+    """Return the subscripts of an array: letters in order, others at some dims.
+
+    >>> spell(4, {-1: "K"})
+    'abcK'
+    """
+    letters = list("abcdefghij"[:ndim])
+    for dim, letter in (at or {}).items():
+        letters[dim] = letter
+    return "".join(letters)
 
 
-def letters(x: Any, *local: int, prefix: str = "d") -> Labels:
-    """Return one label for every dim of `x`, None for the dims in `local`."""
-    kept = {dim % max(x.ndim, 1) for dim in local}
-    return tuple(None if dim in kept else f"{prefix}{dim}" for dim in range(x.ndim))
+def subscripts(
+    equation: str, arrays: Sequence[Any], *, exact: bool = False, ragged: str = ""
+) -> tuple[list[Labels], list[Labels]]:
+    """Return the labels of inputs and outputs.
+
+    A dim of length 1 that is broadcast has none. Nor has a label that a term repeats, as for a diagonal, or whose
+    lengths differ otherwise; with `exact`, differ at all. Letters in `ragged` may have several lengths.
+    """
+    left, right = equation.split("->")
+    terms = left.split(",")
+    widths = [x.ndim - len(term.replace("...", "")) for term, x in zip(terms, arrays, strict=True)]
+    inputs = [_expanded(term, width) for term, width in zip(terms, widths, strict=True)]
+    full = max((width for term, width in zip(terms, widths, strict=True) if "..." in term), default=0)
+    lengths: dict[str, set[int]] = {}
+    for labels, x in zip(inputs, arrays, strict=True):
+        for label, length in zip(labels, x.shape, strict=True):
+            lengths.setdefault(label, set()).add(length)
+    local = {label for labels in inputs for label in labels if labels.count(label) > 1 or label.isupper()}
+    local |= {label for label, found in lengths.items() if len(found if exact else found - {1}) > 1} - {*ragged}
+
+    def own(label: str, length: int | None = None) -> str | None:
+        is_broadcast = length == 1 and lengths[label] != {1}
+        return None if label in local or label.isupper() or is_broadcast else label
+
+    return (
+        [tuple(map(own, labels, x.shape)) for labels, x in zip(inputs, arrays, strict=True)],
+        [tuple(map(own, _expanded(term, full))) for term in right.split(",")],
+    )
+
+
+def _expanded(term: str, width: int) -> list[str]:
+    before, dots, after = term.partition("...")
+    return [*before, *(f".{dim}" for dim in range(width, 0, -1) if dots), *after]
+
+
+def alike(equation: str, *arrays: Any, exact: bool = False, ragged: str = "", **more: Any) -> Rule:
+    """Return the rule of an operation that computes each part of its results from the same part of its inputs."""
+    inputs, outputs = subscripts(equation, arrays, exact=exact, ragged=ragged)
+    return Rule(list(zip(arrays, inputs, strict=True)), outputs, **more)
+
+
+def product(equation: str, *arrays: Any, has_bias: bool = False, **more: Any) -> Rule:
+    """Return the rule of a product that is summed over the letters that the output lacks.
+
+    It is linear in each array. The last one is a bias that is added to the product, if `has_bias`.
+    """
+    inputs, (output,) = subscripts(equation, arrays)
+    factors, bias = (arrays[:-1], arrays[-1:]) if has_bias else (arrays, ())
+    used = {label for labels in inputs for label in labels if label is not None}
+    return Rule(
+        list(zip(arrays, inputs, strict=True)),
+        [output],
+        linear=[(x, *bias) for x in factors],
+        summed=frozenset(used - {*output}),
+        added=bias,
+        **more,
+    )
 
 
 def as_dims(x: Any, dim: Any) -> tuple[int, ...]:
@@ -129,63 +184,24 @@ def as_dims(x: Any, dim: Any) -> tuple[int, ...]:
     return tuple(one % max(x.ndim, 1) for one in dims)
 
 
-def reduced(labels: Labels, dims: Sequence[int], keepdim: bool) -> Labels:
-    """Return labels without those of some dims."""
-    if keepdim:
-        return tuple(None if dim in dims else label for dim, label in enumerate(labels))
-    return tuple(label for dim, label in enumerate(labels) if dim not in dims)
-
-
-def broadcast(*shapes: Sequence[int]) -> tuple[tuple[int, ...], list[Labels]]:
-    """Return the broadcast shape and the labels of each shape in it; dims of length 1 that are expanded have none."""
-    full = tuple(torch.broadcast_shapes(*map(tuple, shapes)))
-    labels = [
-        tuple(
-            f"d{dim}" if length == full[dim] else None for dim, length in enumerate(shape, start=len(full) - len(shape))
-        )
-        for shape in shapes
-    ]
-    return full, labels
-
-
-def all_letters(full: Sequence[int]) -> Labels:
-    """Return one label for every dim of a shape."""
-    return tuple(f"d{dim}" for dim in range(len(full)))
-
-
-def reshaped(before: Sequence[int], after: Sequence[int]) -> tuple[Labels, Labels]:
-    """Return the labels of a reshape: dims that are merged or split keep the label of the major one.
-
-    >>> reshaped((4, 3, 5), (12, 5))
-    (('g0', None, 'g1'), ('g0', 'g1'))
-    """
-    start: list[str | None] = [None] * len(before)
-    stop: list[str | None] = [None] * len(after)
-    if prod(before) == 0:
-        return tuple(start), tuple(stop)
-    i = j = group = 0
-    while i < len(before) and j < len(after):
-        first, second = [i], [j]
-        while (one := prod(before[d] for d in first)) != (other := prod(after[d] for d in second)):
-            if one < other:
-                first.append(first[-1] + 1)
-            else:
-                second.append(second[-1] + 1)
-        i, j = first[-1] + 1, second[-1] + 1
-        majors = [next((d for d in dims if sizes[d] > 1), None) for dims, sizes in ((first, before), (second, after))]
-        if majors[0] is not None and majors[1] is not None:
-            start[majors[0]] = stop[majors[1]] = f"g{group}"
-            group += 1
-    return tuple(start), tuple(stop)
-
-
 # Arrays among the arguments of a call.
 
 
-def tensors_in(args: Any) -> list[Any]:
-    """Return the arrays (meta tensors, in a rule) among arguments, in order."""
-    if isinstance(args, Tensor):
-        return [args]
-    if isinstance(args, dict):
-        return tensors_in(list(args.values()))
-    return list(chain.from_iterable(map(tensors_in, args))) if isinstance(args, tuple | list) else []
+def map_arrays(f: Callable[[Any], Any], given: Any) -> Any:
+    """Return arguments with f applied to their arrays and tensors, in order."""
+    if isinstance(given, Sharded | Tensor):
+        return f(given)
+    if type(given) in (tuple, list):
+        return type(given)([map_arrays(f, one) for one in given])
+    if isinstance(given, dict):
+        return {name: map_arrays(f, one) for name, one in given.items()}
+    if isinstance(given, slice):
+        return slice(*(map_arrays(f, one) for one in (given.start, given.stop, given.step)))
+    return given
+
+
+def arrays_in(*given: Any) -> list[Any]:
+    """Return the arrays and tensors among arguments, in order."""
+    found: list[Any] = []
+    map_arrays(found.append, given)
+    return found

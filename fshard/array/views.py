@@ -1,195 +1,266 @@
-"""Rows of views: results whose elements are elements of the input, in another shape or order.
+"""Rows of views and of indexing: results whose elements are elements of the input, in another shape or order.
 
 Labels of strided views are found by torch itself: the stride of an output dim names the input dim that it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from fshard.array.rules import (
-    Labels,
-    Rule,
-    Where,
-    broadcast,
-    compose,
-    letters,
-    reshaped,
-    rule,
-    tensors_in,
-    words,
-)
+from fshard.array.dispatch import DIRECT, operate, write
+from fshard.array.rules import Labels, Rule, Where, alike, arrays_in, compose, product, rule, spell
+from fshard.errors import LayoutError
+from fshard.mesh.layout.sharded import Sharded
 
 
-def strided(x: Any, view: Any) -> tuple[Labels, list[Labels]]:
-    """Return the labels of an input and of its views: dims that a view keeps in full are alike.
-
-    `view` is a function of a meta tensor whose strides identify its dims.
-    """
-    steps = [1 << (5 * (dim + 1)) for dim in range(x.ndim)]  # far apart: a step of a slice is no other dim's stride
-    like = torch.empty_strided(x.shape, [step + 7 * dim for dim, step in enumerate(steps)], device="meta")
-    names = {
-        (stride, length): f"d{dim}" for dim, (stride, length) in enumerate(zip(like.stride(), x.shape, strict=True))
-    }
+def strided(x: Any, view: Callable[[Any], Any]) -> tuple[Labels, list[Labels]]:
+    """Return the labels of an input and of its views: dims that a view keeps in full are alike."""
+    steps = [(1 << (5 * (dim + 1))) + 7 * dim for dim in range(x.ndim)]  # a step of a slice is no other dim's stride
+    like = torch.empty_strided(x.shape, steps, device="meta")
+    names = dict(zip(zip(steps, x.shape, strict=True), spell(x.ndim), strict=True))
     found = [
         tuple(names.get(pair) if pair[1] != 1 else None for pair in zip(y.stride(), y.shape, strict=True))
-        for y in tensors_in(view(like))
+        for y in arrays_in(view(like))
     ]
-    kept: set[str | None] = set.intersection(*({*labels} for labels in found)) if found else set()
-    keep = {label for label in kept if all(labels.count(label) == 1 for labels in found)}
+    keep = {label for label in spell(x.ndim) if found and all(labels.count(label) == 1 for labels in found)}
     return (
-        tuple(f"d{d}" if f"d{d}" in keep else None for d in range(x.ndim)),
+        tuple(label if label in keep else None for label in spell(x.ndim)),
         [tuple(label if label in keep else None for label in labels) for labels in found],
     )
 
 
-def _view_rule(func: Any) -> Any:
-    def rule_of(x: Any, *args: Any, **kwargs: Any) -> Rule:
-        own, outs = strided(x, lambda like: func(like, *args, **kwargs))
-        return Rule([(x, own)], outs, linear=[(x,)])
+def _strided_rule(func: Any) -> Callable[..., Rule]:
+    def rule_of(results: Any, x: Any, *args: Any, **kwargs: Any) -> Rule:
+        own, outputs = strided(x, lambda like: func(like, *args, **kwargs))
+        return Rule([(x, own)], outputs, linear=[(x,)])
 
     return rule_of
 
 
-_TENSOR: Any = torch.Tensor
-for _name in words(
-    "permute transpose t movedim moveaxis swapaxes swapdims adjoint unsqueeze select unbind diagonal chunk"
-):
-    rule(_name, is_view=True)(_view_rule(getattr(_TENSOR, _name)))
-for _name in words("T mT H mH"):
-    rule(f".{_name}", is_view=True)(_view_rule(attrgetter(_name)))
+_TENSOR: Any = Tensor
+for _name in "permute transpose t movedim moveaxis swapaxes swapdims adjoint unsqueeze select unbind diagonal chunk".split():
+    rule(_name, is_view=True)(_strided_rule(getattr(_TENSOR, _name)))
+for _name in "T mT H mH".split():
+    rule(f".{_name}", is_view=True)(_strided_rule(attrgetter(_name)))
 
 
-def along(x: Any, *dims: int, is_linear: bool = True, outputs: Labels | None = None) -> Rule:
-    """Return the rule of an operation that needs all elements along some dims."""
-    own = letters(x, *dims)
-    return Rule([(x, own)], [own if outputs is None else outputs], linear=[(x,)] if is_linear else ())
-
-
-def to_local_shape(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
-    """Reshape a shard to the local shape of the result."""
+def _to_local_shape(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].reshape(where.shapes[0])
 
 
 @rule("squeeze", is_view=True)
-def _squeeze(x: Any, *args: Any, **kwargs: Any) -> Rule:
-    own, outs = strided(x, lambda like: like.squeeze(*args, **kwargs))
-    return Rule([(x, own)], outs, linear=[(x,)], local=to_local_shape)  # a shard may have more dims of length 1
+def _squeeze(results: Any, x: Any, *args: Any, **kwargs: Any) -> Rule:
+    own, outputs = strided(x, lambda like: like.squeeze(*args, **kwargs))
+    return Rule([(x, own)], outputs, linear=[(x,)], local=_to_local_shape)  # a shard may have more dims of length 1
 
 
-def _reshape_rule(func: Any) -> Any:
-    def rule_of(x: Any, *args: Any, **kwargs: Any) -> Rule:
-        if any(isinstance(one, torch.dtype) for one in (*args, *kwargs.values())):
-            return Rule([], [(None,) * x.ndim])
-        before, after = reshaped(x.shape, func(x, *args, **kwargs).shape)
-        return Rule([(x, before)], [after], linear=[(x,)], local=to_local_shape)
+def reshaped(before: Sequence[int], after: Sequence[int]) -> tuple[Labels, Labels]:
+    """Return the labels of a reshape: dims that are merged or split keep the label of the major one.
 
-    return rule_of
-
-
-for _name in words("reshape view unflatten flatten ravel"):
-    rule(_name, is_view=True)(_reshape_rule(getattr(_TENSOR, _name)))
-
-
-def _expand_rule(func: Any) -> Any:
-    def rule_of(x: Any, *args: Any, **kwargs: Any) -> Rule:
-        full = func(x, *args, **kwargs).shape
-        lengths = (-1,) * (len(full) - x.ndim) + tuple(x.shape)
-        return Rule(
-            [(x, broadcast(full, x.shape)[1][1])],
-            [tuple(f"d{d}" if n == before else None for d, (n, before) in enumerate(zip(full, lengths, strict=True)))],
-            linear=[(x,)],
-            local=lambda where, func, args, kwargs: args[0].expand(where.shapes[0]),
-        )
-
-    return rule_of
+    >>> reshaped((4, 3, 5), (12, 5))
+    (('g0', None, 'g1'), ('g0', 'g1'))
+    """
+    start: list[str | None] = [None] * len(before)
+    stop: list[str | None] = [None] * len(after)
+    i = j = group = 0
+    while prod(before) and i < len(before) and j < len(after):
+        first, second = [i], [j]
+        while (one := prod(before[d] for d in first)) != (other := prod(after[d] for d in second)):
+            dims = first if one < other else second
+            dims.append(dims[-1] + 1)
+        i, j = first[-1] + 1, second[-1] + 1
+        majors = [next((d for d in dims if sizes[d] > 1), None) for dims, sizes in ((first, before), (second, after))]
+        if majors[0] is not None and majors[1] is not None:
+            start[majors[0]] = stop[majors[1]] = f"g{group}"
+            group += 1
+    return tuple(start), tuple(stop)
 
 
-rule("expand", is_view=True)(_expand_rule(_TENSOR.expand))
-rule("broadcast_to", is_view=True)(_expand_rule(torch.broadcast_to))
+@rule("reshape view unflatten flatten ravel", is_view=True)
+def _reshape(results: Any, x: Any, *args: Any, **kwargs: Any) -> Rule:
+    if arrays_in(args) or any(isinstance(one, torch.dtype) for one in (*args, *kwargs.values())):
+        return Rule()
+    before, after = reshaped(x.shape, results[0].shape)
+    return Rule([(x, before)], [after], linear=[(x,)], local=_to_local_shape)
 
 
-@compose("view_as reshape_as")
-def _reshape_as(x: Any, other: Any) -> Any:
-    return x.reshape(other.shape)
+@rule("expand broadcast_to", is_view=True)
+def _expand(results: Any, x: Any, *args: Any, **kwargs: Any) -> Rule:
+    y = results[0]
+    new = y.ndim - x.ndim
+    own = "".join("N" if n != m else letter for n, m, letter in zip(x.shape, y.shape[new:], spell(x.ndim), strict=True))
+    return alike(f"{own}->{'N' * new}{own}", x, linear=[(x,)], local=_expand_shard)
 
 
-@compose("expand_as")
-def _expand_as(x: Any, other: Any) -> Any:
-    return x.expand(other.shape)
+def _expand_shard(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].expand(where.shapes[0])
+
+
+compose("view_as reshape_as")(lambda x, other: x.reshape(other.shape))
+compose("expand_as")(lambda x, other: x.expand(other.shape))
 
 
 @compose("broadcast_tensors")
 def _broadcast_tensors(*xs: Any) -> Any:
-    shape = torch.broadcast_shapes(*(x.shape for x in (xs[0] if isinstance(xs[0], tuple | list) else xs)))
-    return tuple(x.expand(shape) for x in (xs[0] if isinstance(xs[0], tuple | list) else xs))
-
-
-@rule("split split_with_sizes tensor_split", is_view=True)
-def _split(x: Any, sizes: Any = 1, dim: int = 0, **kwargs: Any) -> Rule:
-    return along(x, dim)
-
-
-@rule("narrow", is_view=True)
-def _narrow(x: Any, dim: int, start: Any, length: int) -> Rule:
-    return along(x, dim)
-
-
-@rule("unfold", is_view=True)
-def _unfold(x: Any, dimension: int, size: int, step: int) -> Rule:
-    return along(x, dimension, outputs=(*letters(x, dimension), None))
-
-
-@rule("cat concat concatenate")
-def _cat(tensors: Sequence[Any], dim: int = 0, out: Any = None) -> Rule:
-    width = max(x.ndim for x in tensors)
-    if any(x.ndim != width for x in tensors):
-        return Rule([], [(None,) * width])
-    own = letters(tensors[0], dim)
-    return Rule([(x, own) for x in tensors], [own], linear=[tuple(tensors)])
-
-
-@rule("stack")
-def _stack(tensors: Sequence[Any], dim: int = 0, out: Any = None) -> Rule:
-    own, place = letters(tensors[0]), dim % (tensors[0].ndim + 1)
-    return Rule([(x, own) for x in tensors], [(*own[:place], None, *own[place:])], linear=[tuple(tensors)])
-
-
-@rule("flip fliplr flipud roll rot90")
-def _flip(x: Any, *args: Any, **kwargs: Any) -> Rule:
-    return along(x, *range(x.ndim))
-
-
-@rule("tril triu")
-def _triangle(x: Any, diagonal: int = 0) -> Rule:
-    return along(x, -2, -1)
+    arrays = arrays_in(xs)
+    shape = torch.broadcast_shapes(*(x.shape for x in arrays))
+    return tuple(x.expand(shape) for x in arrays)
 
 
 @rule("repeat tile")
-def _repeat(x: Any, *sizes: Any, dims: Any = (), repeats: Any = ()) -> Rule:
-    given = dims or repeats or sizes
-    counts: tuple[int, ...] = tuple(given[0]) if given and not isinstance(given[0], int) else tuple(given)
-    counts = (1,) * (x.ndim - len(counts)) + counts
-    new = len(counts) - x.ndim
-    own = tuple(f"d{d}" if counts[new + d] == 1 else None for d in range(x.ndim))
-    return Rule([(x, own)], [(None,) * new + own], linear=[(x,)])
+def _repeat(results: Any, x: Any, *args: Any, **kwargs: Any) -> Rule:
+    y = results[0]
+    own = spell(x.ndim)
+    for dim, (n, m) in enumerate(zip(x.shape, y.shape[y.ndim - x.ndim :], strict=True)):
+        own = own.replace(own[dim], "N") if n != m or n == 0 else own
+    return alike(f"{own}->{'N' * (y.ndim - x.ndim)}{own}", x, linear=[(x,)])
 
 
-@rule("repeat_interleave")
-def _repeat_interleave(x: Any, repeats: int, dim: int | None = None, *, output_size: Any = None) -> Rule:
-    return Rule([], [(None,)], linear=[(x,)]) if dim is None else along(x, dim)
+@rule("cat concat concatenate")
+def _cat(results: Any, tensors: Sequence[Any], dim: int = 0, out: Any = None) -> Rule:
+    if any(x.ndim != results[0].ndim for x in tensors):
+        return Rule()
+    own = spell(results[0].ndim, {dim: "D"})
+    return alike(f"{','.join([own] * len(tensors))}->{own}", *tensors, exact=True, linear=[tuple(tensors)])
 
 
-@rule("pad")
-def _pad(x: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Rule:
-    touched = [x.ndim - 1 - place // 2 for place, one in enumerate(pad) if one or mode != "constant"]
-    return along(x, *touched, is_linear=mode != "constant" or not value)
+@rule("stack")
+def _stack(results: Any, tensors: Sequence[Any], dim: int = 0, out: Any = None) -> Rule:
+    stacked = spell(results[0].ndim, {dim: "N"})
+    own = stacked.replace("N", "")
+    return alike(f"{','.join([own] * len(tensors))}->{stacked}", *tensors, linear=[tuple(tensors)])
 
 
-@rule("pixel_shuffle pixel_unshuffle channel_shuffle")
-def _shuffle(x: Any, *args: Any, **kwargs: Any) -> Rule:
-    return along(x, *range(x.ndim - 3, x.ndim))
+# Indexing.
+
+
+@rule("getitem", is_view=True)
+def _getitem(results: Any, x: Any, index: Any) -> Rule:
+    """Label the dims that an index keeps in full, and those of index arrays."""
+    items = index if isinstance(index, tuple) else (index,)
+    arrays = arrays_in(items)
+    own, (rest,) = strided(x, lambda like: like[tuple(0 if isinstance(item, Tensor) else item for item in items)])
+    if not arrays:
+        return Rule([(x, own)], [rest], linear=[(x,)])
+    mark = torch.empty(1 + max(x.shape), dtype=torch.long, device="meta")  # no dim of x is as long
+    front = x[tuple(mark if isinstance(item, Tensor) else item for item in items)].shape.index(len(mark))
+    found = alike(",".join(["..."] * len(arrays)) + "->...", *arrays)
+    among = found.outputs[0]
+    return Rule([(x, own), *found.inputs], [(*rest[:front], *among, *rest[front:])], linear=[(x,)])
+
+
+@compose("getitem")
+def _check_index(x: Any, index: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    if any(one.dtype in (torch.bool, torch.uint8) for one in arrays_in(items)):
+        raise LayoutError("x[mask] has a shape that depends on values. Use torch.where(mask, x, 0).")
+    if any(isinstance(one, list) for one in items):
+        raise LayoutError("a list in an index must be an array: fs.device_put(torch.tensor(...), fs.Layout(mesh, P())).")
+    return NotImplemented
+
+
+def set_slice(x: Any, index: Any, value: Any) -> Any:
+    """Return a copy of a tensor with some elements replaced."""
+    y = x.clone()
+    y[index] = value
+    return y
+
+
+@rule("set_slice")
+def _set_slice(results: Any, x: Any, index: Any, value: Any) -> Rule:
+    own, (out,) = strided(x, lambda like: like[index])
+    if not isinstance(value, Tensor):
+        return Rule([(x, own)], [own], linear=[(x,)] if value == 0 else [])
+    lengths = x[index].shape[len(out) - value.ndim :]
+    kept = zip(out[len(out) - value.ndim :], value.shape, lengths, strict=True)
+    inputs = [(x, own), (value, tuple(label if n == m else None for label, n, m in kept))]
+    return Rule(inputs, [own], linear=[(x, value)])
+
+
+def _assign(x: Any, index: Any, value: Any) -> None:
+    if isinstance(index, Sharded) and index.dtype == torch.bool and not isinstance(value, Sharded):
+        mask = index.reshape(*index.shape, *(1,) * (x.ndim - index.ndim))
+        write(x, x.masked_fill(mask, value), "x[mask] = y")
+    elif arrays_in(index) or isinstance(index, list):
+        raise LayoutError(
+            "x[index] = y takes slices, numbers, or one mask with a number. Use x.index_copy(dim, index, y) or x.scatter."
+        )
+    else:
+        value = value.to(x.dtype) if isinstance(value, Sharded) else value
+        write(x, operate(set_slice, (x, index, value), {}), "x[index] = y")
+
+
+DIRECT["setitem"] = _assign
+
+
+@rule("gather take_along_dim")
+def _gather(results: Any, x: Any, *args: Any, dim: Any = None, **kwargs: Any) -> Rule:
+    (index,) = arrays_in(args, kwargs)
+    given = [one for one in (*args, dim) if isinstance(one, int)]
+    if not given or x.ndim != index.ndim:
+        return Rule(linear=[(x,)])
+    own, out = spell(x.ndim, {given[0]: "D"}), spell(x.ndim, {given[0]: "k"})
+    return alike(f"{own},{out}->{out}", x, index, exact=True, linear=[(x,)])
+
+
+@rule("scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce")
+def _scatter(results: Any, x: Any, dim: int, index: Any, *args: Any, **kwargs: Any) -> Rule:
+    own = spell(x.ndim, {dim: "D"} if x.ndim else {})
+    more = arrays_in(args, kwargs)
+    terms = [own, own if index.ndim == x.ndim else "D" * index.ndim]
+    terms += [own if one.ndim == x.ndim else "D" * one.ndim for one in more]
+    is_sum = len(more) == 1 and index.ndim == x.ndim and kwargs.get("reduce") is None and len(args) < 2
+    groups = [(x, *more)] if is_sum else ()
+    return alike(f"{','.join(terms)}->{own}", x, index, *more, exact=True, linear=groups)
+
+
+@rule("index_select")
+def _index_select(results: Any, x: Any, dim: int, index: Any) -> Rule:
+    own, out = (spell(x.ndim, {dim: letter} if x.ndim else {}) for letter in "Dk")
+    return alike(f"{own},{'k' * index.ndim}->{out}", x, index, linear=[(x,)])
+
+
+@rule("take")
+def _take(results: Any, x: Any, index: Any) -> Rule:
+    return alike(f"{'D' * x.ndim},...->...", x, index, linear=[(x,)])
+
+
+@rule("bucketize searchsorted")
+def _bucketize(results: Any, *args: Any, **kwargs: Any) -> Rule:
+    return Rule()
+
+
+@rule("one_hot")
+def _one_hot(results: Any, x: Any, num_classes: int = -1) -> Rule:
+    return alike("...->...N", x)
+
+
+@rule("embedding")
+def _embedding(
+    results: Any, input: Any, weight: Any, padding_idx: int | None = None, max_norm: Any = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Rule:  # fmt: skip
+    """Rows may be sharded too: every device looks up those that it has, and the rest are zeros."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise LayoutError("embedding of arrays does not take max_norm, scale_grad_by_freq and sparse.")
+    rows = len(weight)
+
+    def look_up(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
+        if "v" not in where.starts:
+            return func(*args, **kwargs)
+        index, shard = arrays_in(args, kwargs)
+        if index.is_cpu and bool(((index < 0) | (index >= rows)).any()):
+            raise IndexError(f"embedding: an index must be in 0..{rows - 1}; got {index.min()} to {index.max()}.")
+        index = index - where.starts["v"] * len(shard)
+        found = (index >= 0) & (index < len(shard))
+        return F.embedding(index.clamp(0, max(len(shard) - 1, 0)), shard) * found.unsqueeze(-1)
+
+    equation = "...,vw->...w" if padding_idx is None else "...,Vw->...w"
+    return alike(equation, input, weight, linear=[(weight,)], summed=frozenset("v"), local=look_up)
