@@ -168,12 +168,12 @@ def operation_site(what: str) -> Site:
     return site._replace(function=f"{site.function} ({what})")
 
 
-def with_spec(x: Sharded, spec: P, what: str) -> Sharded:
-    """Reshard an array within an operation."""
+def with_spec(x: Sharded, spec: P, what: str, *, is_asked: bool = False) -> Sharded:
+    """Reshard an array within an operation, or since the program asks for it."""
     to = plan_transfer(x.shape, x.layout, spec, ())
-    if state.explicit and to.elements:
+    if state.explicit and to.elements and not is_asked:
         refuse_implicit(what, [x], [to])
-    return x if to.moves == () and to.layout.spec == x.spec else Sharded(x.shape, to.layout, transfer(x, to, what))
+    return Sharded(x.shape, to.layout, transfer(x, to, what))
 
 
 def largest(x: Sharded, axes: tuple[str, ...], what: str, *, is_max: bool = True) -> Sharded:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
-from fshard.array.choose import InputArray, LayoutChoice, Operation, OutputArray, choose, flat_choice
-from fshard.array.communicate import LayoutChange, plan_transfer, refuse_implicit, state, transfer
+from fshard.array.choose import LayoutChoice, Operation, Value, choose
+from fshard.array.communicate import refuse_implicit, state, transfer, with_spec
 from fshard.array.rules import TABLE, LocalProgram, Row, Rule, Where, arrays_in, map_arrays
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.layout import Layout, Mesh, P
@@ -42,18 +42,15 @@ _RENAMED = {
 
 @contextmanager
 def explicit() -> Generator[None]:
-    """Raise where an operation would communicate; communicate by `fs.reshard` alone.
+    """Raise where an operation would communicate; communicate by `fs.reshard` or `fs.array.constrain` alone.
 
     >>> import torch, fshard as fs
-    >>> from fshard import P
-    >>> mesh = fs.make_mesh({"data": 2})
-    >>> x = fs.device_put(torch.ones(4, 4), fs.Layout(mesh, P("data")))
-    >>> z = fs.device_put(torch.ones(4, 4), fs.Layout(mesh, P(None, "data")))
+    >>> layout = fs.Layout(fs.make_mesh({"data": 2}), fs.P("data"))
     >>> with fs.array.explicit():
-    ...     x + z
+    ...     fs.array.ones(4, 4, layout=layout).cumsum(0)
     Traceback (most recent call last):
-    fshard.errors.LayoutError: add needs communication (f32[4@data, 4], f32[4, 4@data]), which fs.array.explicit() forbids. \
-Write fs.reshard(x, fs.Layout(mesh, P("data"))) for argument 1.
+    fshard.errors.LayoutError: cumsum needs communication (f32[4@data, 4]), which fs.array.explicit() forbids. \
+Write fs.reshard(x, fs.Layout(mesh, P(None, "data"))) for argument 0.
     """
     before, state.explicit = state.explicit, True
     try:
@@ -65,18 +62,15 @@ Write fs.reshard(x, fs.Layout(mesh, P("data"))) for argument 1.
 def constrain(x: Sharded, spec: P) -> Sharded:
     """Pin the layout of an array; its gradient gets it too. Communicates also within `explicit`.
 
-    >>> import torch, fshard as fs
-    >>> from fshard import P
-    >>> mesh = fs.make_mesh({"data": 2, "model": 2})
-    >>> x = fs.device_put(torch.ones(4, 4), fs.Layout(mesh, P("data", "model")))
-    >>> h = x @ fs.device_put(torch.ones(4, 4), fs.Layout(mesh, P("model")))
-    >>> fs.typeof(h), fs.typeof(fs.array.constrain(h, P("data", "model")))
-    (f32[4@data, 4]{U:model}, f32[4@data, 4@model])
+    >>> import fshard as fs
+    >>> x = fs.array.ones(4, 4, layout=fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
+    >>> fs.typeof(fs.array.constrain(x, fs.P(None, "data")))
+    f32[4, 4@data]
     """
     if not isinstance(x, Sharded) or not isinstance(spec, P):
         raise LayoutError(f"constrain takes an array and a P; got {type(x).__name__} and {type(spec).__name__}.")
     Layout(x.mesh, spec).check(x.shape, "constrain: the array")
-    return _as_layout(x, Layout(x.mesh, spec), "constrain")
+    return with_spec(x, spec, "constrain", is_asked=True)
 
 
 class CachedCall(NamedTuple):
@@ -89,12 +83,12 @@ class CachedCall(NamedTuple):
     rebuild: Any
     """Builds torch's result from several arrays; None for a single one."""
     local: LocalProgram | None
-    where: tuple[Where, ...]
+    where: Sequence[Where]
     is_free: bool
     is_view: bool
 
 
-_calls: dict[Any, CachedCall | None] = {}
+_calls: dict[Any, CachedCall] = {}
 MAX_CALLS = 16384
 
 
@@ -159,27 +153,20 @@ def write(x: Any, value: Any, name: str) -> Any:
     if not isinstance(x, Sharded) or not isinstance(value, Sharded) or value.shape != x.shape or value.dtype != x.dtype:
         raise LayoutError(f"{name} cannot write {value!r} into {x!r}. Assign the result of the operation instead.")
     if x.viewed is not None:
-        raise LayoutError(
-            f"{name} writes to {x!r}, which is a view of another array. Write to that array, or to a clone: x.clone()."
-        )
-    value = _as_layout(value, x.layout, name)
-    records = torch.is_grad_enabled() and (value.shards[0].requires_grad or x.shards[0].requires_grad)
-    if records and x.shards[0].is_leaf and x.shards[0].requires_grad:
+        raise LayoutError(f"{name} writes to {x!r}, a view of another array. Write to that array, or to x.clone().")
+    value, old = with_spec(value, x.spec, name, is_asked=True), x.shards[0]
+    records = torch.is_grad_enabled() and (value.shards[0].requires_grad or old.requires_grad)
+    if records and old.is_leaf and old.requires_grad:
         raise RuntimeError(f"a leaf array that requires grad is used in the in-place operation {name}.")
-    if not records and not x.shards[0].is_inference():
+    if records or old.is_inference():
+        x.shards = value.shards
+    else:
+        copies = [y.clone() for y in value.shards]  # shards of replicas may share memory
         with torch.no_grad():
-            copies = [y.clone() for y in value.shards]  # shards of replicas may share memory
             for shard, y in zip(x.shards, copies, strict=True):
                 shard.copy_(y)
-    else:
-        x.shards = value.shards
     x.version += 1
     return x
-
-
-def _as_layout(x: Sharded, layout: Layout, name: str) -> Sharded:
-    to = plan_transfer(x.shape, x.layout, layout.spec, ())
-    return Sharded(x.shape, layout, transfer(x, to, name))
 
 
 # Arguments.
@@ -190,43 +177,36 @@ _ATOMS = {
     *(torch.dtype, torch.device, torch.memory_format, torch.layout),
 }
 """Types of arguments that are part of the key of a call."""
+_CONTAINERS = {tuple, list, dict, torch.Size}
 
 
 def _described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Sharded]]:
     """Return a key of the call, None if it has none, and its arrays."""
     arrays: list[Sharded] = []
     key: list[Any] = [name]
-    if not (_describe(args, key, arrays) and (not kwargs or _describe(kwargs, key, arrays))):
-        return None, arrays
-    return tuple(key), arrays
+    is_known = _describe(args, key, arrays) and (not kwargs or _describe(kwargs, key, arrays))
+    return tuple(key) if is_known else None, arrays
 
 
 def _describe(given: Any, key: list[Any], arrays: list[Sharded]) -> bool:
     """Append the parts of a key; False if an argument has none."""
-    known = True
-    for one in given:
-        if type(given) is dict:
-            key.append(one)
-            one = given[one]
+    for one in given.items() if type(given) is dict else given:
         kind = type(one)
         if kind is Sharded:
             if one.viewed is not None and one.viewed[0].version != one.viewed[1]:
-                raise LayoutError(
-                    f"{one!r} is a view of an array that was changed in place since. Take the view again."
-                )
+                raise LayoutError(f"{one!r} is a view of an array that was changed in place since. Take the view again.")
             arrays.append(one)
             key += (one.shape, one.layout, one.shards[0].dtype)
         elif kind in _ATOMS:
             key += (kind, one)
-        elif kind in (tuple, list, dict, torch.Size):
-            key.append((kind, len(one)))
-            known = _describe(one, key, arrays) and known
-        elif kind is slice:
-            key.append(slice)
-            known = _describe((one.start, one.stop, one.step), key, arrays) and known
+        elif kind is slice or kind in _CONTAINERS:
+            parts = (one.start, one.stop, one.step) if kind is slice else one
+            key += (kind, len(parts))
+            if not _describe(parts, key, arrays):
+                return False
         else:
-            known = False
-    return known
+            return False
+    return True
 
 
 def _on_mesh(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -269,16 +249,21 @@ def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwar
     outputs = [*rule.outputs] * (len(results) if len(rule.outputs) == 1 else 1) or [(None,) * y.ndim for y in results]
     labels = {id(x): own for x, own in rule.inputs}
     place = {id(x): number for number, x in enumerate(metas)}
-    op = Operation(
-        [
-            InputArray(x.shape, x.layout, labels.get(id(y), (None,) * x.ndim), x.dtype.itemsize, any(y is z for z in rule.added))
-            for x, y in zip(arrays, metas, strict=True)
-        ],
-        [OutputArray(tuple(y.shape), own, y.dtype.itemsize) for y, own in zip(results, outputs, strict=True)],
-        [frozenset(place[id(x)] for x in group) for group in rule.linear],
-        rule.summed,
+    inputs = [
+        Value(x.shape, labels.get(id(meta), (None,) * x.ndim), x.dtype.itemsize, x.layout)
+        for x, meta in zip(arrays, metas, strict=True)
+    ]
+    choice = choose(
+        Operation(
+            inputs,
+            [Value(tuple(y.shape), own, y.dtype.itemsize) for y, own in zip(results, outputs, strict=True)],
+            [frozenset(place[id(x)] for x in group) for group in rule.linear],
+            rule.summed,
+            frozenset(place[id(x)] for x in rule.added),
+        ),
+        mesh,
+        is_elementwise=rule.is_elementwise,
     )
-    choice = (flat_choice(op, mesh) if rule.is_elementwise else None) or choose(op, mesh)
     shapes = tuple(tuple(y.shape) for y in results)
     where = [_where(choice, shapes, mesh, device) for device in local_devices(mesh)] if rule.local else []
     is_free = all(one.is_free for one in choice.transfers)
