@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard.array.communicate import largest, with_spec
-from fshard.array.rules import TABLE, Rule, alike, arrays_in, as_dims, compose, rule, spell
+from fshard.array.rules import TABLE, Rule, arrays_in, as_dims, compose, rule, spell
 from fshard.mesh.collectives.autograd import recorded, transformed
 from fshard.mesh.layout import P
 from fshard.mesh.layout.sharded import Sharded
@@ -32,20 +32,14 @@ def along(dims_of: DimsOf, *, is_linear: bool = False, is_sum: bool = False) -> 
 
     def rule_of(results: Sequence[Any], x: Any, *args: Any, **kwargs: Any) -> Rule:
         dims = as_dims(x, dims_of(x, *args, **kwargs))
+        if is_sum and len(dims) == x.ndim and not results[0].ndim:
+            return Rule("...->", "each" if is_linear else ())
         kept = spell(x.ndim, dict.fromkeys(dims, "D"))
         lost = "".join(letter for dim, letter in enumerate(kept) if dim not in dims)
         by_ndim = {x.ndim - len(dims): lost, x.ndim + 1: f"{kept}D", x.ndim: kept}
-        outputs = ",".join(by_ndim.get(y.ndim, "D" * y.ndim) for y in results)
-        more, letters = arrays_in(args, kwargs), spell(x.ndim)
-        terms = ",".join([letters if is_sum else kept, *("D" * one.ndim for one in more)])
-        return alike(
-            f"{terms}->{outputs}",
-            x,
-            *more,
-            linear=[(x,)] if is_linear and not more else (),
-            summed=frozenset(letters[dim] for dim in dims if is_sum),
-            is_elementwise=is_sum and len(dims) == x.ndim and not results[0].ndim,
-        )
+        outputs = ",".join(by_ndim.get(y.ndim, "") for y in results)
+        is_alone = not arrays_in(args, kwargs)
+        return Rule(f"{spell(x.ndim) if is_sum else kept}->{outputs}", "each" if is_linear and is_alone else ())
 
     return rule_of
 

@@ -18,32 +18,10 @@ from math import prod
 from typing import NamedTuple
 
 from fshard.array.communicate import LayoutChange, plan_transfer
-from fshard.array.rules import Labels
+from fshard.array.rules import Operation, Value
 from fshard.mesh.layout import Layout, Mesh, P
 
 Way = str | int | None
-
-
-class Value(NamedTuple):
-    """An input or an output of an operation; an output has no layout yet."""
-
-    shape: tuple[int, ...]
-    labels: Labels
-    itemsize: int
-    layout: Layout | None = None
-
-
-class Operation(NamedTuple):
-    """The inputs and outputs of an operation, and in which ways it may run; see `Rule`."""
-
-    inputs: Sequence[Value]
-    outputs: Sequence[Value]
-    linear: Sequence[frozenset[int]]
-    summed: frozenset[str]
-    added: frozenset[int]
-
-    def is_shardable(self, label: str | None) -> bool:
-        return label is not None and (label in self.summed or all(label in y.labels for y in self.outputs))
 
 
 class LayoutChoice(NamedTuple):
@@ -57,9 +35,9 @@ class LayoutChoice(NamedTuple):
     memory: int
 
 
-def choose(op: Operation, mesh: Mesh, *, is_elementwise: bool) -> LayoutChoice:
+def choose(op: Operation, mesh: Mesh) -> LayoutChoice:
     """Return the cheapest layouts."""
-    if is_elementwise and (flat := _keep_flat(op, mesh)):
+    if op.is_elementwise and (flat := _keep_flat(op, mesh)):
         return flat
     splits = [x.layout.spec.split_axes for x in op.inputs if x.layout]
     orders = dict.fromkeys((*axes, *(a for a in mesh.axis_names if a not in axes)) for axes in ((), *splits))

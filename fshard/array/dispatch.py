@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
-from fshard.array.choose import LayoutChoice, Operation, Value, choose
+from fshard.array.choose import LayoutChoice, choose
 from fshard.array.communicate import refuse_implicit, state, transfer, with_spec
-from fshard.array.rules import TABLE, LocalProgram, Row, Rule, Where, arrays_in, map_arrays
+from fshard.array.rules import TABLE, LocalProgram, Row, Rule, Where, arrays_in, describe, map_arrays
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.arithmetic import ravel
@@ -139,7 +139,7 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
             return made
     if row.rule is None:
         raise LayoutError(f"{name} cannot have these arguments as an operation on arrays. Use fs.unshard(x).")
-    key, arrays = _described(name, args, kwargs)
+    key, arrays = _described(name, args, kwargs)[0], arrays_in(args, kwargs)
     call = _plan(name, func, row, arrays, args, kwargs)
     if key is not None:
         if len(_calls) > MAX_CALLS:
@@ -235,35 +235,17 @@ def _on_mesh(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwargs: dict[str, Any]) -> CachedCall:
     """Apply the rule to the global shapes and choose layouts."""
-    mesh, metas = arrays[0].mesh, list[Tensor]()
+    mesh = arrays[0].mesh
 
     def as_meta(x: Sharded) -> Tensor:
-        metas.append(torch.empty(x.shape, dtype=x.dtype, device="meta"))
-        return metas[-1]
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
     given, named = map_arrays(as_meta, args), map_arrays(as_meta, kwargs)
     with torch.no_grad():
         made = func(*given, **named)
     results = arrays_in(made if isinstance(made, Tensor) else [*made])
     rule = cast("Callable[..., Rule]", row.rule)(results, *given, **named)
-    outputs = [*rule.outputs] * (len(results) if len(rule.outputs) == 1 else 1) or [(None,) * y.ndim for y in results]
-    labels = {id(x): own for x, own in rule.inputs}
-    place = {id(x): number for number, x in enumerate(metas)}
-    inputs = [
-        Value(x.shape, labels.get(id(meta), (None,) * x.ndim), x.dtype.itemsize, x.layout)
-        for x, meta in zip(arrays, metas, strict=True)
-    ]
-    choice = choose(
-        Operation(
-            inputs,
-            [Value(tuple(y.shape), own, y.dtype.itemsize) for y, own in zip(results, outputs, strict=True)],
-            [frozenset(place[id(x)] for x in group) for group in rule.linear],
-            rule.summed,
-            frozenset(place[id(x)] for x in rule.added),
-        ),
-        mesh,
-        is_elementwise=rule.is_elementwise,
-    )
+    choice = choose(describe(rule, arrays, results), mesh)
     shapes = tuple(tuple(y.shape) for y in results)
     where = [_where(choice, shapes, mesh, device) for device in local_devices(mesh)] if rule.local else []
     is_free = all(one.is_free for one in choice.transfers)

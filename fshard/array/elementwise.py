@@ -1,17 +1,17 @@
 """Rows of elementwise operations with broadcasting: every dim of the result is shardable.
 
-Most are rows of names. Those that are linear in some inputs have a function that returns these groups of inputs.
+Most are rows of names. Those that are linear in some arrays have a function that returns these groups of arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard.array.rules import Rule, alike, arrays_in, rule
+from fshard.array.rules import Rule, rule
 
 _NAMES = """
 abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh addcdiv addcmul
@@ -29,60 +29,44 @@ lshift rshift and or xor polar long int bool short char byte
 special_digamma special_polygamma special_multigammaln special_round
 """
 
-Groups = Sequence[Sequence[Any]]
 
 
-def elementwise(linear: Callable[..., Groups] | None = None) -> Callable[..., Rule]:
-    """Return the rule of an elementwise operation, given the inputs in which it is linear."""
-
-    def rule_of(results: Any, *args: Any, **kwargs: Any) -> Rule:
-        arrays = arrays_in(args, kwargs)
-        groups = linear(*args, **kwargs) if linear is not None else ()
-        return alike(",".join(["..."] * len(arrays)) + "->...", *arrays, linear=groups, is_elementwise=True)
-
-    return rule_of
+def elementwise(linear: Callable[..., Any] = lambda *args, **kwargs: ()) -> Callable[..., Rule]:
+    """Return the rule of an elementwise operation, given the groups of arrays in which it is linear."""
+    return lambda results, *args, **kwargs: Rule("...*->...", linear(*args, **kwargs))
 
 
-rule(_NAMES)(elementwise())
-rule("neg negative positive clone contiguous conj conj_physical resolve_conj")(elementwise(lambda x, **_: [(x,)]))
-rule("detach real imag .real .imag .data", is_view=True)(elementwise(lambda x: [(x,)]))
-
-
-def _cast(x: Any, *args: Any, **kwargs: Any) -> Groups:
+def _is_exact(before: torch.dtype, after: torch.dtype) -> bool:
     """Casts are linear unless they round."""
-    y = x.to(*args, **kwargs)
-    return [(x,)] if torch.promote_types(x.dtype, y.dtype) == y.dtype else []
-
-
-rule("to type")(elementwise(_cast))
-for _name in ("double", "float", "half", "bfloat16"):
-    _dtype = getattr(torch, _name)
-    rule(_name)(elementwise(lambda x, _dtype=_dtype, **_: _cast(x, _dtype)))
+    return torch.promote_types(before, after) == after
 
 
 def _is_zero(x: Any) -> bool:
     return not isinstance(x, Tensor) and x == 0
 
 
-def _product(x: Any, y: Any, **_: Any) -> Groups:
-    return [(one,) for one in (x, y) if isinstance(one, Tensor)]
+def _both(x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+    """A number would be added once per device."""
+    return [(0, 1)] if isinstance(x, Tensor) and isinstance(y, Tensor) else ()
 
 
-def _sum(x: Any, y: Any, *args: Any, **_: Any) -> Groups:
-    """A constant would be added once per device."""
-    return [(x, y)] if isinstance(x, Tensor) and isinstance(y, Tensor) else []
+def _numerator(x: Any, y: Any, rounding_mode: str | None = None, **kwargs: Any) -> Any:
+    return [(0,)] if isinstance(x, Tensor) and rounding_mode is None else ()
 
 
-def _quotient(x: Any, y: Any, rounding_mode: str | None = None, **_: Any) -> Groups:
-    return [(x,)] if isinstance(x, Tensor) and rounding_mode is None else []
+def _choices(condition: Any, x: Any = None, y: Any = None) -> Any:
+    arrays = [one for one in (x, y) if isinstance(one, Tensor)]
+    return [range(1, 1 + len(arrays))] if all(isinstance(one, Tensor) or _is_zero(one) for one in (x, y)) else ()
 
 
-def _choice(condition: Any, x: Any = None, y: Any = None) -> Groups:
-    return [arrays_in(x, y)] if all(isinstance(one, Tensor) or _is_zero(one) for one in (x, y)) else []
-
-
-rule("mul multiply")(elementwise(_product))
-rule("add sub subtract rsub lerp")(elementwise(_sum))
-rule("div divide true_divide")(elementwise(_quotient))
-rule("where")(elementwise(_choice))
-rule("masked_fill")(elementwise(lambda x, mask, value: [(x,)] if _is_zero(value) else []))
+rule(_NAMES)(elementwise())
+rule("neg negative positive clone contiguous conj conj_physical resolve_conj")(elementwise(lambda x, **_: "each"))
+rule("detach real imag .real .imag .data", is_view=True)(elementwise(lambda x: "each"))
+rule("to type")(elementwise(lambda x, *args, **more: "each" if _is_exact(x.dtype, x.to(*args, **more).dtype) else ()))
+for _name in ("double", "float", "half", "bfloat16"):
+    rule(_name)(elementwise(lambda x, _to=getattr(torch, _name), **_: "each" if _is_exact(x.dtype, _to) else ()))
+rule("mul multiply")(elementwise(lambda x, y, **_: "each"))
+rule("add sub subtract rsub lerp")(elementwise(_both))
+rule("div divide true_divide")(elementwise(_numerator))
+rule("where")(elementwise(_choices))
+rule("masked_fill")(elementwise(lambda x, mask, value: [(0,)] if _is_zero(value) else ()))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fshard.array.communicate import state, with_spec
 from fshard.array.create import bernoulli_like
 from fshard.array.elementwise import elementwise
-from fshard.array.rules import Rule, alike, arrays_in, compose, rule
+from fshard.array.rules import Rule, arrays_in, compose, rule
 from fshard.errors import LayoutError
 from fshard.mesh.layout import P
 
@@ -121,10 +121,9 @@ def _loss(func: Any, *args: Any, reduction: str = "mean", size_average: Any = No
 
 def _rows(results: Any, *args: Any, weight: Any = None, **kwargs: Any) -> Rule:
     """Label the batch dim, where losses are sums over classes."""
-    arrays, batch = arrays_in(args, kwargs), "n" * results[0].ndim
-    terms = [(batch + "C" * x.ndim)[: x.ndim] for x in arrays]
-    weights = arrays_in(weight)
-    return alike(f"{','.join(terms + ['C' * x.ndim for x in weights])}->{batch}", *arrays, *weights, exact=True)
+    batch = "n" * results[0].ndim
+    terms = [(batch + "C" * x.ndim)[: x.ndim] for x in arrays_in(args, kwargs)]
+    return Rule(f"{','.join(terms)}->{batch}", exact=True)
 
 
 _ELEMENTWISE = """l1_loss mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits

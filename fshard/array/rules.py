@@ -1,22 +1,22 @@
 """`Rule`: which dims of an operation's inputs and outputs correspond. The table of rules is built from it.
 
-A rule is written as subscripts, as in einsum. Dims with one letter are sharded alike:
+A rule is an equation as in einsum, with one term for each array. Dims with one letter are sharded alike:
 
     bi,io->bo      b, o: inputs and output are sharded alike       i: summed; sharded inputs give an unreduced output
     aDc->aDc       D, a capital: every device needs all of it      ...: dims that broadcast
+    ...k,ok,+o->...o   +: added to the sum, once                   ...*->...: any number of arrays
 
-A row of the table is a function of torch's results and the call's own arguments, in which arrays are meta tensors of
-the global shape. It returns a `Rule`. Or it is a composition of other operations on the arrays themselves.
+Arrays without a term must be replicated; `->` is the rule of operations that are never local.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from fshard.mesh.layout import Layout
 from fshard.mesh.layout.sharded import Sharded
 
 Labels = tuple[str | None, ...]
@@ -36,34 +36,29 @@ LocalProgram = Callable[[Where, Any, tuple[Any, ...], dict[str, Any]], Any]
 """Computes the results of one device: (where, torch's function, args and kwargs with local shards) -> results."""
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """One operation on arguments of given shapes.
 
     Args:
-        inputs: arrays and their labels; an array that is not named must be replicated.
-        outputs: the labels of every result; one entry holds for all of them, none means that no dim is sharded.
-        linear: groups of inputs; the operation is linear in each group together, so these may be unreduced.
-        summed: labels that are summed over, where devices with other shards have the other summands.
-        added: inputs that are added to the sum over `summed` labels.
+        equation: the labels of arrays and results; one term of a result holds for all results.
+        linear: groups of arrays, by number; the operation is linear in each group together, so these may be unreduced.
         local: the program of one device; by default torch's function on the local shards.
-        is_elementwise: whether it may run on flat shards too.
+        exact: a dim of length 1 does not broadcast.
+        ragged: letters whose dims may differ in length.
     """
 
-    inputs: Sequence[tuple[Any, Labels]] = ()
-    outputs: Sequence[Labels] = ()
-    linear: Sequence[Sequence[Any]] = ()
-    summed: frozenset[str] = frozenset()
-    added: Sequence[Any] = ()
+    equation: str
+    linear: Sequence[Sequence[int]] | Literal["each", "all"] = ()
     local: LocalProgram | None = None
-    is_elementwise: bool = False
+    exact: bool = False
+    ragged: str = ""
 
 
 class Row(NamedTuple):
-    """A row of the table.
+    """A row of the table: a rule, given torch's results and the call's arguments with meta tensors for arrays.
 
-    `compose` computes the operation with others, or returns NotImplemented where the rule does. `is_view`: whether
-    torch's result shares memory with its argument.
+    `compose` computes the operation with others on the arrays themselves, or returns NotImplemented where the rule
+    does. `is_view`: whether torch's result shares memory with its argument.
     """
 
     rule: Callable[..., Rule] | None = None
@@ -74,36 +69,38 @@ class Row(NamedTuple):
 TABLE: dict[str, Row] = {}
 """The rows, by the name of torch's function or method."""
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+def rule(names: str, *, is_view: bool = False) -> Callable[[Callable[..., Rule]], None]:
+    """Return the function that adds a rule to the table under some names."""
+    return lambda f: TABLE.update({n: TABLE.get(n, Row())._replace(rule=f, is_view=is_view) for n in names.split()})
 
 
-def rule(names: str, *, is_view: bool = False) -> Decorator:
-    """Add a rule to the table under some names: a function of the list of results and the call's arguments."""
-
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names.split():
-            TABLE[name] = TABLE.get(name, Row())._replace(rule=function, is_view=is_view)
-        return function
-
-    return add
+def compose(names: str) -> Callable[[Callable[..., Any]], None]:
+    """Return the function that adds a composition to the table under some names."""
+    return lambda f: TABLE.update({n: TABLE.get(n, Row())._replace(compose=f) for n in names.split()})
 
 
-def compose(names: str) -> Decorator:
-    """Add a composition to the table under some names: a function of the call's arguments, with the arrays."""
+def equations(names: str, text: str, linear: Any = ()) -> None:
+    """Add rows whose rule is the first of some equations whose terms fit the arrays."""
 
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names.split():
-            TABLE[name] = TABLE.get(name, Row())._replace(compose=function)
-        return function
+    def rule_of(results: Any, *args: Any, **kwargs: Any) -> Rule:
+        arrays = arrays_in(args, kwargs)
+        for equation in text.split():
+            terms = equation.partition("->")[0].split(",")
+            if len(terms) == len(arrays) and all(map(_fits, terms, arrays)):
+                return Rule(equation, linear)
+        return Rule("->")
 
-    return add
+    rule(names)(rule_of)
 
 
-# Subscripts.
+def _fits(term: str, x: Any) -> bool:
+    width = x.ndim - len(term.strip("+.*"))
+    return width <= 0 if term.startswith("+") else width >= 0 if "..." in term else width == 0
 
 
 def spell(ndim: int, at: Mapping[int, str] | None = None) -> str:
-    """Return the subscripts of an array: letters in order, others at some dims.
+    """Return the term of an array: letters in order, others at some dims.
 
     >>> spell(4, {-1: "K"})
     'abcK'
@@ -114,77 +111,84 @@ def spell(ndim: int, at: Mapping[int, str] | None = None) -> str:
     return "".join(letters)
 
 
-def subscripts(
-    equation: str, arrays: Sequence[Any], *, exact: bool = False, ragged: str = ""
-) -> tuple[list[Labels], list[Labels]]:
-    """Return the labels of inputs and outputs.
+class Value(NamedTuple):
+    """An input or a result of an operation; a result has no layout yet."""
 
-    A dim of length 1 that is broadcast has none. Nor has a label that a term repeats, as for a diagonal, or whose
-    lengths differ otherwise; with `exact`, differ at all. Letters in `ragged` may have several lengths.
+    shape: tuple[int, ...]
+    labels: Labels
+    itemsize: int
+    layout: Layout | None
+
+
+class Operation(NamedTuple):
+    """A rule with the labels of the arrays of a call."""
+
+    inputs: Sequence[Value]
+    outputs: Sequence[Value]
+    linear: Sequence[frozenset[int]]
+    summed: frozenset[str]
+    added: frozenset[int]
+    is_elementwise: bool
+
+    def is_shardable(self, label: str | None) -> bool:
+        return label is not None and (label in self.summed or all(label in y.labels for y in self.outputs))
+
+
+def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> Operation:
+    """Return the labels of a call's arrays and results.
+
+    A dim that is broadcast has none. Nor have dims whose letter a term repeats, as for a diagonal, or with other lengths.
     """
-    left, right = equation.split("->")
-    terms = left.split(",")
-    widths = [x.ndim - len(term.replace("...", "")) for term, x in zip(terms, arrays, strict=True)]
-    inputs = [_expanded(term, width) for term, width in zip(terms, widths, strict=True)]
-    full = max((width for term, width in zip(terms, widths, strict=True) if "..." in term), default=0)
+    left, right = rule.equation.split("->")
+    terms = [left[:-1]] * len(arrays) if left.endswith("*") else left.split(",") if left else []
+    terms += ["D" * x.ndim for x in arrays[len(terms) :]]
+    added = frozenset(number for number, term in enumerate(terms) if term.startswith("+"))
+    inputs = [_expanded(term, x.ndim) for term, x in zip(terms, arrays, strict=True)]
     lengths: dict[str, set[int]] = {}
     for labels, x in zip(inputs, arrays, strict=True):
         for label, length in zip(labels, x.shape, strict=True):
             lengths.setdefault(label, set()).add(length)
-    local = {label for labels in inputs for label in labels if labels.count(label) > 1 or label.isupper()}
-    local |= {label for label, found in lengths.items() if len(found if exact else found - {1}) > 1} - {*ragged}
+    repeated = {label for labels in inputs for label in labels if labels.count(label) > 1}
+    unequal = {a for a, found in lengths.items() if len(found if rule.exact else found - {1}) > 1} - {*rule.ragged}
 
     def own(label: str, length: int | None = None) -> str | None:
-        is_broadcast = length == 1 and lengths[label] != {1}
-        return None if label in local or label.isupper() or is_broadcast else label
+        is_local = label.isupper() or label in repeated | unequal
+        return None if is_local or (length == 1 and lengths[label] != {1}) else label
 
-    return (
-        [tuple(map(own, labels, x.shape)) for labels, x in zip(inputs, arrays, strict=True)],
-        [tuple(map(own, _expanded(term, full))) for term in right.split(",")],
+    ndim = max((x.ndim - len(term.replace("...", "")) for term, x in zip(terms, arrays, strict=True) if "..." in term), default=0)  # fmt: skip
+    found = [tuple(map(own, _expanded(term, ndim + len(term.replace("...", ""))))) for term in right.split(",")]
+    found = found * len(results) if len(found) == 1 else found
+    labels = [tuple(map(own, labels, x.shape)) for labels, x in zip(inputs, arrays, strict=True)]
+    kept = [own if len(own) == y.ndim else (None,) * y.ndim for own, y in zip(found, results, strict=True)]
+    used = {label for own in labels for label in own if label is not None}
+    groups: Any = rule.linear
+    if groups == "each":
+        groups = [(number, *added) for number in range(len(arrays)) if number not in added]
+    return Operation(
+        [Value(x.shape, own, x.dtype.itemsize, x.layout) for x, own in zip(arrays, labels, strict=True)],
+        [Value(tuple(y.shape), own, y.dtype.itemsize, None) for y, own in zip(results, kept, strict=True)],
+        [frozenset(group) for group in ([range(len(arrays))] if groups == "all" else groups)],
+        frozenset(used - {label for own in found for label in own}),
+        added,
+        {*terms} == {"..."} and right in ("...", ""),
     )
 
 
-def _expanded(term: str, width: int) -> list[str]:
+def _expanded(term: str, ndim: int) -> list[str]:
+    """Return the labels of a term: dots stand for the dims from the right that the letters leave."""
+    if term.startswith("+"):
+        term = term[len(term) - ndim :]  # the dims that are missing broadcast
     before, dots, after = term.partition("...")
-    return [*before, *(f".{dim}" for dim in range(width, 0, -1) if dots), *after]
-
-
-def alike(equation: str, *arrays: Any, exact: bool = False, ragged: str = "", **more: Any) -> Rule:
-    """Return the rule of an operation that computes each part of its results from the same part of its inputs."""
-    inputs, outputs = subscripts(equation, arrays, exact=exact, ragged=ragged)
-    return Rule(list(zip(arrays, inputs, strict=True)), outputs, **more)
-
-
-def product(equation: str, *arrays: Any, has_bias: bool = False, **more: Any) -> Rule:
-    """Return the rule of a product that is summed over the letters that the output lacks.
-
-    It is linear in each array. The last one is a bias that is added to the product, if `has_bias`.
-    """
-    inputs, (output,) = subscripts(equation, arrays)
-    factors, bias = (arrays[:-1], arrays[-1:]) if has_bias else (arrays, ())
-    used = {label for labels in inputs for label in labels if label is not None}
-    return Rule(
-        list(zip(arrays, inputs, strict=True)),
-        [output],
-        linear=[(x, *bias) for x in factors],
-        summed=frozenset(used - {*output}),
-        added=bias,
-        **more,
-    )
+    return [*before, *(f".{dim}" for dim in range(ndim - len(before) - len(after), 0, -1) if dots), *after]
 
 
 def as_dims(x: Any, dim: Any) -> tuple[int, ...]:
     """Return dims as a tuple of numbers from 0; None and () mean all."""
-    if dim is None or dim == () or dim == []:
-        return tuple(range(x.ndim))
-    dims: Sequence[int] = (dim,) if isinstance(dim, int) else dim
+    dims: Sequence[int] = (dim,) if isinstance(dim, int) else dim if dim is not None and len(dim) else range(x.ndim)
     for one in dims:
         if not -max(x.ndim, 1) <= one < max(x.ndim, 1):
             raise IndexError(f"dim {one} does not exist in an array of shape {tuple(x.shape)}.")
     return tuple(one % max(x.ndim, 1) for one in dims)
-
-
-# Arrays among the arguments of a call.
 
 
 def map_arrays(f: Callable[[Any], Any], given: Any) -> Any:

@@ -15,33 +15,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fshard.array.dispatch import DIRECT, operate, write
-from fshard.array.rules import Labels, Rule, Where, alike, arrays_in, compose, product, rule, spell
+from fshard.array.rules import Rule, Where, arrays_in, compose, rule, spell
 from fshard.errors import LayoutError
 from fshard.mesh.layout.sharded import Sharded
 
 
-def strided(x: Any, view: Callable[[Any], Any]) -> tuple[Labels, list[Labels]]:
-    """Return the labels of an input and of its views: dims that a view keeps in full are alike."""
+def strided(x: Any, view: Callable[[Any], Any]) -> str:
+    """Return the equation of an input and its views: dims that a view keeps in full are alike."""
     steps = [(1 << (5 * (dim + 1))) + 7 * dim for dim in range(x.ndim)]  # a step of a slice is no other dim's stride
     like = torch.empty_strided(x.shape, steps, device="meta")
     names = dict(zip(zip(steps, x.shape, strict=True), spell(x.ndim), strict=True))
-    found = [
-        tuple(names.get(pair) if pair[1] != 1 else None for pair in zip(y.stride(), y.shape, strict=True))
-        for y in arrays_in(view(like))
-    ]
-    keep = {label for label in spell(x.ndim) if found and all(labels.count(label) == 1 for labels in found)}
-    return (
-        tuple(label if label in keep else None for label in spell(x.ndim)),
-        [tuple(label if label in keep else None for label in labels) for labels in found],
-    )
+    found = [[names.get(pair, "D") for pair in zip(y.stride(), y.shape, strict=True)] for y in arrays_in(view(like))]
+    keep = {a for a, n in zip(spell(x.ndim), x.shape, strict=True) if n > 1 and all(y.count(a) == 1 for y in found)}
+    terms = ("".join(label if label in keep else "D" for label in labels) for labels in (spell(x.ndim), *found))
+    return next(terms) + "->" + ",".join(terms)
 
 
-def _strided_rule(func: Any) -> Callable[..., Rule]:
-    def rule_of(results: Any, x: Any, *args: Any, **kwargs: Any) -> Rule:
-        own, outputs = strided(x, lambda like: func(like, *args, **kwargs))
-        return Rule([(x, own)], outputs, linear=[(x,)])
-
-    return rule_of
+def _strided_rule(func: Any, local: Any = None) -> Callable[..., Rule]:
+    return lambda results, x, *args, **kwargs: Rule(strided(x, lambda y: func(y, *args, **kwargs)), "each", local)
 
 
 _TENSOR: Any = Tensor
@@ -55,54 +46,51 @@ def _to_local_shape(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].reshape(where.shapes[0])
 
 
-@rule("squeeze", is_view=True)
-def _squeeze(results: Any, x: Any, *args: Any, **kwargs: Any) -> Rule:
-    own, outputs = strided(x, lambda like: like.squeeze(*args, **kwargs))
-    return Rule([(x, own)], outputs, linear=[(x,)], local=_to_local_shape)  # a shard may have more dims of length 1
+rule("squeeze", is_view=True)(_strided_rule(_TENSOR.squeeze, _to_local_shape))  # a shard may have more dims of length 1
 
 
-def reshaped(before: Sequence[int], after: Sequence[int]) -> tuple[Labels, Labels]:
-    """Return the labels of a reshape: dims that are merged or split keep the label of the major one.
+def reshaped(before: Sequence[int], after: Sequence[int]) -> str:
+    """Return the equation of a reshape: dims that are merged or split keep the label of the major one.
 
     >>> reshaped((4, 3, 5), (12, 5))
-    (('g0', None, 'g1'), ('g0', 'g1'))
+    'aDb->ab'
     """
-    start: list[str | None] = [None] * len(before)
-    stop: list[str | None] = [None] * len(after)
-    i = j = group = 0
+    start, stop = ["D"] * len(before), ["D"] * len(after)
+    labels = iter("abcdefghij")
+    i = j = 0
     while prod(before) and i < len(before) and j < len(after):
         first, second = [i], [j]
         while (one := prod(before[d] for d in first)) != (other := prod(after[d] for d in second)):
             dims = first if one < other else second
             dims.append(dims[-1] + 1)
         i, j = first[-1] + 1, second[-1] + 1
-        majors = [next((d for d in dims if sizes[d] > 1), None) for dims, sizes in ((first, before), (second, after))]
-        if majors[0] is not None and majors[1] is not None:
-            start[majors[0]] = stop[majors[1]] = f"g{group}"
-            group += 1
-    return tuple(start), tuple(stop)
+        if one > 1:
+            major = next(d for d in first if before[d] > 1), next(d for d in second if after[d] > 1)
+            start[major[0]] = stop[major[1]] = next(labels)
+    return f"{''.join(start)}->{''.join(stop)}"
 
 
 @rule("reshape view unflatten flatten ravel", is_view=True)
 def _reshape(results: Any, x: Any, *args: Any, **kwargs: Any) -> Rule:
     if arrays_in(args) or any(isinstance(one, torch.dtype) for one in (*args, *kwargs.values())):
-        return Rule()
-    before, after = reshaped(x.shape, results[0].shape)
-    return Rule([(x, before)], [after], linear=[(x,)], local=_to_local_shape)
+        return Rule("->")
+    return Rule(reshaped(x.shape, results[0].shape), "each", _to_local_shape)
 
 
-@rule("expand broadcast_to", is_view=True)
-def _expand(results: Any, x: Any, *args: Any, **kwargs: Any) -> Rule:
-    y = results[0]
-    new = y.ndim - x.ndim
-    own = "".join("N" if n != m else letter for n, m, letter in zip(x.shape, y.shape[new:], spell(x.ndim), strict=True))
-    return alike(f"{own}->{'N' * new}{own}", x, linear=[(x,)], local=_expand_shard)
+def _repeated(results: Any, x: Any) -> str:
+    """Return the equation of an operation that repeats some dims, and may add dims in front."""
+    new = results[0].ndim - x.ndim
+    own = zip(spell(x.ndim), x.shape, results[0].shape[new:], strict=True)
+    term = "".join(letter if n == m and n else "N" for letter, n, m in own)
+    return f"{term}->{'N' * new}{term}"
 
 
 def _expand_shard(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].expand(where.shapes[0])
 
 
+rule("expand broadcast_to", is_view=True)(lambda results, x, *_, **__: Rule(_repeated(results, x), "each", _expand_shard))
+rule("repeat tile")(lambda results, x, *_, **__: Rule(_repeated(results, x), "each"))
 compose("view_as reshape_as")(lambda x, other: x.reshape(other.shape))
 compose("expand_as")(lambda x, other: x.expand(other.shape))
 
@@ -114,28 +102,16 @@ def _broadcast_tensors(*xs: Any) -> Any:
     return tuple(x.expand(shape) for x in arrays)
 
 
-@rule("repeat tile")
-def _repeat(results: Any, x: Any, *args: Any, **kwargs: Any) -> Rule:
-    y = results[0]
-    own = spell(x.ndim)
-    for dim, (n, m) in enumerate(zip(x.shape, y.shape[y.ndim - x.ndim :], strict=True)):
-        own = own.replace(own[dim], "N") if n != m or n == 0 else own
-    return alike(f"{own}->{'N' * (y.ndim - x.ndim)}{own}", x, linear=[(x,)])
-
-
 @rule("cat concat concatenate")
-def _cat(results: Any, tensors: Sequence[Any], dim: int = 0, out: Any = None) -> Rule:
-    if any(x.ndim != results[0].ndim for x in tensors):
-        return Rule()
+def _cat(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
     own = spell(results[0].ndim, {dim: "D"})
-    return alike(f"{','.join([own] * len(tensors))}->{own}", *tensors, exact=True, linear=[tuple(tensors)])
+    return Rule(f"{own}*->{own}" if all(x.ndim == len(own) for x in tensors) else "->", "all", exact=True)
 
 
 @rule("stack")
-def _stack(results: Any, tensors: Sequence[Any], dim: int = 0, out: Any = None) -> Rule:
-    stacked = spell(results[0].ndim, {dim: "N"})
-    own = stacked.replace("N", "")
-    return alike(f"{','.join([own] * len(tensors))}->{stacked}", *tensors, linear=[tuple(tensors)])
+def _stack(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
+    own = spell(results[0].ndim, {dim: "N"})
+    return Rule(f"{own.replace('N', '')}*->{own}", "all")
 
 
 # Indexing.
@@ -145,15 +121,14 @@ def _stack(results: Any, tensors: Sequence[Any], dim: int = 0, out: Any = None) 
 def _getitem(results: Any, x: Any, index: Any) -> Rule:
     """Label the dims that an index keeps in full, and those of index arrays."""
     items = index if isinstance(index, tuple) else (index,)
-    arrays = arrays_in(items)
-    own, (rest,) = strided(x, lambda like: like[tuple(0 if isinstance(item, Tensor) else item for item in items)])
-    if not arrays:
-        return Rule([(x, own)], [rest], linear=[(x,)])
+    count = len(arrays_in(items))
+    equation = strided(x, lambda like: like[tuple(0 if isinstance(item, Tensor) else item for item in items)])
+    if not count:
+        return Rule(equation, "each")
     mark = torch.empty(1 + max(x.shape), dtype=torch.long, device="meta")  # no dim of x is as long
     front = x[tuple(mark if isinstance(item, Tensor) else item for item in items)].shape.index(len(mark))
-    found = alike(",".join(["..."] * len(arrays)) + "->...", *arrays)
-    among = found.outputs[0]
-    return Rule([(x, own), *found.inputs], [(*rest[:front], *among, *rest[front:])], linear=[(x,)])
+    own, rest = equation.split("->")
+    return Rule(f"{own}{',...' * count}->{rest[:front]}...{rest[front:]}", [(0,)])
 
 
 @compose("getitem")
@@ -175,13 +150,10 @@ def set_slice(x: Any, index: Any, value: Any) -> Any:
 
 @rule("set_slice")
 def _set_slice(results: Any, x: Any, index: Any, value: Any) -> Rule:
-    own, (out,) = strided(x, lambda like: like[index])
+    own, out = strided(x, lambda like: like[index]).split("->")
     if not isinstance(value, Tensor):
-        return Rule([(x, own)], [own], linear=[(x,)] if value == 0 else [])
-    lengths = x[index].shape[len(out) - value.ndim :]
-    kept = zip(out[len(out) - value.ndim :], value.shape, lengths, strict=True)
-    inputs = [(x, own), (value, tuple(label if n == m else None for label, n, m in kept))]
-    return Rule(inputs, [own], linear=[(x, value)])
+        return Rule(f"{own}->{own}", "each" if value == 0 else ())
+    return Rule(f"{own},{out[len(out) - value.ndim :]}->{own}", "all")
 
 
 def _assign(x: Any, index: Any, value: Any) -> None:
@@ -205,41 +177,28 @@ def _gather(results: Any, x: Any, *args: Any, dim: Any = None, **kwargs: Any) ->
     (index,) = arrays_in(args, kwargs)
     given = [one for one in (*args, dim) if isinstance(one, int)]
     if not given or x.ndim != index.ndim:
-        return Rule(linear=[(x,)])
-    own, out = spell(x.ndim, {given[0]: "D"}), spell(x.ndim, {given[0]: "k"})
-    return alike(f"{own},{out}->{out}", x, index, exact=True, linear=[(x,)])
+        return Rule("->", [(0,)])
+    out = spell(x.ndim, {given[0]: "k"} if x.ndim else {})
+    return Rule(f"{out.replace('k', 'D')},{out}->{out}", [(0,)], exact=True)
 
 
 @rule("scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce")
 def _scatter(results: Any, x: Any, dim: int, index: Any, *args: Any, **kwargs: Any) -> Rule:
     own = spell(x.ndim, {dim: "D"} if x.ndim else {})
     more = arrays_in(args, kwargs)
-    terms = [own, own if index.ndim == x.ndim else "D" * index.ndim]
-    terms += [own if one.ndim == x.ndim else "D" * one.ndim for one in more]
+    terms = [own if one.ndim == x.ndim else "D" * one.ndim for one in (x, index, *more)]
     is_sum = len(more) == 1 and index.ndim == x.ndim and kwargs.get("reduce") is None and len(args) < 2
-    groups = [(x, *more)] if is_sum else ()
-    return alike(f"{','.join(terms)}->{own}", x, index, *more, exact=True, linear=groups)
+    return Rule(f"{','.join(terms)}->{own}", [(0, 2)] if is_sum else (), exact=True)
 
 
 @rule("index_select")
 def _index_select(results: Any, x: Any, dim: int, index: Any) -> Rule:
-    own, out = (spell(x.ndim, {dim: letter} if x.ndim else {}) for letter in "Dk")
-    return alike(f"{own},{'k' * index.ndim}->{out}", x, index, linear=[(x,)])
+    out = spell(x.ndim, {dim: "k"} if x.ndim else {})
+    return Rule(f"{out.replace('k', 'D')},{'k' * index.ndim}->{out}", [(0,)])
 
 
-@rule("take")
-def _take(results: Any, x: Any, index: Any) -> Rule:
-    return alike(f"{'D' * x.ndim},...->...", x, index, linear=[(x,)])
-
-
-@rule("bucketize searchsorted")
-def _bucketize(results: Any, *args: Any, **kwargs: Any) -> Rule:
-    return Rule()
-
-
-@rule("one_hot")
-def _one_hot(results: Any, x: Any, num_classes: int = -1) -> Rule:
-    return alike("...->...N", x)
+rule("take")(lambda results, x, index: Rule(f"{'D' * x.ndim},...->...", [(0,)]))
+rule("searchsorted")(lambda results, *_, **__: Rule("->"))
 
 
 @rule("embedding")
@@ -263,4 +222,4 @@ def _embedding(
         return F.embedding(index.clamp(0, max(len(shard) - 1, 0)), shard) * found.unsqueeze(-1)
 
     equation = "...,vw->...w" if padding_idx is None else "...,Vw->...w"
-    return alike(equation, input, weight, linear=[(weight,)], summed=frozenset("v"), local=look_up)
+    return Rule(equation, [(1,)], look_up)
