@@ -32,20 +32,19 @@ def along(dims_of: DimsOf, *, is_linear: bool = False, is_sum: bool = False) -> 
 
     def rule_of(results: Sequence[Any], x: Any, *args: Any, **kwargs: Any) -> Rule:
         dims = as_dims(x, dims_of(x, *args, **kwargs))
+        linear = "each" if is_linear and not arrays_in(args, kwargs) else ()
         if is_sum and len(dims) == x.ndim and not results[0].ndim:
-            return Rule("...->", "each" if is_linear else ())
+            return Rule("...->", linear)
         kept = spell(x.ndim, dict.fromkeys(dims, "D"))
         lost = "".join(letter for dim, letter in enumerate(kept) if dim not in dims)
         by_ndim = {x.ndim - len(dims): lost, x.ndim + 1: f"{kept}D", x.ndim: kept}
-        outputs = ",".join(by_ndim.get(y.ndim, "") for y in results)
-        is_alone = not arrays_in(args, kwargs)
-        return Rule(f"{spell(x.ndim) if is_sum else kept}->{outputs}", "each" if is_linear and is_alone else ())
+        return Rule(f"{spell(x.ndim) if is_sum else kept}->{','.join(by_ndim.get(y.ndim, '') for y in results)}", linear)
 
     return rule_of
 
 
 def at(position: int, default: Any) -> DimsOf:
-    """Return the argument `dim`, whose position after the array and default are given."""
+    """Return a function that finds the argument `dim`, by its position after the array and its default."""
 
     def dims_of(x: Any, *args: Any, **kwargs: Any) -> Any:
         found = [kwargs[name] for name in ("dim", "axis", "dims", "dimension") if kwargs.get(name) is not None]
@@ -55,127 +54,98 @@ def at(position: int, default: Any) -> DimsOf:
     return dims_of
 
 
-def _last(count: int) -> DimsOf:
+def last(count: int) -> DimsOf:
     return lambda x, *args, **kwargs: range(x.ndim - count, x.ndim)
+
+
+def after(first: int) -> DimsOf:
+    return lambda x, *args, **kwargs: range(first, x.ndim)
 
 
 def _shape(x: Any, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     return range(x.ndim - len(normalized_shape), x.ndim)
 
 
-def _flipped(x: Any, *dims: Any, **kwargs: Any) -> Any:
-    return at(0, None)(x, *dims, **kwargs) if kwargs or len(dims) == 1 else dims
-
-
 def _padded(x: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
     return [x.ndim - 1 - place // 2 for place, one in enumerate(pad) if one or mode != "constant"] or x.ndim - 1
 
 
-rule(
-    "prod amax amin max min argmax argmin all any logsumexp median nanmedian std var std_mean var_mean aminmax "
-    "special_logsumexp"
-)(along(at(0, None)))
-rule("msort fliplr flipud rot90 renorm cov corrcoef trace quantile nanquantile")(along(lambda *_, **__: None))
-rule("mode cumprod cummax cummin logcumsumexp softmax log_softmax special_softmax special_log_softmax sort argsort glu")(
-    along(at(0, -1))
-)
-rule("topk kthvalue")(along(at(1, -1)))
-rule("norm linalg_vector_norm")(along(at(1, None)))
-rule("cumsum")(along(at(0, -1), is_linear=True))
-rule("diff")(along(at(1, -1), is_linear=True))
+def _flipped(x: Any, *dims: Any, **kwargs: Any) -> Any:
+    return at(0, None)(x, *dims, **kwargs) if kwargs or len(dims) == 1 else dims
+
+
+_REDUCTIONS = "prod amax amin max min argmax argmin all any logsumexp median nanmedian std var std_mean var_mean aminmax"
+for _names, _dims_of in {
+    _REDUCTIONS: at(0, None),
+    "mode cumprod cummax cummin logcumsumexp softmax log_softmax special_softmax special_log_softmax": at(0, -1),
+    "sort argsort glu": at(0, -1),
+    "topk kthvalue": at(1, -1),
+    "norm linalg_vector_norm": at(1, None),
+    "msort fliplr flipud rot90 renorm trace quantile nanquantile": after(0),
+    "pad": _padded,
+    "layer_norm rms_norm": _shape,
+    "group_norm instance_norm": after(1),
+    "interpolate upsample": after(2),
+}.items():
+    rule(_names)(along(_dims_of))
+for _names, _dims_of in {
+    "cumsum": at(0, -1),
+    "diff": at(1, -1),
+    "roll repeat_interleave": at(1, None),
+    "flip": _flipped,
+    "tril triu": last(2),
+    "pixel_shuffle pixel_unshuffle channel_shuffle": last(3),
+}.items():
+    rule(_names)(along(_dims_of, is_linear=True))
 rule("split split_with_sizes tensor_split", is_view=True)(along(at(1, 0), is_linear=True))
 rule("narrow unfold", is_view=True)(along(at(0, 0), is_linear=True))
-rule("roll repeat_interleave")(along(at(1, None), is_linear=True))
-rule("flip")(along(_flipped, is_linear=True))
-rule("tril triu")(along(_last(2), is_linear=True))
-rule("pixel_shuffle pixel_unshuffle channel_shuffle")(along(_last(3), is_linear=True))
-rule("pad")(along(_padded))
-rule("layer_norm rms_norm")(along(_shape))
-rule("group_norm instance_norm")(along(lambda x, *args, **kwargs: range(1, x.ndim)))
-rule("interpolate upsample")(along(lambda x, *args, **kwargs: range(2, x.ndim)))
 rule("sum")(along(at(0, None), is_linear=True, is_sum=True))
 rule("nansum count_nonzero")(along(at(0, None), is_sum=True))
 for _count in (1, 2, 3):
-    for _name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool"):
-        rule(f"{_name}{_count}d")(along(_last(_count)))
+    _kinds = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
+    rule(" ".join(f"{kind}{_count}d" for kind in _kinds))(along(last(_count)))
 
 
-# Reductions over sharded dims.
-
-
-def is_sharded(x: Any, dims: Sequence[int]) -> bool:
-    """Return True if some of these dims are sharded."""
-    if not isinstance(x, Sharded) or x.spec.is_flat or x.spec.at or not x.shape:
-        return False
-    axes = x.spec.dims(x.ndim)
-    return any(axes[dim] for dim in dims)
-
+# Over sharded dims: sums and maxima.
 
 Formula = Callable[..., Any]
 
 
-def where_sharded(names: str, dims_of: DimsOf) -> Callable[[Formula], Formula]:
-    """Compose an operation where its dims are sharded, by a function of (x, dims, *args, **kwargs) that keeps them."""
+def where_sharded(names: str, dims_of: DimsOf, *, is_reduction: bool = True) -> Callable[[Formula], None]:
+    """Return the function that adds a composition for sharded dims: a function of (x, dims, ...) that keeps the dims."""
 
-    def add(formula: Formula) -> Formula:
-        for name in names.split():
-            compose(name)(partial(_composed, name, formula, dims_of))
-        return formula
+    def composed(name: str, formula: Formula, x: Any, *args: Any, **kwargs: Any) -> Any:
+        dims = as_dims(x, dims_of(x, *args, **kwargs))
+        if not x.shape or x.spec.is_flat or not any(x.spec.dims(x.ndim)[dim] for dim in dims):
+            return NotImplemented
+        if not is_reduction:
+            return formula(x, dims, *args, **kwargs)
+        func: Any = torch.linalg.vector_norm if name == "linalg_vector_norm" else getattr(torch, name)
+        wanted = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
+        y = formula(x, dims, *args, **kwargs) if isinstance(wanted, Tensor) else NotImplemented
+        return y if y is NotImplemented or wanted.ndim == x.ndim else y.squeeze(dims)
 
-    return add
-
-
-def _composed(name: str, formula: Formula, dims_of: DimsOf, x: Any, *args: Any, **kwargs: Any) -> Any:
-    dims = as_dims(x, dims_of(x, *args, **kwargs))
-    if not is_sharded(x, dims):
-        return NotImplemented
-    if name in _KEEPING:
-        return formula(x, dims, *args, **kwargs)
-    func: Any = torch.linalg.vector_norm if name == "linalg_vector_norm" else getattr(torch, name)
-    wanted = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
-    y = formula(x, dims, *args, **kwargs) if isinstance(wanted, Tensor) else NotImplemented
-    return y if y is NotImplemented or wanted.ndim == x.ndim else y.squeeze(dims)
-
-
-_KEEPING = {"softmax", "log_softmax", "layer_norm", "rms_norm"}
-"""Operations whose results have the shape of their input."""
-
-
-@compose("sum")
-def _sum(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
-    """Drop the dims of a full sum, so that it works on flat shards."""
-    if dim is None or keepdim or kwargs or len(as_dims(x, dim)) < x.ndim:
-        return NotImplemented
-    return torch.sum(x, dtype=dtype)
-
-
-@compose("mean")
-def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
-    dims = as_dims(x, dim if axis is None else axis)
-    dtype = x.dtype if dtype is None else dtype
-    if not (dtype.is_floating_point or dtype.is_complex):
-        raise RuntimeError(f"mean(): the dtype must be floating point or complex; got {dtype}.")
-    return torch.sum(x, dims, keepdim, dtype=dtype) / math.prod(x.shape[dim] for dim in dims)
-
-
-@compose("nanmean")
-def _nanmean(x: Any, *args: Any, **kwargs: Any) -> Any:
-    return torch.nansum(x, *args, **kwargs) / torch.sum(~torch.isnan(x), *args, **kwargs)
+    return lambda formula: [compose(name)(partial(composed, name, formula)) for name in names.split()] and None
 
 
 def peak(x: Any, dims: Sequence[int], *, is_max: bool = True) -> Any:
     """Return the maximum over dims, kept with length 1, without a gradient."""
     x = with_spec(x.detach(), P(*x.spec.entries), "amax" if is_max else "amin")
-    axes = tuple(axis for dim in dims for axis in x.spec.dims(x.ndim)[dim])
-    spec = P(*(() if dim in dims else own for dim, own in enumerate(x.spec.dims(x.ndim))))
+    entries = x.spec.dims(x.ndim)
     shards = tuple(shard.amax(dims, True) if is_max else shard.amin(dims, True) for shard in x.shards)
     shape = tuple(1 if dim in dims else length for dim, length in enumerate(x.shape))
-    return largest(Sharded(shape, x.layout.with_spec(spec), shards), axes, "amax" if is_max else "amin", is_max=is_max)
+    y = Sharded(shape, x.layout.with_spec(P(*(() if dim in dims else own for dim, own in enumerate(entries)))), shards)
+    return largest(y, tuple(axis for dim in dims for axis in entries[dim]), "amax" if is_max else "amin", is_max=is_max)
+
+
+def _compare(func: Any, reduce: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute max(x, y) of two arrays elementwise, and others as the reduction."""
+    return func(x, *args) if args and isinstance(args[0], Sharded) else reduce(x, *args, **kwargs)
 
 
 def _extreme(is_max: bool, x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     if x.dtype == torch.bool:
-        return (x.any if is_max else x.all)(tuple(dims), True)
+        return NotImplemented
     y = peak(x, dims, is_max=is_max)
     if transformed() or recorded(x.shards):  # the gradient is divided among equal elements
         equal = x == y
@@ -185,25 +155,26 @@ def _extreme(is_max: bool, x: Any, dims: Sequence[int], *args: Any, **kwargs: An
 
 where_sharded("amax max", at(0, None))(partial(_extreme, True))
 where_sharded("amin min", at(0, None))(partial(_extreme, False))
+for _name, _func, _reduce in (("max", torch.maximum, TABLE["max"].compose), ("min", torch.minimum, TABLE["min"].compose)):
+    compose(_name)(partial(_compare, _func, _reduce))
 
 
-def _compare(reduce: Formula, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute max(x, y) of two arrays elementwise, and others as the reduction."""
-    return func(x, *args) if args and isinstance(args[0], Sharded) else reduce(x, *args, **kwargs)
+@compose("sum")
+def _sum(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
+    """Drop the dims of a full sum, so that it works on flat shards."""
+    is_plain = dim is None or keepdim or kwargs or len(as_dims(x, dim)) < x.ndim
+    return NotImplemented if is_plain else torch.sum(x, dtype=dtype)
 
 
-for _name, _func in (("max", torch.maximum), ("min", torch.minimum)):
-    compose(_name)(partial(_compare, TABLE[_name].compose, _func))
+@compose("mean")
+def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
+    dims, dtype = as_dims(x, dim if axis is None else axis), x.dtype if dtype is None else dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise RuntimeError(f"mean(): the dtype must be floating point or complex; got {dtype}.")
+    return torch.sum(x, dims, keepdim, dtype=dtype) / math.prod(x.shape[dim] for dim in dims)
 
 
-@where_sharded("any", at(0, None))
-def _any(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    return (x != 0).sum(dims, True) > 0
-
-
-@where_sharded("all", at(0, None))
-def _all(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    return (x == 0).sum(dims, True) == 0
+compose("nanmean")(lambda x, *args, **more: torch.nansum(x, *args, **more) / torch.sum(~x.isnan(), *args, **more))
 
 
 @where_sharded("logsumexp", at(0, None))
@@ -213,23 +184,20 @@ def _logsumexp(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     return (x - top).exp().sum(dims, True).log() + top
 
 
-@where_sharded("var", at(0, None))
-def _var(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    unbiased = [one for one in (*args, kwargs.get("unbiased")) if isinstance(one, bool)]
-    correction = kwargs.get("correction", int(unbiased[0]) if unbiased else 1)
-    n = math.prod(x.shape[dim] for dim in dims)
+def _var(x: Any, dims: Sequence[int], *args: Any, correction: Any = None, unbiased: bool = True, **kwargs: Any) -> Any:
+    unbiased = next((one for one in args if isinstance(one, bool)), unbiased)
+    n = math.prod(x.shape[dim] for dim in dims) - (int(unbiased) if correction is None else correction)
     squares = ((x - x.mean(dims, True)) ** 2).sum(dims, True)
-    return squares / (n - correction) if n > correction else squares * float("nan")
-
-
-@where_sharded("std", at(0, None))
-def _std(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    return _root(_var(x, dims, *args, **kwargs))
+    return squares / n if n > 0 else squares * float("nan")
 
 
 def _root(x: Any) -> Any:
     """Return the square root, whose gradient is 0 at 0."""
     return torch.where(x == 0, 0, torch.where(x == 0, 1, x).sqrt())
+
+
+where_sharded("var", at(0, None))(_var)
+where_sharded("std", at(0, None))(lambda x, dims, *args, **kwargs: _root(_var(x, dims, *args, **kwargs)))
 
 
 @where_sharded("norm linalg_vector_norm", at(1, None))
@@ -243,29 +211,31 @@ def _norm(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     return x.abs().sum(dims, True) if p == 1 else x.abs().amax(dims, True)
 
 
-@where_sharded("softmax", at(0, None))
+@where_sharded("softmax", at(0, None), is_reduction=False)
 def _softmax(x: Any, dims: Sequence[int], *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
     x = x if dtype is None else x.to(dtype)
     e = (x - peak(x, dims)).exp()
     return e / e.sum(dims, True)
 
 
-@where_sharded("log_softmax", at(0, None))
+@where_sharded("log_softmax", at(0, None), is_reduction=False)
 def _log_softmax(x: Any, dims: Sequence[int], *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
     x = x if dtype is None else x.to(dtype)
     x = x - peak(x, dims)
     return x - x.exp().sum(dims, True).log()
 
 
-@where_sharded("layer_norm", _shape)
-def _layer_norm(x: Any, dims: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
-    x = x - x.mean(dims, True)
+def _scaled(x: Any, dims: Sequence[int], eps: float, weight: Any) -> Any:
     y = x * ((x * x).mean(dims, True) + eps).rsqrt()
-    y = y if weight is None else y * weight
+    return y if weight is None else y * weight
+
+
+@where_sharded("layer_norm", _shape, is_reduction=False)
+def _layer_norm(x: Any, dims: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    y = _scaled(x - x.mean(dims, True), dims, eps, weight)
     return y if bias is None else y + bias
 
 
-@where_sharded("rms_norm", _shape)
+@where_sharded("rms_norm", _shape, is_reduction=False)
 def _rms_norm(x: Any, dims: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    y = x * ((x * x).mean(dims, True) + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
-    return y if weight is None else y * weight
+    return _scaled(x, dims, torch.finfo(x.dtype).eps if eps is None else eps, weight)

@@ -1,4 +1,4 @@
-"""Gradients, attributes and conversions of global arrays: functions that are no operations on values.
+"""Gradients, attributes and conversions of arrays: functions that are no operations on values.
 
 Autograd records the operations of each shard and the collectives between them, so a backward of an array is one of its
 shards. The gradient of an array has its layout.
@@ -7,29 +7,28 @@ shards. The gradient of an array has its layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fshard.array.communicate import cotangents, own_gradient, state
+from fshard.array.communicate import operation_site, plan_transfer, state, transfer
 from fshard.array.dispatch import DIRECT, name_of
 from fshard.errors import LayoutError
+from fshard.mesh.collectives.autograd import Tensors, recorded
+from fshard.mesh.collectives.moves import Same
+from fshard.mesh.collectives.on_shards import apply_move
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import is_outside
 
 
-def direct(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add a function to `DIRECT` under some names."""
-
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        DIRECT.update(dict.fromkeys(names.split(), function))
-        return function
-
-    return add
+def direct(names: str) -> Callable[[Callable[..., Any]], None]:
+    """Return the function that adds another to `DIRECT` under some names."""
+    return lambda function: DIRECT.update(dict.fromkeys(names.split(), function))
 
 
 @direct("requires_grad_")
@@ -43,101 +42,90 @@ def _requires_grad(x: Sharded, requires_grad: bool = True) -> Sharded:
 
 @direct(".grad")
 def _attribute_grad(x: Sharded, *value: Any) -> Any:
-    if value:
-        for number, shard in enumerate(x.shards):
-            shard.grad = None if value[0] is None else value[0].shards[number]
-        return None
-    gradients = [shard.grad for shard in x.shards]
-    found = [g for g in gradients if g is not None]
-    return own_gradient(found, x) if len(found) == len(gradients) else None
+    for number, shard in enumerate(x.shards if value else ()):
+        shard.grad = None if value[0] is None else value[0].shards[number]
+    return None if value else _as_gradient([shard.grad for shard in x.shards], x)
+
+
+def _as_gradient(gradients: Sequence[Any], x: Any) -> Any:
+    """Return the gradients of an array's shards as an array; that of an unreduced one is replicated."""
+    if not isinstance(x, Sharded) or any(g is None for g in gradients):
+        return None if isinstance(x, Sharded) else gradients[0]
+    shards, unreduced = tuple(gradients), x.spec.unreduced
+    if unreduced and recorded(shards):
+        shards = apply_move(x.mesh, Same(), unreduced, shards, operation_site("grad"))
+    return Sharded(x.shape, x.layout.with_spec(x.spec._replace(unreduced=())), shards)  # pyright: ignore[reportPrivateUsage]
+
+
+def _as_cotangent(g: Any, y: Sharded) -> Tensors:
+    """Return the cotangent of an array as the cotangents of its shards."""
+    if g is None and math.prod(y.shape) == 1:
+        return tuple(torch.ones_like(shard) for shard in y.shards)
+    if not isinstance(g, Sharded) or g.shape != y.shape or g.mesh != y.mesh:
+        raise RuntimeError(
+            f"grad can be implicitly created only for scalar outputs, and must be an array like {y!r}; got {g!r}."
+        )
+    spec = y.spec._replace(unreduced=())  # pyright: ignore[reportPrivateUsage]
+    return transfer(g, plan_transfer(g.shape, g.layout, spec, y.spec.unreduced), "grad")
 
 
 def _listed(xs: Any) -> list[Any]:
     return [xs] if isinstance(xs, Sharded | Tensor) else list(xs)
 
 
+def _shards(x: Any) -> Tensors:
+    return x.shards if isinstance(x, Sharded) else (x,)
+
+
 def _roots(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Any]]:
     """Return the shards of outputs and their cotangents."""
-    ys, tensors, gs = _listed(outputs), list[Tensor](), list[Any]()
-    given = [None] * len(ys) if grads is None else _listed(grads)
-    for y, g in zip(ys, given, strict=True):
-        if isinstance(y, Sharded):
-            if g is None and y.shape and y.shape.count(1) < len(y.shape):
-                raise RuntimeError(f"grad can be implicitly created only for scalar outputs; got {typeof(y)}.")
-            tensors += y.shards
-            gs += cotangents(g, y)
-        else:
-            tensors.append(y)
-            gs.append(g)
-    return tensors, gs
+    ys = _listed(outputs)
+    pairs = list(zip(ys, [None] * len(ys) if grads is None else _listed(grads), strict=True))
+    gs = [one for y, g in pairs for one in (_as_cotangent(g, y) if isinstance(y, Sharded) else (g,))]
+    return [shard for y in ys for shard in _shards(y)], gs
 
 
 @direct("backward")
-def _backward(
-    outputs: Any,
-    grad_tensors: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-    **kwargs: Any,
-) -> None:
-    tensors, gs = _roots(outputs, kwargs.get("gradient", grad_tensors))
-    leaves = None if inputs is None else [s for x in _listed(inputs) for s in getattr(x, "shards", (x,))]
-    torch.autograd.backward(tensors, gs, retain_graph=retain_graph, create_graph=create_graph, inputs=leaves)
+def _backward(outputs: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+    tensors, gs = _roots(outputs, kwargs.pop("gradient", grad_tensors))
+    leaves = None if inputs is None else [shard for x in _listed(inputs) for shard in _shards(x)]
+    torch.autograd.backward(tensors, gs, *args, inputs=leaves, **kwargs)
 
 
 @direct("grad")
 def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
-    tensors, gs = _roots(outputs, grad_outputs)
-    xs = _listed(inputs)
-    counts = [len(x.shards) if isinstance(x, Sharded) else 1 for x in xs]
-    leaves = [s for x in xs for s in (x.shards if isinstance(x, Sharded) else (x,))]
-    found, result = iter(torch.autograd.grad(tensors, leaves, gs, **kwargs)), list[Any]()
-    for x, count in zip(xs, counts, strict=True):
-        own = [next(found) for _ in range(count)]
-        one = own[0] if not isinstance(x, Sharded) else None if any(g is None for g in own) else own_gradient(own, x)
-        result.append(one)
-    return tuple(result)
+    (tensors, gs), xs = _roots(outputs, grad_outputs), _listed(inputs)
+    found = iter(torch.autograd.grad(tensors, [shard for x in xs for shard in _shards(x)], gs, **kwargs))
+    return tuple(_as_gradient([next(found) for _ in _shards(x)], x) for x in xs)
 
 
-# Attributes.
+@direct("retain_grad")
+def _retain_grad(x: Sharded) -> None:
+    for shard in x.shards:
+        shard.retain_grad()
 
 
-def _from_meta(name: str) -> None:
-    attribute: Any = getattr(Tensor, name)
-
-    def on_meta(x: Any, *args: Any, **kwargs: Any) -> Any:
-        meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
-        return attribute(meta, *args, **kwargs) if callable(attribute) else getattr(meta, name)
-
-    DIRECT[name if callable(attribute) else f".{name}"] = on_meta
+# Attributes and values.
 
 
-for _name in (
-    "size dim numel nelement ndimension element_size is_floating_point is_complex is_signed itemsize nbytes "
-    "stride is_contiguous is_sparse is_nested is_quantized layout is_conj is_neg"
-).split():
-    _from_meta(_name)
+def _attribute(attribute: Any, name: str, is_global: bool, x: Sharded, *args: Any, **kwargs: Any) -> Any:
+    """Return an attribute of the global tensor, or of a shard."""
+    like = torch.empty(x.shape, dtype=x.dtype, device="meta") if is_global else x.shards[0]
+    return attribute(like, *args, **kwargs) if callable(attribute) else getattr(like, name)
 
 
-def _from_shard(name: str) -> None:
-    attribute: Any = getattr(Tensor, name)
-    if callable(attribute):
-        DIRECT[name] = lambda x: attribute(x.shards[0])
-    else:
-        DIRECT[f".{name}"] = lambda x: getattr(x.shards[0], name)
-
-
-for _name in "requires_grad is_leaf grad_fn device is_cuda is_cpu is_meta is_inference retains_grad get_device".split():
-    _from_shard(_name)
-
-
-# Values.
+_GLOBAL = (
+    "size dim numel nelement ndimension element_size is_floating_point is_complex is_signed itemsize nbytes stride "
+    "is_contiguous is_sparse is_nested is_quantized layout is_conj is_neg"
+)
+_SHARD = "requires_grad is_leaf grad_fn device is_cuda is_cpu is_meta is_inference retains_grad get_device"
+for _name in (*_GLOBAL.split(), *_SHARD.split()):
+    _found: Any = getattr(Tensor, _name)
+    DIRECT[_name if callable(_found) else f".{_name}"] = partial(_attribute, _found, _name, _name in _GLOBAL.split())
 
 
 def _value(x: Sharded) -> Tensor:
-    axes = x.spec.axes
-    if state.explicit and any(x.mesh.shape[axis] > 1 for axis in axes):
+    if state.explicit and any(x.mesh.shape[axis] > 1 for axis in x.spec.axes):
         raise LayoutError(
             f"the value of {typeof(x)} needs communication, which fs.array.explicit() forbids. Use fs.unshard(x)."
         )
@@ -154,23 +142,17 @@ for _name in "item tolist __bool__ __float__ __int__ __index__ __complex__ __con
 
 @direct("array numpy")
 def _as_numpy(x: Sharded, dtype: Any = None, **kwargs: Any) -> Any:
-    return np.asarray(_value(x.detach() if dtype is not None or not x.requires_grad else x).numpy(), dtype=dtype)
+    return np.asarray(_value(x).numpy(), dtype=dtype)
 
 
 @direct("equal")
-def _equal(x: Sharded, y: Sharded) -> bool:
-    return x.shape == y.shape and bool(torch.eq(x, y).all())  # pyright: ignore[reportArgumentType, reportCallIssue]
+def _equal(x: Any, y: Any) -> bool:
+    return x.shape == y.shape and not bool(torch.ne(x, y).sum())
 
 
 @direct("allclose")
-def _allclose(x: Sharded, y: Sharded, *args: Any, **kwargs: Any) -> bool:
-    return bool(torch.isclose(x, y, *args, **kwargs).all())  # pyright: ignore[reportArgumentType]
-
-
-@direct("retain_grad")
-def _retain_grad(x: Sharded) -> None:
-    for shard in x.shards:
-        shard.retain_grad()
+def _allclose(x: Any, y: Any, *args: Any, **kwargs: Any) -> bool:
+    return not bool((~torch.isclose(x, y, *args, **kwargs)).sum())
 
 
 MAX_SHOWN = 1000

@@ -46,6 +46,12 @@ def _tensordot(results: Any, a: Any, b: Any, dims: Any = 2, out: Any = None) -> 
 
 _OTHER = str.maketrans("abcdefghij", "klmnopqrst")
 
+@rule("cosine_similarity")
+def _cosine_similarity(results: Any, x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Rule:
+    own = spell(results[0].ndim + 1, {dim: "D"})
+    return Rule(f"{own}*->{own.replace('D', '')}" if x1.ndim == x2.ndim == len(own) else "->")
+
+
 compose("inner")(lambda x, y: torch.tensordot(x, y, ([-1], [-1])) if x.ndim and y.ndim else x * y)
 
 
