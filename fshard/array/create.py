@@ -10,31 +10,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fshard.array.rules import compose
 from fshard.errors import LayoutError, MismatchError
+from fshard.mesh.collectives.api import all_gather
 from fshard.mesh.collectives.ledger import uncounted
 from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import shard_of
 from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 
-
-def _made(shape: Sequence[int], layout: Layout, make: Callable[[tuple[int, ...]], Tensor]) -> Sharded:
-    """Make every shard by its shape."""
-    if layout.spec.unreduced:
-        raise LayoutError(f"layout must not be unreduced for a given value; got {layout.spec}.")
-    layout = layout.on(resolve_mesh(layout.mesh))
-    layout.check(shape, "the array")
-    shapes = [layout.local_shape(shape, device) for device in local_devices(layout.mesh)]
-    return Sharded(tuple(shape), layout, tuple(map(make, shapes)))
+DType = torch.dtype | None
 
 
-def _shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
-
-
-def full(size: Sequence[int], value: complex, *, layout: Layout, dtype: torch.dtype | None = None) -> Sharded:
+def full(size: Sequence[int], value: complex, *, layout: Layout, dtype: DType = None) -> Sharded:
     """Return an array filled with one value.
 
     >>> import fshard as fs
@@ -42,64 +31,26 @@ def full(size: Sequence[int], value: complex, *, layout: Layout, dtype: torch.dt
     >>> fs.typeof(x), float(x.sum())
     (f32[4@data, 2], 12.0)
     """
-    return _made(size, layout, lambda shape: torch.full(shape, value, dtype=dtype, device=layout.mesh.device_type))
+    layout, shape = layout.on(resolve_mesh(layout.mesh)), tuple(size)
+    layout.check(shape, "the array")
+    if layout.spec.unreduced:
+        raise LayoutError(f"layout must not be unreduced for a given value; got {layout.spec}.")
+    shapes = [layout.local_shape(shape, device) for device in local_devices(layout.mesh)]
+    device_type = layout.mesh.device_type
+    return Sharded(shape, layout, tuple(torch.full(own, value, dtype=dtype, device=device_type) for own in shapes))
 
 
-def zeros(*size: Any, layout: Layout, dtype: torch.dtype | None = None) -> Sharded:
+def zeros(*size: Any, layout: Layout, dtype: DType = None) -> Sharded:
     """Return an array of zeros."""
     return full(_shape_of(size), 0, layout=layout, dtype=dtype or torch.get_default_dtype())
 
 
-def ones(*size: Any, layout: Layout, dtype: torch.dtype | None = None) -> Sharded:
+def ones(*size: Any, layout: Layout, dtype: DType = None) -> Sharded:
     """Return an array of ones."""
     return full(_shape_of(size), 1, layout=layout, dtype=dtype or torch.get_default_dtype())
 
 
-Draw = Callable[[tuple[int, ...], Any], Tensor]
-
-
-def _drawn(shape: Sequence[int], layout: Layout, draw: Draw, generator: torch.Generator | None) -> Sharded:
-    """Draw an array in full, and keep the shards of the devices held here."""
-    made = _made(shape, layout, lambda own: torch.empty(own, device="meta", dtype=draw((), torch.Generator()).dtype))
-    mesh, layout = made.mesh, made.layout
-    if mesh.runtime == "abstract":
-        return made
-    _agree_on_state(layout, generator)
-    values = draw(made.shape, generator).to(mesh.device_type)
-    return Sharded(made.shape, layout, tuple(_cut(values, layout, device) for device in local_devices(mesh)))
-
-
-def _cut(values: Tensor, layout: Layout, device: int) -> Tensor:
-    """Return a device's own copy of its shard."""
-    ranges = layout.ranges(values.shape, device)
-    if layout.spec.is_flat:
-        return values.reshape(-1)[slice(*ranges[0])].clone()
-    if not layout.has_any(device):
-        return values.new_empty((0,) * max(values.ndim, 1))
-    return values[tuple(slice(*each) for each in ranges)].clone()
-
-
-def _agree_on_state(layout: Layout, generator: torch.Generator | None) -> None:
-    """Raise unless all processes are about to draw the same numbers."""
-    mesh = layout.mesh
-    if mesh.runtime != "process":
-        return
-    from fshard.mesh.collectives.api import all_gather
-
-    state = (generator or torch.default_generator).get_state()
-    own = (state.to(torch.int64) * torch.arange(1, len(state) + 1)).sum().reshape(1)
-    with uncounted():
-        found = run_on_devices(mesh, lambda device: all_gather(own, mesh.axis_names))[0]
-    if (found != own).any():
-        raise MismatchError(
-            "Processes would draw different random numbers: their generators differ. Call torch.manual_seed(0) on every "
-            "process, or give a generator with one seed."
-        )
-
-
-def randn(
-    *size: Any, layout: Layout, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
-) -> Sharded:
+def randn(*size: Any, layout: Layout, generator: torch.Generator | None = None, dtype: DType = None) -> Sharded:
     """Return an array of normal draws: those of torch.randn, on any mesh.
 
     >>> import torch, fshard as fs
@@ -108,25 +59,49 @@ def randn(
     >>> torch.equal(fs.unshard(x), torch.randn(4, generator=torch.Generator().manual_seed(0)))
     True
     """
-    return _drawn(_shape_of(size), layout, lambda shape, g: torch.randn(shape, generator=g, dtype=dtype), generator)
+    return _drawn(_shape_of(size), layout, partial(torch.Tensor.normal_, generator=generator), generator, dtype)
 
 
-def rand(
-    *size: Any, layout: Layout, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
-) -> Sharded:
+def rand(*size: Any, layout: Layout, generator: torch.Generator | None = None, dtype: DType = None) -> Sharded:
     """Return an array of uniform draws from [0, 1): those of torch.rand, on any mesh."""
-    return _drawn(_shape_of(size), layout, lambda shape, g: torch.rand(shape, generator=g, dtype=dtype), generator)
+    return _drawn(_shape_of(size), layout, partial(torch.Tensor.uniform_, generator=generator), generator, dtype)
 
 
 def bernoulli_like(x: Sharded, shape: Sequence[int], p: float) -> Sharded:
     """Return an array of 0 and 1 with the dtype of x, sharded like x in the dims where the shapes are equal."""
     spec = P(*(own if n == m else () for own, n, m in zip(x.spec.dims(x.ndim), shape, x.shape, strict=True)))
-    return _drawn(
-        shape, Layout(x.mesh, spec), lambda own, g: torch.empty(own, dtype=x.dtype).bernoulli_(p, generator=g), None
-    )
+    return _drawn(shape, Layout(x.mesh, spec), lambda y: y.bernoulli_(p), None, x.dtype)
 
 
-# Arrays like others.
+def _shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+
+
+def _drawn(shape: Sequence[int], layout: Layout, draw: Callable[[Any], Any], generator: Any, dtype: DType) -> Sharded:
+    """Draw an array in full, and keep the shards of the devices held here."""
+    made = zeros(shape, layout=layout, dtype=dtype)
+    if made.mesh.runtime != "abstract":
+        _agree_on_state(made.layout, generator)
+        values = draw(torch.empty(made.shape, dtype=made.dtype))
+        for device, shard in zip(local_devices(made.mesh), made.shards, strict=True):
+            if shard.numel():
+                shard.copy_(shard_of(values, made.layout, device))
+    return made
+
+
+def _agree_on_state(layout: Layout, generator: torch.Generator | None) -> None:
+    """Raise unless all processes are about to draw the same numbers."""
+    if layout.mesh.runtime != "process":
+        return
+    state = (generator or torch.default_generator).get_state()
+    own = (state.to(torch.int64) * torch.arange(1, len(state) + 1)).sum().reshape(1)
+    with uncounted():
+        found = run_on_devices(layout.mesh, lambda device: all_gather(own, layout.mesh.axis_names))[0]
+    if (found != own).any():
+        raise MismatchError(
+            "Processes would draw different random numbers: their generators differ. Call torch.manual_seed(0) on every "
+            "process, or give a generator with one seed."
+        )
 
 
 def _like(make: Callable[..., Any], x: Any, *values: Any, dtype: Any = None, generator: Any = None, **kwargs: Any) -> Any:
@@ -141,8 +116,3 @@ compose("empty_like")(partial(_like, zeros))
 compose("zero")(lambda x: x.masked_fill(torch.tensor(True), 0))
 compose("copy")(lambda x, source, non_blocking=False: source.expand(x.shape).to(x.dtype))
 compose("type_as")(lambda x, other: x.to(other.dtype))
-
-
-@compose("new_zeros new_empty new_ones new_full")
-def _new(x: Any, size: Any, *values: Any, **kwargs: Any) -> Any:
-    raise LayoutError("new_zeros and its like have no layout. Use fs.array.zeros(..., layout=fs.Layout(mesh, P())).")

@@ -36,11 +36,6 @@ for _name in ("multi_head_attention_forward", "normalize", "softmin"):
     compose(_name)(python_body(getattr(F, _name)))
 
 
-def _affine(x: Any, weight: Any, bias: Any) -> Any:
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
-
-
 @compose("batch_norm")
 def _batch_norm(
     x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
@@ -59,8 +54,9 @@ def _batch_norm(
             with torch.no_grad():
                 running_mean.lerp_(mean.detach(), momentum)
                 running_var.lerp_(var.detach() * (n / (n - 1)), momentum)
-    y = (x - mean.reshape(shape)) * (var + eps).rsqrt().reshape(shape)
-    return _affine(y, *(None if one is None else one.reshape(shape) for one in (weight, bias)))
+    weight = (var + eps).rsqrt() * (1 if weight is None else weight)
+    bias = -mean * weight if bias is None else bias - mean * weight
+    return x * weight.reshape(shape) + bias.reshape(shape)
 
 
 @compose("instance_norm")
@@ -79,7 +75,7 @@ def _dropout(dims: int | None, x: Any, p: float = 0.5, training: bool = True, in
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
         return x
-    if dims is not None and x.ndim != dims:
+    if dims not in (None, x.ndim):
         return NotImplemented
     shape = x.shape if dims is None else (*x.shape[:2], *(1,) * (x.ndim - 2))
     return x * 0 if p == 1 else x * (bernoulli_like(x, shape, 1 - p) / (1 - p))
@@ -87,11 +83,6 @@ def _dropout(dims: int | None, x: Any, p: float = 0.5, training: bool = True, in
 
 for _name, _dims in {"dropout": None, "dropout1d": 3, "dropout2d": 4, "dropout3d": 5}.items():
     compose(_name)(partial(_dropout, _dims))
-
-
-@compose("alpha_dropout feature_alpha_dropout")
-def _other_dropout(x: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
-    return x if not training or p == 0 else NotImplemented
 
 
 # Losses.
