@@ -24,7 +24,7 @@ from fshard.array.choose import LayoutChoice, choose
 from fshard.array.communicate import refuse_implicit, state, transfer, with_spec
 from fshard.array.rules import TABLE, LocalProgram, Row, Rule, Where, arrays_in, describe, map_arrays
 from fshard.errors import LayoutError, MeshError
-from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.arithmetic import ravel
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import spread
@@ -42,16 +42,7 @@ _RENAMED = {
 
 @contextmanager
 def explicit() -> Generator[None]:
-    """Raise where an operation would communicate; communicate by `fs.reshard` or `fs.array.constrain` alone.
-
-    >>> import torch, fshard as fs
-    >>> layout = fs.Layout(fs.make_mesh({"data": 2}), fs.P("data"))
-    >>> with fs.array.explicit():
-    ...     fs.array.ones(4, 4, layout=layout).cumsum(0)
-    Traceback (most recent call last):
-    fshard.errors.LayoutError: cumsum needs communication (f32[4@data, 4]), which fs.array.explicit() forbids. \
-Write fs.reshard(x, fs.Layout(mesh, P(None, "data"))) for argument 0.
-    """
+    """Raise where an operation would communicate; communicate by `fs.reshard` or `fs.array.constrain` alone."""
     before, state.explicit = state.explicit, True
     try:
         yield
@@ -109,8 +100,9 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return direct(*args, **kwargs)
     if isinstance(func, str):
         func = attrgetter(func)
-    key, arrays = _described(name, args, kwargs)
-    call = _calls.get(key) if key is not None else None
+    key, arrays = [name], list[Sharded]()
+    is_known = _describe(args, key, arrays) and (not kwargs or _describe(kwargs, key, arrays))
+    call = _calls.get(tuple(key)) if is_known else None
     if call is not None:
         return _run(call, arrays, args, kwargs)
     return _first_run(name, func, args, kwargs)
@@ -139,12 +131,12 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
             return made
     if row.rule is None:
         raise LayoutError(f"{name} cannot have these arguments as an operation on arrays. Use fs.unshard(x).")
-    key, arrays = _described(name, args, kwargs)[0], arrays_in(args, kwargs)
+    key, arrays = [name], list[Sharded]()
+    is_known = _describe(args, key, arrays) and _describe(kwargs, key, arrays)
+    arrays = arrays_in(args, kwargs)
     call = _plan(name, func, row, arrays, args, kwargs)
-    if key is not None:
-        if len(_calls) > MAX_CALLS:
-            _calls.clear()
-        _calls[key] = call
+    if is_known and len(_calls) < MAX_CALLS:
+        _calls[tuple(key)] = call
     return _run(call, arrays, args, kwargs)
 
 
@@ -180,16 +172,8 @@ _ATOMS = {
 _CONTAINERS = {tuple, list, dict, torch.Size}
 
 
-def _described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Sharded]]:
-    """Return a key of the call, None if it has none, and its arrays."""
-    arrays: list[Sharded] = []
-    key: list[Any] = [name]
-    is_known = _describe(args, key, arrays) and (not kwargs or _describe(kwargs, key, arrays))
-    return tuple(key) if is_known else None, arrays
-
-
 def _describe(given: Any, key: list[Any], arrays: list[Sharded]) -> bool:
-    """Append the parts of a key; False if an argument has none."""
+    """Append the arrays and the parts of a key of arguments; False if an argument has none."""
     for one in given.items() if type(given) is dict else given:
         kind = type(one)
         if kind is Sharded:
@@ -247,20 +231,21 @@ def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwar
     rule = cast("Callable[..., Rule]", row.rule)(results, *given, **named)
     choice = choose(describe(rule, arrays, results), mesh)
     shapes = tuple(tuple(y.shape) for y in results)
-    where = [_where(choice, shapes, mesh, device) for device in local_devices(mesh)] if rule.local else []
+    where = [_where(choice, shapes, device) for device in local_devices(mesh)] if rule.local else []
     is_free = all(one.is_free for one in choice.transfers)
     rebuild = None if isinstance(made, Tensor) else tuple if type(made) is tuple else type(made)
-    return CachedCall(name, func, choice, shapes, rebuild, rule.local, tuple(where), is_free, row.is_view)
+    return CachedCall(name, func, choice, shapes, rebuild, rule.local, where, is_free, row.is_view)
 
 
-def _where(choice: LayoutChoice, shapes: Sequence[tuple[int, ...]], mesh: Mesh, device: int) -> Where:
+def _where(choice: LayoutChoice, shapes: Sequence[tuple[int, ...]], device: int) -> Where:
     """Return what the local program of a device needs to know."""
+    mesh = choice.layouts[0].mesh
     coordinates = mesh.coordinates(device)
     starts = {
         label: ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
         for label, axes in choice.labels.items()
     }
-    specs = [layout.spec._replace(unreduced=()) for layout in choice.layouts]  # pyright: ignore[reportPrivateUsage]
+    specs = [P(*layout.spec.entries) for layout in choice.layouts]
     local = [Layout(mesh, spec).local_shape(shape, device) for spec, shape in zip(specs, shapes, strict=True)]
     return Where(tuple(local), starts)
 

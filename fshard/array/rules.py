@@ -83,20 +83,17 @@ def compose(names: str) -> Callable[[Callable[..., Any]], None]:
 def equations(names: str, text: str, linear: Any = ()) -> None:
     """Add rows whose rule is the first of some equations whose terms fit the arrays."""
 
+    def fits(term: str, x: Any) -> bool:
+        width = x.ndim - len(term.strip("+."))
+        return width <= 0 if term.startswith("+") else width >= 0 if "..." in term else width == 0
+
     def rule_of(results: Any, *args: Any, **kwargs: Any) -> Rule:
         arrays = arrays_in(args, kwargs)
-        for equation in text.split():
-            terms = equation.partition("->")[0].split(",")
-            if len(terms) == len(arrays) and all(map(_fits, terms, arrays)):
-                return Rule(equation, linear)
-        return Rule("->")
+        terms = {equation: equation.partition("->")[0].split(",") for equation in text.split()}
+        found = [one for one in terms if len(terms[one]) == len(arrays) and all(map(fits, terms[one], arrays))]
+        return Rule(found[0] if found else "->", linear)
 
     rule(names)(rule_of)
-
-
-def _fits(term: str, x: Any) -> bool:
-    width = x.ndim - len(term.strip("+.*"))
-    return width <= 0 if term.startswith("+") else width >= 0 if "..." in term else width == 0
 
 
 def spell(ndim: int, at: Mapping[int, str] | None = None) -> str:
@@ -155,9 +152,8 @@ def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> Opera
         is_local = label.isupper() or label in repeated | unequal
         return None if is_local or (length == 1 and lengths[label] != {1}) else label
 
-    ndim = max((x.ndim - len(term.replace("...", "")) for term, x in zip(terms, arrays, strict=True) if "..." in term), default=0)  # fmt: skip
-    found = [tuple(map(own, _expanded(term, ndim + len(term.replace("...", ""))))) for term in right.split(",")]
-    found = found * len(results) if len(found) == 1 else found
+    outputs = right.split(",") if "," in right else [right] * len(results)
+    found = [tuple(map(own, _expanded(term, y.ndim))) for term, y in zip(outputs, results, strict=True)]
     labels = [tuple(map(own, labels, x.shape)) for labels, x in zip(inputs, arrays, strict=True)]
     kept = [own if len(own) == y.ndim else (None,) * y.ndim for own, y in zip(found, results, strict=True)]
     used = {label for own in labels for label in own if label is not None}
