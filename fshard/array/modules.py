@@ -13,7 +13,7 @@ from torch.utils import _pytree as torch_trees
 from fshard.array.communicate import state
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P
-from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import device_put
 
 Rules = Mapping[str, P] | Callable[[str, Tensor], P]
@@ -67,6 +67,24 @@ def shard_module(module: nn.Module, rules: Rules, *, mesh: Mesh) -> nn.Module:
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
     return module
+
+
+def inspect(module: nn.Module) -> str:
+    """Return a table of a module's parameters and buffers: name, type with layout, elements on one device.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"model": 2})
+    >>> print(fs.array.inspect(fs.array.shard_module(torch.nn.Linear(4, 6), {"weight": P("model")}, mesh=mesh)))
+    weight  f32[6@model, 4]  12
+    bias    f32[6]            6
+    total                    18
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    rows = [(name, str(typeof(x)), x.shards[0].numel() if isinstance(x, Sharded) else x.numel()) for name, x in named]
+    rows.append(("total", "", sum(count for *_, count in rows)))
+    first, second, third = (max(len(str(row[column])) for row in rows) for column in range(3))
+    return "\n".join(f"{name:{first}}  {kind:{second}}  {count:{third}}" for name, kind, count in rows)
 
 
 def _spec_of(path: str, x: Tensor, rules: Rules, used: set[str]) -> P:
