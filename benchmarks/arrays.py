@@ -1,24 +1,25 @@
 """Operations on arrays against torch's DTensor: bytes that one device sends, and times on two gloo processes.
 
-    python benchmarks/arrays.py bytes      40 named cases, forward, on 2 x 2 devices: no process is started
+    python benchmarks/arrays.py bytes      named cases, forward, on 4 devices: no process is started
     python benchmarks/arrays.py time       a pointwise operation, an MLP and a GPT block, forward and backward
 
-In the byte cases both get the same inputs, and both results are brought to the layout of DTensor's result (a partial
-sum: to the replicated one). Times are medians of interleaved rounds; of two processes the slower counts.
+In the byte cases both get the same inputs, and both results are brought to the layout that the case
+names. Times are medians of interleaved rounds; of two processes the slower counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, placement_types
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,32 +28,53 @@ from fshard import P
 from fshard.testing.processes import run_processes
 
 S0, S1, R = (0,), (1,), ()
-"""Layouts of the named cases on one axis of four devices."""
-Case = tuple[Callable[..., Any], list[tuple[tuple[int, ...], tuple[int, ...]]]]
+"""Layouts of the named cases on one axis of four devices: the sharded dim."""
+
+
+class Case(NamedTuple):
+    """A function, shapes and sharded dims of its arguments, and the sharded dim that its result must have."""
+
+    f: Callable[..., Any]
+    arguments: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    result: tuple[int, ...]
 
 
 def cases() -> dict[str, Case]:
-    """Return the named cases: a function, and shape and sharded dim of its arguments."""
+    """Return the named cases. Results that have the shape of the input keep its layout; sums are replicated."""
     found: dict[str, Case] = {}
     for one in (R, S0, S1):
         for other in (R, S0, S1):
-            found[f"matmul {one}{other}"] = torch.matmul, [((64, 32), one), ((32, 16), other)]
-    for name in ("softmax", "log_softmax", "cumsum"):
+            for result in (R, S0, S1):
+                arguments = [((64, 32), one), ((32, 16), other)]
+                found[f"matmul {one} {other} -> {result}"] = Case(torch.matmul, arguments, result)
+    for name in ("softmax", "log_softmax", "cumsum", "sort", "cumprod"):
         for dim in (0, 1):
-            found[f"{name} dim {dim}, sharded 1"] = lambda x, n=name, d=dim: getattr(x, n)(d), [((64, 32), S1)]
-    for name in ("sum", "mean", "amax", "logsumexp", "var"):
+            f = lambda x, n=name, d=dim: _first(getattr(x, n)(dim=d))  # noqa: E731
+            found[f"{name} dim {dim}, sharded 1"] = Case(f, [((64, 32), S1)], S1)
+    for name in ("sum", "mean", "amax", "logsumexp", "var", "std"):
         for dim in (0, 1):
-            found[f"{name} dim {dim}, sharded 0"] = lambda x, n=name, d=dim: getattr(x, n)(d), [((64, 32), S0)]
-    for one in (S0, S1):
-        found[f"layer_norm {one}"] = lambda x: F.layer_norm(x, (32,)), [((64, 32), one)]
-        found[f"add {one} to the other"] = torch.add, [((64, 32), one), ((64, 32), S1 if one == S0 else S0)]
-        found[f"relu(x @ w) {one}"] = lambda x, w: torch.relu(x @ w), [((64, 32), one), ((32, 16), R)]
-        found[f"mse {one}"] = lambda x, y: F.mse_loss(x, y), [((64, 32), one), ((64, 32), one)]
-        found[f"flatten {one}"] = lambda x: x.reshape(-1), [((64, 32), one)]
-        found[f"split reshape {one}"] = lambda x: x.reshape(4, 16, 32), [((64, 32), one)]
-        found[f"max {one}"] = lambda x: x.max(), [((64, 32), one)]
-        found[f"norm {one}"] = lambda x: x.norm(), [((64, 32), one)]
-    return dict(list(found.items())[:41])
+            f = lambda x, n=name, d=dim: getattr(x, n)(d)  # noqa: E731
+            found[f"{name} dim {dim}, sharded 0"] = Case(f, [((64, 32), S0)], S0 if dim else R)
+    for one, other in ((S0, S1), (S1, S0)):
+        found[f"layer_norm {one}"] = Case(lambda x: F.layer_norm(x, (32,)), [((64, 32), one)], one)
+        found[f"rms_norm {one}"] = Case(lambda x: F.rms_norm(x, (32,)), [((64, 32), one)], one)
+        found[f"add {one} {other}"] = Case(torch.add, [((64, 32), one), ((64, 32), other)], one)
+        found[f"relu(x @ w) {one}"] = Case(lambda x, w: torch.relu(x @ w), [((64, 32), one), ((32, 16), R)], one)
+        found[f"mse {one}"] = Case(F.mse_loss, [((64, 32), one), ((64, 32), one)], R)
+        found[f"flatten {one}"] = Case(lambda x: x.reshape(-1), [((64, 32), one)], S0)
+        found[f"split reshape {one}"] = Case(lambda x: x.reshape(4, 16, 32), [((64, 32), one)], R if one else S0)
+        found[f"max {one}"] = Case(lambda x: x.max(), [((64, 32), one)], R)
+        found[f"norm {one}"] = Case(lambda x: x.norm(), [((64, 32), one)], R)
+        found[f"cross_entropy {one}"] = Case(_cross_entropy, [((64, 32), one)], R)
+    return found
+
+
+def _first(y: Any) -> Any:
+    return y[0] if isinstance(y, tuple) else y
+
+
+def _cross_entropy(x: Any) -> Any:
+    return -x.log_softmax(1).mean()
 
 
 class CountBytes(TorchDispatchMode):
@@ -85,37 +107,38 @@ def count_bytes() -> None:
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     device_mesh = dist.init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
     mesh = fs.make_mesh({"data": 4}, runtime="virtual")
+    real, theirs = placement_types.shard_dim_alltoall, CountBytes()
+
+    def all_to_all(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        """Count an all-to-all, which DTensor replaces by an all-gather on the CPU."""
+        before = theirs.sent
+        y = real(x, *args)
+        theirs.sent = before + x.numel() * x.element_size() * 3 / 4
+        return y
+
+    placement_types.shard_dim_alltoall = all_to_all
     more, fewer = 0, 0
-    for name, (f, arguments) in cases().items():
-        xs = [torch.randn(shape) for shape, _ in arguments]
-        places = [[Shard(own[0])] if own else [Replicate()] for _, own in arguments]
-        with CountBytes() as theirs:
-            try:
-                y = f(
-                    *(
-                        distribute_tensor(x, device_mesh, own, src_data_rank=None)
-                        for x, own in zip(xs, places, strict=True)
-                    )
-                )
-                y = y if y.placements[0].is_shard() else y.redistribute(placements=[Replicate()])
-                spec = P(*[None] * y.placements[0].dim, "data") if y.placements[0].is_shard() else P()
-                sent: Any = theirs.sent
-            except Exception as error:
-                sent, spec = f"{type(error).__name__}", P()
-        arrays = [
-            fs.device_put(x, fs.Layout(mesh, P(*[None] * own[0], "data") if own else P()))
-            for x, (_, own) in zip(xs, arguments, strict=True)
+    for name, case in cases().items():
+        xs = [torch.randn(shape) for shape, _ in case.arguments]
+        places = [Shard(own[0]) if own else Replicate() for _, own in case.arguments]
+        given = [
+            distribute_tensor(x, device_mesh, [own], src_data_rank=None) for x, own in zip(xs, places, strict=True)
         ]
+        sent, theirs.sent = float("nan"), 0.0
+        with theirs, contextlib.suppress(Exception):  # some operations it does not have
+            case.f(*given).redistribute(placements=[Shard(case.result[0]) if case.result else Replicate()])
+            sent = theirs.sent
+        arrays = [fs.device_put(x, fs.Layout(mesh, _spec(own))) for x, (_, own) in zip(xs, case.arguments, strict=True)]
         with fs.ledger() as comm:
-            z = f(*arrays)
-            fs.reshard(z, fs.Layout(mesh, spec))
+            fs.reshard(case.f(*arrays), fs.Layout(mesh, _spec(case.result)))
         ours = float(comm.bytes())
-        if not isinstance(sent, str):
-            more, fewer = more + (ours > sent), fewer + (ours < sent)
-        print(
-            f"{name:32} fshard {ours:10,.0f}   DTensor {sent if isinstance(sent, str) else format(sent, '10,.0f')}   to {spec}"
-        )
+        more, fewer = more + (ours > sent), fewer + (ours < sent)
+        print(f"{name:36} fshard {ours:8,.0f}   DTensor {sent:8,.0f}{'   MORE' if ours > sent else ''}")
     print(f"{len(cases())} cases: more bytes in {more}, fewer in {fewer}")
+
+
+def _spec(dims: tuple[int, ...]) -> P:
+    return P(*[None] * dims[0], "data") if dims else P()
 
 
 class MLP(nn.Module):

@@ -4,18 +4,17 @@
 mesh and `inspect` shows them; `zeros`, `ones`, `full`, `rand` and `randn` make arrays.
 """
 
+from fshard.array import algebra as _algebra
 from fshard.array import along as _along
 from fshard.array import autograd as _autograd
-from fshard.array import elementwise as _elementwise
 from fshard.array import functional as _functional
-from fshard.array import products as _products
 from fshard.array import views as _views
 from fshard.array.create import full, ones, rand, randn, zeros
 from fshard.array.dispatch import constrain, explicit, operate
 from fshard.array.modules import inspect, register_trees, shard_module
 from fshard.mesh.layout.sharded import Sharded
 
-_ROWS = (_along, _autograd, _elementwise, _functional, _products, _views)  # each adds its rows
+_ROWS = (_algebra, _along, _autograd, _functional, _views)  # each adds its rows
 Sharded.operations = staticmethod(operate)
 register_trees()
 

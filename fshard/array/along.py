@@ -38,7 +38,9 @@ def along(dims_of: DimsOf, *, is_linear: bool = False, is_sum: bool = False) -> 
         kept = spell(x.ndim, dict.fromkeys(dims, "D"))
         lost = "".join(letter for dim, letter in enumerate(kept) if dim not in dims)
         by_ndim = {x.ndim - len(dims): lost, x.ndim + 1: f"{kept}D", x.ndim: kept}
-        return Rule(f"{spell(x.ndim) if is_sum else kept}->{','.join(by_ndim.get(y.ndim, '') for y in results)}", linear)
+        return Rule(
+            f"{spell(x.ndim) if is_sum else kept}->{','.join(by_ndim.get(y.ndim, '') for y in results)}", linear
+        )
 
     return rule_of
 
@@ -55,10 +57,12 @@ def at(position: int, default: Any) -> DimsOf:
 
 
 def last(count: int) -> DimsOf:
+    """Return a function that returns the last dims."""
     return lambda x, *args, **kwargs: range(x.ndim - count, x.ndim)
 
 
 def after(first: int) -> DimsOf:
+    """Return a function that returns the dims from a number on."""
     return lambda x, *args, **kwargs: range(first, x.ndim)
 
 
@@ -74,7 +78,9 @@ def _flipped(x: Any, *dims: Any, **kwargs: Any) -> Any:
     return at(0, None)(x, *dims, **kwargs) if kwargs or len(dims) == 1 else dims
 
 
-_REDUCTIONS = "prod amax amin max min argmax argmin all any logsumexp median nanmedian std var std_mean var_mean aminmax"
+_REDUCTIONS = (
+    "prod amax amin max min argmax argmin all any logsumexp median nanmedian std var std_mean var_mean aminmax"
+)
 for _names, _dims_of in {
     _REDUCTIONS: at(0, None),
     "mode cumprod cummax cummin logcumsumexp softmax log_softmax special_softmax special_log_softmax": at(0, -1),
@@ -125,7 +131,11 @@ def where_sharded(names: str, dims_of: DimsOf, *, is_reduction: bool = True) -> 
         y = formula(x, dims, *args, **kwargs) if isinstance(wanted, Tensor) else NotImplemented
         return y if y is NotImplemented or wanted.ndim == x.ndim else y.squeeze(dims)
 
-    return lambda formula: [compose(name)(partial(composed, name, formula)) for name in names.split()] and None
+    def add(formula: Formula) -> None:
+        for name in names.split():
+            compose(name)(partial(composed, name, formula))
+
+    return add
 
 
 def peak(x: Any, dims: Sequence[int], *, is_max: bool = True) -> Any:
@@ -155,7 +165,10 @@ def _extreme(is_max: bool, x: Any, dims: Sequence[int], *args: Any, **kwargs: An
 
 where_sharded("amax max", at(0, None))(partial(_extreme, True))
 where_sharded("amin min", at(0, None))(partial(_extreme, False))
-for _name, _func, _reduce in (("max", torch.maximum, TABLE["max"].compose), ("min", torch.minimum, TABLE["min"].compose)):
+for _name, _func, _reduce in (
+    ("max", torch.maximum, TABLE["max"].compose),
+    ("min", torch.minimum, TABLE["min"].compose),
+):
     compose(_name)(partial(_compare, _func, _reduce))
 
 

@@ -135,7 +135,7 @@ def _value(x: Sharded) -> Tensor:
         return unshard(x).detach()
 
 
-for _name in "item tolist __bool__ __float__ __int__ __index__ __complex__ __contains__".split():
+for _name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__"):
     _method: Any = getattr(Tensor, _name)
     DIRECT[name_of(_method)] = lambda x, *args, _method=_method: _method(_value(x), *args)
 

@@ -104,7 +104,9 @@ def _agree_on_state(layout: Layout, generator: torch.Generator | None) -> None:
         )
 
 
-def _like(make: Callable[..., Any], x: Any, *values: Any, dtype: Any = None, generator: Any = None, **kwargs: Any) -> Any:
+def _like(
+    make: Callable[..., Any], x: Any, *values: Any, dtype: Any = None, generator: Any = None, **kwargs: Any
+) -> Any:
     layout = Layout(x.mesh, x.spec._replace(unreduced=()))  # pyright: ignore[reportPrivateUsage]
     more = {} if generator is None else {"generator": generator}
     return make(x.shape, *values, layout=layout, dtype=dtype or x.dtype, **more)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -174,11 +173,14 @@ _CONTAINERS = {tuple, list, dict, torch.Size}
 
 def _describe(given: Any, key: list[Any], arrays: list[Sharded]) -> bool:
     """Append the arrays and the parts of a key of arguments; False if an argument has none."""
+    one: Any
     for one in given.items() if type(given) is dict else given:
         kind = type(one)
         if kind is Sharded:
             if one.viewed is not None and one.viewed[0].version != one.viewed[1]:
-                raise LayoutError(f"{one!r} is a view of an array that was changed in place since. Take the view again.")
+                raise LayoutError(
+                    f"{one!r} is a view of an array that was changed in place since. Take the view again."
+                )
             arrays.append(one)
             key += (one.shape, one.layout, one.shards[0].dtype)
         elif kind in _ATOMS:

@@ -15,9 +15,9 @@ import torch
 from torch.nn import _reduction as _Reduction
 from torch.nn import functional as F
 
+from fshard.array.algebra import elementwise
 from fshard.array.communicate import state, with_spec
 from fshard.array.create import bernoulli_like
-from fshard.array.elementwise import elementwise
 from fshard.array.rules import Rule, arrays_in, compose, rule
 from fshard.errors import LayoutError
 from fshard.mesh.layout import P
@@ -101,7 +101,9 @@ def _reduced(losses: Any, reduction: str, count: Any = None) -> Any:
     return total if state.explicit else with_spec(total, P(), "loss")
 
 
-def _loss(func: Any, *args: Any, reduction: str = "mean", size_average: Any = None, reduce: Any = None, **more: Any) -> Any:
+def _loss(
+    func: Any, *args: Any, reduction: str = "mean", size_average: Any = None, reduce: Any = None, **more: Any
+) -> Any:
     if size_average is not None or reduce is not None:
         reduction = _Reduction.legacy_get_string(size_average, reduce)
     if reduction == "none":
@@ -119,7 +121,9 @@ def _rows(results: Any, *args: Any, weight: Any = None, **kwargs: Any) -> Rule:
 
 _ELEMENTWISE = """l1_loss mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
 soft_margin_loss hinge_embedding_loss poisson_nll_loss margin_ranking_loss kl_div"""
-_BY_ROW = "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss triplet_margin_loss"
+_BY_ROW = (
+    "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss triplet_margin_loss"
+)
 rule(_ELEMENTWISE)(elementwise())
 rule(_BY_ROW)(_rows)
 for _name in (*_ELEMENTWISE.split(), *_BY_ROW.split()):

@@ -6,8 +6,8 @@ Labels of strided views are found by torch itself: the stride of an output dim n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,9 +36,10 @@ def _strided_rule(func: Any, local: Any = None) -> Callable[..., Rule]:
 
 
 _TENSOR: Any = Tensor
-for _name in "permute transpose t movedim moveaxis swapaxes swapdims adjoint unsqueeze select unbind diagonal chunk".split():
+_METHODS = "permute transpose t movedim moveaxis swapaxes swapdims adjoint unsqueeze select unbind diagonal chunk"
+for _name in _METHODS.split():
     rule(_name, is_view=True)(_strided_rule(getattr(_TENSOR, _name)))
-for _name in "T mT H mH".split():
+for _name in ("T", "mT", "H", "mH"):
     rule(f".{_name}", is_view=True)(_strided_rule(attrgetter(_name)))
 
 
@@ -89,7 +90,9 @@ def _expand_shard(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].expand(where.shapes[0])
 
 
-rule("expand broadcast_to", is_view=True)(lambda results, x, *_, **__: Rule(_repeated(results, x), "each", _expand_shard))
+rule("expand broadcast_to", is_view=True)(
+    lambda results, x, *_, **__: Rule(_repeated(results, x), "each", _expand_shard)
+)
 rule("repeat tile")(lambda results, x, *_, **__: Rule(_repeated(results, x), "each"))
 compose("view_as reshape_as")(lambda x, other: x.reshape(other.shape))
 compose("expand_as")(lambda x, other: x.expand(other.shape))
@@ -137,7 +140,9 @@ def _check_index(x: Any, index: Any) -> Any:
     if any(one.dtype in (torch.bool, torch.uint8) for one in arrays_in(items)):
         raise LayoutError("x[mask] has a shape that depends on values. Use torch.where(mask, x, 0).")
     if any(isinstance(one, list) for one in items):
-        raise LayoutError("a list in an index must be an array: fs.device_put(torch.tensor(...), fs.Layout(mesh, P())).")
+        raise LayoutError(
+            "a list in an index must be an array: fs.device_put(torch.tensor(...), fs.Layout(mesh, P()))."
+        )
     return NotImplemented
 
 
@@ -158,15 +163,14 @@ def _set_slice(results: Any, x: Any, index: Any, value: Any) -> Rule:
 
 def _assign(x: Any, index: Any, value: Any) -> None:
     if isinstance(index, Sharded) and index.dtype == torch.bool and not isinstance(value, Sharded):
-        mask = index.reshape(*index.shape, *(1,) * (x.ndim - index.ndim))
-        write(x, x.masked_fill(mask, value), "x[mask] = y")
+        y = x.masked_fill(index.reshape(*index.shape, *(1,) * (x.ndim - index.ndim)), value)
     elif arrays_in(index) or isinstance(index, list):
         raise LayoutError(
-            "x[index] = y takes slices, numbers, or one mask with a number. Use x.index_copy(dim, index, y) or x.scatter."
+            "x[index] = y takes slices, numbers, or one mask with a number. Use x.scatter(dim, index, y)."
         )
     else:
-        value = value.to(x.dtype) if isinstance(value, Sharded) else value
-        write(x, operate(set_slice, (x, index, value), {}), "x[index] = y")
+        y = operate(set_slice, (x, index, value.to(x.dtype) if isinstance(value, Sharded) else value), {})
+    write(x, y, "x[index] = y")
 
 
 DIRECT["setitem"] = _assign

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fshard as fs
@@ -38,7 +38,8 @@ def specs_of(x):
 def test_operation_equals_unsharded_with_drawn_layouts(name):
     f, xs = CASES[name]
     pairs = list(itertools.product(*map(specs_of, xs)))
-    for specs in random.Random(name).sample(pairs, min(4, len(pairs))):
+    count = 36 if settings.default.max_examples > 100 else 3  # FSHARD_EXAMPLES=thorough: the sweep
+    for specs in random.Random(name).sample(pairs, min(count, len(pairs))):
         check(f, xs, specs, MESH, order=1 if name in FIRST_ORDER else 2)
 
 

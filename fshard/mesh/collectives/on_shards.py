@@ -42,10 +42,11 @@ class OnShards(LinearMap):
         results: list[Any] = [None] * len(xs)
         for devices in _groups(self.mesh, self.axes):
             given, seen = [xs[device] for device in devices], set[int]()
-            for ledger in active() if isinstance(self.move, Wired) else ():
+            if isinstance(self.move, Wired) and (ledgers := active()):
                 for index, (device, x) in enumerate(zip(devices, given, strict=True)):
                     sent = self.move.sent(x.numel() * x.element_size(), index, len(devices))
-                    ledger.record(device, LedgerRow(self.move.name, self.axes, self.site), sent)
+                    for ledger in ledgers:
+                        ledger.record(device, LedgerRow(self.move.name, self.axes, self.site), sent)
             for device, y in zip(devices, self.move.meaning(given), strict=True):
                 results[device] = y.detach() if id(y) in seen else y  # one autograd node per device
                 seen.add(id(y))

@@ -1,13 +1,79 @@
-"""Rows of products, convolution, distances and attention, as equations."""
+"""Rows of elementwise operations, where every dim of the result is shardable, and of products.
+
+Most are rows of names. Those that are linear in some arrays have a function that returns these groups of arrays.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from fshard.array.rules import Rule, compose, equations, rule, spell
+
+_NAMES = """
+abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh addcdiv addcmul
+bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min
+clip copysign cos cosh deg2rad digamma elu eq erf erfc erfinv exp exp2 expm1 fill fix float_power floor floor_divide fmax fmin
+fmod frac frexp ge gelu gt greater greater_equal hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac
+isclose isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu less less_equal lgamma log log10 log1p log2
+logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid log_sigmoid lt maximum minimum mish
+nan_to_num ne nextafter not_equal polygamma pow rad2deg reciprocal relu relu6 remainder round rpow rdiv rfloordiv
+rmod rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink
+threshold trunc xlogy special_entr special_erf special_erfc special_erfcx special_erfinv special_exp2 special_expit
+special_expm1 special_gammaln special_i0e special_i1 special_i1e special_log1p special_log_ndtr special_logit special_ndtr
+special_ndtri special_psi special_sinc special_xlog1py special_xlogy special_zeta special_bessel_j0 special_bessel_j1
+lshift rshift and or xor polar long int bool short char byte
+special_digamma special_polygamma special_multigammaln special_round
+"""
+
+
+def elementwise(linear: Callable[..., Any] = lambda *args, **kwargs: ()) -> Callable[..., Rule]:
+    """Return the rule of an elementwise operation, given the groups of arrays in which it is linear."""
+    return lambda results, *args, **kwargs: Rule("...*->...", linear(*args, **kwargs))
+
+
+def _is_exact(before: torch.dtype, after: torch.dtype) -> bool:
+    """Casts are linear unless they round."""
+    return torch.promote_types(before, after) == after
+
+
+def _is_zero(x: Any) -> bool:
+    return not isinstance(x, Tensor) and x == 0
+
+
+def _both(x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return both arrays; a number would be added once per device."""
+    return [(0, 1)] if isinstance(x, Tensor) and isinstance(y, Tensor) else ()
+
+
+def _numerator(x: Any, y: Any, rounding_mode: str | None = None, **kwargs: Any) -> Any:
+    return [(0,)] if isinstance(x, Tensor) and rounding_mode is None else ()
+
+
+def _choices(condition: Any, x: Any = None, y: Any = None) -> Any:
+    arrays = [one for one in (x, y) if isinstance(one, Tensor)]
+    return [range(1, 1 + len(arrays))] if all(isinstance(one, Tensor) or _is_zero(one) for one in (x, y)) else ()
+
+
+rule(_NAMES)(elementwise())
+rule("neg negative positive clone contiguous conj conj_physical resolve_conj")(elementwise(lambda x, **_: "each"))
+rule("detach real imag .real .imag .data", is_view=True)(elementwise(lambda x: "each"))
+rule("to type")(elementwise(lambda x, *args, **more: "each" if _is_exact(x.dtype, x.to(*args, **more).dtype) else ()))
+_TO = {"double": torch.float64, "float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
+for _name, _to in _TO.items():
+    rule(_name)(elementwise(lambda x, _to=_to, **_: "each" if _is_exact(x.dtype, _to) else ()))
+rule("mul multiply")(elementwise(lambda x, y, **_: "each"))
+rule("add sub subtract rsub lerp")(elementwise(_both))
+rule("div divide true_divide")(elementwise(_numerator))
+rule("where")(elementwise(_choices))
+rule("masked_fill")(elementwise(lambda x, mask, value: [(0,)] if _is_zero(value) else ()))
+
+
+# Products.
 
 PRODUCTS = {
     "matmul mm bmm mv dot vdot __matmul__": "k,k-> k,...ko->...o ...ik,k->...i ...ik,...ko->...io",
@@ -39,20 +105,20 @@ def _tensordot(results: Any, a: Any, b: Any, dims: Any = 2, out: Any = None) -> 
     first, second = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else dims
     left = spell(a.ndim)
     right = spell(b.ndim, dict(zip(second, (left[dim] for dim in first), strict=True)))
-    right = "".join(one if dim in {d % b.ndim for d in second} else one.translate(_OTHER) for dim, one in enumerate(right))
+    right = "".join(
+        one if dim in {d % b.ndim for d in second} else one.translate(_OTHER) for dim, one in enumerate(right)
+    )
     kept = [one for one in left if one not in right] + [one for one in right if one not in left]
     return Rule(f"{left},{right}->{''.join(kept)}", "each")
 
 
 _OTHER = str.maketrans("abcdefghij", "klmnopqrst")
 
+
 @rule("cosine_similarity")
 def _cosine_similarity(results: Any, x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Rule:
     own = spell(results[0].ndim + 1, {dim: "D"})
     return Rule(f"{own}*->{own.replace('D', '')}" if x1.ndim == x2.ndim == len(own) else "->")
-
-
-compose("inner")(lambda x, y: torch.tensordot(x, y, ([-1], [-1])) if x.ndim and y.ndim else x * y)
 
 
 @rule("einsum")
