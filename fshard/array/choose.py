@@ -18,7 +18,7 @@ from math import prod
 from typing import NamedTuple
 
 from fshard.array.communicate import LayoutChange, plan_transfer
-from fshard.array.rules import Operation, Value
+from fshard.array.rules import LabelledOperation, Value
 from fshard.mesh.layout import Layout, Mesh, P
 
 Way = str | int | None
@@ -35,7 +35,7 @@ class LayoutChoice(NamedTuple):
     memory: int
 
 
-def choose(op: Operation, mesh: Mesh) -> LayoutChoice:
+def choose(op: LabelledOperation, mesh: Mesh) -> LayoutChoice:
     """Return the cheapest layouts."""
     if op.is_elementwise and (flat := _keep_flat(op, mesh)):
         return flat
@@ -49,7 +49,7 @@ def choose(op: Operation, mesh: Mesh) -> LayoutChoice:
     return min(found, key=lambda choice: (choice.bytes, choice.memory))
 
 
-def _ways(op: Operation, axis: str) -> list[Way]:
+def _ways(op: LabelledOperation, axis: str) -> list[Way]:
     """Return the ways that the inputs' layouts suggest for one axis."""
     ways: list[Way] = [None]
     for place, x in enumerate(op.inputs):
@@ -65,7 +65,7 @@ def _ways(op: Operation, axis: str) -> list[Way]:
     return list(dict.fromkeys(ways))
 
 
-def _evaluate(op: Operation, mesh: Mesh, ways: dict[str, Way]) -> LayoutChoice | None:
+def _evaluate(op: LabelledOperation, mesh: Mesh, ways: dict[str, Way]) -> LayoutChoice | None:
     """Return the layouts of a way for each axis; None if the shapes do not allow it."""
     labels: dict[str, tuple[str, ...]] = {}
     for axis, way in ways.items():
@@ -101,7 +101,7 @@ def _evaluate(op: Operation, mesh: Mesh, ways: dict[str, Way]) -> LayoutChoice |
     return LayoutChoice(tuple(transfers), tuple(layouts), labels, sent, memory)
 
 
-def _keep_flat(op: Operation, mesh: Mesh) -> LayoutChoice | None:
+def _keep_flat(op: LabelledOperation, mesh: Mesh) -> LayoutChoice | None:
     """Keep a flat layout, where an operation is elementwise or sums up all elements."""
     found = {(x.shape, x.layout.spec, x.labels) for x in op.inputs if x.layout and (x.shape or x.layout.spec.axes)}
     if len(found) != 1:

@@ -102,10 +102,10 @@ def operation_site(what: str) -> Site:
     return site._replace(function=f"{site.function} ({what})")
 
 
-def with_spec(x: Sharded, spec: P, what: str, *, is_asked: bool = False) -> Sharded:
-    """Reshard an array within an operation, or since the program asks for it."""
+def with_spec(x: Sharded, spec: P, what: str, *, is_explicit: bool = False) -> Sharded:
+    """Reshard an array within an operation; with `is_explicit`, as the program says."""
     to = plan_transfer(x.shape, x.layout, spec)
-    if state.explicit and to.elements and not is_asked:
+    if state.explicit and to.elements and not is_explicit:
         refuse_implicit(what, [x], [to])
     return Sharded(x.shape, to.layout, transfer(x, to, what))
 

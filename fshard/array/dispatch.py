@@ -60,7 +60,7 @@ def constrain(x: Sharded, spec: P) -> Sharded:
     if not isinstance(x, Sharded) or not isinstance(spec, P):
         raise LayoutError(f"constrain takes an array and a P; got {type(x).__name__} and {type(spec).__name__}.")
     Layout(x.mesh, spec).check(x.shape, "constrain: the array")
-    return with_spec(x, spec, "constrain", is_asked=True)
+    return with_spec(x, spec, "constrain", is_explicit=True)
 
 
 class CachedCall(NamedTuple):
@@ -145,7 +145,7 @@ def write(x: Any, value: Any, name: str) -> Any:
         raise LayoutError(f"{name} cannot write {value!r} into {x!r}. Assign the result of the operation instead.")
     if x.viewed is not None:
         raise LayoutError(f"{name} writes to {x!r}, a view of another array. Write to that array, or to x.clone().")
-    value, old = with_spec(value, x.spec, name, is_asked=True), x.shards[0]
+    value, old = with_spec(value, x.spec, name, is_explicit=True), x.shards[0]
     records = torch.is_grad_enabled() and (value.shards[0].requires_grad or old.requires_grad)
     if records and old.is_leaf and old.requires_grad:
         raise RuntimeError(f"a leaf array that requires grad is used in the in-place operation {name}.")

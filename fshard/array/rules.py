@@ -117,7 +117,7 @@ class Value(NamedTuple):
     layout: Layout | None
 
 
-class Operation(NamedTuple):
+class LabelledOperation(NamedTuple):
     """A rule with the labels of the arrays of a call."""
 
     inputs: Sequence[Value]
@@ -131,7 +131,7 @@ class Operation(NamedTuple):
         return label is not None and (label in self.summed or all(label in y.labels for y in self.outputs))
 
 
-def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> Operation:
+def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> LabelledOperation:
     """Return the labels of a call's arrays and results.
 
     A dim that is broadcast has none. Nor have dims whose letter a term repeats, as for a diagonal, or with other lengths.
@@ -160,7 +160,7 @@ def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> Opera
     groups: Any = rule.linear
     if groups == "each":
         groups = [(number, *added) for number in range(len(arrays)) if number not in added]
-    return Operation(
+    return LabelledOperation(
         [Value(x.shape, own, x.dtype.itemsize, x.layout) for x, own in zip(arrays, labels, strict=True)],
         [Value(tuple(y.shape), own, y.dtype.itemsize, None) for y, own in zip(results, kept, strict=True)],
         [frozenset(group) for group in ([range(len(arrays))] if groups == "all" else groups)],
@@ -171,7 +171,7 @@ def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> Opera
 
 
 def _expanded(term: str, ndim: int) -> list[str]:
-    """Return the labels of a term: dots stand for the dims from the right that the letters leave."""
+    """Return the labels of a term: dots are the dims, from the right, that the letters leave."""
     if term.startswith("+"):
         term = term[len(term) - ndim :]  # the dims that are missing broadcast
     before, dots, after = term.partition("...")

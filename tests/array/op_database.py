@@ -40,9 +40,7 @@ def placed(x: Any, draw: random.Random, made: dict[int, Any]) -> Any:
     return {name: placed(one, draw, made) for name, one in x.items()} if isinstance(x, dict) else x
 
 
-def outcome(  # noqa: PLR0911
-    op: Any, sample: Any, draw: random.Random
-) -> str:
+def outcome(op: Any, sample: Any, draw: random.Random) -> str:  # noqa: PLR0911
     """Return "equal", "refused", "skipped" or "wrong: ..." for one sample."""
     made: dict[int, Any] = {}
     args = [sample.input, *sample.args]

@@ -238,6 +238,34 @@ def test_what_would_be_silently_wrong_raises():
         F.instance_norm(x, put(torch.zeros(2)), put(torch.ones(2)))
     with pytest.raises(LayoutError, match="no operation on arrays"):
         x.normal_()
+    with pytest.raises(LayoutError, match="cannot have these arguments"):
+        F.dropout3d(x, 0.5)
+    gradient = fs.grad(lambda w, x: (w * x).mean(), mesh=MESH, batch=P("data"))
+    with pytest.raises(NotImplementedError, match="torch.func transform"):
+        torch.func.jvp(lambda w: gradient(w, torch.ones(4, 3)), (put(torch.ones(3)),), (put(torch.ones(3)),))
+
+
+def test_zero_in_place_has_a_gradient_of_zero():
+    x = put(torch.ones(4), "data").requires_grad_()
+    y = x * 2
+    y.zero_()
+    y.sum().backward()
+    assert fs.unshard(x.grad).tolist() == [0.0] * 4
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_jvp_of_gradients_over_trees_of_arrays():
+    def loss(params, x):
+        return ((x @ params["w"] + params["b"]).tanh() ** 2).mean()
+
+    params, tangents = ({"w": torch.randn(6, 4), "b": torch.randn(4)} for _ in range(2))
+    x = torch.randn(8, 6)
+    wanted = torch.func.jvp(torch.func.grad(lambda p: loss(p, x)), (params,), (tangents,))
+    arrays = [{"w": put(tree["w"], "model"), "b": put(tree["b"])} for tree in (params, tangents)]
+    gradient = torch.func.grad(lambda p: fs.unshard(loss(p, put(x, "data"))))
+    found = torch.func.jvp(gradient, (arrays[0],), (arrays[1],))
+    assert found[1]["w"].spec == P("model")
+    torch.testing.assert_close([{k: fs.unshard(v) for k, v in tree.items()} for tree in found], list(wanted))
 
 
 def test_copy_writes_values_in_the_own_layout():
