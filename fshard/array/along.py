@@ -122,7 +122,7 @@ def where_sharded(names: str, dims_of: DimsOf, *, is_reduction: bool = True) -> 
 
     def composed(name: str, formula: Formula, x: Any, *args: Any, **kwargs: Any) -> Any:
         dims = as_dims(x, dims_of(x, *args, **kwargs))
-        if not x.shape or x.spec.is_flat or not any(x.spec.dims(x.ndim)[dim] for dim in dims):
+        if not x.numel() or not x.shape or x.spec.is_flat or not any(x.spec.dims(x.ndim)[dim] for dim in dims):
             return NotImplemented
         if not is_reduction:
             return formula(x, dims, *args, **kwargs)
