@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fshard.array.rules import Rule, compose, equations, rule, spell
+from fshard.mesh.layout.sharded import Sharded
 
 _NAMES = """
 abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh addcdiv addcmul
@@ -56,16 +57,19 @@ def _numerator(x: Any, y: Any, rounding_mode: str | None = None, **kwargs: Any) 
 
 def _choices(condition: Any, x: Any = None, y: Any = None) -> Any:
     arrays = [one for one in (x, y) if isinstance(one, Tensor)]
+    if condition.dtype != torch.bool:  # x.where(condition, y)
+        return ()
     return [range(1, 1 + len(arrays))] if all(isinstance(one, Tensor) or _is_zero(one) for one in (x, y)) else ()
 
 
 rule(_NAMES)(elementwise())
-rule("neg negative positive clone contiguous conj conj_physical resolve_conj")(elementwise(lambda x, **_: "each"))
-rule("detach real imag .real .imag .data", is_view=True)(elementwise(lambda x: "each"))
-rule("to type")(elementwise(lambda x, *args, **more: "each" if _is_exact(x.dtype, x.to(*args, **more).dtype) else ()))
+rule("neg negative positive clone contiguous conj conj_physical resolve_conj")(elementwise(lambda x, **_: [(0,)]))
+rule("detach real imag .real .imag .data", is_view=True)(elementwise(lambda x: [(0,)]))
+rule("to type")(elementwise(lambda x, *args, **more: [(0,)] if _is_exact(x.dtype, x.to(*args, **more).dtype) else ()))
+compose("to")(lambda x, *args, **_: x.to(args[0].dtype) if args and isinstance(args[0], Sharded) else NotImplemented)
 _TO = {"double": torch.float64, "float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 for _name, _to in _TO.items():
-    rule(_name)(elementwise(lambda x, _to=_to, **_: "each" if _is_exact(x.dtype, _to) else ()))
+    rule(_name)(elementwise(lambda x, _to=_to, **_: [(0,)] if _is_exact(x.dtype, _to) else ()))
 rule("mul multiply")(elementwise(lambda x, y, **_: "each"))
 rule("add sub subtract rsub lerp")(elementwise(_both))
 rule("div divide true_divide")(elementwise(_numerator))

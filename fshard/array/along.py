@@ -33,7 +33,7 @@ def along(dims_of: DimsOf, *, is_linear: bool = False, is_sum: bool = False) -> 
     def rule_of(results: Sequence[Any], x: Any, *args: Any, **kwargs: Any) -> Rule:
         dims = as_dims(x, dims_of(x, *args, **kwargs))
         linear = "each" if is_linear and not arrays_in(args, kwargs) else ()
-        if is_sum and len(dims) == x.ndim and not results[0].ndim:
+        if is_sum and not args and not kwargs.keys() - {"dtype"}:
             return Rule("...->", linear)
         kept = spell(x.ndim, dict.fromkeys(dims, "D"))
         lost = "".join(letter for dim, letter in enumerate(kept) if dim not in dims)

@@ -157,6 +157,7 @@ def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> Label
     labels = [tuple(map(own, labels, x.shape)) for labels, x in zip(inputs, arrays, strict=True)]
     kept = [own if len(own) == y.ndim else (None,) * y.ndim for own, y in zip(found, results, strict=True)]
     used = {label for own in labels for label in own if label is not None}
+    lost = used - {label for own in found for label in own}
     groups: Any = rule.linear
     if groups == "each":
         groups = [(number, *added) for number in range(len(arrays)) if number not in added]
@@ -164,7 +165,7 @@ def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> Label
         [Value(x.shape, own, x.dtype.itemsize, x.layout) for x, own in zip(arrays, labels, strict=True)],
         [Value(tuple(y.shape), own, y.dtype.itemsize, None) for y, own in zip(results, kept, strict=True)],
         [frozenset(group) for group in ([range(len(arrays))] if groups == "all" else groups)],
-        frozenset(used - {label for own in found for label in own}),
+        frozenset(label for label in lost if right == "" or not label.startswith(".")),
         added,
         {*terms} == {"..."} and right in ("...", ""),
     )

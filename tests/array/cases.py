@@ -50,22 +50,7 @@ def in_place(a, b):
     return y
 
 
-for n in [
-    "neg",
-    "abs",
-    "exp",
-    "sin",
-    "tanh",
-    "sigmoid",
-    "relu",
-    "gelu",
-    "silu",
-    "sqrt",
-    "log",
-    "rsqrt",
-    "square",
-    "erf",
-]:
+for n in "neg abs exp sin tanh sigmoid relu gelu silu sqrt log rsqrt square erf".split():  # noqa: SIM905
     c(n, getattr(torch, n) if hasattr(torch, n) else getattr(F, n), U(8, 4))
 c("add", lambda a, b: a + b, R(8, 4), R(8, 4))
 c("sub", lambda a, b: a - b, R(8, 4), R(8, 4))
@@ -79,6 +64,8 @@ c("sub0", lambda a, b: a - b, R(8, 4), R(8, 4)[0, 0])
 c("lerp", lambda a, b: a.lerp(b, 0.3), R(8, 4), R(8, 4))
 c("where", lambda a, b: torch.where(a > 0, a, b), R(8, 4), R(8, 4))
 c("where0", lambda a: torch.where(a > 0, a, 0.0), R(8, 4))
+c("wherem", lambda a, b: a.where(a > 0, b), R(8, 4), R(8, 4))
+c("toarray", lambda a, b: a.to(b) + a.type_as(b), R(4), R(8, 4))
 c("mf", lambda a: a.masked_fill(a > 0, 0.0), R(8, 4))
 c("mf1", lambda a: a.masked_fill(a > 0, 1.0), R(8, 4))
 c("clamp", lambda a: a.clamp(-0.5, 0.5), R(8, 4))
