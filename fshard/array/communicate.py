@@ -103,7 +103,7 @@ def operation_site(what: str) -> Site:
 
 
 def with_spec(x: Sharded, spec: P, what: str, *, is_explicit: bool = False) -> Sharded:
-    """Reshard an array within an operation; with `is_explicit`, as the program says."""
+    """Reshard an array within an operation; with `is_explicit`, also within `explicit`."""
     to = plan_transfer(x.shape, x.layout, spec)
     if state.explicit and to.elements and not is_explicit:
         refuse_implicit(what, [x], [to])
