@@ -147,10 +147,8 @@ class GradientFunction:
         """Return the loss, or loss and metrics, and the gradient of `scale` times the loss."""
         how = self.how
         if transformed():  # it would compute zeros, since it differentiates detached shards
-            raise NotImplementedError(
-                f"{how.caller} must not be called within a torch.func transform. Compute on arrays there, without shard_map: "
-                "torch.func.grad(lambda params: fs.unshard(loss_fn(params, batch)))."
-            )
+            fix = "Compute on arrays: torch.func.grad(lambda params: fs.unshard(loss_fn(params, batch)))."
+            raise NotImplementedError(f"{how.caller} must not be called within a torch.func transform. {fix}")
         buffers, batch = given if how.has_buffers else ((), *given)
         refuse_distant(self.mesh, how.caller, params=params, buffers=buffers, batch=batch)
         value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))

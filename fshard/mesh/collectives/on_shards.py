@@ -1,7 +1,4 @@
-"""Collectives on the shards of a global array, called from outside of `run`.
-
-On a virtual mesh all shards are here, so a collective is one linear map on them, in the caller's thread.
-"""
+"""Collectives on the shards of an array, from outside of `run`: on a virtual mesh one linear map in the caller's thread."""
 
 from __future__ import annotations
 

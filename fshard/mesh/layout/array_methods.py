@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -19,13 +18,10 @@ def _operator(method: Any) -> Any:
 
 
 class ArrayMethods:
-    """The base of `Sharded`: every operation is passed to `operations`, which `fshard.array` sets.
-
-    An operation is torch's function or method; an attribute is its name.
-    """
+    """The base of `Sharded`: `operations` computes torch's functions and methods, and attributes by name."""
 
     operations: ClassVar[Any]
-    """A function of (torch's function, args, kwargs)."""
+    """A function of (torch's function, args, kwargs), which `fshard.array` sets."""
     shape: tuple[int, ...]
     version: int = 0
     """How often the array was changed in place."""
@@ -43,10 +39,9 @@ class ArrayMethods:
         method = None if name.startswith("_") else getattr(Tensor, name, None)
         if method is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return partial(self._call, method) if callable(method) else self.operations(name, (self,), {})
-
-    def _call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.operations(method, (self, *args), kwargs)
+        if not callable(method):
+            return self.operations(name, (self,), {})
+        return lambda *args, **kwargs: self.operations(method, (self, *args), kwargs)
 
     @property
     def grad(self) -> Any:
