@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from fshard import errors, explore, mesh, nn, optim, pipeline, report
+from fshard import array, errors, explore, mesh, nn, optim, pipeline, report
 from fshard.booster.booster import Booster
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin
 from fshard.explore.picture import visualize
@@ -120,6 +120,7 @@ __all__ = [
     "FSDPPlugin",
     "HybridParallelPlugin",
     # namespaces
+    "array",
     "errors",
     "explore",
     "mesh",

@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "uncompiled": set(),
     "copying": {"errors"},
     "mesh": GROUND,
+    "array": GROUND | {"mesh"},
     "optim": GROUND | {"mesh"},
     "transforms": GROUND | {"mesh", "optim", "pipeline"},  # a training step is a gradient and an optimizer
     "pipeline": GROUND | {"mesh"},
@@ -45,7 +46,19 @@ MAY_IMPORT = {
     "command": {"errors", "launching", "doctor"},  # the command line, `fshard run` and `fshard doctor`
     "__main__": {"command"},
     "fshard": GROUND
-    | {"mesh", "launching", "transforms", "optim", "pipeline", "booster", "checkpoint", "explore", "report", "nn"},
+    | {
+        "mesh",
+        "array",
+        "launching",
+        "transforms",
+        "optim",
+        "pipeline",
+        "booster",
+        "checkpoint",
+        "explore",
+        "report",
+        "nn",
+    },
 }
 
 

@@ -26,6 +26,7 @@ def without_trailing_spaces(text):
     return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch itself uses it in its first jvp
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by Dynamo
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
 def test_guide_prints_what_it_shows(guide):

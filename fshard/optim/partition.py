@@ -257,7 +257,7 @@ def _reshard(leaves: list[Leaf], layouts: Sequence[Layout | None], site: Site, i
 
 def _back(at: Leaves, after: list[Leaf], site: Site, into: Sequence[Leaf] = ()) -> list[Leaf]:
     """Give results the layouts of the parameters."""
-    return _reshard(after, [leaf and leaf.layout for leaf in at.leaves], site, into)
+    return _reshard(after, [None if leaf is None else leaf.layout for leaf in at.leaves], site, into)
 
 
 def _write_in_place(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
@@ -273,14 +273,14 @@ def _write_in_place(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
         some = _back(at, [leaf if place in places else None for place, leaf in enumerate(after)], site, at.leaves)
         for place in places:
             new = some[place]
-            after[place] = new and _become(at.leaves[place], new)
+            after[place] = new if new is None else _become(at.leaves[place], new)
         del some
     return [after[first] for first in firsts]
 
 
 def _turns(leaves: list[Leaf]) -> list[Sequence[int]]:
     """Return the indices of leaves that are assembled together."""
-    ends = accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf else 0 for leaf in leaves)
+    ends = accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf is not None else 0 for leaf in leaves)
     turns = [end // AT_ONCE for end in ends]
     return [[*places] for _, places in groupby(range(len(leaves)), turns.__getitem__)]
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, MismatchError
+from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import Layout, Mesh, PyTree, Structure, flatten, paths_of, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
@@ -145,6 +146,9 @@ class GradientFunction:
     def __call__(self, params: PyTree, *given: PyTree, scale: Tensor | float | None = None) -> tuple[Any, PyTree]:
         """Return the loss, or loss and metrics, and the gradient of `scale` times the loss."""
         how = self.how
+        if transformed():  # it would compute zeros, since it differentiates detached shards
+            fix = "Compute on arrays: torch.func.grad(lambda params: fs.unshard(loss_fn(params, batch)))."
+            raise NotImplementedError(f"{how.caller} must not be called within a torch.func transform. {fix}")
         buffers, batch = given if how.has_buffers else ((), *given)
         refuse_distant(self.mesh, how.caller, params=params, buffers=buffers, batch=batch)
         value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))

@@ -1,7 +1,8 @@
 """`Sharded`: the global array, as the shards that this process holds.
 
 On a virtual mesh that is a shard for every device, on a process mesh one.  A `Sharded` is an optree node in namespace
-"fshard" whose children are its shards, so elementwise code need not know that anything is sharded.
+"fshard" whose children are its shards, so elementwise code need not know that anything is sharded. Its operations are
+those of a global tensor: see `fshard.array`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
+from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.layout import Layout, Memory, ShardType, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import P
@@ -23,8 +25,8 @@ from fshard.mesh.spmd.run import agree, inside, local_devices, resolve_mesh, wit
 from fshard.uncompiled import uncompiled
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Sharded:
+@dataclass(eq=False, repr=False)
+class Sharded(ArrayMethods):
     """A global array on a mesh.
 
     Args:
@@ -100,19 +102,6 @@ class Sharded:
                 f"The shards of this Sharded have shapes {', '.join(map(str, sorted(set(given))))}, which are not those "
                 f"of a tensor of shape {self.shape} as {self.spec}. Trees of shards are for elementwise functions."
             )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Raise: torch's functions take tensors."""
-        found = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Sharded)), None)
-        raise LayoutError(
-            f"torch's {getattr(func, '__name__', func)} got {found or 'a Sharded'!r}, a global array, where a tensor "
-            "is needed. Use fs.shard_map, or the full tensor: fs.unshard(x); a loss function gets it in the batch, as P()."
-        )
-
-    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise: numpy takes arrays, and would make an array of objects."""
-        raise LayoutError(f"numpy got {self!r}, a global array. Give it the full tensor: fs.unshard(x).numpy().")
 
     def __repr__(self) -> str:
         kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]

@@ -29,7 +29,7 @@ from fshard.source import Site
 AT_ONCE = 1 << 24
 """Bytes per device of a direct exchange, about; a larger one runs in several rounds, to bound memory."""
 
-_MOVES: dict[Kind, Callable[[int, int], Move]] = {
+MOVES: dict[Kind, Callable[[int, int], Move]] = {
     "slice": lambda dim, other: Take(dim),
     "summand": lambda dim, other: Summand(),
     "psum": lambda dim, other: Psum(),
@@ -109,7 +109,7 @@ class SharedStep:
         self.places, self.now, self.last = places, now, last
         step = now[0][0]
         self.kind, self.axes, self.at = step.kind, step.axes, step.at
-        self.move: Move | None = _MOVES[step.kind](step.dim, step.other) if step.kind in _MOVES else None
+        self.move: Move | None = MOVES[step.kind](step.dim, step.other) if step.kind in MOVES else None
         if step.supply is not None:
             supplies = tuple([own.supply for own, _ in now if own.supply is not None])
             self.move = Parts(supplies) if step.elements else KeptRange(step.supply)

@@ -238,7 +238,10 @@ def test_state_of_other_shape_follows_its_matrix():
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"a": torch.ones(4, 3), "b": torch.ones(2, 3)}, P(), mesh=mesh)
     state = fs.partition_optimizer(optim.shampoo(longest=3), mesh=mesh, axis="data", stage=1).init(params)
-    found = {name: {k: x and str(fs.typeof(x)) for k, x in state[name].items()} for name in ("left", "right")}
+    found = {
+        name: {k: None if x is None else str(fs.typeof(x)) for k, x in state[name].items()}
+        for name in ("left", "right")
+    }
     assert found == {
         "left": {"a": None, "b": "f32[2, 2]{at:data=1}"},
         "right": {"a": "f32[3, 3]{at:data=0}", "b": "f32[3, 3]{at:data=1}"},

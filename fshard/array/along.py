@@ -1,0 +1,254 @@
+"""Rows of operations along some dims: reductions, softmax, sorting, windows, statistics.
+
+They run locally where these dims are unsharded. Sums over a sharded dim are unreduced. A few others are composed of
+sums, and of maxima over the devices, where their dims are sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.array.communicate import largest, with_spec
+from fshard.array.rules import TABLE, Rule, arrays_in, as_dims, compose, rule, spell
+from fshard.mesh.collectives.autograd import recorded, transformed
+from fshard.mesh.layout import P
+from fshard.mesh.layout.sharded import Sharded
+
+DimsOf = Callable[..., Any]
+"""A function of a call's arguments that returns the dims of its first array which it works along; None means all."""
+
+
+def along(dims_of: DimsOf, *, is_linear: bool = False, is_sum: bool = False) -> Callable[..., Rule]:
+    """Return the rule of operations that need all elements along some dims.
+
+    The results have the other dims; these dims too, of any length, unless they are reduced.
+    """
+
+    def rule_of(results: Sequence[Any], x: Any, *args: Any, **kwargs: Any) -> Rule:
+        dims = as_dims(x, dims_of(x, *args, **kwargs))
+        linear = "each" if is_linear and not arrays_in(args, kwargs) else ()
+        if is_sum and not args and not kwargs.keys() - {"dtype"}:
+            return Rule("...->", linear)
+        kept = spell(x.ndim, dict.fromkeys(dims, "D"))
+        lost = "".join(letter for dim, letter in enumerate(kept) if dim not in dims)
+        by_ndim = {x.ndim - len(dims): lost, x.ndim + 1: f"{kept}D", x.ndim: kept}
+        return Rule(
+            f"{spell(x.ndim) if is_sum else kept}->{','.join(by_ndim.get(y.ndim, '') for y in results)}", linear
+        )
+
+    return rule_of
+
+
+def at(position: int, default: Any) -> DimsOf:
+    """Return a function that finds the argument `dim`, by its position after the array and its default."""
+
+    def dims_of(x: Any, *args: Any, **kwargs: Any) -> Any:
+        found = [kwargs[name] for name in ("dim", "axis", "dims", "dimension") if kwargs.get(name) is not None]
+        dim = found[0] if found else args[position] if len(args) > position else default
+        return default if isinstance(dim, bool) else dim  # var(x, unbiased)
+
+    return dims_of
+
+
+def last(count: int) -> DimsOf:
+    """Return a function that returns the last dims."""
+    return lambda x, *args, **kwargs: range(x.ndim - count, x.ndim)
+
+
+def after(first: int) -> DimsOf:
+    """Return a function that returns the dims from a number on."""
+    return lambda x, *args, **kwargs: range(first, x.ndim)
+
+
+def _shape(x: Any, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    return range(x.ndim - len(normalized_shape), x.ndim)
+
+
+def _padded(x: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
+    return [x.ndim - 1 - place // 2 for place, one in enumerate(pad) if one or mode != "constant"] or x.ndim - 1
+
+
+def _flipped(x: Any, *dims: Any, **kwargs: Any) -> Any:
+    return at(0, None)(x, *dims, **kwargs) if kwargs or len(dims) == 1 else dims
+
+
+_REDUCTIONS = (
+    "prod amax amin max min argmax argmin all any logsumexp median nanmedian std var std_mean var_mean aminmax"
+)
+for _names, _dims_of in {
+    _REDUCTIONS: at(0, None),
+    "mode cumprod cummax cummin logcumsumexp softmax log_softmax special_softmax special_log_softmax": at(0, -1),
+    "sort argsort glu": at(0, -1),
+    "topk kthvalue": at(1, -1),
+    "norm linalg_vector_norm": at(1, None),
+    "msort fliplr flipud rot90 renorm trace quantile nanquantile": after(0),
+    "pad": _padded,
+    "layer_norm rms_norm": _shape,
+    "group_norm instance_norm": after(1),
+    "interpolate upsample": after(2),
+}.items():
+    rule(_names)(along(_dims_of))
+for _names, _dims_of in {
+    "cumsum": at(0, -1),
+    "diff": at(1, -1),
+    "roll repeat_interleave": at(1, None),
+    "flip": _flipped,
+    "tril triu": last(2),
+    "pixel_shuffle pixel_unshuffle channel_shuffle": last(3),
+}.items():
+    rule(_names)(along(_dims_of, is_linear=True))
+rule("split split_with_sizes tensor_split", is_view=True)(along(at(1, 0), is_linear=True))
+rule("narrow unfold", is_view=True)(along(at(0, 0), is_linear=True))
+rule("sum")(along(at(0, None), is_linear=True, is_sum=True))
+rule("nansum count_nonzero")(along(at(0, None), is_sum=True))
+for _count in (1, 2, 3):
+    _kinds = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
+    rule(" ".join(f"{kind}{_count}d" for kind in _kinds))(along(last(_count)))
+
+
+# Over sharded dims: sums and maxima.
+
+Formula = Callable[..., Any]
+
+
+def where_sharded(names: str, dims_of: DimsOf, *, is_reduction: bool = True) -> Callable[[Formula], None]:
+    """Return the function that adds a composition for sharded dims: a function of (x, dims, ...) that keeps the dims."""
+
+    def composed(name: str, formula: Formula, x: Any, *args: Any, **kwargs: Any) -> Any:
+        dims = as_dims(x, dims_of(x, *args, **kwargs))
+        if not x.numel() or not x.shape or x.spec.is_flat or not any(x.spec.dims(x.ndim)[dim] for dim in dims):
+            return NotImplemented
+        if not is_reduction:
+            return formula(x, dims, *args, **kwargs)
+        func: Any = torch.linalg.vector_norm if name == "linalg_vector_norm" else getattr(torch, name)
+        wanted = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
+        y = formula(x, dims, *args, **kwargs) if isinstance(wanted, Tensor) else NotImplemented
+        return y if y is NotImplemented or wanted.ndim == x.ndim else y.squeeze(dims)
+
+    def add(formula: Formula) -> None:
+        for name in names.split():
+            compose(name)(partial(composed, name, formula))
+
+    return add
+
+
+def peak(x: Any, dims: Sequence[int], *, is_max: bool = True) -> Any:
+    """Return the maximum over dims, kept with length 1, without a gradient."""
+    x = with_spec(x.detach(), P(*x.spec.entries), "amax" if is_max else "amin")
+    entries = x.spec.dims(x.ndim)
+    shards = tuple(shard.amax(dims, True) if is_max else shard.amin(dims, True) for shard in x.shards)
+    shape = tuple(1 if dim in dims else length for dim, length in enumerate(x.shape))
+    y = Sharded(shape, x.layout.with_spec(P(*(() if dim in dims else own for dim, own in enumerate(entries)))), shards)
+    return largest(y, tuple(axis for dim in dims for axis in entries[dim]), "amax" if is_max else "amin", is_max=is_max)
+
+
+def _compare(func: Any, reduce: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute max(x, y) of two arrays elementwise, and others as the reduction."""
+    return func(x, *args) if args and isinstance(args[0], Sharded) else reduce(x, *args, **kwargs)
+
+
+def _extreme(is_max: bool, x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    if x.dtype == torch.bool:
+        return NotImplemented
+    y = peak(x, dims, is_max=is_max)
+    if transformed() or recorded(x.shards):  # the gradient is divided among equal elements
+        equal = x == y
+        y = x.masked_fill(~equal, 0).sum(dims, True) / equal.sum(dims, True)
+    return y
+
+
+where_sharded("amax max", at(0, None))(partial(_extreme, True))
+where_sharded("amin min", at(0, None))(partial(_extreme, False))
+for _name, _func, _reduce in (
+    ("max", torch.maximum, TABLE["max"].compose),
+    ("min", torch.minimum, TABLE["min"].compose),
+):
+    compose(_name)(partial(_compare, _func, _reduce))
+
+
+@compose("sum")
+def _sum(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
+    """Drop the dims of a full sum, so that it works on flat shards."""
+    is_plain = dim is None or keepdim or kwargs or len(as_dims(x, dim)) < x.ndim
+    return NotImplemented if is_plain else torch.sum(x, dtype=dtype)
+
+
+@compose("mean")
+def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
+    dims, dtype = as_dims(x, dim if axis is None else axis), x.dtype if dtype is None else dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise RuntimeError(f"mean(): the dtype must be floating point or complex; got {dtype}.")
+    return torch.sum(x, dims, keepdim, dtype=dtype) / math.prod(x.shape[dim] for dim in dims)
+
+
+compose("nanmean")(lambda x, *args, **more: torch.nansum(x, *args, **more) / torch.sum(~x.isnan(), *args, **more))
+
+
+@where_sharded("logsumexp", at(0, None))
+def _logsumexp(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    top = peak(x, dims)
+    top = torch.where(top.isfinite(), top, 0)
+    return (x - top).exp().sum(dims, True).log() + top
+
+
+def _var(x: Any, dims: Sequence[int], *args: Any, correction: Any = None, unbiased: bool = True, **kwargs: Any) -> Any:
+    unbiased = next((one for one in args if isinstance(one, bool)), unbiased)
+    n = math.prod(x.shape[dim] for dim in dims) - (int(unbiased) if correction is None else correction)
+    squares = ((x - x.mean(dims, True)) ** 2).sum(dims, True)
+    return squares / n if n > 0 else squares * float("nan")
+
+
+def _root(x: Any) -> Any:
+    """Return the square root, whose gradient is 0 at 0."""
+    return torch.where(x == 0, 0, torch.where(x == 0, 1, x).sqrt())
+
+
+where_sharded("var", at(0, None))(_var)
+where_sharded("std", at(0, None))(lambda x, dims, *args, **kwargs: _root(_var(x, dims, *args, **kwargs)))
+
+
+@where_sharded("norm linalg_vector_norm", at(1, None))
+def _norm(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    p = kwargs.get("p", kwargs.get("ord", args[0] if args else 2))
+    p = 2 if p in ("fro", None) else p
+    if kwargs.get("dtype") is not None or x.is_complex() or p not in (1, 2, math.inf):
+        return NotImplemented
+    if p == 2:
+        return _root((x * x).sum(dims, True))
+    return x.abs().sum(dims, True) if p == 1 else x.abs().amax(dims, True)
+
+
+@where_sharded("softmax", at(0, None), is_reduction=False)
+def _softmax(x: Any, dims: Sequence[int], *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    x = x if dtype is None else x.to(dtype)
+    e = (x - peak(x, dims)).exp()
+    return e / e.sum(dims, True)
+
+
+@where_sharded("log_softmax", at(0, None), is_reduction=False)
+def _log_softmax(x: Any, dims: Sequence[int], *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    x = x if dtype is None else x.to(dtype)
+    x = x - peak(x, dims)
+    return x - x.exp().sum(dims, True).log()
+
+
+def _scaled(x: Any, dims: Sequence[int], eps: float, weight: Any) -> Any:
+    y = x * ((x * x).mean(dims, True) + eps).rsqrt()
+    return y if weight is None else y * weight
+
+
+@where_sharded("layer_norm", _shape, is_reduction=False)
+def _layer_norm(x: Any, dims: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    y = _scaled(x - x.mean(dims, True), dims, eps, weight)
+    return y if bias is None else y + bias
+
+
+@where_sharded("rms_norm", _shape, is_reduction=False)
+def _rms_norm(x: Any, dims: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    return _scaled(x, dims, torch.finfo(x.dtype).eps if eps is None else eps, weight)

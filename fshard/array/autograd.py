@@ -1,0 +1,166 @@
+"""Gradients, attributes and conversions of arrays: functions that are no operations on values.
+
+Autograd records the operations of each shard and the collectives between them, so a backward of an array is one of its
+shards. The gradient of an array has its layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fshard.array.communicate import operation_site, plan_transfer, state, transfer
+from fshard.array.dispatch import DIRECT, name_of
+from fshard.errors import LayoutError
+from fshard.mesh.collectives.autograd import Tensors, recorded
+from fshard.mesh.collectives.moves import Same
+from fshard.mesh.collectives.on_shards import apply_move
+from fshard.mesh.layout.sharded import Sharded, typeof
+from fshard.mesh.reshard.device_put import unshard
+from fshard.mesh.spmd.run import is_outside
+
+
+def direct(names: str) -> Callable[[Callable[..., Any]], None]:
+    """Return the function that adds another to `DIRECT` under some names."""
+    return lambda function: DIRECT.update(dict.fromkeys(names.split(), function))
+
+
+@direct("requires_grad_")
+def _requires_grad(x: Sharded, requires_grad: bool = True) -> Sharded:
+    if len({id(shard) for shard in x.shards}) < len(x.shards):
+        x.shards = tuple(shard.detach() for shard in x.shards)  # a leaf for every device
+    for shard in x.shards:
+        shard.requires_grad_(requires_grad)
+    return x
+
+
+@direct(".grad")
+def _attribute_grad(x: Sharded, *value: Any) -> Any:
+    for number, shard in enumerate(x.shards if value else ()):
+        shard.grad = None if value[0] is None else value[0].shards[number]
+    return None if value else _as_gradient([shard.grad for shard in x.shards], x)
+
+
+def _as_gradient(gradients: Sequence[Any], x: Any) -> Any:
+    """Return the gradients of an array's shards as an array; that of an unreduced one is replicated."""
+    if not isinstance(x, Sharded) or any(g is None for g in gradients):
+        return None if isinstance(x, Sharded) else gradients[0]
+    shards, unreduced = tuple(gradients), x.spec.unreduced
+    if unreduced and recorded(shards):
+        shards = apply_move(x.mesh, Same(), unreduced, shards, operation_site("grad"))
+    return Sharded(x.shape, x.layout.with_spec(x.spec._replace(unreduced=())), shards)  # pyright: ignore[reportPrivateUsage]
+
+
+def _as_cotangent(g: Any, y: Sharded) -> Tensors:
+    """Return the cotangent of an array as the cotangents of its shards."""
+    if g is None and math.prod(y.shape) == 1:
+        return tuple(torch.ones_like(shard) for shard in y.shards)
+    if not isinstance(g, Sharded) or g.shape != y.shape or g.mesh != y.mesh:
+        raise RuntimeError(
+            f"grad can be implicitly created only for scalar outputs, and must be an array like {y!r}; got {g!r}."
+        )
+    spec = y.spec._replace(unreduced=())  # pyright: ignore[reportPrivateUsage]
+    return transfer(g, plan_transfer(g.shape, g.layout, spec, y.spec.unreduced), "grad")
+
+
+def _listed(xs: Any) -> list[Any]:
+    return [xs] if isinstance(xs, Sharded | Tensor) else list(xs)
+
+
+def _shards(x: Any) -> Tensors:
+    return x.shards if isinstance(x, Sharded) else (x,)
+
+
+def _roots(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Any]]:
+    """Return the shards of outputs and their cotangents."""
+    ys = _listed(outputs)
+    pairs = list(zip(ys, [None] * len(ys) if grads is None else _listed(grads), strict=True))
+    gs = [one for y, g in pairs for one in (_as_cotangent(g, y) if isinstance(y, Sharded) else (g,))]
+    return [shard for y in ys for shard in _shards(y)], gs
+
+
+@direct("backward")
+def _backward(outputs: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+    tensors, gs = _roots(outputs, kwargs.pop("gradient", grad_tensors))
+    leaves = None if inputs is None else [shard for x in _listed(inputs) for shard in _shards(x)]
+    torch.autograd.backward(tensors, gs, *args, inputs=leaves, **kwargs)
+
+
+@direct("grad")
+def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+    (tensors, gs), xs = _roots(outputs, grad_outputs), _listed(inputs)
+    found = iter(torch.autograd.grad(tensors, [shard for x in xs for shard in _shards(x)], gs, **kwargs))
+    return tuple(_as_gradient([next(found) for _ in _shards(x)], x) for x in xs)
+
+
+@direct("retain_grad")
+def _retain_grad(x: Sharded) -> None:
+    for shard in x.shards:
+        shard.retain_grad()
+
+
+# Attributes and values.
+
+
+def _attribute(attribute: Any, name: str, is_global: bool, x: Sharded, *args: Any, **kwargs: Any) -> Any:
+    """Return an attribute of the global tensor, or of a shard."""
+    like = torch.empty(x.shape, dtype=x.dtype, device="meta") if is_global else x.shards[0]
+    return attribute(like, *args, **kwargs) if callable(attribute) else getattr(like, name)
+
+
+_GLOBAL = (
+    "size dim numel nelement ndimension element_size is_floating_point is_complex is_signed itemsize nbytes stride "
+    "is_contiguous is_sparse is_nested is_quantized layout is_conj is_neg"
+)
+_SHARD = "requires_grad is_leaf grad_fn device is_cuda is_cpu is_meta is_inference retains_grad get_device"
+for _name in (*_GLOBAL.split(), *_SHARD.split()):
+    _found: Any = getattr(Tensor, _name)
+    DIRECT[_name if callable(_found) else f".{_name}"] = partial(_attribute, _found, _name, _name in _GLOBAL.split())
+
+
+def _value(x: Sharded) -> Tensor:
+    if state.explicit and any(x.mesh.shape[axis] > 1 for axis in x.spec.axes):
+        raise LayoutError(
+            f"the value of {typeof(x)} needs communication, which fs.array.explicit() forbids. Use fs.unshard(x)."
+        )
+    if x.mesh.runtime == "abstract":
+        raise LayoutError(f"the value of {typeof(x)} is needed, but on an abstract mesh arrays have none.")
+    with torch.no_grad():
+        return unshard(x).detach()
+
+
+for _name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__"):
+    _method: Any = getattr(Tensor, _name)
+    DIRECT[name_of(_method)] = lambda x, *args, _method=_method: _method(_value(x), *args)
+
+
+@direct("array numpy")
+def _as_numpy(x: Sharded, dtype: Any = None, **kwargs: Any) -> Any:
+    return np.asarray(_value(x).numpy(), dtype=dtype)
+
+
+@direct("equal")
+def _equal(x: Any, y: Any) -> bool:
+    return x.shape == y.shape and not bool(torch.ne(x, y).sum())
+
+
+@direct("allclose")
+def _allclose(x: Any, y: Any, *args: Any, **kwargs: Any) -> bool:
+    return not bool((~torch.isclose(x, y, *args, **kwargs)).sum())
+
+
+MAX_SHOWN = 1000
+"""Elements of the largest array that is printed with its values."""
+
+
+@direct(".str")
+def _as_text(x: Sharded) -> str:
+    """Show the values of a small array, where that needs no communication between processes."""
+    small = is_outside(x.mesh) and math.prod(x.shape) <= MAX_SHOWN and all(isinstance(one, Tensor) for one in x.shards)
+    return f"{x!r}\n{_value(x)}" if small and not state.explicit else repr(x)

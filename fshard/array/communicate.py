@@ -1,0 +1,128 @@
+"""Bring an array to the layout that an operation needs: collectives on its shards, which autograd records.
+
+A replicated value that meets sharded ones is *varying* in that operation: its gradient is a sum over the devices (a
+psum; after an all_gather together a psum_scatter).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from fshard.errors import LayoutError
+from fshard.mesh.collectives.autograd import Tensors, recorded, transformed
+from fshard.mesh.collectives.moves import AllGather, Extreme, Move, Pvary
+from fshard.mesh.collectives.on_shards import apply_move
+from fshard.mesh.layout import Layout, P
+from fshard.mesh.layout.sharded import Sharded, typeof
+from fshard.mesh.reshard.device_put import reshard
+from fshard.mesh.reshard.execute import MOVES, plan_reshard
+from fshard.source import Site, call_site
+
+
+class _Mode(threading.local):
+    explicit = False
+    constants = False
+
+
+state = _Mode()
+"""`explicit`: implicit communication raises. `constants`: plain tensors are equal everywhere (in a sharded module)."""
+
+_PLAIN_KINDS = {"slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all"}
+
+
+class LayoutChange(NamedTuple):
+    """How one input gets its layout: the moves, and the axes along which it is varying afterwards.
+
+    `moves` is None where only a general reshard leads there.
+    """
+
+    layout: Layout
+    moves: tuple[tuple[Move, tuple[str, ...]], ...] | None
+    vary: tuple[str, ...]
+    elements: Fraction
+    """Elements that the busiest device sends."""
+
+    @property
+    def is_free(self) -> bool:
+        return self.moves == () and not self.vary
+
+
+@lru_cache(maxsize=8192)
+def plan_transfer(shape: tuple[int, ...], before: Layout, spec: P, vary: tuple[str, ...] = ()) -> LayoutChange:
+    """Plan how an array of this shape gets from a layout to a spec."""
+    layout = Layout(before.mesh, spec)
+    steps = plan_reshard(before, layout, shape).steps
+    sent = sum((step.elements for step in steps), Fraction(0))
+    if before.memory != "device" or any(step.kind not in _PLAIN_KINDS or step.at for step in steps):
+        return LayoutChange(layout, None, vary, sent)
+    moves: list[tuple[Move, tuple[str, ...]]] = []
+    for step in steps:
+        move = MOVES[step.kind](step.dim, step.other)
+        if isinstance(move, AllGather) and {*step.axes} <= {*vary}:  # its gradient is scattered while it is summed
+            move, vary = AllGather(move.dim), tuple(axis for axis in vary if axis not in step.axes)
+        moves.append((move, step.axes))
+    return LayoutChange(layout, tuple(moves), vary, sent)
+
+
+def transfer(x: Sharded, to: LayoutChange, what: str) -> Tensors:
+    """Return the shards of an array as an operation needs them."""
+    if to.moves == () and not (to.vary and _is_followed(x.shards)):
+        return x.shards
+    key = None
+    if x.spec.unreduced and not transformed() and not x.shards[0].is_inference():
+        key = to, torch.is_grad_enabled(), x.version, tuple([shard._version for shard in x.shards])
+        if key in x.sums:  # a sum that several operations need is made once
+            return x.sums[key]
+    site, shards = operation_site(what), x.shards
+    if to.moves is None:
+        shards = reshard(x, to.layout).shards
+    for move, axes in to.moves or ():
+        shards = apply_move(x.mesh, move, axes, shards, site)
+    if to.vary and _is_followed(shards):
+        shards = apply_move(x.mesh, Pvary(), to.vary, shards, site)
+    if key is not None:
+        x.sums = {**x.sums, key: shards}
+    return shards
+
+
+def _is_followed(shards: Tensors) -> bool:
+    """Return True if derivatives of these shards are taken, or may be."""
+    return (transformed() or recorded(shards)) and (shards[0].is_floating_point() or shards[0].is_complex())
+
+
+def operation_site(what: str) -> Site:
+    """Return the user's source line, with the operation: the ledger shows both."""
+    site = call_site()
+    return site._replace(function=f"{site.function} ({what})")
+
+
+def with_spec(x: Sharded, spec: P, what: str, *, is_explicit: bool = False) -> Sharded:
+    """Reshard an array within an operation; with `is_explicit`, also within `explicit`."""
+    to = plan_transfer(x.shape, x.layout, spec)
+    if state.explicit and to.elements and not is_explicit:
+        refuse_implicit(what, [x], [to])
+    return Sharded(x.shape, to.layout, transfer(x, to, what))
+
+
+def largest(x: Sharded, axes: tuple[str, ...], what: str, *, is_max: bool) -> Sharded:
+    """Take the elementwise maximum (or minimum) over the devices along some axes; without a gradient."""
+    if state.explicit and axes:
+        refuse_implicit(what, [x], [plan_transfer(x.shape, x.layout, x.spec)])
+    shards = tuple(shard.detach() for shard in x.shards)
+    shards = apply_move(x.mesh, Extreme(is_max), axes, shards, operation_site(what)) if axes else shards
+    return Sharded(x.shape, x.layout, shards)
+
+
+def refuse_implicit(what: str, arrays: Sequence[Sharded], transfers: Sequence[LayoutChange]) -> NoReturn:
+    """Raise for communication within `explicit`."""
+    number = next((number for number, to in enumerate(transfers) if to.elements), 0)
+    raise LayoutError(
+        f"{what} needs communication ({', '.join(str(typeof(x)) for x in arrays)}), which fs.array.explicit() forbids. "
+        f"Write fs.reshard(x, fs.Layout(mesh, {transfers[number].layout.spec})) for argument {number}."
+    )

@@ -1,0 +1,120 @@
+"""Make arrays on a mesh: constants and random draws, which are the same numbers on any mesh.
+
+A random array is drawn in full on every device, from a generator that all of them share, and cut to shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fshard.array.rules import compose
+from fshard.errors import LayoutError, MismatchError
+from fshard.mesh.collectives.api import all_gather
+from fshard.mesh.collectives.ledger import uncounted
+from fshard.mesh.layout import Layout, P
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import shard_of
+from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
+
+DType = torch.dtype | None
+
+
+def full(size: Sequence[int], value: complex, *, layout: Layout, dtype: DType = None) -> Sharded:
+    """Return an array filled with one value.
+
+    >>> import fshard as fs
+    >>> x = fs.array.full((4, 2), 1.5, layout=fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
+    >>> fs.typeof(x), float(x.sum())
+    (f32[4@data, 2], 12.0)
+    """
+    layout, shape = layout.on(resolve_mesh(layout.mesh)), tuple(size)
+    layout.check(shape, "the array")
+    if layout.spec.unreduced:
+        raise LayoutError(f"layout must not be unreduced for a given value; got {layout.spec}.")
+    shapes = [layout.local_shape(shape, device) for device in local_devices(layout.mesh)]
+    device_type = layout.mesh.device_type
+    return Sharded(shape, layout, tuple(torch.full(own, value, dtype=dtype, device=device_type) for own in shapes))
+
+
+def zeros(*size: Any, layout: Layout, dtype: DType = None) -> Sharded:
+    """Return an array of zeros."""
+    return full(_shape_of(size), 0, layout=layout, dtype=dtype or torch.get_default_dtype())
+
+
+def ones(*size: Any, layout: Layout, dtype: DType = None) -> Sharded:
+    """Return an array of ones."""
+    return full(_shape_of(size), 1, layout=layout, dtype=dtype or torch.get_default_dtype())
+
+
+def randn(*size: Any, layout: Layout, generator: torch.Generator | None = None, dtype: DType = None) -> Sharded:
+    """Return an array of normal draws: those of torch.randn, on any mesh.
+
+    >>> import torch, fshard as fs
+    >>> layout = fs.Layout(fs.make_mesh({"data": 2}), fs.P("data"))
+    >>> x = fs.array.randn(4, layout=layout, generator=torch.Generator().manual_seed(0))
+    >>> torch.equal(fs.unshard(x), torch.randn(4, generator=torch.Generator().manual_seed(0)))
+    True
+    """
+    return _drawn(_shape_of(size), layout, partial(torch.Tensor.normal_, generator=generator), generator, dtype)
+
+
+def rand(*size: Any, layout: Layout, generator: torch.Generator | None = None, dtype: DType = None) -> Sharded:
+    """Return an array of uniform draws from [0, 1): those of torch.rand, on any mesh."""
+    return _drawn(_shape_of(size), layout, partial(torch.Tensor.uniform_, generator=generator), generator, dtype)
+
+
+def bernoulli_like(x: Sharded, shape: Sequence[int], p: float) -> Sharded:
+    """Return an array of 0 and 1 with the dtype of x, sharded like x in the dims where the shapes are equal."""
+    spec = P(*(own if n == m else () for own, n, m in zip(x.spec.dims(x.ndim), shape, x.shape, strict=True)))
+    return _drawn(shape, Layout(x.mesh, spec), lambda y: y.bernoulli_(p), None, x.dtype)
+
+
+def _shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+
+
+def _drawn(shape: Sequence[int], layout: Layout, draw: Callable[[Any], Any], generator: Any, dtype: DType) -> Sharded:
+    """Draw an array in full, and keep the shards of the devices held here."""
+    made = zeros(shape, layout=layout, dtype=dtype)
+    if made.mesh.runtime != "abstract":
+        _agree_on_state(made.layout, generator)
+        values = draw(torch.empty(made.shape, dtype=made.dtype))
+        for device, shard in zip(local_devices(made.mesh), made.shards, strict=True):
+            if shard.numel():
+                shard.copy_(shard_of(values, made.layout, device))
+    return made
+
+
+def _agree_on_state(layout: Layout, generator: torch.Generator | None) -> None:
+    """Raise unless all processes are about to draw the same numbers."""
+    if layout.mesh.runtime != "process":
+        return
+    state = (generator or torch.default_generator).get_state()
+    own = (state.to(torch.int64) * torch.arange(1, len(state) + 1)).sum().reshape(1)
+    with uncounted():
+        found = run_on_devices(layout.mesh, lambda device: all_gather(own, layout.mesh.axis_names))[0]
+    if (found != own).any():
+        raise MismatchError(
+            "Processes would draw different random numbers: their generators differ. Call torch.manual_seed(0) on every "
+            "process, or give a generator with one seed."
+        )
+
+
+def _like(
+    make: Callable[..., Any], x: Any, *values: Any, dtype: Any = None, generator: Any = None, **kwargs: Any
+) -> Any:
+    layout = Layout(x.mesh, x.spec._replace(unreduced=()))  # pyright: ignore[reportPrivateUsage]
+    more = {} if generator is None else {"generator": generator}
+    return make(x.shape, *values, layout=layout, dtype=dtype or x.dtype, **more)
+
+
+for _make in (zeros, ones, full, randn, rand):
+    compose(f"{_make.__name__}_like")(partial(_like, _make))
+compose("empty_like")(partial(_like, zeros))
+compose("zero")(lambda x: x.masked_fill(torch.tensor(True), 0))
+compose("copy")(lambda x, source, non_blocking=False: source.expand(x.shape).to(x.dtype))
+compose("type_as")(lambda x, other: x.to(other.dtype))

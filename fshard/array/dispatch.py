@@ -1,0 +1,278 @@
+"""Run an operation on global arrays: look up its row, choose layouts, send what is needed, compute on each device.
+
+Everything that depends only on shapes, dtypes and layouts is a `CachedCall`, cached.
+
+    y = x @ w    (1) the row of "matmul" in TABLE; a composition runs as operations of its own
+                 (2) its rule on meta tensors of the global shapes, and `choose`: a CachedCall
+                 (3) transfer each input, then torch's own function on each device's shards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import resolve_name
+
+from fshard.array.choose import LayoutChoice, choose
+from fshard.array.communicate import refuse_implicit, state, transfer, with_spec
+from fshard.array.rules import TABLE, LocalProgram, Row, Rule, Where, arrays_in, describe, map_arrays
+from fshard.errors import LayoutError, MeshError
+from fshard.mesh.layout import Layout, P
+from fshard.mesh.layout.arithmetic import ravel
+from fshard.mesh.layout.sharded import Sharded, typeof
+from fshard.mesh.reshard.device_put import spread
+from fshard.mesh.spmd.run import local_devices
+from fshard.uncompiled import uncompiled
+
+DIRECT: dict[str, Callable[..., Any]] = {}
+"""Functions that are no operations on values: attributes, autograd, conversions. Called with the arrays."""
+_RENAMED = {
+    "__rtruediv__": "rdiv",
+    "__rdiv__": "rdiv",
+    **{f"__{name}__": f"to {name}" for name in ("bool", "float", "int", "index", "complex")},
+}
+
+
+@contextmanager
+def explicit() -> Generator[None]:
+    """Raise where an operation would communicate; communicate by `fs.reshard` or `fs.array.constrain` alone."""
+    before, state.explicit = state.explicit, True
+    try:
+        yield
+    finally:
+        state.explicit = before
+
+
+def constrain(x: Sharded, spec: P) -> Sharded:
+    """Pin the layout of an array; its gradient gets it too. Communicates also within `explicit`.
+
+    >>> import fshard as fs
+    >>> x = fs.array.ones(4, 4, layout=fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
+    >>> fs.typeof(fs.array.constrain(x, fs.P(None, "data")))
+    f32[4, 4@data]
+    """
+    if not isinstance(x, Sharded) or not isinstance(spec, P):
+        raise LayoutError(f"constrain takes an array and a P; got {type(x).__name__} and {type(spec).__name__}.")
+    Layout(x.mesh, spec).check(x.shape, "constrain: the array")
+    return with_spec(x, spec, "constrain", is_explicit=True)
+
+
+class CachedCall(NamedTuple):
+    """An operation on arrays of given shapes, dtypes and layouts."""
+
+    name: str
+    func: Any
+    choice: LayoutChoice
+    shapes: tuple[tuple[int, ...], ...]
+    rebuild: Any
+    """Builds torch's result from several arrays; None for a single one."""
+    local: LocalProgram | None
+    where: Sequence[Where]
+    is_free: bool
+    is_view: bool
+
+
+_calls: dict[Any, CachedCall] = {}
+MAX_CALLS = 16384
+
+
+@lru_cache(maxsize=4096)
+def name_of(func: Any) -> str:
+    """Return the name of a torch function in the table: add for torch.add, Tensor.add and Tensor.__iadd__; .T for x.T."""
+    if isinstance(func, str):
+        return f".{func}"
+    name: str = getattr(func, "__name__", "") or ""
+    return _RENAMED.get(name) or name.removeprefix("__").removesuffix("__")
+
+
+@uncompiled
+def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one of torch's functions on arguments that contain arrays."""
+    name = name_of(func)
+    if (direct := DIRECT.get(name)) is not None:
+        return direct(*args, **kwargs)
+    if isinstance(func, str):
+        func = attrgetter(func)
+    key, arrays = [name], list[Sharded]()
+    is_known = _describe(args, key, arrays) and (not kwargs or _describe(kwargs, key, arrays))
+    call = _calls.get(tuple(key)) if is_known else None
+    if call is not None:
+        return _run(call, arrays, args, kwargs)
+    return _first_run(name, func, args, kwargs)
+
+
+def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    row = TABLE.get(name)
+    if row is None and name.endswith("_") and name[:-1] in TABLE:
+        pure = getattr(Tensor, name[:-1], None) or getattr(torch.nn.functional, name[:-1], None)
+        value = operate(pure, args, kwargs) if pure else _first_run(name[:-1], None, args, kwargs)
+        return write(args[0], value, name)
+    if kwargs.pop("inplace", False):
+        return write(args[0], operate(func, args, kwargs), name)
+    kwargs = {name: given for name, given in kwargs.items() if not (name == "out" and given is None)}
+    if row is None or "out" in kwargs:
+        found = ", ".join(str(typeof(x)) for x in arrays_in(args, kwargs) if isinstance(x, Sharded))
+        what = f"{resolve_name(func) or name}{'(out=)' if 'out' in kwargs else ''}"
+        raise LayoutError(
+            f"{what} is no operation on arrays (got {found}). Use fs.shard_map for a function of local tensors, or the "
+            "full tensor: fs.unshard(x)."
+        )
+    args, kwargs = _on_mesh(name, args, kwargs)
+    if row.compose is not None:
+        made = row.compose(*args, **kwargs)
+        if made is not NotImplemented:
+            return made
+    if row.rule is None:
+        raise LayoutError(f"{name} cannot have these arguments as an operation on arrays. Use fs.unshard(x).")
+    key, arrays = [name], list[Sharded]()
+    is_known = _describe(args, key, arrays) and _describe(kwargs, key, arrays)
+    arrays = arrays_in(args, kwargs)
+    call = _plan(name, func, row, arrays, args, kwargs)
+    if is_known and len(_calls) < MAX_CALLS:
+        _calls[tuple(key)] = call
+    return _run(call, arrays, args, kwargs)
+
+
+def write(x: Any, value: Any, name: str) -> Any:
+    """Give an array new values, as an in-place operation does."""
+    if not isinstance(x, Sharded) or not isinstance(value, Sharded) or value.shape != x.shape or value.dtype != x.dtype:
+        raise LayoutError(f"{name} cannot write {value!r} into {x!r}. Assign the result of the operation instead.")
+    if x.viewed is not None:
+        raise LayoutError(f"{name} writes to {x!r}, a view of another array. Write to that array, or to x.clone().")
+    value, old = with_spec(value, x.spec, name, is_explicit=True), x.shards[0]
+    records = torch.is_grad_enabled() and (value.shards[0].requires_grad or old.requires_grad)
+    if records and old.is_leaf and old.requires_grad:
+        raise RuntimeError(f"a leaf array that requires grad is used in the in-place operation {name}.")
+    if records or old.is_inference():
+        x.shards = value.shards
+    else:
+        copies = [y.clone() for y in value.shards]  # shards of replicas may share memory
+        with torch.no_grad():
+            for shard, y in zip(x.shards, copies, strict=True):
+                shard.copy_(y)
+    x.version += 1
+    return x
+
+
+# Arguments.
+
+
+_ATOMS = {
+    *(int, float, bool, str, complex, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.memory_format, torch.layout),
+}
+"""Types of arguments that are part of the key of a call."""
+_CONTAINERS = {tuple, list, dict, torch.Size}
+
+
+def _describe(given: Any, key: list[Any], arrays: list[Sharded]) -> bool:
+    """Append the arrays and the parts of a key of arguments; False if an argument has none."""
+    one: Any
+    for one in given.items() if type(given) is dict else given:
+        kind = type(one)
+        if kind is Sharded:
+            if one.viewed is not None and one.viewed[0].version != one.viewed[1]:
+                raise LayoutError(
+                    f"{one!r} is a view of an array that was changed in place since. Take the view again."
+                )
+            arrays.append(one)
+            key += (one.shape, one.layout, one.shards[0].dtype)
+        elif kind in _ATOMS:
+            key += (kind, one)
+        elif kind is slice or kind in _CONTAINERS:
+            parts = (one.start, one.stop, one.step) if kind is slice else one
+            key += (kind, len(parts))
+            if not _describe(parts, key, arrays):
+                return False
+        else:
+            return False
+    return True
+
+
+def _on_mesh(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replicate 0-d tensors; raise for other plain tensors, and for arrays of several meshes."""
+    meshes = list(dict.fromkeys(x.mesh for x in arrays_in(args, kwargs) if isinstance(x, Sharded)))
+    mesh = meshes[0]
+    if len(meshes) > 1:
+        raise MeshError(f"{name}: arrays must be on one mesh; got {mesh} and {meshes[1]}. Use fs.device_put.")
+
+    def place(x: Any) -> Any:
+        if isinstance(x, Sharded):
+            x.check()
+            return x
+        if x.ndim and not (state.constants and not x.requires_grad):
+            raise LayoutError(
+                f"{name}: a plain tensor of shape {tuple(x.shape)} meets arrays on {mesh}. Put it on the mesh: "
+                "fs.device_put(x, fs.Layout(mesh, P()))."
+            )
+        return spread(x, Layout(mesh))
+
+    return map_arrays(place, args), map_arrays(place, kwargs)
+
+
+# A call.
+
+
+def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwargs: dict[str, Any]) -> CachedCall:
+    """Apply the rule to the global shapes and choose layouts."""
+    mesh = arrays[0].mesh
+
+    def as_meta(x: Sharded) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+    given, named = map_arrays(as_meta, args), map_arrays(as_meta, kwargs)
+    with torch.no_grad():
+        made = func(*given, **named)
+    results = arrays_in(made if isinstance(made, Tensor) else [*made])
+    rule = cast("Callable[..., Rule]", row.rule)(results, *given, **named)
+    choice = choose(describe(rule, arrays, results), mesh)
+    shapes = tuple(tuple(y.shape) for y in results)
+    where = [_where(choice, shapes, device) for device in local_devices(mesh)] if rule.local else []
+    is_free = all(one.is_free for one in choice.transfers)
+    rebuild = None if isinstance(made, Tensor) else tuple if type(made) is tuple else type(made)
+    return CachedCall(name, func, choice, shapes, rebuild, rule.local, where, is_free, row.is_view)
+
+
+def _where(choice: LayoutChoice, shapes: Sequence[tuple[int, ...]], device: int) -> Where:
+    """Return what the local program of a device needs to know."""
+    mesh = choice.layouts[0].mesh
+    coordinates = mesh.coordinates(device)
+    starts = {
+        label: ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
+        for label, axes in choice.labels.items()
+    }
+    specs = [P(*layout.spec.entries) for layout in choice.layouts]
+    local = [Layout(mesh, spec).local_shape(shape, device) for spec, shape in zip(specs, shapes, strict=True)]
+    return Where(tuple(local), starts)
+
+
+def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute on the shards of every device held here."""
+    if call.is_free:
+        columns = [x.shards for x in arrays]
+    elif state.explicit and call.choice.bytes:
+        refuse_implicit(call.name, arrays, call.choice.transfers)
+    else:
+        columns = [transfer(x, to, call.name) for x, to in zip(arrays, call.choice.transfers, strict=True)]
+    func, local, found = call.func, call.local, list[Any]()
+    for number, shards in enumerate(zip(*columns, strict=True)):
+        own = iter(shards)
+        given = tuple([next(own) if type(x) is Sharded else _replaced(x, own) for x in args])
+        named = {name: _replaced(x, own) for name, x in kwargs.items()} if kwargs else kwargs
+        found.append(func(*given, **named) if local is None else local(call.where[number], func, given, named))
+    columns = [found] if call.rebuild is None else zip(*found, strict=True)
+    results = [Sharded(*one) for one in zip(call.shapes, call.choice.layouts, map(tuple, columns), strict=True)]
+    if call.is_view:
+        for y in results:
+            y.viewed = (arrays[0], arrays[0].version)
+    return results[0] if call.rebuild is None else call.rebuild(results)
+
+
+def _replaced(given: Any, shards: Iterator[Tensor]) -> Any:
+    return map_arrays(lambda _: next(shards), given)

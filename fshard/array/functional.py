@@ -1,0 +1,186 @@
+"""Rows of torch.nn.functional that are no single family: losses, batch normalization, dropout.
+
+A loss is computed element by element, then reduced by rows of its own; so its gradient is right for any layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.nn import _reduction as _Reduction
+from torch.nn import functional as F
+
+from fshard.array.algebra import elementwise
+from fshard.array.communicate import state, with_spec
+from fshard.array.create import bernoulli_like
+from fshard.array.rules import Rule, arrays_in, compose, rule
+from fshard.errors import LayoutError
+from fshard.mesh.layout import P
+
+
+def python_body(function: Any) -> Callable[..., Any]:
+    """Return a Python function of torch without its check for overrides, so that it runs on arrays step by step."""
+    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    unchecked = {**function.__globals__, **dict.fromkeys(checks, lambda *_: False)}
+    body = FunctionType(function.__code__, unchecked, function.__name__, function.__defaults__, function.__closure__)
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
+
+
+for _name in ("multi_head_attention_forward", "normalize", "softmin"):
+    compose(_name)(python_body(getattr(F, _name)))
+
+
+@compose("batch_norm")
+def _batch_norm(
+    x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
+    momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
+) -> Any:  # fmt: skip
+    """Normalize with the statistics of the global batch."""
+    dims, shape = (0, *range(2, x.ndim)), (1, -1, *(1,) * (x.ndim - 2))
+    mean, var = running_mean, running_var
+    if training:
+        n = math.prod(x.shape[dim] for dim in dims)
+        if n <= 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+        mean = x.mean(dims)
+        var = ((x - mean.reshape(shape)) ** 2).mean(dims)
+        if running_mean is not None:
+            with torch.no_grad():
+                running_mean.lerp_(mean.detach(), momentum)
+                running_var.lerp_(var.detach() * (n / (n - 1)), momentum)
+    weight = (var + eps).rsqrt() * (1 if weight is None else weight)
+    bias = -mean * weight if bias is None else bias - mean * weight
+    return x * weight.reshape(shape) + bias.reshape(shape)
+
+
+@compose("instance_norm")
+def _instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if running_mean is not None or running_var is not None:
+        raise LayoutError("instance_norm of arrays does not take running statistics. Use track_running_stats=False.")
+    return NotImplemented
+
+
+# Dropout.
+
+
+def _dropout(dims: int | None, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Drop elements; with `dims` given, channels of an array of that many dims."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not training or p == 0:
+        return x
+    if dims not in (None, x.ndim):
+        return NotImplemented
+    shape = x.shape if dims is None else (*x.shape[:2], *(1,) * (x.ndim - 2))
+    return x * 0 if p == 1 else x * (bernoulli_like(x, shape, 1 - p) / (1 - p))
+
+
+for _name, _dims in {"dropout": None, "dropout1d": 3, "dropout2d": 4, "dropout3d": 5}.items():
+    compose(_name)(partial(_dropout, _dims))
+
+
+# Losses.
+
+
+def _reduced(losses: Any, reduction: str, count: Any = None) -> Any:
+    """Reduce elementwise losses; a mean is over all elements, or over `count`. The result is replicated."""
+    if reduction == "none":
+        return losses
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    total = losses.sum()
+    if reduction == "mean":
+        n = losses.numel() if count is None else count
+        total = total * float("nan") if isinstance(n, int) and n == 0 else total / n
+    return total if state.explicit else with_spec(total, P(), "loss")
+
+
+def _loss(
+    func: Any, *args: Any, reduction: str = "mean", size_average: Any = None, reduce: Any = None, **more: Any
+) -> Any:
+    if size_average is not None or reduce is not None:
+        reduction = _Reduction.legacy_get_string(size_average, reduce)
+    if reduction == "none":
+        return NotImplemented
+    losses = func(*args, reduction="none", **more)
+    return _reduced(losses, "sum") / losses.shape[0] if reduction == "batchmean" else _reduced(losses, reduction)
+
+
+def _rows(results: Any, *args: Any, weight: Any = None, **kwargs: Any) -> Rule:
+    """Label the batch dim, where losses are sums over classes."""
+    batch = "n" * results[0].ndim
+    terms = [(batch + "C" * x.ndim)[: x.ndim] for x in arrays_in(args, kwargs)]
+    return Rule(f"{','.join(terms)}->{batch}", exact=True)
+
+
+_ELEMENTWISE = """l1_loss mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
+soft_margin_loss hinge_embedding_loss poisson_nll_loss margin_ranking_loss kl_div"""
+_BY_ROW = (
+    "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss triplet_margin_loss"
+)
+rule(_ELEMENTWISE)(elementwise())
+rule(_BY_ROW)(_rows)
+for _name in (*_ELEMENTWISE.split(), *_BY_ROW.split()):
+    compose(_name)(partial(_loss, getattr(F, _name)))
+
+
+@compose("gaussian_nll_loss")
+def _gaussian_nll_loss(
+    input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Any:
+    if isinstance(var, float):
+        var = torch.full_like(input, var)
+    var = var.unsqueeze(-1) if var.shape == input.shape[:-1] else var
+    var = var + (var.clamp_min(eps) - var).detach()  # the gradient ignores the bound, as torch's does
+    losses = 0.5 * (var.log() + (input - target) ** 2 / var + (math.log(2 * math.pi) if full else 0))
+    return _reduced(losses, reduction)
+
+
+def _class_weights(logs: Any, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
+    """Return the class of every row, and its weight: 0 for rows to ignore."""
+    valid = target != ignore_index
+    index = torch.where(valid, target, 0)
+    if weight is None:
+        return index, valid.to(logs.dtype)
+    return index, torch.where(valid, F.embedding(index, weight.unsqueeze(-1)).squeeze(-1), 0)
+
+
+@compose("nll_loss nll_loss2d nll_loss_nd")
+def _nll_loss(
+    input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:  # fmt: skip
+    classes = 1 if input.ndim > 1 else 0
+    if input.ndim - 1 != target.ndim:
+        expected = (*input.shape[:1], *input.shape[2:])
+        raise ValueError(f"nll_loss: expected target of shape {expected}; got {tuple(target.shape)}")
+    index, weights = _class_weights(input, target, weight, ignore_index)
+    losses = -input.gather(classes, index.unsqueeze(classes)).squeeze(classes)
+    losses = torch.where(target != ignore_index, losses * weights, 0)
+    return _reduced(losses, reduction, weights.sum() if reduction == "mean" else None)
+
+
+@compose("cross_entropy")
+def _cross_entropy(
+    input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
+    reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    classes = 1 if input.ndim > 1 else 0
+    logs, n = input.log_softmax(classes), input.shape[classes]
+    scaled = logs if weight is None else logs * weight.reshape(n, *(1,) * (input.ndim - classes - 1))
+    if target.is_floating_point():
+        target = target * (1 - label_smoothing) + label_smoothing / n if label_smoothing else target
+        return _reduced(-(scaled * target).sum(classes), reduction)
+    if not label_smoothing:
+        return F.nll_loss(logs, target, weight, ignore_index=ignore_index, reduction=reduction)
+    losses = F.nll_loss(logs, target, weight, ignore_index=ignore_index, reduction="none")
+    smooth = torch.where(target != ignore_index, -scaled.sum(classes), 0)
+    losses = (1 - label_smoothing) * losses + label_smoothing / n * smooth
+    _, weights = _class_weights(logs, target, weight, ignore_index)
+    return _reduced(losses, reduction, weights.sum() if reduction == "mean" else None)

@@ -1,0 +1,123 @@
+"""`shard_module`: a module whose parameters are global arrays. It runs unchanged on arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from einops._backends import TorchBackend  # einops has no public registration of backends
+from torch import Tensor, nn
+from torch.utils import _pytree as torch_trees
+
+from fshard.array.communicate import state
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout.sharded import Sharded, typeof
+from fshard.mesh.reshard.device_put import device_put
+
+Rules = Mapping[str, P] | Callable[[str, Tensor], P]
+"""Patterns of parameters' names and their specs, the first that matches counts; or a function of name and tensor."""
+
+
+def shard_module(module: nn.Module, rules: Rules, *, mesh: Mesh) -> nn.Module:
+    """Replace a module's parameters and buffers by arrays on a mesh, in place, and return it.
+
+    In its forward, plain tensors that it makes (positions, masks) count as replicated.
+
+    Args:
+        module: any module. Its forward gets arrays.
+        rules: `{"*.up.weight": P("model"), "*.down.weight": P(None, "model")}`; a tensor that no pattern matches is
+            replicated. Patterns are those of the shell. Or a function of a name and a tensor.
+        mesh: the devices.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 2, "model": 2})
+    >>> model = fs.array.shard_module(torch.nn.Linear(4, 6), {"weight": P("model"), "bias": P("model")}, mesh=mesh)
+    >>> fs.typeof(model.weight), fs.typeof(model(fs.array.ones(8, 4, layout=fs.Layout(mesh, P("data")))))
+    (f32[6@model, 4], f32[8@data, 6@model])
+    """
+    made: dict[int, Any] = {}
+    used: set[str] = set()
+    for prefix, part in module.named_modules():
+        for held in (part._parameters, part._buffers):  # pyright: ignore[reportPrivateUsage]
+            for name, x in held.items():
+                if x is None or isinstance(x, Sharded):
+                    continue
+                if id(x) not in made:  # tied ones stay tied
+                    path = f"{prefix}.{name}" if prefix else name
+                    array = device_put(x.detach(), Layout(mesh, _spec_of(path, x, rules, used)))
+                    made[id(x)] = array.requires_grad_() if x.requires_grad else array, x
+                held[name] = made[id(x)][0]
+    unused = [] if callable(rules) else [pattern for pattern in rules if pattern not in used]
+    if unused:
+        raise LayoutError(
+            f"rules must match names of {type(module).__name__}; {unused} match none. See named_parameters()."
+        )
+    outer: list[bool] = []
+
+    def enter(*_: Any) -> None:
+        outer.append(state.constants)
+        state.constants = True
+
+    def leave(*_: Any) -> None:
+        state.constants = outer.pop()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+    return module
+
+
+def inspect(module: nn.Module) -> str:
+    """Return a table of a module's parameters and buffers: name, type with layout, elements on one device.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"model": 2})
+    >>> print(fs.array.inspect(fs.array.shard_module(torch.nn.Linear(4, 6), {"weight": P("model")}, mesh=mesh)))
+    weight  f32[6@model, 4]  12
+    bias    f32[6]            6
+    total                    18
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    rows = [(name, str(typeof(x)), x.shards[0].numel() if isinstance(x, Sharded) else x.numel()) for name, x in named]
+    rows.append(("total", "", sum(count for *_, count in rows)))
+    first, second, third = (max(len(str(row[column])) for row in rows) for column in range(3))
+    return "\n".join(f"{name:{first}}  {kind:{second}}  {count:{third}}" for name, kind, count in rows)
+
+
+def _spec_of(path: str, x: Tensor, rules: Rules, used: set[str]) -> P:
+    if callable(rules):
+        return rules(path, x)
+    matching = [pattern for pattern in rules if fnmatchcase(path, pattern)]
+    used.update(matching)
+    return rules[matching[0]] if matching else P()
+
+
+class ShardedBackend(TorchBackend):
+    """Lets einops' patterns work on arrays: einops finds it among the subclasses of its backends."""
+
+    framework_name = "fshard"
+
+    def is_appropriate_type(self, tensor: object) -> bool:
+        return isinstance(tensor, Sharded)
+
+
+def _from_shards(shards: Any, kept: tuple[tuple[int, ...], Layout]) -> Sharded:
+    width = 1 if kept[1].spec.is_flat else len(kept[0])
+    if any(isinstance(shard, Tensor) and shard.ndim != width for shard in shards):
+        raise LayoutError(
+            "torch.func.vmap does not map over arrays. Write the dim into the operations, or use fs.unshard(x)."
+        )
+    return Sharded(kept[0], kept[1], tuple(shards))
+
+
+def register_trees() -> None:
+    """Make arrays nodes of torch's pytrees, so that torch.func's transforms find their shards."""
+    torch_trees.register_pytree_node(
+        Sharded,
+        lambda x: ([*x.shards], (x.shape, x.layout)),
+        _from_shards,
+        serialized_type_name="fshard.Sharded",
+    )

@@ -1,0 +1,229 @@
+"""Rows of views and of indexing: results whose elements are elements of the input, in another shape or order.
+
+Labels of strided views are found by torch itself: the stride of an output dim names the input dim that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fshard.array.dispatch import DIRECT, operate, write
+from fshard.array.rules import Rule, Where, arrays_in, compose, rule, spell
+from fshard.errors import LayoutError
+from fshard.mesh.layout.sharded import Sharded
+
+
+def strided(x: Any, view: Callable[[Any], Any]) -> str:
+    """Return the equation of an input and its views: dims that a view keeps in full are alike."""
+    steps = [(1 << (5 * (dim + 1))) + 7 * dim for dim in range(x.ndim)]  # a step of a slice is no other dim's stride
+    like = torch.empty_strided(x.shape, steps, device="meta")
+    names = dict(zip(zip(steps, x.shape, strict=True), spell(x.ndim), strict=True))
+    found = [[names.get(pair, "D") for pair in zip(y.stride(), y.shape, strict=True)] for y in arrays_in(view(like))]
+    keep = {a for a, n in zip(spell(x.ndim), x.shape, strict=True) if n > 1 and all(y.count(a) == 1 for y in found)}
+    terms = ("".join(label if label in keep else "D" for label in labels) for labels in (spell(x.ndim), *found))
+    return next(terms) + "->" + ",".join(terms)
+
+
+def _strided_rule(func: Any, local: Any = None) -> Callable[..., Rule]:
+    return lambda results, x, *args, **kwargs: Rule(strided(x, lambda y: func(y, *args, **kwargs)), "each", local)
+
+
+_TENSOR: Any = Tensor
+_METHODS = "permute transpose t movedim moveaxis swapaxes swapdims adjoint unsqueeze select unbind diagonal chunk"
+for _name in _METHODS.split():
+    rule(_name, is_view=True)(_strided_rule(getattr(_TENSOR, _name)))
+for _name in ("T", "mT", "H", "mH"):
+    rule(f".{_name}", is_view=True)(_strided_rule(attrgetter(_name)))
+
+
+def _to_local_shape(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].reshape(where.shapes[0])
+
+
+rule("squeeze", is_view=True)(_strided_rule(_TENSOR.squeeze, _to_local_shape))  # a shard may have more dims of length 1
+
+
+def reshaped(before: Sequence[int], after: Sequence[int]) -> str:
+    """Return the equation of a reshape: dims that are merged or split keep the label of the major one.
+
+    >>> reshaped((4, 3, 5), (12, 5))
+    'aDb->ab'
+    """
+    start, stop = ["D"] * len(before), ["D"] * len(after)
+    labels = iter("abcdefghij")
+    i = j = 0
+    while prod(before) and i < len(before) and j < len(after):
+        first, second = [i], [j]
+        while (one := prod(before[d] for d in first)) != (other := prod(after[d] for d in second)):
+            dims = first if one < other else second
+            dims.append(dims[-1] + 1)
+        i, j = first[-1] + 1, second[-1] + 1
+        if one > 1:
+            major = next(d for d in first if before[d] > 1), next(d for d in second if after[d] > 1)
+            start[major[0]] = stop[major[1]] = next(labels)
+    return f"{''.join(start)}->{''.join(stop)}"
+
+
+@rule("reshape view unflatten flatten ravel", is_view=True)
+def _reshape(results: Any, x: Any, *args: Any, **kwargs: Any) -> Rule:
+    if arrays_in(args) or any(isinstance(one, torch.dtype) for one in (*args, *kwargs.values())):
+        return Rule("->")
+    return Rule(reshaped(x.shape, results[0].shape), "each", _to_local_shape)
+
+
+def _repeated(results: Any, x: Any) -> str:
+    """Return the equation of an operation that repeats some dims, and may add dims in front."""
+    new = results[0].ndim - x.ndim
+    own = zip(spell(x.ndim), x.shape, results[0].shape[new:], strict=True)
+    term = "".join(letter if n == m and n else "N" for letter, n, m in own)
+    return f"{term}->{'N' * new}{term}"
+
+
+def _expand_shard(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].expand(where.shapes[0])
+
+
+rule("expand broadcast_to", is_view=True)(
+    lambda results, x, *_, **__: Rule(_repeated(results, x), "each", _expand_shard)
+)
+rule("repeat tile")(lambda results, x, *_, **__: Rule(_repeated(results, x), "each"))
+compose("view_as reshape_as")(lambda x, other: x.reshape(other.shape))
+compose("expand_as")(lambda x, other: x.expand(other.shape))
+
+
+@compose("broadcast_tensors")
+def _broadcast_tensors(*xs: Any) -> Any:
+    arrays = arrays_in(xs)
+    shape = torch.broadcast_shapes(*(x.shape for x in arrays))
+    return tuple(x.expand(shape) for x in arrays)
+
+
+@rule("cat concat concatenate")
+def _cat(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
+    own = spell(results[0].ndim, {dim: "D"})
+    return Rule(f"{own}*->{own}" if all(x.ndim == len(own) for x in tensors) else "->", "all", exact=True)
+
+
+@rule("stack")
+def _stack(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
+    own = spell(results[0].ndim, {dim: "N"})
+    return Rule(f"{own.replace('N', '')}*->{own}", "all")
+
+
+# Indexing.
+
+
+@rule("getitem", is_view=True)
+def _getitem(results: Any, x: Any, index: Any) -> Rule:
+    """Label the dims that an index keeps in full, and those of index arrays."""
+    items = index if isinstance(index, tuple) else (index,)
+    count = len(arrays_in(items))
+    equation = strided(x, lambda like: like[tuple(0 if isinstance(item, Tensor) else item for item in items)])
+    if not count:
+        return Rule(equation, "each")
+    mark = torch.empty(1 + max(x.shape), dtype=torch.long, device="meta")  # no dim of x is as long
+    front = x[tuple(mark if isinstance(item, Tensor) else item for item in items)].shape.index(len(mark))
+    own, rest = equation.split("->")
+    return Rule(f"{own}{',...' * count}->{rest[:front]}...{rest[front:]}", [(0,)])
+
+
+@compose("getitem")
+def _check_index(x: Any, index: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    if any(one.dtype in (torch.bool, torch.uint8) for one in arrays_in(items)):
+        raise LayoutError("x[mask] has a shape that depends on values. Use torch.where(mask, x, 0).")
+    if any(isinstance(one, list) for one in items):
+        raise LayoutError(
+            "a list in an index must be an array: fs.device_put(torch.tensor(...), fs.Layout(mesh, P()))."
+        )
+    return NotImplemented
+
+
+def set_slice(x: Any, index: Any, value: Any) -> Any:
+    """Return a copy of a tensor with some elements replaced."""
+    y = x.clone()
+    y[index] = value
+    return y
+
+
+@rule("set_slice")
+def _set_slice(results: Any, x: Any, index: Any, value: Any) -> Rule:
+    own, out = strided(x, lambda like: like[index]).split("->")
+    if not isinstance(value, Tensor):
+        return Rule(f"{own}->{own}", "each" if value == 0 else ())
+    return Rule(f"{own},{out[len(out) - value.ndim :]}->{own}", "all")
+
+
+def _assign(x: Any, index: Any, value: Any) -> None:
+    if isinstance(index, Sharded) and index.dtype == torch.bool and not isinstance(value, Sharded):
+        y = x.masked_fill(index.reshape(*index.shape, *(1,) * (x.ndim - index.ndim)), value)
+    elif arrays_in(index) or isinstance(index, list):
+        raise LayoutError(
+            "x[index] = y takes slices, numbers, or one mask with a number. Use x.scatter(dim, index, y)."
+        )
+    else:
+        y = operate(set_slice, (x, index, value.to(x.dtype) if isinstance(value, Sharded) else value), {})
+    write(x, y, "x[index] = y")
+
+
+DIRECT["setitem"] = _assign
+
+
+@rule("gather take_along_dim")
+def _gather(results: Any, x: Any, *args: Any, dim: Any = None, **kwargs: Any) -> Rule:
+    (index,) = arrays_in(args, kwargs)
+    given = [one for one in (*args, dim) if isinstance(one, int)]
+    if not given or x.ndim != index.ndim:
+        return Rule("->", [(0,)])
+    out = spell(x.ndim, {given[0]: "k"} if x.ndim else {})
+    return Rule(f"{out.replace('k', 'D')},{out}->{out}", [(0,)], exact=True)
+
+
+@rule("scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce")
+def _scatter(results: Any, x: Any, dim: int, index: Any, *args: Any, **kwargs: Any) -> Rule:
+    own = spell(x.ndim, {dim: "D"} if x.ndim else {})
+    more = arrays_in(args, kwargs)
+    terms = [own if one.ndim == x.ndim else "D" * one.ndim for one in (x, index, *more)]
+    is_sum = len(more) == 1 and index.ndim == x.ndim and kwargs.get("reduce") is None and len(args) < 2
+    return Rule(f"{','.join(terms)}->{own}", [(0, 2)] if is_sum else (), exact=True)
+
+
+@rule("index_select")
+def _index_select(results: Any, x: Any, dim: int, index: Any) -> Rule:
+    out = spell(x.ndim, {dim: "k"} if x.ndim else {})
+    return Rule(f"{out.replace('k', 'D')},{'k' * index.ndim}->{out}", [(0,)])
+
+
+rule("take")(lambda results, x, index: Rule(f"{'D' * x.ndim},...->...", [(0,)]))
+rule("searchsorted")(lambda results, *_, **__: Rule("->"))
+
+
+@rule("embedding")
+def _embedding(
+    results: Any, input: Any, weight: Any, padding_idx: int | None = None, max_norm: Any = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Rule:  # fmt: skip
+    """Rows may be sharded too: every device looks up those that it has, and the rest are zeros."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise LayoutError("embedding of arrays does not take max_norm, scale_grad_by_freq and sparse.")
+    rows = len(weight)
+
+    def look_up(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
+        if "v" not in where.starts:
+            return func(*args, **kwargs)
+        index, shard = arrays_in(args, kwargs)
+        if index.is_cpu and bool(((index < 0) | (index >= rows)).any()):
+            raise IndexError(f"embedding: an index must be in 0..{rows - 1}; got {index.min()} to {index.max()}.")
+        index = index - where.starts["v"] * len(shard)
+        found = (index >= 0) & (index < len(shard))
+        return F.embedding(index.clamp(0, max(len(shard) - 1, 0)), shard) * found.unsqueeze(-1)
+
+    equation = "...,vw->...w" if padding_idx is None else "...,Vw->...w"
+    return Rule(equation, [(1,)], look_up)

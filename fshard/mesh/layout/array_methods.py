@@ -1,0 +1,87 @@
+"""`ArrayMethods`: the operators and tensor methods of a global array. `fshard.array` computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+
+def _operator(method: Any) -> Any:
+    def operator(self: ArrayMethods, *args: Any) -> Any:
+        return self.operations(method, (self, *args), {})
+
+    return operator
+
+
+class ArrayMethods:
+    """The base of `Sharded`: `operations` computes torch's functions and methods, and attributes by name."""
+
+    operations: ClassVar[Any]
+    """A function of (torch's function, args, kwargs), which `fshard.array` sets."""
+    shape: tuple[int, ...]
+    version: int = 0
+    """How often the array was changed in place."""
+    sums: Any = MappingProxyType[Any, Any]({})
+    """Reduced shards of an unreduced array, which several operations need."""
+    viewed: Any = None
+    """The array that this one is a view of, and its version then."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return cls.operations(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method or an attribute that tensors have."""
+        method = None if name.startswith("_") else getattr(Tensor, name, None)
+        if method is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if not callable(method):
+            return self.operations(name, (self,), {})
+        return lambda *args, **kwargs: self.operations(method, (self, *args), kwargs)
+
+    @property
+    def grad(self) -> Any:
+        """The gradient, in the layout of this array; None before a backward."""
+        return self.operations("grad", (self,), {})
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        self.operations("grad", (self, value), {})
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.operations(Tensor.__array__, (self, *args), kwargs)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d array")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.operations(torch.unbind, (self,), {}))
+
+    def __str__(self) -> str:
+        return self.operations("str", (self,), {})
+
+    __hash__ = object.__hash__
+    __add__, __radd__, __iadd__ = _operator(Tensor.add), _operator(Tensor.add), _operator(Tensor.add_)
+    __sub__, __rsub__, __isub__ = _operator(Tensor.sub), _operator(torch.rsub), _operator(Tensor.sub_)
+    __mul__, __rmul__, __imul__ = _operator(Tensor.mul), _operator(Tensor.mul), _operator(Tensor.mul_)
+    __truediv__, __rtruediv__ = _operator(Tensor.div), _operator(Tensor.__rtruediv__)
+    __itruediv__ = _operator(Tensor.div_)
+    __floordiv__, __rfloordiv__ = _operator(Tensor.floor_divide), _operator(Tensor.__rfloordiv__)
+    __mod__, __rmod__ = _operator(Tensor.remainder), _operator(Tensor.__rmod__)
+    __pow__, __rpow__ = _operator(Tensor.pow), _operator(Tensor.__rpow__)
+    __matmul__ = _operator(Tensor.matmul)
+    __neg__, __pos__, __abs__ = _operator(Tensor.neg), _operator(Tensor.positive), _operator(Tensor.abs)
+    __eq__, __ne__ = _operator(Tensor.eq), _operator(Tensor.ne)
+    __lt__, __le__ = _operator(Tensor.lt), _operator(Tensor.le)
+    __gt__, __ge__ = _operator(Tensor.gt), _operator(Tensor.ge)
+    __and__, __or__, __xor__ = _operator(Tensor.__and__), _operator(Tensor.__or__), _operator(Tensor.__xor__)
+    __invert__ = _operator(torch.bitwise_not)
+    __getitem__, __setitem__ = _operator(Tensor.__getitem__), _operator(Tensor.__setitem__)
+    __bool__, __float__ = _operator(Tensor.__bool__), _operator(Tensor.__float__)
+    __int__, __index__ = _operator(Tensor.__int__), _operator(Tensor.__index__)

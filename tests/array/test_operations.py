@@ -1,0 +1,127 @@
+"""Operations on arrays equal those on unsharded tensors: values, gradients, gradients of gradients."""
+
+import itertools
+import random
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P
+from tests.array.cases import CASES, F64, FIRST_ORDER
+from tests.array.oracle import check
+
+MESH = fs.make_mesh({"data": 2, "model": 2})
+SIZES = {"data": 2, "model": 2}
+
+
+def specs_of(x):
+    """List the specs that a tensor can have on the 2 x 2 mesh."""
+    found = [P(), P.flat("data"), P.flat("data", "model")]
+    for dim, axes in itertools.product(range(x.ndim), ("data", "model", ("data", "model"), ("model", "data"))):
+        if x.shape[dim] % (4 if isinstance(axes, tuple) else 2) == 0:
+            found.append(P(*[None] * dim, axes))
+    for one, other in itertools.permutations(range(x.ndim), 2):
+        if x.shape[one] % 2 == x.shape[other] % 2 == 0:
+            found.append(P(*({one: "data", other: "model"}.get(dim) for dim in range(x.ndim))))
+    if x.is_floating_point():
+        found += [P(unreduced="model"), P(unreduced=("data", "model"))]
+        found += [P("data", unreduced="model")] if x.ndim and x.shape[0] % 2 == 0 else []
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:reduction:UserWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_operation_equals_unsharded_with_drawn_layouts(name):
+    f, xs = CASES[name]
+    pairs = list(itertools.product(*map(specs_of, xs)))
+    count = 36 if settings.default.max_examples > 100 else 3  # FSHARD_EXAMPLES=thorough: the sweep
+    for specs in random.Random(name).sample(pairs, min(count, len(pairs))):
+        check(f, xs, specs, MESH, order=1 if name in FIRST_ORDER else 2)
+
+
+@st.composite
+def arrays(draw, mesh, shape):
+    """Draw a layout that an array of a shape can have."""
+    flat = draw(st.integers(0, 5)) == 0
+    axes = draw(st.permutations(mesh.axis_names))
+    if flat:
+        return P.flat(*axes[: draw(st.integers(1, len(axes)))])
+    entries, unreduced = [[] for _ in shape], []
+    for axis in axes:
+        place = draw(st.integers(-2, len(shape) - 1))
+        if place == -2:
+            unreduced.append(axis)
+        elif place >= 0 and shape[place] % (prod(mesh.shape[a] for a in entries[place]) * mesh.shape[axis]) == 0:
+            entries[place].append(axis)
+    return P(*map(tuple, entries), unreduced=tuple(unreduced))
+
+
+LENGTHS = st.sampled_from([0, 1, 2, 3, 4, 6, 8, 9])
+MESHES = [
+    fs.make_mesh(sizes) for sizes in ({"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 1, "b": 3}, {"a": 2, "b": 1, "c": 2})
+]
+BINARY = {
+    "add": torch.add, "mul": torch.mul, "sub": torch.sub, "maximum": torch.maximum,
+    "where": lambda a, b: torch.where(a > b, a, b), "mse": lambda a, b: (torch.nn.functional.mse_loss(a, b.expand_as(a)) if a.shape == torch.broadcast_shapes(a.shape, b.shape) else a * b),
+}  # fmt: skip
+UNARY = {
+    "sum": lambda x, d: x.sum(d), "mean": lambda x, d: x.mean(d, keepdim=True), "sum all": lambda x, d: x.sum(),
+    "softmax": lambda x, d: x.softmax(d), "logsumexp": lambda x, d: x.logsumexp(d) if x.shape[d] else x.exp(),
+    "cumsum": lambda x, d: x.cumsum(d), "amax": lambda x, d: x.amax(d) if x.shape[d] else x.sin(),
+    "transpose": lambda x, d: x.transpose(0, d), "flatten": lambda x, d: x.flatten(d), "flat": lambda x, d: x.reshape(-1),
+    "slice": lambda x, d: x.narrow(d, x.shape[d] // 2, x.shape[d] - x.shape[d] // 2), "index": lambda x, d: x[..., 1:],
+    "split": lambda x, d: x.split(2, d), "chunk": lambda x, d: x.chunk(3, d), "stack": lambda x, d: torch.stack([x, x * 2], d),
+    "cat": lambda x, d: torch.cat([x, x.sin()], d), "matmul": lambda x, d: x @ x.transpose(-1, -2) if x.ndim > 1 else x @ x,
+    "einsum": lambda x, d: torch.einsum("...i,...i->...", x, x), "unsqueeze": lambda x, d: x.unsqueeze(d).squeeze(),
+    "var": lambda x, d: x.var(d, unbiased=False), "norm": lambda x, d: (x * x + 1).norm(dim=d), "flip": lambda x, d: x.flip(d),
+    "expand": lambda x, d: x.expand(2, *x.shape), "repeat": lambda x, d: x.repeat(*[2] * x.ndim),
+    "layer_norm": lambda x, d: torch.nn.functional.layer_norm(x, x.shape[-1:]), "halves": lambda x, d: x.unflatten(0, (-1, 2)) if x.shape[0] % 2 == 0 and x.numel() else x.neg(),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:var():UserWarning")
+@given(st.data())
+def test_drawn_unary_operation_equals_unsharded(data):
+    mesh = data.draw(st.sampled_from(MESHES))
+    shape = data.draw(st.lists(LENGTHS, min_size=1, max_size=3))
+    f, dim = UNARY[data.draw(st.sampled_from(sorted(UNARY)))], data.draw(st.integers(0, len(shape) - 1))
+    x = torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9))))
+    check(lambda x: f(x, dim), [x], [data.draw(arrays(mesh, shape))], mesh)
+
+
+@pytest.mark.filterwarnings("ignore:var():UserWarning")
+@given(st.data())
+def test_drawn_broadcasting_equals_unsharded(data):
+    mesh = data.draw(st.sampled_from(MESHES))
+    full = data.draw(st.lists(LENGTHS, max_size=3))
+    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+    shapes = []
+    for _ in range(2):
+        start = data.draw(st.integers(0, len(full)))
+        shapes.append([1 if data.draw(st.integers(0, 4)) == 0 else length for length in full[start:]])
+    xs = [torch.randn(shape, dtype=F64, generator=draw) for shape in shapes]
+    f = BINARY[data.draw(st.sampled_from(sorted(BINARY)))]
+    check(f, xs, [data.draw(arrays(mesh, shape)) for shape in shapes], mesh)
+
+
+@pytest.mark.filterwarnings("ignore:var():UserWarning")
+@given(st.data())
+def test_drawn_matmul_equals_unsharded(data):
+    mesh = data.draw(st.sampled_from(MESHES))
+    i, k, o = (data.draw(LENGTHS) for _ in range(3))
+    batch = data.draw(st.lists(LENGTHS, max_size=1))
+    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+    shapes = [[*batch, i, k], [k, o]]
+    xs = [torch.randn(shape, dtype=F64, generator=draw) for shape in shapes]
+    check(torch.matmul, xs, [data.draw(arrays(mesh, shape)) for shape in shapes], mesh)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.int64, torch.bool])
+def test_other_dtypes_keep_their_results(dtype):
+    x = (torch.arange(32).reshape(8, 4) % 7).to(dtype)
+    for spec in (P("data"), P(None, ("data", "model"))):
+        check(lambda x: (x + x, x * x, x.sum(0), x == x, x.T), [x], [spec], MESH, order=0)

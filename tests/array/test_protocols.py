@@ -1,0 +1,274 @@
+"""Arrays behave as tensors do: operators, methods, attributes, conversions, gradients, in-place operations, errors."""
+
+import copy
+import io
+import pickle
+
+import einops
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from fshard import P
+from fshard.errors import LayoutError, MeshError
+
+MESH = fs.make_mesh({"data": 2, "model": 2})
+
+
+def put(x, *entries, **more):
+    return fs.device_put(x, fs.Layout(MESH, P(*entries, **more)))
+
+
+def test_the_first_example_of_the_guide():
+    x, b, target = put(torch.randn(8, 6), "data", "model"), put(torch.randn(4)), put(torch.randn(8, 4), "data")
+    w = put(torch.randn(6, 4), "model").requires_grad_()
+    h = x @ w
+    assert str(fs.typeof(h)) == "f32[8@data, 4]{U:model}"
+    y = torch.relu(h + b)
+    loss = F.mse_loss(y, target)
+    assert (str(fs.typeof(y)), str(fs.typeof(loss))) == ("f32[8@data, 4]", "f32[]")
+    loss.backward()
+    assert w.grad.layout == w.layout
+    full = fs.unshard(w).detach().requires_grad_()
+    F.mse_loss(torch.relu(fs.unshard(x) @ full + fs.unshard(b)), fs.unshard(target)).backward()
+    torch.testing.assert_close(fs.unshard(w.grad), full.grad)
+
+
+def test_unreduced_results_are_reduced_once_and_scattered_where_wanted():
+    x, w = put(torch.randn(8, 8), None, "model"), put(torch.randn(8, 8), "model")
+    with fs.ledger() as comm:
+        y = (x @ w) * 2 + x @ w - (x @ w).T.T
+    assert comm.calls() == 0
+    with fs.ledger() as comm:
+        z = y.sin() + 0
+    assert set(comm.by_collective()) == {("psum", ("model",))}
+    with fs.ledger() as comm:
+        torch.maximum(y, put(torch.randn(8, 8), "model"))
+    assert set(comm.by_collective()) == {("psum_scatter", ("model",))}
+    assert z.spec == P()
+
+
+def test_ledger_names_operation_and_line():
+    x = put(torch.randn(8, 8), "data", unreduced="model")
+    with fs.ledger() as comm:
+        torch.relu(x)
+    ((row, calls, sent),) = comm.rows()
+    assert row.collective == "psum" and "(relu)" in str(row.site) and "test_protocols.py" in str(row.site)
+    assert (calls, sent) == (1, 4 * 8 * 4)
+
+
+def test_explicit_forbids_implicit_communication():
+    x, z = put(torch.randn(8, 4), "data"), put(torch.randn(8, 4), None, "data")
+    with fs.array.explicit():
+        _ = x + x
+        with pytest.raises(LayoutError, match=r'fs.reshard\(x, fs.Layout\(mesh, P\("data"\)\)\) for argument 1'):
+            x + z
+        for act in (lambda: z.softmax(1), lambda: z.logsumexp(1), lambda: z.max(), lambda: float(x.sum())):
+            with pytest.raises(LayoutError, match="explicit"):
+                act()
+        assert (x + fs.array.constrain(z, P("data"))).spec == P("data")
+
+
+def test_constrain_pins_layout_of_value_and_gradient():
+    x = put(torch.randn(8, 4), "data").requires_grad_()
+    y = fs.array.constrain(x, P(None, "model"))
+    (g,) = torch.autograd.grad((y * y).sum(), y)
+    assert (y.spec, g.spec) == (P(None, "model"), P(None, "model"))
+    (y * y).sum().backward()
+    assert x.grad.spec == P("data")
+
+
+def test_attributes_and_conversions():
+    full = torch.arange(8.0).reshape(4, 2)
+    x = put(full, "data")
+    assert (x.size(), x.size(1), x.dim(), x.numel(), len(x)) == (full.size(), 2, 2, 8, 4)
+    assert not x.requires_grad and x.is_floating_point() and x.device.type == "cpu"
+    assert [float(row.sum()) for row in x] == [1.0, 5.0, 9.0, 13.0]
+    assert (float(x[0, 1]), int(x[1, 0]), bool(x[0, 0]), x.sum().item()) == (1.0, 2, False, 28.0)
+    assert x.tolist() == full.tolist() and np.asarray(x).tolist() == full.tolist()
+    assert str(x).splitlines()[0] == repr(x) and "[6., 7.]" in str(x)
+    with pytest.raises(RuntimeError):
+        bool(x)
+
+
+def test_copies_and_pickles():
+    x = put(torch.randn(4, 2), "data")
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    for y in (copy.copy(x), copy.deepcopy(x), pickle.loads(pickle.dumps(x)), torch.load(buffer, weights_only=False)):
+        assert torch.equal(x, y) and y.layout == x.layout
+
+
+def test_einops_patterns():
+    full = torch.randn(8, 6)
+    x = put(full, "data", "model")
+    for f in (
+        lambda x: einops.rearrange(x, "(a b) c -> a b c", a=2),
+        lambda x: einops.reduce(x, "(a b) c -> b", "mean", a=4),
+        lambda x: einops.reduce(x, "a b -> b", "max"),
+        lambda x: einops.repeat(x, "a b -> a c b", c=3),
+        lambda x: einops.einsum(x, x, "a b, c b -> a c"),
+    ):
+        torch.testing.assert_close(fs.unshard(f(x)), f(full))
+
+
+def test_in_place_operations_write_to_their_array():
+    x = put(torch.ones(4, 2), "data")
+    y = x
+    x += 1
+    x[0] = 5.0
+    x[1:3] = put(torch.zeros(2))
+    x.mul_(2)
+    assert y is x and fs.unshard(x).tolist() == [[10, 10], [0, 0], [0, 0], [4, 4]]
+    x[x > 4] = 1.0
+    assert float(x.sum()) == 2 + 8
+    w = put(torch.ones(4), "data").requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf"):
+        w += 1
+    with torch.no_grad():
+        w -= 0.5
+    assert w.requires_grad and fs.unshard(w.detach()).tolist() == [0.5] * 4
+
+
+def test_views_are_not_written_and_not_used_when_stale():
+    x = put(torch.ones(4, 2), "data")
+    row = x[0]
+    with pytest.raises(LayoutError, match="view of another array"):
+        row.add_(1)
+    x.add_(1)
+    with pytest.raises(LayoutError, match="changed in place since"):
+        row + 1
+    assert fs.unshard(x[0] + 1).tolist() == [3, 3]
+
+
+def test_leaves_accumulate_gradients_in_their_layout():
+    full = torch.randn(8, 4)
+    for spec in (P("data"), P(None, ("model", "data")), P.flat("data"), P()):
+        x = put(full, *spec.entries) if not spec.is_flat else fs.device_put(full, fs.Layout(MESH, spec))
+        x.requires_grad_()
+        for _ in range(2):
+            (x * x).sum().backward()
+        assert x.grad.spec == spec
+        torch.testing.assert_close(fs.unshard(x.grad), 4 * full)
+        x.grad = None
+        assert x.grad is None
+
+
+def test_checkpoint_recomputes():
+    full = torch.randn(8, 6, dtype=torch.float64)
+    x, w = (
+        put(full, "data").requires_grad_(),
+        put(torch.ones(6, 6, dtype=torch.float64), None, "model").requires_grad_(),
+    )
+    y = checkpoint(lambda x: (x @ w).sin() @ w, x, use_reentrant=False)
+    y.sum().backward()
+    a, b = full.clone().requires_grad_(), torch.ones(6, 6, dtype=torch.float64).requires_grad_()
+    ((a @ b).sin() @ b).sum().backward()
+    torch.testing.assert_close(fs.unshard(x.grad), a.grad)
+    torch.testing.assert_close(fs.unshard(w.grad), b.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_torch_func_transforms():
+    full, weights = torch.randn(8, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    x, w = put(full, "data", "model"), put(weights, "model")
+    f = lambda w: (x @ w).sin().sum()  # noqa: E731
+    g = lambda w: (full @ w).sin().sum()  # noqa: E731
+    torch.testing.assert_close(fs.unshard(torch.func.grad(lambda w: fs.unshard(f(w)))(w)), torch.func.grad(g)(weights))
+    value, pull = torch.func.vjp(lambda w: (x @ w).sin(), w)
+    ones = put(torch.ones(8, 4, dtype=torch.float64), "data")
+    torch.testing.assert_close(fs.unshard(pull(ones)[0]), torch.func.grad(g)(weights))
+    value, tangent = torch.func.jvp(f, (w,), (w * 2,))
+    expected = torch.func.jvp(g, (weights,), (weights * 2,))
+    torch.testing.assert_close((fs.unshard(value), fs.unshard(tangent)), expected)
+    h = lambda v: fs.unshard((fs.device_put(v, fs.Layout(MESH, P("data"))) ** 3).sum())  # noqa: E731
+    torch.testing.assert_close(torch.func.hessian(h)(weights[:, 0]), torch.diag(6 * weights[:, 0]))
+    with pytest.raises(LayoutError, match="vmap does not map over arrays"):
+        torch.func.vmap(lambda row: row.sin())(x)
+
+
+def test_plain_tensors_numbers_and_0d_tensors():
+    x, scale = put(torch.ones(4, 2), "data"), torch.tensor(3.0, requires_grad=True)
+    assert float((x * scale + torch.tensor(1)).sum()) == 32
+    (x * scale).sum().backward()
+    assert scale.grad.item() == 8
+    for act in (lambda: x + torch.ones(4, 2), lambda: torch.ones(2) * x, lambda: torch.cat([x, torch.ones(1, 2)])):
+        with pytest.raises(LayoutError, match="fs.device_put"):
+            act()
+
+
+def test_errors_name_operation_layouts_and_fix():
+    x = put(torch.ones(4, 2), "data")
+    with pytest.raises(
+        LayoutError, match=r"torch.fft.fft is no operation on arrays \(got f32\[4@data, 2\]\).*fs.unshard"
+    ):
+        torch.fft.fft(x)
+    with pytest.raises(MeshError, match="must be on one mesh"):
+        x + fs.device_put(torch.ones(4, 2), fs.Layout(fs.make_mesh({"other": 2}), P()))
+    with pytest.raises(RuntimeError, match="broadcast"):
+        x + put(torch.ones(3))
+    with pytest.raises(LayoutError, match="depends on values"):
+        x[x > 0]
+    with pytest.raises(LayoutError, match="no operation on arrays"):
+        torch.add(x, x, out=x)
+
+
+def test_random_draws_equal_those_of_torch_on_any_layout():
+    seeded = lambda: torch.Generator().manual_seed(1)  # noqa: E731
+    for spec in (P(), P("data", "model"), P(("model", "data")), P.flat("data")):
+        x = fs.array.randn(8, 4, layout=fs.Layout(MESH, spec), generator=seeded())
+        assert torch.equal(fs.unshard(x), torch.randn(8, 4, generator=seeded()))
+        torch.manual_seed(0)
+        y = F.dropout(x, 0.4)
+        torch.manual_seed(0)
+        torch.testing.assert_close(fs.unshard(y), F.dropout(fs.unshard(x), 0.4))
+    assert float(fs.array.zeros(3, layout=fs.Layout(MESH)).sum() + fs.array.ones(3, layout=fs.Layout(MESH)).sum()) == 3
+
+
+def test_what_would_be_silently_wrong_raises():
+    index, table = put(torch.tensor([0, 9])), put(torch.randn(8, 2), "data")
+    with pytest.raises(IndexError, match="0..7"):
+        F.embedding(index, table)
+    x = put(torch.randn(4, 2, 6), "data")
+    with pytest.raises(LayoutError, match="running statistics"):
+        F.instance_norm(x, put(torch.zeros(2)), put(torch.ones(2)))
+    with pytest.raises(LayoutError, match="no operation on arrays"):
+        x.normal_()
+    with pytest.raises(LayoutError, match="cannot have these arguments"):
+        F.dropout3d(x, 0.5)
+    gradient = fs.grad(lambda w, x: (w * x).mean(), mesh=MESH, batch=P("data"))
+    with pytest.raises(NotImplementedError, match="torch.func transform"):
+        torch.func.jvp(lambda w: gradient(w, torch.ones(4, 3)), (put(torch.ones(3)),), (put(torch.ones(3)),))
+
+
+def test_zero_in_place_has_a_gradient_of_zero():
+    x = put(torch.ones(4), "data").requires_grad_()
+    y = x * 2
+    y.zero_()
+    y.sum().backward()
+    assert fs.unshard(x.grad).tolist() == [0.0] * 4
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_jvp_of_gradients_over_trees_of_arrays():
+    def loss(params, x):
+        return ((x @ params["w"] + params["b"]).tanh() ** 2).mean()
+
+    params, tangents = ({"w": torch.randn(6, 4), "b": torch.randn(4)} for _ in range(2))
+    x = torch.randn(8, 6)
+    wanted = torch.func.jvp(torch.func.grad(lambda p: loss(p, x)), (params,), (tangents,))
+    arrays = [{"w": put(tree["w"], "model"), "b": put(tree["b"])} for tree in (params, tangents)]
+    gradient = torch.func.grad(lambda p: fs.unshard(loss(p, put(x, "data"))))
+    found = torch.func.jvp(gradient, (arrays[0],), (arrays[1],))
+    assert found[1]["w"].spec == P("model")
+    torch.testing.assert_close([{k: fs.unshard(v) for k, v in tree.items()} for tree in found], list(wanted))
+
+
+def test_copy_writes_values_in_the_own_layout():
+    x = put(torch.zeros(4, 2), "data")
+    x.copy_(put(torch.ones(2, dtype=torch.float64), "model"))
+    assert (x.spec, x.dtype, float(x.sum())) == (P("data"), torch.float32, 8.0)
