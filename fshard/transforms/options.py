@@ -44,7 +44,7 @@ class Options(TypedDict, total=False):
     recompute: Literal["never", "always", "except_last"] | int
 
 
-OF_STAGES_ALONE = ("loss", "inputs", "skips", "axis", "deferred_batch_norm", "dynamic", "recompute")
+OF_STAGES_ALONE = ("loss", "inputs", "skips", "axis", "dynamic", "recompute")
 OF_LOSSES_ALONE = ("accumulate", "reduce_once", "slices", "reshard_after_forward", "prefetch", "in_flight", "bucket")
 _BOTH = [name for name in Options.__annotations__ if name not in OF_LOSSES_ALONE + OF_STAGES_ALONE]
 OF_LOSSES = [*_BOTH[:3], *OF_LOSSES_ALONE, *_BOTH[3:]]
@@ -57,7 +57,6 @@ _FLAGS = (
     "reproducible",
     "reduce_once",
     "reshard_after_forward",
-    "deferred_batch_norm",
     "dynamic",
 )
 _FUNCTIONS = ("weight", "gradients", "loss", "inputs")

@@ -74,10 +74,7 @@ def staged(
 ) -> Staged:
     """Return the gradient of stages that run by a schedule; for its options see `train_step`."""
     given: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
-    complaints = ["deferred_batch_norm=True is about buffers: give has_buffers=True"] * (
-        deferred_batch_norm and not has_buffers
-    )
-    complaints += _complaints(given, mesh, batch, axis, loss)
+    complaints = _complaints(given, mesh, batch, axis, loss)
     options: dict[str, Any] = {"live_units": live_units, "reduce": reduce, "compute": compute, "dynamic": dynamic}
     complaints += wrong_options(reproducible, {**options, "recompute": recompute, "skips": skips, "inputs": inputs})
     refuse_unfit(caller, len(given), mesh, schedule, axis, *complaints)
