@@ -88,7 +88,7 @@ def module_function(
     given_params = {name: _detached(x) for name, x in own_params.items()}
     given_buffers = {name: x.detach() for name, x in own_buffers.items()}
     replicas = Replicas(module, partial(synchronise, axis=sync_batchnorm), in_place=in_place)
-    title, names, buffer_names = type(module).__name__, own_params.keys(), given_buffers.keys()
+    title, names, buffer_names = type(module).__name__, frozenset(own_params), frozenset(given_buffers)
 
     def apply(
         params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any
@@ -115,7 +115,7 @@ def module_function(
             wrong += [
                 f"writes to the parameter {name}" for name in ([] if step is not None else _written(params, versions))
             ]
-            wrong += [f"removes the buffer {name}" for name in buffer_names if after.get(name) is None]
+            wrong += [f"removes the buffer {name}" for name in sorted(buffer_names) if after.get(name) is None]
             if wrong:
                 raise ModuleError(f"apply of {title}: its forward {'; '.join(wrong)}. {WRITES}")
         finally:
