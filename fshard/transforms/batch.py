@@ -246,8 +246,8 @@ def _refuse_object(leaf: Any) -> None:
         inside = getattr(leaf, "__dict__", {}).values()
         if getattr(leaf, "ndim", 0) or any(isinstance(x, Tensor) for x in inside):
             raise TypeError(
-                f"a {type(leaf).__name__} is not sharded. Give its tensors and make the object in the loss function, or P() "
-                "for it in the batch's specs: all devices get all of it."
+                f"a {type(leaf).__name__} is not sharded. Write torch.as_tensor(...) around an array. Else give the object's "
+                "tensors, or P() for it in the batch's specs: all devices get all of it."
             )
 
 

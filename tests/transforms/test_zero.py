@@ -753,7 +753,7 @@ def test_invalid_calls_raise_and_name_the_error():
     mesh = fs.make_mesh({"data": 2})
     own = fs.shard_params({"w": torch.ones(2)}, P(), mesh=mesh)
     run = fs.value_and_grad(lambda p, x: p["w"] * x.mean(), mesh=mesh, batch=P("data"))
-    with pytest.raises(ValueError, match=r"return one number, or one for each sample; got a tensor of shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"return one number, .*for each sample; got a tensor of shape \(2,\)"):
         run(own, torch.ones(2))
     with pytest.raises(ValueError, match="w is Tensor. Put the parameters on that mesh"):
         run({"w": torch.ones(2)}, torch.ones(2))
@@ -831,7 +831,7 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
         (lambda: called(lambda p, x: p["w"].sum() * 1j), "a number of torch.complex64, which has no gradient"),
         (
             lambda: called(batch={"x": torch.ones(4, 2).numpy()}),
-            r'batch: \["x"\]: is of class ndarray, which is not cut. Write torch.as_tensor',
+            r'batch: \["x"\]: a ndarray is not sharded. Write torch.as_tensor',
         ),
         (lambda: called(opt=SGD), r"train_step: SGD is no pair of init and update. .*fs.optim.from_torch"),
         (lambda: called(lambda p, x: (x * p["w"]).mean().detach()), "depends on no parameter that is trained"),
