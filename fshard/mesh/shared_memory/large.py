@@ -11,7 +11,7 @@ of tensors, each split into n flat shards, and pack none of them:
     gather     shards -> full tensors, which may contain the own shards already
     scatter    full tensors -> sums of the own shards
     reduce     small: every process sums everything; large: scatter, then gather
-    exchange, permute, broadcast, parts    each process reads its result
+    gather, exchange, permute, broadcast    of one tensor: each process reads the rows of its plan, see `small`
 
 Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is (elements,).
 """
@@ -27,11 +27,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.mesh.collectives.moves import AllGather, Broadcast, Permute, PsumScatter, Wired, combining, is_plain, plain
+from fshard.mesh.collectives.moves import AllGather, PsumScatter, Wired, combining, is_plain, plain
 from fshard.mesh.layout.arithmetic import Combine, combined, flat_range
 from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.link import Wire
 from fshard.mesh.shared_memory.neighbours import INLINE, empty
+from fshard.mesh.shared_memory.small import row_bytes, row_plan
 from fshard.mesh.shared_memory.transfer import PeerTransfer
 
 MAX_TENSORS = 4096
@@ -127,15 +128,18 @@ def reduce(transfer: PeerTransfer, xs: Tensors, into: Tensors, combine: Combine)
 
 
 def _publish(transfer: PeerTransfer, xs: Tensors, part: int = 0) -> Sequence[int]:
-    """Publish the addresses of tensors to all others, and return them."""
+    """Publish the addresses of tensors to all others, of several in a table, and return them."""
     table = array("q", [x.data_ptr() for x in xs])
+    offer, address = (transfer.offer_address, table[0]) if len(xs) == 1 else (transfer.offer, table.buffer_info()[0])
     for other in transfer.others:
-        transfer.offer(other, table.buffer_info()[0], 8 * len(table), part)
+        offer(other, address, 8 * len(table), part)
     return table
 
 
 def _published(transfer: PeerTransfer, other: int, count: int, part: int = 0) -> Sequence[int]:
     """Return the addresses that a process has published."""
+    if count == 1:
+        return [transfer.address(other, 8, part)]
     table = array("q", bytes(8 * count))
     transfer.get(other, table.buffer_info()[0], 8 * count, part)
     return table
@@ -253,93 +257,28 @@ def _sum_one(
 
 
 def _reduce_one(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
-    if transfer.n == 2 and x.nbytes <= ONE_ROUND:
-        return _reduce_pair(transfer, x, combining(move))
     return reduce(transfer, [x], [empty((len(x),), x.dtype)], combining(move))
 
 
-def _reduce_pair(transfer: PeerTransfer, x: Tensor, combine: Combine) -> Wire:
-    """All-reduce of two processes: each reads the other's tensor and adds. (elements,) -> (elements,)"""
-    (other,) = transfer.others
-    transfer.offer(other, x.data_ptr(), x.nbytes)
-    received, result = torch.empty_like(x), torch.empty_like(x)
-    yield transfer.needs(other)
-    transfer.get(other, received.data_ptr(), x.nbytes)
-    if x.nbytes > INLINE:
-        yield from transfer.settled([other])
-    return combined([received, x] if transfer.index else [x, received], combine, None, result)
-
-
 def _scatter_one(transfer: PeerTransfer, rows: Tensor, move: Wired) -> Wire:
-    size, result = rows.nbytes // transfer.n, empty((rows.shape[1],), rows.dtype)
-    for other in transfer.others:
-        transfer.offer_address(other, rows.data_ptr() + other * size, size)
-    yield transfer.needs(*transfer.others)
-    theirs = {other: transfer.address(other, size) for other in transfer.others}
-    _sum_one(transfer, rows[transfer.index], theirs, result, combining(move), CHUNK)
-    for other in transfer.others:
-        transfer.confirm(other)
-    yield from transfer.settled(transfer.others)
-    return result
+    return scatter(transfer, [rows.view(-1)], [empty((rows.shape[1],), rows.dtype)], combining(move))
 
 
-def _gather_one(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
-    for other in transfer.others:
-        transfer.offer(other, x.data_ptr(), x.nbytes)
-    return (yield from _collect(transfer, x.data_ptr(), empty((transfer.n, len(x)), x.dtype)))
-
-
-def _exchange(transfer: PeerTransfer, rows: Tensor, move: Wired) -> Wire:
-    """All-to-all: row i is sent to process i. (n, elements) -> (n, elements)"""
-    size = rows.nbytes // transfer.n
-    for other in transfer.others:
-        transfer.offer(other, rows.data_ptr() + other * size, size)
-    own = rows.data_ptr() + transfer.index * size
-    return (yield from _collect(transfer, own, empty((*rows.shape,), rows.dtype)))
-
-
-def _collect(transfer: PeerTransfer, own: int, result: Tensor) -> Wire:
-    """Get a row from every process; the local one is at the address `own`. () -> (n, elements)"""
-    size = result.nbytes // transfer.n
-    ctypes.memmove(result.data_ptr() + transfer.index * size, own, size)
-    yield transfer.needs(*transfer.others)
-    for other in transfer.others:
-        transfer.get(other, result.data_ptr() + other * size, size)
-    if size > INLINE:
-        yield from transfer.settled(transfer.others)
-    return result
-
-
-def _permute(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (elements,): along the pairs of the move, zeros where none ends."""
-    assert isinstance(move, Permute)
-    here = transfer.index
-    sources = [source for source, to in move.pairs if to == here != source]
-    readers = [to for source, to in move.pairs if source == here != to]
-    for to in readers:
-        transfer.offer(to, x.data_ptr(), x.nbytes)
-    if sources:
-        result = empty((len(x),), x.dtype)
-        yield transfer.needs(*sources)
-        transfer.get(sources[0], result.data_ptr(), x.nbytes)
-    else:
-        result = x.clone() if (here, here) in move.pairs else torch.zeros_like(x)
-    yield from transfer.settled(readers)
-    return result
-
-
-def _broadcast(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
-    """Broadcast. (elements,) -> (elements,)"""
-    assert isinstance(move, Broadcast)
-    result = empty((len(x),), x.dtype)
-    if transfer.index != move.source:
-        yield transfer.needs(move.source)
-        transfer.get(move.source, result.data_ptr(), x.nbytes)
-        return result
-    for other in transfer.others:
-        transfer.offer(other, x.data_ptr(), x.nbytes)
-    result.copy_(x)  # while the others read
-    yield from transfer.settled(transfer.others)
+def _rows(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
+    """Send and get the rows of the move's plan; each process copies its own to the result."""
+    plan, size = row_plan(move, transfer.index, transfer.n), row_bytes(move, x, transfer.n)
+    for to, row in plan.sends:
+        transfer.offer(to, x.data_ptr() + row * size, size)
+    result = empty(plan.shape(size // x.element_size()), x.dtype)
+    into = result.data_ptr()
+    if plan.keeps is not None:
+        ctypes.memmove(into + plan.keeps[1] * size, x.data_ptr() + plan.keeps[0] * size, size)
+    elif not plan.gets:
+        result.zero_()
+    yield transfer.needs(*[source for source, _ in plan.gets])
+    for source, row in plan.gets:
+        transfer.get(source, into + row * size, size)
+    yield from transfer.settled([to for to, _ in plan.sends])
     return result
 
 
@@ -362,9 +301,6 @@ def _parts(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
 WIRES: dict[str, Callable[[PeerTransfer, Tensor, Wired], Wire]] = {
     "reduce": _reduce_one,
     "scatter": _scatter_one,
-    "gather": _gather_one,
-    "exchange": _exchange,
-    "permute": _permute,
-    "broadcast": _broadcast,
+    **dict.fromkeys(("gather", "exchange", "permute", "broadcast"), _rows),
     "parts": _parts,
 }

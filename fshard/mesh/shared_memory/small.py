@@ -37,9 +37,14 @@ class RowPlan(NamedTuple):
     keeps: tuple[int, int] | None
     rows: int = 1
 
+    def shape(self, length: int) -> tuple[int, ...]:
+        """Return the shape of the result, of rows of this length."""
+        return (length,) if self.rows == 1 else (self.rows, length)
+
 
 @lru_cache(maxsize=1024)
-def _plan(move: Wired, index: int, n: int) -> RowPlan:
+def row_plan(move: Wired, index: int, n: int) -> RowPlan:
+    """Return the rows that the process at an index sends and gets in a move."""
     others = [(index + step) % n for step in range(1, n)]
     to_each = [(other, other) for other in others]
     if isinstance(move, Permute):
@@ -55,13 +60,14 @@ def _plan(move: Wired, index: int, n: int) -> RowPlan:
     return RowPlan([(other, 0) for other in others], to_each, (0, index), n)
 
 
-def _row_bytes(move: Wired, x: Tensor, n: int) -> int:
+def row_bytes(move: Wired, x: Tensor, n: int) -> int:
+    """Return the bytes of a row that is sent, of a move on a buffer."""
     return x.nbytes // n if move.wire in ("scatter", "exchange") else x.nbytes
 
 
 def is_small(move: Wired, x: Tensor, n: int) -> bool:
     """Return True if the rows of a move on this buffer are best sent inline."""
-    size = _row_bytes(move, x, n)
+    size = row_bytes(move, x, n)
     return move.wire != "parts" and (size * (n - 1) if move.wire == "reduce" else size) <= INLINE
 
 
@@ -85,13 +91,13 @@ class SmallCollective:
         self, move: Wired, x: Tensor, index: int, neighbours: Neighbours, peers: Mapping[int, Neighbour], call: CallInfo
     ) -> None:
         n = len(peers) + 1
-        plan, size = _plan(move, index, n), _row_bytes(move, x, n)
+        plan, size = row_plan(move, index, n), row_bytes(move, x, n)
         self._neighbours, self._call, self._dtype = neighbours, call, x.dtype
         self._size, self._length = size, size // x.element_size()
         self._sends = [(peers[to], row * size) for to, row in plan.sends]
         self._gets = [(peers[source], row * size) for source, row in plan.gets]
         self._keeps = None if plan.keeps is None else (plan.keeps[0] * size, plan.keeps[1] * size)
-        self._shape = (self._length,) if plan.rows == 1 else (plan.rows, self._length)
+        self._shape = plan.shape(self._length)
         self._combine = combining(move) if move.wire in ("reduce", "scatter") else None
 
     def wire(self, key: int, x: Tensor) -> Wire:

@@ -40,9 +40,9 @@ class PeerTransfer:
         if not peer.offer(*message):
             self.neighbours.press(peer, message)
 
-    def offer_address(self, to: int, address: int, size: int) -> None:
-        """Offer a tensor of any size for reading."""
-        message = self.key, address, size, self.call.stamp
+    def offer_address(self, to: int, address: int, size: int, part: int = 0) -> None:
+        """Offer memory of any size for reading."""
+        message = self.key | part, address, size, self.call.stamp
         if not self.peers[to].offer(*message):
             self.neighbours.press(self.peers[to], message)
 
@@ -59,9 +59,9 @@ class PeerTransfer:
             self.peers[source].read(into, address, size)
             self.confirm(source)
 
-    def address(self, source: int, size: int) -> int:
+    def address(self, source: int, size: int, part: int = 0) -> int:
         """Return the address that a process has offered for reading."""
-        return self._taken(source, size, 0)[0]
+        return self._taken(source, size, part)[0]
 
     def confirm(self, source: int) -> None:
         """Send the confirmation that the tensor of a process has been read."""
