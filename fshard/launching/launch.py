@@ -52,7 +52,7 @@ def launch(
     _validate(fn, processes, device, timeout)
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}  # as under torchrun: they share processors
     backend = "gloo" if device == "cpu" else "nccl"  # the latter where there are GPUs, and enough
-    with Processes(processes, backend=backend, environment=threads, timeout=timeout, shown=True, apart=True) as pool:
+    with Processes(processes, backend=backend, environment=threads, timeout=timeout, shown=True) as pool:
         return pool.run_last(fn, *args, **kwargs)
 
 

@@ -45,9 +45,9 @@ class Processes:
         environment: more variables for the processes.
         timeout: seconds that one call may take, or None.
         fresh: start each process as a new interpreter, not as a fork of one that has imported torch.
-        shown: display the output of the processes immediately, and let them have child processes; otherwise only the
-            output of one that fails is reported.
-        apart: the processes do not import the running script; with cloudpickle they take functions that cannot be imported.
+        shown: for `fs.launch`: display the output of the processes immediately, let them have child processes and not
+            import the running script; with cloudpickle they take functions that cannot be imported. Otherwise only
+            the output of a process that fails is reported.
 
         with Processes(2) as pool:
             pool.run(function, 1)
@@ -63,14 +63,13 @@ class Processes:
         timeout: float | None = 60.0,
         fresh: bool = False,
         shown: bool = False,
-        apart: bool = False,
     ) -> None:
         if n < 1 or backend not in ("gloo", "nccl"):
             raise ValueError(
                 f'Processes({n}, backend={backend!r}): at least one process, over "gloo" or "nccl", is needed.'
             )
         self.n, self.timeout = n, inf if timeout is None else timeout
-        self._fresh, self._shown, self._apart = fresh, shown, apart
+        self._fresh, self._shown = fresh, shown
         self._hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
         self._environment = dict(environment or {})
         self._workers: list[Worker] = []
@@ -99,7 +98,7 @@ class Processes:
     def _run(
         self, fn: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any], last: bool
     ) -> list[Result]:
-        task = _packed(by_value if self._apart else by_reference, fn, args, kwargs)
+        task = _packed(by_value if self._shown else by_reference, fn, args, kwargs)
         self._start()
         port = self._meeting_place()
         starts = [worker.stderr.stat().st_size for worker in self._workers]
@@ -141,8 +140,7 @@ class Processes:
         try:
             for rank in range(self.n):
                 variables = self._variables(rank)
-                options = {"fresh": self._fresh, "shown": self._shown, "apart": self._apart}
-                self._workers.append(start(rank, variables, **options))
+                self._workers.append(start(rank, variables, fresh=self._fresh, shown=self._shown))
             ready = self._collect(time.monotonic() + START)
             missing = [worker for worker in self._workers if worker.rank not in ready or ready[worker.rank].error]
             if missing:

@@ -115,7 +115,7 @@ def stacks_of(workers: list[Worker], starts: list[int]) -> str:
 # -- in the process ---------------------------------------------------------------------------------------------
 
 
-def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool, apart: bool) -> Worker:
+def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool) -> Worker:
     """Start process `rank` with more environment variables; for the options see `Processes`."""
     context = _context(fresh)
     ours, theirs = context.Pipe()
@@ -123,9 +123,9 @@ def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool, apa
     os.close(handle)
     pipes = [context.Pipe(duplex=False) for _ in (STREAMS if shown else ())]
     ends = [write for _, write in pipes]
-    setup = (rank, theirs, {**os.environ, **variables}, stderr, ends, apart)
+    setup = (rank, theirs, {**os.environ, **variables}, stderr, ends)
     child = context.Process(target=_live, args=setup, daemon=not shown, name=f"process {rank}")
-    with _no_main() if apart else contextlib.nullcontext():
+    with _no_main() if shown else contextlib.nullcontext():
         child.start()
     for end in (theirs, *ends):
         end.close()
@@ -157,7 +157,7 @@ def _context(fresh: bool) -> ForkServerContext | SpawnContext:
 
 
 def _live(
-    rank: int, connection: Connection, environment: dict[str, str], stderr: str, outputs: list[Connection], apart: bool
+    rank: int, connection: Connection, environment: dict[str, str], stderr: str, outputs: list[Connection]
 ) -> None:
     """Be process `rank`: take tasks until the parent closes the connection."""
     os.environ.clear()  # a copy has those that its model was started with
@@ -175,7 +175,7 @@ def _live(
             if os.environ.get("MASTER_PORT") != str(port):  # another process has failed or left
                 process.leave(waiting=False)
                 os.environ["MASTER_PORT"] = str(port)
-            well = _do(rank, task, connection, by_value if apart else by_reference)
+            well = _do(rank, task, connection, by_value if outputs else by_reference)
             if last or not well:
                 process.leave(waiting=well)
     process.leave()

@@ -50,15 +50,28 @@ if TYPE_CHECKING:
 Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
-@dataclass(slots=True)
-class CollectiveSlot:
-    """One collective of one group, filling up as its devices arrive."""
+class VirtualCall(NamedTuple):
+    """What all devices of a group must agree on in one collective."""
 
     move: Wired
     signature: Signature
     axes: tuple[str, ...]
+    purpose: Purpose
+    leaves: tuple[str, ...]
+
+    def at(self, site: Site) -> str:
+        """Describe the call of a device at a line."""
+        over = ", ".join(f'"{axis}"' for axis in self.axes)
+        what = f"{named(describe(self.move), self.purpose)} over {over} of {_describe_values(self.signature)}"
+        return f"{what}{site.given} at {site}"
+
+
+@dataclass(slots=True)
+class CollectiveSlot:
+    """One collective of one group, filling up as its devices arrive."""
+
+    call: VirtualCall
     n: int
-    purpose: Purpose = field(default_factory=purpose)
     values: dict[int, tuple[Tensor, ...]] = field(default_factory=dict[int, tuple[Tensor, ...]])
     sites: dict[int, Site] = field(default_factory=dict[int, "Site"])
     waiting: list[int] = field(default_factory=list[int])
@@ -84,7 +97,7 @@ class Arrival:
         return results
 
     def __str__(self) -> str:
-        return _describe(self.slot, self.slot.sites[self.index])
+        return self.slot.call.at(self.slot.sites[self.index])
 
 
 @dataclass(slots=True)
@@ -253,7 +266,7 @@ class VirtualWorld(OneProcessWorld):
         """Wake the next device, and sleep until this one is woken."""
         self._status[device] = what
         if not self._ready:
-            self._raise_deadlock()
+            raise self._deadlock()
         self._random[device] = random_state(self.mesh.device_type)
         self._hand_on(device)
         self._threads.sleep(device)
@@ -268,17 +281,14 @@ class VirtualWorld(OneProcessWorld):
         if self._ready:
             self._threads.wake(self._ready.popleft())
         elif any(status != "has finished" for status in self._status):
-            try:
-                self._raise_deadlock()
-            except DeadlockError as error:
-                self._fail(device, error)
+            self._fail(device, self._deadlock())
 
-    def _raise_deadlock(self) -> NoReturn:
+    def _deadlock(self) -> DeadlockError:
         waiting = sum(status != "has finished" for status in self._status)
-        raise DeadlockError(
+        lines = [(self.name(device), _sentence(status)) for device, status in enumerate(self._status)]
+        return DeadlockError(
             f"No device of {self.mesh} can go on: {waiting} of {self.mesh.size} wait, the others have finished.\n"
-            + self._report(range(self.mesh.size))
-            + "\nEvery device of a group must call the same collectives in the same order."
+            f"{_table(lines)}\nEvery device of a group must call the same collectives in the same order."
         )
 
     # -- collectives --------------------------------------------------------------------------------------------
@@ -303,26 +313,14 @@ class VirtualWorld(OneProcessWorld):
             raise Stopped
         if group.size == 1:
             return Done(tuple([move.meaning([x])[0].clone() for x in xs]))
-        index, slots, signature = group.index, self._slots[group.key], _signature(xs)
-        for slot in slots:
-            if index not in slot.values:
-                expected = move, signature, group.axes, purpose(), site.leaves
-                if expected != (
-                    slot.move,
-                    slot.signature,
-                    slot.axes,
-                    slot.purpose,
-                    next(iter(slot.sites.values())).leaves,
-                ):
-                    self._raise_mismatch(slot, move, signature, group, site)
-                if _checks() and site not in slot.sites.values():
-                    self._raise_mismatch(
-                        slot, move, signature, group, site, " Only the lines differ: if that is meant, check=False."
-                    )
-                break
-        else:
-            slot = CollectiveSlot(move, signature, group.axes, group.size)
+        index, slots = group.index, self._slots[group.key]
+        call = VirtualCall(move, _signature(xs), group.axes, purpose(), site.leaves)
+        slot = next((slot for slot in slots if index not in slot.values), None)
+        if slot is None:
+            slot = CollectiveSlot(call, group.size)
             slots.append(slot)
+        elif call != slot.call or (_checks() and site not in slot.sites.values()):
+            self._raise_mismatch(slot, call, group, site)
         slot.values[index] = xs
         slot.sites[index] = site
         if len(slot.values) == slot.n:
@@ -332,19 +330,16 @@ class VirtualWorld(OneProcessWorld):
             self._ready.extend(slot.waiting)
         return Arrival(self, slot, index, group.device)
 
-    def _raise_mismatch(
-        self, slot: CollectiveSlot, move: Wired, signature: Signature, group: Group, site: Site, hint: str = ""
-    ) -> NoReturn:
-        expected = CollectiveSlot(move, signature, group.axes, group.size)
-        mine = group.device
-        lines = [(group.member(index), _describe(slot, slot.sites[index])) for index in sorted(slot.values)]
-        lines.append((mine, _describe(expected, site)))
+    def _raise_mismatch(self, slot: CollectiveSlot, call: VirtualCall, group: Group, site: Site) -> NoReturn:
+        lines = [(group.member(index), slot.call.at(slot.sites[index])) for index in slot.values]
+        lines.append((group.device, call.at(site)))
+        hint = " Only the lines differ: if that is meant, check=False." if call == slot.call else ""
         raise MismatchError(
             f"The devices of one group of {self.mesh} met in one collective with different calls.\n"
             + _table([(self.name(device), what) for device, what in sorted(lines)])
             + "\nEvery device of a group must call the same collectives in the same order, on equal shapes, dtypes and trees."
             + hint
-            + uneven(expected.purpose, slot.purpose)
+            + uneven(call.purpose, slot.call.purpose)
         )
 
     # -- messages -----------------------------------------------------------------------------------------------
@@ -369,7 +364,7 @@ class VirtualWorld(OneProcessWorld):
     def _check_nothing_left(self) -> None:
         begun = [slot for slots in self._slots.values() for slot in slots]
         if begun:
-            lines = [_describe(slot, site) for slot in begun for site in slot.sites.values()]
+            lines = [slot.call.at(site) for slot in begun for site in slot.sites.values()]
             raise MismatchError(
                 "Collectives were started, but not by all devices of their group:\n  " + "\n  ".join(sorted(set(lines)))
             )
@@ -382,9 +377,6 @@ class VirtualWorld(OneProcessWorld):
     def name(self, device: int) -> str:
         """Return a device's coordinates, for messages and as the name of its thread."""
         return device_names(self.mesh)[device]
-
-    def _report(self, devices: range) -> str:
-        return _table([(self.name(device), _sentence(self._status[device])) for device in devices])
 
 
 @lru_cache(maxsize=64)
@@ -425,19 +417,13 @@ def _describe_values(signature: Signature) -> str:
     return ", ".join(f"{dtype_name(dtype)}{list(shape)}" for shape, dtype in signature)
 
 
-def _describe(slot: CollectiveSlot, site: Site) -> str:
-    over = ", ".join(f'"{axis}"' for axis in slot.axes)
-    what = f"{named(describe(slot.move), slot.purpose)} over {over} of {_describe_values(slot.signature)}"
-    return f"{what}{site.given} at {site}"
-
-
 def _meaning(slot: CollectiveSlot) -> list[tuple[Tensor, ...]]:
     """Compute the results of every device, in tensors that share no memory with any argument."""
     columns: list[list[Tensor]] = []
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # autograd sees a different view
-        for place in range(len(slot.signature)):
+        for place in range(len(slot.call.signature)):
             given = [slot.values[index][place] for index in range(slot.n)]
-            columns.append(_independent(slot.move.meaning(given), given))
+            columns.append(_independent(slot.call.move.meaning(given), given))
     return list(zip(*columns, strict=True))
 
 

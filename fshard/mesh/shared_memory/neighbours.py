@@ -21,7 +21,6 @@ reference.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import secrets
 import select
@@ -113,30 +112,25 @@ class Neighbour:
     def read_all(self, here: Sequence[int], there: Sequence[int], sizes: Sequence[int]) -> None:
         """Copy many spans of memory of the other process, from the addresses `there` to `here`."""
         spans = list(zip(here, there, sizes, strict=True))
-        while len(spans) > 1:
-            some, spans = spans[:MAX_SPANS], spans[MAX_SPANS:]
+        for first in range(0, len(spans), MAX_SPANS):
+            some = spans[first : first + MAX_SPANS]
             ours = array("q", [number for into, _, size in some for number in (into, size)])
             theirs = array("q", [number for _, address, size in some for number in (address, size)])
             vectors = ours.buffer_info()[0], len(some), theirs.buffer_info()[0], len(some)
-            if self._libc.process_vm_readv(self.pid, *vectors, 0) != sum(ours[1::2]):
+            if self._libc.process_vm_readv(self.pid, *vectors, 0) != sum(sizes[first : first + MAX_SPANS]):
                 for into, address, size in some:  # too much for one call
                     self.read(into, address, size)
-        for into, address, size in spans:
-            self.read(into, address, size)
         if self.incoming.closed:
             raise self.lost()
 
     def _unreadable(self, code: int) -> RuntimeError:
         """Return the reason why memory cannot be read: an ending process loses its memory shortly before its sockets."""
         until = time.monotonic() + 1
-        while not self.gone and code in (0, errno.ESRCH, errno.EFAULT) and time.monotonic() < until:
+        while not self.gone and time.monotonic() < until:
             self.check_alive()
             time.sleep(0.001)
-        if self.gone:
-            return self.lost()
-        return RuntimeError(
-            f"reading the memory of process {self.rank} failed: {os.strerror(code)}; FSHARD_DIRECT=0 avoids it"
-        )
+        failure = f"reading the memory of process {self.rank} failed: {os.strerror(code)}; FSHARD_DIRECT=0 avoids it"
+        return self.lost() if self.gone else RuntimeError(failure)
 
     def close(self, error: BaseException | None = None) -> None:
         """Take leave, because of an error perhaps."""
@@ -217,24 +211,22 @@ class Neighbours:
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until a message arrives; receive what all others have sent."""
-        with self.lock:
-            self._sleepers += 1
-            self._announce_sleep(1)
+        self._announce_sleep(1)
         try:
             self._poll(seconds)
         finally:
-            with self.lock:
-                self._sleepers -= 1
-                if not self._sleepers:
-                    self._announce_sleep(0)
+            self._announce_sleep(-1)
         with self.lock:
             for peer in self.known.values():
                 peer.check_alive()
                 peer.look(None)
 
-    def _announce_sleep(self, asleep: int) -> None:
-        for peer in self.known.values():
-            peer.incoming.words[ASLEEP] = asleep
+    def _announce_sleep(self, more: int) -> None:
+        """Count the threads that sleep, and let writers know if there are any."""
+        with self.lock:
+            self._sleepers += more
+            for peer in self.known.values():
+                peer.incoming.words[ASLEEP] = self._sleepers
 
     def _poll(self, seconds: float) -> None:
         """Wait until a socket is readable, unless a message arrived before the others could see that this one sleeps."""
@@ -280,16 +272,21 @@ def meet(timeout: timedelta) -> Neighbours:
     token = torch.tensor([secrets.randbits(62)])  # a process that can read this can read this process's memory
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         table = _shared([_machine() if libc is not None else 0, os.getpid(), int(token), token.data_ptr()])
+        names = [f"\0fshard-{pid}-{secret}" for _, pid, secret, _ in table]
         near = [other for other, row in enumerate(table) if row[0] == table[rank][0] != 0]
         if near:
-            listener.bind(_name(table[rank]))
+            listener.bind(names[rank])
             listener.listen(len(near))
             listener.settimeout(timeout.total_seconds())
         able = len(near) > 1 and _readable(libc, table[near[near.index(rank) - 1]])
         verdicts = _shared([able])  # from now on, all listen
         if not near or not all(verdicts[other][0] for other in near):
             return Neighbours({}, timeout)
-        ends = {table[other][1]: _connected(table[other]) for other in near if other > rank}
+        ends: dict[int, socket.socket] = {}
+        for other in near:
+            if other > rank:
+                ends[table[other][1]] = end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                end.connect(names[other])
         awaited = {table[other][1] for other in near if other < rank}
         while awaited:
             end, _ = listener.accept()
@@ -307,16 +304,6 @@ def _shared(mine: list[int]) -> list[list[int]]:
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
     return [one.tolist() for one in rows]
-
-
-def _name(row: list[int]) -> str:
-    return f"\0fshard-{row[1]}-{row[2]}"
-
-
-def _connected(row: list[int]) -> socket.socket:
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    end.connect(_name(row))
-    return end
 
 
 def _readable(libc: Any, row: list[int]) -> bool:
