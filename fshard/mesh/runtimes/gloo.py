@@ -9,7 +9,7 @@ Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is
     reduce      small: recursive doubling        log2(n) rounds, the full tensor each
                 large: scatter, then gather      each process sums one row
     scatter     exchange rows, then sum          the process's own row is neither sent nor copied
-    gather      every process sends to all       the own row is copied meanwhile
+    gather, exchange, permute                    the rows of a plan, see `small`
     broadcast   binomial tree                    gloo's own broadcast has no tag
 """
 
@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.mesh.collectives.moves import Broadcast, Permute, Wired, combining
+from fshard.mesh.collectives.moves import Broadcast, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, Combine, combined
 from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
 from fshard.mesh.shared_memory.neighbours import empty
+from fshard.mesh.shared_memory.small import row_bytes, row_plan
 
 SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
@@ -96,41 +97,25 @@ def _sum_rows(call: GroupCall, rows: Tensor, combine: Combine, out: Tensor) -> W
     return combined([own if place == call.index else row for place, row in enumerate(arriving)], combine, own, out)
 
 
-def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """All-gather. (elements,) -> (n, elements)"""
-    result = _new((call.n, x.numel()), x)
-    works = _exchange(call, [x] * call.n, list(result), call.tag())
-    result[call.index] = x  # while the others are in flight
-    yield works
-    return result
-
-
 def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     """Reduce-scatter. (n, elements) -> (elements,)"""
     return (yield from _sum_rows(call, rows, combining(move), _new(rows.shape[1:], rows)))
 
 
-def exchange(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
-    """All-to-all: row i is sent to process i. (n, elements) -> (n, elements)"""
-    result = _new(rows.shape, rows)
-    works = _exchange(call, list(rows), list(result), call.tag())
-    result[call.index] = rows[call.index]
+def _rows(call: GroupCall, x: Tensor, move: Wired) -> Wire:
+    """Send and receive the rows of the move's plan; the own row is copied while the others are in flight."""
+    plan, length = row_plan(move, call.index, call.n), row_bytes(move, x, call.n) // x.element_size()
+    result = _new(plan.shape(length), x)
+    given = x.view(call.n if move.wire == "exchange" else 1, length)
+    rows, tag = result.view(plan.rows, length), call.tag()
+    works: list[Any] = [call.pg.recv([_bytes(rows[row])], source, tag) for source, row in reversed(plan.gets)]
+    works += [call.pg.send([_bytes(given[row])], to, tag) for to, row in plan.sends]
+    if plan.keeps is not None:
+        rows[plan.keeps[1]] = given[plan.keeps[0]]
+    elif not plan.gets:
+        result.zero_()
     yield works
     return result
-
-
-def permute(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """(elements,) -> (elements,): along the pairs of the move, zeros where none ends."""
-    assert isinstance(move, Permute)
-    works: list[Any] = []
-    tag, result = call.tag(), None
-    for source, to in move.pairs:
-        if to == call.index:
-            result = x.clone() if source == to else _new(x.shape, x)
-            works += [call.pg.recv([_bytes(result)], source, tag)] if source != to else []
-    works += [call.pg.send([_bytes(x)], to, tag) for source, to in move.pairs if source == call.index != to]
-    yield works
-    return torch.zeros_like(x) if result is None else result
 
 
 def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
@@ -166,5 +151,9 @@ def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
 
 WIRES: dict[str, WireFunction] = {
-    wire.__name__: wire for wire in (reduce, gather, scatter, exchange, permute, broadcast, parts)
+    "reduce": reduce,
+    "scatter": scatter,
+    **dict.fromkeys(("gather", "exchange", "permute"), _rows),
+    "broadcast": broadcast,
+    "parts": parts,
 }
