@@ -115,7 +115,7 @@ class StageDevice:
                 error.add_note(f"in {action} of the schedule: stage {action.stage}{at}")
                 raise
             if self.recorder is not None:
-                self.recorder.record_action(action, began)
+                self.recorder.record(action, began)
         return self._broadcast_outcome() if self.has_outcome else None
 
     # -- the actions of a row -----------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class StageDevice:
         value = self.mailbox.receive(message, source)
         if self.recorder is not None:
             kind = Kind.RECV_F if message.kind is Kind.F else Kind.RECV_B
-            self.recorder.record_receive(Action(kind, message.ends[1], message.microbatch), began)
+            self.recorder.record(Action(kind, message.ends[1], message.microbatch), began)
         return value
 
     def _broadcast_outcome(self) -> PyTree:

@@ -1,7 +1,7 @@
 r"""Add communication to a schedule: messages between stages, and UNSHARD, RESHARD and REDUCE_GRAD of their weights.
 
-A clock runs, on which F, I and W take one tick and B two. When a value is computed, both its send and its receive are
-inserted:
+The schedule is simulated, F, I and W in one tick and B in two. When a value is computed, both its send and its receive
+are inserted:
 
     tick       0    1    2    3    4    5    6    7
     device 0   F0   F1             B0   --        B1   --          0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
@@ -15,16 +15,16 @@ be sent.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TypeVar
 
-from fshard.errors import ScheduleError
 from fshard.pipeline.schedule.actions import COMPUTE, MESSAGES, UNITS, Action, Kind
-from fshard.pipeline.schedule.dependencies import find_dependencies
 from fshard.pipeline.schedule.rows import ScheduleRows
+from fshard.pipeline.schedule.simulate import simulate
+from fshard.pipeline.schedule.trace import Number
 
 AnySchedule = TypeVar("AnySchedule", bound=ScheduleRows)
 
-_TICKS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 _SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 
 
@@ -40,25 +40,17 @@ def with_messages(schedule: AnySchedule) -> AnySchedule:
     1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
     schedule = schedule.without(MESSAGES)
-    graph = find_dependencies(schedule)
-    order, waits = graph.execute()
-    if waits:
-        devices = ", ".join(f"device {at} at {graph.actions[wait.action]}" for at, wait in sorted(waits.items()))
-        raise ScheduleError(f"{schedule.name}: these wait for actions that never run: {devices}.")
-    free, end = [0] * schedule.devices, [0] * len(order)
-    events: list[tuple[int, int, int, int, Action]] = []  # when, messages first, in the order of the rows
-    for number in order:
-        device, action = graph.device[number], graph.actions[number]
-        start = max([free[device], *(end[need] for need in graph.needs[number])])
-        free[device] = end[number] = start + _TICKS.get(action.kind, 0)
-        events.append((start, 1, number, device, action))
+    timed: list[tuple[Number, int, int, int, Action]] = []  # when, messages first, in the order of the rows
+    for number, event in enumerate(chain(*simulate(schedule).events)):
+        device, action = event.device, event.action
+        timed.append((event.start, 1, number, device, action))
         if action.kind in _SENDS:
             send = Action(_SENDS[action.kind], action.stage, action.microbatch)
             if schedule.crosses(action.stage, send.partner.stage - action.stage):
-                events.append((end[number], 0, number, device, send))
-                events.append((end[number], 0, number, schedule.placement[send.partner.stage], send.partner))
+                timed.append((event.end, 0, number, device, send))
+                timed.append((event.end, 0, number, schedule.placement[send.partner.stage], send.partner))
     rows: list[list[Action]] = [[] for _ in schedule.rows]
-    for *_, device, action in sorted(events, key=lambda event: event[:3]):
+    for *_, device, action in sorted(timed, key=lambda one: one[:3]):
         rows[device].append(action)
     return schedule.with_rows(rows)
 

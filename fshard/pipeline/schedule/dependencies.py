@@ -118,7 +118,11 @@ def find_dependencies(schedule: ScheduleRows) -> Dependencies:
         elif action.kind in COMPUTE and actions[unshards.get(stage, number)].kind is Kind.UNSHARD:
             needs[number].append(unshards[stage])
         if schedule.placement[action.stage] == device[number]:
-            found = [number_of.get(need) for part in parts[number] for need in _needs(schedule, part, has_messages)]
+            found = [
+                number_of.get(need)
+                for part in parts[number]
+                for need in inputs_of(schedule, part, has_messages=has_messages)
+            ]
             needs[number] += [need for need in found if need is not None and need != number]
             other = number_of.get(action.partner) if action.kind in MESSAGES else None
             if other is not None and device[other] != device[number] and number_of[action] == number:
@@ -131,7 +135,8 @@ def _parts(action: Action) -> tuple[Action, ...]:
     return (Action(Kind.I, stage, m), Action(Kind.W, stage, m)) if kind is Kind.B else (action,)
 
 
-def _needs(schedule: ScheduleRows, action: Action, has_messages: bool) -> Iterator[Action]:
+def inputs_of(schedule: ScheduleRows, action: Action, *, has_messages: bool = False) -> Iterator[Action]:
+    """Yield what an action needs, also before the first stage and after the last."""
     kind, stage, m = action
     if kind is Kind.F:
         received = has_messages and schedule.crosses(stage, -1)

@@ -222,16 +222,15 @@ class _Clock:
 def _by_stage(schedule: ScheduleRows, **costs: Cost) -> dict[str, list[Number]]:
     """Return the cost of each stage; raise if one is missing or negative."""
     found: dict[str, list[Number]] = {}
-    wrong: list[str] = []
-    stages = range(schedule.stages)
     for name, cost in costs.items():
-        found[name] = [*cost] if isinstance(cost, Sequence) else [cost(s) if callable(cost) else cost for s in stages]
-        if len(found[name]) != len(stages):
-            wrong.append(f"{name} must have a cost for each of {len(stages)} stages; got {cost}")
-        elif below := [stage for stage in stages if not found[name][stage] >= 0]:
-            wrong.append(f"{name} must not be negative; got that for stages {below}")
-    if wrong:
-        raise ValueError(f"simulate, {schedule.name}: {'; '.join(wrong)}.")
+        is_each = isinstance(cost, Sequence)
+        own = found[name] = (
+            [*cost] if is_each else [cost(s) if callable(cost) else cost for s in range(schedule.stages)]
+        )
+        if len(own) != schedule.stages or not all(each >= 0 for each in own):
+            raise ValueError(
+                f"simulate: {name} must be a cost of at least 0 for each of {schedule.stages} stages; got {own}."
+            )
     return found
 
 

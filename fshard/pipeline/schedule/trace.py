@@ -114,22 +114,15 @@ class Recorder:
 
     def __init__(self, device: int, timelines: Sequence[Timeline]) -> None:
         self._device, self._timelines = device, timelines
-        self._received = 0.0
+        self._received: Number = 0.0
 
     def record(self, action: Action, began: float) -> None:
-        """Record something that ends now."""
-        event = Event(self._device, action, began, perf_counter())
+        """Record something that ends now; a computation began with the last message that it waited for."""
+        event = Event(self._device, action, max(began, self._received), perf_counter())
         for timeline in self._timelines:
             timeline.events.append(event)
-
-    def record_receive(self, action: Action, began: float) -> None:
-        """Record a message that arrives now."""
-        self.record(action, began)
-        self._received = perf_counter()
-
-    def record_action(self, action: Action, began: float) -> None:
-        """Record a computation that ends now; it began with the last message that it waited for."""
-        self.record(action, max(began, self._received))
+        if action.kind in MESSAGES - SENDS:
+            self._received = event.end
 
 
 def recorder_of(device: int) -> Recorder | None:

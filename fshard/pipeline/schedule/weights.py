@@ -16,6 +16,7 @@ from itertools import chain, islice
 from fshard.errors import ScheduleError
 from fshard.pipeline.schedule.actions import Action, Kind
 from fshard.pipeline.schedule.communication import AnySchedule
+from fshard.pipeline.schedule.dependencies import inputs_of
 
 Rule = Callable[[deque[Action], int], Iterator[Action]]
 """The actions that an idle device may advance, given its remaining row and the activations below its limit."""
@@ -39,10 +40,11 @@ def with_weights(schedule: AnySchedule, limit: int, early: tuple[Rule, ...] = ()
     remaining = [deque(row) for row in schedule.rows]
     weights = [deque[Action]() for _ in schedule.rows]  # the W of each I that has run
     held = [0] * schedule.devices
-    done: set[Action] = set()
+    ends = ((Kind.F, -1), (Kind.I, schedule.stages))  # before the first stage, and after the last
+    done = {Action(kind, stage, m) for kind, stage in ends for m in range(schedule.microbatches)}
 
     def can_run(action: Action) -> bool:
-        return done.issuperset(_needs(action, schedule.stages))
+        return done.issuperset(inputs_of(schedule, action))
 
     def next_action(device: int) -> Action | None:
         """Return the action that a device begins in this tick."""
@@ -66,17 +68,6 @@ def with_weights(schedule: AnySchedule, limit: int, early: tuple[Rule, ...] = ()
             if action.kind is Kind.I:
                 weights[device].append(action._replace(kind=Kind.W))
     return schedule.with_rows(rows)
-
-
-def _needs(action: Action, stages: int) -> list[Action]:
-    """Return the actions that one waits for."""
-    kind, stage, microbatch = action
-    if kind is Kind.F:
-        return [Action(Kind.F, stage - 1, microbatch)] if stage else []
-    if kind is Kind.W:
-        return [Action(Kind.I, stage, microbatch)]
-    own = Action(Kind.F, stage, microbatch)
-    return [own, Action(kind, stage + 1, microbatch)] if stage + 1 < stages else [own]
 
 
 def forwards(row: deque[Action], free: int) -> Iterator[Action]:

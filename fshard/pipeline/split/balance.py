@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import inf
 from statistics import median
 from typing import Literal
 
@@ -135,33 +136,23 @@ def _first_value(sample: PyTree) -> StageValue:
 def partition(costs: Sequence[float], parts: int) -> list[int]:
     """Return the number of costs in each part, at least one: the largest sum is minimal, then the split is most even.
 
-    Parts are filled from the left up to a bound, initially a lower bound of the optimum. If that takes too many parts,
-    some part must also take the cost at which it was closed: the next bound is the smallest of these sums.
-
     >>> partition([3, 1, 4, 1, 5, 9, 2, 6], 3)
     [5, 1, 2]
     >>> partition([1] * 7, 3)
     [3, 2, 2]
     """
     sums = [0, *accumulate(costs)]
-    bound = max(after - before for before, after in pairwise(sums))
-    while (raised := _next_bound(sums, parts, bound)) is not None:
-        bound = raised
-    return _most_even(sums, parts, bound)
+    largest, _ = _best(sums, parts, inf, max)
+    return _best(sums, parts, largest, lambda squares, own: squares + own * own)[1]
 
 
-def _next_bound(sums: Sequence[float], parts: int, bound: float) -> float | None:
-    """Return None if these parts suffice within a bound, else the next candidate bound."""
-    begin, closed = 0, list[float]()
-    for end in range(1, len(sums)):
-        if sums[end] - sums[begin] > bound:
-            closed.append(sums[end] - sums[begin])
-            begin = end - 1
-    return min(closed) if len(closed) >= parts else None
+def _best(
+    sums: Sequence[float], parts: int, bound: float, add: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """Return the least score of parts within a bound, and their sizes; earlier parts take more costs, if that is equal.
 
-
-def _most_even(sums: Sequence[float], parts: int, bound: float) -> list[int]:
-    """Return the parts within a bound whose squares have the least sum; earlier parts take more costs, if that is equal."""
+    `add` adds the cost of a part to the score of those before it.
+    """
     count = len(sums) - 1
     best: dict[int, tuple[float, list[int]]] = {0: (0, [])}  # of the first costs, in as many parts
     for part in range(1, parts + 1):
@@ -171,6 +162,6 @@ def _most_even(sums: Sequence[float], parts: int, bound: float) -> list[int]:
                 own = sums[end] - sums[begin]
                 if own > bound:
                     break
-                if begin in before and (end not in best or before[begin][0] + own * own < best[end][0]):
-                    best[end] = before[begin][0] + own * own, [*before[begin][1], end - begin]
-    return best[count][1]
+                if begin in before and (end not in best or add(before[begin][0], own) < best[end][0]):
+                    best[end] = add(before[begin][0], own), [*before[begin][1], end - begin]
+    return best[count]

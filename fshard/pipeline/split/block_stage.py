@@ -26,7 +26,6 @@ from fshard.pipeline.split.valueless import (
     as_meta,
     is_valueless,
     map_leaves,
-    user_line,
 )
 
 PLAIN = (
@@ -120,17 +119,11 @@ class StageRun:
         try:
             with self._mode or nullcontext():
                 return self._checked(call(*inputs.args, **inputs.kwargs))
-        except MissingValueError as error:
-            raise MissingValueError(
-                f"{self._blocks} has no value for {user_line(error.__traceback__)}: {error}, which has a shape only. "
-                "A value that a later stage uses must be an argument of the blocks, or computed from integers."
-            ) from None
         except (RuntimeError, NotImplementedError) as error:
             if self._mode is None or self._mode.arrived:
                 raise
             raise MissingValueError(
-                f"{self._blocks} runs the code before it without values, but {user_line(error.__traceback__)} needs them: "
-                f"{next(iter(str(error).strip().splitlines()), type(error).__name__)}"
+                f"{self._blocks} runs the code before its blocks without values: {error}"
             ) from error
         finally:
             _active.reset(token)

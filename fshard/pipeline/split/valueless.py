@@ -5,16 +5,13 @@
     after                                                                   blocks[2] ──> norm ──> ...
 
 Weights of other stages are meta tensors, and so are all results that depend on them. Integer tensors are computed as
-usual. Once values have arrived, an operation on a meta tensor and another one raises and names the line.
+usual. Once values have arrived, an operation on a meta tensor and another one raises.
 """
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from traceback import extract_tb
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -89,7 +86,10 @@ class ValuelessMode(TorchFunctionMode):
             args = tuple([_META if func == Tensor.to and isinstance(x, str) else x for x in args])
         elif 0 < len(valueless) < len(tensors):
             shapes = " and ".join(str(Described.of(x)) for x in valueless)
-            raise MissingValueError(f"{getattr(func, '__name__', func)} is given {shapes}")
+            raise MissingValueError(
+                f"{getattr(func, '__name__', func)} must be given values; got {shapes} without. A value that a later stage "
+                "uses must be an argument of the blocks, or computed from integers."
+            )
         return func(*args, **named)
 
 
@@ -99,19 +99,3 @@ def _as_meta_argument(x: Any) -> Any:
 
 class MissingValueError(ValueError):
     """A value is needed that is on another device."""
-
-
-def user_line(traceback: TracebackType | None) -> str:
-    """Return the user's line that a traceback leads to."""
-    frames = [
-        frame for frame in extract_tb(traceback) if "/torch/" not in frame.filename and not _is_own(frame.filename)
-    ]
-    if not frames:
-        return "its forward"
-    frame = frames[-1]
-    text = linecache.getline(frame.filename, frame.lineno or 0).strip()
-    return f"`{text}` ({frame.filename.rpartition('/')[2]}:{frame.lineno})"
-
-
-def _is_own(filename: str) -> bool:
-    return any(f"/fshard/{package}/" in filename for package in ("pipeline", "transforms", "booster"))

@@ -78,9 +78,7 @@ def test_messages_have_one_order_at_both_ends(schedule):
 
 def test_adding_to_a_deadlocking_schedule_raises():
     wrong = Schedule.from_csv("0F0,0B1,0F1,0B0\n1F0,1B0,1F1,1B1", name="mine")
-    with pytest.raises(
-        ScheduleError, match="^mine: these wait for actions that never run: device 0 at 0B1, device 1 at 1F1.$"
-    ):
+    with pytest.raises(ScheduleError, match="device 0 waits for itself"):
         with_messages(wrong)
     with pytest.raises(ScheduleError, match="^mine: these wait for actions that never run: device 0 at 0I0.$"):
         with_weights(Schedule.from_csv("0I0,0F0", name="mine"), limit=1)
