@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fshard.launching.pool import Processes
@@ -46,16 +43,5 @@ def run_processes(
 
         assert [x.tolist() for x in run_processes(total, 2)] == [[2, 2], [2, 2]]
     """
-    _validate_importable(fn)
     with Processes(n, backend=backend, environment=environment, timeout=timeout, fresh=fresh) as pool:
         return pool.run_last(fn, *args, **kwargs)
-
-
-def _validate_importable(fn: Callable[..., Any]) -> None:
-    """Raise if a function is not defined in a file, where other processes can import it."""
-    main = getattr(sys.modules["__main__"], "__file__", "what was typed in")
-    if getattr(fn, "__module__", None) == "__main__" and not Path(main).is_file():
-        name = getattr(fn, "__qualname__", repr(fn))
-        raise pickle.PicklingError(
-            f"{name} is defined in {main}, which other processes cannot import. Move it to a file."
-        )

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for meshes, layouts, tensors and trees of tensors.
+"""Hypothesis strategies for meshes, layouts and tensors.
 
 Numbers are *dyadic*: small multiples of 1/8, whose sums and differences are exact in any order, so that linear
 functions can be compared bit for bit in any layout. Examples shrink to one axis, few devices, no sharding, float32,
@@ -17,14 +17,12 @@ and consecutive numbers.
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
-from optree.dataclasses import dataclass
 from torch import Tensor
 
-from fshard.mesh.layout import NAMESPACE, Layout, Mesh, P, Runtime
+from fshard.mesh.layout import Layout, Mesh, P, Runtime
 from fshard.mesh.layout.make import make_mesh
 
 AXIS_NAMES = ("data", "model", "pipe")
@@ -162,50 +160,3 @@ def dyadic(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype = torch.f
     else:
         numbers = torch.arange(size) % (high - low + 1) + low
     return (numbers / 8 if dtype.is_floating_point else numbers).to(dtype).reshape(shape)
-
-
-def tensors(
-    shapes: st.SearchStrategy[tuple[int, ...]] | None = None, dtypes: st.SearchStrategy[torch.dtype] | None = None
-) -> st.SearchStrategy[Tensor]:
-    """Draw a tensor of a dtype and a shape (by default any, and up to three dims of at most 4) of dyadic numbers.
-
-    >>> from hypothesis import find
-    >>> find(tensors(), lambda x: x.ndim == 1 and x.dtype == torch.int64 and x.numel() == 2).shape
-    torch.Size([2])
-    """
-    chosen = st.sampled_from(DTYPES) if dtypes is None else dtypes
-    small = st.lists(st.integers(0, 4), max_size=3).map(tuple) if shapes is None else shapes
-    return st.tuples(chosen, small).flatmap(lambda pair: dyadic(pair[1], pair[0]))
-
-
-class Pair(NamedTuple):
-    """A named tuple, as a node of drawn trees."""
-
-    first: Any
-    second: Any
-
-
-@dataclass(namespace=NAMESPACE)
-class Couple:
-    """A dataclass that trees know, as a node of drawn trees."""
-
-    first: Any
-    second: Any
-
-
-def pytrees(leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 8) -> st.SearchStrategy[Any]:
-    """Draw a tree of dicts, lists, tuples, named tuples, dataclasses and Nones over `leaves` (by default `tensors()`).
-
-    >>> from hypothesis import find
-    >>> sorted(find(pytrees(st.integers()), lambda tree: isinstance(tree, dict) and len(tree) == 2))
-    ['a', 'b']
-    """
-
-    def nodes(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-        several = st.lists(inner, max_size=3)
-        named = several.map(lambda children: dict(zip("abc", children, strict=False)))
-        return st.one_of(
-            several, several.map(tuple), named, st.builds(Pair, inner, inner), st.builds(Couple, inner, inner)
-        )
-
-    return st.recursive(st.one_of(tensors() if leaves is None else leaves, st.none()), nodes, max_leaves=max_leaves)

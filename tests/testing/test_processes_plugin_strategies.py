@@ -5,10 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from itertools import permutations
-from pickle import PicklingError
-from types import ModuleType
 
 import optree
 import pytest
@@ -22,19 +19,15 @@ from fshard.mesh.layout import flatten
 from fshard.testing.processes import Processes, run_processes
 from fshard.testing.strategies import (
     DTYPES,
-    Couple,
-    Pair,
     axis_subsets,
     dyadic,
     layouts,
     meshes,
-    pytrees,
     shapes_for,
     specs,
-    tensors,
 )
 from tests.ended import gone
-from tests.transforms.models import models
+from tests.transforms.models import Couple, Pair, models
 
 # -- processes --------------------------------------------------------------------------------------------------
 
@@ -433,35 +426,6 @@ def test_dyadic_sums_are_exact_in_any_order(dtype, data):
 def test_dyadic_shrinks_to_consecutive_numbers():
     assert find(dyadic((4, 5), torch.int64), lambda x: True).flatten().tolist()[:4] == [-8, -7, -6, -5]
     assert find(dyadic((2,)), lambda x: bool((x > 2).any())).tolist() == [0, 2.125]
-
-
-@given(tensors())
-def test_tensors_strategy_draws_known_dtypes_and_few_dims(x):
-    assert x.dtype in DTYPES
-    assert x.ndim <= 3
-
-
-@pytest.mark.parametrize("kind", [dict, list, tuple, Pair, type(None), torch.Tensor])
-def test_pytrees_strategy_draws_every_kind_of_node(kind):
-    assert type(find(pytrees(), lambda tree: type(tree) is kind)) is kind
-
-
-@given(pytrees())
-def test_pytrees_strategy_draws_trees_of_tensors(tree):
-    leaves, structure = optree.tree_flatten(tree, namespace="fshard")
-    assert {*Counter(map(type, leaves))} <= {torch.Tensor}
-    assert optree.tree_structure(optree.tree_unflatten(structure, leaves), namespace="fshard") == structure
-
-
-@pytest.mark.parametrize("file", ["<stdin>", None])
-def test_run_processes_function_without_file_raises(file, monkeypatch):
-    main = ModuleType("__main__")
-    exec("def f(): pass", vars(main))
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    if file is not None:
-        main.__file__ = file
-    with pytest.raises(PicklingError, match=rf"f is defined in {file or 'what was typed in'}, .*Move it to a file\."):
-        run_processes(main.f, 2)
 
 
 def test_plugin_invalid_mesh_raises_on_processes(pytester):

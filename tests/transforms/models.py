@@ -18,13 +18,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import optree.dataclasses
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
-from fshard.mesh.layout import PyTree, flatten, unflatten
-from fshard.testing.strategies import pytrees
+from fshard.mesh.layout import NAMESPACE, PyTree, flatten, unflatten
+
+
+class Pair(NamedTuple):
+    """A named tuple, as a node of drawn trees."""
+
+    first: object
+    second: object
+
+
+@optree.dataclasses.dataclass(namespace=NAMESPACE)
+class Couple:
+    """A dataclass that trees know, as a node of drawn trees."""
+
+    first: object
+    second: object
+
+
+def pytrees(leaves):
+    """Draw a tree of dicts, lists, tuples, named tuples, dataclasses and Nones over `leaves`."""
+
+    def nodes(inner):
+        several = st.lists(inner, max_size=3)
+        named = several.map(lambda children: dict(zip("abc", children, strict=False)))
+        return st.one_of(
+            several, several.map(tuple), named, st.builds(Pair, inner, inner), st.builds(Couple, inner, inner)
+        )
+
+    return st.recursive(st.one_of(leaves, st.none()), nodes, max_leaves=8)
+
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The dtypes of parameters, simplest first."""

@@ -143,68 +143,67 @@ def _moved(it: Reference, step: int, i: int) -> Tensor:
 # -- verdicts -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Judge:
-    """A sharded run beside its reference; `hints` has likely causes by the field that diverges."""
+def judge(
+    reference: Reference,
+    found: Sequence[Snapshot],
+    stage: int | str,
+    hints: Mapping[Field, str],
+    names: Sequence[str],
+    buffer_names: Sequence[str],
+) -> list[CertificateRow]:
+    """Judge every leaf of a sharded run; `hints` has likely causes by the field that diverges.
 
-    reference: Reference
-    found: Sequence[Snapshot]
-    stage: int | str
-    hints: Mapping[Field, str]
+    A leaf, a parameter with its gradient, is judged by the first step in which it fails, or else by the last; leaves that
+    fail after the first step that does refer to the first leaf.
+    """
+    params: tuple[Field, ...] = ("grads", "params") if found[0].grads else ("params",)
+    leaves: list[tuple[str, Sequence[Field], int]] = [(name, params, i) for i, name in enumerate(names)]
+    leaves += [(name, ("buffers",), i) for i, name in enumerate(buffer_names)]
 
-    def judge(self, names: Sequence[str], buffer_names: Sequence[str]) -> list[CertificateRow]:
-        """Judge every leaf; those that fail after the first step that does refer to the first leaf."""
-        params: tuple[Field, ...] = ("grads", "params") if self.found[0].grads else ("params",)
-        rows = [self._row(name, params, i) for i, name in enumerate(names)]
-        rows += [self._row(name, ("buffers",), i) for i, name in enumerate(buffer_names)]
-        first = first_of(rows)
-        if first is None or first.step is None:
-            return rows
-        diverged = first.verdict == "DIVERGENT"
-        for i, row in enumerate(rows):
-            if row.step is None:
-                continue
-            later = f"after {first.leaf} {'has diverged' if diverged else 'was inconclusive'}"
-            reason = f"step {row.step}: {later if row.step > first.step else row.reason}"
-            rows[i] = row._replace(verdict=row.verdict if diverged else "INCONCLUSIVE", reason=reason)
-        return rows
-
-    def _row(self, name: str, fields: Sequence[Field], i: int) -> CertificateRow:
-        """Judge a leaf, a parameter with its gradient, by the first step in which it fails, or else by the last."""
+    def of_leaf(name: str, fields: Sequence[Field], i: int) -> CertificateRow:
         rows: list[CertificateRow] = []
-        for step in range(len(self.found)):
-            rows = [self._compare(name, step, field, i) for field in fields]
+        for step in range(len(found)):
+            rows = [_compare(reference, found, step, field, i, hints.get(field, "")) for field in fields]
             for row in rows:
                 if row.step is not None:
-                    return row
-        return rows[-1]._replace(verdict="EXACT" if all(row.verdict == "EXACT" for row in rows) else "BOUNDED")
+                    return row._replace(stage=stage, leaf=name)
+        verdict = "EXACT" if all(row.verdict == "EXACT" for row in rows) else "BOUNDED"
+        return rows[-1]._replace(stage=stage, leaf=name, verdict=verdict)
 
-    def _compare(self, name: str, step: int, field: Field, i: int) -> CertificateRow:
-        """Judge a leaf in one step: a row with the error and bound of the worst element, and the step if it fails."""
-        it = self.reference
-        ours, serial, exact, bound = (
-            getattr(run[step], field)[i] for run in (self.found, it.serial, it.exact, it.bounds)
-        )
-        row = CertificateRow(self.stage, name, "EXACT", 0.0, 0.0)
-        if ours is None or serial is None:
-            reason = f"only the {'sharded' if serial is None else 'serial'} run has a gradient"
-            return row if ours is serial else row._replace(verdict="DIVERGENT", error=inf, reason=reason, step=step)
-        pairs, bounds = pair_shards(ours, exact), pair_shards(ours, bound)
-        errors = torch.cat([pair.error.reshape(-1) for pair in pairs])
-        allowed = torch.cat([pair.expected.reshape(-1) for pair in bounds])
-        if not errors.numel():
-            return row
-        worst, what = int((errors - allowed).argmax()), _NAMES[field]
-        row = row._replace(error=float(errors[worst]), bound=float(allowed[worst]))
-        if not isfinite(row.bound):
-            reason = f"the bound of the {what} is too large: training amplifies roundings, or is not finite"
-            return row._replace(verdict="INCONCLUSIVE", reason=reason, step=step)
-        if all(torch.equal(pair.found, pair.expected) for pair in pair_shards(ours, serial)):
-            return row
-        if row.error <= row.bound:
-            return row._replace(verdict="BOUNDED")
-        factor = constant_factor(ours, serial)
-        how = (
-            f"is {factor} times that of one device" if factor else f"first differs at {first_difference(ours, serial)}"
-        )
-        return row._replace(verdict="DIVERGENT", reason=f"the {what} {how}{self.hints.get(field, '')}", step=step)
+    rows = [of_leaf(*leaf) for leaf in leaves]
+    first = first_of(rows)
+    if first is None or first.step is None:
+        return rows
+    later = f"after {first.leaf} {'has diverged' if first.verdict == 'DIVERGENT' else 'was inconclusive'}"
+    for i, row in enumerate(rows):
+        if row.step is not None:
+            verdict = row.verdict if first.verdict == "DIVERGENT" else "INCONCLUSIVE"
+            reason = f"step {row.step}: {later if row.step > first.step else row.reason}"
+            rows[i] = row._replace(verdict=verdict, reason=reason)
+    return rows
+
+
+def _compare(it: Reference, found: Sequence[Snapshot], step: int, field: Field, i: int, hint: str) -> CertificateRow:
+    """Judge a leaf in one step: a row with the error and bound of the worst element, and the step if it fails."""
+    ours, serial, exact, bound = (getattr(run[step], field)[i] for run in (found, it.serial, it.exact, it.bounds))
+    row = CertificateRow("", "", "EXACT", 0.0, 0.0)
+    if ours is None or serial is None:
+        reason = f"only the {'sharded' if serial is None else 'serial'} run has a gradient"
+        return row if ours is serial else row._replace(verdict="DIVERGENT", error=inf, reason=reason, step=step)
+    pairs, bounds = pair_shards(ours, exact), pair_shards(ours, bound)
+    errors = torch.cat([pair.error.reshape(-1) for pair in pairs])
+    allowed = torch.cat([pair.expected.reshape(-1) for pair in bounds])
+    if not errors.numel():
+        return row
+    worst, what = int((errors - allowed).argmax()), _NAMES[field]
+    row = row._replace(error=float(errors[worst]), bound=float(allowed[worst]))
+    if not isfinite(row.bound):
+        reason = f"the bound of the {what} is too large: training amplifies roundings, or is not finite"
+        return row._replace(verdict="INCONCLUSIVE", reason=reason, step=step)
+    if all(torch.equal(pair.found, pair.expected) for pair in pair_shards(ours, serial)):
+        return row
+    if row.error <= row.bound:
+        return row._replace(verdict="BOUNDED")
+    factor = constant_factor(ours, serial)
+    how = f"is {factor} times that of one device" if factor else f"first differs at {first_difference(ours, serial)}"
+    return row._replace(verdict="DIVERGENT", reason=f"the {what} {how}{hint}", step=step)

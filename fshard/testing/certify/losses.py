@@ -17,7 +17,7 @@ from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.partition import Partitioned
 from fshard.optim.per_device import on_arrays
-from fshard.testing.certify.bounds import Field, Judge, bounded, equal_bits
+from fshard.testing.certify.bounds import Field, bounded, equal_bits, judge
 from fshard.testing.certify.certificate import Certificate, CertificateRow
 from fshard.testing.certify.runs import Snapshot, Training, note
 from fshard.testing.certify.shards import gather_processes, is_floating, keep_frozen, widen
@@ -126,7 +126,7 @@ def certify(
     rows: list[CertificateRow] = []
     for stage in stages:
         with note(f"in stage {stage}"):
-            rows += Judge(reference, train(mesh, stage), stage, _HINTS).judge(names, buffer_names)
+            rows += judge(reference, train(mesh, stage), stage, _HINTS, names, buffer_names)
     return Certificate(mesh, steps, reproducible, tuple(rows))
 
 

@@ -13,7 +13,7 @@ import fshard as fs
 from fshard.mesh.layout import Mesh
 from fshard.optim.contract import copied
 from fshard.optim.leaves import Leaf, Leaves
-from fshard.testing.certify.bounds import Judge, bounded, equal_bits
+from fshard.testing.certify.bounds import Field, bounded, equal_bits, judge
 from fshard.testing.certify.certificate import Certificate
 from fshard.testing.certify.runs import Snapshot, Training
 from fshard.testing.certify.shards import gather_processes, is_floating, widen
@@ -92,7 +92,8 @@ def certify_module(
         reference = bounded(training)
     found = _sharded_run(program, own, params, buffers)
     labels = [*(f"buffers.{name}" for name in buffers), "loss"]
-    rows = Judge(reference, found, type(own).__name__, {"params": _HINT, "buffers": _HINT}).judge(params, labels)
+    hints: dict[Field, str] = {"params": _HINT, "buffers": _HINT}
+    rows = judge(reference, found, type(own).__name__, hints, params, labels)
     return Certificate(mesh, len(given), own.reproducible, tuple(rows))
 
 
