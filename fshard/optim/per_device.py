@@ -100,8 +100,8 @@ def check_not_partitioned(opt: Any, who: str) -> None:
 
 def _init(init: Callable[[PyTree], PyTree], at: Leaves) -> PyTree:
     """Run an init of plain tensors on each device, and assemble the state."""
-    devices, moved = _devices(at), _trained(at)
-    trees = [{i: _local(at.leaves[i], place) for i in _held(at, moved, device)} for place, device in devices]
+    moved = _trained(at)
+    trees = [{i: _local(at.leaves[i], place) for i in held} for place, held in _devices(at, moved)]
     if elsewhere := {i: shape_of_shard(at.leaves[i]) for i in set(moved).difference(*trees)}:
         trees.append(elsewhere)  # the state that other processes own: its shapes
     states: list[_State] = []
@@ -112,14 +112,13 @@ def _init(init: Callable[[PyTree], PyTree], at: Leaves) -> PyTree:
     if any((state.structure, state.is_like) != (first.structure, first.is_like) for state in states):
         raise OptimizerError(
             "init must make the same state on all devices, but for subtrees with the structure of the parameters that it is "
-            f"given; got {' and '.join({str(state.structure): None for state in states})}. Make dicts with the names of the "
-            "parameters."
+            "given. Make dicts with the names of the parameters."
         )
     others = [x for x, like in zip(first.entries, first.is_like, strict=True) if isinstance(x, Tensor) and not like]
-    if (shapes := [tuple(x.shape) for x in others if x.ndim]) and any(map(_is_divided, at.leaves)):
+    if any(x.ndim for x in others) and not all(map(_is_replicated, at.leaves)):
         raise OptimizerError(
-            f"state of divided parameters must be numbers, but for subtrees with the structure of the parameters; got tensors "
-            f"of shape {', '.join(map(str, shapes))}. Make such subtrees: {{'m': tree_map(torch.zeros_like, params)}}."
+            "state of divided parameters must be numbers, but for subtrees with the structure of the parameters; got other "
+            "tensors. Make such subtrees: {'m': tree_map(torch.zeros_like, params)}."
         )
 
     def assembled(*entries: list[Any]) -> PyTree:
@@ -136,8 +135,7 @@ def _act(act: Update, grads: PyTree, state: PyTree, at: Leaves, *, writes: bool)
     moved = [i for i in _trained(at) if given[i] is not None]
     results: list[dict[int, Any]] = []
     states: list[list[Any]] = []
-    for place, device in _devices(at):
-        held = _held(at, moved, device)
+    for place, held in _devices(at, moved):
 
         def local(leaves: list[Leaf], held: list[int] = held, place: int = place) -> PyTree:
             return _only(at, {i: _local(leaves[i], place) for i in held})
@@ -147,7 +145,7 @@ def _act(act: Update, grads: PyTree, state: PyTree, at: Leaves, *, writes: bool)
         entries = [local(x) if like else x for x, like in zip(before.entries, before.is_like, strict=True)]
         result, after = act(local(given), unflatten(before.structure, entries), own)
         results.append(_by_index(result, structure, held, "updates"))
-        entries = zip(before.entries_of(after), before.is_like, strict=True)
+        entries = zip(before.structure.flatten_up_to(after), before.is_like, strict=True)
         states.append([_by_index(x, structure, held, "state") if like else x for x, like in entries])
     new = {i: _joined(at.leaves[i], [row.get(i) for row in results], "update") for i in moved}
     leaves = [new.get(first, at.leaves[i] if writes else None) for i, first in enumerate(at.firsts)]
@@ -162,10 +160,15 @@ def _act(act: Update, grads: PyTree, state: PyTree, at: Leaves, *, writes: bool)
 # -- devices, and their shards -----------------------------------------------------------------------------------------
 
 
-def _devices(at: Leaves) -> list[tuple[int, int]]:
-    """Return the local devices: the index of their shards, and their number in the mesh."""
+def _devices(at: Leaves, indices: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Return for each local device the index of its shards, and which of some leaves it holds."""
     mesh = next((leaf.mesh for leaf in at.leaves if isinstance(leaf, Sharded)), None)
-    return list(enumerate(local_devices(mesh) if mesh else (0,)))
+
+    def is_held(leaf: Leaf, device: int) -> bool:
+        return not isinstance(leaf, Sharded) or leaf.layout.has_any(device)
+
+    devices = enumerate(local_devices(mesh) if mesh else (0,))
+    return [(place, [i for i in indices if is_held(at.leaves[i], device)]) for place, device in devices]
 
 
 def _trained(at: Leaves) -> list[int]:
@@ -173,13 +176,9 @@ def _trained(at: Leaves) -> list[int]:
     return [i for i, first in enumerate(at.firsts) if i == first and trainable(at.leaves[i])]
 
 
-def _held(at: Leaves, indices: Sequence[int], device: int) -> list[int]:
-    """Return those of some leaves that a device holds."""
-    return [i for i in indices if not isinstance(x := at.leaves[i], Sharded) or x.layout.has_any(device)]
-
-
-def _is_divided(leaf: Leaf) -> bool:
-    return isinstance(leaf, Sharded) and any(leaf.mesh.shape[axis] > 1 for axis in leaf.spec.sharded_axes)
+def _is_replicated(leaf: Leaf) -> bool:
+    """Return True if all devices store all of a leaf."""
+    return not isinstance(leaf, Sharded) or all(leaf.mesh.shape[axis] == 1 for axis in leaf.spec.sharded_axes)
 
 
 def _local(leaf: Leaf, place: int) -> Any:
@@ -192,11 +191,6 @@ def _assembled(param: Leaf, made: Sequence[Any]) -> Leaf:
     example = next((x for x in made if x is not None), None)
     if example is None or not isinstance(param, Sharded):
         return example
-    if not all(isinstance(x, Tensor | None) for x in made):
-        raise OptimizerError(
-            f"state with the structure of the parameters must hold tensors or None; got a {type(example).__name__}. Write "
-            "torch.zeros(()) for a number of each parameter."
-        )
     leaf = assembled_state(param, made)
     if example.ndim and leaf.layout is not param.layout and not is_unsharded(param):
         raise OptimizerError(
@@ -275,13 +269,6 @@ class _State(NamedTuple):
             for x, like in zip(subtrees, found, strict=True)
         ]
         return _State(structure, entries, found)
-
-    def entries_of(self, state: PyTree) -> list[Any]:
-        """Take another state of this structure apart; subtrees that are like the parameters stay trees."""
-        try:
-            return self.structure.flatten_up_to(state)
-        except ValueError as error:
-            raise OptimizerError(f"state must keep its structure from step to step: {error}") from None
 
 
 def _by_index(tree: PyTree, structure: Structure, indices: list[int], what: str) -> dict[int, Any]:

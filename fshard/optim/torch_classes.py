@@ -138,7 +138,13 @@ def muon(lr: Rate = 1e-3, **options: Any) -> Optimizer:
 
 
 def _pure(cls: type[torch.optim.Optimizer], who: str, options: dict[str, Any]) -> Optimizer:
-    known = torch_class(cls, "from_torch")
+    check_divisible(cls)
+    if cls not in CLASSES:
+        raise OptimizerError(
+            f"{who} must be given a class of torch.optim. Boost an instance of a class of your own, or write "
+            "a pair: fs.Optimizer(init, update)."
+        )
+    known = CLASSES[cls]
     usual = {name: x.default for name, x in signature(cls).parameters.items() if x.default is not x.empty}
     lr: Rate = options.pop("lr", usual["lr"])
     cls([torch.zeros(2, 2)], **({} if callable(lr) else {"lr": lr}), **options)  # raises where options are wrong
@@ -156,18 +162,6 @@ def _pure(cls: type[torch.optim.Optimizer], who: str, options: dict[str, Any]) -
         fast=_rule(cls, known, options) if options.get("fused") else None,
         check=check,
         elementwise=known.elementwise,
-    )
-
-
-def torch_class(cls: Any, who: str) -> TorchClass:
-    """Return the table entry of a torch.optim class; raise if there is none."""
-    check_divisible(cls)
-    if cls in CLASSES:
-        return CLASSES[cls]
-    found = cls.__name__ if isinstance(cls, type) else f"an instance of {type(cls).__name__}"
-    raise OptimizerError(
-        f"{who} must be given a class of torch.optim; got {found}. Boost an instance of a class of your own, or write a pair: "
-        "fs.Optimizer(init, update)."
     )
 
 

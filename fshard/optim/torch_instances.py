@@ -216,10 +216,6 @@ def _options(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
 # -- classes of one's own ---------------------------------------------------------------------------------------------
 
 
-class LocalShard(nn.Parameter):
-    """A parameter that an optimizer of one's own class steps: its data is this device's shard, anew in each step."""
-
-
 class InstanceSource(TorchSource):
     """A custom optimizer class: the instance steps on the local shards of one device.
 
@@ -229,7 +225,7 @@ class InstanceSource(TorchSource):
 
     def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         super().__init__(given, params)
-        self._local: dict[str, LocalShard] = {}
+        self._local: dict[str, nn.Parameter] = {}  # whose data is this device's shard, anew in each step
         elementwise = bool(getattr(type(given), "elementwise", False))
         self._opt = Optimizer(self._init, self._update, self._step, elementwise, arrays=True)
 
@@ -254,11 +250,11 @@ class InstanceSource(TorchSource):
         index = {self.name_at(path): i for i, path in reversed([*enumerate(at.paths)]) if at.leaves[i] is not None}
         for group, names in zip(self.given.param_groups, self.groups(), strict=True):
             for i, (x, name) in enumerate(zip(group["params"], names, strict=True)):
-                if isinstance(x, LocalShard):
+                if x is self._local.get(name):
                     continue
                 if name in self._local:
                     raise OptimizerError(f"{type(self.given).__name__}: {name} is in a group already. Leave it out.")
-                local = LocalShard(torch.empty_like(shards_of(at.leaves[index[name]])[0]))
+                local = nn.Parameter(torch.empty_like(shards_of(at.leaves[index[name]])[0]))
                 self._local[name] = group["params"][i] = local
                 self._names[local] = name
                 self._rename(x, local)

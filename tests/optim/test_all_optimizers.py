@@ -152,14 +152,8 @@ def test_shampoo_equals_its_formula(shape):
     [
         (lambda: optim.from_torch(torch.optim.LBFGS), "calls the loss function several times"),
         (lambda: optim.from_torch(torch.optim.SparseAdam), "sparse gradients"),
-        (
-            lambda: optim.from_torch(torch.optim.SGD([torch.ones(1)])),
-            "must be given a class of torch.optim; got an instance of SGD",
-        ),
-        (
-            lambda: optim.from_torch(type("Mine", (torch.optim.SGD,), {})),
-            "must be given a class of torch.optim; got Mine",
-        ),
+        (lambda: optim.from_torch(torch.optim.SGD([torch.ones(1)])), "must be given a class of torch.optim"),
+        (lambda: optim.from_torch(type("Mine", (torch.optim.SGD,), {})), r"from_torch\(Mine\) must be given a class"),
         (lambda: optim.sgd(0.1, nesterov=True), "nesterov needs momentum"),
     ],
 )

@@ -252,10 +252,6 @@ def stacked(params):
     return torch.zeros(3)
 
 
-def numbers(params):
-    return dict.fromkeys(params, 0)
-
-
 def unchanged(grads, state, params):
     return grads, state
 
@@ -275,7 +271,6 @@ def larger(grads, state, params):
 MISTAKES = {
     "a state of a list": (listed, unchanged, "init must make the same state on all devices"),
     "a state of a vector": (stacked, unchanged, "must be numbers, but for subtrees"),
-    "python's numbers": (numbers, unchanged, "must hold tensors or None; got a int"),
     "updates in a list": (momentum_init, another_tree, "updates must be a tree like the parameters"),
     "another state": (momentum_init, another_state, "state must be a tree like the parameters"),
     "another shape": (momentum_init, larger, "state of a parameter must keep its shape"),
