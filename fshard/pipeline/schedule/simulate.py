@@ -162,61 +162,55 @@ def simulate(
         Kind.RESHARD: zero,
         Kind.REDUCE: costs["reduce"],
     }
-    clock = _Clock(graph, durations, costs["send"])
-    for number in order:
-        clock.run(number)
-    times = (map(_exact, each) for each in (clock.start, clock.end))
-    events = [*map(Event, graph.device, graph.actions, *times)]
+    start, end, cause, messages = _times(graph, order, durations, costs["send"])
+    events = [*map(Event, graph.device, graph.actions, map(_exact, start), map(_exact, end))]
     path: list[Event] = []
-    number = max(order, key=clock.end.__getitem__, default=None)
+    number = max(order, key=end.__getitem__, default=None)
     while number is not None:
         path.append(events[number])
-        number = clock.cause[number]
+        number = cause[number]
     return Simulation(
         graph.schedule,
         events=tuple(tuple(events[number] for number in graph.row(device)) for device in range(schedule.devices)),
         critical_path=tuple(reversed(path)),
         peak_activations=tuple(graph.peak_activations(costs["activation"])),
-        messages=clock.messages,
+        messages=messages,
     )
 
 
-class _Clock:
-    """The start and end of the actions so far, and when each device, and the communication of its weights, is free."""
-
-    def __init__(self, graph: Dependencies, durations: Mapping[Kind, list[Number]], latency: list[Number]) -> None:
-        self.graph, self.durations, self.latency = graph, durations, latency
-        self.start: list[Number] = [0] * len(graph.actions)
-        self.end: list[Number] = [0] * len(graph.actions)
-        self.cause: list[int | None] = [None] * len(graph.actions)  # the last action that each has waited for
-        self.messages = 0
-        self._free: dict[int, tuple[Number, int | None]] = defaultdict(lambda: (0, None))  # -1 - device: its weights
-
-    def run(self, number: int) -> None:
-        """Run an action as soon as it can; all that come before it in the order have run."""
-        graph, here = self.graph, self.graph.device[number]
-        kind, stage, _ = graph.actions[number]
+def _times(
+    graph: Dependencies, order: Sequence[int], durations: Mapping[Kind, list[Number]], latency: list[Number]
+) -> tuple[list[Number], list[Number], list[int | None], int]:
+    """Run each action as soon as it can; return starts, ends, the last action that each has waited for, and messages."""
+    starts: list[Number] = [0] * len(graph.actions)
+    ends: list[Number] = [0] * len(graph.actions)
+    causes: list[int | None] = [None] * len(graph.actions)
+    free: dict[int, tuple[Number, int | None]] = defaultdict(lambda: (0, None))  # by device; -1 - device: its weights
+    messages = 0
+    for number in order:
+        here, (kind, stage, _) = graph.device[number], graph.actions[number]
         if kind in MESSAGES - SENDS:
-            return  # its send has set its times
-        start, cause = self._free[here]
-        if kind in UNITS and self._free[-1 - here][0] > start:
-            start, cause = self._free[-1 - here]
+            continue  # its send has set its times
+        start, cause = free[here]
+        if kind in UNITS and free[-1 - here][0] > start:
+            start, cause = free[-1 - here]
         for need in graph.needs[number]:
-            end = self.end[need]
+            end = ends[need]
             if graph.device[need] != here:  # a message that the schedule does not contain
-                end += self.latency[graph.actions[need].stage]
-                self.messages += 1
+                end += latency[graph.actions[need].stage]
+                messages += 1
             if end > start:
                 start, cause = end, need
-        end = start + self.durations[kind][stage]
+        end = start + durations[kind][stage]
         if kind in SENDS:
-            end += self.latency[stage]
+            end += latency[stage]
             other = graph.partner[number]
-            self.start[other], self.end[other], self.cause[other] = start, end, number
-            self.messages += 1
+            starts[other], ends[other], causes[other] = start, end, number
+            messages += 1
         else:
-            self._free[-1 - here if kind in UNITS else here] = (end, number)
-        self.start[number], self.end[number], self.cause[number] = start, end, cause
+            free[-1 - here if kind in UNITS else here] = (end, number)
+        starts[number], ends[number], causes[number] = start, end, cause
+    return starts, ends, causes, messages
 
 
 def _by_stage(schedule: ScheduleRows, **costs: Cost) -> dict[str, list[Number]]:
