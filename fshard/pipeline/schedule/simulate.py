@@ -216,14 +216,12 @@ def _times(
 def _by_stage(schedule: ScheduleRows, **costs: Cost) -> dict[str, list[Number]]:
     """Return the cost of each stage; raise if one is missing or negative."""
     found: dict[str, list[Number]] = {}
+    stages = range(schedule.stages)
     for name, cost in costs.items():
-        is_each = isinstance(cost, Sequence)
-        own = found[name] = (
-            [*cost] if is_each else [cost(s) if callable(cost) else cost for s in range(schedule.stages)]
-        )
-        if len(own) != schedule.stages or not all(each >= 0 for each in own):
+        found[name] = [*cost] if isinstance(cost, Sequence) else [cost(s) if callable(cost) else cost for s in stages]
+        if len(found[name]) != schedule.stages or not all(each >= 0 for each in found[name]):
             raise ValueError(
-                f"simulate: {name} must be a cost of at least 0 for each of {schedule.stages} stages; got {own}."
+                f"simulate: {name} must be a cost of at least 0 for each of {schedule.stages} stages; got {found[name]}."
             )
     return found
 

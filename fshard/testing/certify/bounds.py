@@ -157,8 +157,9 @@ def judge(
     fail after the first step that does refer to the first leaf.
     """
     params: tuple[Field, ...] = ("grads", "params") if found[0].grads else ("params",)
-    leaves: list[tuple[str, Sequence[Field], int]] = [(name, params, i) for i, name in enumerate(names)]
-    leaves += [(name, ("buffers",), i) for i, name in enumerate(buffer_names)]
+    buffers: tuple[Field, ...] = ("buffers",)
+    leaves = [(name, params, i) for i, name in enumerate(names)]
+    leaves += [(name, buffers, i) for i, name in enumerate(buffer_names)]
 
     def of_leaf(name: str, fields: Sequence[Field], i: int) -> CertificateRow:
         rows: list[CertificateRow] = []
