@@ -58,26 +58,6 @@ def flatten_with_paths(
     return [*paths_of(structure)], leaves, structure
 
 
-def torch_alone_knows(x: Any) -> bool:
-    """Return True if the type of an object in a flattened tree is a node of torch's pytrees."""
-    return type(x) in by_torch
-
-
-def any_known() -> bool:
-    """Return True if a node type of torch's pytrees was registered here."""
-    return bool(by_torch)
-
-
-def flatten_outside(tree: PyTree) -> tuple[list[str], list[Any], Structure]:
-    """As `flatten_with_paths`, of a tree that was flattened before; objects that torch alone takes apart are leaves."""
-    leaves, structure = _o.tree_flatten(tree, is_leaf=_is_outer, none_is_leaf=True, namespace=NAMESPACE)
-    return [*paths_of(structure)], leaves, structure
-
-
-def _is_outer(x: Any) -> bool:
-    return type(x) in by_torch or _is_global[0](x)
-
-
 def paths_of(structure: Structure) -> tuple[str, ...]:
     """Return the path of each leaf of a structure."""
     try:
@@ -136,8 +116,6 @@ _torch_nodes: dict[Any, Any] = torch_trees.SUPPORTED_NODES
 _lock = threading.Lock()
 _leaves: set[type] = {Tensor, nn.Parameter, int, float, str}
 """Classes that are no nodes, or are nodes by now."""
-by_torch: set[type] = set()
-"""Those that are taken apart as torch does it: their parts may be anything."""
 
 
 def learn(leaves: Iterable[Any], namespace: str) -> bool:
@@ -149,7 +127,6 @@ def learn(leaves: Iterable[Any], namespace: str) -> bool:
         new = {kind: node for kind in unknown - _leaves if (node := _node(kind)) is not None}
         for kind, (flatten, unflatten) in new.items():
             _o.register_pytree_node(kind, flatten, unflatten, namespace=namespace)
-        by_torch.update(kind for kind in new if not _is_record(kind))
         _leaves.update(unknown)
     return True
 
