@@ -51,7 +51,7 @@ Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 class VirtualCall(NamedTuple):
-    """What all devices of a group must agree on in one collective."""
+    """A collective as one device of a group calls it; all must agree on it."""
 
     move: Wired
     signature: Signature
