@@ -257,7 +257,21 @@ def _sum_one(
 
 
 def _reduce_one(transfer: PeerTransfer, x: Tensor, move: Wired) -> Wire:
+    if transfer.n == 2 and x.nbytes <= ONE_ROUND:
+        return _reduce_pair(transfer, x, combining(move))
     return reduce(transfer, [x], [empty((len(x),), x.dtype)], combining(move))
+
+
+def _reduce_pair(transfer: PeerTransfer, x: Tensor, combine: Combine) -> Wire:
+    """All-reduce of two processes: each reads the other's tensor and adds. (elements,) -> (elements,)"""
+    (other,) = transfer.others
+    transfer.offer(other, x.data_ptr(), x.nbytes)
+    received, result = torch.empty_like(x), torch.empty_like(x)
+    yield transfer.needs(other)
+    transfer.get(other, received.data_ptr(), x.nbytes)
+    if x.nbytes > INLINE:
+        yield from transfer.settled([other])
+    return combined([received, x] if transfer.index else [x, received], combine, None, result)
 
 
 def _scatter_one(transfer: PeerTransfer, rows: Tensor, move: Wired) -> Wire:
