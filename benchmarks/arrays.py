@@ -1,7 +1,8 @@
 """Operations on arrays against torch's DTensor: bytes that one device sends, and times on two gloo processes.
 
     python benchmarks/arrays.py bytes      named cases, forward, on 4 devices: no process is started
-    python benchmarks/arrays.py time       a pointwise operation, an MLP and a GPT block, forward and backward
+    python benchmarks/arrays.py time       pointwise operations, an MLP and a GPT block, forward and backward
+    python benchmarks/arrays.py dispatch   a cached pointwise operation on 1 and 8 virtual devices
 
 In the byte cases both get the same inputs, and both results are brought to the layout that the case
 names. Times are medians of interleaved rounds; of two processes the slower counts.
@@ -40,7 +41,10 @@ class Case(NamedTuple):
 
 
 def cases() -> dict[str, Case]:
-    """Return the named cases. Results that have the shape of the input keep its layout; sums are replicated."""
+    """Return the named cases. Results that have the shape of the input keep its layout; sums are replicated.
+
+    The cases "to replicated" want the layout of DTensor's own result, where fshard keeps the result sharded.
+    """
     found: dict[str, Case] = {}
     for one in (R, S0, S1):
         for other in (R, S0, S1):
@@ -51,6 +55,11 @@ def cases() -> dict[str, Case]:
         for dim in (0, 1):
             f = lambda x, n=name, d=dim: _first(getattr(x, n)(dim=d))  # noqa: E731
             found[f"{name} dim {dim}, sharded 1"] = Case(f, [((64, 32), S1)], S1)
+    for name in ("softmax", "log_softmax", "cumsum"):
+        f = lambda x, n=name: getattr(x, n)(dim=1)  # noqa: E731
+        found[f"{name} dim 1, sharded 1, to replicated"] = Case(f, [((64, 32), S1)], R)
+    found["layer_norm (1,), to replicated"] = Case(lambda x: F.layer_norm(x, (32,)), [((64, 32), S1)], R)
+    found["flatten (1,), to replicated"] = Case(lambda x: x.reshape(-1), [((64, 32), S1)], R)
     for name in ("sum", "mean", "amax", "logsumexp", "var", "std"):
         for dim in (0, 1):
             f = lambda x, n=name, d=dim: getattr(x, n)(d)  # noqa: E731
@@ -197,7 +206,8 @@ def timed(rounds: int = 20) -> dict[str, list[float]]:
     small = torch.randn(64)
     array = fs.device_put(small, fs.Layout(mesh, P("model")))
     shard = array.shards[0]
-    programs["add, fshard"], programs["add, local"] = lambda: array + array, lambda: shard + shard
+    programs["100 adds, fshard"] = lambda: [array + array for _ in range(100)]
+    programs["100 adds, local"] = lambda: [shard + shard for _ in range(100)]
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
         for name, program in programs.items():
@@ -206,6 +216,21 @@ def timed(rounds: int = 20) -> dict[str, list[float]]:
             program()
             times[name].append(time.perf_counter() - start)
     return times
+
+
+def dispatch(rounds: int = 21) -> None:
+    """Print what one cached pointwise operation costs on virtual devices, and on as many local tensors."""
+    for n in (1, 8):
+        array = fs.device_put(torch.randn(64), fs.Layout(fs.make_mesh({"data": n}), P("data")))
+        programs = {"fshard": lambda x=array: x + x, "local": lambda x=array: [shard + shard for shard in x.shards]}
+        times: dict[str, list[float]] = {name: [] for name in programs}
+        for _ in range(rounds):
+            for name, program in programs.items():
+                start = time.perf_counter()
+                for _ in range(1000):
+                    program()
+                times[name].append(time.perf_counter() - start)
+        print(f"{n} virtual devices: " + ", ".join(f"{name} {1e3 * median(own):.1f} us" for name, own in times.items()))
 
 
 def _fits(pattern: str, path: str) -> bool:
@@ -220,6 +245,9 @@ def _sum(y: DTensor) -> Any:
 
 def main() -> None:
     """Run the part that was asked for."""
+    if "dispatch" in sys.argv:
+        dispatch()
+        return
     if "time" not in sys.argv:
         count_bytes()
         return

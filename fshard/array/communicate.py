@@ -37,7 +37,7 @@ _PLAIN_KINDS = {"slice", "summand", "psum", "psum_scatter", "all_gather", "all_t
 
 
 class LayoutChange(NamedTuple):
-    """How one input gets its layout: the moves, and the axes along which it is varying afterwards.
+    """The moves that bring an input to its layout, and the axes along which it is varying afterwards.
 
     `moves` is None where only a general reshard leads there.
     """

@@ -6,9 +6,7 @@ A loss is computed element by element, then reduced by rows of its own; so its g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,18 +20,43 @@ from fshard.array.rules import Rule, arrays_in, compose, rule
 from fshard.errors import LayoutError
 from fshard.mesh.layout import P
 
-
-def python_body(function: Any) -> Callable[..., Any]:
-    """Return a Python function of torch without its check for overrides, so that it runs on arrays step by step."""
-    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    unchecked = {**function.__globals__, **dict.fromkeys(checks, lambda *_: False)}
-    body = FunctionType(function.__code__, unchecked, function.__name__, function.__defaults__, function.__closure__)
-    body.__kwdefaults__ = function.__kwdefaults__
-    return body
+compose("softmin")(lambda x, dim=None, _stacklevel=3, dtype=None: F.softmax(-x, dim=dim, dtype=dtype))
 
 
-for _name in ("multi_head_attention_forward", "normalize", "softmin"):
-    compose(_name)(python_body(getattr(F, _name)))
+@compose("normalize")
+def _normalize(x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Any:
+    return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
+
+
+@compose("multi_head_attention_forward")
+def _multi_head_attention(
+    query: Any, key: Any, value: Any, embed_dim_to_check: int, num_heads: int, in_proj_weight: Any, in_proj_bias: Any,
+    bias_k: Any, bias_v: Any, add_zero_attn: bool, dropout_p: float, out_proj_weight: Any, out_proj_bias: Any,
+    training: bool = True, key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None,
+    use_separate_proj_weight: bool = False, average_attn_weights: bool = True, is_causal: bool = False, **rest: Any,
+) -> Any:  # fmt: skip
+    """Attend by (length, batch, width) arrays with one projection weight, as `nn.MultiheadAttention` does by default."""
+    given = (bias_k, bias_v, rest.get("static_k"), rest.get("static_v"))
+    if use_separate_proj_weight or add_zero_attn or query.ndim != 3 or any(x is not None for x in given):
+        return NotImplemented
+    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+    projected = zip((query, key, value), in_proj_weight.chunk(3), biases, strict=True)
+    q, k, v = (F.linear(x, w, b).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x, w, b in projected)
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    if attn_mask is not None:
+        scores = _masked(scores, attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, num_heads)))
+    if key_padding_mask is not None:
+        scores = _masked(scores, key_padding_mask.unsqueeze(1).unsqueeze(1))
+    weights = F.dropout(scores.softmax(-1), dropout_p, training)
+    y = F.linear((weights @ v).permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
+    if not need_weights:
+        return y, None
+    return y, weights.mean(1) if average_attn_weights else weights
+
+
+def _masked(scores: Any, mask: Any) -> Any:
+    """Hide scores where a boolean mask is True; add any other mask."""
+    return scores.masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
 
 
 @compose("batch_norm")

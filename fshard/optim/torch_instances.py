@@ -225,7 +225,7 @@ class InstanceSource(TorchSource):
 
     def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         super().__init__(given, params)
-        self._local: dict[str, nn.Parameter] = {}  # whose data is this device's shard, anew in each step
+        self._local: dict[str, nn.Parameter] = {}  # whose data is this device's shard; replaced in each step
         elementwise = bool(getattr(type(given), "elementwise", False))
         self._opt = Optimizer(self._init, self._update, self._step, elementwise, arrays=True)
 

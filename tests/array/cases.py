@@ -250,6 +250,17 @@ c(
     R(8, 4),
 )
 c(
+    "mha",
+    lambda x, w, b, o, m: F.multi_head_attention_forward(
+        x, x, x, 4, 2, w, b, None, None, False, 0.0, o, None, key_padding_mask=x[:, :, 0].T, attn_mask=m
+    ),
+    R(6, 2, 4),
+    R(12, 4),
+    R(12),
+    R(4, 4),
+    R(6, 6),
+)
+c(
     "sdpag",
     lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
     R(2, 4, 8, 4),

@@ -15,6 +15,8 @@ import fshard as fs
 from fshard import P
 from fshard.errors import LayoutError, MeshError
 
+# torch itself uses torch.jit.script in its first jvp
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 MESH = fs.make_mesh({"data": 2, "model": 2})
 
 

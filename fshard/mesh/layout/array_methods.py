@@ -24,7 +24,7 @@ class ArrayMethods:
     """A function of (torch's function, args, kwargs), which `fshard.array` sets."""
     shape: tuple[int, ...]
     version: int = 0
-    """How often the array was changed in place."""
+    """The number of in-place changes so far."""
     sums: Any = MappingProxyType[Any, Any]({})
     """Reduced shards of an unreduced array, which several operations need."""
     viewed: Any = None
