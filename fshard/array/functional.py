@@ -95,7 +95,7 @@ def _instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, *a
 def _dropout(dims: int | None, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Drop elements; with `dims` given, channels of an array of that many dims."""
     if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        raise ValueError(f"dropout: p must be from 0 to 1; got {p}.")
     if not training or p == 0:
         return x
     if dims not in (None, x.ndim):
