@@ -5,6 +5,7 @@ Most are rows of names. Those that are linear in some arrays have a function tha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fshard.array.rules import Rule, compose, equations, rule, spell
+from fshard.errors import LayoutError
 from fshard.mesh.layout.sharded import Sharded
 
 _NAMES = """
@@ -66,7 +68,21 @@ rule(_NAMES)(elementwise())
 rule("neg negative positive clone contiguous conj conj_physical resolve_conj")(elementwise(lambda x, **_: [(0,)]))
 rule("detach real imag .real .imag .data", is_view=True)(elementwise(lambda x: [(0,)]))
 rule("to type")(elementwise(lambda x, *args, **more: [(0,)] if _is_exact(x.dtype, x.to(*args, **more).dtype) else ()))
-compose("to")(lambda x, *args, **_: x.to(args[0].dtype) if args and isinstance(args[0], Sharded) else NotImplemented)
+
+
+@compose("to")
+def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Take the dtype of another array, and drop the device, which is the mesh's."""
+    kept = [one.dtype if isinstance(one, Sharded) else one for one in args if not isinstance(one, str | torch.device)]
+    named = {name: given for name, given in kwargs.items() if name != "device"}
+    devices = [one for one in (*args, kwargs.get("device")) if isinstance(one, str | torch.device)]
+    if other := [one for one in devices if torch.device(one).type != x.device.type]:
+        raise LayoutError(f"to: an array stays on its mesh, {x.mesh}; got {other[0]}. Use fs.device_put.")
+    if (len(kept), len(named)) == (len(args), len(kwargs)) and all(map(operator.is_, kept, args)):
+        return NotImplemented
+    return x.to(*kept, **named) if kept or named else x
+
+
 _TO = {"double": torch.float64, "float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 for _name, _to in _TO.items():
     rule(_name)(elementwise(lambda x, _to=_to, **_: [(0,)] if _is_exact(x.dtype, _to) else ()))

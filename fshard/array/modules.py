@@ -107,9 +107,7 @@ class ShardedBackend(TorchBackend):
 def _from_shards(shards: Any, kept: tuple[tuple[int, ...], Layout]) -> Sharded:
     width = 1 if kept[1].spec.is_flat else len(kept[0])
     if any(isinstance(shard, Tensor) and shard.ndim != width for shard in shards):
-        raise LayoutError(
-            "torch.func.vmap does not map over arrays. Write the dim into the operations, or use fs.unshard(x)."
-        )
+        raise LayoutError("torch.func.vmap does not map over arrays. Use it in fs.shard_map, on local tensors.")
     return Sharded(kept[0], kept[1], tuple(shards))
 
 

@@ -146,9 +146,8 @@ class GradientFunction:
     def __call__(self, params: PyTree, *given: PyTree, scale: Tensor | float | None = None) -> tuple[Any, PyTree]:
         """Return the loss, or loss and metrics, and the gradient of `scale` times the loss."""
         how = self.how
-        if transformed():  # it would compute zeros, since it differentiates detached shards
-            fix = "Compute on arrays: torch.func.grad(lambda params: fs.unshard(loss_fn(params, batch)))."
-            raise NotImplementedError(f"{how.caller} must not be called within a torch.func transform. {fix}")
+        if transformed():  # the engine differentiates detached shards, of which torch.func sees nothing
+            return self.differentiable(params, *given)
         buffers, batch = given if how.has_buffers else ((), *given)
         refuse_distant(self.mesh, how.caller, params=params, buffers=buffers, batch=batch)
         value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))
@@ -187,6 +186,10 @@ class GradientFunction:
         aux = global_aux([result.aux for result in results], parts) if self.how.has_aux else ()
         value = StepValue(first.loss, first.weight, parts.samples, after, aux)
         return value, unflatten(structure, [grads[place] for place in at])
+
+    def differentiable(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
+        """Return the loss and its gradient within a transform of `torch.func`."""
+        raise NotImplementedError(f"{self.how.caller} of stages must not be called within a torch.func transform.")
 
     def plans_of(
         self,
@@ -259,6 +262,18 @@ class GradientFunction:
 
 class Gradient(GradientFunction):
     """The gradient of a loss function of the full model."""
+
+    def differentiable(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
+        """Return the loss and its gradient within a transform of `torch.func`."""
+        from fshard.transforms.differentiable_gradient import differentiable_gradient  # rare
+
+        how = self.how
+        wrong = {"has_buffers": how.has_buffers, "has_aux": how.has_aux, "reproducible": how.slices is not None}
+        if found := [name for name, given in wrong.items() if given]:
+            raise NotImplementedError(
+                f"{how.caller} must not have {', '.join(found)} within a torch.func transform: return the loss alone."
+            )
+        return differentiable_gradient(self, resolve_mesh(self.mesh), params, *given)
 
     def plan(
         self,

@@ -106,44 +106,35 @@ class ViT(nn.Module):
         return self.head(self.encoder(x)[:, 0])
 
 
-class BertSelfAttention(nn.Module):
-    """Attention as Hugging Face writes it: views by the tensor's own size, an additive mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.dense, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH, eps=1e-12), nn.Dropout(0.1)
-
-    def forward(self, x, mask):
-        q, k, v = (
-            own(x).view(*x.size()[:-1], HEADS, -1).permute(0, 2, 1, 3) for own in (self.query, self.key, self.value)
-        )
-        scores = torch.matmul(q, k.transpose(-1, -2)) / (WIDTH // HEADS) ** 0.5 + mask
-        y = (self.drop(nn.functional.softmax(scores, dim=-1)) @ v).permute(0, 2, 1, 3).contiguous()
-        return self.norm(self.drop(self.dense(y.view(*y.size()[:-2], WIDTH))) + x)
-
-
-def test_bert_with_an_attention_mask_equals_one_device():
+@pytest.mark.filterwarnings("ignore")  # of transformers' own
+def test_bert_of_hugging_face_equals_one_device():
+    hugging_face = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    one = BertSelfAttention().to(F64)
-    rules = {"query.*": P("model"), "key.*": P("model"), "value.*": P("model"), "dense.weight": P(None, "model")}
-    many = fs.array.shard_module(copy.deepcopy(one), rules, mesh=MESH)
-    x, mask = (
-        torch.randn(4, LENGTH, WIDTH, dtype=F64),
-        torch.randint(0, 2, (4, 1, 1, LENGTH)) * torch.tensor(-1e4).to(F64),
+    sizes = {"hidden_size": 2 * WIDTH, "num_attention_heads": HEADS, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = hugging_face.BertConfig(
+        vocab_size=WORDS, max_position_embeddings=LENGTH, attention_probs_dropout_prob=0.0, **sizes
     )
+    one = hugging_face.BertForMaskedLM(config).to(F64)
+    columns = {f"*{name}.*": P("model") for name in ("query", "key", "value", "intermediate.dense")}
+    rules = {**columns, "*.output.dense.weight": P(None, "model"), "*word_embeddings.weight": P("model")}
+    many = fs.array.shard_module(copy.deepcopy(one), rules, mesh=MESH)
+    ids, mask = torch.randint(0, WORDS, (4, LENGTH)), torch.ones(4, LENGTH, dtype=torch.long)
+    mask[1:, -2:] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     found, wanted = [], []
     for model, results, put in (
         (one, wanted, lambda x: x),
         (many, found, lambda x: fs.device_put(x, fs.Layout(MESH, P("data")))),
     ):
         torch.manual_seed(1)
-        results.append(model(put(x), put(mask)))
-        results[0].square().sum().backward()
-    torch.testing.assert_close(fs.unshard(found[0]), wanted[0])
+        result = model(**{name: put(x) for name, x in given.items()})
+        results += [result.loss, result.logits]
+        result.loss.backward()
+    torch.testing.assert_close([fs.unshard(x) for x in found], wanted)
     for p, q in zip(one.parameters(), many.parameters(), strict=True):
         torch.testing.assert_close(fs.unshard(q.grad), p.grad)
-    assert "query.weight  f64[8@model, 8]" in fs.array.inspect(many)
+    assert "attention.self.query.weight" in fs.array.inspect(many)
+    assert "f64[16@model, 16]" in fs.array.inspect(many)
 
 
 @pytest.mark.parametrize(

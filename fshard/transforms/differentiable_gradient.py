@@ -1,0 +1,76 @@
+"""The gradient function within a transform of `torch.func`, as in `jvp(fs.grad(loss_fn, ...), ...)`.
+
+The engine takes its gradient from detached shards, of which a transform sees nothing. Here the mean loss is one
+differentiable program, whose gradient torch.func takes: more memory and communication, and any further derivative.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.collectives.api import psum, pvary
+from fshard.mesh.collectives.autograd import Tensors
+from fshard.mesh.layout import Layout, Mesh, PyTree, flatten, paths_of, unflatten
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import reshard, unshard
+from fshard.mesh.spmd.outer_autograd import run_mapped
+from fshard.mesh.spmd.scope import owning, require
+from fshard.optim.leaves import trainable, without_static
+from fshard.transforms.batch import placed
+from fshard.transforms.device_step import one_loss
+from fshard.transforms.means import weight_of
+from fshard.transforms.patterns import chosen
+from fshard.transforms.reproducible.randomness import drawn_key, keyed_random
+
+if TYPE_CHECKING:
+    from fshard.transforms.gradient import GradientFunction
+
+
+def differentiable_gradient(
+    function: GradientFunction, mesh: Mesh, params: PyTree, batch: PyTree
+) -> tuple[Tensor, PyTree]:
+    """Return the mean loss and its gradient, as functions of the parameters that can be differentiated again."""
+    how = function.how
+    params, restore = without_static(params)
+    leaves, structure = flatten(params, sharded_is_leaf=True)
+    function.check_params(params, leaves, structure, mesh)
+    parts, key, dtype = placed(batch, function.specs, mesh), drawn_key(), how.unit_options.compute
+    frozen = chosen(function.frozen, [*paths_of(structure)], "frozen")
+    trained = [place for place, x in enumerate(leaves) if trainable(x) and not frozen[place]]
+
+    slices = [parts.slices(place, 1)[0] for place in range(len(parts.devices))]
+    tensors = [place for place, x in enumerate(slices[0].leaves) if isinstance(x, Tensor)]
+
+    def on_device(device: int, given: Tensors) -> Tensors:
+        """Return the mean loss of all devices, each of which takes its part of the batch."""
+        place = parts.devices.index(device) if len(parts.devices) > 1 else 0
+        part, own = slices[place], [*slices[place].leaves]
+        for index, x in zip(tensors, given[len(leaves) :], strict=True):
+            own[index] = x
+        samples = parts.tree(own, dtype)
+        varying = [pvary(x if dtype is None else x.to(dtype), mesh.axis_names) for x in given[: len(leaves)]]
+        number = require("a loss function").group(parts.axes, "value_and_grad").index if parts.axes else 0
+        with keyed_random(key, 0, number), owning(mesh.axis_names):
+            loss = one_loss(how, how.loss_fn(restore(unflatten(structure, varying)), samples), part)
+        weight = weight_of(float(part.rows) if how.weight is None else how.weight(samples)).to(loss.device)
+        total = psum(weight, mesh.axis_names)
+        return (psum(loss * weight, mesh.axis_names) / total,)
+
+    def mean_loss(chosen: list[Sharded]) -> tuple[Tensor, Tensor]:
+        given = [*leaves]
+        for place, x in zip(trained, chosen, strict=True):
+            given[place] = x
+        columns = [reshard(x, Layout(mesh)).shards for x in given]
+        columns += [tuple(part.leaves[place] for part in slices) for place in tensors]
+        (losses,) = run_mapped(mesh, on_device, columns, mapped=mesh.axis_names)
+        loss = unshard(Sharded((), Layout(mesh), losses))
+        return loss, loss.detach()
+
+    found, loss = torch.func.grad(mean_loss, has_aux=True)([leaves[place] for place in trained])
+    grads: list[Any] = [None] * len(leaves)
+    for place, x in zip(trained, found, strict=True):
+        grads[place] = reshard(x, function.gradients(x.layout))
+    return loss, unflatten(structure, grads)
