@@ -16,12 +16,13 @@ import torch
 
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Tensors, recorded, transformed
-from fshard.mesh.collectives.moves import AllGather, Extreme, Move, Pvary
+from fshard.mesh.collectives.moves import AllGather, Alone, Extreme, Move, Psum, Pvary
 from fshard.mesh.collectives.on_shards import apply_move
-from fshard.mesh.layout import Layout, P
+from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import reshard
 from fshard.mesh.reshard.execute import MOVES, plan_reshard
+from fshard.mesh.spmd.scope import here, require
 from fshard.source import Site, call_site
 
 
@@ -82,13 +83,31 @@ def transfer(x: Sharded, to: LayoutChange, what: str) -> Tensors:
     site, shards = operation_site(what), x.shards
     if to.moves is None:
         shards = reshard(x, to.layout).shards
+    is_own = in_loss()
     for move, axes in to.moves or ():
-        shards = apply_move(x.mesh, move, axes, shards, site)
-    if to.vary and _is_followed(shards):
+        shards = (_apply_own if is_own else apply_move)(x.mesh, move, axes, shards, site)
+    if to.vary and not is_own and _is_followed(shards):
         shards = apply_move(x.mesh, Pvary(), to.vary, shards, site)
     if key is not None:
         x.sums = {**x.sums, key: shards}
     return shards
+
+
+def in_loss() -> bool:
+    """Return True in a loss function, where every value is varying: see `fs.value_and_grad`."""
+    scope = here()
+    return scope is not None and bool(scope.own)
+
+
+def _apply_own(mesh: Mesh, move: Move, axes: tuple[str, ...], shards: Tensors, site: Site) -> Tensors:
+    """Apply a collective in a loss function: the cotangent of a replicated value is a sum over the devices."""
+    if isinstance(move, Alone):
+        group = require("an operation on arrays").group(axes, "an operation on arrays")
+        return tuple(move.local(x, group.index, group.size) for x in shards)
+    if isinstance(move, AllGather):
+        move = AllGather(move.dim)
+    shards = apply_move(mesh, move, axes, shards, site)
+    return apply_move(mesh, Pvary(), axes, shards, site) if isinstance(move, Psum) and _is_followed(shards) else shards
 
 
 def _is_followed(shards: Tensors) -> bool:

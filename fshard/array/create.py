@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fshard.array.communicate import in_loss
 from fshard.array.rules import compose
 from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.collectives.api import all_gather
@@ -91,7 +92,7 @@ def _drawn(shape: Sequence[int], layout: Layout, draw: Callable[[Any], Any], gen
 
 def _agree_on_state(layout: Layout, generator: torch.Generator | None) -> None:
     """Raise unless all processes are about to draw the same numbers."""
-    if layout.mesh.runtime != "process":
+    if layout.mesh.runtime != "process" or in_loss():  # all devices of a step draw by one key
         return
     state = (generator or torch.default_generator).get_state()
     own = (state.to(torch.int64) * torch.arange(1, len(state) + 1)).sum().reshape(1)

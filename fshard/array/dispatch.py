@@ -9,7 +9,7 @@ Everything that depends only on shapes, dtypes and layouts is a `CachedCall`, ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from operator import attrgetter
@@ -73,7 +73,8 @@ class CachedCall(NamedTuple):
     rebuild: Any
     """Builds torch's result from several arrays; None for a single one."""
     local: LocalProgram | None
-    where: Sequence[Where]
+    where: dict[int, Where]
+    """For each device that has run a local program; those of a virtual mesh may be threads, which share the call."""
     is_free: bool
     is_view: bool
 
@@ -233,15 +234,16 @@ def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwar
     rule = cast("Callable[..., Rule]", row.rule)(results, *given, **named)
     choice = choose(describe(rule, arrays, results), mesh)
     shapes = tuple(tuple(y.shape) for y in results)
-    where = [_where(choice, shapes, device) for device in local_devices(mesh)] if rule.local else []
     is_free = all(one.is_free for one in choice.transfers)
     rebuild = None if isinstance(made, Tensor) else tuple if type(made) is tuple else type(made)
-    return CachedCall(name, func, choice, shapes, rebuild, rule.local, where, is_free, row.is_view)
+    return CachedCall(name, func, choice, shapes, rebuild, rule.local, {}, is_free, row.is_view)
 
 
-def _where(choice: LayoutChoice, shapes: Sequence[tuple[int, ...]], device: int) -> Where:
+def _where(call: CachedCall, device: int) -> Where:
     """Return what the local program of a device needs to know."""
-    mesh = choice.layouts[0].mesh
+    if device in call.where:
+        return call.where[device]
+    choice, shapes, mesh = call.choice, call.shapes, call.choice.layouts[0].mesh
     coordinates = mesh.coordinates(device)
     starts = {
         label: ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
@@ -249,7 +251,7 @@ def _where(choice: LayoutChoice, shapes: Sequence[tuple[int, ...]], device: int)
     }
     specs = [P(*layout.spec.entries) for layout in choice.layouts]
     local = [Layout(mesh, spec).local_shape(shape, device) for spec, shape in zip(specs, shapes, strict=True)]
-    return Where(tuple(local), starts)
+    return call.where.setdefault(device, Where(tuple(local), starts))
 
 
 def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -261,11 +263,14 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
     else:
         columns = [transfer(x, to, call.name) for x, to in zip(arrays, call.choice.transfers, strict=True)]
     func, local, found = call.func, call.local, list[Any]()
+    devices = local_devices(arrays[0].mesh) if local is not None else ()
     for number, shards in enumerate(zip(*columns, strict=True)):
         own = iter(shards)
         given = tuple([next(own) if type(x) is Sharded else _replaced(x, own) for x in args])
         named = {name: _replaced(x, own) for name, x in kwargs.items()} if kwargs else kwargs
-        found.append(func(*given, **named) if local is None else local(call.where[number], func, given, named))
+        found.append(
+            func(*given, **named) if local is None else local(_where(call, devices[number]), func, given, named)
+        )
     columns = [found] if call.rebuild is None else zip(*found, strict=True)
     results = [Sharded(*one) for one in zip(call.shapes, call.choice.layouts, map(tuple, columns), strict=True)]
     if call.is_view:

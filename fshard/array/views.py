@@ -176,14 +176,32 @@ def _assign(x: Any, index: Any, value: Any) -> None:
 DIRECT["setitem"] = _assign
 
 
+def _own_rows(where: Where, index: Tensor, held: int, total: int) -> tuple[Tensor, Tensor]:
+    """Return indices into the rows that a device holds, and which of them it holds."""
+    if index.is_cpu and bool(((index < 0) | (index >= total)).any()):
+        raise IndexError(f"an index must be in 0..{total - 1}; got {index.min()} to {index.max()}.")
+    index = index - where.starts["v"] * held
+    return index.clamp(0, max(held - 1, 0)), (index >= 0) & (index < held)
+
+
 @rule("gather take_along_dim")
 def _gather(results: Any, x: Any, *args: Any, dim: Any = None, **kwargs: Any) -> Rule:
+    """Return the rule of a gather; over a sharded dim each device takes what it holds, and the rest are zeros."""
     (index,) = arrays_in(args, kwargs)
     given = [one for one in (*args, dim) if isinstance(one, int)]
-    if not given or x.ndim != index.ndim:
+    if not given or not x.ndim or x.ndim != index.ndim:
         return Rule("->", [(0,)])
-    out = spell(x.ndim, {given[0]: "k"} if x.ndim else {})
-    return Rule(f"{out.replace('k', 'D')},{out}->{out}", [(0,)], exact=True)
+    at, total = given[0], x.shape[given[0]]
+
+    def take(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
+        if "v" not in where.starts:
+            return func(*args, **kwargs)
+        shard, index = arrays_in(args, kwargs)
+        index, found = _own_rows(where, index, shard.shape[at], total)
+        return torch.where(found, shard.gather(at, index), 0)
+
+    out = spell(x.ndim, {at: "k"})
+    return Rule(f"{out.replace('k', 'v')},{out}->{out}", [(0,)], take, exact=True)
 
 
 @rule("scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce")
@@ -219,11 +237,8 @@ def _embedding(
         if "v" not in where.starts:
             return func(*args, **kwargs)
         index, shard = arrays_in(args, kwargs)
-        if index.is_cpu and bool(((index < 0) | (index >= rows)).any()):
-            raise IndexError(f"embedding: an index must be in 0..{rows - 1}; got {index.min()} to {index.max()}.")
-        index = index - where.starts["v"] * len(shard)
-        found = (index >= 0) & (index < len(shard))
-        return F.embedding(index.clamp(0, max(len(shard) - 1, 0)), shard) * found.unsqueeze(-1)
+        index, found = _own_rows(where, index, len(shard), rows)
+        return F.embedding(index, shard) * found.unsqueeze(-1)
 
     equation = "...,vw->...w" if padding_idx is None else "...,Vw->...w"
     return Rule(equation, [(1,)], look_up)
