@@ -102,7 +102,7 @@ def in_loss() -> bool:
 def _apply_own(mesh: Mesh, move: Move, axes: tuple[str, ...], shards: Tensors, site: Site) -> Tensors:
     """Apply a collective in a loss function: the cotangent of a replicated value is a sum over the devices."""
     if isinstance(move, Alone):
-        group = require("an operation on arrays").group(axes, "an operation on arrays")
+        group = require("an operation on arrays").called_group(axes, "an operation on arrays")
         return tuple(move.local(x, group.index, group.size) for x in shards)
     if isinstance(move, AllGather):
         move = AllGather(move.dim)

@@ -63,7 +63,7 @@ def apply_move(mesh: Mesh, move: Move, axes: tuple[str, ...], shards: Tensors, s
         return linear.run(shards) if isinstance(move, Extreme) else apply(linear, shards)
 
     def on_device(device: int) -> Tensors:
-        bound = Bound(move, require("an operation on arrays").group(axes, "an operation on arrays"), site)
+        bound = Bound(move, require("an operation on arrays").called_group(axes, "an operation on arrays"), site)
         return bound.run(shards) if isinstance(move, Extreme) else apply(bound, shards)
 
     return run_on_devices(mesh, on_device)[0]
