@@ -118,7 +118,7 @@ class LoopModel(BoostedModel):
 
     def _forward(self, device: int, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         grad = torch.is_grad_enabled()
-        step = self._step if self._step is not None and grad else self._begin()
+        step = self._step if self._step is not None and grad else self._begin(device)
         if not step.is_pending:
             step.runtime.begin()
         sliced = grad and self.is_reproducible
@@ -150,13 +150,13 @@ class LoopModel(BoostedModel):
         columns, found = [(x,) for x in leaves], cut if any(has_samples) else None
         return Batch(mesh, (device,), columns, found, has_samples, structure, self._axes, ()), own / cut.length
 
-    def _begin(self) -> _Step:
+    def _begin(self, device: int) -> _Step:
         """Begin a step: make the parameters available."""
         leaves, structure = flatten(self.params, sharded_is_leaf=True)
         own, at = numbered(leaves)
         plans = self._gradient.plans_of(structure, leaves, at, resolve_mesh(self.mesh), self._axes)
         shards = [leaves[place].shards[0] for place in own]
-        return _Step(self._gradient.runtime(plans, shards, call_site()), plans, structure, at)
+        return _Step(self._gradient.runtime(plans, shards, call_site(), device), plans, structure, at)
 
     def _run_once(self, step: _Step, device: DeviceStep) -> Any:
         leaves = [x for (x,) in device.batch.columns]

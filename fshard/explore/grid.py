@@ -106,7 +106,7 @@ def plan_grid(kind: ShardType, mesh: Mesh) -> Grid:
     >>> [(cell.ranges, list(cell.holders())) for cell in grid.cells]
     [(((0, 4), (0, 6)), [(0,), (1,)]), (((4, 8), (0, 6)), [(2,), (3,)])]
     """
-    layout = Layout(mesh, kind.spec, kind.memory)
+    layout = Layout(mesh, kind.spec, kind.memory, unit="drawn")  # whose dims may be uneven
     layout.check(kind.shape)
     dims = enumerate(layout.spec.dims(len(kind.shape)) if not layout.spec.is_flat else ())
     return _grid(kind, layout, _sides(kind.shape, layout, [dim for dim, axes in dims if _parts(layout, axes) > 1]))
@@ -147,7 +147,7 @@ def _places(outer: Sequence[Side]) -> list[tuple[int | None, ...]]:
 def _sides(shape: Sequence[int], layout: Layout, cut: list[int]) -> tuple[Side, ...]:
     """Return the sides to draw: the dims in `cut`, and the last others until there are two."""
     if layout.spec.flat_axes is not None:
-        return (_side(shape, layout, "flat", 0, layout.spec.flat_axes, _INSIDE),)
+        return (_side(shape, layout, "flat", 0, layout.spec.split_axes, _INSIDE),)
     dims = dict(enumerate(layout.spec.dims(len(shape))))
     others = [dim for dim in reversed(dims) if dim not in cut]
     drawn = sorted(cut + others[: max(0, 2 - len(cut))])

@@ -157,7 +157,7 @@ def _validate(opt: Optimizer, stage: Stage, unit: Unit | None) -> None:
 def shard_layout(layout: Layout, axes: tuple[str, ...]) -> Layout:
     """Return the layout of the shards that devices along `axes` work on.
 
-    Existing sharding over some of the axes is kept; the others split it further, flat. One device splits nothing.
+    Existing sharding is kept, of dims too; the other axes split each shard further, flat. One device splits nothing.
     """
     return _cut_further(layout, axes) or layout  # itself: layouts are compared by identity first
 
@@ -166,7 +166,7 @@ def shard_layout(layout: Layout, axes: tuple[str, ...]) -> Layout:
 def _cut_further(layout: Layout, axes: tuple[str, ...]) -> Layout | None:
     spec = layout.spec
     more = tuple(axis for axis in axes if axis not in spec.sharded_axes and layout.mesh.shape[axis] > 1)
-    return layout.with_spec(P.flat(*spec.split_axes, *more, at=dict(spec.at))) if more else None
+    return layout.with_spec(P(*spec.entries, flat=(*(spec.flat_axes or ()), *more), at=dict(spec.at))) if more else None
 
 
 def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> tuple[Layout | None, ...]:

@@ -133,12 +133,12 @@ _INDEX = "fs.axis_index"
 class CollectiveRecord:
     """The collectives that one device's loss function calls in a step; `objection` may reject them.
 
-    `along`: axes beside the batch's that were used; `mixed`: whether a collective used both kinds.
+    `along`: axes beside the batch's that were used, local ones always; `mixed`: whether a collective used both kinds.
     """
 
-    def __init__(self, batch: Batch, objection: Notice | None) -> None:
+    def __init__(self, batch: Batch, objection: Notice | None, local: tuple[str, ...] = ()) -> None:
         self._sizes, self._cut, self._objection = batch.mesh.shape, frozenset(batch.axes), objection
-        self.along: tuple[str, ...] = ()
+        self.along = tuple([axis for axis, size in self._sizes.items() if size > 1 and axis in local])
         self._indexed = set[str]()
         self.mixed = False
 

@@ -40,7 +40,7 @@ from fshard.transforms.means import (
     weight_of,
 )
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
-from fshard.transforms.origin import Inputs, inputs_of
+from fshard.transforms.origin import Inputs, bits, inputs_of
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
@@ -61,6 +61,7 @@ class StepOptions:
         unit_options: options of units.
         backward: False takes no gradient.
         caller: the function that was called, for messages.
+        local: the axes along which parameters are used as they are stored; the loss is the mean over them.
     """
 
     loss_fn: Callable[..., Any]
@@ -73,6 +74,7 @@ class StepOptions:
     unit_options: UnitOptions
     backward: bool = True
     caller: str = "value_and_grad"
+    local: tuple[str, ...] = ()
 
     def turns(self, n: int) -> int:
         """Return the number of slices of each of n devices; in reproducible mode they are one branch of the global
@@ -155,7 +157,8 @@ class DeviceStep:
         self.place, self.key, self.scale, self.scaled = place, key, scale, scale
         self.group = self._along(batch.axes)  # the devices that have other samples
         self.turns = how.turns(1 if self.group is None else self.group.size)
-        self.collectives = CollectiveRecord(batch, objection(batch, self.turns, reproducible=how.slices is not None))
+        objected = objection(batch, self.turns, reproducible=how.slices is not None)
+        self.collectives = CollectiveRecord(batch, objected, how.local)
 
     @property
     def everyone(self) -> Group | None:
@@ -334,8 +337,14 @@ class DeviceStep:
 
     def _inputs(self) -> Inputs:
         runtime, key = self.runtime, None if self.how.slices is None else self.key
-        pairs = zip(runtime.leaves, runtime.shards, strict=True)
-        return inputs_of(self.batch, key, (x for leaf, x in pairs if not leaf.gather.steps), fresh=runtime.fresh)
+        pairs = [*zip(runtime.leaves, runtime.shards, strict=True)]
+        full = (x for leaf, x in pairs if not leaf.gather.steps and not leaf.used.entries)
+        inputs = inputs_of(self.batch, key, full, fresh=runtime.fresh)
+        shards = [x for leaf, x in pairs if not leaf.gather.steps and leaf.used.entries]
+        if runtime.fresh and self.batch.alone and shards and self.group is not None:
+            (sums,) = summed((on_host(marks([*map(bits, shards)]), shards[0].device),), self.group, runtime.site)
+            inputs.leaves.append(self.group.index if unlike(sums.tolist()) else 0)  # then all devices raise
+        return inputs
 
     def _refuse_different(self, inputs: Inputs, differing: Sequence[int]) -> None:
         """Raise if devices have different inputs (1), or else if they all-gathered different units (0)."""

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.errors import CollectiveTimeoutError, DeadlockError, MismatchError
+from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
 from fshard.mesh.collectives.autograd import transformed
-from fshard.mesh.layout import Layout, Mesh, PyTree, Structure, flatten, paths_of, unflatten
+from fshard.mesh.layout import Axes, Layout, Mesh, P, PyTree, Structure, as_axes, as_written, flatten, paths_of, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
 from fshard.optim.leaves import trainable, without_static
@@ -58,6 +58,7 @@ def unstaged(
     reduce_once: bool = True,
     gradients: Callable[[Layout], Layout] | None = None,
     frozen: Choice = None,
+    local: Axes = (),
     reproducible: bool = False,
     slices: int | None = None,
     reshard_after_forward: bool = True,
@@ -77,8 +78,9 @@ def unstaged(
     count = 8 if slices is None else slices
     unit_options = UnitOptions(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
     once = reduce_once or reproducible
+    slices = count if reproducible else None
     how = StepOptions(
-        loss_fn, has_buffers, has_aux, weight, accumulate, once, count if reproducible else None, unit_options, backward
+        loss_fn, has_buffers, has_aux, weight, accumulate, once, slices, unit_options, backward, local=as_axes(local)
     )
     return Gradient(how, mesh, batch, gradients or same_layouts, frozen)
 
@@ -86,6 +88,25 @@ def unstaged(
 def same_layouts(layout: Layout) -> Layout:
     """Give gradients the layouts of their parameters."""
     return layout
+
+
+def used_layout(how: StepOptions, x: Sharded) -> Layout:
+    """Return the layout in which a parameter is used: sharded along local axes, as it is stored, and replicated elsewhere."""
+    return Layout(x.mesh, P(*x.spec.entries)) if how.local else Layout(x.mesh)
+
+
+def refuse_not_local(how: StepOptions, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
+    """Raise with the parameters that are not sharded along local axes by dims, and along others flat."""
+    wrong = [
+        f"{named(parts_of(path)) or 'the parameter'} is {x.spec}"
+        for path, x in zip(paths, leaves, strict=True)
+        if any((axis in how.local) == (axis in (x.spec.flat_axes or ()) + x.spec.at_axes) for axis in x.spec.axes)
+    ]
+    if how.local and wrong:
+        raise LayoutError(
+            f"{how.caller}(local=): along {as_written(how.local)} dims of parameters may be sharded, along other axes their "
+            f"flattened shards only; {'; '.join(wrong)}. Write fs.shard_params(params, fs.fsdp(axis, within=rules), mesh=mesh)."
+        )
 
 
 KNOWN = 64
@@ -210,6 +231,7 @@ class GradientFunction:
             fixed = chosen(self.frozen, paths, "frozen")
             refuse_half_frozen(paths, at, fixed)
             self._refuse_integers(paths, leaves)
+            refuse_not_local(self.how, paths, leaves)
             found = self.plan(structure, [*zip(paths, leaves, fixed, strict=True)], at, mesh, axes)
             self.plans[:] = [(key, found), *self.plans[: KNOWN - 1]]
         return found
@@ -287,7 +309,7 @@ class Gradient(GradientFunction):
         plans: dict[int, ParamPlan] = {}
         for (path, x, fix), place in zip(given, at, strict=True):
             trained = self.how.backward and trainable(x) and not fix
-            plans.setdefault(place, plan_param(path, x, self.gradients if trained else None))
+            plans.setdefault(place, plan_param(path, x, self.gradients if trained else None, used_layout(self.how, x)))
         return ParamPlans(tuple(plans[place] for place in sorted(plans)), mesh, axes, self.how.slices is not None)
 
     def run_devices(self, plans: ParamPlans, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:
@@ -297,7 +319,7 @@ class Gradient(GradientFunction):
 
         def on_device(device: int) -> DeviceResult:
             place = devices.index(device) if len(devices) > 1 else 0
-            runtime = runtimes[device] = self.runtime(plans, inputs.shards(place), site)  # (2)
+            runtime = runtimes[device] = self.runtime(plans, inputs.shards(place), site, device)  # (2)
 
             def tree() -> PyTree:
                 return restore(unflatten(structure, [runtime.lazy_params[place] for place in at]))
@@ -315,11 +337,11 @@ class Gradient(GradientFunction):
         plans.order = results[0].order
         return results
 
-    def runtime(self, plans: ParamPlans, shards: Sequence[Tensor], site: Site) -> ParamRuntime:
+    def runtime(self, plans: ParamPlans, shards: Sequence[Tensor], site: Site, device: int) -> ParamRuntime:
         """Return the parameters of one device for a step, of which it holds these shards."""
         reproducible = self.how.slices is not None
         several = reproducible or (self.how.once and self.how.accumulate > 1)
-        options, leaves = self.how.unit_options, plans.leaves
+        options, leaves = self.how.unit_options, plans.on(device)
         storage, reducer = storage_of(leaves, shards, options, site), reducer_of(plans.ways, options, site)
         how = {"several": several, "each_use": reproducible}
         return ParamRuntime(leaves, plans.by_unit, shards, storage, reducer, options, site, plans.order, **how)

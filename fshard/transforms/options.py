@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from fshard.errors import FshardError
-from fshard.mesh.layout import Layout, PyTree
+from fshard.mesh.layout import Axes, Layout, PyTree
 from fshard.transforms.means import Weight
 from fshard.transforms.patterns import Choice
 
@@ -23,6 +23,7 @@ class Options(TypedDict, total=False):
     weight: Weight | None
     gradients: Callable[[Layout], Layout] | None
     frozen: Choice
+    local: Axes
     reproducible: bool
     live_units: int
     compute: torch.dtype | None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Fsdp:
 
     axes: tuple[str, ...]
     unit: str | tuple[str, ...] | int | None
+    within: Rules = field(default=None, repr=False, compare=False)
 
     def units(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[str]:
         """Return the unit of every leaf."""
@@ -119,7 +120,7 @@ def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
     return found
 
 
-def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None = None) -> Fsdp:
+def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None = None, within: Rules = None) -> Fsdp:
     """Return rules that flatten every parameter and shard it over `axis`: ZeRO-3.
 
     Args:
@@ -128,6 +129,8 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
         unit: parameters that are gathered and reduced together: a path pattern ("layers[*]") or several, of which the
             innermost counts (`units_of(module, nn.TransformerEncoderLayer)`), a size in bytes, or None for a unit per
             repeated block: the first index in a path whose siblings are similar.
+        within: rules that shard dims of the parameters along other axes, the `local=` ones of a step: each shard of
+            P(None, "model") is flattened and sharded over `axis`. Complete, as all rules.
 
     >>> fsdp("data")
     Fsdp(axes=('data',), unit=None)
@@ -139,7 +142,7 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
             f"fsdp: unit must be a path pattern, several, or a positive number of bytes; got {unit!r}. "
             'Write fsdp(..., unit="blocks[*]"), unit=20_000_000, or leave it out for a unit per repeated block.'
         )
-    return Fsdp(as_axes(axis), given[0] if alone else tuple(given))
+    return Fsdp(as_axes(axis), given[0] if alone else tuple(given), within)
 
 
 @uncompiled
@@ -200,8 +203,10 @@ def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: s
     for number, rule in enumerate(dict.fromkeys(spec for spec in specs if isinstance(spec, Fsdp))):
         places = [place for place, spec in enumerate(specs) if spec == rule]
         found = rule.units([paths[place] for place in places], [leaves[place] for place in places])
+        inner = {id(one): _specs(params, one.within, paths, leaves) for one in specs if one == rule and one.within}
         for place, unit in zip(places, found, strict=True):
-            specs[place] = P.flat(*rule.axes)
+            own = inner.get(id(specs[place]))
+            specs[place] = _flattened(P() if own is None else own[place], rule.axes)
             units[place] = f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
     layouts, known = list[Layout](), dict[tuple[int, ...], Layout]()
     with collected(what) as attempt:
@@ -212,6 +217,13 @@ def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: s
                 _refuse_parted(known.setdefault(key_of(leaf), layout), layout)
                 layouts.append(layout)
     return layouts
+
+
+def _flattened(spec: Any, axes: tuple[str, ...]) -> Any:
+    """Return the spec of shards that are flattened and sharded further; an Fsdp or a flat spec is none to shard within."""
+    if not isinstance(spec, P) or spec.is_flat or spec.at:
+        raise LayoutError(f"fsdp: within must shard dims, as P(None, \"model\"); got {spec!r}.")
+    return P(*spec.entries, flat=axes)
 
 
 def _refuse_parted(first: Layout, layout: Layout) -> None:

@@ -54,7 +54,11 @@ def value_and_grad(
         gradients: from a parameter's layout to its gradient's; default: the same.
         frozen: parameters without a gradient here: a path pattern, several, or a function of the path ("blocks[3].w").
             Parameters that are never trained are better frozen by `shard_params`: they have no optimizer state either.
-        reproducible: equal bits on every mesh: see `fshard.transforms.gradient`.
+        local: axes along which a parameter is used as it is stored: the loss function gets the device's shard of one with
+            P(None, "model"). Its gradient is not reduced along them, that of a replicated one is. Beside them ZeRO shards
+            the flattened shards: `fsdp("data", within=...)`. The loss calls the collectives along these axes itself, and is
+            the mean over them. Dims may be uneven: the last shards are shorter or empty.
+        reproducible: equal bits on every mesh, for a fixed size of local axes: see `fshard.transforms.gradient`.
         slices: number of slices of the entire batch in reproducible mode, on any mesh; default 8. With several devices,
             each must have 1, 2, 4, ... of them, since other numbers would round differently.
         reshard_after_forward: unshard units again for the backward instead of keeping them.
@@ -95,6 +99,15 @@ def value_and_grad(
     ...     return fs.psum(x.chunk(n, 1)[at] @ w.chunk(n)[at], "model").square().mean()
     >>> w = fs.shard_params(torch.tensor([1.0, 2.0]), P("model"), mesh=mesh)
     >>> loss, grad = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(w, torch.ones(4, 2))
+    >>> loss, fs.typeof(grad), fs.unshard(grad)
+    (tensor(9.), f32[2@model], tensor([6., 6.]))
+
+    The same, where each device gets its rows only, and so does its gradient:
+
+    >>> def loss_fn(w, x):
+    ...     rows = x.chunk(fs.axis_size("model"), 1)[fs.axis_index("model")]
+    ...     return fs.psum(rows @ w, "model").square().mean()
+    >>> loss, grad = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local="model")(w, torch.ones(4, 2))
     >>> loss, fs.typeof(grad), fs.unshard(grad)
     (tensor(9.), f32[2@model], tensor([6., 6.]))
 
@@ -148,6 +161,9 @@ def gradient_of(
     refuse_no_mesh(caller, mesh)
     axes = dict.fromkeys(axis for spec in flatten(batch)[0] if isinstance(spec, P) for axis in spec.axes)
     mesh.check_axes(tuple(axes), f"{caller}(batch=)")
+    local = mesh.check_axes(options.get("local", ()), f"{caller}(local=)")
+    if both := [axis for axis in axes if axis in local]:
+        raise ValueError(f"{caller}: batch must be replicated along local axes; got both for {', '.join(both)}. Change one.")
     if schedule is None:
         return unstaged(given, mesh=mesh, batch=batch, backward=backward, **options)
     from fshard.transforms.stages.staged import staged  # most programs have no stages

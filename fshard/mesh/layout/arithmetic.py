@@ -1,8 +1,8 @@
 """Shard arithmetic: which elements of a global tensor a device stores. Pure integers: no tensors, no mesh.
 
 Legend: `sizes` are those of the axes that split something, major to minor; `coordinates` a device's along them;
-`index` the coordinates as one number. A dim is split evenly or raises; a flat tensor is split into ranges of
-ceil(total / parts) elements, of which the last may be shorter or empty.
+`index` the coordinates as one number. A dim and a flat tensor are split into ranges of ceil(total / parts) elements, of
+which the last may be shorter or empty; only dims of parameters may be uneven.
 
     10 elements over 4 devices, flat:   [0 1 2] [3 4 5] [6 7 8] [9]
      4 elements over 3 devices, flat:   [0 1] [2 3] []
@@ -89,8 +89,7 @@ def dim_ranges(
     ranges: list[Range] = []
     for length, axes in zip(shape, dims, strict=True):
         cuts = [sizes[axis] for axis in axes]
-        each, index = length // prod(cuts), ravel([coordinates[axis] for axis in axes], cuts)
-        ranges.append((index * each, (index + 1) * each))
+        ranges.append(flat_range(length, prod(cuts), ravel([coordinates[axis] for axis in axes], cuts)))
     return tuple(ranges)
 
 

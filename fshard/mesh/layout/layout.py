@@ -2,6 +2,7 @@
 
     f32[8@data, 6@model]          dim 0 sharded over "data", dim 1 over "model"
     f32[8, 6]{flat:data}          flattened, then split over "data"
+    f32[8, 6@model]{flat:data}    the shards along "model", flattened, then split over "data"
     f32[8, 6]{at:data=2}          on device 2 along "data", empty on the others
     f32[8, 6]{flat:data, at:pipe=2}   flat over "data" at coordinate 2 along "pipe", empty elsewhere
     f32[8, 6]{U:model}            unreduced: the value is the sum over "model"
@@ -97,12 +98,13 @@ class Layout(CachedHash):
         return prod(self.mesh.shape[axis] for axis in self.spec.flat_axes or ())
 
     def check(self, shape: Sequence[int], what: str = "the tensor") -> None:
-        """Raise if a tensor of `shape` cannot have this layout, naming every dim that is not divisible."""
+        """Raise if a tensor of `shape` cannot have this layout, naming every dim that is not divisible.
+
+        Dims of parameters, which have a unit, may be uneven: the last shards are shorter or empty.
+        """
         spec, shape = self.spec, tuple(shape)
         if spec.shape is not None and spec.shape != shape:
             raise LayoutError(f"{what} has shape {shape}, but its spec {spec} was written for shape {spec.shape}.")
-        if spec.is_flat:
-            return
         if len(spec.entries) > len(shape):
             raise LayoutError(
                 f"{what} of shape {shape} has {len(shape)} dims, but {spec} has {len(spec.entries)} entries."
@@ -110,7 +112,7 @@ class Layout(CachedHash):
         bad = [
             f"dim {dim} has {length} elements, which {parts} devices ({' x '.join(axes)}) do not divide"
             for dim, (length, axes) in enumerate(zip(shape, spec.dims(len(shape)), strict=True))
-            if length % (parts := prod(self.mesh.shape[axis] for axis in axes))
+            if length % (parts := prod(self.mesh.shape[axis] for axis in axes)) and self.unit is None
         ]
         if bad:
             raise LayoutError(
@@ -118,11 +120,17 @@ class Layout(CachedHash):
             )
 
     def ranges(self, shape: Sequence[int], device: int) -> tuple[arithmetic.Range, ...]:
-        """Return the range of each dim (or the one flat range) that `device` holds of a tensor of `shape`."""
+        """Return the range of each dim (or the one flat range, of its block) that `device` holds of a tensor of `shape`."""
         if not self.has_any(device):
             return ((0, 0),) * (1 if self.spec.is_flat else max(len(shape), 1))
-        if self.spec.flat_axes is not None:
-            return (arithmetic.flat_range(prod(shape), self.flat_parts, self._place(device, self.spec.flat_axes)),)
+        block = self.block(shape, device)
+        if self.spec.flat_axes is None:
+            return block
+        size = prod(stop - start for start, stop in block)
+        return (arithmetic.flat_range(size, self.flat_parts, self._place(device, self.spec.flat_axes)),)
+
+    def block(self, shape: Sequence[int], device: int) -> tuple[arithmetic.Range, ...]:
+        """Return the range of each dim that the shard of `device` is taken from, before it is flattened."""
         return arithmetic.dim_ranges(shape, self.spec.dims(len(shape)), self.mesh.shape, self.mesh.coordinates(device))
 
     @cached_property

@@ -6,6 +6,7 @@
     P.flat("data")                  flattened, then split over "data" into ceil(size / n) elements each, evenly or not
     P(at={"data": 2})               stored by the devices at coordinate 2 along "data" only; empty on the others
     P.flat("data", at={"pipe": 2})  flat over "data", on the devices at coordinate 2 along "pipe" only
+    P(None, "model", flat="data")   each shard along "model" is flattened and split over "data"
 
 Axes that a spec does not name hold replicas.
 """
@@ -73,6 +74,7 @@ class P(CachedHash):
 
     Args:
         entries: one per tensor dim: None, an axis, or a tuple of axes (major to minor).  Trailing Nones may be omitted.
+        flat: axes that split the flattened shard of `entries` further: see `P.flat`.
         unreduced: axes over which the value is still the sum of what the devices hold.
         at: coordinates of the devices that store the tensor.  The others store an empty shard, whose dims are all 0.
         shape: of the unsharded tensor; needed only in `out_specs` with `flat` or `at`, where local shapes do not give it.
@@ -96,6 +98,7 @@ class P(CachedHash):
     def __init__(
         self,
         *entries: Axes | None,
+        flat: Axes | None = None,
         unreduced: Axes | None = None,
         at: Coordinates | None = None,
         shape: tuple[int, ...] | None = None,
@@ -103,7 +106,8 @@ class P(CachedHash):
         normal = [_entry(entry) for entry in entries]
         while normal and normal[-1] is None:
             normal.pop()
-        fields = tuple(normal), tuple(sorted(as_axes(unreduced))), None, _coordinates(at), _shape(shape)
+        flat_axes = as_axes(flat) or None
+        fields = tuple(normal), tuple(sorted(as_axes(unreduced))), flat_axes, _coordinates(at), _shape(shape)
         self._set(**dict(zip(_FIELDS, fields, strict=True)))
 
     @classmethod
@@ -123,7 +127,7 @@ class P(CachedHash):
         """
         if not axes:
             raise ValueError('P.flat() names no axis. Write P.flat("data"), or P() for a replicated tensor.')
-        return cls(unreduced=unreduced, at=at, shape=shape)._replace(flat_axes=as_axes(axes))
+        return cls(flat=axes, unreduced=unreduced, at=at, shape=shape)
 
     def _replace(self, **changes: object) -> P:
         spec = P.__new__(P)
@@ -148,8 +152,8 @@ class P(CachedHash):
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        """Axes that split the tensor: its dims, or the flattened one."""
-        return self.flat_axes or tuple(axis for entry in self.entries for axis in as_axes(entry))
+        """Axes that split the tensor: its dims, then the flattened one."""
+        return (*(axis for entry in self.entries for axis in as_axes(entry)), *(self.flat_axes or ()))
 
     @property
     def at_axes(self) -> tuple[str, ...]:
@@ -194,7 +198,9 @@ class P(CachedHash):
 
     def __repr__(self) -> str:
         head, parts = "P", [_show(entry) for entry in self.entries]
-        if self.flat_axes is not None:
+        if self.flat_axes is not None and self.entries:
+            parts.append(f"flat={_show(_entry(self.flat_axes))}")
+        elif self.flat_axes is not None:
             head, parts = "P.flat", [_show(axis) for axis in self.flat_axes]
         if self.at:
             parts.append(f"at={{{', '.join(f'{_show(_entry(axes))}: {number}' for axes, number in self.at)}}}")

@@ -77,6 +77,8 @@ def spread(x: Tensor, layout: Layout) -> Sharded:
 def shard_of(x: Tensor, layout: Layout, device: int) -> Tensor:
     """Return a view of a global value: the shard of one device."""
     ranges = layout.ranges(x.shape, device)
+    if layout.spec.is_flat and layout.spec.entries:
+        x = x[tuple([slice(*one) for one in layout.block(x.shape, device)])]
     flat = x.reshape(-1) if layout.spec.is_flat or not x.ndim else x
     return flat[tuple([slice(*one) for one in ranges])] if ranges else x
 

@@ -310,9 +310,9 @@ def _boxes(leaf: Supply, state: ShardState, regions: list[Numbers], index: int) 
     strides, first = memory_of(state, leaf.shape, leaf.group)
     return tuple(
         Box(
-            int((box[:, 0] * strides).sum() - first[index]),
+            int((box[:, 0] * strides[index]).sum() - first[index]),
             tuple((box[:, 1] - box[:, 0]).tolist()),
-            strides,
+            tuple(strides[index].tolist()),
         )
         for box in regions
     )

@@ -116,18 +116,22 @@ class SharedStep:
         self.is_slice = step.kind == "flat_slice" or isinstance(self.move, KeptRange)
         states = [step.after for step, _ in now]
         self._where = [*{axes: None for state in states for axes in (*state.dims, state.flat, state.at_axes) if axes}]
-        self._shapes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        self._shapes: dict[tuple[int, ...], tuple[list[tuple[int, ...]], list[int]]] = {}
 
     def put(self, results: list[Tensor], ys: Iterable[Tensor]) -> None:
         for place, y in zip(self.places, ys, strict=True):
             results[place] = y
 
-    def shapes(self, scope: Scope) -> list[tuple[int, ...]]:
-        """Return the shape of each leaf's shard after the step, cached per index of the device."""
+    def shapes(self, scope: Scope) -> tuple[list[tuple[int, ...]], list[int]]:
+        """Return, for each leaf, the shape of its shard after the step and the size of what is flattened, cached per
+        index of the device.
+        """
         key = tuple([scope.group(axes, "fs.reshard").index for axes in self._where])
         found = self._shapes.get(key)
         if found is None:
-            found = self._shapes[key] = [_shard_shape(step.after, shape, scope) for step, shape in self.now]
+            shapes = [_shard_shape(step.after, shape, scope) for step, shape in self.now]
+            sizes = [prod(_block_shape(step.after, shape, scope)) for step, shape in self.now]
+            found = self._shapes[key] = shapes, sizes
         return found
 
     def packed(self, xs: Sequence[Tensor], scope: Scope) -> tuple[Tensor, ...]:
@@ -139,23 +143,23 @@ class SharedStep:
         if self.kind not in ("flat_slice", "flat_scatter", "flat_gather"):
             return tuple(xs)
         n = scope.group(self.axes, "fs.reshard").size
-        lengths = [chunk(prod(shape), n) * (1 if self.kind == "flat_gather" else n) for _, shape in self.now]
+        lengths = [chunk(size, n) * (1 if self.kind == "flat_gather" else n) for size in self.shapes(scope)[1]]
         return tuple([_filled(x, length) for x, length in zip(xs, lengths, strict=True)])
 
     def unpacked(self, ys: Sequence[Tensor], scope: Scope) -> list[Tensor]:
         """Return the shards from a result of the collective, without padding."""
         if isinstance(self.move, Parts):
             ys = self.move.split(ys[0], scope.group(self.axes, "fs.reshard").index)
-        return [_trimmed(y, shape) for y, shape in zip(ys, self.shapes(scope), strict=True)]
+        return [_trimmed(y, shape) for y, shape in zip(ys, self.shapes(scope)[0], strict=True)]
 
     def views(self, xs: list[Tensor], scope: Scope) -> list[Tensor]:
         """Run a reshape, or a slice of plain tensors."""
         if self.kind == "reshape":
-            return [x.reshape(shape) for x, shape in zip(xs, self.shapes(scope), strict=True)]
+            return [x.reshape(shape) for x, shape in zip(xs, self.shapes(scope)[0], strict=True)]
         group = scope.group(self.axes, "fs.reshard")
         if isinstance(self.move, KeptRange):
             kept = [self.move.supply.kept(x, group.index) for x in xs]
-            return [_trimmed(x, shape) for x, shape in zip(kept, self.shapes(scope), strict=True)]
+            return [_trimmed(x, shape) for x, shape in zip(kept, self.shapes(scope)[0], strict=True)]
         return [x.reshape(-1)[slice(*flat_range(x.numel(), group.size, group.index))] for x in xs]
 
     def skipped(self, xs: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
@@ -212,12 +216,24 @@ def _shard_shape(state: ShardState, shape: tuple[int, ...], scope: Scope) -> tup
     """Return the shape of the calling device's shard in a state."""
     if not _is_at(state.at, scope):
         return state.elsewhere(len(shape))
+    block = _block_shape(state, shape, scope)
     if state.flat is None:
-        cuts = [prod(scope.group((axis,), "fs.reshard").size for axis in axes) for axes in state.dims]
-        return tuple(length // cut for length, cut in zip(shape, cuts, strict=True))
-    group = scope.group(state.flat, "fs.reshard") if state.flat else None
-    start, stop = flat_range(prod(shape), *((group.size, group.index) if group else (1, 0)))
-    return (stop - start,)
+        return block
+    return (_length(prod(block), state.flat, scope),)
+
+
+def _block_shape(state: ShardState, shape: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
+    """Return the shape of the calling device's shard, before it is flattened."""
+    return tuple([_length(length, axes, scope) for length, axes in zip(shape, state.dims, strict=True)])
+
+
+def _length(length: int, axes: tuple[str, ...], scope: Scope) -> int:
+    """Return the number of elements that the calling device has of a dim."""
+    if not axes:
+        return length
+    group = scope.group(axes, "fs.reshard")
+    start, stop = flat_range(length, group.size, group.index)
+    return stop - start
 
 
 def _filled(x: Tensor, length: int) -> Tensor:

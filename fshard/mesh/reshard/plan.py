@@ -23,7 +23,7 @@ from typing import Any, Literal
 from fshard.mesh.layout import P
 from fshard.mesh.layout.arithmetic import chunk
 from fshard.mesh.reshard.exchange import Supply
-from fshard.mesh.reshard.regions import Dims, ShardState, Sizes
+from fshard.mesh.reshard.regions import Dims, ShardState, Sizes, block_shape, shard_length
 
 Kind = Literal[
     "slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all",
@@ -87,7 +87,9 @@ def _route(start: ShardState, goal: ShardState, shape: tuple[int, ...], sizes: M
         there = [replace(one, at=tuple(place for place in one.at if place not in both)) for one in (start, goal)]
         return [replace(step, at=both + step.at) for step in _route(there[0], there[1], shape, rest)]
     path = _Path(start, shape, sizes)
-    if goal.unreduced - start.unreduced:
+    if any(one.flat is not None and any(one.dims) for one in (start, goal)):
+        path.flattened_shards(goal)
+    elif goal.unreduced - start.unreduced:
         path.follow(replace(goal, unreduced=goal.unreduced & start.unreduced))
         for axis in sizes:
             if axis in goal.unreduced - start.unreduced:
@@ -127,23 +129,48 @@ class _Path:
     @property
     def local(self) -> Fraction:
         """The elements of the largest shard."""
-        total, n = prod(self.shape), self.parts(self.state.cut)
-        return Fraction(total, n) if self.state.flat is None else Fraction(chunk(total, n))
+        return Fraction(shard_length(self.state, self.shape, tuple(self.sizes.items())))
+
+    def is_even(self, *states: ShardState) -> bool:
+        """Return True if all shards of these states are of one size."""
+        pairs = [pair for state in states for pair in zip(self.shape, state.dims, strict=True)]
+        return not any(length % self.parts(axes) for length, axes in pairs)
+
+    def flattened_shards(self, goal: ShardState) -> None:
+        """Change the layout where shards of dims are flattened and sharded further: if both states have these, in them."""
+        start = self.state
+        if start.dims == goal.dims:
+            block, flat = block_shape(start, self.shape, tuple(self.sizes.items())), ((),) * len(self.shape)
+            rest = {axis: size for axis, size in self.sizes.items() if not any(axis in axes for axes in start.dims)}
+            steps = _route(replace(start, dims=flat), replace(goal, dims=flat), block, rest)
+            if self.is_even(start) or not any(step.supply for step in steps):
+                self.steps += [replace(step, after=replace(step.after, dims=start.dims)) for step in steps]
+                self.state = goal
+                return
+        if start.unreduced == goal.unreduced and (goal.flat is not None or goal.at):
+            self.direct(goal)
+            return
+        via = replace(start, flat=None)
+        if goal.flat is not None and any(goal.dims):
+            scattered = replace(goal, flat=None, unreduced=start.unreduced & (goal.unreduced | {*goal.flat}))
+            via = scattered if scattered != start else replace(via, unreduced=start.unreduced & goal.unreduced)
+        self.follow(via)
+        self.follow(goal)
 
     def cut(self, changes: Mapping[int, tuple[str, ...]]) -> Dims:
         return tuple(changes.get(dim, axes) for dim, axes in enumerate(self.state.dims))
 
     def sum_up(self, goal: ShardState) -> None:
         """Reduce over the axes that do not stay unreduced; scatter where the target shards along them."""
-        over = self.state.unreduced - goal.unreduced
-        if goal.flat is None:
+        over, is_even = self.state.unreduced - goal.unreduced, self.is_even(self.state, goal)
+        if goal.flat is None and is_even:
             self._slices(goal)
         scattered = tuple(axis for axis in goal.flat or goal.at_axes if axis in over)
         if scattered and self.state.is_unsharded and not self.state.at:
             n = self.parts(scattered)
             sent, rest = (n - 1) * chunk(prod(self.shape), n), self.state.unreduced - {*scattered}
             self.step("flat_scatter", scattered, sent, flat=scattered, unreduced=rest)
-        for dim, axes in enumerate(self._wanted(goal) if goal.flat is None and self.state.flat is None else ()):
+        for dim, axes in enumerate(self._wanted(goal) if is_even and goal.flat is None is self.state.flat else ()):
             some = tuple(axes[: next((at for at, axis in enumerate(axes) if axis not in over), len(axes))])
             if some:
                 n, dims = self.parts(some), self.cut({dim: self.state.dims[dim] + some})
@@ -180,7 +207,7 @@ class _Path:
             )
             self.follow(ShardState(((),) * len(self.shape), start.unreduced, axes))
             self.follow(goal)
-        elif start.at or goal.at:
+        elif start.at or goal.at or not self.is_even(start, goal):
             return False
         elif start.flat is None and goal.flat is None:
             return self._by_dims(goal)
@@ -219,7 +246,7 @@ class _Path:
         return self.state.dims == goal.dims
 
     def direct(self, goal: ShardState) -> None:
-        flattened = not any(self.state.dims[1:]) and not any(goal.dims[1:])  # shards are ranges of the flattened tensor
+        flattened = self.is_even(self.state, goal) and not any(self.state.dims[1:]) and not any(goal.dims[1:])
         shape = (prod(self.shape),) if flattened else self.shape
         before, after = (
             replace(state, dims=(state.dims or ((),))[: len(shape)], unreduced=frozenset[str]())

@@ -18,7 +18,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from fshard.mesh.layout.arithmetic import chunk, strides
+from fshard.mesh.layout.arithmetic import chunk
 
 Sizes = tuple[tuple[str, int], ...]
 """Axes and their sizes, major to minor."""
@@ -29,7 +29,7 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ShardState:
-    """A normalized spec: axes of every dim or of the flat tensor, unreduced axes, and coordinates."""
+    """A normalized spec: axes of every dim, then of the flattened shard, unreduced axes, and coordinates."""
 
     dims: Dims
     unreduced: frozenset[str]
@@ -42,7 +42,7 @@ class ShardState:
 
     @property
     def cut(self) -> tuple[str, ...]:
-        return self.flat or tuple(chain.from_iterable(self.dims))
+        return (*chain.from_iterable(self.dims), *(self.flat or ()))
 
     @property
     def sharded(self) -> tuple[str, ...]:
@@ -61,40 +61,58 @@ class ShardState:
 
 def shard_length(state: ShardState, shape: Sequence[int], sizes: Sizes) -> int:
     """Return the elements of the longest shard."""
-    return chunk(prod(shape), prod(size for axis, size in sizes if axis in state.cut))
+    return chunk(prod(block_shape(state, shape, sizes)), prod(size for axis, size in sizes if axis in (state.flat or ())))
+
+
+def block_shape(state: ShardState, shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
+    """Return the lengths of the first device's shard, before it is flattened; those of others may be shorter."""
+    parts = dict(sizes)
+    pairs = zip(shape, state.dims, strict=True)
+    return tuple([chunk(length, prod(parts[axis] for axis in axes)) for length, axes in pairs])
 
 
 @lru_cache(maxsize=64)
 def regions_of(state: ShardState, shape: tuple[int, ...], group: Sizes) -> Numbers:
     """Return the regions of all devices of a group."""
+    blocks = _blocks(state, shape, group)
+    regions = blocks[:, None]
     if state.flat is not None:
-        regions = _tidy(_boxes(*_ranges(state, shape, group), shape))
-    else:
-        each = _dim_lengths(state, shape, group)
-        starts = [_number(group, axes) * one for axes, one in zip(state.dims, each, strict=True)]
-        sides = [np.stack([start, start + one], -1) for start, one in zip(starts, each, strict=True)]
-        regions = np.stack(sides, 1)[:, None]
+        start, stop = _ranges(state, blocks, group)
+        lengths = blocks[..., 1] - blocks[..., 0]
+        regions = np.empty((len(blocks), 2 ** len(shape) - 1, len(shape), 2), np.int64)
+        for kind in np.unique(lengths, axis=0) if any(state.dims) else lengths[:1]:
+            own = (lengths == kind).all(1)
+            regions[own] = _boxes(start[own], stop[own], np.maximum(kind, 1).tolist())
+        regions = _tidy(regions) + blocks[:, None, :, :1]
     for axis, place in state.at:
         regions = regions * (_number(group, (axis,)) == place)[:, None, None, None]
     return regions
 
 
 @lru_cache(maxsize=64)
-def memory_of(state: ShardState, shape: tuple[int, ...], group: Sizes) -> tuple[tuple[int, ...], Numbers]:
-    """Return the strides of shards, dense for boxes and global for flat ranges, and each device's first offset."""
-    if state.flat is not None:
-        return strides(shape), _ranges(state, shape, group)[0]
-    apart = strides(_dim_lengths(state, shape, group))
-    return apart, (regions_of(state, shape, group)[:, 0, :, 0] * apart).sum(-1)
+def memory_of(state: ShardState, shape: tuple[int, ...], group: Sizes) -> tuple[Numbers, Numbers]:
+    """Return the strides of each device's shard, before it is flattened, and its offset there. (n, d), (n,)"""
+    blocks = _blocks(state, shape, group)
+    lengths = blocks[..., 1] - blocks[..., 0]
+    apart = np.ones_like(lengths)
+    apart[:, :-1] = lengths[:, :0:-1].cumprod(1)[:, ::-1]
+    first = (blocks[..., 0] * apart).sum(-1)
+    return apart, first if state.flat is None else first + _ranges(state, blocks, group)[0]
 
 
-def _dim_lengths(state: ShardState, shape: tuple[int, ...], group: Sizes) -> list[int]:
-    sizes = dict(group)
-    return [length // prod(sizes[axis] for axis in axes) for length, axes in zip(shape, state.dims, strict=True)]
+def _blocks(state: ShardState, shape: tuple[int, ...], group: Sizes) -> Numbers:
+    """Return the range of each dim that each device's shard is taken from. (n, d, 2)"""
+    sides: list[Numbers] = []
+    for length, axes, each in zip(shape, state.dims, block_shape(state, shape, group), strict=True):
+        start = _number(group, axes) * each
+        sides.append(np.minimum(np.stack([start, start + each], -1), length))
+    return np.stack(sides, 1)
 
 
-def _ranges(state: ShardState, shape: tuple[int, ...], group: Sizes) -> tuple[Numbers, Numbers]:
-    each, total = shard_length(state, shape, group), prod(shape)
+def _ranges(state: ShardState, blocks: Numbers, group: Sizes) -> tuple[Numbers, Numbers]:
+    """Return the range of its flattened block that each device stores."""
+    sizes, total = dict(group), (blocks[..., 1] - blocks[..., 0]).prod(1)
+    each = -(-total // prod(sizes[axis] for axis in state.flat or ()))
     start = _number(group, state.flat or ()) * each
     return np.minimum(start, total), np.minimum(start + each, total)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, Mesh, P, PyTree, flatten_with_paths
+from fshard.mesh.layout import Layout, Mesh, P, PyTree, as_axes, flatten_with_paths
 from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
@@ -23,6 +23,7 @@ from fshard.testing.certify.runs import Snapshot, Training, note
 from fshard.testing.certify.shards import gather_processes, is_floating, keep_frozen, widen
 from fshard.transforms.patterns import chosen, named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
+from fshard.transforms.shard_params import Rules
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 _LOSS = (
@@ -49,6 +50,7 @@ def certify(
     *,
     axis: str | tuple[str, ...] = "data",
     unit: str | Sequence[str] | int | None = None,
+    within: Rules = None,
     batch_spec: PyTree = P("data"),
     buffers: PyTree = None,
     stages: Sequence[Literal[0, 1, 2, 3]] = (0, 1, 2, 3),
@@ -73,13 +75,14 @@ def certify(
         mesh: the devices.
         axis: over which parameters (stage 3) and the optimizer (1 to 3) are sharded.
         unit: the units of stage 3: see `fsdp`.
+        within: in every stage, the rules that shard dims of parameters along `local=` axes.
         batch_spec: the spec of the batch.
         buffers: full tensors that the loss function takes and returns, if it `has_buffers`; they are compared too.
         stages: of ZeRO.
         steps: number of steps.
         exact_inputs: replace parameters and the floats of the batch by small dyadic rationals: see `dyadic_like`.
         seed: of all random draws.
-        options: those of `train_step`: accumulate, weight, has_aux, precision, reproducible, ...
+        options: those of `train_step`: accumulate, weight, has_aux, local, precision, reproducible, ...
 
     Raises a PromiseError if a repeated call of the loss function or the optimizer differs.
 
@@ -108,13 +111,16 @@ def certify(
         Leaves.of(tree).mapped(lambda x: x.to(mesh.device_type) if isinstance(x, Tensor) else x)
         for tree in (params, buffers, batch)
     )
-    one = Mesh(tuple((name, 1) for name in mesh.axis_names), "virtual", mesh.device_type)
+    one, alone = (
+        Mesh(tuple((name, n if name in kept else 1) for name, n in mesh.axes), "virtual", mesh.device_type)
+        for kept in ((), as_axes(options.get("local")))
+    )
     program = _Program(loss_fn, params, buffers, batch, opt, one, options, seed)
-    train = _ShardedTraining(program, axis, unit, batch_spec, steps)
+    train = _ShardedTraining(program, axis, unit, P() if within is None else within, batch_spec, steps)
     reproducible = bool(options.get("reproducible"))
     start = Snapshot([], Leaves.of(params).leaves, Leaves.of(buffers).leaves)
     if reproducible:
-        reference = equal_bits(train(one, 0))
+        reference = equal_bits(train(alone, 0))
     else:
         training = Training(
             start, lambda wide, sign: _Trainer(program, wide, sign), steps, seed, _CURES, program.compute
@@ -161,6 +167,7 @@ class _ShardedTraining:
     program: _Program
     axis: str | tuple[str, ...]
     unit: str | Sequence[str] | int | None
+    within: Rules
     batch_spec: PyTree
     steps: int
 
@@ -176,7 +183,7 @@ class _ShardedTraining:
 
             return recorded
 
-        spec = fs.fsdp(self.axis, unit=self.unit) if stage == 3 else P()
+        spec = fs.fsdp(self.axis, unit=self.unit, within=self.within) if stage == 3 else self.within
         params = fs.shard_params(it.params, spec, mesh=mesh)
         state, buffers = opt.init(params), fs.device_put(it.buffers, Layout(mesh))
         recorder = opt._replace(step=recording(step_of(opt)), update=recording(opt.update))

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 import fshard as fs
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import shard_of
 from fshard.mesh.spmd.run import local_devices
 from fshard.optim.leaves import Leaf, is_frozen
 
@@ -55,9 +56,8 @@ def pair_shards(found: Leaf, full: Tensor) -> list[LeafPair]:
         found = fs.unshard(found)
     if not isinstance(found, Sharded):
         return [LeafPair(0, found, full)]
-    stored = full.reshape(-1) if found.spec.is_flat else full
     return [
-        LeafPair(device, shard, stored[tuple(slice(*limits) for limits in found.layout.ranges(full.shape, device))])
+        LeafPair(device, shard, shard_of(full, found.layout, device))
         for device, shard in zip(local_devices(found.mesh), found.shards, strict=True)
     ]
 

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout import Axes, Layout, Mesh, P
 from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
 from fshard.source import Site
 
@@ -31,7 +31,10 @@ Gradients = list[Tensor | None]
 
 
 class ParamPlan(NamedTuple):
-    """The plan of one parameter: how it is unsharded, whether it is trained, and the layout of its gradient."""
+    """The plan of one parameter: how it is unsharded, whether it is trained, and the layout of its gradient.
+
+    `used`: the spec in which it is used, sharded along local axes; in the plans of one device, `shape` is that of its shard.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -40,6 +43,7 @@ class ParamPlan(NamedTuple):
     gather: ReshardPlan
     trained: bool
     gradient: Layout
+    used: P = P()
 
 
 @dataclass(frozen=True)
@@ -144,18 +148,27 @@ def reducer_of(ways: Ways, options: UnitOptions, site: Site) -> Reducer:
 def plan_reduction(
     mesh: Mesh, axes: tuple[str, ...], leaf: ParamPlan, on: tuple[tuple[str, int], ...] = (), *, in_order: bool
 ) -> ReshardPlan:
-    """Return the plan from summands over `axes`, at coordinates `on` of others, to the layout of a gradient."""
+    """Return the plan from summands over `axes`, at coordinates `on` of others, to the layout of a gradient.
+
+    Along axes that shard the parameter where it is used, devices have shards and no summands.
+    """
+    axes = tuple([axis for axis in axes if axis not in leaf.used.split_axes])
     if in_order:
-        return plan_in_order(mesh, axes, leaf.gradient, leaf.shape, on)
-    return plan_reshard(Layout(mesh, P(unreduced=axes, at=dict(on))), leaf.gradient, leaf.shape)
+        return plan_in_order(mesh, axes, leaf.gradient, leaf.shape, on, leaf.used.entries)
+    return plan_reshard(Layout(mesh, P(*leaf.used.entries, unreduced=axes, at=dict(on))), leaf.gradient, leaf.shape)
 
 
 @lru_cache(maxsize=4096)
 def plan_in_order(
-    mesh: Mesh, axes: tuple[str, ...], wanted: Layout, shape: tuple[int, ...], on: tuple[tuple[str, int], ...] = ()
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    wanted: Layout,
+    shape: tuple[int, ...],
+    on: tuple[tuple[str, int], ...] = (),
+    entries: tuple[Axes | None, ...] = (),
 ) -> ReshardPlan:
-    """Return the plan from summands over `axes`, at coordinates `on` of others, to a layout; it reduces over the last
-    axis first.
+    """Return the plan from summands over `axes`, at coordinates `on` of others and sharded by `entries`, to a layout; it
+    reduces over the last axis first.
 
     It is the usual plan, if that does; else axes are reduced one by one, and the gradient is scattered with the first.
 
@@ -166,8 +179,8 @@ def plan_in_order(
     [('psum', 'b'), ('flat_scatter', 'a')]
     [('flat_scatter', 'b'), ('psum', 'a')]
     """
-    summands = [Layout(mesh, P(unreduced=axes[:count], at=dict(on))) for count in range(len(axes), 0, -1)]
-    way = plan_reshard(summands[0] if axes else Layout(mesh, P(at=dict(on))), wanted, shape)
+    summands = [Layout(mesh, P(*entries, unreduced=axes[:count], at=dict(on))) for count in range(len(axes), 0, -1)]
+    way = plan_reshard(summands[0] if axes else Layout(mesh, P(*entries, at=dict(on))), wanted, shape)
     added = [axis for step in reversed(way.steps) if step.kind in _ADDING for axis in step.axes]
     if added == [axis for axis in axes if mesh.shape[axis] > 1]:
         return way

@@ -340,10 +340,7 @@ def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: s
 
 def on_place(layout: Layout, axis: str, place: int) -> Layout:
     """Return a layout restricted to one coordinate of an axis."""
-    spec, on = layout.spec, {**dict(layout.spec.at), (axis,): place}
-    if spec.flat_axes is not None:
-        return layout.with_spec(P.flat(*spec.flat_axes, unreduced=spec.unreduced, at=on))
-    return layout.with_spec(P(*spec.entries, unreduced=spec.unreduced, at=on))
+    return layout.with_spec(layout.spec.with_at({**dict(layout.spec.at), (axis,): place}).shapeless)
 
 
 def place_of(layout: Layout, axis: str) -> int | None:
