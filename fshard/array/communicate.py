@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -29,10 +29,13 @@ from fshard.source import Site, call_site
 class _Mode(threading.local):
     explicit = False
     constants = False
+    reduces = False
+    observer: Any = None
 
 
 state = _Mode()
-"""`explicit`: implicit communication raises. `constants`: plain tensors are equal everywhere (in a sharded module)."""
+"""`explicit`: implicit communication raises. `constants`: plain tensors are equal everywhere (in a sharded module).
+`reduces`: partial sums are reduced at once. `observer` is called with every operation: (call, arrays, args, results)."""
 
 _PLAIN_KINDS = {"slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all"}
 

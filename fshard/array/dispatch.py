@@ -21,7 +21,7 @@ from torch.overrides import resolve_name
 
 from fshard.array.choose import LayoutChoice, choose
 from fshard.array.communicate import refuse_implicit, state, transfer, with_spec
-from fshard.array.rules import TABLE, LocalProgram, Row, Rule, Where, arrays_in, describe, map_arrays
+from fshard.array.rules import TABLE, LabelledOperation, LocalProgram, Row, Rule, Where, arrays_in, describe, map_arrays
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.arithmetic import ravel
@@ -68,6 +68,7 @@ class CachedCall(NamedTuple):
 
     name: str
     func: Any
+    operation: LabelledOperation
     choice: LayoutChoice
     shapes: tuple[tuple[int, ...], ...]
     rebuild: Any
@@ -232,11 +233,12 @@ def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwar
         made = func(*given, **named)
     results = arrays_in(made if isinstance(made, Tensor) else [*made])
     rule = cast("Callable[..., Rule]", row.rule)(results, *given, **named)
-    choice = choose(describe(rule, arrays, results), mesh)
+    operation = describe(rule, arrays, results)
+    choice = choose(operation, mesh)
     shapes = tuple(tuple(y.shape) for y in results)
     is_free = all(one.is_free for one in choice.transfers)
     rebuild = None if isinstance(made, Tensor) else tuple if type(made) is tuple else type(made)
-    return CachedCall(name, func, choice, shapes, rebuild, rule.local, {}, is_free, row.is_view)
+    return CachedCall(name, func, operation, choice, shapes, rebuild, rule.local, {}, is_free, row.is_view)
 
 
 def _where(call: CachedCall, device: int) -> Where:
@@ -276,6 +278,10 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
     if call.is_view:
         for y in results:
             y.viewed = (arrays[0], arrays[0].version)
+    if state.reduces and call.choice.layouts[0].spec.unreduced:
+        results = [with_spec(y, y.spec._replace(unreduced=()), call.name) for y in results]  # pyright: ignore[reportPrivateUsage]
+    if state.observer is not None:
+        state.observer(call, arrays, args, results)
     return results[0] if call.rebuild is None else call.rebuild(results)
 
 

@@ -111,6 +111,13 @@ def _cat(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
     return Rule(f"{own}*->{own}" if all(x.ndim == len(own) for x in tensors) else "->", "all", exact=True)
 
 
+@compose("cat concat concatenate")
+def _without_empty(tensors: Sequence[Any], dim: int = 0) -> Any:
+    """Leave tensors of shape (0,) out, as torch does: an empty cache is one."""
+    kept = [x for x in tensors if tuple(x.shape) != (0,)]
+    return torch.cat(kept, dim) if kept and len(kept) < len(tensors) else NotImplemented
+
+
 @rule("stack")
 def _stack(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
     own = spell(results[0].ndim, {dim: "N"})
@@ -238,7 +245,8 @@ def _embedding(
             return func(*args, **kwargs)
         index, shard = arrays_in(args, kwargs)
         index, found = _own_rows(where, index, len(shard), rows)
-        return F.embedding(index, shard) * found.unsqueeze(-1)
+        padding = None if padding_idx is None else padding_idx % rows - where.starts["v"] * len(shard)
+        own = padding if padding is not None and 0 <= padding < len(shard) else None
+        return F.embedding(index, shard, own) * found.unsqueeze(-1)
 
-    equation = "...,vw->...w" if padding_idx is None else "...,Vw->...w"
-    return Rule(equation, [(1,)], look_up)
+    return Rule("...,vw->...w", [(1,)], look_up)

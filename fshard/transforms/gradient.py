@@ -27,7 +27,19 @@ from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
 from fshard.mesh.collectives.autograd import transformed
-from fshard.mesh.layout import Axes, Layout, Mesh, P, PyTree, Structure, as_axes, as_written, flatten, paths_of, unflatten
+from fshard.mesh.layout import (
+    Axes,
+    Layout,
+    Mesh,
+    P,
+    PyTree,
+    Structure,
+    as_axes,
+    as_written,
+    flatten,
+    paths_of,
+    unflatten,
+)
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
 from fshard.optim.leaves import trainable, without_static

@@ -222,7 +222,7 @@ def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: s
 def _flattened(spec: Any, axes: tuple[str, ...]) -> Any:
     """Return the spec of shards that are flattened and sharded further; an Fsdp or a flat spec is none to shard within."""
     if not isinstance(spec, P) or spec.is_flat or spec.at:
-        raise LayoutError(f"fsdp: within must shard dims, as P(None, \"model\"); got {spec!r}.")
+        raise LayoutError(f'fsdp: within must shard dims, as P(None, "model"); got {spec!r}.')
     return P(*spec.entries, flat=axes)
 
 

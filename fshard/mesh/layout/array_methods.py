@@ -32,6 +32,8 @@ class ArrayMethods:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if any(getattr(kind, "computes_on_arrays", False) for kind in types):
+            return NotImplemented  # a wrapper of arrays takes them apart
         return cls.operations(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
@@ -42,6 +44,10 @@ class ArrayMethods:
         if not callable(method):
             return self.operations(name, (self,), {})
         return lambda *args, **kwargs: self.operations(method, (self, *args), kwargs)
+
+    @property
+    def _version(self) -> int:
+        return self.version
 
     @property
     def grad(self) -> Any:

@@ -61,7 +61,9 @@ class ShardState:
 
 def shard_length(state: ShardState, shape: Sequence[int], sizes: Sizes) -> int:
     """Return the elements of the longest shard."""
-    return chunk(prod(block_shape(state, shape, sizes)), prod(size for axis, size in sizes if axis in (state.flat or ())))
+    return chunk(
+        prod(block_shape(state, shape, sizes)), prod(size for axis, size in sizes if axis in (state.flat or ()))
+    )
 
 
 def block_shape(state: ShardState, shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:

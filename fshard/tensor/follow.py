@@ -1,0 +1,193 @@
+"""Follow dims through a model: which linear layer produces the dim that another one sums over.
+
+The model runs once, on arrays that nothing shards. Each operation's rule says which dims of its results are dims of its
+inputs; so each dim carries the weights that produced it, through views, attention and elementwise operations, until an
+operation needs all of it. A linear layer sums over the dim that reaches it, and produces a new one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fshard.array.algebra import PRODUCTS
+from fshard.array.communicate import state
+from fshard.array.modules import shard_module
+from fshard.mesh.layout import Layout, flatten, unflatten
+from fshard.mesh.layout.make import make_mesh
+from fshard.mesh.layout.sharded import Sharded
+
+
+class Piece(NamedTuple):
+    """A range of the dim that a weight produces; `stop` is None for all of it."""
+
+    weight: str
+    start: int = 0
+    stop: int | None = None
+
+
+Origin = frozenset[Piece]
+NOTHING: Origin = frozenset()
+
+
+@dataclass
+class Product:
+    """A weight that is multiplied: a linear layer, or an embedding.
+
+    Args:
+        kind: "linear", or "embedding" for a table that is looked up.
+        out: the dim of the weight that the result has.
+        summed: the dim of the weight that is summed over, or looked up.
+        inputs: the pieces that reach it: in each use.
+        needed: operations that need all of the dim that it produces.
+        length: the largest number of devices that can share what it produces.
+        parts: the ranges that its result is split into; of a fused weight.
+        is_output: it produces a dim of the model's output.
+        bias: the parameter that is added to its result.
+    """
+
+    kind: str
+    out: int
+    summed: int
+    inputs: list[Origin] = field(default_factory=list[Origin])
+    needed: list[str] = field(default_factory=list[str])
+    length: int = 0
+    parts: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    is_output: bool = False
+    bias: str | None = None
+
+
+def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Product]:
+    """Run a model on a sample; return its products by the name of their weight, in the order of their first use."""
+    params = [*model.parameters()]
+    runtime = "abstract" if params and all(x.is_meta for x in params) else "virtual"
+    mesh = make_mesh({"followed": 1}, runtime=runtime)
+    one = shard_module(copy.deepcopy(model).eval(), {}, mesh=mesh)
+    observer = _Observer({id(x): name for name, x in one.named_parameters()})
+
+    def put(given: Any) -> Any:
+        leaves, structure = flatten(given)
+        arrays = [Sharded(tuple(x.shape), Layout(mesh), (x,)) if isinstance(x, Tensor) else x for x in leaves]
+        return unflatten(structure, arrays)
+
+    before, state.observer = state.observer, observer
+    try:
+        with torch.no_grad():
+            output = one(*put(list(args)), **put(dict(kwargs)))
+    finally:
+        state.observer = before
+    observer.finish(output)
+    return observer.products
+
+
+class _Observer:
+    """Carries origins from the inputs of each operation to its results."""
+
+    def __init__(self, params: Mapping[int, str]) -> None:
+        self.params = params
+        self.products: dict[str, Product] = {}
+        self.origins: dict[int, tuple[Sharded, list[Origin]]] = {}  # with the arrays, whose ids stay theirs
+
+    def __call__(self, call: Any, arrays: Sequence[Sharded], args: Any, results: Sequence[Sharded]) -> None:
+        op = call.operation
+        known = [self._origins(x) for x in arrays]
+        carried: dict[str, Origin] = {}
+        for x, value, origins in zip(arrays, op.inputs, known, strict=True):
+            if id(x) in self.params:
+                continue
+            for label, origin in zip(value.labels, origins, strict=True):
+                if label is not None:
+                    carried[label] = carried.get(label, NOTHING) | origin
+        produced = self._product(call.name, op, arrays, carried)
+        for y, value in zip(results, op.outputs, strict=True):
+            self.origins[id(y)] = y, [carried.get(label or "", NOTHING) for label in value.labels]
+        self._lengths(results)
+        for value, origins in zip(op.inputs, known, strict=True):
+            for dim, (label, origin) in enumerate(zip(value.labels, origins, strict=True)):
+                is_lost = label is None or not any(label in y.labels for y in op.outputs)
+                if origin and is_lost and not (label in op.summed and produced):
+                    self._lost(call.name, arrays, args, results, dim, origin)
+
+    def _origins(self, x: Sharded) -> list[Origin]:
+        found = self.origins.get(id(x))
+        return [NOTHING] * x.ndim if found is None else found[1]
+
+    def _product(self, name: str, op: Any, arrays: Sequence[Sharded], carried: dict[str, Origin]) -> bool:
+        """Note a product of a weight; its result's dim comes from that weight alone."""
+        if name != "embedding" and name not in _NAMES:
+            return False
+        weights = [place for place, x in enumerate(arrays) if id(x) in self.params and x.ndim == 2]
+        if len(weights) != 1:
+            return False
+        labels = op.inputs[weights[0]].labels
+        kept = [dim for dim, label in enumerate(labels) if any(label in y.labels for y in op.outputs)]
+        if len(kept) != 1:
+            return False
+        out, summed = kept[0], 1 - kept[0]
+        weight = self.params[id(arrays[weights[0]])]
+        kind = "embedding" if name == "embedding" else "linear"
+        # A tied table is a linear layer too: what it produces counts there.
+        key = weight if weight not in self.products or self.products[weight].kind == kind else f"{weight} ({kind})"
+        product = self.products.setdefault(key, Product(kind, out, summed))
+        if kind == "linear":
+            product.inputs.append(carried.get(labels[summed] or "", NOTHING))
+            biases = [self.params[id(x)] for x in arrays if id(x) in self.params and x.ndim == 1]
+            product.bias = biases[0] if biases else None
+        if labels[out] is not None:
+            carried[labels[out]] = frozenset([Piece(key)])
+        return True
+
+    def _lengths(self, results: Sequence[Sharded]) -> None:
+        """Note the lengths of dims, which the devices must divide."""
+        for y in results:
+            for length, origin in zip(y.shape, self._origins(y), strict=True):
+                for piece in origin:
+                    product = self.products[piece.weight]
+                    product.length = gcd(product.length, length)
+
+    def _lost(
+        self, name: str, arrays: Sequence[Sharded], args: Any, results: Sequence[Sharded], dim: int, origin: Origin
+    ) -> None:
+        """Note an operation that needs all of a dim; the pieces that a dim is split into carry on."""
+        ranges = _ranges(name, arrays[0], args, results, dim)
+        for piece in origin:
+            if ranges is None or piece.stop is not None:
+                self.products[piece.weight].needed.append(name)
+                continue
+            for y, (start, stop) in zip(results, ranges, strict=True):
+                self.products[piece.weight].parts.add((start, stop))
+                origins = self.origins[id(y)][1]
+                origins[dim] = origins[dim] | {Piece(piece.weight, start, stop)}
+
+    def finish(self, output: Any) -> None:
+        """Note the products that the model returns."""
+        leaves, _ = flatten(dict(output) if isinstance(output, Mapping) else output, sharded_is_leaf=True)
+        for y in leaves:
+            for piece in self._origins(y)[-1] if isinstance(y, Sharded) and y.ndim else NOTHING:
+                self.products[piece.weight].is_output = True
+
+
+_NAMES = frozenset(name for names in PRODUCTS for name in names.split())
+
+
+def _ranges(name: str, x: Sharded, args: Any, results: Sequence[Sharded], dim: int) -> list[tuple[int, int]] | None:
+    """Return the ranges of a dim that the results of a split or a slice are; None for other operations."""
+    if any(y.ndim != x.ndim for y in results):
+        return None
+    if name in ("split", "split_with_sizes", "tensor_split", "chunk"):
+        stops = [*accumulate(y.shape[dim] for y in results)]
+        return [*zip([0, *stops], stops, strict=False)]
+    if name == "getitem":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        at = dim - x.ndim if Ellipsis in index else dim
+        if len(index) > (at if at >= 0 else -at - 1) and isinstance(index[at], slice):
+            start, stop, step = index[at].indices(x.shape[dim])
+            return [(start, stop)] if step == 1 else None
+    return None
