@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import FshardError, MismatchError
-from fshard.mesh.layout import PyTree, flatten_with_paths
+from fshard.mesh.layout import Layout, P, PyTree, flatten_with_paths
 from fshard.mesh.spmd.scope import Group, owning
 from fshard.optim.scaling import finite_scale
 from fshard.source import Site
@@ -95,6 +95,11 @@ class StepOptions:
                 f"Give each 1, 2, 4, ... slices, such as {n << own.bit_length()}."
             )
         return own
+
+
+def used_layout(how: StepOptions, layout: Layout) -> Layout:
+    """Return the layout in which a parameter is used: sharded along local axes, as it is stored, and replicated elsewhere."""
+    return Layout(layout.mesh, P(*layout.spec.entries)) if how.local else Layout(layout.mesh)
 
 
 class SliceTurn(NamedTuple):

@@ -27,26 +27,14 @@ from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
 from fshard.mesh.collectives.autograd import transformed
-from fshard.mesh.layout import (
-    Axes,
-    Layout,
-    Mesh,
-    P,
-    PyTree,
-    Structure,
-    as_axes,
-    as_written,
-    flatten,
-    paths_of,
-    unflatten,
-)
+from fshard.mesh.layout import Axes, Layout, Mesh, PyTree, Structure, as_axes, as_written, flatten, paths_of, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
 from fshard.optim.leaves import trainable, without_static
 from fshard.source import Site, call_site
 from fshard.transforms.agree import gathered
 from fshard.transforms.batch import Batch, BatchPart, placed
-from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions
+from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions, used_layout
 from fshard.transforms.fsdp.engine import ParamPlan, UnitOptions, reducer_of, storage_of
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
 from fshard.transforms.means import Weight, global_aux
@@ -100,11 +88,6 @@ def unstaged(
 def same_layouts(layout: Layout) -> Layout:
     """Give gradients the layouts of their parameters."""
     return layout
-
-
-def used_layout(how: StepOptions, x: Sharded) -> Layout:
-    """Return the layout in which a parameter is used: sharded along local axes, as it is stored, and replicated elsewhere."""
-    return Layout(x.mesh, P(*x.spec.entries)) if how.local else Layout(x.mesh)
 
 
 def refuse_not_local(how: StepOptions, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
@@ -321,7 +304,7 @@ class Gradient(GradientFunction):
         plans: dict[int, ParamPlan] = {}
         for (path, x, fix), place in zip(given, at, strict=True):
             trained = self.how.backward and trainable(x) and not fix
-            plans.setdefault(place, plan_param(path, x, self.gradients if trained else None, used_layout(self.how, x)))
+            plans.setdefault(place, plan_param(path, x, self.gradients if trained else None, used_layout(self.how, x.layout)))
         return ParamPlans(tuple(plans[place] for place in sorted(plans)), mesh, axes, self.how.slices is not None)
 
     def run_devices(self, plans: ParamPlans, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
+from math import prod
 
 import torch
 from torch import Tensor
@@ -78,8 +79,10 @@ class StageStep:
         self.number, self.scaled, self.writes, how = device, scale, writes, plan.how
         self.scope = require(how.caller)
         self.pipe = self.scope.group(plan.axis, how.caller)
-        self.beside = self._along(batch.axes)
-        self.everyone = self.scope.group((plan.axis, *batch.axes), how.caller)
+        self.params = plan.on(device)
+        self.local = tuple([axis for axis, size in batch.mesh.shape.items() if size > 1 and axis in how.local])
+        self.beside, self.same_stages = self._along(batch.axes), self._along((*self.local, *batch.axes))
+        self.everyone = self.scope.group((plan.axis, *self.local, *batch.axes), how.caller)
         count = how.turns(1 if self.beside is None else self.beside.size)
         self.turns = slice_turns(how, batch, at, count, self.beside, site)
         self.weight = self._weight()
@@ -112,16 +115,17 @@ class StageStep:
         return here
 
     def _unit(self, stage: int, here: Sequence[Tensor]) -> StageUnit:
-        own, options = self.plan.params.own[stage], self.plan.how.unit_options
+        own, options = self.params.own[stage], self.plan.how.unit_options
         storage = storage_of(own.leaves, [here[index] for index in own.indices], options, self.site)
         return StageUnit(own, storage, options, self.device)
 
     def _totals(self) -> StageSums:
-        plan, how = self.plan.params, self.plan.how
+        plan, how = self.params, self.plan.how
         weights = [turn.weight.share for turn in self.turns] if how.slices is not None else None
         wide = how.slices is not None or how.accumulate > 1
         reducer = reducer_of(lambda along: plan.ways, how.unit_options, self.site)
         reduced = GradientSums(plan.leaves, self.device, how.unit_options, reducer, wide)
+        reduced.along = self.local
         return StageSums(plan, self.mine, weights, self.pipe.index, reduced, self.site)
 
     def run(self) -> DeviceResult:
@@ -257,9 +261,10 @@ class StageStep:
     def outcome(self) -> tuple[Tensor, Tensor, PyTree]:
         """Return the loss, the ratio of its scale to the given one, and the metrics."""
         parts, batch = [self.parts[microbatch] for microbatch in range(len(self.turns))], self.batch
-        mean, _ = averaged_results([found for found, _ in parts], [], self.beside, 1, self.site)
+        many = prod(batch.mesh.shape[axis] for axis in self.local)
+        mean, _ = averaged_results([found for found, _ in parts], [], self.same_stages, many, self.site)
         cut = () if batch.cut is None else batch.cut.axes
-        same = tuple(axis for axis in batch.axes if axis not in cut)
+        same = tuple(axis for axis in (*self.local, *batch.axes) if axis not in cut)
 
         def collect(rows: Sequence[Tensor]) -> Tensor:
             return collected(rows, batch, self._along(same), self._along(cut), self.site)
@@ -272,11 +277,12 @@ class StageStep:
 
     def _notice(self, what: str, group: Group) -> None:
         """Raise if a stage calls a collective that stages may not call."""
-        elsewhere = {axis for axis in group.axes if self.scope.mesh.shape.get(axis, 1) > 1} - {*self.batch.axes}
+        legal = (*self.batch.axes, *self.local)
+        elsewhere = {axis for axis in group.axes if self.scope.mesh.shape.get(axis, 1) > 1} - {*legal}
         if elsewhere and what not in NOT_HEARD:
             raise ValueError(
                 f"{what} over {', '.join(sorted(elsewhere))} in a stage, at {call_site()}: stages of a pipeline may "
-                f"communicate only with devices that have other samples, along {', '.join(self.batch.axes) or 'no axis'}."
+                f"communicate only with devices that have other samples, along {', '.join(legal) or 'no axis'}."
             )
         if self._objection is not None:
             self._objection(what, group)
@@ -299,4 +305,4 @@ class StageStep:
         if writes is None:
             return used, {}
         flagged = [path for path, times in zip(paths, flags, strict=True) if times]
-        return used, writes.average(written, flagged, self.mine, self.beside, self.site)
+        return used, writes.average(written, flagged, self.mine, self.same_stages, self.site)

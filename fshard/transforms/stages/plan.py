@@ -13,7 +13,7 @@ stored by the first one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -29,9 +29,9 @@ from fshard.pipeline.execution.leaves import Stage
 from fshard.pipeline.execution.mailbox import Forms
 from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.schedule import Schedule
-from fshard.transforms.device_step import StepOptions
+from fshard.transforms.device_step import StepOptions, used_layout
 from fshard.transforms.fsdp.engine import ParamPlan, plan_reduction
-from fshard.transforms.fsdp.param_runtime import plan_param
+from fshard.transforms.fsdp.param_runtime import on_device, plan_param
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.patterns import Choice, named, parts_of
 from fshard.transforms.shard_params import Rules, layouts_of
@@ -40,7 +40,7 @@ from fshard.transforms.shard_params import Rules, layouts_of
 class StageLeaves(NamedTuple):
     """The parameters of one stage, each once, with their indices, and how they form the stage's tree."""
 
-    leaves: list[ParamPlan]
+    leaves: Sequence[ParamPlan]
     indices: list[int]
     tree: Callable[[list[Tensor]], PyTree]
 
@@ -78,7 +78,7 @@ class StageParams:
         ties: the trained parameters of several stages.
     """
 
-    leaves: list[ParamPlan]
+    leaves: Sequence[ParamPlan]
     own: list[StageLeaves]
     ways: list[ReshardPlan | None]
     borrowed: list[Borrowed]
@@ -110,9 +110,19 @@ class StagePlan:
     messages: dict[int, Forms] | None
     elsewhere: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
     fresh: bool = True
+    local: dict[int, StageParams] = field(default_factory=dict[int, StageParams])
+
+    def on(self, device: int) -> StageParams:
+        """Return the plans of the parameters of one device."""
+        if not self.how.local:
+            return self.params
+        if device not in self.local:
+            own = [one._replace(leaves=on_device(one.leaves, device)) for one in self.params.own]
+            self.local[device] = replace(self.params, leaves=on_device(self.params.leaves, device), own=own)
+        return self.local[device]
 
     @property
-    def leaves(self) -> list[ParamPlan]:
+    def leaves(self) -> Sequence[ParamPlan]:
         """The plans of all parameters."""
         return self.params.leaves
 
@@ -127,7 +137,7 @@ class StagePlanner:
         placement: the coordinate of each stage.
         gradients: from a parameter's layout to its gradient's.
         mesh: the devices.
-        over: the axes that shard the batch, along which gradients are summed.
+        over: local axes and those that shard the batch, along which gradients are summed.
     """
 
     how: StepOptions
@@ -158,21 +168,21 @@ class StagePlanner:
                 way = plan_reshard(layout, on_place(layout, self.axis, place), leaf.shape)
                 borrowed.append(Borrowed(index, place, way))
             if leaf.trained and len(stages) > 1:
-                ties.append(self._tie(index, leaf.shape, stages))
+                ties.append(self._tie(index, leaf, stages))
         own = [
             self._own(mine, structure, leaves, layouts, place)
             for mine, structure, place in zip(indices, structures, self.placement, strict=True)
         ]
         return StageParams(leaves, own, [self._way(leaf) for leaf in leaves], borrowed, ties)
 
-    def _full(self, place: int) -> Layout:
-        """Return the layout of unsharded tensors on the devices of a coordinate."""
-        return on_place(Layout(self.mesh), self.axis, place)
+    def _used(self, layout: Layout, place: int) -> Layout:
+        """Return the layout in which a parameter is used by the devices of a coordinate."""
+        return on_place(used_layout(self.how, layout), self.axis, place)
 
     def _leaf(self, path: str, x: Sharded, fixed: bool) -> ParamPlan:
         trained, place = self.how.backward and trainable(x) and not fixed, place_of(x.layout, self.axis)
         assert place is not None
-        leaf = plan_param(path, x, self.gradients if trained else None, self._full(place))
+        leaf = plan_param(path, x, self.gradients if trained else None, self._used(x.layout, place))
         if place_of(leaf.gradient, self.axis) != place:
             raise LayoutError(
                 f"{self.how.caller}: gradients= gives that of {named(parts_of(path))} the layout {leaf.gradient.spec}, not on "
@@ -194,7 +204,7 @@ class StagePlanner:
 
         def gathered(index: int) -> ParamPlan:
             shard, leaf = on_place(layouts[index], self.axis, place), leaves[index]
-            return leaf._replace(gather=plan_reshard(shard, self._full(place), leaf.shape))
+            return leaf._replace(gather=plan_reshard(shard, self._used(shard, place), leaf.shape))
 
         def tree(xs: list[Tensor]) -> PyTree:
             return unflatten(structure, [xs[place] for place in at])
@@ -208,10 +218,11 @@ class StagePlanner:
             return None
         return plan_reduction(self.mesh, self.over, leaf, ((self.axis, place),), in_order=self.how.slices is not None)
 
-    def _tie(self, index: int, shape: tuple[int, ...], stages: list[int]) -> Tie:
+    def _tie(self, index: int, leaf: ParamPlan, stages: list[int]) -> Tie:
         places = tuple(self.placement[stage] for stage in stages)
-        stack = (1 if self.how.slices is None else self.how.accumulate, *shape)
-        homes = tuple(plan_reshard(self._full(place), self._full(places[0]), stack) for place in places)
+        stack = (1 if self.how.slices is None else self.how.accumulate, *leaf.shape)
+        rows = [on_place(Layout(self.mesh, P(None, *leaf.used.entries)), self.axis, place) for place in places]
+        homes = tuple(plan_reshard(row, rows[0], stack) for row in rows)
         return Tie(index, tuple(stages), places, homes)
 
 

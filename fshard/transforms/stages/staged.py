@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, Mesh, P, PyTree, Structure, flatten
+from fshard.mesh.layout import Axes, Layout, Mesh, P, PyTree, Structure, as_axes, flatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.pipeline.execution.leaves import Stage
@@ -62,6 +62,7 @@ def staged(
     weight: Weight | None = None,
     gradients: Callable[[Layout], Layout] | None = None,
     frozen: Choice = None,
+    local: Axes = (),
     reproducible: bool = False,
     live_units: int = 2,
     dynamic: bool = False,
@@ -77,6 +78,8 @@ def staged(
     complaints = _complaints(given, mesh, batch, axis, loss)
     options: dict[str, Any] = {"live_units": live_units, "reduce": reduce, "compute": compute, "dynamic": dynamic}
     complaints += wrong_options(reproducible, {**options, "recompute": recompute, "skips": skips, "inputs": inputs})
+    if axis in as_axes(local):
+        complaints.append(f"the axis of the stages, {axis}, is local: parameters of a stage are not shards along it")
     refuse_unfit(caller, len(given), mesh, schedule, axis, *complaints)
     assert loss is not None
     if not backward:
@@ -99,6 +102,7 @@ def staged(
         unit_options,
         backward,
         caller,
+        as_axes(local),
     )
     route = Route(schedule, skips or {}, backward, units=True)
     functions = given
@@ -193,7 +197,8 @@ class Staged(GradientFunction):
                 f"{self.how.caller}: parameters must be on the devices of their stages, along {self.axis}: "
                 f"{'; '.join(wrong)}. Put them there: {_LAY}."
             )
-        planner = StagePlanner(self.how, self.axis, self.route.placement, self.gradients, mesh, axes)
+        over = (*(axis for axis in mesh.axis_names if axis in self.how.local), *axes)
+        planner = StagePlanner(self.how, self.axis, self.route.placement, self.gradients, mesh, over)
         planned = planner.plan(structure.children(), given, at)
         messages = None if self.dynamic else {}
         return StagePlan(self.how, self.axis, self.stages, self.inputs, self.route, planned, messages)
