@@ -5,8 +5,7 @@ h = fs.tensor.mlp(fs.tensor.layer_norm(x, p["norm"], m), p["up"], p["down"], m)
 loss = fs.tensor.cross_entropy(fs.tensor.linear(h, p["head"], m), labels, m.next)
 """
 
-from fshard.tensor.blocks import mlp, self_attention
-from fshard.tensor.layers import dropout, embedding, layer_norm, rms_norm
+from fshard.tensor.layers import dropout, embedding, feature_embedding, layer_norm, mlp, rms_norm, self_attention
 from fshard.tensor.linear import classifier, column, linear, row
 from fshard.tensor.loss import cross_entropy, to_next
 from fshard.tensor.mode import Mode, mode
@@ -18,6 +17,7 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "embedding",
+    "feature_embedding",
     "layer_norm",
     "linear",
     "mlp",

@@ -54,14 +54,7 @@ def row(x: Tensor, weight: PyTree, axis: Axes, bias: PyTree = None) -> PyTree:
 
 
 def linear(x: Tensor, weight: PyTree, mode: Mode, bias: PyTree = None) -> PyTree:
-    """Apply a linear layer: from an activation of `mode` to one of `mode.next`.
-
-    Args:
-        x: this device's shard of the activation.
-        weight: its shard of the weight, `mode.weight`, or a tuple.
-        mode: the algorithm and its axes.
-        bias: its shard of the bias, `mode.bias`.
-    """
+    """Apply a linear layer with local shards of `mode.weight` and `mode.bias`: from `mode` to `mode.next`."""
     inner = x.shape[-1] // (mode.size() if mode.kind == "3d" else 1)
     if wrong := [str(tuple(w.shape)) for w in _as_tuple(weight) if w.shape[1] != inner]:
         raise ValueError(
@@ -70,12 +63,12 @@ def linear(x: Tensor, weight: PyTree, mode: Mode, bias: PyTree = None) -> PyTree
         )
     if mode.kind == "1d":
         return row(x, weight, mode.axes, bias) if mode.flipped else column(x, weight, mode.axes, bias)
-    matmul, bias = _cube if mode.kind == "3d" else _planes, varying(bias, mode.next.tokens)
-    return _per_weight(lambda weights: matmul(x, weights, mode), weight, bias)
+    matmul = _cube if mode.kind == "3d" else _summa
+    return _per_weight(lambda weights: matmul(x, weights, mode), weight, varying(bias, mode.next.tokens))
 
 
 def classifier(x: Tensor, embedding: Tensor, mode: Mode) -> Tensor:
-    """Compute logits by an embedding, `mode.embedding`: x E^T, of `mode.next`. A classifier of its own is a `linear`."""
+    """Compute logits of `mode.next` by a tied embedding, of `mode.embedding`. A classifier of its own is a `linear`."""
     if mode.kind == "1d":
         return column(x, embedding, mode.axes)
     if mode.kind == "3d":
@@ -94,14 +87,9 @@ def _cube(x: Tensor, weights: Tensors, mode: Mode, dim: int = 1) -> Tensors:
     return psum_scatter(_products(rows, all_gather(weights, mode.axes[0], dim=dim)), mode.hidden, dim=0)
 
 
-def _planes(x: Tensor, weights: Tensors, mode: Mode) -> Tensors:
-    """Multiply on each plane; only the gradients of weights cross them."""
-    return _summa(x, varying(weights, mode.axes[:-2]), mode.hidden, mode.contracted)
-
-
-def _summa(x: Tensor, weights: Tensors, along_x: Axes, along_w: Axes) -> Tensors:
-    given = [y if type(y) is Tensor else y.view_as(y) for y in (x, *weights)]  # lazy parameters are unsharded here
-    return cast("Any", _Summa).apply(along_x, along_w, *given)
+def _summa(x: Tensor, weights: Tensors, mode: Mode) -> Tensors:
+    given = x, *varying(weights, mode.axes[:-2])  # gradients of weights are summed over the depth
+    return _summa_of(mode, *(y if type(y) is Tensor else y.view_as(y) for y in given))  # lazy parameters are unsharded
 
 
 class _Summa(Function):
@@ -110,34 +98,39 @@ class _Summa(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(along_x: Axes, along_w: Axes, x: Tensor, *weights: Tensor) -> Tensors:
-        return _products(all_gather(x, along_x, dim=-1), all_gather(weights, along_w, dim=1))
+    def forward(mode: Mode, x: Tensor, *weights: Tensor) -> Tensors:
+        return _products(all_gather(x, mode.hidden, dim=-1), all_gather(weights, mode.contracted, dim=1))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.along = inputs[:2]
-        ctx.save_for_backward(*inputs[2:])
-        ctx.save_for_forward(*inputs[2:])
+        ctx.mode, *given = inputs
+        ctx.save_for_backward(*given)
+        ctx.save_for_forward(*given)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (along_x, along_w), (x, *weights), (_, _, for_x, *for_w) = ctx.along, ctx.saved_tensors, ctx.needs_input_grad
-        of_x, of_w = None, (None,) * len(weights)
+        mode, (x, *weights), (_, for_x, *for_weights) = ctx.mode, ctx.saved_tensors, ctx.needs_input_grad
+        of_x, of_weights = None, (None,) * len(weights)
         with serving("cotangents"):
             if for_x:
-                full = all_gather(tuple(weights), along_w, dim=1)
-                of_x = psum_scatter(sum(g @ w for g, w in zip(cotangents, full, strict=True)), along_x, dim=-1)
-            if any(for_w):
-                rows = all_gather(x, along_x, dim=-1).flatten(0, -2)
-                of_w = psum_scatter(tuple(g.flatten(0, -2).mT @ rows for g in cotangents), along_w, dim=1)
-        return None, None, of_x, *of_w
+                full = all_gather(tuple(weights), mode.contracted, dim=1)
+                summands = sum(g @ w for g, w in zip(cotangents, full, strict=True))
+                of_x = psum_scatter(summands, mode.hidden, dim=-1)
+            if any(for_weights):
+                rows = all_gather(x, mode.hidden, dim=-1).flatten(0, -2)
+                of_weights = tuple(g.flatten(0, -2).mT @ rows for g in cotangents)
+                of_weights = psum_scatter(of_weights, mode.contracted, dim=1)
+        return None, of_x, *of_weights
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
-        (x, *weights), (_, _, of_x, *of_w) = ctx.saved_tensors, grad_inputs
+        (x, *weights), (_, of_x, *of_weights) = ctx.saved_tensors, grad_inputs
         with serving("tangents"):
-            first, second = _summa(of_x, tuple(weights), *ctx.along), _summa(x, tuple(of_w), *ctx.along)
-        return tuple(a + b for a, b in zip(first, second, strict=True))
+            pairs = zip(_summa_of(ctx.mode, of_x, *weights), _summa_of(ctx.mode, x, *of_weights), strict=True)
+            return tuple(a + b for a, b in pairs)
+
+
+_summa_of: Callable[..., Tensors] = cast("Any", _Summa).apply
 
 
 def _per_weight(products: Callable[[Tensors], Tensors], weight: PyTree, bias: PyTree) -> PyTree:

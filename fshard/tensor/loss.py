@@ -34,19 +34,15 @@ def cross_entropy(
     """Compute torch's cross-entropy of sharded logits; means and sums are over the tokens of all devices.
 
     Args:
-        logits: this device's shard of an activation of `mode`, (tokens, ..., vocabulary). They are the results of a
-            linear layer, so `mode` is the next of that layer's.
-        labels: its tokens' classes, (tokens, ...), equal along the axes of the vocabulary. See `to_next`.
+        logits: (tokens, ..., vocabulary), of `mode`: the next of that of the linear layer that made them.
+        labels: (tokens, ...), equal along the axes of the vocabulary. See `to_next`.
         mode: the layouts.
-        weight: of each class, for all classes, replicated.
-        ignore_index: the label of tokens that do not count.
-        label_smoothing: the part of the probability that all classes share, 0 <= label_smoothing <= 1.
-        reduction: "mean" divides by the global number of tokens (or sum of weights) that count; "sum"; "none" returns
-            the loss of each of this device's tokens.
+        weight: of all classes, replicated.
+        ignore_index, label_smoothing, reduction: as in torch; "none" gives this device's tokens.
         vocabulary: the global number of classes, if the devices do not divide it.
         also: more axes that shard tokens, such as those of the batch or the sequence.
 
-    16-bit logits are computed in float32, which is the result's dtype.
+    16-bit logits give a loss in float32.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'cross_entropy: reduction must be "mean", "sum" or "none"; got {reduction!r}.')
@@ -55,14 +51,18 @@ def cross_entropy(
     start, classes = own_range(vocabulary, logits.shape[-1], mode.hidden, mode.size(), "vocabulary")
     counts = labels != ignore_index
     labels = labels.masked_fill(~counts, 0)
-    own_weight = None if weight is None else weight[start : start + logits.shape[-1]]
-    log_sum, at_label, total = _statistics(logits, labels - start, mode, own_weight, label_smoothing > 0)
-    of_label = counts.to(log_sum.dtype) if weight is None else weight[labels] * counts
-    losses = (log_sum - at_label) * of_label
-    if total is not None:
+    z = _less_largest(logits, mode)
+    rows = labels - start
+    absent = (rows < 0) | (rows >= z.shape[-1])
+    at_label = z.gather(-1, rows.masked_fill(absent, 0)[..., None])[..., 0].masked_fill(absent, 0)
+    own_weight = 1 if weight is None else weight[start : start + z.shape[-1]]
+    sums = z.exp().sum(-1), at_label, *([(z * own_weight).sum(-1)] if label_smoothing else [])
+    total, at_label, *smooth = psum(sums, mode.hidden) if mode.hidden else sums
+    of_label = counts.to(z.dtype) if weight is None else weight[labels] * counts
+    losses = ((1 - label_smoothing) * (total.log() - at_label) * of_label).masked_fill(~counts, 0)
+    if smooth:
         weights = classes if weight is None else weight.sum()
-        smooth = (log_sum * weights - total).masked_fill(~counts, 0) / classes
-        losses = (1 - label_smoothing) * losses + label_smoothing * smooth
+        losses = losses + label_smoothing / classes * (total.log() * weights - smooth[0]) * counts
     if reduction == "none":
         return losses
     loss, count = losses.sum(), of_label.sum()
@@ -71,20 +71,10 @@ def cross_entropy(
     return loss if reduction == "sum" else loss / count
 
 
-def _statistics(
-    logits: Tensor, rows: Tensor, mode: Mode, weight: Tensor | None, smoothed: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log S, z at the label and, if `smoothed`, the weighted sum of z, of each token."""
+def _less_largest(logits: Tensor, mode: Mode) -> Tensor:
     logits = logits.to(WIDER.get(logits.dtype, logits.dtype))
     largest = logits.detach().amax(-1, keepdim=True)
-    z = logits - (pmax(largest, mode.hidden) if mode.hidden else largest)
-    absent = (rows < 0) | (rows >= z.shape[-1])
-    at_label = z.gather(-1, rows.masked_fill(absent, 0)[..., None])[..., 0].masked_fill(absent, 0)
-    found = [z.exp().sum(-1), at_label]
-    if smoothed:
-        found.append((z if weight is None else z * weight).sum(-1))
-    found = psum(tuple(found), mode.hidden) if mode.hidden else found
-    return found[0].log(), found[1], found[2] if smoothed else None
+    return logits - (pmax(largest, mode.hidden) if mode.hidden else largest)
 
 
 def to_next(tokens: Tensor, mode: Mode) -> Tensor:

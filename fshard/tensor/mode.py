@@ -11,12 +11,13 @@ takes activations of one mode to those of `mode.next`, so a block's two linears 
     3d     a, b, c    (a, c)    b        P(c, (b, a))       P((c, a), b)
       next            (a, b)    c        P(b, (c, a))       P((b, a), c)
 
-Biases are sharded as the features of the result, the weights of norms as those of the activation.
+A bias is sharded as the features of the result, the weight of a norm as those of the activation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Literal
 
@@ -28,87 +29,47 @@ from fshard.mesh.layout.arithmetic import flat_range
 Kind = Literal["1d", "2d", "2.5d", "3d"]
 """The algorithms of tensor parallelism."""
 
-_TABLE: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
-    "1d": ("t", [("", "", ""), ("", "t", "t")]),
-    "2d": ("ij", [("i", "j", "i")]),
-    "2.5d": ("dij", [("di", "j", "i")]),
-    "3d": ("abc", [("ac", "b", "ba"), ("ab", "c", "ca")]),
+_TABLE = {
+    "1d": ("t", "- - t - t", "- t - t -"),
+    "2d": ("ij", "i j j i i"),
+    "2.5d": ("dij", "di j j i di"),
+    "3d": ("abc", "ac b c ba ca", "ab c b ca ba"),
 }
-"""The axes of each kind, and of it and its next: tokens, hidden, and the axes that shard a weight's input dim."""
+"""The axes of each kind; then the axes of a mode's `tokens, hidden, next.hidden, contracted, vocabulary`, and its next's."""
 
 
 @dataclass(frozen=True)
 class Mode:
     """The layouts of tensor-parallel layers on some axes. Made by `mode`.
 
-    Args:
-        kind: the algorithm.
-        sizes: (name, size) of the axes, in the order of the table.
-        flipped: True after an odd number of linear layers.
+    `sizes` has the name and size of each axis, in the order of the table; `tokens`, `hidden`, `contracted` and
+    `vocabulary` are the axes that shard dim 0 and the last dim of activations, the input dim of weights and the rows of
+    an embedding. The others are the layouts of parameters: `weight` and `bias` of a linear layer, `norm` of a norm,
+    `embedding`, and `features` of an embedding that is sharded over its features only. `flipped` is True after an odd
+    number of linear layers.
     """
 
     kind: Kind
     sizes: tuple[tuple[str, int], ...]
-    flipped: bool = False
-
-    def _column(self, column: int) -> tuple[str, ...]:
-        letters, rows = _TABLE[self.kind]
-        return tuple(self.axes[letters.index(letter)] for letter in rows[self.flipped][column])
+    flipped: bool
+    tokens: tuple[str, ...]
+    hidden: tuple[str, ...]
+    contracted: tuple[str, ...]
+    vocabulary: tuple[str, ...]
+    weight: P
+    bias: P
+    norm: P
+    embedding: P
+    features: P
 
     @property
     def axes(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.sizes)
 
     @property
-    def tokens(self) -> tuple[str, ...]:
-        """The axes that shard dim 0 of activations."""
-        return self._column(0)
-
-    @property
-    def hidden(self) -> tuple[str, ...]:
-        """The axes that shard the last dim of activations."""
-        return self._column(1)
-
-    @property
-    def contracted(self) -> tuple[str, ...]:
-        """The axes that shard the input dim of weights."""
-        return self._column(2)
-
-    @property
-    def vocabulary(self) -> tuple[str, ...]:
-        """The axes that shard the rows of an embedding: all that do not shard its features."""
-        rows = tuple(axis for axis in self.axes if axis not in self.hidden)
-        return rows[::-1] if self.kind == "3d" else rows
-
-    @property
     def next(self) -> Mode:
         """The mode of the results of a linear layer."""
-        return replace(self, flipped=not self.flipped) if len(_TABLE[self.kind][1]) > 1 else self
-
-    @property
-    def weight(self) -> P:
-        """The layout of a linear layer's weight, (out, in)."""
-        return P(self.next.hidden, self.contracted)
-
-    @property
-    def bias(self) -> P:
-        """The layout of a linear layer's bias."""
-        return P(self.next.hidden)
-
-    @property
-    def norm(self) -> P:
-        """The layout of the weight and the bias of a norm."""
-        return P(self.hidden)
-
-    @property
-    def embedding(self) -> P:
-        """The layout of an embedding that is sharded over vocabulary and features."""
-        return P(self.vocabulary, self.hidden)
-
-    @property
-    def features(self) -> P:
-        """The layout of an embedding that is sharded over its features only."""
-        return P(None, self.hidden or self.axes)
+        return _mode(self.kind, self.sizes, not self.flipped)
 
     def kv_weight(self, kv_heads: int) -> P:
         """Return the layout of the weights of keys and values, replicated along heads if the devices do not divide them."""
@@ -127,9 +88,9 @@ class Mode:
         n = self.next.size()
         divisors = {"batch": self.size(self.tokens), "hidden": n * n if self.kind == "3d" else self.size(), "heads": n}
         wrong = [
-            f"{name} must be a multiple of {divisor}; got {given} (the nearest: {_nearest(given, divisor)})"
-            for (name, divisor), given in zip(divisors.items(), (batch, hidden, heads), strict=True)
-            if given is not None and given % divisor
+            f"{name} must be a multiple of {n}; got {given}, the nearest {'are' if given > n else 'is'} {_nearest(given, n)}"
+            for (name, n), given in zip(divisors.items(), (batch, hidden, heads), strict=True)
+            if given is not None and given % n
         ]
         if wrong:
             grid = ", ".join(f"{name}={size}" for name, size in self.sizes)
@@ -139,10 +100,8 @@ class Mode:
 def mode(kind: Kind, axes: str | tuple[str, ...], mesh: Mesh) -> Mode:
     """Return the mode of layers on some axes of a mesh.
 
-    Args:
-        kind: "1d" on one axis, "2d" on a square, "2.5d" on an axis of any size and a square, "3d" on a cube.
-        axes: in the order of the table above.
-        mesh: the mesh, which may have other axes.
+    "1d" needs one axis, "2d" a square, "2.5d" an axis of any size and a square, "3d" a cube, in the order of the table
+    above. The mesh may have other axes.
 
     >>> import fshard as fs
     >>> m = fs.tensor.mode("3d", ("a", "b", "c"), fs.make_mesh({"a": 2, "b": 2, "c": 2}))
@@ -164,7 +123,19 @@ def mode(kind: Kind, axes: str | tuple[str, ...], mesh: Mesh) -> Mode:
             f'mode: the axes {", ".join(square)} of "{kind}" must have equal sizes; got {" x ".join(map(str, sizes))}. '
             f"The nearest legal sizes are {' and '.join(legal)}."
         )
-    return Mode(kind, tuple((name, mesh.shape[name]) for name in names))
+    return _mode(kind, tuple((name, mesh.shape[name]) for name in names), False)
+
+
+@cache
+def _mode(kind: Kind, sizes: tuple[tuple[str, int], ...], flipped: bool) -> Mode:
+    letters, *rows = _TABLE[kind]
+    flipped = flipped and len(rows) > 1
+    axes = dict(zip(letters, (name for name, _ in sizes), strict=True))
+    tokens, hidden, after, contracted, vocabulary = (
+        tuple(axes[letter] for letter in entry if letter != "-") for entry in rows[flipped].split()
+    )
+    layouts = P(after, contracted), P(after), P(hidden), P(vocabulary, hidden), P(None, hidden or vocabulary)
+    return Mode(kind, sizes, flipped, tokens, hidden, contracted, vocabulary, *layouts)
 
 
 def own_range(total: int | None, local: int, axes: tuple[str, ...], size: int, name: str) -> tuple[int, int]:
@@ -176,12 +147,12 @@ def own_range(total: int | None, local: int, axes: tuple[str, ...], size: int, n
     start, stop = flat_range(length, size, index)
     if stop - start != local or not local:
         raise ValueError(
-            f"{name} must be the length of a dim of which device {index} of {size} has {local or 'at least 1'}; got {length}, "
-            f"of which it has {stop - start}. Shards are those of torch.chunk, and none may be empty."
+            f"{name} must be the global size, of which device {index} of {size} has {stop - start}, and at least 1; got "
+            f"{length}, but its shard has {local}."
         )
     return start, length
 
 
 def _nearest(size: int, divisor: int) -> str:
     below = size // divisor * divisor
-    return f"{below}, {below + divisor}" if below else f"{divisor}"
+    return f"{below} and {below + divisor}" if below else f"{divisor}"
