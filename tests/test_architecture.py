@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "copying": {"errors"},
     "mesh": GROUND,
     "array": GROUND | {"mesh"},
+    "tensor": GROUND | {"mesh"},
     "optim": GROUND | {"mesh"},
     "transforms": GROUND | {"mesh", "optim", "pipeline"},  # a training step is a gradient and an optimizer
     "pipeline": GROUND | {"mesh"},
@@ -58,6 +59,7 @@ MAY_IMPORT = {
         "explore",
         "report",
         "nn",
+        "tensor",
     },
 }
 
