@@ -9,11 +9,14 @@ keys). Torch's kernel is used on the CPU, the formula elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+KERNEL_DEVICES = {"cpu"}
+"""Where torch has a kernel that returns `lse`, and whose backward accepts that of all blocks."""
 MASKED = -1e30
 """The log-sum-exp of a row that sees no key: finite, so that merging gives no NaN."""
 
@@ -23,40 +26,41 @@ _kernel_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_c
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return `out` and `lse` of one block."""
-    if not has_kernel(q):
+    if q.device.type not in KERNEL_DEVICES:
         return weigh([scores(q, k, mask, scale)], [v])
     found = [_kernel(x, k, v, 0.0, mask is True, attn_mask=_bias(mask, q), scale=scale) for x in q.unbind(2)]
-    out, lse = (widened(torch.stack(xs, 2)) for xs in zip(*found, strict=True))
-    if not isinstance(mask, bool):
-        lse = lse.masked_fill(~mask.any(-1).unsqueeze(2), MASKED)
-    return out, lse.unsqueeze(-1)
+    out, lse = (_stacked(xs) for xs in zip(*found, strict=True))
+    hidden = None if isinstance(mask, bool) else ~mask.any(-1).unsqueeze(2)
+    return out, (lse if hidden is None else lse.masked_fill(hidden, MASKED)).unsqueeze(-1)
 
 
 def attend_backward(
-    rows: tuple[Tensor, ...], k: Tensor, v: Tensor, mask: Tensor | bool, scale: float
+    rows: Sequence[Tensor], k: Tensor, v: Tensor, mask: Tensor | bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v from one block.
 
     `rows` are q, out and lse over all blocks, the cotangent of out, and the sum of cotangent * out over dim.
     """
-    if has_kernel(k):
-        each = zip(*(x.unbind(2) for x in rows), strict=True)
+    if k.device.type in KERNEL_DEVICES:
+        options = {"attn_mask": _bias(mask, k), "scale": scale}
+        groups = zip(*(x.unbind(2) for x in rows), strict=True)
         found = [
-            _kernel_backward(g, q, k, v, out, lse[..., 0], 0.0, mask is True, attn_mask=_bias(mask, q), scale=scale)
-            for q, out, lse, g, _ in each
+            _kernel_backward(cotangent, q, k, v, out, lse[..., 0], 0.0, mask is True, **options)
+            for q, out, lse, cotangent, _ in groups
         ]
-        dq, dk, dv = (widened(torch.stack(xs, 2)) for xs in zip(*found, strict=True))
-        return dq, dk.sum(2), dv.sum(2)
+        dq, dk, dv = zip(*found, strict=True)
+        return _stacked(dq), sum(map(widened, dk[1:]), widened(dk[0])), sum(map(widened, dv[1:]), widened(dv[0]))
     q, _, lse, cotangent, delta = map(widened, rows)
     weights = (scores(q, k, mask, scale) - lse).exp()
-    slopes = weights * (_by_group(cotangent, widened(v).mT) - delta) * scale
-    dk = slopes.flatten(2, 3).mT @ q.flatten(2, 3)
-    return _by_group(slopes, widened(k)), dk, weights.flatten(2, 3).mT @ cotangent.flatten(2, 3)
+    slopes = weights * (torch.einsum("bhgtd, bhsd -> bhgts", cotangent, widened(v)) - delta) * scale
+    dq = torch.einsum("bhgts, bhsd -> bhgtd", slopes, widened(k))
+    dk, dv = (torch.einsum("bhgts, bhgtd -> bhsd", *xs) for xs in ((slopes, q), (weights, cotangent)))
+    return dq, dk, dv
 
 
 def scores(q: Tensor, k: Tensor, mask: Tensor | bool, scale: float) -> Tensor:
     """Return the scores of a block, minus infinity where a query does not see a key."""
-    found = _by_group(widened(q), widened(k).mT) * scale
+    found = torch.einsum("bhgtd, bhsd -> bhgts", widened(q), widened(k)) * scale
     if mask is False:
         return found
     seen = torch.ones_like(found, dtype=torch.bool).tril() if isinstance(mask, bool) else mask.unsqueeze(2)
@@ -70,19 +74,15 @@ def weigh(rows: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
     weights = (row - high).exp()
     total = weights.sum(-1, keepdim=True).clamp(min=0.5)  # it is at least 1, or 0 in a row that sees no key
     shares = (weights / total).split([v.shape[-2] for v in values], -1)
-    outs = [_by_group(share, widened(v)) for share, v in zip(shares, values, strict=True)]
-    return sum(outs[1:], start=outs[0]), total.log() + high
+    outs = [torch.einsum("bhgts, bhsd -> bhgtd", share, widened(v)) for share, v in zip(shares, values, strict=True)]
+    return sum(outs[1:], outs[0]), total.log() + high
 
 
-def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the results of two sets of blocks by their log-sum-exps."""
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge the results of a block into those of other blocks, in place, by the log-sum-exps of both."""
     total = torch.logaddexp(lse, block_lse)
-    return out * (lse - total).exp() + block_out * (block_lse - total).exp(), total
-
-
-def has_kernel(x: Tensor) -> bool:
-    """Return True if torch has a kernel that returns `lse` and accepts one over all blocks in its backward."""
-    return x.is_cpu
+    out.mul_((lse - total).exp()).add_(block_out * (block_lse - total).exp())
+    lse.copy_(total)
 
 
 def widened(x: Tensor) -> Tensor:
@@ -90,10 +90,9 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _bias(mask: Tensor | bool, q: Tensor) -> Tensor | None:
-    return None if isinstance(mask, bool) else q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+def _bias(mask: Tensor | bool, like: Tensor) -> Tensor | None:
+    return None if isinstance(mask, bool) else like.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
 
 
-def _by_group(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply (batch, heads, group, m, n) by (batch, heads, n, p)."""
-    return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
+def _stacked(xs: Sequence[Tensor]) -> Tensor:
+    return widened(xs[0].unsqueeze(2) if len(xs) == 1 else torch.stack(tuple(xs), 2))

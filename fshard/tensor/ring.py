@@ -21,7 +21,7 @@ from fshard.mesh.collectives.api import all_gather, ppermute, psum_scatter
 from fshard.mesh.collectives.autograd import Tensors, has_tangent, transformed
 from fshard.mesh.collectives.moves import serving
 from fshard.mesh.layout import Axes
-from fshard.tensor.blocks import attend, attend_backward, merge, scores, weigh, widened
+from fshard.tensor.blocks import attend, attend_backward, merge_, scores, weigh, widened
 
 
 class BlockPlan(NamedTuple):
@@ -55,20 +55,18 @@ class BlockPlan(NamedTuple):
         """Return the tensors of all devices, in the order of devices."""
         return xs if self.n == 1 else all_gather(xs, self.axis, dim=2)
 
-    def chunks(self, index: int) -> tuple[int, ...]:
-        """Return the places of a device's chunks in the sequence."""
-        return (index, 2 * self.n - 1 - index) if self.zigzag else (index,)
+    def visible(self, source: int, tokens: int) -> tuple[slice, slice, bool] | None:
+        """Return the queries that see keys of a device, those keys, and if they see them causally; None: no query does.
 
-    def pairs(self, source: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield the pairs of own queries and a device's keys that are not masked, and if they are causal."""
-        for row, own in enumerate(self.chunks(self.index)):
-            for column, other in enumerate(self.chunks(source)):
-                if not self.causal or other <= own:
-                    yield row, column, self.causal and other == own
-
-    def cut(self, *xs: Tensor) -> list[Tensors]:
-        """Return the tensors of each chunk."""
-        return list(zip(*(x.chunk(len(self.chunks(0)), -2) for x in xs), strict=True))
+        In zigzag order device i has chunks i and 2n-1-i: all queries see the first chunk of an earlier device, and only
+        those of the second chunk see a later device.
+        """
+        every, half = slice(None), tokens // 2
+        if not self.causal or source == self.index:
+            return every, every, self.causal
+        if source < self.index:
+            return every, slice(half) if self.zigzag else every, False
+        return (slice(half, None), every, False) if self.zigzag else None
 
 
 def attend_blocks(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensor:
@@ -107,56 +105,54 @@ class _BlockAttention(Function):
 
 def _forward(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
     """Return out and lse, merged over blocks."""
-    rows, results = plan.cut(q, *ids[:1]), dict[int, Tensors]()
-    for source, block in plan.blocks(k, v, *ids[1:]):
-        columns = plan.cut(*block)
-        for row, column, causal in plan.pairs(source):
-            (own, *own_ids), (keys, values, *key_ids) = rows[row], columns[column]
-            found = attend(own, keys, values, _mask(causal, own_ids, key_ids), plan.scale)
-            results[row] = merge(*results[row], *found) if row in results else found
-    return tuple([torch.cat(xs, -2) for xs in zip(*(results[row] for row in range(len(rows))), strict=True)])
+    results: Tensors = ()
+    for source, (keys, values, *key_ids) in plan.blocks(k, v, *ids[1:]):
+        if seen := plan.visible(source, q.shape[-2]):
+            rows, columns, _ = seen
+            mask = _mask(seen, ids, key_ids)
+            found = attend(q[..., rows, :], keys[..., columns, :], values[..., columns, :], mask, plan.scale)
+            if results:
+                merge_(*(x[..., rows, :] for x in results), *found)
+            results = results or found
+    return results
 
 
 def _rows(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
     """Return out and lse from full rows of scores: ring self-attention."""
+    visible = [plan.visible(source, q.shape[-2]) for source in range(plan.n)]
     found = [
-        scores(q, keys, _mask(causal, ids[:1], key_ids), plan.scale)
+        scores(q, keys, _mask(seen, ids, key_ids), plan.scale)
         for source, (keys, *key_ids) in plan.blocks(k, *ids[1:])
-        for _, _, causal in plan.pairs(source)
+        if (seen := visible[source])
     ]
-    return weigh(found, [values for source, (values,) in plan.blocks(v) for _ in plan.pairs(source)])
+    return weigh(found, [values for source, (values,) in plan.blocks(v) if visible[source]])
 
 
 def _backward(plan: BlockPlan, saved: Tensors, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
     """Return the gradients of q, k, v. Those of a block follow it around the ring, to its own device."""
-    rows, found, sums = plan.cut(*saved, *ids[:1]), dict[int, Tensors](), None
-    dq = [torch.zeros_like(widened(q)) for q, *_ in rows]
-    for source, block in plan.blocks(k, v, *ids[1:]):
-        columns = plan.cut(*block)
-        own = [[torch.zeros_like(widened(x)) for x in (keys, values)] for keys, values, *_ in columns]
-        for row, column, causal in plan.pairs(source):
-            keys, values, *key_ids = columns[column]
-            mask = _mask(causal, rows[row][5:], key_ids)
-            parts = attend_backward(rows[row][:5], keys, values, mask, plan.scale)
-            for total, part in zip((dq[row], *own[column]), parts, strict=True):
-                total += part
-        ours = tuple([torch.cat(xs, -2) for xs in zip(*own, strict=True)])
-        if plan.how == "gather":
-            found[source] = ours
-            continue
-        if sums is not None:
-            ours = tuple([x + y for x, y in zip(ours, sums.wait(), strict=True)])
-        sums = plan.send_on(ours)
-    if sums is not None:
-        return torch.cat(dq, -2), *sums.wait()
-    full = tuple([torch.cat(xs, -2) for xs in zip(*(found[source] for source in range(plan.n)), strict=True)])
-    return torch.cat(dq, -2), *(full if plan.n == 1 else psum_scatter(full, plan.axis, dim=2))
+    shards, arriving = plan.n if plan.how == "gather" else 1, None
+    dq, *totals = (torch.zeros_like(widened(x)) for x in (saved[0], k, v))
+    totals = tuple(x.repeat(1, 1, shards, 1) for x in totals)
+    for source, (keys, values, *key_ids) in plan.blocks(k, v, *ids[1:]):
+        seen, parts = plan.visible(source, dq.shape[-2]), ()
+        if seen:
+            rows, columns, _ = seen
+            mask, queries = _mask(seen, ids, key_ids), [x[..., rows, :] for x in saved]
+            part, *parts = attend_backward(queries, keys[..., columns, :], values[..., columns, :], mask, plan.scale)
+            dq[..., rows, :] += part
+        totals = totals if arriving is None else arriving.wait()
+        for total, part in zip(totals, parts, strict=False):
+            total.chunk(shards, 2)[source % shards][..., seen[1], :] += part
+        arriving = None if plan.how == "gather" else plan.send_on(totals)
+    if arriving is not None:
+        return dq, *arriving.wait()
+    return dq, *(totals if plan.n == 1 else psum_scatter(totals, plan.axis, dim=2))
 
 
 def _formula(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensor:
     """Return the same from gathered keys: the same operations on every device, differentiable at any order."""
     k, v, *key_ids = plan.gathered((k, v, *ids[1:]))
-    mask = _mask(False, ids[:1], key_ids)
+    mask = _mask((slice(None), slice(None), False), ids, key_ids)
     if plan.causal:
         every = positions(plan.n, k.shape[2], plan.zigzag, q.device)
         own = every.chunk(plan.n)[plan.index]
@@ -173,9 +169,10 @@ def positions(n: int, tokens: int, zigzag: bool, device: torch.device) -> Tensor
     return torch.cat([chunks[place] for index in range(n) for place in (index, 2 * n - 1 - index)])
 
 
-def _mask(causal: bool, ids: Any, key_ids: Any) -> Tensor | bool:
+def _mask(seen: tuple[slice, slice, bool], ids: Any, key_ids: Any) -> Tensor | bool:
     """Return the mask of a block; queries see the keys with their own id."""
+    rows, columns, causal = seen
     if not ids:
         return causal
-    seen = ids[0] == key_ids[0].mT
-    return seen.tril() if causal else seen
+    equal = ids[0][..., rows, :] == key_ids[0][..., columns, :].mT
+    return equal.tril() if causal else equal
