@@ -24,14 +24,14 @@ _kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return `out` and `lse` of one block."""
-    if q.device.type not in KERNEL_DEVICES:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float, kernel: bool) -> tuple[Tensor, Tensor]:
+    """Return `out` and `lse` of one block; differentiable without `kernel`."""
+    if not kernel or q.device.type not in KERNEL_DEVICES:
         return weigh([scores(q, k, mask, scale)], [v])
     found = [_kernel(x, k, v, 0.0, mask is True, attn_mask=_bias(mask, q), scale=scale) for x in q.unbind(2)]
     out, lse = (_stacked(xs) for xs in zip(*found, strict=True))
-    hidden = None if isinstance(mask, bool) else ~mask.any(-1).unsqueeze(2)
-    return out, (lse if hidden is None else lse.masked_fill(hidden, MASKED)).unsqueeze(-1)
+    lse = lse if isinstance(mask, bool) else lse.masked_fill(~mask.any(-1).unsqueeze(2), MASKED)
+    return out, lse.unsqueeze(-1)
 
 
 def attend_backward(
@@ -78,11 +78,12 @@ def weigh(rows: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
     return sum(outs[1:], outs[0]), total.log() + high
 
 
-def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge the results of a block into those of other blocks, in place, by the log-sum-exps of both."""
-    total = torch.logaddexp(lse, block_lse)
-    out.mul_((lse - total).exp()).add_(block_out * (block_lse - total).exp())
-    lse.copy_(total)
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the results of a block into those of other blocks, by the log-sum-exps of both."""
+    high = torch.maximum(lse, block_lse).detach()
+    own, other = (lse - high).exp(), (block_lse - high).exp()
+    total = own + other
+    return out * (own / total) + block_out * (other / total), high + total.log()
 
 
 def widened(x: Tensor) -> Tensor:
