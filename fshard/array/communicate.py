@@ -30,12 +30,13 @@ class _Mode(threading.local):
     explicit = False
     constants = False
     reduces = False
+    plan: Any = None
     observer: Any = None
 
 
 state = _Mode()
 """`explicit`: implicit communication raises. `constants`: plain tensors are equal everywhere (in a sharded module).
-`reduces`: partial sums are reduced at once. `observer` is called with every operation: (call, arrays, args, results)."""
+`reduces`: partial sums are reduced at once. `plan`: of the module that runs (`fs.tensor_parallel`). `observer`: is called with every operation: (call, arrays, args, results)."""
 
 _PLAIN_KINDS = {"slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all"}
 

@@ -97,8 +97,9 @@ def name_of(func: Any) -> str:
 def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one of torch's functions on arguments that contain arrays."""
     name = name_of(func)
-    if (direct := DIRECT.get(name)) is not None:
-        return direct(*args, **kwargs)
+    direct = DIRECT.get(name)
+    if direct is not None and (made := direct(*args, **kwargs)) is not NotImplemented:
+        return made
     if isinstance(func, str):
         func = attrgetter(func)
     key, arrays = [name], list[Sharded]()

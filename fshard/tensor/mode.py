@@ -126,6 +126,14 @@ def mode(kind: Kind, axes: str | tuple[str, ...], mesh: Mesh) -> Mode:
     return _mode(kind, tuple((name, mesh.shape[name]) for name in names), False)
 
 
+def abstract_mode(kind: Kind, names: tuple[str, ...]) -> Mode:
+    """Return a mode on axes whose sizes are not known yet."""
+    if kind not in _TABLE or len(names) != len(_TABLE[kind][0]):
+        needed = ", ".join(f'"{kind}" with {len(letters)} axes' for kind, (letters, *_) in _TABLE.items())
+        raise ValueError(f"mode must be one of {needed}; got {kind!r} with {', '.join(names)}.")
+    return _mode(kind, tuple((name, 1) for name in names), False)
+
+
 @cache
 def _mode(kind: Kind, sizes: tuple[tuple[str, int], ...], flipped: bool) -> Mode:
     letters, *rows = _TABLE[kind]

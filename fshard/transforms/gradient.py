@@ -304,7 +304,9 @@ class Gradient(GradientFunction):
         plans: dict[int, ParamPlan] = {}
         for (path, x, fix), place in zip(given, at, strict=True):
             trained = self.how.backward and trainable(x) and not fix
-            plans.setdefault(place, plan_param(path, x, self.gradients if trained else None, used_layout(self.how, x.layout)))
+            plans.setdefault(
+                place, plan_param(path, x, self.gradients if trained else None, used_layout(self.how, x.layout))
+            )
         return ParamPlans(tuple(plans[place] for place in sorted(plans)), mesh, axes, self.how.slices is not None)
 
     def run_devices(self, plans: ParamPlans, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:

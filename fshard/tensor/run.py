@@ -1,0 +1,167 @@
+"""`PlannedModule`: a module run by a plan. In a step its parameters are arrays, of which each device has its shards.
+
+    inputs      the batch sharded over the mode's axes of tokens, dim 1 over the axis of the sequence
+    attention   over a sharded sequence: `fs.tensor.attention` on the shards
+    sums        a partial sum is reduced at once, so the layers between two pairs run as on one device
+
+Outside of a step, where no axis is known, the module runs on full parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fshard.array.communicate import state
+from fshard.array.dispatch import DIRECT, constrain
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout, Mesh, P, flatten, unflatten
+from fshard.mesh.layout.sharded import Sharded
+from fshard.tensor.joined import Joined
+from fshard.tensor.sequence import attention, zigzag
+from fshard.transforms.module.functionalize import module_function
+
+if TYPE_CHECKING:
+    from fshard.tensor.plan import Plan
+
+
+class PlannedModule:
+    """The functions of `fs.functionalize(module, plan=plan)`."""
+
+    def __init__(self, plan: Plan, module: nn.Module, **options: Any) -> None:
+        self.plan = plan
+        self.takes_positions = "position_ids" in inspect.signature(module.forward).parameters
+        self._apply, params, self.buffers = module_function(module, in_place=False, **options)
+        self.params = {name: self._parts(name, x) for name, x in params.items()}
+
+    def apply(self, params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run the module: on arrays in a step, on full tensors elsewhere."""
+        mesh = self.plan.own_mesh()
+        if mesh is None:
+            joined = {name: self._joined(name, x) for name, x in params.items()}
+            return self._apply(joined, buffers, *args, **kwargs)
+        self.plan.check_sizes(mesh)
+        arrays = {name: self._arrays(name, x, mesh) for name, x in params.items()}
+        if self.plan.how == "zigzag":
+            kwargs = self._with_positions(args, kwargs)
+        with running(self.plan):
+            return self._apply(
+                arrays, buffers, *sharded_inputs(self.plan, args, mesh), **sharded_inputs(self.plan, kwargs, mesh)
+            )
+
+    def _parts(self, name: str, x: Tensor) -> Any:
+        """Return the parts of a fused weight as leaves."""
+        parts, dim = self.plan.parts_of(name)
+        if len(parts) < 2:
+            return x
+        pieces = (part.clone() for part in x.detach().split(parts, dim))
+        return tuple(y.requires_grad_() if x.requires_grad else nn.Parameter(y, requires_grad=False) for y in pieces)
+
+    def _joined(self, name: str, x: Any) -> Any:
+        return torch.cat(x, self.plan.parts_of(name)[1]) if isinstance(x, tuple) else x
+
+    def _arrays(self, name: str, x: Any, mesh: Mesh) -> Any:
+        parts, dim = self.plan.parts_of(name)
+        shape, spec = self.plan.shapes[name], self.plan.spec(name)
+        if len(parts) < 2:
+            return _array(name, x, shape, Layout(mesh, spec))
+        shapes = [(*shape[:dim], length, *shape[dim + 1 :]) for length in parts]
+        return Joined([_array(name, own, each, Layout(mesh, spec)) for own, each in zip(x, shapes, strict=True)], dim)
+
+    def _with_positions(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Give the positions of tokens that are in zigzag order."""
+        if not self.takes_positions:
+            raise LayoutError(
+                'sequence_mode="zigzag" reorders tokens, so the module must take position_ids; it does not.'
+            )
+        if kwargs.get("position_ids") is not None:
+            return {**kwargs}
+        like = next(x for x in flatten((args, dict(kwargs)))[0] if isinstance(x, Tensor) and x.ndim > 1)
+        positions = torch.arange(like.shape[1], device=like.device).expand(like.shape[0], -1)
+        return {**kwargs, "position_ids": positions}
+
+
+def _array(name: str, x: Tensor, shape: tuple[int, ...], layout: Layout) -> Sharded:
+    """Return the array of which a device has its shard; a step is told by its lazy parameters."""
+    local = layout.local_shape(shape, 0)
+    if tuple(x.shape) != local:
+        axes = ", ".join(layout.mesh.axis_names)
+        raise LayoutError(
+            f"{name} must have shape {local}, the shard of {shape} on a device; got {tuple(x.shape)}. Shard parameters by "
+            f"fs.fsdp(..., within=plan.rules), and give the step local=({axes})."
+        )
+    array = Sharded(shape, layout, (x,))
+    cast("Any", array).step = getattr(x, "step", None)
+    return array
+
+
+@contextmanager
+def running(plan: Plan) -> Generator[None]:
+    """Run operations of a plan: plain tensors are equal on all devices, and partial sums are reduced at once."""
+    before = state.constants, state.reduces, state.plan
+    state.constants, state.reduces, state.plan = True, True, plan
+    try:
+        yield
+    finally:
+        state.constants, state.reduces, state.plan = before
+
+
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Attend over a sharded sequence on the devices' shards; else by the operation's own rule."""
+    plan, arrays = state.plan, (query, key, value)
+    if plan is None or plan.sequence is None or not all(isinstance(x, Sharded) and x.ndim == 4 for x in arrays):
+        return NotImplemented
+    if plan.sequence not in query.spec.dims(4)[2]:
+        return NotImplemented
+    if attn_mask is not None or dropout_p:
+        if plan.how == "gather":
+            return NotImplemented
+        found = "a mask" if attn_mask is not None else f"dropout_p={dropout_p}"
+        raise LayoutError(
+            f'sequence_mode="{plan.how}" takes full or causal attention without dropout; got {found}. Leave '
+            'attention_mask out, or use sequence_mode="gather".'
+        )
+    heads = query.spec.dims(4)[1] if key.shape[1] == query.shape[1] else key.spec.dims(4)[1]
+    spec = P(query.spec.dims(4)[0], heads, plan.sequence)
+    q, k, v = (constrain(x, spec).shards[0] for x in arrays)
+    out = attention(q, k, v, plan.sequence, plan.how, causal=is_causal, scale=scale)
+    return Sharded((*query.shape[:-1], value.shape[-1]), query.layout.with_spec(spec), (out,))
+
+
+DIRECT["scaled_dot_product_attention"] = _attention
+
+
+def sharded_inputs(plan: Plan, given: Any, mesh: Mesh) -> Any:
+    """Return the inputs of a module as arrays: dim 0 over the axes of the mode's tokens, dim 1 over the sequence's."""
+    leaves, structure = flatten(given)
+    batch = tuple(axis for axis in plan.mode.tokens if axis in mesh.axis_names)
+    wrong: list[str] = []
+
+    def put(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        tokens = plan.sequence if x.ndim > 1 else None
+        spec = P(batch if x.ndim else (), tokens)
+        layout = Layout(mesh, spec)
+        n = mesh.shape[plan.sequence] if plan.sequence else 1
+        factor = 2 * n if plan.how == "zigzag" else n
+        if tokens and x.shape[1] % factor:
+            wrong.append(f"{tuple(x.shape)} has {x.shape[1]} tokens, which must be a multiple of {factor}")
+            return x
+        layout.check(tuple(x.shape), "an input")
+        if tokens and plan.how == "zigzag":
+            x = zigzag(x, n)
+        return constrain(Sharded(tuple(x.shape), Layout(mesh), (x,)), spec)
+
+    arrays = [put(x) for x in leaves]
+    if wrong:
+        raise LayoutError(f"inputs of a plan over {plan.sequence!r}: {'; '.join(wrong)}.")
+    return unflatten(structure, arrays)
