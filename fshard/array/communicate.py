@@ -36,7 +36,8 @@ class _Mode(threading.local):
 
 state = _Mode()
 """`explicit`: implicit communication raises. `constants`: plain tensors are equal everywhere (in a sharded module).
-`reduces`: partial sums are reduced at once. `plan`: of the module that runs (`fs.tensor_parallel`). `observer`: is called with every operation: (call, arrays, args, results)."""
+`reduces`: partial sums are reduced at once. `plan`: of the module that runs (`fs.tensor_parallel`). `observer`: is called
+with every operation: (call, arrays, args, results)."""
 
 _PLAIN_KINDS = {"slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all"}
 
@@ -85,16 +86,28 @@ def transfer(x: Sharded, to: LayoutChange, what: str) -> Tensors:
         if key in x.sums:  # a sum that several operations need is made once
             return x.sums[key]
     site, shards = operation_site(what), x.shards
-    if to.moves is None:
+    is_own, moves = in_loss(), to.moves
+    if moves is None and is_own:  # by way of the full array
+        spec = P(unreduced=x.spec.unreduced)
+        moves = (*_moves(x.shape, x.layout, spec), *_moves(x.shape, x.layout.with_spec(spec), to.layout.spec))
+    elif moves is None:
         shards = reshard(x, to.layout).shards
-    is_own = in_loss()
-    for move, axes in to.moves or ():
+    for move, axes in moves or ():
         shards = (_apply_own if is_own else apply_move)(x.mesh, move, axes, shards, site)
     if to.vary and not is_own and _is_followed(shards):
         shards = apply_move(x.mesh, Pvary(), to.vary, shards, site)
     if key is not None:
         x.sums = {**x.sums, key: shards}
     return shards
+
+
+def _moves(shape: tuple[int, ...], before: Layout, spec: P) -> tuple[tuple[Move, tuple[str, ...]], ...]:
+    moves = plan_transfer(shape, before, spec).moves
+    if moves is None:
+        raise LayoutError(
+            f"an array cannot go from {before.spec} to {spec} in a loss function. Shard dims, not {before.spec}."
+        )
+    return moves
 
 
 def in_loss() -> bool:
