@@ -16,7 +16,7 @@ import torch
 
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Tensors, recorded, transformed
-from fshard.mesh.collectives.moves import AllGather, Alone, Extreme, Move, Psum, Pvary
+from fshard.mesh.collectives.moves import AllGather, Alone, Extreme, Move, Psum, Pvary, Summand
 from fshard.mesh.collectives.on_shards import apply_move
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import Sharded, typeof
@@ -81,9 +81,9 @@ def transfer(x: Sharded, to: LayoutChange, what: str) -> Tensors:
     if to.moves == () and not (to.vary and _is_followed(x.shards)):
         return x.shards
     key = None
-    if x.spec.unreduced and not transformed() and not x.shards[0].is_inference():
+    if (x.spec.unreduced or state.plan is not None) and not transformed() and not x.shards[0].is_inference():
         key = to, torch.is_grad_enabled(), x.version, tuple([shard._version for shard in x.shards])
-        if key in x.sums:  # a sum that several operations need is made once
+        if key in x.sums:  # what several operations need is made once
             return x.sums[key]
     site, shards = operation_site(what), x.shards
     is_own, moves = in_loss(), to.moves
@@ -120,6 +120,12 @@ def _apply_own(mesh: Mesh, move: Move, axes: tuple[str, ...], shards: Tensors, s
     """Apply a collective in a loss function: the cotangent of a replicated value is a sum over the devices."""
     if isinstance(move, Alone):
         group = require("an operation on arrays").called_group(axes, "an operation on arrays")
+        if isinstance(move, Summand):  # zeros keep the graph, so that devices call the same collectives in the backward
+            return (
+                shards
+                if group.index == 0
+                else tuple(torch.where(torch.zeros((), dtype=torch.bool, device=x.device), x, 0) for x in shards)
+            )
         return tuple(move.local(x, group.index, group.size) for x in shards)
     if isinstance(move, AllGather):
         move = AllGather(move.dim)

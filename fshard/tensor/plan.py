@@ -30,6 +30,8 @@ from fshard.tensor.run import PlannedModule, running, sharded_inputs
 from fshard.tensor.sequence import How, zigzag
 
 Style = Literal["column", "row", "words"]
+SequenceMode = How | Literal["megatron"]
+"""How attention goes over a sharded sequence; or norms and dropout alone are sharded over the axis of the layers."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,12 @@ class Plan:
     biases: Mapping[str, str]
     replicated: Mapping[str, str]
     sequence: str | None = None
-    how: How = "gather"
+    how: SequenceMode = "gather"
 
     @property
     def axes(self) -> tuple[str, ...]:
         """All axes, for `local=` of a step."""
-        return (*((self.sequence,) if self.sequence else ()), *self.mode.axes)
+        return tuple(dict.fromkeys((*((self.sequence,) if self.sequence else ()), *self.mode.axes)))
 
     @property
     def rules(self) -> dict[str, P]:
@@ -156,7 +158,7 @@ def tensor_parallel(
     mode: Kind = "1d",
     size: int | None = None,
     sequence: str | None = None,
-    sequence_mode: How = "gather",
+    sequence_mode: SequenceMode = "gather",
 ) -> Plan:
     """Plan how the layers of a model are sharded over a mesh axis.
 
@@ -171,9 +173,15 @@ def tensor_parallel(
         size: the number of devices that share the heads; layers that it does not divide stay replicated. By default a
             step raises for these.
         sequence: an axis that shards the tokens, dim 1 of all inputs.
-        sequence_mode: how attention goes over them: see `fs.tensor.attention`.
+        sequence_mode: how attention goes over them: see `fs.tensor.attention`; or "megatron", where `sequence` is the axis
+            of the layers: norms and dropout run on shards of tokens, attention on heads.
     """
     made = abstract_mode(mode, as_axes(axis))
+    if (sequence_mode == "megatron") != (sequence in made.axes):
+        wanted = f"one of {as_written(made.axes)}" if sequence_mode == "megatron" else "another axis than the layers'"
+        raise ValueError(f"sequence must be {wanted} with sequence_mode={sequence_mode!r}; got {sequence!r}.")
+    if sequence is None and sequence_mode != "gather":
+        raise ValueError(f"sequence_mode={sequence_mode!r} must have an axis of tokens; got sequence=None.")
     args, kwargs = (sample if isinstance(sample, tuple) else (sample,)), {}
     if isinstance(sample, Mapping):
         args, kwargs = (), sample

@@ -2,7 +2,8 @@
 
     inputs      the batch sharded over the mode's axes of tokens, dim 1 over the axis of the sequence
     attention   over a sharded sequence: `fs.tensor.attention` on the shards
-    sums        a partial sum is reduced at once, so the layers between two pairs run as on one device
+    sums        a partial sum is reduced at once, so the layers between two pairs run as on one device; with
+                sequence_mode="megatron" it is reduced and scattered over tokens, and gathered before the next pair
 
 Outside of a step, where no axis is known, the module runs on full parameters.
 """
@@ -36,7 +37,10 @@ class PlannedModule:
     def __init__(self, plan: Plan, module: nn.Module, **options: Any) -> None:
         self.plan = plan
         self.takes_positions = "position_ids" in inspect.signature(module.forward).parameters
+        hooks = _token_hooks(plan, module) if plan.how == "megatron" else []
         self._apply, params, self.buffers = module_function(module, in_place=False, **options)
+        for hook in hooks:  # the function's copies of the module have them
+            hook.remove()
         self.params = {name: self._parts(name, x) for name, x in params.items()}
 
     def apply(self, params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -100,11 +104,32 @@ def _array(name: str, x: Tensor, shape: tuple[int, ...], layout: Layout) -> Shar
     return array
 
 
+def _token_hooks(plan: Plan, module: nn.Module) -> list[Any]:
+    """Add hooks that gather all tokens for layers sharded by columns, and scatter them after those by rows."""
+
+    def gathered(part: nn.Module, args: Any) -> Any:
+        x = args[0]
+        return (constrain(x, P(x.spec.dims(x.ndim)[0])), *args[1:]) if isinstance(x, Sharded) else None
+
+    def scattered(part: nn.Module, args: Any, y: Any) -> Any:
+        return constrain(y, P(y.spec.dims(y.ndim)[0], plan.sequence)) if isinstance(y, Sharded) else None
+
+    names = {id(x): name for name, x in module.named_parameters()}
+    hooks = list[Any]()
+    for part in module.modules():
+        layer = plan.layers.get(names.get(id(getattr(part, "weight", None)), ""))
+        if layer is not None:
+            is_table = isinstance(part, nn.Embedding)
+            hooks += [part.register_forward_pre_hook(gathered)] if is_table or layer.style != "row" else []
+            hooks += [part.register_forward_hook(scattered)] if is_table or layer.style == "row" else []
+    return hooks
+
+
 @contextmanager
 def running(plan: Plan) -> Generator[None]:
     """Run operations of a plan: plain tensors are equal on all devices, and partial sums are reduced at once."""
     before = state.constants, state.reduces, state.plan
-    state.constants, state.reduces, state.plan = True, True, plan
+    state.constants, state.reduces, state.plan = True, plan.how != "megatron", plan
     try:
         yield
     finally:
@@ -117,9 +142,12 @@ def _attention(
 ) -> Any:  # fmt: skip
     """Attend over a sharded sequence on the devices' shards; else by the operation's own rule."""
     plan, arrays = state.plan, (query, key, value)
-    if plan is None or plan.sequence is None or not all(isinstance(x, Sharded) and x.ndim == 4 for x in arrays):
-        return NotImplemented
-    if plan.sequence not in query.spec.dims(4)[2]:
+    if (
+        plan is None
+        or plan.sequence is None
+        or plan.how == "megatron"
+        or not all(isinstance(x, Sharded) and x.ndim == 4 for x in arrays)
+    ):
         return NotImplemented
     if attn_mask is not None or dropout_p:
         if plan.how == "gather":
@@ -130,7 +158,8 @@ def _attention(
             'attention_mask out, or use sequence_mode="gather".'
         )
     heads = query.spec.dims(4)[1] if key.shape[1] == query.shape[1] else key.spec.dims(4)[1]
-    spec = P(query.spec.dims(4)[0], heads, plan.sequence)
+    batch = tuple(axis for axis in query.spec.dims(4)[0] if axis != plan.sequence)
+    spec = P(batch, tuple(axis for axis in heads if axis != plan.sequence), plan.sequence)
     q, k, v = (constrain(x, spec).shards[0] for x in arrays)
     out = attention(q, k, v, plan.sequence, plan.how, causal=is_causal, scale=scale)
     return Sharded((*query.shape[:-1], value.shape[-1]), query.layout.with_spec(spec), (out,))
