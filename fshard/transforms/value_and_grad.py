@@ -163,7 +163,9 @@ def gradient_of(
     mesh.check_axes(tuple(axes), f"{caller}(batch=)")
     local = mesh.check_axes(options.get("local", ()), f"{caller}(local=)")
     if both := [axis for axis in axes if axis in local]:
-        raise ValueError(f"{caller}: batch must be replicated along local axes; got both for {', '.join(both)}. Change one.")
+        raise ValueError(
+            f"{caller}: local axes must not shard the batch; got {', '.join(both)}. Leave them out of one."
+        )
     if schedule is None:
         return unstaged(given, mesh=mesh, batch=batch, backward=backward, **options)
     from fshard.transforms.stages.staged import staged  # most programs have no stages
