@@ -11,7 +11,7 @@ done on their shards (`fshard.array`). So any plan computes the same; a good one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd, prod
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Axes, Mesh, P, as_axes, as_written
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.scope import here
+from fshard.tensor.check import arguments, check_plan
 from fshard.tensor.follow import Product, follow
 from fshard.tensor.mode import Kind, Mode, abstract_mode
 from fshard.tensor.run import PlannedModule, running, sharded_inputs
@@ -64,6 +65,7 @@ class Plan:
         biases: the weight of each bias that is sharded with it.
         replicated: weights of linear layers that are not sharded, and why.
         sequence: the axis that shards tokens; `how`: attention goes over it.
+        model: that the plan is made for.
     """
 
     mode: Mode
@@ -73,6 +75,7 @@ class Plan:
     replicated: Mapping[str, str]
     sequence: str | None = None
     how: SequenceMode = "gather"
+    model: Any = field(default=None, repr=False, compare=False)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -133,6 +136,10 @@ class Plan:
         made = PlannedModule(self, module, **options)
         return made.apply, made.params, made.buffers
 
+    def check(self, sample: Any) -> float:
+        """Compare loss and gradients on virtual devices with the model in float64; return the largest relative error."""
+        return check_plan(self, self.model, sample)
+
     def full(self, x: Any) -> Any:
         """Return a result of the model as a tensor, equal on all devices along the axes; tokens in their order."""
         if not isinstance(x, Sharded):
@@ -159,6 +166,7 @@ def tensor_parallel(
     size: int | None = None,
     sequence: str | None = None,
     sequence_mode: SequenceMode = "gather",
+    check: bool = True,
 ) -> Plan:
     """Plan how the layers of a model are sharded over a mesh axis.
 
@@ -175,6 +183,7 @@ def tensor_parallel(
         sequence: an axis that shards the tokens, dim 1 of all inputs.
         sequence_mode: how attention goes over them: see `fs.tensor.attention`; or "megatron", where `sequence` is the axis
             of the layers: norms and dropout run on shards of tokens, attention on heads.
+        check: compare the planned model with the model itself, in float64 on a few virtual devices: see `Plan.check`.
     """
     made = abstract_mode(mode, as_axes(axis))
     if (sequence_mode == "megatron") != (sequence in made.axes):
@@ -182,14 +191,15 @@ def tensor_parallel(
         raise ValueError(f"sequence must be {wanted} with sequence_mode={sequence_mode!r}; got {sequence!r}.")
     if sequence is None and sequence_mode != "gather":
         raise ValueError(f"sequence_mode={sequence_mode!r} must have an axis of tokens; got sequence=None.")
-    args, kwargs = (sample if isinstance(sample, tuple) else (sample,)), {}
-    if isinstance(sample, Mapping):
-        args, kwargs = (), sample
+    args, kwargs = arguments(sample)
     products = follow(model, args, kwargs)
     shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
     layers, replicated = decide(products, shapes, size)
     biases = {p.bias: name for name, p in products.items() if p.bias is not None and name in layers}
-    return Plan(made, layers, shapes, biases, replicated, sequence, sequence_mode)
+    plan = Plan(made, layers, shapes, biases, replicated, sequence, sequence_mode, model)
+    if check and layers:
+        plan.check(sample)
+    return plan
 
 
 def decide(

@@ -68,7 +68,7 @@ def axis_subsets(mesh: Mesh) -> st.SearchStrategy[tuple[str, ...]]:
 
 @st.composite
 def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = True, unreduced: bool = True) -> P:
-    """Draw a valid spec of a tensor of `shape`: dims sharded by one or several axes in any order, or flat; on some
+    """Draw a valid spec of a tensor of `shape`: dims sharded by one or several axes in any order, flat, or both; on some
     devices.
 
     Args:
@@ -88,6 +88,7 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = T
     cuts = [1] * len(shape)
     entries: list[tuple[str, ...]] = [()] * len(shape)
     summed: list[str] = []
+    flattened: list[str] = []
     on: dict[str | tuple[str, ...], int] = {}
     axes = draw(st.permutations(mesh.axis_names))
     if flat and draw(st.sampled_from((False, False, False, True))):
@@ -100,13 +101,16 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], *, flat: bool = T
     for axis in axes:
         size = mesh.shape[axis]
         fitting = [dim for dim, length in enumerate(shape) if length % (cuts[dim] * size) == 0]
-        use = draw(st.sampled_from([*fitting, "replicated", *(["unreduced"] if unreduced else [])]))
+        others = ["unreduced"] * unreduced + ["flat"] * (flat and any(entries))
+        use = draw(st.sampled_from([*fitting, "replicated", *others]))
         if isinstance(use, int):
             entries[use] += (axis,)
             cuts[use] *= size
         elif use == "unreduced":
             summed.append(axis)
-    return P(*entries, unreduced=tuple(summed), at=on)
+        elif use == "flat":
+            flattened.append(axis)
+    return P(*entries, flat=tuple(flattened), unreduced=tuple(summed), at=on)
 
 
 def layouts(

@@ -76,6 +76,10 @@ class StepOptions:
     caller: str = "value_and_grad"
     local: tuple[str, ...] = ()
 
+    def used(self, layout: Layout) -> Layout:
+        """Return the layout in which a parameter is used: sharded along local axes, as it is stored, else replicated."""
+        return Layout(layout.mesh, P(*layout.spec.entries)) if self.local else Layout(layout.mesh)
+
     def turns(self, n: int) -> int:
         """Return the number of slices of each of n devices; in reproducible mode they are one branch of the global
         tree.
@@ -95,11 +99,6 @@ class StepOptions:
                 f"Give each 1, 2, 4, ... slices, such as {n << own.bit_length()}."
             )
         return own
-
-
-def used_layout(how: StepOptions, layout: Layout) -> Layout:
-    """Return the layout in which a parameter is used: sharded along local axes, as it is stored, and replicated elsewhere."""
-    return Layout(layout.mesh, P(*layout.spec.entries)) if how.local else Layout(layout.mesh)
 
 
 class SliceTurn(NamedTuple):

@@ -37,10 +37,10 @@ def evaluate(
         mesh: the devices.
         batch: the sharding of the batch.
         schedule: of a model in stages, of which the forwards are run.
-        options: `has_buffers`, `has_aux`, `weight`, `local`, `reproducible`, `live_units` and `compute`, as in `value_and_grad`;
-            without a schedule also `accumulate`, `slices` and `prefetch`, with one `loss`, `inputs`, `skips`, `axis` and
-            `dynamic`. New buffers are dropped. Dropout and BatchNorm are those of the module's mode: call `module.eval()`
-            before, which `functionalize`'s apply follows.
+        options: `has_buffers`, `has_aux`, `weight`, `local`, `reproducible`, `live_units` and `compute`, as in
+            `value_and_grad`; without a schedule also `accumulate`, `slices` and `prefetch`, with one `loss`, `inputs`,
+            `skips`, `axis` and `dynamic`. New buffers are dropped. Dropout and BatchNorm are those of the module's mode:
+            call `module.eval()` before, which `functionalize`'s apply follows.
 
     Communicates an all_gather per sharded unit and the psum of the means. It works under `torch.no_grad` and
     `torch.inference_mode`, and restores the random state.

@@ -34,8 +34,8 @@ from fshard.optim.leaves import trainable, without_static
 from fshard.source import Site, call_site
 from fshard.transforms.agree import gathered
 from fshard.transforms.batch import Batch, BatchPart, placed
-from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions, used_layout
-from fshard.transforms.fsdp.engine import ParamPlan, UnitOptions, reducer_of, storage_of
+from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions
+from fshard.transforms.fsdp.engine import ParamPlan, UnitOptions, local_plans, reducer_of, storage_of
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
 from fshard.transforms.means import Weight, global_aux
 from fshard.transforms.module.buffers import Buffers, no_buffers
@@ -304,9 +304,8 @@ class Gradient(GradientFunction):
         plans: dict[int, ParamPlan] = {}
         for (path, x, fix), place in zip(given, at, strict=True):
             trained = self.how.backward and trainable(x) and not fix
-            plans.setdefault(
-                place, plan_param(path, x, self.gradients if trained else None, used_layout(self.how, x.layout))
-            )
+            gradients, used = self.gradients if trained else None, self.how.used(x.layout)
+            plans.setdefault(place, plan_param(path, x, gradients, used))
         return ParamPlans(tuple(plans[place] for place in sorted(plans)), mesh, axes, self.how.slices is not None)
 
     def run_devices(self, plans: ParamPlans, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:
@@ -338,7 +337,7 @@ class Gradient(GradientFunction):
         """Return the parameters of one device for a step, of which it holds these shards."""
         reproducible = self.how.slices is not None
         several = reproducible or (self.how.once and self.how.accumulate > 1)
-        options, leaves = self.how.unit_options, plans.on(device)
+        options, leaves = self.how.unit_options, local_plans(plans.leaves, device) if self.how.local else plans.leaves
         storage, reducer = storage_of(leaves, shards, options, site), reducer_of(plans.ways, options, site)
         how = {"several": several, "each_use": reproducible}
         return ParamRuntime(leaves, plans.by_unit, shards, storage, reducer, options, site, plans.order, **how)

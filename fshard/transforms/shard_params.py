@@ -206,7 +206,7 @@ def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: s
         inner = {id(one): _specs(params, one.within, paths, leaves) for one in specs if one == rule and one.within}
         for place, unit in zip(places, found, strict=True):
             own = inner.get(id(specs[place]))
-            specs[place] = _flattened(P() if own is None else own[place], rule.axes)
+            specs[place] = (P() if own is None else _of_parameter(own[place])).flattened(*rule.axes)
             units[place] = f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
     layouts, known = list[Layout](), dict[tuple[int, ...], Layout]()
     with collected(what) as attempt:
@@ -217,13 +217,6 @@ def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: s
                 _refuse_parted(known.setdefault(key_of(leaf), layout), layout)
                 layouts.append(layout)
     return layouts
-
-
-def _flattened(spec: Any, axes: tuple[str, ...]) -> Any:
-    """Return the spec of shards that are flattened and sharded further; an Fsdp or a flat spec is none to shard within."""
-    if not isinstance(spec, P) or spec.is_flat or spec.at:
-        raise LayoutError(f'fsdp: within must shard dims, as P(None, "model"); got {spec!r}.')
-    return P(*spec.entries, flat=axes)
 
 
 def _refuse_parted(first: Layout, layout: Layout) -> None:

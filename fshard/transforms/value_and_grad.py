@@ -164,7 +164,7 @@ def gradient_of(
     local = mesh.check_axes(options.get("local", ()), f"{caller}(local=)")
     if both := [axis for axis in axes if axis in local]:
         raise ValueError(
-            f"{caller}: batch must be replicated along local axes; got both for {', '.join(both)}. Change one."
+            f"{caller}: local axes must not shard the batch; got {', '.join(both)}. Leave them out of one."
         )
     if schedule is None:
         return unstaged(given, mesh=mesh, batch=batch, backward=backward, **options)

@@ -98,10 +98,7 @@ class Layout(CachedHash):
         return prod(self.mesh.shape[axis] for axis in self.spec.flat_axes or ())
 
     def check(self, shape: Sequence[int], what: str = "the tensor") -> None:
-        """Raise if a tensor of `shape` cannot have this layout, naming every dim that is not divisible.
-
-        Dims of parameters, which have a unit, may be uneven: the last shards are shorter or empty.
-        """
+        """Raise if a tensor of `shape` cannot have this layout, naming every uneven dim; parameters, with a unit, may be."""
         spec, shape = self.spec, tuple(shape)
         if spec.shape is not None and spec.shape != shape:
             raise LayoutError(f"{what} has shape {shape}, but its spec {spec} was written for shape {spec.shape}.")

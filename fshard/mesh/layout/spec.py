@@ -178,6 +178,10 @@ class P(CachedHash):
         """
         return self._replace(at=_coordinates(at))
 
+    def flattened(self, *axes: str) -> P:
+        """Return this spec, of which `axes` split each shard further, flat."""
+        return self._replace(flat_axes=(*(self.flat_axes or ()), *axes))
+
     def coordinates(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return `at` axis by axis, on a mesh of these sizes.
 

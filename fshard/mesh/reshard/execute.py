@@ -123,9 +123,7 @@ class SharedStep:
             results[place] = y
 
     def shapes(self, scope: Scope) -> tuple[list[tuple[int, ...]], list[int]]:
-        """Return, for each leaf, the shape of its shard after the step and the size of what is flattened, cached per
-        index of the device.
-        """
+        """Return, for each leaf, its shard's shape after the step and the size of what is flattened, cached per index."""
         key = tuple([scope.group(axes, "fs.reshard").index for axes in self._where])
         found = self._shapes.get(key)
         if found is None:

@@ -61,9 +61,8 @@ class ShardState:
 
 def shard_length(state: ShardState, shape: Sequence[int], sizes: Sizes) -> int:
     """Return the elements of the longest shard."""
-    return chunk(
-        prod(block_shape(state, shape, sizes)), prod(size for axis, size in sizes if axis in (state.flat or ()))
-    )
+    parts = prod(size for axis, size in sizes if axis in (state.flat or ()))
+    return chunk(prod(block_shape(state, shape, sizes)), parts)
 
 
 def block_shape(state: ShardState, shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout import Axes, Layout, Mesh, P
+from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
 from fshard.source import Site
 
@@ -31,9 +31,8 @@ Gradients = list[Tensor | None]
 
 
 class ParamPlan(NamedTuple):
-    """The plan of one parameter: how it is unsharded, whether it is trained, and the layout of its gradient.
-
-    `used`: the spec in which it is used, sharded along local axes; in the plans of one device, `shape` is that of its shard.
+    """The plan of one parameter: how it is unsharded, whether it is trained, the layout of its gradient; the spec in which
+    it is used.
     """
 
     path: str
@@ -145,30 +144,31 @@ def reducer_of(ways: Ways, options: UnitOptions, site: Site) -> Reducer:
     return usual if options.reducer is None else options.reducer(usual)
 
 
-def plan_reduction(
-    mesh: Mesh, axes: tuple[str, ...], leaf: ParamPlan, on: tuple[tuple[str, int], ...] = (), *, in_order: bool
-) -> ReshardPlan:
-    """Return the plan from summands over `axes`, at coordinates `on` of others, to the layout of a gradient.
-
-    Along axes that shard the parameter where it is used, devices have shards and no summands.
-    """
-    axes = tuple([axis for axis in axes if axis not in leaf.used.split_axes])
+def plan_reduction(mesh: Mesh, axes: tuple[str, ...], leaf: ParamPlan, *, in_order: bool) -> ReshardPlan:
+    """Return the plan from summands over `axes`, or shards along those where it is used so, to the layout of a gradient."""
+    axes, used = tuple([axis for axis in axes if axis not in leaf.used.split_axes]), leaf.used
     if in_order:
-        return plan_in_order(mesh, axes, leaf.gradient, leaf.shape, on, leaf.used.entries)
-    return plan_reshard(Layout(mesh, P(*leaf.used.entries, unreduced=axes, at=dict(on))), leaf.gradient, leaf.shape)
+        return plan_in_order(mesh, axes, leaf.gradient, leaf.shape, used)
+    return plan_reshard(_summands(mesh, axes, used), leaf.gradient, leaf.shape)
+
+
+def _summands(mesh: Mesh, axes: tuple[str, ...], used: P) -> Layout:
+    return Layout(mesh, P(*used.entries, unreduced=axes, at=dict(used.at)))
+
+
+@lru_cache(maxsize=1024)
+def local_plans(leaves: tuple[ParamPlan, ...], device: int) -> Sequence[ParamPlan]:
+    """Return the plans of one device: with the shapes of the shards that it uses."""
+    blocks = [Layout(leaf.gradient.mesh, leaf.used).block(leaf.shape, device) for leaf in leaves]
+    shapes = [tuple([stop - start for start, stop in block]) for block in blocks]
+    return [leaf._replace(shape=shape) for leaf, shape in zip(leaves, shapes, strict=True)]
 
 
 @lru_cache(maxsize=4096)
 def plan_in_order(
-    mesh: Mesh,
-    axes: tuple[str, ...],
-    wanted: Layout,
-    shape: tuple[int, ...],
-    on: tuple[tuple[str, int], ...] = (),
-    entries: tuple[Axes | None, ...] = (),
+    mesh: Mesh, axes: tuple[str, ...], wanted: Layout, shape: tuple[int, ...], used: P = P()
 ) -> ReshardPlan:
-    """Return the plan from summands over `axes`, at coordinates `on` of others and sharded by `entries`, to a layout; it
-    reduces over the last axis first.
+    """Return the plan from summands over `axes`, sharded as in `used`, to a layout; it reduces over the last axis first.
 
     It is the usual plan, if that does; else axes are reduced one by one, and the gradient is scattered with the first.
 
@@ -179,8 +179,8 @@ def plan_in_order(
     [('psum', 'b'), ('flat_scatter', 'a')]
     [('flat_scatter', 'b'), ('psum', 'a')]
     """
-    summands = [Layout(mesh, P(*entries, unreduced=axes[:count], at=dict(on))) for count in range(len(axes), 0, -1)]
-    way = plan_reshard(summands[0] if axes else Layout(mesh, P(*entries, at=dict(on))), wanted, shape)
+    summands = [_summands(mesh, axes[:count], used) for count in range(len(axes), 0, -1)]
+    way = plan_reshard(_summands(mesh, axes, used), wanted, shape)
     added = [axis for step in reversed(way.steps) if step.kind in _ADDING for axis in step.axes]
     if added == [axis for axis in axes if mesh.shape[axis] > 1]:
         return way

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import ModuleError
-from fshard.mesh.layout import Layout, Mesh, P, flatten, unflatten
+from fshard.mesh.layout import Layout, Mesh, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
 from fshard.mesh.spmd.scope import Group, require
@@ -269,7 +269,7 @@ def followed(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class ParamPlans:
-    """The cached plans of a tree of parameters, on all devices or on each, and the order in which its units were last used.
+    """The cached plans of a tree of parameters, and the order in which its units were last used.
 
     A prefetch after this order may be wrong, which costs only time; all devices have agreed on the order of reductions.
     """
@@ -281,7 +281,6 @@ class ParamPlans:
     order: Order | None = None
     by_unit: list[list[int]] = field(init=False)
     _ways: dict[Along, list[ReshardPlan | None]] = field(default_factory=dict[Along, list[ReshardPlan | None]])
-    _local: dict[int, Sequence[ParamPlan]] = field(default_factory=dict[int, Sequence[ParamPlan]])
 
     def __post_init__(self) -> None:
         by_unit: dict[str, list[int]] = {}
@@ -290,13 +289,6 @@ class ParamPlans:
             if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
                 by_unit.setdefault("" if alone else leaf.unit, []).append(index)
         self.by_unit = [*by_unit.values()]
-
-    def on(self, device: int) -> Sequence[ParamPlan]:
-        """Return the plans of one device."""
-        found = self._local.get(device)
-        if found is None:
-            found = self._local[device] = on_device(self.leaves, device)
-        return found
 
     def ways(self, along: Along) -> list[ReshardPlan | None]:
         """Return the plans that reduce gradients over the batch's axes and these: the batch's first, in reproducible mode."""
@@ -337,16 +329,7 @@ def plan_param(
             "Write opt.gradients of a partitioned optimizer, or leave it out."
         )
     gather, unit = plan_reshard(layout, unsharded, x.shape), layout.unit or unit_of(path)
-    used = P(*unsharded.spec.entries)
-    return ParamPlan(path, x.shape, x.dtype, unit, gather, gradients is not None, wanted, used)
-
-
-def on_device(leaves: Sequence[ParamPlan], device: int) -> Sequence[ParamPlan]:
-    """Return plans with the shapes in which a device uses the parameters."""
-    if not any(leaf.used.entries for leaf in leaves):
-        return leaves
-    shapes = [Layout(leaf.gradient.mesh, leaf.used).local_shape(leaf.shape, device) for leaf in leaves]
-    return [leaf._replace(shape=shape) for leaf, shape in zip(leaves, shapes, strict=True)]
+    return ParamPlan(path, x.shape, x.dtype, unit, gather, gradients is not None, wanted, unsharded.spec)
 
 
 def refuse_half_frozen(paths: Sequence[str], at: Sequence[int], fixed: Sequence[bool]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,18 @@ from fshard.transforms.reproducible.randomness import key_now
 Apply = Callable[..., tuple[Any, Tensors]]
 
 
+class ModulePlan(Protocol):
+    """A plan by which a module runs in a step."""
+
+    def functionalize(self, module: nn.Module, **options: Any) -> tuple[Apply, Tensors, Tensors]: ...
+
+
 def functionalize(
     module: nn.Module,
     *,
     buffers: Choice = None,
     sync_batchnorm: Axes | None = None,
+    plan: ModulePlan | None = None,
 ) -> tuple[Apply, Tensors, Tensors]:
     """Turn a module into a pure function; return `(apply, params, buffers)`.
 
@@ -53,6 +60,7 @@ def functionalize(
             a function of the path. They are returned and passed among the buffers.
         sync_batchnorm: mesh axes over which BatchNorm in training takes mean and variance; one psum of
             2 * channels + 1 numbers a layer.
+        plan: how layers are sharded in a step, which gets `local=plan.axes`: see `fs.tensor_parallel`.
 
     Two sets of parameters may be used in one loss, but not with a checkpoint in the forward. Outside of a training
     step the copy keeps the parameters of its last recorded call until the next one.
@@ -66,7 +74,8 @@ def functionalize(
     >>> buffers["1.num_batches_tracked"], after["1.num_batches_tracked"]
     (tensor(0), tensor(1))
     """
-    return module_function(module, buffers=buffers, sync_batchnorm=sync_batchnorm, in_place=False)
+    options: Any = {"buffers": buffers, "sync_batchnorm": sync_batchnorm}
+    return module_function(module, **options, in_place=False) if plan is None else plan.functionalize(module, **options)
 
 
 def module_function(

@@ -13,7 +13,7 @@ stored by the first one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -29,9 +29,9 @@ from fshard.pipeline.execution.leaves import Stage
 from fshard.pipeline.execution.mailbox import Forms
 from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.schedule import Schedule
-from fshard.transforms.device_step import StepOptions, used_layout
+from fshard.transforms.device_step import StepOptions
 from fshard.transforms.fsdp.engine import ParamPlan, plan_reduction
-from fshard.transforms.fsdp.param_runtime import on_device, plan_param
+from fshard.transforms.fsdp.param_runtime import plan_param
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.patterns import Choice, named, parts_of
 from fshard.transforms.shard_params import Rules, layouts_of
@@ -78,7 +78,7 @@ class StageParams:
         ties: the trained parameters of several stages.
     """
 
-    leaves: Sequence[ParamPlan]
+    leaves: list[ParamPlan]
     own: list[StageLeaves]
     ways: list[ReshardPlan | None]
     borrowed: list[Borrowed]
@@ -110,19 +110,9 @@ class StagePlan:
     messages: dict[int, Forms] | None
     elsewhere: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
     fresh: bool = True
-    local: dict[int, StageParams] = field(default_factory=dict[int, StageParams])
-
-    def on(self, device: int) -> StageParams:
-        """Return the plans of the parameters of one device."""
-        if not self.how.local:
-            return self.params
-        if device not in self.local:
-            own = [one._replace(leaves=on_device(one.leaves, device)) for one in self.params.own]
-            self.local[device] = replace(self.params, leaves=on_device(self.params.leaves, device), own=own)
-        return self.local[device]
 
     @property
-    def leaves(self) -> Sequence[ParamPlan]:
+    def leaves(self) -> list[ParamPlan]:
         """The plans of all parameters."""
         return self.params.leaves
 
@@ -177,7 +167,7 @@ class StagePlanner:
 
     def _used(self, layout: Layout, place: int) -> Layout:
         """Return the layout in which a parameter is used by the devices of a coordinate."""
-        return on_place(used_layout(self.how, layout), self.axis, place)
+        return on_place(self.how.used(layout), self.axis, place)
 
     def _leaf(self, path: str, x: Sharded, fixed: bool) -> ParamPlan:
         trained, place = self.how.backward and trainable(x) and not fixed, place_of(x.layout, self.axis)
@@ -216,7 +206,7 @@ class StagePlanner:
         place = place_of(leaf.gradient, self.axis)
         if not leaf.trained or place is None:
             return None
-        return plan_reduction(self.mesh, self.over, leaf, ((self.axis, place),), in_order=self.how.slices is not None)
+        return plan_reduction(self.mesh, self.over, leaf, in_order=self.how.slices is not None)
 
     def _tie(self, index: int, leaf: ParamPlan, stages: list[int]) -> Tie:
         places = tuple(self.placement[stage] for stage in stages)

@@ -1,0 +1,351 @@
+"""Parameters used as they are stored along "model": a GPT by hand trains as the same GPT, written for one device."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import fshard as fs
+from fshard import P
+
+# -- a GPT: two blocks and tied embeddings of 51 words, which neither two nor four devices divide ----------------------
+
+WORDS, WIDTH, HEADS, LENGTH = 51, 8, 6, 5
+COLUMN, ROW = P(None, "model"), P("model")
+LEAVES = {
+    "emb": ((WORDS, WIDTH), ROW), "norm": ((WIDTH,), P()), "q": ((WIDTH, 12), COLUMN), "k": ((WIDTH, 12), COLUMN),
+    "v": ((WIDTH, 12), COLUMN), "o": ((12, WIDTH), ROW), "up": ((WIDTH, 18), COLUMN), "bias": ((18,), ROW),
+    "down": ((18, WIDTH), ROW), "shift": ((WIDTH,), P()),
+}  # fmt: skip
+RULES = {f"*.{name}": spec for name, (_, spec) in LEAVES.items()}
+
+
+def params(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(shape):
+        return (torch.randn(*shape, dtype=torch.float64, generator=generator) / math.sqrt(shape[0])).to(dtype)
+
+    first, last = ({name: draw(shape) for name, (shape, _) in LEAVES.items()} for _ in range(2))
+    return [first, {**last, "emb": first["emb"]}]
+
+
+def batch_of(size):
+    return torch.randint(WORDS, (2, size, LENGTH), generator=torch.Generator().manual_seed(size)).unbind()
+
+
+def block(p, h, sent=lambda x: x, summed=lambda x: x):
+    x = sent(h * p["norm"])
+    q, k, v = (F.linear(x, p[name].T).unflatten(-1, (-1, 12 // HEADS)).transpose(-2, -3) for name in "qkv")
+    h = h + summed(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3).flatten(-2) @ p["o"])
+    return h + summed(torch.tanh(sent(h) @ p["up"] + p["bias"]) @ p["down"]) + p["shift"]
+
+
+def alone(p, batch):
+    """The loss on one device."""
+    h = block(p[1], block(p[0], F.embedding(batch[0], p[0]["emb"])))
+    return F.cross_entropy((h @ p[1]["emb"].T).flatten(0, 1), batch[1].flatten())
+
+
+def parallel(p, h):
+    return block(p, h, lambda x: fs.pvary(x, "model"), lambda x: fs.psum(x, "model"))
+
+
+def own(ids, words):
+    """Return the rows of this device's part of the vocabulary, and which of them are its own."""
+    found = ids - fs.axis_index("model") * -(-WORDS // fs.axis_size("model"))
+    return found.clamp(0, words - 1), (found >= 0) & (found < words)
+
+
+def first(p, ids):
+    at, here = own(ids, len(p["emb"]))
+    return parallel(p, fs.psum(F.embedding(at, p["emb"]) * here[..., None], "model"))
+
+
+def last(p, h):
+    return fs.pvary(parallel(p, h), "model") @ p["emb"].T
+
+
+def entropy(logits, batch):
+    top = fs.pmax(logits.detach().amax(-1), "model")
+    total = fs.psum((logits - top[..., None]).exp().sum(-1), "model").log() + top
+    at, here = own(batch[1], logits.shape[-1])
+    return (total - fs.psum(logits.gather(-1, at[..., None])[..., 0] * here, "model")).mean()
+
+
+def local_loss(p, batch):
+    return entropy(last(p[1], first(p[0], batch[0])), batch)
+
+
+def rules(stage):
+    return fs.fsdp("data", within=RULES) if stage == 3 else RULES
+
+
+CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.optim.adamw(1e-2))
+
+
+def train(loss_fn, mesh, stage=0, opt=CLIPPED, steps=5, size=12, start=params, schedule=None, lay=None, **options):
+    """Return parameters, state, and the loss and the gradient's norm of each step."""
+    mesh, lay = fs.make_mesh(mesh), rules(stage) if lay is None else lay
+    if schedule is None:
+        own = fs.shard_params(start(), lay, mesh=mesh)
+    else:
+        options["schedule"] = schedule = fs.pipeline_schedule(schedule, stages=2, microbatches=3)
+        own = fs.shard_stages(start(), lay, mesh=mesh, schedule=schedule)
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+    step, state, found = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options), opt.init(own), []
+    for turn in range(steps):
+        own, state, metrics = step(own, state, batch_of(size + turn))
+        found.append((metrics["loss"].item(), metrics["grad_norm"].item()))
+    return own, state, found
+
+
+def serial(**how):
+    return train(alone, {"data": 1}, lay=P(), **how)
+
+
+def assert_equal(found, expected, tolerance=1e-12):
+    for ours, theirs in zip(fs.unshard(found[0]), fs.unshard(expected[0]), strict=True):
+        for name in theirs:
+            torch.testing.assert_close(ours[name], theirs[name], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(torch.tensor(found[2]), torch.tensor(expected[2]), atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return serial()
+
+
+@settings(max_examples=10)
+@given(
+    data=st.sampled_from([1, 2, 3]),
+    model=st.sampled_from([2, 3, 1]),
+    stage=st.sampled_from([0, 1, 2, 3]),
+    way=st.sampled_from([{}, {"accumulate": 2}, {"accumulate": 2, "reduce_once": False}, {"bucket": 0}]),
+)
+def test_local_parameters_train_as_on_one_device(expected, data, model, stage, way):
+    """With clipping by the global norm, tied embeddings, and batches that devices do not divide."""
+    assert_equal(train(local_loss, {"data": data, "model": model}, stage, local="model", **way), expected)
+
+
+def test_optimizer_keeps_layouts_within_shards():
+    own, state, _ = train(local_loss, {"data": 2, "model": 2}, 3, steps=1, local="model")
+    trees = own[1], state[1]["exp_avg"][1]
+    kinds = [{str(fs.typeof(x)) for x in tree.values()} for tree in trees]
+    assert {"f64[51@model, 8]{flat:data}", "f64[8, 12@model]{flat:data}", "f64[8]{flat:data}"} <= kinds[0] == kinds[1]
+    assert [len(x) for x in own[0]["emb"].shards] == [104, 100, 104, 100]  # 26 and 25 words of 8 numbers, on 2 devices
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_sharded_parameters_send_nothing_over_local_axes(stage):
+    """What is sent over "model" does not depend on the size of what is sharded over it, whatever the stage."""
+
+    def sent(width):
+        def loss_fn(p, x):
+            return fs.psum(torch.tanh(fs.pvary(x, "model") @ p["up"]) @ p["down"], "model").square().mean()
+
+        mesh = fs.make_mesh({"data": 2, "model": 2})
+        lay = {"up": COLUMN, "down": ROW}
+        tree = {"up": torch.ones(4, width), "down": torch.ones(width, 4)}
+        own = fs.shard_params(tree, fs.fsdp("data", within=lay) if stage == 3 else lay, mesh=mesh)
+        opt = fs.partition_optimizer(CLIPPED, mesh=mesh, axis="data", stage=stage)
+        state, step = opt.init(own), fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), local="model")
+        own, state, _ = step(own, state, torch.ones(8, 4))
+        with fs.ledger() as comm:
+            step(own, state, torch.ones(8, 4))
+        found = {True: 0, False: 0}
+        for (_, axes), (_, bytes_) in comm.by_collective().items():
+            found["model" in axes] += bytes_
+        return found
+
+    small, large = sent(6), sent(600)
+    assert small[True] == large[True] < 2000
+    assert large[False] > 50 * small[False]  # over "data", gradients are
+
+
+@pytest.mark.parametrize("model", [2, 3])
+def test_reproducible_bits_are_equal_on_one_size_of_local_axes(model):
+    kept = None
+    for data, stage in [(1, 0), (2, 1), (4, 2), (4, 3)]:
+        own, _, found = train(
+            local_loss, {"data": data, "model": model}, stage, steps=2, size=8, local="model", reproducible=True
+        )
+        kept = kept or (fs.unshard(own), found)
+        assert found == kept[1]
+        assert all(torch.equal(a[name], b[name]) for a, b in zip(fs.unshard(own), kept[0], strict=True) for name in a)
+
+
+MATRICES = fs.optim.by_label(
+    {"matrix": fs.optim.muon(1e-2), "rest": fs.optim.adamw(1e-2)},
+    lambda path, leaf: "matrix" if len(leaf.shape) == 2 else "rest",
+)
+
+
+@pytest.mark.parametrize(
+    "opt", [MATRICES, fs.optim.shampoo(1e-2), fs.optim.lamb(1e-2)], ids=["muon", "shampoo", "lamb"]
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_matrix_optimizers_update_full_matrices(opt, stage):
+    """An owner gets each matrix in full, from the devices along "model" too."""
+    found = train(local_loss, {"data": 2, "model": 2}, stage, opt, 3, local="model")
+    assert_equal(found, serial(opt=opt, steps=3), 1e-9)
+
+
+def test_fp16_loss_scaling_trains_as_on_one_device():
+    how = {
+        "opt": fs.optim.loss_scaled(fs.optim.sgd(0.1)),
+        "precision": "fp16",
+        "steps": 3,
+        "start": lambda: params(torch.float32),
+    }
+    assert_equal(train(local_loss, {"data": 2, "model": 2}, 3, local="model", **how), serial(**how), 3e-3)
+
+
+def test_frozen_local_parameters_stay():
+    how = {"opt": fs.optim.sgd(0.1), "steps": 3, "frozen": ["*.up", "*.norm"]}
+    assert_equal(train(local_loss, {"data": 2, "model": 2}, 3, local="model", **how), serial(**how))
+
+
+class Mlp(nn.Module):
+    def __init__(self, axis):
+        super().__init__()
+        self.axis, self.up, self.down = axis, nn.Linear(4, 6), nn.Linear(6, 4, bias=False)
+
+    def forward(self, x):
+        inner = fs.remat(lambda x: torch.tanh(self.up(x)))
+        return fs.psum(self.down(inner(x)), "model") if self.axis else self.down(inner(x))
+
+
+def mlp_trained(axis, mesh, lay, **options):
+    torch.manual_seed(0)
+    model = fs.nn.lora(Mlp(axis), fs.nn.LoraConfig(r=2, target_modules=["up"]))
+    apply, start, buffers = fs.functionalize(model.double())
+    own = fs.shard_params(start, lay, mesh=mesh)
+    opt, options = fs.optim.adamw(0.05), {"mesh": mesh, "batch": P("data"), **options}
+    step = fs.train_step(lambda p, x: (apply(p, buffers, x)[0] - 1).square().mean(), opt, **options)
+    state, x = opt.init(own), torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for _ in range(4):
+        own, state, metrics = step(own, state, x)
+    return fs.unshard(own), metrics["loss"]
+
+
+def test_functionalized_module_with_lora_and_remat():
+    lay = {"up.base_layer.*": ROW, "up.lora_A": P(), "up.lora_B": ROW, "down.weight": COLUMN}
+    ours = mlp_trained("model", fs.make_mesh({"data": 2, "model": 2}), fs.fsdp("data", within=lay), local="model")
+    torch.testing.assert_close(ours, mlp_trained(None, fs.make_mesh({"data": 1}), P()))
+
+
+def test_lazy_parameters_are_drawn_for_local_layouts():
+    lay = {"**.weight": ROW, "**.bias": P()}
+    model = nn.Sequential(fs.lazy(nn.Linear, 4, 7), fs.lazy(nn.Linear, 7, 5))
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    found = [fs.shard_params(model, rule, mesh=mesh, seed=1) for rule in (P(), lay, fs.fsdp("data", within=lay))]
+    for name in found[0]:
+        assert all(torch.equal(fs.unshard(one[name]), fs.unshard(found[0][name])) for one in found)
+    assert [tuple(x.shape) for x in found[1]["0.weight"].shards] == [(4, 4), (3, 4)] * 2
+
+
+def test_evaluate_gives_loss_of_one_device():
+    for stage, model in [(0, 2), (3, 3)]:
+        mesh = fs.make_mesh({"data": 2, "model": model})
+        own = fs.shard_params(params(), rules(stage), mesh=mesh)
+        found = fs.evaluate(local_loss, mesh=mesh, batch=P("data"), local="model")(own, batch_of(7))
+        torch.testing.assert_close(found.double(), alone(params(), batch_of(7)))
+
+
+def test_certify_finds_forgotten_psum():
+    mesh, how = fs.make_mesh({"data": 2, "model": 2}), {"within": {"up": COLUMN, "down": ROW}, "local": "model"}
+    tree = {"up": torch.randn(4, 6), "down": torch.randn(6, 4)}
+
+    def right(p, x):
+        return fs.psum(torch.tanh(fs.pvary(x, "model") @ p["up"]) @ p["down"], "model").square().mean()
+
+    def wrong(p, x):
+        return (torch.tanh(x @ p["up"]) @ p["down"]).square().mean()
+
+    for options in ({}, {"precision": "bf16"}, {"reproducible": True}):
+        fs.testing.certify(right, tree, torch.randn(8, 4), CLIPPED, mesh, stages=[0, 2, 3], **how, **options).check()
+    assert not fs.testing.certify(wrong, tree, torch.randn(8, 4), CLIPPED, mesh, stages=[3], **how).ok
+
+
+def on_processes():
+    found = [train(local_loss, {"data": 2, "model": 2}, stage, steps=2, local="model") for stage in (0, 1, 3)]
+    return [(fs.unshard(own), None, numbers) for own, _, numbers in found]
+
+
+def test_local_parameters_on_processes_train_as_on_one_device(four):
+    expected = serial(steps=2)
+    for found in four.run(on_processes):
+        for one in found:
+            assert_equal(one, expected)
+
+
+def started_from_others(axis):
+    """Return the error of a step where replicas differ along an axis; shards along "model" may."""
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    at = torch.distributed.get_rank() // 2 if axis == "data" else torch.distributed.get_rank() % 2
+    own = fs.shard_params({"w": torch.ones(4) + at}, ROW, mesh=mesh)
+    try:
+        fs.value_and_grad(lambda p, x: fs.psum((x * p["w"]).sum(), "model"), mesh=mesh, batch=P("data"), local="model")(
+            own, torch.ones(4, 2)
+        )
+    except fs.errors.MismatchError as error:
+        return str(error)
+
+
+def test_processes_with_different_replicas_of_a_shard_raise(four):
+    assert four.run(started_from_others, "model") == [None] * 4
+    for found in four.run(started_from_others, "data"):
+        assert "replicated parameters must be the same" in found
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "stage", "schedule"),
+    [(2, 2, 0, "1f1b"), (1, 3, 1, "gpipe"), (2, 2, 3, "1f1b"), (2, 2, 3, "zb-h1")],
+)
+def test_stages_with_local_parameters_train_as_on_one_device(expected, data, model, stage, schedule):
+    sizes = {"pipe": 2, "data": data, "model": model}
+    assert_equal(train([first, last], sizes, stage, schedule=schedule, loss=entropy, local="model"), expected)
+
+
+MESH = fs.make_mesh({"a": 2, "b": 3, "c": 2}, runtime="virtual")
+
+
+@st.composite
+def layouts(draw, ndim):
+    entries, flat, unreduced = [[] for _ in range(ndim)], [], []
+    for axis in draw(st.permutations(MESH.axis_names)):
+        use = draw(st.sampled_from([*entries, *entries, flat, unreduced, []]))
+        use.append(axis)
+    return fs.Layout(MESH, P(*map(tuple, entries), flat=tuple(flat), unreduced=tuple(unreduced)), unit="u")
+
+
+@given(st.data(), st.lists(st.integers(1, 7), min_size=1, max_size=3))
+def test_uneven_parameters_are_resharded_exactly(data, shape):
+    x = torch.arange(float(math.prod(shape))).reshape(shape)
+    before, after = data.draw(layouts(len(shape))), data.draw(layouts(len(shape)))
+    found = fs.reshard(fs.device_put(x, before), after)
+    found.check()
+    assert torch.equal(fs.unshard(found), x)
+
+
+def test_layouts_that_are_not_local_raise_together():
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    lay = {"w": P("data", "model"), "v": P.flat("model"), "u": P("model")}
+    own = fs.shard_params({name: torch.ones(4, 4) for name in lay}, lay, mesh=mesh)
+    with pytest.raises(fs.errors.LayoutError, match="v is .*; w is ") as error:
+        fs.grad(lambda p, x: p["u"].sum(), mesh=mesh, batch=P("data"), local="model")(own, torch.ones(4))
+    assert "u is" not in str(error.value)
+    with pytest.raises(fs.errors.MeshError, match='has no axis "rows", "columns"'):
+        fs.grad(alone, mesh=mesh, batch=P("data"), local=("rows", "columns"))
+    with pytest.raises(ValueError, match="must not shard the batch; got model"):
+        fs.train_step(alone, CLIPPED, mesh=mesh, batch=P("model"), local="model")
+    how = {"schedule": fs.pipeline_schedule("1f1b", stages=2, microbatches=2), "axis": "model", "loss": entropy}
+    with pytest.raises(ValueError, match="the axis of the stages, model, is local"):
+        fs.train_step([first, last], CLIPPED, mesh=mesh, batch=P("data"), local="model", **how)
+    with pytest.raises(fs.errors.LayoutError, match="muon needs full matrices"):
+        fs.optim.muon(0.1).init(own)
