@@ -30,19 +30,15 @@ def inputs(n, *, batch=2, heads=None, kv_heads=None, chunk=2, dim=4, masks="none
 
 
 def check(mesh, how, values, causal=False, masks=None, second=True, **options):
-    """Compare with the serial float64 run: at most 4 times the error of torch's serial run in the same dtype."""
+    """Compare output, first and second derivatives with the serial run in float64."""
     options = {**options, **(masks or {}), "causal": causal}
-    exact = derivatives(lambda *xs: serial(*xs, **options), *(x.double() for x in values), second)
-    alone = derivatives(lambda *xs: serial(*xs, **options, torchs=not second), *values, second)
+    wanted = derivatives(lambda *xs: serial(*xs, **options), *values, second)
     found = derivatives(lambda *xs: sharded(mesh, how, *xs, **options), *values, second)
-    for want, rough, own in zip(exact, alone, found, strict=True):
-        assert own.dtype == values[0].dtype
-        floor = torch.finfo(own.dtype).eps * want.abs().max().clamp(min=1)  # tiny serial runs may be exact by luck
-        floor = max(floor, 1e-12) if own.dtype == torch.float64 else floor
-        assert (own - want).abs().max() <= 4 * max((rough - want).abs().max(), floor)
+    for want, own in zip(wanted, found, strict=True):
+        torch.testing.assert_close(own, want, rtol=1e-9, atol=1e-11)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.data())
 def test_equals_serial_attention_and_derivatives(data):
     n, how = data.draw(st.sampled_from((2, 3, 4, 8))), data.draw(st.sampled_from(HOWS))
@@ -56,12 +52,23 @@ def test_equals_serial_attention_and_derivatives(data):
         "seed": st.integers(0, 99),
     }
     sizes = {name: data.draw(size) for name, size in sizes.items()}
-    dtype = data.draw(st.sampled_from((torch.float64, torch.float32, torch.bfloat16)))
     masks = data.draw(st.sampled_from(MASKS))
-    values, masks = inputs(n, heads=group * kv_heads, kv_heads=kv_heads, masks=masks, dtype=dtype, **sizes)
+    values, masks = inputs(n, heads=group * kv_heads, kv_heads=kv_heads, masks=masks, **sizes)
     scale = data.draw(st.sampled_from((None, 0.3)))
-    mesh = fs.make_mesh({"seq": n})
-    check(mesh, how, values, data.draw(st.booleans()), masks, dtype == torch.float64, scale=scale)
+    check(fs.make_mesh({"seq": n}), how, values, data.draw(st.booleans()), masks, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", HOWS)
+def test_error_is_at_most_four_times_that_of_torch(how, dtype):
+    values, masks = inputs(4, heads=8, kv_heads=4, chunk=8, dim=8, masks="both", dtype=dtype)
+    for options in ({"causal": False}, {"causal": True}, {"causal": True, **masks}):
+        exact = derivatives(lambda *xs: serial(*xs, **options), *(x.double() for x in values), second=False)
+        alone = derivatives(lambda *xs: serial(*xs, torchs=True, **options), *values, second=False)
+        found = derivatives(lambda *xs: sharded(fs.make_mesh({"seq": 4}), how, *xs, **options), *values, second=False)
+        for want, rough, own in zip(exact, alone, found, strict=True):
+            assert own.dtype == dtype
+            assert (own - want).norm() <= 4 * (rough - want).norm()
 
 
 @pytest.mark.parametrize("masks", MASKS)
@@ -245,7 +252,7 @@ def on_processes(n):
         for masks in ("none", "both"):
             values, found = inputs(n, heads=2 * n, kv_heads=2, masks=masks)
             check(mesh, how, values, True, found)
-    check(mesh, "zigzag", inputs(n, chunk=64, dim=32, dtype=torch.float32)[0], True, second=False)
+    check(mesh, "zigzag", inputs(n, chunk=64, dim=32)[0], True, second=False)  # tensors that are not sent inline
     return True
 
 
