@@ -2,70 +2,89 @@
 
     device 0   q0: k0 k2 k1      ring     a block is sent to the next device while it is used
     device 1   q1: k1 k0 k2      gather   all blocks are gathered first
-    device 2   q2: k2 k1 k0      rows     keys around the ring, one softmax over a row of scores, values around the ring
+    device 2   q2: k2 k1 k0      rsa      keys around the ring, one softmax over a row of scores, then values
 
 The backward receives the blocks again: only tensors of the device are saved, 1/n of the serial run's. Higher derivatives,
-torch.func and forward mode differentiate the formula on gathered blocks: there devices skip blocks, but no collective.
+torch.func and forward mode differentiate the formula on gathered blocks, with one collective that no device skips.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fshard.mesh.collectives.api import all_gather, ppermute, psum_scatter
-from fshard.mesh.collectives.autograd import Tensors, has_tangent, transformed
-from fshard.mesh.collectives.moves import serving
-from fshard.mesh.layout import Axes
+from fshard.mesh.collectives.autograd import Bound, Tensors, apply, has_tangent, transformed
+from fshard.mesh.collectives.moves import AllGather, Move, Permute, PsumScatter, serving
+from fshard.mesh.spmd.scope import Group, Pending
+from fshard.source import Site
 from fshard.tensor.blocks import attend, attend_backward, merge, scores, weigh, widened
 
-Seen = tuple[slice, slice, bool]
-"""Queries, the keys of a block that they see, and if they see them causally."""
+
+class SeenBlock(NamedTuple):
+    """The queries that see keys of a block, those keys, the mask between them (see `blocks`), and tensors of the keys."""
+
+    rows: slice
+    columns: slice
+    mask: Tensor | bool
+    xs: Tensors
 
 
 class BlockPlan(NamedTuple):
-    """How the device at `index` of `n` receives the blocks of keys, and which it uses."""
+    """How the device at `index` of `n` receives blocks of keys, and which it uses."""
 
-    axis: Axes
+    group: Group
+    site: Site
     n: int
     index: int
-    how: Literal["gather", "ring", "rows"]
+    how: str
     zigzag: bool
     causal: bool
     scale: float
 
-    def send_on(self, xs: Tensors) -> Any:
-        """Start to send tensors to the next device of the ring."""
-        return ppermute.start(xs, self.axis, [(index, (index + 1) % self.n) for index in range(self.n)])
+    def bound(self, move: Move) -> Bound:
+        """Return a move along the ring. A backward may run outside the scope, so it names no axis."""
+        return Bound(move, self.group, self.site)
 
-    def blocks(self, *xs: Tensor) -> Iterator[tuple[int, Sequence[Tensor]]]:
+    def send_on(self, xs: Tensors) -> list[Pending]:
+        """Start to send tensors to the next device."""
+        move = Permute(tuple([(index, (index + 1) % self.n) for index in range(self.n)]))
+        return [self.bound(move).start((x,)) for x in xs]
+
+    def received(self, xs: Tensors) -> Iterator[tuple[int, Tensors]]:
         """Yield the tensors of each device, sharded along dim 2, with its index; the own ones first."""
         order = [(self.index - step) % self.n for step in range(self.n)]
         if self.how == "gather":
-            gathered = xs if self.n == 1 else all_gather(xs, self.axis, dim=2)
-            yield from ((source, [x.chunk(self.n, 2)[source] for x in gathered]) for source in order)
+            full = [x if self.n == 1 else apply(self.bound(AllGather(2)), (x,))[0] for x in xs]
+            yield from ((source, tuple([x.chunk(self.n, 2)[source] for x in full])) for source in order)
             return
         for source in order:
-            following = self.send_on(xs) if source != order[-1] else None
+            following = [] if source == order[-1] else self.send_on(xs)
             yield source, xs
-            xs = xs if following is None else following.wait()
+            xs = tuple([one.wait()[0] for one in following])
 
-    def visible(self, source: int, tokens: int) -> Seen | None:
-        """Return which queries see which keys of a device.
+    def blocks(self, ids: Tensors, *xs: Tensor) -> Iterator[tuple[int, SeenBlock | None]]:
+        """Yield what the own queries see of each device; None: nothing.
 
         In zigzag order device i has chunks i and 2n-1-i: all queries see the first chunk of an earlier device, and only
         those of the second chunk see a later device.
         """
-        every, half = slice(0, None), tokens // 2
-        if not self.causal or source == self.index:
-            return every, every, self.causal
-        if source < self.index:
-            return every, slice(half) if self.zigzag else every, False
-        return (slice(half, None), every, False) if self.zigzag else None
+        for source, received in self.received((*xs, *ids[1:])):
+            rows = columns = slice(0, None)
+            mask: Tensor | bool = self.causal and source == self.index
+            later = self.causal and source > self.index
+            if self.zigzag and later:
+                rows = slice(xs[0].shape[2] // 2, None)
+            elif self.zigzag and self.causal and not mask:
+                columns = slice(0, xs[0].shape[2] // 2)
+            if ids:
+                equal = ids[0][..., rows, :] == received[-1][..., columns, :].mT
+                mask = equal.tril() if mask else equal
+            block = SeenBlock(rows, columns, mask, tuple([x[..., columns, :] for x in received[: len(xs)]]))
+            yield source, None if later and not self.zigzag else block
 
 
 def attend_blocks(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensor:
@@ -81,7 +100,7 @@ def attend_blocks(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors
 class _BlockAttention(Function):
     @staticmethod
     def forward(ctx: Any, plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, *ids: Tensor) -> Tensor:
-        out, lse = _rows(plan, q, k, v, ids) if plan.how == "rows" else _forward(plan, True, q, k, v, ids)
+        out, lse = _rows(plan, q, k, v, ids) if plan.how == "rsa" else _forward(plan, True, q, k, v, ids)
         out, ctx.plan = out.to(q.dtype), plan
         ctx.save_for_backward(q, k, v, out, lse, *ids)
         return out
@@ -93,70 +112,54 @@ class _BlockAttention(Function):
             if torch.is_grad_enabled():  # a second derivative follows
                 xs = [x.view_as(x) for x in (q, k, v)]  # k may depend on q; this derivative is partial
                 used = [x for x in xs if x.requires_grad]
-                found = iter(torch.autograd.grad(_formula(ctx.plan, *xs, ids), used, cotangent, create_graph=True))
+                found = iter(
+                    torch.autograd.grad(_formula(ctx.plan, *xs, tuple(ids)), used, cotangent, create_graph=True)
+                )
                 return None, *(next(found) if x.requires_grad else None for x in xs), *(None for _ in ids)
             delta = (widened(cotangent) * out).sum(-1, keepdim=True)
-            found = _backward(ctx.plan, (q, out, lse, cotangent, delta), k, v, ids)
+            found = _backward(ctx.plan, (q, out, lse, cotangent, delta), k, v, tuple(ids))
         return None, *(x.to(q.dtype) for x in found), *(None for _ in ids)
 
 
-def _formula(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Sequence[Tensor]) -> Tensor:
+def _formula(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensor:
     return _forward(plan._replace(how="gather"), False, q, k, v, ids)[0].to(q.dtype)
 
 
-def _forward(plan: BlockPlan, kernel: bool, q: Tensor, k: Tensor, v: Tensor, ids: Sequence[Tensor]) -> Tensors:
+def _forward(plan: BlockPlan, kernel: bool, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
     """Return out and lse, merged over blocks."""
     results: Tensors = ()
-    for source, (keys, values, *key_ids) in plan.blocks(k, v, *ids[1:]):
-        if seen := plan.visible(source, q.shape[-2]):
-            rows, columns, _ = seen
-            ks, vs, mask = keys[..., columns, :], values[..., columns, :], _mask(seen, ids, key_ids)
-            found = attend(q[..., rows, :], ks, vs, mask, plan.scale, kernel)
+    for _, block in plan.blocks(ids, k, v):
+        if block:
+            rows = block.rows
+            found = attend(q[..., rows, :], *block.xs, block.mask, plan.scale, kernel)
             if results:
-                found = merge(*(x[..., rows, :] for x in results), *found)
-                found = (torch.cat([x[..., : rows.start, :], y], -2) for x, y in zip(results, found, strict=True))
+                merged = merge(*(x[..., rows, :] for x in results), *found)
+                found = [torch.cat([x[..., : rows.start, :], y], -2) for x, y in zip(results, merged, strict=True)]
             results = tuple(found)
     return results
 
 
-def _rows(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Sequence[Tensor]) -> Tensors:
+def _rows(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
     """Return out and lse from full rows of scores: ring self-attention."""
-    visible = [plan.visible(source, q.shape[-2]) for source in range(plan.n)]
-    found = [
-        scores(q, keys, _mask(seen, ids, key_ids), plan.scale)
-        for source, (keys, *key_ids) in plan.blocks(k, *ids[1:])
-        if (seen := visible[source])
-    ]
-    return weigh(found, [values for source, (values,) in plan.blocks(v) if visible[source]])
+    found = [scores(q, *block.xs, block.mask, plan.scale) for _, block in plan.blocks(ids, k) if block]
+    return weigh(found, [block.xs[0] for _, block in plan.blocks((), v) if block])
 
 
-def _backward(plan: BlockPlan, saved: Tensors, k: Tensor, v: Tensor, ids: Sequence[Tensor]) -> Tensors:
+def _backward(plan: BlockPlan, saved: Tensors, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
     """Return the gradients of q, k, v. Those of a block follow it around the ring, to its own device."""
-    shards, arriving = plan.n if plan.how == "gather" else 1, None
+    shards, arriving = plan.n if plan.how == "gather" else 1, list[Pending]()
     dq = torch.zeros_like(widened(saved[0]))
     totals = tuple([widened(x).new_zeros(*x.shape[:2], shards * x.shape[2], x.shape[3]) for x in (k, v)])
-    for source, (keys, values, *key_ids) in plan.blocks(k, v, *ids[1:]):
-        seen, parts = plan.visible(source, dq.shape[-2]), ()
-        if seen:
-            rows, columns, _ = seen
-            ks, vs, mask = keys[..., columns, :], values[..., columns, :], _mask(seen, ids, key_ids)
-            part, *parts = attend_backward([x[..., rows, :] for x in saved], ks, vs, mask, plan.scale)
-            dq[..., rows, :] += part
-        totals = totals if arriving is None else arriving.wait()
+    for source, block in plan.blocks(ids, k, v):
+        parts = ()
+        if block:
+            rows = [x[..., block.rows, :] for x in saved]
+            part, *parts = attend_backward(rows, *block.xs, block.mask, plan.scale)
+            dq[..., block.rows, :] += part
+        totals = tuple([one.wait()[0] for one in arriving]) or totals
         for total, part in zip(totals, parts, strict=False):
-            total.chunk(shards, 2)[source % shards][..., columns, :] += part
-        arriving = None if plan.how == "gather" else plan.send_on(totals)
-    if arriving is not None:
-        totals = arriving.wait()
-    elif plan.n > 1:
-        totals = psum_scatter(totals, plan.axis, dim=2)
-    return dq, *totals
-
-
-def _mask(seen: Seen, ids: Sequence[Tensor], key_ids: Sequence[Tensor]) -> Tensor | bool:
-    """Return the mask of a block; queries see the keys with their own id."""
-    rows, columns, causal = seen
-    if not ids:
-        return causal
-    equal = ids[0][..., rows, :] == key_ids[0][..., columns, :].mT
-    return equal.tril() if causal else equal
+            total.chunk(shards, 2)[source % shards][..., : part.shape[-2], :] += part
+        arriving = [] if plan.how == "gather" else plan.send_on(totals)
+    if arriving or plan.n == 1:
+        return dq, *(tuple([one.wait()[0] for one in arriving]) or totals)
+    return dq, *(plan.bound(PsumScatter(2)).run((total,))[0] for total in totals)

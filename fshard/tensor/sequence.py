@@ -14,13 +14,15 @@ divides the loss by the global number of tokens.
 from __future__ import annotations
 
 from math import gcd
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum, psum_scatter, pvary
 from fshard.mesh.layout import Axes, PyTree, flatten_with_paths, unflatten
+from fshard.mesh.spmd.scope import require
+from fshard.source import call_site
 from fshard.tensor.blocks import widened
 from fshard.tensor.ring import BlockPlan, attend_blocks
 
@@ -42,42 +44,43 @@ def attention(
     key_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> Tensor:
-    """Attend over a sequence whose tokens are sharded along `axis`: q, k, v and the result are local.
+    """Attend over a sequence whose tokens are sharded along `axis`; all tensors are local.
 
     Args:
         q: (batch, heads, tokens, dim).
         k: (batch, kv heads, tokens, dim); consecutive heads share a kv head.
         v: like k.
         axis: of the mesh.
-        how: the algorithm, see above; the results are equal.
+        how: the algorithm, see above; results are equal.
         causal: whether a token sees only earlier ones and itself.
         scale: of the scores, by default dim ** -0.5.
-        key_mask: (batch, tokens) of bools, False for padding, which no token sees.
-        document_ids: (batch, tokens) of integers: a token sees those of its document.
+        key_mask: (batch, tokens), False for padding, which no token sees.
+        document_ids: (batch, tokens), integers; a token sees those of its document.
 
     A token that sees none gets zeros. There are derivatives of any order; for the first only local tensors are saved.
     """
-    n, kv_heads = axis_size(axis), k.shape[1]
+    group = require("fs.tensor.attention").called_group(axis, "fs.tensor.attention")
+    n, index = group.size, group.index
     _validate(q, k, v, n, how, causal, key_mask, document_ids)
-    ids = () if key_mask is None and document_ids is None else _ids(q, k, key_mask, document_ids)
+    ids = _ids(q, k, key_mask, document_ids)
     if how == "ulysses":
-        repeats = n // gcd(n, kv_heads)  # the fewest by which n divides the kv heads
+        repeats = n // gcd(n, k.shape[1])  # the fewest by which n divides the kv heads
         k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
         q, k, v = all_to_all((q, k, v), axis, split_dim=1, concat_dim=2)
-        ids = all_gather(ids, axis, dim=2) if ids else ids
-    blocks: Any = {"rsa": "rows", "gather": "gather", "ulysses": "gather"}.get(how, "ring")
-    place = (1, 0) if how == "ulysses" else (n, axis_index(axis))
-    plan = BlockPlan(axis, *place, blocks, how == "zigzag", causal, q.shape[-1] ** -0.5 if scale is None else scale)
+        ids, n, index = all_gather(ids, axis, dim=2) if ids else (), 1, 0
+    transport = {"ulysses": "gather", "zigzag": "ring"}.get(how, how)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    plan = BlockPlan(group, call_site(), n, index, transport, how == "zigzag", causal, scale)
     out = attend_blocks(plan, q.unflatten(1, (k.shape[1], -1)), k, v, ids).flatten(1, 2)
     return cast("Tensor", all_to_all(out, axis, split_dim=2, concat_dim=1)) if how == "ulysses" else out
 
 
-def _ids(q: Tensor, k: Tensor, key_mask: Tensor | None, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the ids of queries and keys, (batch, 1, tokens, 1): a query sees the keys with its own id."""
-    queries, keys = (
-        x.new_zeros(x.shape[0], x.shape[2], dtype=torch.int64) if document_ids is None else document_ids.long()
-        for x in (q, k)
-    )
+def _ids(q: Tensor, k: Tensor, key_mask: Tensor | None, document_ids: Tensor | None) -> tuple[Tensor, ...]:
+    """Return none, or the ids of queries and keys, (batch, 1, tokens, 1): a query sees the keys with its own id."""
+    if key_mask is None and document_ids is None:
+        return ()
+    zeros = (torch.zeros(x.shape[0], x.shape[2], dtype=torch.int64, device=x.device) for x in (q, k))
+    queries, keys = zeros if document_ids is None else (document_ids.long(),) * 2
     keys = keys if key_mask is None else keys.masked_fill(~key_mask, _PADDING)
     return queries[:, None, :, None], keys[:, None, :, None]
 
@@ -86,35 +89,26 @@ def _validate(
     q: Tensor, k: Tensor, v: Tensor, n: int, how: str, causal: bool, key_mask: Tensor | None, ids: Tensor | None
 ) -> None:
     """Raise one error with all that is wrong."""
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if any(x.ndim != 4 for x in (q, k, v)):
-        raise ValueError(f"fs.tensor.attention: q, k and v must be (batch, heads, tokens, dim); {shapes}.")
+        raise ValueError(f"fs.tensor.attention: q, k, v must have 4 dims; got {q.ndim}, {k.ndim}, {v.ndim}.")
     (batch, heads, queries, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
-    dtypes = q.dtype, k.dtype, v.dtype
-    tokens = f"{n} x {queries}: use {_nearest(n * queries, 2 * n)} in all"
-    masks = [("key_mask", key_mask, (batch, keys)), ("document_ids", ids, (batch, queries))]
-    checks = {
-        f"how must be one of {', '.join(get_args(How))}; got {how!r}": how in get_args(How),
-        f"k and v must have one shape, and the batch and dim of q; {shapes}": k.shape
-        == v.shape
-        == (batch, kv_heads, keys, dim),
-        f"q, k and v must have one floating dtype; got {dtypes}": len({*dtypes}) == 1 and q.is_floating_point(),
-        f"heads must be a multiple of kv heads; got {heads}, {kv_heads}: use {_nearest(heads, kv_heads)}": heads
-        % kv_heads
-        == 0,
-        f"heads must be a multiple of {n} devices; got {heads}: use {_nearest(heads, n)}": how != "ulysses"
-        or heads % n == 0,
-        f"zigzag tokens must be a multiple of 2 x {n} devices; got {tokens}": how != "zigzag"
-        or queries % 2 == keys % 2 == 0,
-        f"causal and document_ids need as many queries as keys; got {queries}, {keys}": queries == keys
-        or not (causal or ids is not None),
-        **{
-            f"{name} must be {shape}; got {tuple(x.shape)}": x.shape == shape
-            for name, x, shape in masks
-            if x is not None
-        },
-    }
-    if wrong := [text for text, is_right in checks.items() if not is_right]:
+    shape, dtypes = (batch, kv_heads, keys, dim), {q.dtype, k.dtype, v.dtype}
+    wrong = [f"how must be one of {get_args(How)}; got {how!r}"] * (how not in get_args(How))
+    for name, x, right in (
+        ("k", k, shape), ("v", v, shape), ("key_mask", key_mask, (batch, keys)), ("document_ids", ids, (batch, queries))
+    ):  # fmt: skip
+        wrong += [f"{name} must be {right}; got {tuple(x.shape)}" for x in (x,) if x is not None and x.shape != right]
+    if len(dtypes) > 1 or not q.is_floating_point():
+        wrong += [f"q, k, v must have one floating dtype; got {dtypes}"]
+    if queries != keys and (causal or ids is not None):
+        wrong += [f"causal and document_ids need as many queries as keys; got {queries} and {keys}"]
+    if heads % kv_heads:
+        wrong += [f"heads must be a multiple of kv heads; got {heads} and {kv_heads}. Use {_nearest(heads, kv_heads)}"]
+    if how == "ulysses" and heads % n:
+        wrong += [f"heads must be a multiple of {n} devices; got {heads}. Use {_nearest(heads, n)}"]
+    if how == "zigzag" and (queries % 2 or keys % 2):
+        wrong += [f"tokens must be a multiple of {2 * n}; got {n} x {queries}. Use {_nearest(n * queries, 2 * n)}"]
+    if wrong:
         raise ValueError(f"fs.tensor.attention: {'; '.join(wrong)}.")
 
 
@@ -169,9 +163,8 @@ def token_mean(loss: Tensor, mask: Tensor | None, axis: Axes) -> Tensor:
     `axis` includes those of the batch: ("data", "seq").
     """
     mask = torch.ones_like(loss, dtype=torch.bool) if mask is None else mask
-    total, count = psum(
-        torch.stack([widened(loss).masked_fill(~mask, 0).sum(), widened(mask * loss.new_ones(())).sum()]), axis
-    )
+    masked = widened(loss).masked_fill(~mask, 0)
+    total, count = psum(torch.stack([masked.sum(), mask.sum().to(masked.dtype)]), axis)
     return total / count.clamp(min=1)
 
 

@@ -1,0 +1,288 @@
+"""Attention over a sharded sequence equals attention on one device, in every algorithm."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import fshard as fs
+from fshard.tensor import blocks, ring, sequence
+from fshard.testing.processes import run_processes
+from tests.tensor.attention_oracle import HOWS, derivatives, serial, sharded
+
+MASKS = ("none", "padding", "documents", "both")
+
+
+def inputs(n, *, batch=2, heads=None, kv_heads=None, chunk=2, dim=4, masks="none", seed=0, dtype=torch.float64):
+    """Return q, k, v, weights of the outputs, and masks in which some rows see no key."""
+    draw = torch.Generator().manual_seed(seed)
+    heads, tokens = heads or 2 * n, 2 * n * chunk
+    kv_heads = kv_heads or heads
+    shapes = [(batch, count, tokens, dim) for count in (heads, kv_heads, kv_heads, heads)]
+    found = {}
+    if masks in ("padding", "both"):
+        found["key_mask"] = torch.rand(batch, tokens, generator=draw) > 0.4
+        found["key_mask"][:, 0] = False
+    if masks in ("documents", "both"):
+        found["document_ids"] = torch.randint(0, 3, (batch, tokens), generator=draw).sort(1)[0]
+    return [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes], found
+
+
+def check(mesh, how, values, causal=False, masks=None, second=True, **options):
+    """Compare output, first and second derivatives with the serial run in float64."""
+    options = {**options, **(masks or {}), "causal": causal}
+    wanted = derivatives(lambda *xs: serial(*xs, **options), *values, second)
+    found = derivatives(lambda *xs: sharded(mesh, how, *xs, **options), *values, second)
+    for want, own in zip(wanted, found, strict=True):
+        torch.testing.assert_close(own, want, rtol=1e-9, atol=1e-11)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_equals_serial_attention_and_derivatives(data):
+    n, how = data.draw(st.sampled_from((2, 3, 4, 8))), data.draw(st.sampled_from(HOWS))
+    group, kv_heads = data.draw(st.sampled_from((1, 2, 3))), data.draw(st.integers(1, 4))
+    if how == "ulysses" and group * kv_heads % n:
+        group *= n
+    sizes = {
+        "batch": st.integers(1, 2),
+        "chunk": st.integers(1, 3),
+        "dim": st.integers(1, 5),
+        "seed": st.integers(0, 99),
+    }
+    sizes = {name: data.draw(size) for name, size in sizes.items()}
+    masks = data.draw(st.sampled_from(MASKS))
+    values, masks = inputs(n, heads=group * kv_heads, kv_heads=kv_heads, masks=masks, **sizes)
+    scale = data.draw(st.sampled_from((None, 0.3)))
+    check(fs.make_mesh({"seq": n}), how, values, data.draw(st.booleans()), masks, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", HOWS)
+def test_error_is_at_most_four_times_that_of_torch(how, dtype):
+    values, masks = inputs(4, heads=8, kv_heads=4, chunk=8, dim=8, masks="both", dtype=dtype)
+    for options in ({"causal": False}, {"causal": True}, {"causal": True, **masks}):
+        exact = derivatives(lambda *xs: serial(*xs, **options), *(x.double() for x in values), second=False)
+        alone = derivatives(lambda *xs: serial(*xs, torchs=True, **options), *values, second=False)
+        found = derivatives(lambda *xs: sharded(fs.make_mesh({"seq": 4}), how, *xs, **options), *values, second=False)
+        for want, rough, own in zip(exact, alone, found, strict=True):
+            assert own.dtype == dtype
+            assert (own - want).norm() <= 4 * (rough - want).norm()
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("how", HOWS)
+def test_formula_of_devices_without_kernel(how, masks, monkeypatch):
+    monkeypatch.setattr(blocks, "KERNEL_DEVICES", set())
+    values, masks = inputs(2, heads=4, kv_heads=2, masks=masks)
+    check(fs.make_mesh({"seq": 2}), how, values, True, masks)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_cross_attention_and_frozen_keys(how):
+    (q, _, _, weights), _ = inputs(2)
+    _, k, v, _ = inputs(2, chunk=3)[0]
+    mesh = fs.make_mesh({"seq": 2})
+    check(mesh, how, (q, k, v, weights))
+    q.requires_grad_()
+    found = [
+        torch.autograd.grad((attend(q) * weights).sum(), q, create_graph=True)[0]
+        for attend in (lambda q: sharded(mesh, how, q, k, v), lambda q: serial(q, k, v))
+    ]
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), q)[0] for x in found))
+
+
+def test_self_attention_of_one_tensor_has_partial_second_derivatives():
+    """q, k, v depend on one tensor, and k on q: the second derivative counts each path once."""
+    mesh, ((x, _, _, weights), _) = fs.make_mesh({"seq": 2}), inputs(2)
+    results = []
+    for attend in (lambda *xs: sharded(mesh, "zigzag", *xs, causal=True), lambda *xs: serial(*xs, causal=True)):
+        own = x.clone().requires_grad_()
+        q = own.sin()
+        (first,) = torch.autograd.grad((attend(q, q * own, own) * weights).sum(), own, create_graph=True)
+        results.append((first, *torch.autograd.grad(first.square().sum(), own)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+@pytest.mark.parametrize("how", HOWS)
+def test_transforms_of_torch_func(how):
+    (q, k, v, weights), masks = inputs(2, batch=1, heads=2, chunk=1, dim=2, masks="both")
+    mesh, at = fs.make_mesh({"seq": 2}), slice(None)
+
+    def losses(attend):
+        return lambda q: (attend(q, k, v, causal=True, **masks) * weights)[at].sum()
+
+    one, other = losses(lambda *xs, **options: sharded(mesh, how, *xs, **options)), losses(serial)
+    torch.testing.assert_close(torch.func.hessian(one)(q), torch.func.hessian(other)(q))
+    tangent = torch.randn_like(q)
+    torch.testing.assert_close(torch.func.jvp(one, (q,), (tangent,)), torch.func.jvp(other, (q,), (tangent,)))
+    many = torch.stack([q, 2 * q])
+    torch.testing.assert_close(torch.func.vmap(one)(many), torch.func.vmap(other)(many))
+
+
+# -- mutants: the comparison detects them -----------------------------------------------------------------------------
+
+
+def stale(plan, xs):
+    yield from ((source, xs) for source in range(plan.n))
+
+
+def averaged(out, lse, block_out, block_lse):
+    return (out + block_out) / 2, torch.logaddexp(lse, block_lse)
+
+
+@pytest.mark.parametrize(
+    ("how", "owner", "name", "mutant"),
+    [
+        ("ring", ring.BlockPlan, "received", stale),
+        ("zigzag", ring.BlockPlan, "received", stale),
+        ("rsa", ring.BlockPlan, "received", stale),
+        ("ring", ring, "merge", averaged),
+        ("zigzag", ring, "merge", averaged),
+        ("zigzag", fs.tensor, "zigzag", lambda x, n, dim, inverse=False: x),
+        ("zigzag", fs.tensor, "zigzag", lambda x, n, dim, inverse=False: x.roll(1 if inverse else -1, dim)),
+    ],
+    ids=["stale-ring", "stale-zigzag", "stale-rsa", "merge-ring", "merge-zigzag", "no-zigzag", "shifted-zigzag"],
+)
+def test_mutants_fail_the_comparison(how, owner, name, mutant, monkeypatch):
+    values, _ = inputs(2)
+    check(fs.make_mesh({"seq": 2}), how, values, True, second=False)
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises(AssertionError):
+        check(fs.make_mesh({"seq": 2}), how, values, True, second=False)
+
+
+# -- cost -------------------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(attend, *xs):
+    """Return the bytes that autograd saves; a tensor that is saved twice counts once."""
+    seen = {}
+
+    def pack(x):
+        seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = attend(*[x.clone().requires_grad_() for x in xs])
+    return sum(seen.values()) + 0 * out.numel()
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("how", HOWS)
+def test_saved_bytes_are_those_of_the_own_tokens(how, n):
+    (q, k, v, _), _ = inputs(n, heads=8, chunk=4, dim=16, dtype=torch.float32)
+    alone = saved_bytes(lambda *xs: F.scaled_dot_product_attention(*xs, is_causal=True), q, k, v)
+    attend = lambda *xs: fs.tensor.attention(*xs, "seq", how, causal=True)  # noqa: E731
+    own = [x.chunk(n, 2)[0] for x in (q, k, v)]
+    for found in fs.run(lambda: saved_bytes(attend, *own), mesh=fs.make_mesh({"seq": n})):
+        assert found <= 1.15 / n * alone
+
+
+def computed_scores(how, n, monkeypatch):
+    """Return how many scores each device computes in a causal forward and its backward."""
+    counts = dict.fromkeys(range(n), 0)
+
+    def counting(function):
+        def counted(rows, k, *others):
+            counts[fs.axis_index("seq")] += (rows if isinstance(rows, torch.Tensor) else rows[0]).shape[-2] * k.shape[
+                -2
+            ]
+            return function(rows, k, *others)
+
+        return counted
+
+    (q, k, v, _), _ = inputs(n)
+
+    def step():
+        xs = [x.chunk(n, 2)[0].clone().requires_grad_() for x in (q, k, v)]
+        fs.tensor.attention(*xs, "seq", how, causal=True).sum().backward()
+
+    with monkeypatch.context() as patch:
+        for name in ("attend", "attend_backward"):
+            patch.setattr(ring, name, counting(getattr(ring, name)))
+        fs.run(step, mesh=fs.make_mesh({"seq": n}))
+    block = (q.shape[2] // n) ** 2
+    return [count / (2 * block) for count in counts.values()]
+
+
+def test_masked_blocks_are_skipped_and_zigzag_is_balanced(monkeypatch):
+    """In blocks: a diagonal block and half of each other one in zigzag order."""
+    assert computed_scores("ring", 4, monkeypatch) == [1, 2, 3, 4]
+    assert computed_scores("zigzag", 4, monkeypatch) == [2.5] * 4
+
+
+def test_next_block_is_sent_before_the_block_is_used(monkeypatch):
+    events, start, attend = [], ring.BlockPlan.send_on, ring.attend
+    is_first = lambda: fs.axis_index("seq") == 0  # noqa: E731
+    monkeypatch.setattr(ring.BlockPlan, "send_on", lambda *a: (is_first() and events.append("send"), start(*a))[1])
+    monkeypatch.setattr(ring, "attend", lambda *a: (is_first() and events.append("use"), attend(*a))[1])
+    sharded(fs.make_mesh({"seq": 3}), "ring", *inputs(3)[0][:3])
+    assert events == ["send", "use", "send", "use", "use"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_bytes_on_an_abstract_mesh_equal_the_sent_ones(how):
+    def sent(runtime, device):
+        (q, k, v, _), masks = inputs(4, masks="both")
+        own = [x.chunk(4, 2)[0].to(device) for x in (q, k, v)]
+        masks = {name: x.chunk(4, 1)[0].to(device) for name, x in masks.items()}
+
+        def step():
+            xs = [x.clone().requires_grad_() for x in own]
+            torch.autograd.grad(fs.tensor.attention(*xs, "seq", how, causal=True, **masks).sum(), xs)
+
+        with fs.ledger() as comm:
+            fs.run(step, mesh=fs.make_mesh({"seq": 4}, runtime=runtime))
+        return {name: row for (name, _), row in comm.by_collective().items()}
+
+    assert sent("virtual", "cpu") == sent("abstract", "meta")
+
+
+# -- processes and errors ---------------------------------------------------------------------------------------------
+
+
+def on_processes(n):
+    mesh = fs.make_mesh({"seq": n})
+    for how in HOWS:
+        for masks in ("none", "both"):
+            values, found = inputs(n, heads=2 * n, kv_heads=2, masks=masks)
+            check(mesh, how, values, True, found)
+    check(mesh, "zigzag", inputs(n, chunk=64, dim=32)[0], True, second=False)  # tensors that are not sent inline
+    return True
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_processes_equal_serial_attention(n):
+    assert all(run_processes(on_processes, n, n, timeout=100))
+
+
+def test_errors_name_all_offenders_and_legal_sizes():
+    (q, k, v, _), _ = inputs(2, heads=5, kv_heads=2)
+    options = {"key_mask": torch.ones(2, 3), "causal": True}
+
+    def call(how, q, k, v, **options):
+        fs.run(lambda: fs.tensor.attention(q, k, v, "seq", how, **options), mesh=fs.make_mesh({"seq": 2}))
+
+    with pytest.raises(ValueError) as error:
+        call("ulysses", q, k[:, :, :-1], v.float(), **options)
+    for part in (
+        "v must be (2, 2, 7, 4); got (2, 2, 8, 4)",
+        "one floating dtype",
+        "key_mask must be (2, 7); got (2, 3)",
+        "as many queries as keys; got 8 and 7",
+        "kv heads; got 5 and 2. Use 4 or 6",
+        "heads must be a multiple of 2 devices; got 5. Use 4 or 6",
+    ):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match="tokens must be a multiple of 4; got 2 x 7. Use 12 or 16"):
+        call("zigzag", *(x[:, :4, :7] for x in (q, k, v)))
+    with pytest.raises(ValueError, match="how must be one of"):
+        call("tree", q[:, :4], k, v)
+    with pytest.raises(ValueError, match="4 dims"):
+        call("ring", q[0], k, v)
+    assert sequence.attention is fs.tensor.attention
