@@ -6,9 +6,9 @@ loss = fs.tensor.cross_entropy(fs.tensor.linear(h, p["head"], m), labels, m.next
 """
 
 from fshard.tensor.layers import dropout, embedding, feature_embedding, layer_norm, mlp, rms_norm, self_attention
-from fshard.tensor.linear import classifier, column, linear, row
+from fshard.tensor.linear_layers import classifier, column, linear, row
 from fshard.tensor.loss import cross_entropy, to_next
-from fshard.tensor.mode import Mode, mode
+from fshard.tensor.modes import Mode, mode
 
 __all__ = [
     "Mode",

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from fshard.mesh.collectives.api import all_gather, axis_index, psum, psum_scatter, pvary
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.arithmetic import WIDER
-from fshard.tensor.linear import linear, varying
-from fshard.tensor.mode import Mode, own_range
+from fshard.tensor.linear_layers import linear, varying
+from fshard.tensor.modes import Mode, own_range
 
 
 def embedding(ids: Tensor, weight: Tensor, mode: Mode, *, vocabulary: int | None = None) -> Tensor:

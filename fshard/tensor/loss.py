@@ -16,7 +16,7 @@ from torch import Tensor
 from fshard.mesh.collectives.api import all_gather, axis_index, pmax, psum
 from fshard.mesh.layout import Axes, as_axes
 from fshard.mesh.layout.arithmetic import WIDER
-from fshard.tensor.mode import Mode, own_range
+from fshard.tensor.modes import Mode, own_range
 
 
 def cross_entropy(

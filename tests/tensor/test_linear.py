@@ -94,7 +94,8 @@ def test_elements_sent_equal_the_theory(name):
         d = sizes[0] if kind == "2.5d" else 1
         theory = {
             "2d": Fraction(3 * (q - 1), q**2) * (m * k + k * n),
-            "2.5d": Fraction(3 * (q - 1), q**2) * (Fraction(m * k, d) + k * n) + Fraction(2 * (d - 1) * k * n, d * q**2),
+            "2.5d": Fraction(3 * (q - 1), q**2) * (Fraction(m * k, d) + k * n)
+            + Fraction(2 * (d - 1) * k * n, d * q**2),
             "3d": Fraction(2 * (q - 1), q**3) * (m * k + k * n + m * n),
         }[kind]
     assert sent / 4 == theory

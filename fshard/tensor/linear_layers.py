@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from fshard.mesh.collectives.api import all_gather, psum, psum_scatter, pvary
 from fshard.mesh.collectives.moves import serving
 from fshard.mesh.layout import Axes, PyTree
-from fshard.tensor.mode import Mode
+from fshard.tensor.modes import Mode
 
 Tensors = tuple[Tensor, ...]
 
