@@ -11,19 +11,6 @@ from fshard.tensor.loss import cross_entropy, to_next
 from fshard.tensor.modes import Mode, mode
 
 __all__ = [
-    "Mode",
-    "classifier",
-    "column",
-    "cross_entropy",
-    "dropout",
-    "embedding",
-    "feature_embedding",
-    "layer_norm",
-    "linear",
-    "mlp",
-    "mode",
-    "rms_norm",
-    "row",
-    "self_attention",
-    "to_next",
-]
+    "Mode", "classifier", "column", "cross_entropy", "dropout", "embedding", "feature_embedding", "layer_norm", "linear",
+    "mlp", "mode", "rms_norm", "row", "self_attention", "to_next",
+]  # fmt: skip

@@ -65,3 +65,10 @@ def mapped(f, mesh, in_specs, out_specs):
 def examples(name):
     """Return how many examples of hypothesis a grid takes: many devices take longer."""
     return {27: 1, 18: 2}.get(torch.Size(GRIDS[name][1]).numel(), 4)
+
+
+def dropped(mode, mesh, x, p=0.3, seed=7):
+    """Return `x` after the dropout of a seed."""
+    at = mode.activation(x.ndim)
+    torch.manual_seed(seed)
+    return mapped(lambda x: fs.tensor.dropout(x, p, mode), mesh, at, at)(x)

@@ -11,7 +11,17 @@ from torch.nn import functional as F
 import fshard as fs
 from fshard import P
 from fshard.tensor.layers import kv_heads_of
-from tests.tensor.serial import GRIDS, SMALL, assert_equal_to_serial, derivatives, mapped, mode_of, randn, units
+from tests.tensor.serial import (
+    GRIDS,
+    SMALL,
+    assert_equal_to_serial,
+    derivatives,
+    dropped,
+    mapped,
+    mode_of,
+    randn,
+    units,
+)
 from tests.tensor.transformer import attend, shard_of
 
 T = fs.tensor
@@ -94,12 +104,6 @@ def test_tied_classifier_equals_serial(name):
 # -- dropout -----------------------------------------------------------------------------------------------------------
 
 
-def dropped(mode, mesh, x, p=0.3, seed=7):
-    at = mode.activation(x.ndim)
-    torch.manual_seed(seed)
-    return mapped(lambda x: T.dropout(x, p, mode), mesh, at, at)(x)
-
-
 def test_dropout_masks_are_equal_however_the_activation_is_sharded():
     x = torch.ones(36, 2, 36)
     first = dropped(*mode_of("1d-2"), x)
@@ -107,6 +111,28 @@ def test_dropout_masks_are_equal_however_the_activation_is_sharded():
         mode, mesh = mode_of(name)
         assert torch.equal(dropped(mode.next if flipped else mode, mesh, x), first), name
     assert not torch.equal(dropped(*mode_of("1d-2"), x, seed=8), first)
+
+
+def test_dropout_masks_in_a_loss_function_are_equal_however_features_are_sharded():
+    """Slices differ, devices with the same slice do not."""
+    mesh = fs.make_mesh({"data": 2, "a": 2})
+    mode = T.mode("1d", "a", mesh)
+    w, x = fs.shard_params({"w": torch.ones(8)}, P(), mesh=mesh), torch.ones(4, 8)
+
+    def in_full(p, x):
+        return T.dropout(x * p["w"], 0.5, mode).square().sum() + 0 * fs.axis_index("a")
+
+    def by_features(p, x):
+        own = shard_of(x * p["w"], P(None, "a"))
+        return fs.psum(T.dropout(own, 0.5, mode.next).square().sum(), "a")
+
+    gradients = []
+    for loss_fn in in_full, by_features:
+        torch.manual_seed(3)
+        _, gradient = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(w, x)
+        gradients.append(fs.unshard(gradient["w"]))
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert len(gradients[0].unique()) > 2
 
 
 def test_dropout_of_uneven_features_is_that_of_all():
@@ -175,8 +201,8 @@ def test_self_attention_equals_serial(name, heads, kv):
         return T.self_attention(x, (q, k, v), out, mode, qkv_bias=(None, b, None), **options)
 
     def serial(x, q, k, v, b, out):
-        split = lambda y: y.unflatten(-1, (-1, 6)).transpose(1, 2)
-        y = attend(split(F.linear(x, q)), split(F.linear(x, k, b)), split(F.linear(x, v)), True)
+        projected = F.linear(x, q), F.linear(x, k, b), F.linear(x, v)
+        y = attend(*(y.unflatten(-1, (-1, 6)).transpose(1, 2) for y in projected), True)
         return F.linear(y.transpose(1, 2).flatten(2), out)
 
     arguments = randn(batch, 3, n), *weights
@@ -213,16 +239,18 @@ def test_mlp_equals_serial_to_the_second_derivative(name, gated):
     assert_equal_to_serial(mapped(on_shards, mesh, specs, mode.activation(3)), serial, arguments)
 
 
-def test_heads_that_devices_do_not_divide_raise():
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        ((4, 4), "heads must be a multiple of 3; got 4"),
+        ((6, 4), "kv_heads must divide heads, 6; got 4"),
+    ],
+)
+def test_heads_that_devices_do_not_divide_raise(heads, message):
     mode, mesh = mode_of("2d-3x3")
-    f = lambda **heads: fs.run(
-        lambda: T.self_attention(torch.ones(1, 1, 3), (torch.ones(1, 1),) * 3, torch.ones(1, 1), mode, **heads),
-        mesh=mesh,
-    )
-    with pytest.raises(ValueError, match="heads must be a multiple of 3; got 4, the nearest are 3 and 6"):
-        f(heads=4)
-    with pytest.raises(ValueError, match="kv_heads must divide heads, 6; got 4"):
-        f(heads=6, kv_heads=4)
+    x = torch.ones(1, 1, 1)
+    with pytest.raises(ValueError, match=message):
+        fs.run(lambda: T.self_attention(x, (x[0],) * 3, x[0], mode, heads=heads[0], kv_heads=heads[1]), mesh=mesh)
 
 
 def test_shards_of_another_size_raise():

@@ -41,9 +41,11 @@ def test_cross_entropy_equals_serial_to_the_second_derivative(name):
             z = shard_of(fs.pvary(z, mesh.axis_names), mode.activation(3))
             return T.cross_entropy(z, T.to_next(labels, before), mode, weight, vocabulary=classes, **options)
 
+        def serial(z):
+            return F.cross_entropy(z.movedim(-1, 1), labels, weight, **options)
+
         out = P(mode.tokens) if options["reduction"] == "none" else P()
         f = mapped(on_shards, mesh, (P(), P(before.tokens)), out)
-        serial = lambda z: F.cross_entropy(z.movedim(-1, 1), labels, weight, **options)
         assert_equal_to_serial(lambda z: f(z, labels), serial, (3 * randn(2 * batch, 3, classes),))
 
     check()

@@ -61,8 +61,8 @@ def test_one_error_names_all_sizes_that_devices_do_not_divide():
     with pytest.raises(ValueError) as caught:
         mode.check(batch=10, hidden=5, heads=4)
     assert str(caught.value) == (
-        'mode "3d" on b=3, c=3, d=3: batch must be a multiple of 9; got 10, the nearest are 9 and 18; hidden must be a '
-        "multiple of 9; got 5, the nearest is 9; heads must be a multiple of 3; got 4, the nearest are 3 and 6."
+        'mode "3d" on b=3, c=3, d=3: batch must be a multiple of 9; got 10 (the nearest is 9); hidden must be a '
+        "multiple of 9; got 5 (the nearest is 9); heads must be a multiple of 3; got 4 (the nearest is 3)."
     )
     mode.check(batch=9, hidden=18, heads=6)
     fs.tensor.mode("1d", "b", MESH).check(batch=1, hidden=5, heads=3)
