@@ -11,35 +11,14 @@ Or of any module, planned and run on arrays: `fs.tensor_parallel`.
 """
 
 from fshard.tensor.layers import dropout, embedding, feature_embedding, layer_norm, mlp, rms_norm, self_attention
-from fshard.tensor.linear import classifier, column, linear, row
+from fshard.tensor.linear_layers import classifier, column, linear, row
 from fshard.tensor.loss import cross_entropy, to_next
-from fshard.tensor.mode import Mode, mode
+from fshard.tensor.modes import Mode, mode
 from fshard.tensor.plan import LayerPlan, Plan, tensor_parallel
 from fshard.tensor.sequence import attention, gather_sequence, scatter_sequence, shard_sequence, token_mean, zigzag
 
 __all__ = [
-    "LayerPlan",
-    "Mode",
-    "Plan",
-    "attention",
-    "classifier",
-    "column",
-    "cross_entropy",
-    "dropout",
-    "embedding",
-    "feature_embedding",
-    "gather_sequence",
-    "layer_norm",
-    "linear",
-    "mlp",
-    "mode",
-    "rms_norm",
-    "row",
-    "scatter_sequence",
-    "self_attention",
-    "shard_sequence",
-    "tensor_parallel",
-    "to_next",
-    "token_mean",
-    "zigzag",
-]
+    "LayerPlan", "Mode", "Plan", "attention", "classifier", "column", "cross_entropy", "dropout", "embedding",
+    "feature_embedding", "gather_sequence", "layer_norm", "linear", "mlp", "mode", "rms_norm", "row", "scatter_sequence",
+    "self_attention", "shard_sequence", "tensor_parallel", "to_next", "token_mean", "zigzag",
+]  # fmt: skip

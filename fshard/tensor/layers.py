@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from fshard.mesh.collectives.api import all_gather, axis_index, psum, psum_scatter, pvary
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.arithmetic import WIDER
-from fshard.tensor.linear import linear, varying
-from fshard.tensor.mode import Mode, own_range
+from fshard.tensor.linear_layers import linear, varying
+from fshard.tensor.modes import Mode, own_range
 
 
 def embedding(ids: Tensor, weight: Tensor, mode: Mode, *, vocabulary: int | None = None) -> Tensor:
@@ -108,17 +108,12 @@ def self_attention(
 ) -> Tensor:
     """Project to q, k and v, attend with the device's own heads, and project back: from `mode` to `mode`.
 
-    Args:
-        x: (batch, sequence, features).
-        qkv: the weights of q, `mode.weight`, and of k and v, `mode.kv_weight(kv_heads)`; so too `qkv_bias`.
-        out: the output's weight, `mode.next.weight`; `out_bias` is of `mode.next.bias`.
-        mode: the layouts.
-        heads: the global number of query heads; the devices must divide it.
-        kv_heads: the global number of heads of k and v, a divisor of `heads` (the default). If the devices do not
-            divide it, each computes those that its queries use.
-        causal: let positions attend only to earlier ones and themselves.
-        attend: called as attend(q, k, v, causal=causal) instead of torch's attention, with tensors (batch, heads,
-            sequence, head dim). k and v may have fewer heads than q, by a divisor.
+    `qkv` has the weights of q, `mode.weight`, and of k and v, `mode.kv_weight(kv_heads)`, and `qkv_bias` their biases; `out`
+    and `out_bias` are of `mode.next`. The global number of `heads` must be a multiple of the devices', that of `kv_heads`
+    a divisor of it. If the devices do not divide `kv_heads`, each computes those that its queries use.
+
+    `attend` is called as attend(q, k, v, causal=causal) instead of torch's attention, with tensors (batch, heads, sequence,
+    head dim), of which k and v may have a divisor of q's heads.
     """
     n, kv_heads = mode.next.size(), heads if kv_heads is None else kv_heads
     mode.check(heads=heads)
@@ -135,16 +130,15 @@ def self_attention(
     )
     if repeats is not None and len(used) > 1:
         k, v = k[:, repeats], v[:, repeats]
-    y = (attend or _attend)(q, k, v, causal=causal)
+    if attend is not None:
+        y = attend(q, k, v, causal=causal)
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return linear(y.transpose(1, 2).flatten(2), out, mode.next, out_bias)
 
 
 def kv_heads_of(index: int, heads: int, group: int) -> tuple[list[int], list[int]]:
-    """Return the kv heads that the device with `heads` query heads uses, and which of them each query head takes.
-
-    >>> kv_heads_of(1, heads=3, group=2)  # query heads 3, 4, 5, of kv heads 1, 2, 2
-    ([1, 2], [0, 1, 1])
-    """
+    """Return the kv heads that the device with `heads` query heads uses, and which of them each query head takes."""
     taken = [head // group for head in range(index * heads, (index + 1) * heads)]
     used = sorted(set(taken))
     return used, [used.index(head) for head in taken]
@@ -152,15 +146,10 @@ def kv_heads_of(index: int, heads: int, group: int) -> tuple[list[int], list[int
 
 def _rows(parameters: PyTree, used: list[int], kv_heads: int, mode: Mode) -> PyTree:
     """Take the rows of some heads from parameters that are replicated along the axes of heads."""
-    own = slice(used[0], used[-1] + 1)
     return [
-        x if x is None else x.unflatten(0, (kv_heads, -1))[own].flatten(0, 1)
+        x if x is None else x.unflatten(0, (kv_heads, -1))[used[0] : used[-1] + 1].flatten(0, 1)
         for x in varying(parameters, mode.next.hidden)
     ]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def mlp(

@@ -16,7 +16,7 @@ from torch import Tensor
 from fshard.mesh.collectives.api import all_gather, axis_index, pmax, psum
 from fshard.mesh.layout import Axes, as_axes
 from fshard.mesh.layout.arithmetic import WIDER
-from fshard.tensor.mode import Mode, own_range
+from fshard.tensor.modes import Mode, own_range
 
 
 def cross_entropy(
@@ -33,14 +33,10 @@ def cross_entropy(
 ) -> Tensor:
     """Compute torch's cross-entropy of sharded logits; means and sums are over the tokens of all devices.
 
-    Args:
-        logits: (tokens, ..., vocabulary), of `mode`: the next of that of the linear layer that made them.
-        labels: (tokens, ...), equal along the axes of the vocabulary. See `to_next`.
-        mode: the layouts.
-        weight: of all classes, replicated.
-        ignore_index, label_smoothing, reduction: as in torch; "none" gives this device's tokens.
-        vocabulary: the global number of classes, if the devices do not divide it.
-        also: more axes that shard tokens, such as those of the batch or the sequence.
+    `mode` is that of the logits, (tokens, ..., vocabulary): the next of the linear layer's. Labels, (tokens, ...), are
+    equal along the axes of the vocabulary (see `to_next`); the weight of all classes is replicated. Pass the global size
+    of the `vocabulary` if the devices do not divide it. `also` are more axes that shard tokens, such as those of the
+    batch or the sequence. The other arguments are torch's; reduction="none" gives this device's tokens.
 
     16-bit logits give a loss in float32.
     """
@@ -51,7 +47,9 @@ def cross_entropy(
     start, classes = own_range(vocabulary, logits.shape[-1], mode.hidden, mode.size(), "vocabulary")
     counts = labels != ignore_index
     labels = labels.masked_fill(~counts, 0)
-    z = _less_largest(logits, mode)
+    logits = logits.to(WIDER.get(logits.dtype, logits.dtype))
+    largest = logits.detach().amax(-1, keepdim=True)
+    z = logits - (pmax(largest, mode.hidden) if mode.hidden else largest)
     rows = labels - start
     absent = (rows < 0) | (rows >= z.shape[-1])
     at_label = z.gather(-1, rows.masked_fill(absent, 0)[..., None])[..., 0].masked_fill(absent, 0)
@@ -69,12 +67,6 @@ def cross_entropy(
     if axes := (*mode.tokens, *as_axes(also)):
         loss, count = psum((loss, count), axes)
     return loss if reduction == "sum" else loss / count
-
-
-def _less_largest(logits: Tensor, mode: Mode) -> Tensor:
-    logits = logits.to(WIDER.get(logits.dtype, logits.dtype))
-    largest = logits.detach().amax(-1, keepdim=True)
-    return logits - (pmax(largest, mode.hidden) if mode.hidden else largest)
 
 
 def to_next(tokens: Tensor, mode: Mode) -> Tensor:

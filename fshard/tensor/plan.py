@@ -26,7 +26,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.scope import here
 from fshard.tensor.check import arguments, check_plan
 from fshard.tensor.follow import Product, follow
-from fshard.tensor.mode import Kind, Mode, abstract_mode
+from fshard.tensor.modes import Kind, Mode, abstract_mode
 from fshard.tensor.run import PlannedModule, running, sharded_inputs
 from fshard.tensor.sequence import How, zigzag
 

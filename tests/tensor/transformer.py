@@ -56,9 +56,18 @@ def specs(mode, sizes):
         "embedding": mode.embedding,
         "norm": mode.norm,
         "norm_bias": mode.norm,
-        **{"q": weight, "k": kv, "v": kv, "q_bias": mode.bias, "v_bias": kv_bias},
-        **{"out": back, "out_bias": mode.next.bias, "rms": mode.norm},
-        **{"gate": weight, "up": weight, "down": back, "head": weight},
+        "q": weight,
+        "k": kv,
+        "v": kv,
+        "q_bias": mode.bias,
+        "v_bias": kv_bias,
+        "out": back,
+        "out_bias": mode.next.bias,
+        "rms": mode.norm,
+        "gate": weight,
+        "up": weight,
+        "down": back,
+        "head": weight,
     }
 
 

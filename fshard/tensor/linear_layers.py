@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from fshard.mesh.collectives.api import all_gather, psum, psum_scatter, pvary
 from fshard.mesh.collectives.moves import serving
 from fshard.mesh.layout import Axes, PyTree
-from fshard.tensor.mode import Mode
+from fshard.tensor.modes import Mode
 
 Tensors = tuple[Tensor, ...]
 
@@ -40,15 +40,6 @@ def row(x: Tensor, weight: PyTree, axis: Axes, bias: PyTree = None) -> PyTree:
     """Multiply features sharded over `axis` by weights (out, in) of layout P(None, axis), and sum over devices.
 
     The bias is replicated, and added once.
-
-    >>> import torch, fshard as fs
-    >>> from fshard import P
-    >>> mesh = fs.make_mesh({"model": 2})
-    >>> x, up, down = torch.randn(5, 4), torch.randn(8, 4), torch.randn(4, 8)
-    >>> def mlp(x, up, down):
-    ...     return fs.tensor.row(fs.tensor.column(x, up, "model").relu(), down, "model")
-    >>> f = fs.shard_map(mlp, mesh=mesh, in_specs=(P(), P("model"), P(None, "model")), out_specs=P())
-    >>> torch.testing.assert_close(fs.unshard(f(x, up, down)), (x @ up.T).relu() @ down.T)
     """
     return _per_weight(lambda weights: psum(_products(x, weights), axis), weight, bias)
 
@@ -56,10 +47,10 @@ def row(x: Tensor, weight: PyTree, axis: Axes, bias: PyTree = None) -> PyTree:
 def linear(x: Tensor, weight: PyTree, mode: Mode, bias: PyTree = None) -> PyTree:
     """Apply a linear layer with local shards of `mode.weight` and `mode.bias`: from `mode` to `mode.next`."""
     inner = x.shape[-1] // (mode.size() if mode.kind == "3d" else 1)
-    if wrong := [str(tuple(w.shape)) for w in _as_tuple(weight) if w.shape[1] != inner]:
+    weights = (weight,) if isinstance(weight, Tensor) else weight
+    if wrong := [str(tuple(w.shape)) for w in weights if w.shape[1] != inner]:
         raise ValueError(
-            f"linear: weights must be local shards (out, {inner}) of layout {mode.weight} for features {tuple(x.shape)} of "
-            f"layout {mode.activation(x.ndim)}; got {', '.join(wrong)}."
+            f"linear: weights must be local shards (out, {inner}) of {mode.weight}; got {', '.join(wrong)}."
         )
     if mode.kind == "1d":
         return row(x, weight, mode.axes, bias) if mode.flipped else column(x, weight, mode.axes, bias)
@@ -89,7 +80,8 @@ def _cube(x: Tensor, weights: Tensors, mode: Mode, dim: int = 1) -> Tensors:
 
 def _summa(x: Tensor, weights: Tensors, mode: Mode) -> Tensors:
     given = x, *varying(weights, mode.axes[:-2])  # gradients of weights are summed over the depth
-    return _summa_of(mode, *(y if type(y) is Tensor else y.view_as(y) for y in given))  # lazy parameters are unsharded
+    given = [y if type(y) is Tensor else y.view_as(y) for y in given]  # lazy parameters are unsharded
+    return cast("Any", _Summa).apply(mode, *given)
 
 
 class _Summa(Function):
@@ -125,26 +117,19 @@ class _Summa(Function):
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         (x, *weights), (_, of_x, *of_weights) = ctx.saved_tensors, grad_inputs
+        summa = cast("Any", _Summa).apply
         with serving("tangents"):
-            pairs = zip(_summa_of(ctx.mode, of_x, *weights), _summa_of(ctx.mode, x, *of_weights), strict=True)
-            return tuple(a + b for a, b in pairs)
-
-
-_summa_of: Callable[..., Tensors] = cast("Any", _Summa).apply
+            pairs = zip(summa(ctx.mode, of_x, *weights), summa(ctx.mode, x, *of_weights), strict=True)
+        return tuple(a + b for a, b in pairs)
 
 
 def _per_weight(products: Callable[[Tensors], Tensors], weight: PyTree, bias: PyTree) -> PyTree:
     """Apply a function of a tuple of weights to one weight or several, and add biases."""
-    weights, biases = _as_tuple(weight), (None,) * len(_as_tuple(weight)) if bias is None else _as_tuple(bias)
-    if len(biases) != len(weights):
-        raise ValueError(f"bias must have an entry for each of {len(weights)} weights; got {len(biases)}.")
-    ys = [y if b is None else y + b for y, b in zip(products(weights), biases, strict=True)]
-    return ys[0] if isinstance(weight, Tensor) else tuple(ys)
+    if isinstance(weight, Tensor):
+        return _per_weight(products, (weight,), (bias,))[0]
+    ys = products(tuple(weight))
+    return tuple(y if b is None else y + b for y, b in zip(ys, bias or (None,) * len(ys), strict=True))
 
 
 def _products(x: Tensor, weights: Tensors) -> Tensors:
     return tuple([F.linear(x, w) for w in weights])
-
-
-def _as_tuple(values: PyTree) -> tuple[Any, ...]:
-    return tuple(values) if isinstance(values, tuple | list) else (values,)

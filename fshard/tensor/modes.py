@@ -26,9 +26,6 @@ from fshard.mesh.collectives.api import axis_index
 from fshard.mesh.layout import Mesh, P, refuse_no_mesh
 from fshard.mesh.layout.arithmetic import flat_range
 
-Kind = Literal["1d", "2d", "2.5d", "3d"]
-"""The algorithms of tensor parallelism."""
-
 _TABLE = {
     "1d": ("t", "- - t - t", "- t - t -"),
     "2d": ("ij", "i j j i i"),
@@ -42,15 +39,16 @@ _TABLE = {
 class Mode:
     """The layouts of tensor-parallel layers on some axes. Made by `mode`.
 
-    `sizes` has the name and size of each axis, in the order of the table; `tokens`, `hidden`, `contracted` and
+    `axes` and their `sizes` are in the order of the table; `tokens`, `hidden`, `contracted` and
     `vocabulary` are the axes that shard dim 0 and the last dim of activations, the input dim of weights and the rows of
     an embedding. The others are the layouts of parameters: `weight` and `bias` of a linear layer, `norm` of a norm,
     `embedding`, and `features` of an embedding that is sharded over its features only. `flipped` is True after an odd
     number of linear layers.
     """
 
-    kind: Kind
-    sizes: tuple[tuple[str, int], ...]
+    kind: str
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
     flipped: bool
     tokens: tuple[str, ...]
     hidden: tuple[str, ...]
@@ -63,13 +61,9 @@ class Mode:
     features: P
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.sizes)
-
-    @property
     def next(self) -> Mode:
         """The mode of the results of a linear layer."""
-        return _mode(self.kind, self.sizes, not self.flipped)
+        return _mode(self.kind, self.axes, self.sizes, not self.flipped)
 
     def kv_weight(self, kv_heads: int) -> P:
         """Return the layout of the weights of keys and values, replicated along heads if the devices do not divide them."""
@@ -81,23 +75,23 @@ class Mode:
 
     def size(self, axes: tuple[str, ...] | None = None) -> int:
         """Return the number of devices along some axes, by default those that shard features."""
-        return prod(size for name, size in self.sizes if name in (self.hidden if axes is None else axes))
+        return prod(self.sizes[self.axes.index(axis)] for axis in (self.hidden if axes is None else axes))
 
     def check(self, *, batch: int | None = None, hidden: int | None = None, heads: int | None = None) -> None:
         """Raise unless the devices divide the sizes of a model; name all that they do not, with the nearest that work."""
         n = self.next.size()
         divisors = {"batch": self.size(self.tokens), "hidden": n * n if self.kind == "3d" else self.size(), "heads": n}
         wrong = [
-            f"{name} must be a multiple of {n}; got {given}, the nearest {'are' if given > n else 'is'} {_nearest(given, n)}"
+            f"{name} must be a multiple of {n}; got {given} (the nearest is {max(round(given / n), 1) * n})"
             for (name, n), given in zip(divisors.items(), (batch, hidden, heads), strict=True)
             if given is not None and given % n
         ]
         if wrong:
-            grid = ", ".join(f"{name}={size}" for name, size in self.sizes)
+            grid = ", ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
             raise ValueError(f'mode "{self.kind}" on {grid}: {"; ".join(wrong)}.')
 
 
-def mode(kind: Kind, axes: str | tuple[str, ...], mesh: Mesh) -> Mode:
+def mode(kind: Literal["1d", "2d", "2.5d", "3d"], axes: str | tuple[str, ...], mesh: Mesh) -> Mode:
     """Return the mode of layers on some axes of a mesh.
 
     "1d" needs one axis, "2d" a square, "2.5d" an axis of any size and a square, "3d" a cube, in the order of the table
@@ -123,7 +117,7 @@ def mode(kind: Kind, axes: str | tuple[str, ...], mesh: Mesh) -> Mode:
             f'mode: the axes {", ".join(square)} of "{kind}" must have equal sizes; got {" x ".join(map(str, sizes))}. '
             f"The nearest legal sizes are {' and '.join(legal)}."
         )
-    return _mode(kind, tuple((name, mesh.shape[name]) for name in names), False)
+    return _mode(kind, names, tuple(mesh.shape[name] for name in names), False)
 
 
 def abstract_mode(kind: Kind, names: tuple[str, ...]) -> Mode:
@@ -135,15 +129,15 @@ def abstract_mode(kind: Kind, names: tuple[str, ...]) -> Mode:
 
 
 @cache
-def _mode(kind: Kind, sizes: tuple[tuple[str, int], ...], flipped: bool) -> Mode:
+def _mode(kind: str, names: tuple[str, ...], sizes: tuple[int, ...], flipped: bool) -> Mode:
     letters, *rows = _TABLE[kind]
     flipped = flipped and len(rows) > 1
-    axes = dict(zip(letters, (name for name, _ in sizes), strict=True))
+    axes = dict(zip(letters, names, strict=True))
     tokens, hidden, after, contracted, vocabulary = (
         tuple(axes[letter] for letter in entry if letter != "-") for entry in rows[flipped].split()
     )
     layouts = P(after, contracted), P(after), P(hidden), P(vocabulary, hidden), P(None, hidden or vocabulary)
-    return Mode(kind, sizes, flipped, tokens, hidden, contracted, vocabulary, *layouts)
+    return Mode(kind, names, sizes, flipped, tokens, hidden, contracted, vocabulary, *layouts)
 
 
 def own_range(total: int | None, local: int, axes: tuple[str, ...], size: int, name: str) -> tuple[int, int]:
@@ -159,8 +153,3 @@ def own_range(total: int | None, local: int, axes: tuple[str, ...], size: int, n
             f"{length}, but its shard has {local}."
         )
     return start, length
-
-
-def _nearest(size: int, divisor: int) -> str:
-    below = size // divisor * divisor
-    return f"{below} and {below + divisor}" if below else f"{divisor}"
