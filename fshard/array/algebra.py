@@ -84,8 +84,8 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _TO = {"double": torch.float64, "float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
-for _name, _to in _TO.items():
-    rule(_name)(elementwise(lambda x, _to=_to, **_: [(0,)] if _is_exact(x.dtype, _to) else ()))
+for _name, _dtype in _TO.items():
+    rule(_name)(elementwise(lambda x, _dtype=_dtype, **_: [(0,)] if _is_exact(x.dtype, _dtype) else ()))
 rule("mul multiply")(elementwise(lambda x, y, **_: "each"))
 rule("add sub subtract rsub lerp")(elementwise(_both))
 rule("div divide true_divide")(elementwise(_numerator))

@@ -120,12 +120,12 @@ def mode(kind: Literal["1d", "2d", "2.5d", "3d"], axes: str | tuple[str, ...], m
     return _mode(kind, names, tuple(mesh.shape[name] for name in names), False)
 
 
-def abstract_mode(kind: Kind, names: tuple[str, ...]) -> Mode:
+def abstract_mode(kind: str, names: tuple[str, ...]) -> Mode:
     """Return a mode on axes whose sizes are not known yet."""
     if kind not in _TABLE or len(names) != len(_TABLE[kind][0]):
         needed = ", ".join(f'"{kind}" with {len(letters)} axes' for kind, (letters, *_) in _TABLE.items())
         raise ValueError(f"mode must be one of {needed}; got {kind!r} with {', '.join(names)}.")
-    return _mode(kind, tuple((name, 1) for name in names), False)
+    return _mode(kind, names, (1,) * len(names), False)
 
 
 @cache

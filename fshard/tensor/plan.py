@@ -26,7 +26,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.scope import here
 from fshard.tensor.check import arguments, check_plan
 from fshard.tensor.follow import Product, follow
-from fshard.tensor.modes import Kind, Mode, abstract_mode
+from fshard.tensor.modes import Mode, abstract_mode
 from fshard.tensor.run import PlannedModule, running, sharded_inputs
 from fshard.tensor.sequence import How, zigzag
 
@@ -162,7 +162,7 @@ def tensor_parallel(
     *,
     axis: Axes,
     sample: Any,
-    mode: Kind = "1d",
+    mode: str = "1d",
     size: int | None = None,
     sequence: str | None = None,
     sequence_mode: SequenceMode = "gather",
