@@ -21,11 +21,15 @@ from fshard.transforms.value_and_grad import value_and_grad
 if TYPE_CHECKING:
     from fshard.tensor.plan import Plan
 
-TOLERANCE = 1e-9
+TOLERANCE = 1e-5
+"""Of errors; models may compute norms in float32."""
 
 
 def check_plan(plan: Plan, model: nn.Module, sample: Any) -> float:
-    """Return the largest error, relative to the largest gradient of the parameter; raise with all that are wrong."""
+    """Return the largest error of a parameter, relative to its largest gradient; raise with all that are wrong.
+
+    Gradients below a millionth of the model's largest one count as that: those of biases of keys are 0 but for rounding.
+    """
     shared = gcd(*(layer.shared for layer in plan.layers.values()))
     size = next((n for n in range(2, shared + 1) if shared % n == 0), 1)
     mesh = make_mesh(dict.fromkeys(plan.axes, size), runtime="virtual")
@@ -46,11 +50,9 @@ def check_plan(plan: Plan, model: nn.Module, sample: Any) -> float:
     gradient = value_and_grad(loss_fn, mesh=mesh, batch=P(), local=plan.axes)
     loss, found = gradient(shard_params(params, plan.rules, mesh=mesh), sample)
     paths, ours, _ = flatten_with_paths({"loss": loss, "gradients": unshard(found)})
-    errors = [
-        float((x - y).abs().max() / y.abs().max().clamp_min(1e-300))
-        for x, y in zip(ours, flatten({"loss": value, "gradients": wanted})[0], strict=True)
-        if y.numel()
-    ]
+    theirs, _ = flatten({"loss": value, "gradients": wanted})
+    least = 1e-6 * max(float(y.abs().max()) for y in theirs)
+    errors = [float((x - y).abs().max()) / max(float(y.abs().max()), least) for x, y in zip(ours, theirs, strict=True)]
     wrong = [f"{path} by {error:.1e}" for path, error in zip(paths, errors, strict=True) if not error < TOLERANCE]
     if wrong:
         raise LayoutError(f"the plan must compute what the model does; of {mesh}, these differ: {'; '.join(wrong)}.")
