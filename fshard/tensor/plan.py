@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd, prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,8 +35,7 @@ SequenceMode = How | Literal["megatron"]
 """How attention goes over a sharded sequence; or norms and dropout alone are sharded over the axis of the layers."""
 
 
-@dataclass(frozen=True)
-class LayerPlan:
+class LayerPlan(NamedTuple):
     """How one weight is sharded.
 
     Args:
@@ -230,6 +229,10 @@ def decide(
         elif p.kind == "linear":
             why = f"{p.needed[0]} needs all that it produces" if p.needed else "no layer sums over what it produces"
             replicated[name] = why if fits else f"{size} devices do not divide {p.length}"
+    scored = {shapes[name][layer.out]: layer for name, layer in layers.items() if layer.style == "words"}
+    for name, p in products.items():
+        if p.kind == "embedding" and name not in layers and (layer := scored.get(shapes[name][p.summed])):
+            layers[name] = layer._replace(out=p.summed, why="a table of the words that the model scores")
     return layers, replicated
 
 

@@ -1,0 +1,232 @@
+"""Planned models equal those of one device: models of transformers, in all modes, over sequences."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fshard as fs
+from fshard import P
+from fshard.errors import LayoutError
+from fshard.testing.processes import run_processes
+from tests.tensor.hugging_face import MODELS, block_weights, inputs_of, model_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own
+F64 = torch.float64
+
+
+def gradients(name, plan, mesh, rules=None):
+    """Return loss and gradients of a planned model on a mesh, those of one device, and the ledger."""
+    model = model_of(name)
+    apply, params, buffers = fs.functionalize(model, plan=plan)
+    given, labels = inputs_of(name)
+
+    def loss_fn(params, batch):
+        output, _ = apply(params, buffers, **batch["given"])
+        return plan.cross_entropy(output.logits, batch["labels"])
+
+    batch = {"given": given, "labels": labels}
+    values = {key: tuple(y.detach() for y in x) if isinstance(x, tuple) else x.detach() for key, x in params.items()}
+    wanted, value = torch.func.grad_and_value(loss_fn)(values, batch)
+    sharded = fs.shard_params(params, rules or fs.fsdp("data", within=plan.rules), mesh=mesh)
+    with fs.ledger() as comm:
+        loss, found = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), local=plan.axes)(sharded, batch)
+    return (loss, fs.unshard(found)), (value, wanted), comm
+
+
+def assert_planned(name, plan, mesh, tolerance=1e-6):
+    (loss, found), (value, wanted), comm = gradients(name, plan, mesh)
+    torch.testing.assert_close(loss, value, check_dtype=False, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    return comm
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_sharded_and_exact(name):
+    model = model_of(name)
+    plan = fs.tensor.tensor_parallel(model, axis="model", sample=inputs_of(name)[0])
+    weights = block_weights(model)
+    sharded = sum(model.get_parameter(one).numel() for one in weights if one in plan.layers)
+    assert sharded >= 0.95 * sum(model.get_parameter(one).numel() for one in weights)
+    assert_planned(name, plan, fs.make_mesh({"data": 2, "model": 2}))
+
+
+GRIDS = {
+    "2d": (("i", "j"), {"data": 2, "i": 2, "j": 2}),
+    "2.5d": (("d", "i", "j"), {"data": 1, "d": 2, "i": 2, "j": 2}),
+    "3d": (("a", "b", "c"), {"data": 1, "a": 2, "b": 2, "c": 2}),
+}
+
+
+@pytest.mark.parametrize("mode", GRIDS)
+@pytest.mark.parametrize("name", ["Llama", "ViT"])
+def test_other_modes_are_exact(name, mode):
+    axes, grid = GRIDS[mode]
+    plan = fs.tensor.tensor_parallel(model_of(name), axis=axes, mode=mode, sample=inputs_of(name)[0], check=False)
+    assert_planned(name, plan, fs.make_mesh(grid))
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("GPT-2", "zigzag"), *(("Llama", how) for how in ("gather", "ulysses", "ring", "zigzag", "rsa"))]
+)
+def test_sequences_are_exact(name, how):
+    options = {"axis": "model", "sequence": "seq", "sequence_mode": how, "check": False}
+    plan = fs.tensor.tensor_parallel(model_of(name), sample=inputs_of(name)[0], **options)
+    assert_planned(name, plan, fs.make_mesh({"data": 1, "seq": 2, "model": 2}))
+
+
+@pytest.mark.parametrize("name", ["T5", "BERT"])
+def test_masked_attention_over_a_sequence_is_exact(name):
+    options = {"axis": "model", "sequence": "seq", "check": False}
+    plan = fs.tensor.tensor_parallel(model_of(name), sample=inputs_of(name)[0], **options)
+    assert_planned(name, plan, fs.make_mesh({"data": 1, "seq": 2, "model": 2}))
+
+
+def moved(comm):
+    return {kind: sent for (kind, axes), (_, sent) in comm.by_collective().items() if axes == ("model",)}
+
+
+def test_pairs_of_layers_send_what_megatron_sends():
+    """Two reductions a block each way, of the activations; Megatron's sequence parallelism sends as much."""
+    options = {"axis": "model", "sample": inputs_of("Llama")[0], "check": False}
+    mesh = fs.make_mesh({"data": 1, "model": 2})
+    plan = fs.tensor.tensor_parallel(model_of("Llama"), **options)
+    activation = 4 * 8 * 32 * 8  # bytes
+    with_words = 2 * (2 * 2 + 1)  # each way, of two blocks and of the table of words
+    sums = moved(assert_planned("Llama", plan, mesh))
+    # besides: the loss over the words, and gradients of replicated norms
+    assert with_words * activation <= sums["psum"] <= 1.1 * with_words * activation
+    assert "all_gather" not in sums
+    plan = fs.tensor.tensor_parallel(model_of("Llama"), sequence="model", sequence_mode="megatron", **options)
+    sums = moved(assert_planned("Llama", plan, mesh))
+    scattered = sums["psum_scatter"] + sums["all_gather"]
+    assert with_words * activation <= scattered <= 1.1 * with_words * activation
+
+
+class Block(nn.Module):
+    """Layers as people write them: a fused product that is chunked, a chain, a norm of a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused, self.down = nn.Linear(8, 24), nn.Linear(12, 8)
+        self.one, self.two, self.three = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+        self.normed, self.after = nn.Linear(8, 6), nn.Linear(6, 8)
+
+    def forward(self, x):
+        a, b = self.fused(x).chunk(2, -1)
+        x = x + self.down(F.silu(a) * b)
+        x = x + self.three(self.two(self.one(x).relu()).relu())
+        return (x + self.after(F.layer_norm(self.normed(x), (6,)))).softmax(-1)
+
+
+def test_plan_of_a_module():
+    model = Block().to(F64)
+    plan = fs.tensor.tensor_parallel(model, axis="model", sample=torch.randn(4, 8, dtype=F64))
+    styles = {name.removesuffix(".weight"): layer.style for name, layer in plan.layers.items()}
+    assert styles == {"fused": "column", "down": "row", "one": "column", "two": "row"}
+    assert plan.layers["fused.weight"].parts == (12, 12)
+    assert plan.rules["fused.bias"] == plan.rules["one.weight"] == P("model")
+    assert (plan.rules["down.weight"], plan.rules["down.bias"]) == (P(None, "model"), P())
+    text = str(plan)
+    assert "fused.weight   column  12 + 12  down sums over what it produces" in text
+    assert "normed.weight                   layer_norm needs all that it produces" in text
+
+
+def trained(steps=5):
+    """Return the parameters after some steps of AdamW on a planned model, and those of one device."""
+    model = model_of("GPT-NeoX")
+    plan = fs.tensor.tensor_parallel(model, axis="model", sample=inputs_of("GPT-NeoX")[0], check=False)
+    apply, params, buffers = fs.functionalize(model, plan=plan)
+    _, labels = inputs_of("GPT-NeoX")
+
+    def loss_fn(params, batch):
+        output, _ = apply(params, buffers, input_ids=batch)
+        return plan.cross_entropy(output.logits, batch)
+
+    found = []
+    for sizes, local in (({"data": 1}, ()), ({"data": 2, "model": 2}, plan.axes)):
+        mesh = fs.make_mesh(sizes, runtime=None if local else "virtual")
+        optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.optim.adamw(1e-2))
+        own = fs.shard_params(params, fs.fsdp("data", within=plan.rules if local else None), mesh=mesh)
+        state = optimizer.init(own)
+        step = fs.train_step(loss_fn, optimizer, mesh=mesh, batch=P("data"), local=local)
+        for _ in range(steps):
+            own, state, _ = step(own, state, labels)
+        found.append(fs.unshard(own))
+    return found
+
+
+def test_training_equals_one_device():
+    one, many = trained()
+    torch.testing.assert_close(many, one, rtol=1e-8, atol=1e-9)
+
+
+def test_training_on_processes_equals_one_device():
+    for one, many in run_processes(trained, 4, timeout=170):
+        torch.testing.assert_close(many, one, rtol=1e-8, atol=1e-9)
+
+
+# Errors.
+
+
+def test_sizes_that_devices_cannot_share():
+    plan = fs.tensor.tensor_parallel(model_of("Llama"), axis="model", sample=inputs_of("Llama")[0], check=False)
+    with pytest.raises(
+        LayoutError, match=r'4 devices along "model" must divide .*k_proj.weight is shared by at most 2'
+    ):
+        gradients("Llama", plan, fs.make_mesh({"data": 1, "model": 4}))
+    plan = fs.tensor.tensor_parallel(model_of("Llama"), axis="model", size=4, sample=inputs_of("Llama")[0], check=False)
+    assert "4 devices do not divide 2" in str(plan)
+    assert_planned("Llama", plan, fs.make_mesh({"data": 1, "model": 4}))
+
+
+def test_mistakes_with_plans():
+    sample = inputs_of("Llama")[0]
+    plan = fs.tensor.tensor_parallel(model_of("Llama"), axis="model", sample=sample, check=False)
+    with pytest.raises(LayoutError, match="one of another model"):
+        fs.functionalize(nn.Linear(2, 2), plan=plan)
+    apply, params, buffers = fs.functionalize(model_of("Llama"), plan=plan)
+    mesh = fs.make_mesh({"data": 1, "model": 2})
+    step = fs.value_and_grad(
+        lambda p, x: plan.full(apply(p, buffers, input_ids=x)[0].logits.mean()), mesh=mesh, batch=P("data")
+    )
+    with pytest.raises(LayoutError, match=r"must have shape .* give the step local="):
+        step(fs.shard_params(params, P(), mesh=mesh), sample["input_ids"])
+    for options, text in {
+        ("seq", "megatron"): 'sequence must be one of "model"',
+        ("model", "ring"): "sequence must be another axis",
+        (None, "ring"): "must have an axis of tokens",
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            fs.tensor.tensor_parallel(
+                nn.Linear(2, 2), axis="model", sample=torch.ones(2), sequence=options[0], sequence_mode=options[1]
+            )
+    with pytest.raises(ValueError, match='"2d" with 2 axes'):
+        fs.tensor.tensor_parallel(nn.Linear(2, 2), axis="model", mode="2d", sample=torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "text"),
+    [("T5", "ring", "got a mask"), ("T5", "zigzag", "must take position_ids")],
+)
+def test_what_sequences_do_not_take(name, how, text):
+    options = {"axis": "model", "sequence": "seq", "sequence_mode": how, "check": False}
+    plan = fs.tensor.tensor_parallel(model_of(name), sample=inputs_of(name)[0], **options)
+    with pytest.raises(LayoutError, match=text):
+        gradients(name, plan, fs.make_mesh({"data": 1, "seq": 2, "model": 2}))
+
+
+def test_tokens_that_devices_do_not_divide():
+    options = {"axis": "model", "sequence": "seq", "sequence_mode": "zigzag", "check": False}
+    plan = fs.tensor.tensor_parallel(model_of("Llama"), sample=inputs_of("Llama")[0], **options)
+    with pytest.raises(LayoutError, match="8 tokens, which must be a multiple of 6"):
+        gradients("Llama", plan, fs.make_mesh({"data": 1, "seq": 3, "model": 2}))
+
+
+def test_a_wrong_plan_does_not_pass_its_check(monkeypatch):
+    model = Block().to(F64)
+    plan = fs.tensor.tensor_parallel(model, axis="model", sample=torch.randn(4, 8, dtype=F64))
+    monkeypatch.setattr(type(plan), "full", lambda self, x: x.shards[0] if isinstance(x, fs.Sharded) else x)
+    monkeypatch.setattr("fshard.array.communicate.Psum", type("Other", (), {}))  # a psum whose backward is left out
+    with pytest.raises(LayoutError, match="the plan must compute what the model does"):
+        plan.check(torch.randn(4, 8, dtype=F64))
