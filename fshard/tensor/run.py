@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from fshard.tensor.plan import Plan
 
 
+class _Shard(NamedTuple):
+    """The global shape of a parameter or a part of one, its layout, and the shape of a device's shard."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    local: tuple[int, ...]
+
+
 class PlannedModule:
     """The functions of `fs.functionalize(module, plan=plan)`."""
 
@@ -41,6 +49,7 @@ class PlannedModule:
         self._apply, params, self.buffers = module_function(module, in_place=False, **options)
         for hook in hooks:  # the function's copies of the module have them
             hook.remove()
+        self._known: dict[Mesh, dict[str, tuple[int, list[_Shard]]]] = {}
         self.params = {name: self._parts(name, x) for name, x in params.items()}
 
     def apply(self, params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -49,8 +58,7 @@ class PlannedModule:
         if mesh is None:
             joined = {name: self._joined(name, x) for name, x in params.items()}
             return self._apply(joined, buffers, *args, **kwargs)
-        self.plan.check_sizes(mesh)
-        arrays = {name: self._arrays(name, x, mesh) for name, x in params.items()}
+        arrays = self._arrays(params, mesh)
         if self.plan.how == "zigzag":
             kwargs = self._with_positions(args, kwargs)
         with running(self.plan):
@@ -69,13 +77,34 @@ class PlannedModule:
     def _joined(self, name: str, x: Any) -> Any:
         return torch.cat(x, self.plan.parts_of(name)[1]) if isinstance(x, tuple) else x
 
-    def _arrays(self, name: str, x: Any, mesh: Mesh) -> Any:
+    def _arrays(self, params: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
+        """Return the parameters as arrays, of which a device has its shards; raise with all of other shapes."""
+        known = self._known.get(mesh)
+        if known is None:
+            self.plan.check_sizes(mesh)
+            known = self._known[mesh] = {name: self._shards(name, mesh) for name in params}
+        wrong, made = list[str](), dict[str, Any]()
+        for name, x in params.items():
+            dim, shards = known[name]
+            arrays = list[Sharded]()
+            for own, shard in zip(x if isinstance(x, tuple) else (x,), shards, strict=True):
+                wrong += [] if tuple(own.shape) == shard.local else [f"{name} {shard.local}, got {tuple(own.shape)}"]
+                arrays.append(Sharded(shard.shape, shard.layout, (own,)))
+                cast("Any", arrays[-1]).step = getattr(own, "step", None)  # that of lazy parameters
+            made[name] = arrays[0] if len(arrays) == 1 else Joined(arrays, dim)
+        if wrong:
+            raise LayoutError(
+                f"parameters must have the shapes of a device's shards: {'; '.join(wrong)}. Shard them by "
+                f"fs.fsdp(..., within=plan.rules), and give the step local={self.plan.axes}."
+            )
+        return made
+
+    def _shards(self, name: str, mesh: Mesh) -> tuple[int, list[_Shard]]:
+        """Return the dim along which a parameter has parts, and shapes and layout of each."""
         parts, dim = self.plan.parts_of(name)
-        shape, spec = self.plan.shapes[name], self.plan.spec(name)
-        if len(parts) < 2:
-            return _array(name, x, shape, Layout(mesh, spec))
-        shapes = [(*shape[:dim], length, *shape[dim + 1 :]) for length in parts]
-        return Joined([_array(name, own, each, Layout(mesh, spec)) for own, each in zip(x, shapes, strict=True)], dim)
+        shape, layout = self.plan.shapes[name], Layout(mesh, self.plan.spec(name))
+        shapes = [(*shape[:dim], length, *shape[dim + 1 :]) for length in parts] if len(parts) > 1 else [shape]
+        return dim, [_Shard(each, layout, layout.local_shape(each, 0)) for each in shapes]
 
     def _with_positions(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Give the positions of tokens that are in zigzag order."""
@@ -88,20 +117,6 @@ class PlannedModule:
         like = next(x for x in flatten((args, dict(kwargs)))[0] if isinstance(x, Tensor) and x.ndim > 1)
         positions = torch.arange(like.shape[1], device=like.device).expand(like.shape[0], -1)
         return {**kwargs, "position_ids": positions}
-
-
-def _array(name: str, x: Tensor, shape: tuple[int, ...], layout: Layout) -> Sharded:
-    """Return the array of which a device has its shard; a step is told by its lazy parameters."""
-    local = layout.local_shape(shape, 0)
-    if tuple(x.shape) != local:
-        axes = ", ".join(layout.mesh.axis_names)
-        raise LayoutError(
-            f"{name} must have shape {local}, the shard of {shape} on a device; got {tuple(x.shape)}. Shard parameters by "
-            f"fs.fsdp(..., within=plan.rules), and give the step local=({axes})."
-        )
-    array = Sharded(shape, layout, (x,))
-    cast("Any", array).step = getattr(x, "step", None)
-    return array
 
 
 def _token_hooks(plan: Plan, module: nn.Module) -> list[Any]:

@@ -190,7 +190,7 @@ def test_mistakes_with_plans():
     step = fs.value_and_grad(
         lambda p, x: plan.full(apply(p, buffers, input_ids=x)[0].logits.mean()), mesh=mesh, batch=P("data")
     )
-    with pytest.raises(LayoutError, match=r"must have shape .* give the step local="):
+    with pytest.raises(LayoutError, match=r"must have the shapes of a device.s shards: .*q_proj.weight .* give the step local="):
         step(fs.shard_params(params, P(), mesh=mesh), sample["input_ids"])
     for options, text in {
         ("seq", "megatron"): 'sequence must be one of "model"',
