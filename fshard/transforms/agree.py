@@ -138,7 +138,7 @@ class CollectiveRecord:
 
     def __init__(self, batch: Batch, objection: Notice | None, local: tuple[str, ...] = ()) -> None:
         self._sizes, self._cut, self._objection = batch.mesh.shape, frozenset(batch.axes), objection
-        self.along = tuple([axis for axis, size in self._sizes.items() if size > 1 and axis in local])
+        self.along = tuple([axis for axis, n in self._sizes.items() if n > 1 and axis in local]) if local else ()
         self._indexed = set[str]()
         self.mixed = False
 

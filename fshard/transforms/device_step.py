@@ -341,12 +341,13 @@ class DeviceStep:
 
     def _inputs(self) -> Inputs:
         runtime, key = self.runtime, None if self.how.slices is None else self.key
-        pairs = [*zip(runtime.leaves, runtime.shards, strict=True)]
+        pairs = zip(runtime.leaves, runtime.shards, strict=True)
         full = (x for leaf, x in pairs if not leaf.gather.steps and not leaf.used.entries)
         inputs = inputs_of(self.batch, key, full, fresh=runtime.fresh)
-        shards = [x for leaf, x in pairs if not leaf.gather.steps and leaf.used.entries]
-        if runtime.fresh and self.batch.alone and shards and self.group is not None:
-            (sums,) = summed((on_host(marks([*map(bits, shards)]), shards[0].device),), self.group, runtime.site)
+        if self.how.local and runtime.fresh and self.batch.alone and self.group is not None:
+            pairs = zip(runtime.leaves, runtime.shards, strict=True)
+            own = marks([bits(x) for leaf, x in pairs if not leaf.gather.steps and leaf.used.entries])
+            (sums,) = summed((on_host(own, runtime.reductions.device),), self.group, runtime.site)
             inputs.leaves.append(self.group.index if unlike(sums.tolist()) else 0)  # then all devices raise
         return inputs
 

@@ -8,6 +8,7 @@ that cannot have its layout are errors. Nothing is replicated by default.
     {"blocks[*].attn.w": P(None, "model"), "**": P()}      patterns, anchored at both ends
     lambda path, leaf: ...                      from a path and a leaf (its shape and dtype)
     fsdp("data")                                everything flat, in units; also in place of a P
+    fsdp("data", within={...})                  each shard along other axes flat
 
 The order of patterns does not matter: those with `**` apply to leaves that no other matches, and `**` alone to the
 rest. They may use any notation of paths (see `patterns`); a function gets `blocks[3].w`.

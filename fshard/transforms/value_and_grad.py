@@ -56,8 +56,8 @@ def value_and_grad(
             Parameters that are never trained are better frozen by `shard_params`: they have no optimizer state either.
         local: axes along which a parameter is used as it is stored: the loss function gets the device's shard of one with
             P(None, "model"). Its gradient is not reduced along them, that of a replicated one is. Beside them ZeRO shards
-            the flattened shards: `fsdp("data", within=...)`. The loss calls the collectives along these axes itself, and is
-            the mean over them. Dims may be uneven: the last shards are shorter or empty.
+            the flattened shards: `fsdp("data", within=...)`. The loss calls collectives along these axes itself, and is the
+            mean over them. Shards of uneven dims are shorter or empty at the end.
         reproducible: equal bits on every mesh, for a fixed size of local axes: see `fshard.transforms.gradient`.
         slices: number of slices of the entire batch in reproducible mode, on any mesh; default 8. With several devices,
             each must have 1, 2, 4, ... of them, since other numbers would round differently.

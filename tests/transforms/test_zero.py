@@ -932,7 +932,7 @@ def test_rules_with_errors_raise_all():
     ]  # fmt: skip
     assert 'has no axis "bar"' in lines[1] and 'has no axis "foo"' in lines[2]
     params = {"a": torch.ones(3, 2), **dict.fromkeys("bcef", torch.ones(2)), "d": object()}
-    rules = {"a": P("data"), "b": P("foo"), "d": P(), "e": P(unreduced="data"), "**": P()}
+    rules = {"a": P(None, None, "data"), "b": P("foo"), "d": P(), "e": P(unreduced="data"), "**": P()}
     with pytest.raises(ValueError, match='frozen: no leaf is for "g"'):
         fs.shard_params(params, rules, mesh=fs.make_mesh({"data": 2}), frozen="g")
     with pytest.raises(ValueError) as error:

@@ -103,7 +103,7 @@ def _is_plain(xs: Sequence[Tensor]) -> bool:
 class SharedStep:
     """One step that several leaves take together: `now` has each leaf's step and global shape."""
 
-    __slots__ = ("_shapes", "_where", "at", "axes", "is_slice", "kind", "last", "move", "now", "places")
+    __slots__ = ("_shapes", "_sizes", "_where", "at", "axes", "is_slice", "kind", "last", "move", "now", "places")
 
     def __init__(self, places: list[int], now: list[tuple[Step, tuple[int, ...]]], last: bool) -> None:
         self.places, self.now, self.last = places, now, last
@@ -115,6 +115,7 @@ class SharedStep:
             self.move = Parts(supplies) if step.elements else KeptRange(step.supply)
         self.is_slice = step.kind == "flat_slice" or isinstance(self.move, KeptRange)
         states = [step.after for step, _ in now]
+        self._sizes = None if any(any(state.dims) for state in states) else [prod(shape) for _, shape in now]
         self._where = [*{axes: None for state in states for axes in (*state.dims, state.flat, state.at_axes) if axes}]
         self._shapes: dict[tuple[int, ...], tuple[list[tuple[int, ...]], list[int]]] = {}
 
@@ -141,7 +142,9 @@ class SharedStep:
         if self.kind not in ("flat_slice", "flat_scatter", "flat_gather"):
             return tuple(xs)
         n = scope.group(self.axes, "fs.reshard").size
-        lengths = [chunk(size, n) * (1 if self.kind == "flat_gather" else n) for size in self.shapes(scope)[1]]
+        lengths = [
+            chunk(size, n) * (1 if self.kind == "flat_gather" else n) for size in self._sizes or self.shapes(scope)[1]
+        ]
         return tuple([_filled(x, length) for x, length in zip(xs, lengths, strict=True)])
 
     def unpacked(self, ys: Sequence[Tensor], scope: Scope) -> list[Tensor]:

@@ -64,7 +64,7 @@ def certify(
     Communicates as `train_step` does. On a process mesh it is a collective of all processes, with one verdict.
 
     A loss function that draws random numbers (dropout) needs `reproducible=True`, and is compared with a mesh of one
-    device: otherwise each device draws its own, and no serial run draws the same.
+    device, or of one along all but local axes: otherwise each device draws its own, and no serial run draws the same.
 
     Args:
         loss_fn: an ordinary function of one device: see `value_and_grad`. In the serial run its collectives have axes of

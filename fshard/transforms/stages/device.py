@@ -26,7 +26,7 @@ from fshard.source import Site, call_site
 from fshard.transforms.agree import NOT_HEARD, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch
 from fshard.transforms.device_step import DeviceResult, one_loss, refuse_detached, slice_turns
-from fshard.transforms.fsdp.engine import GradientSums, ParamPlan, local_plans, reducer_of, storage_of
+from fshard.transforms.fsdp.engine import GradientSums, local_plans, reducer_of, storage_of
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.means import (
@@ -80,7 +80,8 @@ class StageStep:
         self.scope = require(how.caller)
         self.pipe = self.scope.group(plan.axis, how.caller)
         self.local = tuple([axis for axis, size in batch.mesh.shape.items() if size > 1 and axis in how.local])
-        self.beside, self.same_stages = self._along(batch.axes), self._along((*self.local, *batch.axes))
+        self.beside = self._along(batch.axes)
+        self.same_stages = self._along((*self.local, *batch.axes)) if self.local else self.beside
         self.everyone = self.scope.group((plan.axis, *self.local, *batch.axes), how.caller)
         count = how.turns(1 if self.beside is None else self.beside.size)
         self.turns = slice_turns(how, batch, at, count, self.beside, site)
@@ -115,19 +116,17 @@ class StageStep:
 
     def _unit(self, stage: int, here: Sequence[Tensor]) -> StageUnit:
         own, options = self.plan.params.own[stage], self.plan.how.unit_options
-        own = own._replace(leaves=self._local_plans(own.leaves))
+        own = own._replace(leaves=local_plans(tuple(own.leaves), self.number)) if self.local else own
         storage = storage_of(own.leaves, [here[index] for index in own.indices], options, self.site)
         return StageUnit(own, storage, options, self.device)
-
-    def _local_plans(self, leaves: Sequence[ParamPlan]) -> Sequence[ParamPlan]:
-        return local_plans(tuple(leaves), self.number) if self.local else leaves
 
     def _totals(self) -> StageSums:
         plan, how = self.plan.params, self.plan.how
         weights = [turn.weight.share for turn in self.turns] if how.slices is not None else None
         wide = how.slices is not None or how.accumulate > 1
         reducer = reducer_of(lambda along: plan.ways, how.unit_options, self.site)
-        reduced = GradientSums(self._local_plans(plan.leaves), self.device, how.unit_options, reducer, wide)
+        leaves = local_plans(tuple(plan.leaves), self.number) if self.local else plan.leaves
+        reduced = GradientSums(leaves, self.device, how.unit_options, reducer, wide)
         reduced.along = self.local
         return StageSums(plan, self.mine, weights, self.pipe.index, reduced, self.site)
 

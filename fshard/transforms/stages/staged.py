@@ -78,8 +78,7 @@ def staged(
     complaints = _complaints(given, mesh, batch, axis, loss)
     options: dict[str, Any] = {"live_units": live_units, "reduce": reduce, "compute": compute, "dynamic": dynamic}
     complaints += wrong_options(reproducible, {**options, "recompute": recompute, "skips": skips, "inputs": inputs})
-    if axis in as_axes(local):
-        complaints.append(f"the axis of the stages, {axis}, is local: parameters of a stage are not shards along it")
+    complaints += [f"the axis of the stages, {axis}, is local, but shards no parameter"] * (axis in as_axes(local))
     refuse_unfit(caller, len(given), mesh, schedule, axis, *complaints)
     assert loss is not None
     if not backward:

@@ -134,8 +134,7 @@ def test_local_parameters_train_as_on_one_device(expected, data, model, stage, w
 
 def test_optimizer_keeps_layouts_within_shards():
     own, state, _ = train(local_loss, {"data": 2, "model": 2}, 3, steps=1, local="model")
-    trees = own[1], state[1]["exp_avg"][1]
-    kinds = [{str(fs.typeof(x)) for x in tree.values()} for tree in trees]
+    kinds = [{str(fs.typeof(x)) for x in tree.values()} for tree in (own[1], state[1]["exp_avg"][1])]
     assert {"f64[51@model, 8]{flat:data}", "f64[8, 12@model]{flat:data}", "f64[8]{flat:data}"} <= kinds[0] == kinds[1]
     assert [len(x) for x in own[0]["emb"].shards] == [104, 100, 104, 100]  # 26 and 25 words of 8 numbers, on 2 devices
 
