@@ -13,7 +13,6 @@ Weights may be a tuple, such as q, k and v: they share each collective. The bias
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor
@@ -33,7 +32,7 @@ def column(x: Tensor, weight: PyTree, axis: Axes, bias: PyTree = None) -> PyTree
 
     The bias has the layout P(axis). Only the backward communicates: a psum. The devices need not divide `out`.
     """
-    return _per_weight(lambda weights: _products(pvary(x, axis), weights), weight, bias)
+    return _products(pvary(x, axis), weight, bias)
 
 
 def row(x: Tensor, weight: PyTree, axis: Axes, bias: PyTree = None) -> PyTree:
@@ -41,7 +40,7 @@ def row(x: Tensor, weight: PyTree, axis: Axes, bias: PyTree = None) -> PyTree:
 
     The bias is replicated, and added once.
     """
-    return _per_weight(lambda weights: psum(_products(x, weights), axis), weight, bias)
+    return _biased(psum(_products(x, weight), axis), bias)
 
 
 def linear(x: Tensor, weight: PyTree, mode: Mode, bias: PyTree = None) -> PyTree:
@@ -54,8 +53,8 @@ def linear(x: Tensor, weight: PyTree, mode: Mode, bias: PyTree = None) -> PyTree
         )
     if mode.kind == "1d":
         return row(x, weight, mode.axes, bias) if mode.flipped else column(x, weight, mode.axes, bias)
-    matmul = _cube if mode.kind == "3d" else _summa
-    return _per_weight(lambda weights: matmul(x, weights, mode), weight, varying(bias, mode.next.tokens))
+    y = _cube(x, weight, mode) if mode.kind == "3d" else _summa(x, weight, mode)
+    return _biased(y, varying(bias, mode.next.tokens))
 
 
 def classifier(x: Tensor, embedding: Tensor, mode: Mode) -> Tensor:
@@ -63,7 +62,7 @@ def classifier(x: Tensor, embedding: Tensor, mode: Mode) -> Tensor:
     if mode.kind == "1d":
         return column(x, embedding, mode.axes)
     if mode.kind == "3d":
-        return _cube(x, (embedding,), mode, dim=0)[0]
+        return _cube(x, embedding, mode, dim=0)
     return psum_scatter(F.linear(x, all_gather(embedding, mode.vocabulary)), mode.hidden, dim=-1)
 
 
@@ -72,16 +71,18 @@ def varying(values: PyTree, axes: tuple[str, ...]) -> PyTree:
     return pvary(values, axes) if axes and values is not None else values
 
 
-def _cube(x: Tensor, weights: Tensors, mode: Mode, dim: int = 1) -> Tensors:
-    """Gather A, gather B along dim `dim` of the weights, multiply, reduce-scatter C."""
+def _cube(x: Tensor, weight: PyTree, mode: Mode, dim: int = 1) -> PyTree:
+    """Gather A, gather B along dim `dim` of the weight, multiply, reduce-scatter C."""
     rows = all_gather(x, mode.next.hidden, dim=0)
-    return psum_scatter(_products(rows, all_gather(weights, mode.axes[0], dim=dim)), mode.hidden, dim=0)
+    return psum_scatter(_products(rows, all_gather(weight, mode.axes[0], dim=dim)), mode.hidden, dim=0)
 
 
-def _summa(x: Tensor, weights: Tensors, mode: Mode) -> Tensors:
-    given = x, *varying(weights, mode.axes[:-2])  # gradients of weights are summed over the depth
-    given = [y if type(y) is Tensor else y.view_as(y) for y in given]  # lazy parameters are unsharded
-    return cast("Any", _Summa).apply(mode, *given)
+def _summa(x: Tensor, weight: PyTree, mode: Mode) -> PyTree:
+    weight = varying(weight, mode.axes[:-2])  # gradients are summed over the depth
+    given = x, *((weight,) if isinstance(weight, Tensor) else weight)
+    given = [y if type(y) is Tensor else y.view_as(y) for y in given]  # lazy parameters are unsharded here
+    ys = cast("Any", _Summa).apply(mode, *given)
+    return ys[0] if isinstance(weight, Tensor) else ys
 
 
 class _Summa(Function):
@@ -123,13 +124,13 @@ class _Summa(Function):
         return tuple(a + b for a, b in pairs)
 
 
-def _per_weight(products: Callable[[Tensors], Tensors], weight: PyTree, bias: PyTree) -> PyTree:
-    """Apply a function of a tuple of weights to one weight or several, and add biases."""
+def _products(x: Tensor, weight: PyTree, bias: PyTree = None) -> PyTree:
     if isinstance(weight, Tensor):
-        return _per_weight(products, (weight,), (bias,))[0]
-    ys = products(tuple(weight))
-    return tuple(y if b is None else y + b for y, b in zip(ys, bias or (None,) * len(ys), strict=True))
+        return F.linear(x, weight, bias)
+    return tuple([F.linear(x, w, b) for w, b in zip(weight, bias or (None,) * len(weight), strict=True)])
 
 
-def _products(x: Tensor, weights: Tensors) -> Tensors:
-    return tuple([F.linear(x, w) for w in weights])
+def _biased(y: PyTree, bias: PyTree) -> PyTree:
+    if bias is None or isinstance(y, Tensor):
+        return y if bias is None else y + bias
+    return tuple(_biased(*pair) for pair in zip(y, bias, strict=True))

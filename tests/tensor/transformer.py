@@ -30,45 +30,31 @@ class Sizes:
 def params(sizes, randn):
     h, kv = sizes.hidden, sizes.hidden // sizes.heads * sizes.kv_heads
     shapes = {
-        "embedding": (sizes.vocabulary, h),
-        "norm": (h,),
-        "norm_bias": (h,),
-        "q": (h, h),
-        "k": (kv, h),
-        "v": (kv, h),
-        "q_bias": (h,),
+        "norm norm_bias rms q_bias out_bias": (h,),
         "v_bias": (kv,),
-        "out": (h, h),
-        "out_bias": (h,),
-        "rms": (h,),
-        "gate": (2 * h, h),
-        "up": (2 * h, h),
+        "embedding head": (sizes.vocabulary, h),
+        "q out": (h, h),
+        "k v": (kv, h),
+        "gate up": (2 * h, h),
         "down": (h, 2 * h),
-        "head": (sizes.vocabulary, h),
     }
-    return {name: randn(*shape, seed=i) / shape[-1] ** 0.5 for i, (name, shape) in enumerate(shapes.items())}
+    named = {name: shape for names, shape in shapes.items() for name in names.split()}
+    return {name: randn(*shape, seed=i) / shape[-1] ** 0.5 for i, (name, shape) in enumerate(named.items())}
 
 
 def specs(mode, sizes):
-    weight, back, kv = mode.weight, mode.next.weight, mode.kv_weight(sizes.kv_heads)
-    kv_bias = mode.bias if kv == weight else P()
-    return {
-        "embedding": mode.embedding,
-        "norm": mode.norm,
-        "norm_bias": mode.norm,
-        "q": weight,
-        "k": kv,
-        "v": kv,
+    kv = mode.kv_weight(sizes.kv_heads)
+    layouts = {
+        "norm norm_bias rms": mode.norm,
         "q_bias": mode.bias,
-        "v_bias": kv_bias,
-        "out": back,
+        "v_bias": mode.bias if kv == mode.weight else P(),
         "out_bias": mode.next.bias,
-        "rms": mode.norm,
-        "gate": weight,
-        "up": weight,
-        "down": back,
-        "head": weight,
+        "embedding": mode.embedding,
+        "q gate up head": mode.weight,
+        "k v": kv,
+        "out down": mode.next.weight,
     }
+    return {name: spec for names, spec in layouts.items() for name in names.split()}
 
 
 def batch(sizes, length=3):
