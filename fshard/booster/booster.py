@@ -17,10 +17,10 @@ from fshard.booster.loader import Loader, YieldedBatches
 from fshard.booster.loop import LoopModel
 from fshard.booster.model import BoostedModel, BoostedOptimizer
 from fshard.booster.plugins import DDPPlugin, Plugin
-from fshard.booster.sharding import partitioned, shard_model, shard_stages_of
+from fshard.booster.sharding import partitioned, shard_model
 from fshard.booster.stages import Criterion, StagedModel, loss_of
 from fshard.errors import ModuleError, OptimizerError
-from fshard.mesh.layout import P, PyTree
+from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.scope import here
 from fshard.optim.torch_instances import OptimizerSource, optimizer_source
@@ -191,22 +191,17 @@ class Booster:
                 model's arguments. Default: `output.loss`.
         """
         source, plugin = _source_of("init", model, optimizer), self._next_plugin()
-        mesh, opt = plugin.default_mesh(), partitioned(plugin, source)
-        batch = P(axes) if (axes := plugin.axes(mesh)) else P()
-        options: Any = {"mesh": mesh, "batch": batch, "donate": True, "has_buffers": True, **plugin.gradient_options()}
+        opt, options = partitioned(plugin, source), plugin.gradient_options()
+        run, params, buffers = shard_model(plugin, model, source)
+
+        def loss(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
+            args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch[:1], {})
+            output, after = run(params, buffers, *args, **kwargs)
+            return loss_of(criterion, output, batch), after
+
         if plugin.in_stages():
-            stages = plugin.stages_of(model)
-            params, buffers = shard_stages_of(plugin, model, stages, source)
-            make: Any = partial(train_step, stages, loss=partial(loss_of, criterion), **options)
-        else:
-            apply, params, buffers = shard_model(plugin, model, source)
-
-            def loss(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
-                args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch[:1], {})
-                output, after = apply(params, buffers, *args, **kwargs)
-                return loss_of(criterion, output, batch), after
-
-            make = partial(train_step, loss, **options)
+            options["loss"] = partial(loss_of, criterion)
+        make: Any = partial(train_step, run if plugin.in_stages() else loss, donate=True, **options)
         train = lru_cache(maxsize=1)(make)
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

@@ -23,14 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from fshard.booster.loader import YieldedBatches, rows_in
-from fshard.booster.model import BoostedModel, refuse_outside
+from fshard.booster.model import BoostedModel
 from fshard.booster.plugins import Plugin
-from fshard.booster.sharding import shard_model
 from fshard.booster.slices import JoinedOutput, join, split_backward
 from fshard.errors import MismatchError, ModuleError
 from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import one_thread, resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import owning
 from fshard.optim.partition import Partitioned
@@ -46,7 +44,6 @@ from fshard.transforms.gradient import unstaged
 from fshard.transforms.graph_checks import refuse_other_parameters, refuse_unreached
 from fshard.transforms.means import LossSums
 from fshard.transforms.module.buffers import Buffers, Written
-from fshard.transforms.module.replica import give_up_memory
 from fshard.transforms.reproducible.randomness import drawn_key, keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 from fshard.uncompiled import uncompiled
@@ -79,32 +76,28 @@ class LoopModel(BoostedModel):
     """A boosted model that is called and differentiated by the caller: see above.
 
     Args:
-        module: runs in place, and the memory of its parameters is freed.
-        plugin: with its mesh.
-        source, opt: which parameters are trained, and the layouts of gradients.
+        module, plugin, source: see `BoostedModel`.
+        opt: with the layouts of gradients.
         yielded: the batches of loaders.
     """
 
     def __init__(
         self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned, yielded: YieldedBatches
     ) -> None:
-        super().__init__(module, plugin)
-        mesh = self.mesh
-        self._function, self.params, buffers = shard_model(plugin, module, source, in_place=True)
-        give_up_memory([module], torch.device(mesh.device_type))
-        self._axes, self._yielded = plugin.axes(mesh), yielded
-        self._agreed = Buffers(buffers, resolve_mesh(mesh))  # as they were on all devices after the last step
+        super().__init__(module, plugin, source)
+        self._axes, self._yielded = plugin.axes(self.mesh), yielded
+        self._agreed = Buffers(self.module_buffers, resolve_mesh(self.mesh))  # as they were on all devices after the last step
         self._buffers_now = self._agreed.part(0)  # as the last forward has left them
         options: Any = {"gradients": opt.gradients, **plugin.gradient_options()}
-        self._gradient = unstaged(self._function, mesh=self.mesh, batch=None, has_buffers=True, **options)
+        self._gradient = unstaged(self.function, **options)
         self._step: _Step | None = None
 
-    def full(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def trees(self) -> list[PyTree]:
         changed = self._agreed.changed(0, self._buffers_now, torch.device("cpu"))
-        return unshard(self.params), unshard(self._agreed.after([changed]))
+        return [self.params, self._agreed.after([changed])]
 
     def _on_device(self, body: Callable[[int], Any]) -> Any:
-        refuse_outside(self.mesh)
+        self.refuse_outside()
         with one_thread(self.is_reproducible):
             (result,) = run_on_devices(resolve_mesh(self.mesh), body, mapped=self.mesh.axis_names)
         return result
@@ -190,7 +183,7 @@ class LoopModel(BoostedModel):
             owning(device.batch.mesh.axis_names, device.collectives.notice),
             runtime.saved.watch() if grad else nullcontext(),
         ):
-            output, after = self._function(step.params(), buffers, *args, **kwargs)
+            output, after = self.function(step.params(), buffers, *args, **kwargs)
         if grad and runtime.fresh:
             refuse_unreached(output)
         return unsharded(output), after

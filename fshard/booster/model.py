@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fshard.booster.plugins import Plugin
+from fshard.booster.sharding import shard_model
 from fshard.copying import copied
 from fshard.errors import ModuleError, OptimizerError, ScopeError
-from fshard.mesh.layout import Mesh, PyTree
+from fshard.mesh.layout import PyTree
+from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import is_outside, one_thread
 from fshard.optim.arguments import validate, within
 from fshard.optim.chain import clip_by_value, clipped_if_finite, shrunk
@@ -38,19 +40,32 @@ class BoostedModel(nn.Module):
 
     `module` is the module that was boosted, and it is the one that runs: hooks, attributes and modes set there take
     effect. Between steps its parameters have no memory; `unwrap()` returns a copy with full parameters.
+
+    Args:
+        module: runs in place, and the memory of its parameters is freed.
+        plugin: with its mesh.
+        source: which parameters are trained.
     """
 
     params: PyTree  # in their layouts
 
-    def __init__(self, module: nn.Module, plugin: Plugin) -> None:
+    def __init__(self, module: nn.Module, plugin: Plugin, source: OptimizerSource) -> None:
         super().__init__()
         self.module, self.mesh, self.is_reproducible = module, plugin.default_mesh(), plugin.reproducible
         self._seed, self._steps, self._forwards, self._others = plugin.seed, 0, 0, 0
-        refuse_outside(self.mesh)
+        self.refuse_outside()
+        self.function, self.params, self.module_buffers = shard_model(plugin, module, source, in_place=True)
 
-    def full(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return unsharded parameters and buffers by name; a collective of all devices."""
-        raise NotImplementedError
+    def refuse_outside(self) -> None:
+        """Raise unless the caller is one device of the mesh."""
+        if is_outside(self.mesh):
+            raise ScopeError(
+                f"a loop must run as one device of {self.mesh}. Call it inside of fs.run(main, mesh=mesh), or under torchrun."
+            )
+
+    def trees(self) -> list[PyTree]:
+        """Return the trees of parameters and buffers by name."""
+        return [self.params, self.module_buffers]
 
     def backward(self, loss: Tensor, *, scale: float, sync: bool) -> None:
         """Add the gradient of `scale` times the loss; without `sync` it is not reduced yet."""
@@ -77,12 +92,10 @@ class BoostedModel(nn.Module):
 
     def unwrap(self) -> nn.Module:
         """Return a copy of the module with full parameters; all devices must call it."""
-        params, buffers = self.full()
-        full: dict[int, Any] = {}
+        values = {name: x for tree in unshard(self.trees()) for name, x in tree.items()}
+        full: dict[int, Any] = {id(x): values.get(name, x).clone() for name, x in self.module.named_buffers()}
         for name, x in self.module.named_parameters():
-            own = params[name] if name in params else buffers[name]
-            full[id(x)] = nn.Parameter(own.detach().clone(), requires_grad=x.requires_grad)
-        full |= {id(x): buffers.get(name, x).clone() for name, x in self.module.named_buffers()}
+            full[id(x)] = nn.Parameter(values[name].detach().clone(), requires_grad=x.requires_grad)
         return copied(self.module, full)
 
     state_dict = refusing(ModuleError, "a boosted model is sharded: call model.unwrap().state_dict() on all devices.")
@@ -187,11 +200,3 @@ class BoostedOptimizer(torch.optim.Optimizer):
         OptimizerError, "load_state_dict: a boosted optimizer's state is sharded: optimizer.state."
     )
     __reduce_ex__ = refusing(OptimizerError, "a boosted optimizer is sharded, so it cannot be copied or pickled.")
-
-
-def refuse_outside(mesh: Mesh) -> None:
-    """Raise unless the caller is one device of a mesh."""
-    if is_outside(mesh):
-        raise ScopeError(
-            f"a loop must run as one device of {mesh}. Call it inside of fs.run(main, mesh=mesh), or under torchrun."
-        )

@@ -35,6 +35,8 @@ from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
 _OPTIONS = {"bucket", "in_flight", "prefetch", "live_units", "reduce", "reduce_once", "skips", "inputs", "dynamic"}
 """The options of `value_and_grad` that no field of a plugin sets."""
+_OF_BOTH = ("mesh", "batch", "has_buffers", "compute", "reduce", "reproducible")
+"""The options of any plugin that stages have too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,11 @@ class Plugin:
 
     def gradient_options(self) -> dict[str, Any]:
         """Return the options of `value_and_grad`."""
+        mesh = self.default_mesh()
         return {
+            "mesh": mesh,
+            "batch": P(axes) if (axes := self.axes(mesh)) else P(),
+            "has_buffers": True,
             "compute": {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[self.precision],
             "reduce": torch.float32 if self.precision == "fp16" else None,
             "reproducible": self.reproducible,
@@ -272,7 +278,7 @@ class HybridParallelPlugin(Plugin):
         found = super().gradient_options()
         if not self.in_stages():
             return found
-        found = {name: found[name] for name in ("compute", "reduce", "reproducible", *self.options)}
+        found = {name: found[name] for name in (*_OF_BOTH, *self.options)}
         return {**found, "schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
 
     def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:

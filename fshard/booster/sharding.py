@@ -2,65 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fshard.booster.plugins import Plugin
-from fshard.mesh.layout import PyTree
+from fshard.mesh.layout import Layout, PyTree
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.spmd.run import local_devices
+from fshard.mesh.reshard.device_put import device_put
 from fshard.optim.contract import Optimizer, Update
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.partition import Partitioned, partition_optimizer
 from fshard.optim.scaling import loss_scaled
 from fshard.optim.torch_instances import OptimizerSource
-from fshard.transforms.module.functionalize import Apply, module_function, refuse_hooks
+from fshard.transforms.module.functionalize import module_function, refuse_hooks
 from fshard.transforms.module.lazy import draw, fill, reserved
+from fshard.transforms.module.replica import give_up_memory
 from fshard.transforms.shard_params import apply_rules
 from fshard.transforms.stages.plan import has_stages, place_stages
 
 
 def shard_model(
     plugin: Plugin, model: nn.Module, source: OptimizerSource, *, in_place: bool = False
-) -> tuple[Apply, PyTree, PyTree]:
-    """Return a model as a function, its sharded parameters, and its buffers; lazy layers are built one at a time."""
-    mesh = plugin.default_mesh()
-    synchronised = plugin.axes(mesh) if plugin.sync_batchnorm else None
-    how: dict[str, Any] = {"buffers": plugin.buffers, "sync_batchnorm": synchronised}
-    apply, params, buffers = module_function(model, **how, in_place=in_place)
-    sharded = apply_rules(source.trained(params), plugin.rules(mesh), mesh, put=reserved)
+) -> tuple[Any, PyTree, PyTree]:
+    """Return a model as a function, its sharded parameters, and its buffers; each a list for stages, which run as they are.
 
-    def take(name: str, made: Tensor) -> None:
-        if name in sharded:
-            fill(sharded[name], made)
-        else:
-            buffers[name] = made.to(torch.device(mesh.device_type))
-
-    lazy = {name for name, x in {**params, **buffers}.items() if x.is_meta}
-    draw(model, plugin.seed, lazy if mesh.runtime != "abstract" else (), take)
-    return apply, sharded, buffers
-
-
-def shard_stages_of(
-    plugin: Plugin, model: nn.Module, stages: Sequence[nn.Module], source: OptimizerSource
-) -> tuple[Sequence[PyTree], Sequence[PyTree]]:
-    """Return the sharded parameters and buffers of a model's stages, each on the devices that have the stage."""
-    for stage in stages:
-        refuse_hooks(stage)
-    mesh, options = plugin.default_mesh(), plugin.gradient_options()
-    where: dict[str, Any] = {"mesh": mesh, "schedule": options["schedule"], "axis": options["axis"]}
-    trained = [source.trained(dict(stage.named_parameters())) for stage in stages]
-    params = place_stages(trained, plugin.rules(mesh), **where, put=reserved)
-    buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
-    sharded: dict[str, Sharded] = {}
-    for is_here, own, rest in zip(has_stages(**where), params, buffers, strict=True):
-        sharded |= {**own, **rest} if is_here else {}
-    draw(model, plugin.seed, sharded, lambda name, made: fill(sharded[name], made))
-    return params, buffers
+    Lazy layers are built one at a time. A model that runs `in_place` gives up its memory.
+    """
+    mesh, run, stages = plugin.default_mesh(), None, plugin.stages_of(model)
+    if plugin.in_stages():
+        for stage in stages:
+            refuse_hooks(stage)
+        run, options = tuple(stages), plugin.gradient_options()
+        where: Any = {name: options[name] for name in ("mesh", "schedule", "axis")}
+        trained = [source.trained(dict(stage.named_parameters())) for stage in stages]
+        params = place_stages(trained, plugin.rules(mesh), **where, put=reserved)
+        buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
+        trees = [tree for own in zip(has_stages(**where), params, buffers, strict=True) if own[0] for tree in own[1:]]
+    else:
+        synchronised = plugin.axes(mesh) if plugin.sync_batchnorm else None
+        how: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised}
+        run, own, buffers = module_function(model, **how, in_place=in_place)
+        params = apply_rules(source.trained(own), plugin.rules(mesh), mesh, put=reserved)
+        buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}
+        trees = [params, buffers] if mesh.runtime != "abstract" else []
+    tensors: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
+    draw(model, plugin.seed, tensors, lambda name, made: fill(tensors[name], made))
+    if in_place:
+        give_up_memory([model, *stages], torch.device(mesh.device_type))
+    return run, params, buffers
 
 
 def partitioned(plugin: Plugin, source: OptimizerSource) -> Callable[[], Partitioned]:
@@ -82,11 +75,8 @@ def _with_zeros(opt: Partitioned) -> Partitioned:
     """Return an optimizer that takes zeros for gradients that are None."""
 
     def filled(x: Leaf, grad: Leaf) -> Leaf:
-        if grad is not None or not isinstance(x, Sharded) or not trainable(x):
-            return grad
-        layout, near = opt.gradients(x.layout), x.shards[0]
-        shapes = [layout.local_shape(x.shape, device) for device in local_devices(x.mesh)]
-        return Sharded(x.shape, layout, tuple(near.new_zeros(shape) for shape in shapes))
+        is_unused = grad is None and isinstance(x, Sharded) and trainable(x)
+        return device_put(torch.zeros(x.shape, dtype=x.dtype), opt.gradients(x.layout)) if is_unused else grad
 
     def after(update: Update) -> Update:
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
