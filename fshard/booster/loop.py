@@ -3,18 +3,18 @@
     output = model(x)              forward     of this device's part of the batch; parameters are unsharded as they are used
     loss = criterion(output, y)                the caller's own
     model.backward(loss)           backward    gradients are reduced as they are ready; or kept: sync=False
-    grads = model.gradients()                  of all backwards since the last call, in their layouts
+    grads = model.gradients()                  devices agree: gradients of all backwards since the last call, and buffers
 
 It runs `value_and_grad`'s device step: the loss is a mean over the samples of this device, the gradient that of the
 mean over all devices, weighted by samples. The caller is one device: a process, or inside of `fs.run`.
 
-In reproducible mode the module runs once for each slice of the device's part: see `slices`. So the bits of gradients
-are equal on any mesh, if a sample's loss depends on that sample alone.
+In reproducible mode the module runs once for each slice of the device's part: see `joined_outputs`. So the bits of
+gradients are equal on any mesh, if a sample's loss depends on that sample alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,25 +25,24 @@ from torch import Tensor, nn
 from fshard.booster.loader import YieldedBatches, rows_in
 from fshard.booster.model import BoostedModel
 from fshard.booster.plugins import Plugin
-from fshard.booster.slices import JoinedOutput, join, split_backward
 from fshard.errors import MismatchError, ModuleError
 from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
-from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import one_thread, resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import owning
 from fshard.optim.partition import Partitioned
 from fshard.optim.scaling import finite_scale
 from fshard.optim.torch_instances import OptimizerSource
 from fshard.source import call_site
-from fshard.transforms.batch import Batch, BatchPart, rows_of
+from fshard.transforms.batch import Batch, BatchPart, Slice, rows_of
 from fshard.transforms.device_step import DeviceStep
 from fshard.transforms.fsdp.lazy_param import unsharded
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered
 from fshard.transforms.fsdp.units import Unit
-from fshard.transforms.gradient import unstaged
+from fshard.transforms.gradient import gradient_tree, unstaged
 from fshard.transforms.graph_checks import refuse_other_parameters, refuse_unreached
 from fshard.transforms.means import LossSums
 from fshard.transforms.module.buffers import Buffers, Written
+from fshard.transforms.reproducible.joined_outputs import JoinedOutput, join, split_backward
 from fshard.transforms.reproducible.randomness import drawn_key, keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 from fshard.uncompiled import uncompiled
@@ -57,15 +56,12 @@ class _Step:
     plans: ParamPlans
     structure: Structure  # of the tree of parameters
     at: list[int]  # the index of each leaf of the tree among the parameters
-    device: DeviceStep | None = None  # of the last forward, as are the next three
-    share: float = 1.0  # the weight of the device's part of the batch
-    rows: list[int] | None = None  # number of samples of each slice, in reproducible mode
+    device: DeviceStep = field(init=False)  # of the last forward
+    share: float = 1.0  # the weight of its part of the batch
+    weights: Sequence[float] = ()  # of its slices
     is_pending: bool = False  # it has had no backward
-    buffers: list[PyTree] = field(default_factory=list[PyTree])  # after each slice
-    outputs: list[JoinedOutput] = field(default_factory=list[JoinedOutput])  # that a loss may be made of
-    loss: Tensor = field(default_factory=lambda: torch.zeros(()))  # of the last backward
-    is_unreduced: bool = False  # gradients of a backward without `sync` remain to be reduced
-    used: list[float] = field(default_factory=list[float])  # number of devices that used each parameter, once agreed
+    outputs: list[JoinedOutput] = field(default_factory=list[JoinedOutput])  # of all forwards, in reproducible mode
+    backwards: list[Sequence[float]] = field(default_factory=list[Sequence[float]])  # the weights of the slices of each
 
     def params(self) -> PyTree:
         """Return the parameters as the module gets them."""
@@ -86,14 +82,17 @@ class LoopModel(BoostedModel):
     ) -> None:
         super().__init__(module, plugin, source)
         self._axes, self._yielded = plugin.axes(self.mesh), yielded
-        self._agreed = Buffers(self.module_buffers, resolve_mesh(self.mesh))  # as they were on all devices after the last step
-        self._buffers_now = self._agreed.part(0)  # as the last forward has left them
-        options: Any = {"gradients": opt.gradients, **plugin.gradient_options()}
-        self._gradient = unstaged(self.function, **options)
+        self._gradient = unstaged(self.function, gradients=opt.gradients, **plugin.gradient_options())
         self._step: _Step | None = None
+        self._agree_on(self.module_buffers)
+
+    def _agree_on(self, buffers: PyTree) -> None:
+        """Set the buffers of all devices."""
+        self._agreed = Buffers(buffers, resolve_mesh(self.mesh))
+        self._written = [self._agreed.part(0)]  # as each slice of the last forward has left them
 
     def trees(self) -> list[PyTree]:
-        changed = self._agreed.changed(0, self._buffers_now, torch.device("cpu"))
+        changed = self._agreed.changed(0, self._written[0], torch.device("cpu"))
         return [self.params, self._agreed.after([changed])]
 
     def _on_device(self, body: Callable[[int], Any]) -> Any:
@@ -114,13 +113,12 @@ class LoopModel(BoostedModel):
         step = self._step if self._step is not None and grad else self._begin()
         if not step.is_pending:
             step.runtime.begin()
-        sliced = grad and self.is_reproducible
-        batch, step.share = self._batch(device, given, sliced=sliced)
+        batch, step.share = self._batch(device, given, sliced=grad and self.is_reproducible)
         with self.draws(grad=grad):
             key = drawn_key()
         step.device = DeviceStep(self._gradient.how, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
         try:
-            output = self._run_slices(step, step.device) if sliced else self._run_once(step, step.device)
+            output = self._run_slices(step, sliced=grad and self.is_reproducible)
         except BaseException:
             if step is not self._step:  # no later call uses it
                 step.runtime.leave()
@@ -131,6 +129,14 @@ class LoopModel(BoostedModel):
             step.runtime.end()
             step.runtime.close()
         return output
+
+    def _begin(self) -> _Step:
+        """Begin a step: make the parameters available."""
+        leaves, structure = flatten(self.params, sharded_is_leaf=True)
+        own, at = numbered(leaves)
+        plans = self._gradient.plans_of(structure, leaves, at, resolve_mesh(self.mesh), self._axes)
+        shards = [leaves[place].shards[0] for place in own]
+        return _Step(self._gradient.runtime(plans, shards, call_site()), plans, structure, at)
 
     def _batch(self, device: int, given: PyTree, *, sliced: bool) -> tuple[Batch, float]:
         """Return this device's part of a batch, and its weight."""
@@ -143,40 +149,37 @@ class LoopModel(BoostedModel):
         columns, found = [(x,) for x in leaves], cut if any(has_samples) else None
         return Batch(mesh, (device,), columns, found, has_samples, structure, self._axes, ()), own / cut.length
 
-    def _begin(self) -> _Step:
-        """Begin a step: make the parameters available."""
-        leaves, structure = flatten(self.params, sharded_is_leaf=True)
-        own, at = numbered(leaves)
-        plans = self._gradient.plans_of(structure, leaves, at, resolve_mesh(self.mesh), self._axes)
-        shards = [leaves[place].shards[0] for place in own]
-        return _Step(self._gradient.runtime(plans, shards, call_site()), plans, structure, at)
-
-    def _run_once(self, step: _Step, device: DeviceStep) -> Any:
-        leaves = [x for (x,) in device.batch.columns]
-        output, self._buffers_now = self._run(step, device, leaves, self._buffers_now, 0)
-        return output
-
-    def _run_slices(self, step: _Step, device: DeviceStep) -> Any:
-        """Run each slice alone, and join the outputs as if the module had been called once."""
-        slices = device.batch.slices(0, device.turns, apart=True)
-        if any(isinstance(x, Tensor) and x.requires_grad for slice in slices for x in slice.leaves):
+    def _run_slices(self, step: _Step, *, sliced: bool) -> Any:
+        """Run the module; once for each slice, whose outputs are joined as if it had been called once."""
+        device = step.device
+        whole = Slice([x for (x,) in device.batch.columns], 1, None)
+        slices = device.batch.slices(0, device.turns, apart=True) if sliced else [whole]
+        if sliced and any(isinstance(x, Tensor) and x.requires_grad for slice in slices for x in slice.leaves):
             raise ValueError(
                 "reproducible=True: arguments of the model must not need a gradient, as the output of another call does: "
                 "slices are cut off from its graph. detach() them, or leave reproducible=True out."
             )
-        before = step.buffers or [self._buffers_now] * len(slices)
         first = 0 if device.group is None else device.group.index * len(slices)
-        found = [self._run(step, device, slice.leaves, before[turn], first + turn) for turn, slice in enumerate(slices)]
-        step.rows, step.buffers = [slice.rows for slice in slices], [buffers for _, buffers in found]
-        output, recorded = join([output for output, _ in found], step.rows)
+        pairs = zip(slices, self._written_by(len(slices)), strict=True)
+        found = [self._run(step, slice.leaves, buffers, first + turn) for turn, (slice, buffers) in enumerate(pairs)]
+        outputs, written = [output for output, _ in found], [buffers for _, buffers in found]
+        if len(written) >= len(self._written):  # else it is a look between the forwards of a reproducible step
+            self._written = written
+        if not sliced:
+            step.weights = [step.share]
+            return outputs[0]
+        step.weights = rows = [slice.rows for slice in slices]
+        output, recorded = join(outputs, rows)
         step.outputs += recorded
         return output
 
-    def _run(
-        self, step: _Step, device: DeviceStep, leaves: list[Any], buffers: PyTree, number: int
-    ) -> tuple[Any, PyTree]:
+    def _written_by(self, slices: int) -> list[PyTree]:
+        """Return the present buffers for each of these slices."""
+        return self._written if len(self._written) == slices else self._written[:1] * slices
+
+    def _run(self, step: _Step, leaves: list[Any], buffers: PyTree, number: int) -> tuple[Any, PyTree]:
         """Run the module once; return its output, and the buffers after it."""
-        runtime, grad = step.runtime, torch.is_grad_enabled()
+        device, runtime, grad = step.device, step.runtime, torch.is_grad_enabled()
         args, kwargs = device.batch.tree(leaves, self._gradient.how.unit_options.compute)
         with (
             keyed_random(device.key, 0, number),
@@ -197,93 +200,88 @@ class LoopModel(BoostedModel):
         mode, and where gradients are reduced each time, `sync` makes no difference.
         """
         step = self._step
-        if step is None or step.device is None:
+        if step is None:
             raise ModuleError("backward: the model must be called after the last step or zero_grad. Call it first.")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError("backward: the loss must be a tensor of one number that the model's output led to.")
         if step.runtime.fresh:
             refuse_other_parameters(loss)
-        now = step.device
-        self._on_device(lambda device: self._backward(step, now, loss, scale, sync))
+        self._on_device(lambda _: self._backward(step, loss, scale, sync))
 
-    def _backward(self, step: _Step, device: DeviceStep, loss: Tensor, scale: float, sync: bool) -> None:
-        runtime, units = step.runtime, step.runtime.units
+    def _backward(self, step: _Step, loss: Tensor, scale: float, sync: bool) -> None:
+        runtime, device, reductions = step.runtime, step.device, step.runtime.reductions
         runtime.check_unchanged()
         device.scale, device.scaled, step.is_pending = scale, finite_scale(loss.dtype, scale), False
         device.agree_on_axes(loss.device)
-        step.is_unreduced = not sync and device.how.once and not self.is_reproducible
-        trees = TreeAccumulator(units, runtime.reductions.as_reduced) if self.is_reproducible else None
-        keep = trees.add if trees is not None else Unit.accumulate if step.is_unreduced else None
+        trees = TreeAccumulator(runtime.units, reductions.as_reduced) if self.is_reproducible else None
+        is_kept = not sync and device.how.once
+        keep = trees.add if trees is not None else Unit.accumulate if is_kept else None
         runtime.begin_backward(device.everyone, device.collectives.along, keep, idle=not step.share)
 
         def collect(outputs: list[Tensor], cotangents: list[Tensor]) -> None:
-            with runtime.reductions.collecting():  # autograd calls the backwards of units
+            with reductions.collecting():  # autograd calls the backwards of units
                 torch.autograd.grad(outputs, [runtime.anchor], cotangents, allow_unused=True)
 
-        start, step.loss = torch.full_like(loss, step.share * device.scaled), loss.detach()
-        if trees is None:
-            collect([loss], [start])
+        start = torch.full_like(loss, step.share * device.scaled)
+        if trees is not None:
+            split_backward(loss, start, step.outputs, collect, trees)
+            for (
+                unit
+            ) in runtime.units:  # each backward on its own: sums of two would be rounded otherwise on other meshes
+                reductions.reduce(unit, trees.result(unit) or [None] * len(unit.indices))
+            reductions.send()
         else:
-            step.outputs = split_backward(loss, start, step.outputs, collect, trees)
-            for unit in units:
-                unit.accumulated = trees.result(unit)
-        if not step.is_unreduced:
-            self._agree(step, device)
-
-    def _agree(self, step: _Step, device: DeviceStep) -> None:
-        """Reduce the remaining gradients, and average buffers."""
-        step.runtime.reductions.end()
-        weights = [step.share] if step.rows is None else [row * bool(step.share) for row in step.rows]
-        trees = step.buffers or [self._buffers_now] * len(weights)
-        changes = [self._agreed.changed(0, tree, step.loss.device) for tree in trees]
-        written = [Written(weight, changed) for weight, changed in zip(weights, changes, strict=True)]
-        mean, step.used, after = device.together([LossSums(step.loss, weight, [], []) for weight in weights], written)
-        if step.rows is None and abs(mean.weight - 1) > 1e-6:
-            raise MismatchError(
-                f"the devices' parts of the batch must add up to one; got {mean.weight:.3f}: rows fit batches of two sizes. "
-                "Use each batch of a loader before the next is fetched, or leave the last one out: drop_last=True."
-            )
-        if step.runtime.fresh and len(weights) > 1:
-            step.runtime.warn_of_attributes()
-        self._agreed = Buffers(self._agreed.after([after]), resolve_mesh(self.mesh))
-        self._buffers_now, step.buffers = self._agreed.part(0), []
+            collect([loss], [start])
+            if not is_kept:
+                reductions.end()
+        step.backwards.append(step.weights)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradients(self) -> PyTree:
         """Return the gradients of all backwards since the last time; None where no device has used a parameter."""
         step = self._step
-        if step is None or step.device is None or not (step.used or step.is_unreduced):
+        if step is None or not step.backwards:
             raise ModuleError(
                 "there are no gradients. Call the model, then booster.backward(loss, optimizer): loss.backward() does not "
                 "reduce over devices."
             )
-        now = step.device
         self.end_step()
-        return self._on_device(lambda device: self._reduced(step, now))
+        return self._on_device(lambda _: self._agree(step))
 
-    def _reduced(self, step: _Step, device: DeviceStep) -> PyTree:
-        runtime = step.runtime
-        if step.is_unreduced:
-            runtime.begin_backward(device.everyone, device.collectives.along, None, idle=False)
-            self._agree(step, device)
+    def _agree(self, step: _Step) -> PyTree:
+        """Reduce the remaining gradients, and average buffers: the one time in a step that all devices agree."""
+        runtime, device = step.runtime, step.device
         runtime.check_unchanged()
+        near, weights = (
+            torch.zeros((), device=runtime.reductions.device),
+            [*map(sum, zip(*step.backwards, strict=True))],
+        )
+        changes = [self._agreed.changed(0, tree, near.device) for tree in self._written_by(len(weights))]
+        written = [Written(weight, changed) for weight, changed in zip(weights, changes, strict=True)]
+        mean, used, after = device.together([LossSums(near, weight, [], []) for weight in weights], written)
+        if not self.is_reproducible and abs(mean.weight - len(step.backwards)) > 1e-6:
+            raise MismatchError(
+                f"the devices' parts of the batch must add up to one; got {mean.weight / len(step.backwards):.3f}: rows fit "
+                "batches of two sizes. Use each batch of a loader before the next is fetched, or leave the last one out: "
+                "drop_last=True."
+            )
+        if runtime.fresh and len(weights) > 1:
+            runtime.warn_of_attributes()
+        self._agree_on(self._agreed.after([after]))
         runtime.end()
-        grads = [
-            None if g is None else Sharded(leaf.shape, leaf.gradient, (g,))
-            for leaf, g in zip(step.plans.leaves, device.gradients(step.used), strict=True)
-        ]
+        grads = gradient_tree(step.plans.leaves, [device.gradients(used)], step.structure, step.at)
         step.plans.order = runtime.order
         runtime.stop()
         self._step = None
-        return unflatten(step.structure, [grads[place] for place in step.at])
+        return grads
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step; a forward without its backward stays, as in torch."""
         step = self._step
         if step is not None and step.is_pending:
-            step.runtime.reductions.drop()
-            step.used, step.is_unreduced = [], False
+            step.backwards = []
+            self._on_device(lambda _: step.runtime.reductions.drop())
         elif step is not None:
             self._step = None
-            self._on_device(lambda device: step.runtime.stop())
+            self._on_device(lambda _: step.runtime.stop())
