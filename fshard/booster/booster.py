@@ -23,6 +23,7 @@ from fshard.errors import ModuleError, OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.scope import here
+from fshard.optim.partition import Partitioned
 from fshard.optim.torch_instances import OptimizerSource, optimizer_source
 from fshard.transforms.module.lora import LoraConfig, lora
 from fshard.transforms.reproducible.randomness import folded, keyed_random
@@ -70,11 +71,14 @@ class Booster:
             self._states[key] = _DeviceState(YieldedBatches(self.plugin))
         return self._states[key]
 
-    def _next_plugin(self) -> Plugin:
-        """Return the plugin of the next model: each draws otherwise, the first by the seed itself."""
-        own, plugin = self._own, self.plugin.on_mesh()
+    def _prepare(
+        self, who: str, model: Any, optimizer: Any
+    ) -> tuple[Plugin, OptimizerSource, Callable[[], Partitioned]]:
+        """Return the plugin of the next model, whose draws differ from those of the models before, and its optimizer."""
+        source, own, plugin = _source_of(who, model, optimizer), self._own, self.plugin.on_mesh()
         number, own.models = own.models, own.models + 1
-        return replace(plugin, seed=folded(plugin.seed, number)) if number else plugin
+        plugin = replace(plugin, seed=folded(plugin.seed, number)) if number else plugin
+        return plugin, source, partitioned(plugin, source)
 
     # -- torch's loop -------------------------------------------------------------------------------------------------
 
@@ -96,8 +100,7 @@ class Booster:
             dataloader: of torch, whose batches are then those of all devices together; anything else is unchanged.
             lr_scheduler: returned unchanged: values that it writes to the optimizer's groups are used.
         """
-        source, plugin = _source_of("boost", model, optimizer), self._next_plugin()
-        opt = partitioned(plugin, source)
+        plugin, source, opt = self._prepare("boost", model, optimizer)
         if plugin.in_stages():
             boosted = StagedModel(model, plugin, source, opt())
         else:
@@ -190,8 +193,8 @@ class Booster:
             criterion: of the output and the labels of a batch (inputs, labels), or the batch, if it is a dict of the
                 model's arguments. Default: `output.loss`.
         """
-        source, plugin = _source_of("init", model, optimizer), self._next_plugin()
-        opt, options = partitioned(plugin, source), plugin.gradient_options()
+        plugin, source, opt = self._prepare("init", model, optimizer)
+        options = plugin.gradient_options()
         run, params, buffers = shard_model(plugin, model, source)
 
         def loss(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:

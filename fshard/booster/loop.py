@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard.booster.loader import YieldedBatches, rows_in
+from fshard.booster.loader import YieldedBatches
 from fshard.booster.model import BoostedModel
 from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
@@ -33,7 +33,7 @@ from fshard.optim.partition import Partitioned
 from fshard.optim.scaling import finite_scale
 from fshard.optim.torch_instances import OptimizerSource
 from fshard.source import call_site
-from fshard.transforms.batch import Batch, BatchPart, Slice, rows_of
+from fshard.transforms.batch import Slice
 from fshard.transforms.device_step import DeviceStep
 from fshard.transforms.fsdp.lazy_param import unsharded
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered
@@ -95,10 +95,10 @@ class LoopModel(BoostedModel):
         changed = self._agreed.changed(0, self._written[0], torch.device("cpu"))
         return [self.params, self._agreed.after([changed])]
 
-    def _on_device(self, body: Callable[[int], Any]) -> Any:
+    def _on_device(self, body: Callable[[], Any]) -> Any:
         self.refuse_outside()
         with one_thread(self.is_reproducible):
-            (result,) = run_on_devices(resolve_mesh(self.mesh), body, mapped=self.mesh.axis_names)
+            (result,) = run_on_devices(resolve_mesh(self.mesh), lambda _: body(), mapped=self.mesh.axis_names)
         return result
 
     # -- forward ----------------------------------------------------------------------------------------------------
@@ -106,19 +106,21 @@ class LoopModel(BoostedModel):
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this device's part of the batch."""
-        return self._on_device(lambda device: self._forward(device, (args, kwargs)))
+        return self._on_device(lambda: self._forward((args, kwargs)))
 
-    def _forward(self, device: int, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def _forward(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         grad = torch.is_grad_enabled()
         step = self._step if self._step is not None and grad else self._begin()
         if not step.is_pending:
             step.runtime.begin()
-        batch, step.share = self._batch(device, given, sliced=grad and self.is_reproducible)
+        sliced, part, mesh = grad and self.is_reproducible, self._yielded.part_of(given), resolve_mesh(self.mesh)
+        batch, (start, stop) = part.on(mesh, split=sliced), part.cut.own(mesh)
+        step.share = (stop - start) / part.cut.length
         with self.draws(grad=grad):
             key = drawn_key()
         step.device = DeviceStep(self._gradient.how, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
         try:
-            output = self._run_slices(step, sliced=grad and self.is_reproducible)
+            output = self._run_slices(step, sliced=sliced)
         except BaseException:
             if step is not self._step:  # no later call uses it
                 step.runtime.leave()
@@ -137,17 +139,6 @@ class LoopModel(BoostedModel):
         plans = self._gradient.plans_of(structure, leaves, at, resolve_mesh(self.mesh), self._axes)
         shards = [leaves[place].shards[0] for place in own]
         return _Step(self._gradient.runtime(plans, shards, call_site()), plans, structure, at)
-
-    def _batch(self, device: int, given: PyTree, *, sliced: bool) -> tuple[Batch, float]:
-        """Return this device's part of a batch, and its weight."""
-        mesh, cut = resolve_mesh(self.mesh), self._yielded.cut_of(rows_in(given))
-        own = len(self._yielded.samples(cut))
-        if sliced:
-            return BatchPart(given, cut).on(mesh), own / cut.length
-        leaves, structure = flatten(given, none_is_leaf=True)
-        has_samples = [rows_of(x) == max(own, 1) for x in leaves]
-        columns, found = [(x,) for x in leaves], cut if any(has_samples) else None
-        return Batch(mesh, (device,), columns, found, has_samples, structure, self._axes, ()), own / cut.length
 
     def _run_slices(self, step: _Step, *, sliced: bool) -> Any:
         """Run the module; once for each slice, whose outputs are joined as if it had been called once."""
@@ -206,7 +197,7 @@ class LoopModel(BoostedModel):
             raise ValueError("backward: the loss must be a tensor of one number that the model's output led to.")
         if step.runtime.fresh:
             refuse_other_parameters(loss)
-        self._on_device(lambda _: self._backward(step, loss, scale, sync))
+        self._on_device(lambda: self._backward(step, loss, scale, sync))
 
     def _backward(self, step: _Step, loss: Tensor, scale: float, sync: bool) -> None:
         runtime, device, reductions = step.runtime, step.device, step.runtime.reductions
@@ -247,7 +238,7 @@ class LoopModel(BoostedModel):
                 "reduce over devices."
             )
         self.end_step()
-        return self._on_device(lambda _: self._agree(step))
+        return self._on_device(lambda: self._agree(step))
 
     def _agree(self, step: _Step) -> PyTree:
         """Reduce the remaining gradients, and average buffers: the one time in a step that all devices agree."""
@@ -281,7 +272,7 @@ class LoopModel(BoostedModel):
         step = self._step
         if step is not None and step.is_pending:
             step.backwards = []
-            self._on_device(lambda _: step.runtime.reductions.drop())
+            self._on_device(lambda: step.runtime.reductions.drop())
         elif step is not None:
             self._step = None
-            self._on_device(lambda _: step.runtime.stop())
+            self._on_device(lambda: step.runtime.stop())

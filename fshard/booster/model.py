@@ -17,7 +17,7 @@ from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import is_outside, one_thread
 from fshard.optim.arguments import validate, within
-from fshard.optim.chain import clip_by_value, clipped_if_finite, shrunk
+from fshard.optim.chain import clipped, shrunk
 from fshard.optim.contract import Optimizer, step_of
 from fshard.optim.norms import global_norm
 from fshard.optim.partition import Partitioned
@@ -160,11 +160,9 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Keep each element of the gradients between -clip_value and clip_value."""
-        if self._partitioned().loss_scale is None:
-            self._grads, _ = clip_by_value(float(clip_value)).update(self.grads, (), None)
-        else:
-            validate("clip_grad_value", within("[0, inf]", clip_value=clip_value))
-            self._grads = clipped_if_finite(self.grads, clip_value * self.scale)
+        validate("clip_grad_value", within("[0, inf]", clip_value=clip_value))
+        is_scaled = self._partitioned().loss_scale is not None
+        self._grads = clipped(self.grads, clip_value * self.scale, keep_infinite=is_scaled)
 
     @uncompiled
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]

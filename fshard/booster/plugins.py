@@ -35,8 +35,6 @@ from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
 _OPTIONS = {"bucket", "in_flight", "prefetch", "live_units", "reduce", "reduce_once", "skips", "inputs", "dynamic"}
 """The options of `value_and_grad` that no field of a plugin sets."""
-_OF_BOTH = ("mesh", "batch", "has_buffers", "compute", "reduce", "reproducible")
-"""The options of any plugin that stages have too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +132,13 @@ class Plugin:
             "compute": {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[self.precision],
             "reduce": torch.float32 if self.precision == "fp16" else None,
             "reproducible": self.reproducible,
-            "slices": self.slices if self.reproducible else None,
-            "reduce_once": self.zero() < 2,
+            **self.own_options(),
             **self.options,
         }
+
+    def own_options(self) -> dict[str, Any]:
+        """Return those that stages do not have, or that they alone have."""
+        return {"slices": self.slices if self.reproducible else None, "reduce_once": self.zero() < 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +198,8 @@ class FSDPPlugin(Plugin):
     def rules(self, mesh: Mesh) -> Rules:
         return fsdp(self.zero_axes(mesh), unit=self.unit)
 
-    def gradient_options(self) -> dict[str, Any]:
-        return {**super().gradient_options(), "reshard_after_forward": self.reshard_after_forward}
+    def own_options(self) -> dict[str, Any]:
+        return {**super().own_options(), "reshard_after_forward": self.reshard_after_forward}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,12 +275,10 @@ class HybridParallelPlugin(Plugin):
     def rules(self, mesh: Mesh) -> Rules:
         return fsdp(axes) if self.zero_stage == 3 and (axes := self.axes(mesh)) else P()
 
-    def gradient_options(self) -> dict[str, Any]:
-        found = super().gradient_options()
+    def own_options(self) -> dict[str, Any]:
         if not self.in_stages():
-            return found
-        found = {name: found[name] for name in (*_OF_BOTH, *self.options)}
-        return {**found, "schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
+            return super().own_options()
+        return {"schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
 
     def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
         count, layers = len(self.plan().placement), cast(Any, model)
