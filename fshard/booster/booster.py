@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fshard.booster.loader import Loader, YieldedBatches
+from fshard.booster.loader import DeviceState, Loader
 from fshard.booster.loop import LoopModel
-from fshard.booster.model import BoostedModel, BoostedOptimizer
+from fshard.booster.model import BoostedModel, shard_model
+from fshard.booster.optimizer import BoostedOptimizer, partitioned
 from fshard.booster.plugins import DDPPlugin, Plugin
-from fshard.booster.sharding import partitioned, shard_model
 from fshard.booster.stages import Criterion, StagedModel, loss_of
 from fshard.errors import ModuleError, OptimizerError
 from fshard.mesh.layout import PyTree
@@ -43,15 +43,6 @@ class TrainState(NamedTuple):
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
-@dataclass
-class _DeviceState:
-    """The state of a Booster on one device: those of a virtual mesh may share a Booster."""
-
-    yielded: YieldedBatches
-    models: int = 0  # boosted or initialized so far
-    sync: bool = True  # backwards reduce gradients
-
-
 class Booster:
     """Trains a model in the layouts of its plugin (`DDPPlugin()` by default), in torch's loop or by a functional step.
 
@@ -60,15 +51,15 @@ class Booster:
 
     def __init__(self, plugin: Plugin | None = None) -> None:
         self.plugin = plugin or DDPPlugin()
-        self._states = WeakKeyDictionary[Any, _DeviceState]()
+        self._states = WeakKeyDictionary[Any, DeviceState]()
         self._steps = list[Step]()
 
     @property
-    def _own(self) -> _DeviceState:
-        """The state of the calling device."""
+    def _own(self) -> DeviceState:
+        """The state of the calling device: those of a virtual mesh may share a Booster."""
         key = here() or self
         if key not in self._states:
-            self._states[key] = _DeviceState(YieldedBatches(self.plugin))
+            self._states[key] = DeviceState(self.plugin)
         return self._states[key]
 
     def _prepare(
@@ -104,13 +95,13 @@ class Booster:
         if plugin.in_stages():
             boosted = StagedModel(model, plugin, source, opt())
         else:
-            boosted = LoopModel(model, plugin, source, opt(), self._own.yielded)
+            boosted = LoopModel(model, plugin, source, opt(), self._own)
         _BOOSTED.add(model)
         source.point_at(dict(model.named_parameters()))
         if optimizer is not None:
             optimizer = BoostedOptimizer(optimizer, source, opt, boosted)
         if isinstance(dataloader, DataLoader):
-            dataloader = Loader(dataloader, self.plugin.seed, self._own.yielded)
+            dataloader = Loader(dataloader, self.plugin.seed, self._own)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def enable_lora(self, model: nn.Module, lora_config: LoraConfig | None = None) -> nn.Module:
@@ -152,7 +143,7 @@ class Booster:
         Other options are those of torch's DataLoader: drop_last, num_workers, collate_fn, ...
         """
         loader = DataLoader[Any](dataset, batch_size, shuffle=shuffle, **options)
-        return Loader(loader, seed, self._own.yielded)
+        return Loader(loader, seed, self._own)
 
     def execute_pipeline(
         self,
@@ -217,7 +208,7 @@ class Booster:
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take a step on a batch of all devices, or a batch of a prepared loader; the given state is donated."""
-        return self._steps[state.model](state, self._own.yielded.as_part(batch))
+        return self._steps[state.model](state, self._own.as_part(batch))
 
 
 # -- arguments ----------------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from fshard.mesh.spmd.run import is_outside
 from fshard.transforms.batch import BatchPart, Cut, filled, rows_of
 
 
-class YieldedBatches:
-    """The batches that loaders have yielded to one device: they decide what a device's part of a batch weighs.
+class DeviceState:
+    """The state of a Booster on one device. The batches of its loaders decide what the device's part of a batch weighs.
 
     As many rows as the device's part of a yielded batch: that batch, the last one first.
     Else, within a loop over a loader: the batch yielded last, whose samples may be along another dim.
@@ -35,6 +35,8 @@ class YieldedBatches:
     """
 
     def __init__(self, plugin: Plugin) -> None:
+        self.models = 0  # boosted or initialized so far
+        self.sync = True  # backwards reduce gradients
         self.mesh = mesh = plugin.default_mesh()
         self._axes = () if plugin.in_stages() or is_outside(mesh) else plugin.axes(mesh)
         self._cuts: list[Cut] = []  # of the batches so far, the last first
@@ -85,13 +87,13 @@ class Loader:
     Args:
         loader: its batches are those of all devices together, in order or shuffled.
         seed: with the epoch it decides the order of a shuffled loader.
-        yielded: records every batch; it has the mesh, and the axes that shard a batch.
+        state: records every batch; it has the mesh, and the axes that shard a batch.
 
     `epoch` and `sample` are the position. `samples` is the number of samples of the last batch on this device: 0 where
     it computes on a neighbour's with weight 0.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int, yielded: YieldedBatches) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, state: DeviceState) -> None:
         sampler: Any = loader.sampler
         self.shuffle = type(sampler) is RandomSampler
         chooses = self.shuffle and (sampler.replacement or sampler._num_samples or sampler.generator)
@@ -105,7 +107,7 @@ class Loader:
         self.dataset: Any = loader.dataset
         self.batch_size, self.drop_last, self.seed = loader.batch_size, bool(loader.drop_last), seed
         self.epoch = self.sample = self.samples = 0
-        self._outside, self._yielded = is_outside(yielded.mesh), yielded
+        self._outside, self._state = is_outside(state.mesh), state
         self._own_batches: list[list[int]] = []  # the samples of this device, replaced in each loop
         options: Any = {name: getattr(loader, name) for name in _SAME}
         self._by_torch = DataLoader(self.dataset, batch_sampler=self._own_batches, **options)
@@ -117,8 +119,8 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches from the position to the end of the epoch; of the next epoch if none is left."""
-        yielded = self._yielded
-        if self._outside and not is_outside(yielded.mesh):
+        state = self._state
+        if self._outside and not is_outside(state.mesh):
             raise ScopeError(
                 "a loader that was made outside of fs.run and used inside has one position for all devices. Make it inside, "
                 "where each device has its own."
@@ -127,8 +129,8 @@ class Loader:
         if self.sample and not batches:
             self.set_epoch(self.epoch + 1)
             batches = self._batches()
-        cuts = [yielded.cut(len(batch)) for batch in batches]
-        owns = [cut.own(yielded.mesh) for cut in cuts]
+        cuts = [state.cut(len(batch)) for batch in batches]
+        owns = [cut.own(state.mesh) for cut in cuts]
         self._own_batches[:] = [
             batch[slice(*filled(own, len(batch)))] for batch, own in zip(batches, owns, strict=True)
         ]
@@ -136,9 +138,9 @@ class Loader:
             self.sample, self.samples = self.sample + cut.length, stop - start
             if cut is cuts[-1]:
                 self.set_epoch(self.epoch + 1)
-            yielded.add(cut)
+            state.add(cut)
             yield part
-        yielded.is_iterating = False
+        state.is_iterating = False
 
     def _batches(self) -> list[list[int]]:
         """Return the samples of each batch from the position on."""

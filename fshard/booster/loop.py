@@ -22,15 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard.booster.loader import YieldedBatches
+from fshard.booster.loader import DeviceState
 from fshard.booster.model import BoostedModel
 from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
 from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
 from fshard.mesh.spmd.run import one_thread, resolve_mesh, run_on_devices
-from fshard.mesh.spmd.scope import owning
 from fshard.optim.partition import Partitioned
-from fshard.optim.scaling import finite_scale
 from fshard.optim.torch_instances import OptimizerSource
 from fshard.source import call_site
 from fshard.transforms.batch import Slice
@@ -41,9 +39,9 @@ from fshard.transforms.fsdp.units import Unit
 from fshard.transforms.gradient import gradient_tree, unstaged
 from fshard.transforms.graph_checks import refuse_other_parameters, refuse_unreached
 from fshard.transforms.means import LossSums
-from fshard.transforms.module.buffers import Buffers, Written
+from fshard.transforms.module.buffers import Buffers
 from fshard.transforms.reproducible.joined_outputs import JoinedOutput, join, split_backward
-from fshard.transforms.reproducible.randomness import drawn_key, keyed_random
+from fshard.transforms.reproducible.randomness import drawn_key
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 from fshard.uncompiled import uncompiled
 
@@ -57,6 +55,7 @@ class _Step:
     structure: Structure  # of the tree of parameters
     at: list[int]  # the index of each leaf of the tree among the parameters
     device: DeviceStep = field(init=False)  # of the last forward
+    done: DeviceStep = field(init=False)  # of the last backward
     share: float = 1.0  # the weight of its part of the batch
     weights: Sequence[float] = ()  # of its slices
     is_pending: bool = False  # it has had no backward
@@ -74,14 +73,14 @@ class LoopModel(BoostedModel):
     Args:
         module, plugin, source: see `BoostedModel`.
         opt: with the layouts of gradients.
-        yielded: the batches of loaders.
+        state: of the Booster; it has the batches of loaders.
     """
 
     def __init__(
-        self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned, yielded: YieldedBatches
+        self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned, state: DeviceState
     ) -> None:
         super().__init__(module, plugin, source)
-        self._axes, self._yielded = plugin.axes(self.mesh), yielded
+        self._axes, self._state = plugin.axes(self.mesh), state
         self._gradient = unstaged(self.function, gradients=opt.gradients, **plugin.gradient_options())
         self._step: _Step | None = None
         self._agree_on(self.module_buffers)
@@ -113,7 +112,7 @@ class LoopModel(BoostedModel):
         step = self._step if self._step is not None and grad else self._begin()
         if not step.is_pending:
             step.runtime.begin()
-        sliced, part, mesh = grad and self.is_reproducible, self._yielded.part_of(given), resolve_mesh(self.mesh)
+        sliced, part, mesh = grad and self.is_reproducible, self._state.part_of(given), resolve_mesh(self.mesh)
         batch, (start, stop) = part.on(mesh, split=sliced), part.cut.own(mesh)
         step.share = (stop - start) / part.cut.length
         with self.draws(grad=grad):
@@ -171,12 +170,8 @@ class LoopModel(BoostedModel):
     def _run(self, step: _Step, leaves: list[Any], buffers: PyTree, number: int) -> tuple[Any, PyTree]:
         """Run the module once; return its output, and the buffers after it."""
         device, runtime, grad = step.device, step.runtime, torch.is_grad_enabled()
-        args, kwargs = device.batch.tree(leaves, self._gradient.how.unit_options.compute)
-        with (
-            keyed_random(device.key, 0, number),
-            owning(device.batch.mesh.axis_names, device.collectives.notice),
-            runtime.saved.watch() if grad else nullcontext(),
-        ):
+        args, kwargs = device.batch.tree(leaves, device.how.unit_options.compute)
+        with device.running(number), runtime.saved.watch() if grad else nullcontext():
             output, after = self.function(step.params(), buffers, *args, **kwargs)
         if grad and runtime.fresh:
             refuse_unreached(output)
@@ -200,32 +195,24 @@ class LoopModel(BoostedModel):
         self._on_device(lambda: self._backward(step, loss, scale, sync))
 
     def _backward(self, step: _Step, loss: Tensor, scale: float, sync: bool) -> None:
-        runtime, device, reductions = step.runtime, step.device, step.runtime.reductions
-        runtime.check_unchanged()
-        device.scale, device.scaled, step.is_pending = scale, finite_scale(loss.dtype, scale), False
+        device, units, reductions = step.device, step.runtime.units, step.runtime.reductions
+        step.runtime.check_unchanged()
+        device.scale, step.is_pending = scale, False
         device.agree_on_axes(loss.device)
-        trees = TreeAccumulator(runtime.units, reductions.as_reduced) if self.is_reproducible else None
-        is_kept = not sync and device.how.once
-        keep = trees.add if trees is not None else Unit.accumulate if is_kept else None
-        runtime.begin_backward(device.everyone, device.collectives.along, keep, idle=not step.share)
-
-        def collect(outputs: list[Tensor], cotangents: list[Tensor]) -> None:
-            with reductions.collecting():  # autograd calls the backwards of units
-                torch.autograd.grad(outputs, [runtime.anchor], cotangents, allow_unused=True)
-
-        start = torch.full_like(loss, step.share * device.scaled)
-        if trees is not None:
-            split_backward(loss, start, step.outputs, collect, trees)
-            for (
-                unit
-            ) in runtime.units:  # each backward on its own: sums of two would be rounded otherwise on other meshes
+        if self.is_reproducible:
+            trees = TreeAccumulator(units, reductions.as_reduced)
+            start = device.begin_backward(loss, step.share, trees.add, idle=not step.share)
+            split_backward(loss, start, step.outputs, device.differentiate, trees)
+            for unit in units:  # each backward on its own: sums of two would be rounded otherwise on other meshes
                 reductions.reduce(unit, trees.result(unit) or [None] * len(unit.indices))
             reductions.send()
         else:
-            collect([loss], [start])
-            if not is_kept:
+            keep = None if sync or not device.how.once else Unit.accumulate
+            device.differentiate([loss], [device.begin_backward(loss, step.share, keep, idle=not step.share)])
+            if keep is None:
                 reductions.end()
         step.backwards.append(step.weights)
+        step.done = device
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -242,29 +229,20 @@ class LoopModel(BoostedModel):
 
     def _agree(self, step: _Step) -> PyTree:
         """Reduce the remaining gradients, and average buffers: the one time in a step that all devices agree."""
-        runtime, device = step.runtime, step.device
-        runtime.check_unchanged()
-        near, weights = (
-            torch.zeros((), device=runtime.reductions.device),
-            [*map(sum, zip(*step.backwards, strict=True))],
-        )
-        changes = [self._agreed.changed(0, tree, near.device) for tree in self._written_by(len(weights))]
-        written = [Written(weight, changed) for weight, changed in zip(weights, changes, strict=True)]
-        mean, used, after = device.together([LossSums(near, weight, [], []) for weight in weights], written)
+        device, near = step.done, torch.zeros((), device=step.runtime.reductions.device)
+        found = [LossSums(near, sum(weights), [], []) for weights in zip(*step.backwards, strict=True)]
+        changed = [self._agreed.changed(0, tree, near.device) for tree in self._written_by(len(found))]
+        mean, used, after = device.together(found, changed)
         if not self.is_reproducible and abs(mean.weight - len(step.backwards)) > 1e-6:
             raise MismatchError(
                 f"the devices' parts of the batch must add up to one; got {mean.weight / len(step.backwards):.3f}: rows fit "
                 "batches of two sizes. Use each batch of a loader before the next is fetched, or leave the last one out: "
                 "drop_last=True."
             )
-        if runtime.fresh and len(weights) > 1:
-            runtime.warn_of_attributes()
         self._agree_on(self._agreed.after([after]))
-        runtime.end()
         grads = gradient_tree(step.plans.leaves, [device.gradients(used)], step.structure, step.at)
-        step.plans.order = runtime.order
-        runtime.stop()
-        self._step = None
+        step.plans.order, self._step = step.runtime.order, None
+        step.runtime.stop()
         return grads
 
     def zero_grad(self, set_to_none: bool = True) -> None:
