@@ -133,9 +133,9 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Take a step along the gradients, including those of `closure`, which is called once; return its result."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        model, opt = self._model, self._partitioned()
-        step = None if model.is_reproducible else opt.step  # fused kernels round otherwise where a shard ends
-        with torch.no_grad(), one_thread(model.is_reproducible):
+        model, opt, exact = self._model, self._partitioned(), self._model.is_reproducible
+        step = None if exact else opt.step  # fused kernels round otherwise where a shard ends
+        with torch.no_grad(), one_thread(exact), exact_norms(exact):
             write = step_of(Optimizer(opt.init, opt.update, step, arrays=True))
             model.params, self.state = write(self.grads, self.state, model.params)
         self._grads = None
