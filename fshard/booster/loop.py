@@ -142,8 +142,8 @@ class LoopModel(BoostedModel):
     def _run_slices(self, step: _Step, *, sliced: bool) -> Any:
         """Run the module; once for each slice, whose outputs are joined as if it had been called once."""
         device = step.device
-        whole = Slice([x for (x,) in device.batch.columns], 1, None)
-        slices = device.batch.slices(0, device.turns, apart=True) if sliced else [whole]
+        given = Slice([x for (x,) in device.batch.columns], 1, None)
+        slices = device.batch.slices(0, device.turns, apart=True) if sliced else [given]
         if sliced and any(isinstance(x, Tensor) and x.requires_grad for slice in slices for x in slice.leaves):
             raise ValueError(
                 "reproducible=True: arguments of the model must not need a gradient, as the output of another call does: "
