@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fshard.booster.loader import Loader, YieldedBatches
+from fshard.booster.loader import DeviceState, Loader
 from fshard.booster.loop import LoopModel
-from fshard.booster.model import BoostedModel, BoostedOptimizer
+from fshard.booster.model import BoostedModel, shard_model
+from fshard.booster.optimizer import BoostedOptimizer, partitioned
 from fshard.booster.plugins import DDPPlugin, Plugin
-from fshard.booster.sharding import partitioned, shard_model, shard_stages_of
 from fshard.booster.stages import Criterion, StagedModel, loss_of
 from fshard.errors import ModuleError, OptimizerError
-from fshard.mesh.layout import P, PyTree
+from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.scope import here
+from fshard.optim.partition import Partitioned
 from fshard.optim.torch_instances import OptimizerSource, optimizer_source
 from fshard.transforms.module.lora import LoraConfig, lora
 from fshard.transforms.reproducible.randomness import folded, keyed_random
@@ -42,15 +43,6 @@ class TrainState(NamedTuple):
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
-@dataclass
-class _DeviceState:
-    """The state of a Booster on one device: those of a virtual mesh may share a Booster."""
-
-    yielded: YieldedBatches
-    models: int = 0  # boosted or initialized so far
-    sync: bool = True  # backwards reduce gradients
-
-
 class Booster:
     """Trains a model in the layouts of its plugin (`DDPPlugin()` by default), in torch's loop or by a functional step.
 
@@ -59,22 +51,25 @@ class Booster:
 
     def __init__(self, plugin: Plugin | None = None) -> None:
         self.plugin = plugin or DDPPlugin()
-        self._states = WeakKeyDictionary[Any, _DeviceState]()
+        self._states = WeakKeyDictionary[Any, DeviceState]()
         self._steps = list[Step]()
 
     @property
-    def _own(self) -> _DeviceState:
-        """The state of the calling device."""
+    def _own(self) -> DeviceState:
+        """The state of the calling device: those of a virtual mesh may share a Booster."""
         key = here() or self
         if key not in self._states:
-            self._states[key] = _DeviceState(YieldedBatches(self.plugin))
+            self._states[key] = DeviceState(self.plugin)
         return self._states[key]
 
-    def _next_plugin(self) -> Plugin:
-        """Return the plugin of the next model: each draws otherwise, the first by the seed itself."""
-        own, plugin = self._own, self.plugin.on_mesh()
+    def _prepare(
+        self, who: str, model: Any, optimizer: Any
+    ) -> tuple[Plugin, OptimizerSource, Callable[[], Partitioned]]:
+        """Return the plugin of the next model, whose draws differ from those of the models before, and its optimizer."""
+        source, own, plugin = _source_of(who, model, optimizer), self._own, self.plugin.on_mesh()
         number, own.models = own.models, own.models + 1
-        return replace(plugin, seed=folded(plugin.seed, number)) if number else plugin
+        plugin = replace(plugin, seed=folded(plugin.seed, number)) if number else plugin
+        return plugin, source, partitioned(plugin, source)
 
     # -- torch's loop -------------------------------------------------------------------------------------------------
 
@@ -96,18 +91,17 @@ class Booster:
             dataloader: of torch, whose batches are then those of all devices together; anything else is unchanged.
             lr_scheduler: returned unchanged: values that it writes to the optimizer's groups are used.
         """
-        source, plugin = _source_of("boost", model, optimizer), self._next_plugin()
-        opt = partitioned(plugin, source)
+        plugin, source, opt = self._prepare("boost", model, optimizer)
         if plugin.in_stages():
             boosted = StagedModel(model, plugin, source, opt())
         else:
-            boosted = LoopModel(model, plugin, source, opt(), self._own.yielded)
+            boosted = LoopModel(model, plugin, source, opt(), self._own)
         _BOOSTED.add(model)
         source.point_at(dict(model.named_parameters()))
         if optimizer is not None:
             optimizer = BoostedOptimizer(optimizer, source, opt, boosted)
         if isinstance(dataloader, DataLoader):
-            dataloader = Loader(dataloader, self.plugin.seed, self._own.yielded)
+            dataloader = Loader(dataloader, self.plugin.seed, self._own)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def enable_lora(self, model: nn.Module, lora_config: LoraConfig | None = None) -> nn.Module:
@@ -149,7 +143,7 @@ class Booster:
         Other options are those of torch's DataLoader: drop_last, num_workers, collate_fn, ...
         """
         loader = DataLoader[Any](dataset, batch_size, shuffle=shuffle, **options)
-        return Loader(loader, seed, self._own.yielded)
+        return Loader(loader, seed, self._own)
 
     def execute_pipeline(
         self,
@@ -190,23 +184,18 @@ class Booster:
             criterion: of the output and the labels of a batch (inputs, labels), or the batch, if it is a dict of the
                 model's arguments. Default: `output.loss`.
         """
-        source, plugin = _source_of("init", model, optimizer), self._next_plugin()
-        mesh, opt = plugin.default_mesh(), partitioned(plugin, source)
-        batch = P(axes) if (axes := plugin.axes(mesh)) else P()
-        options: Any = {"mesh": mesh, "batch": batch, "donate": True, "has_buffers": True, **plugin.gradient_options()}
+        plugin, source, opt = self._prepare("init", model, optimizer)
+        options = plugin.gradient_options()
+        run, params, buffers = shard_model(plugin, model, source)
+
+        def loss(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
+            args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch[:1], {})
+            output, after = run(params, buffers, *args, **kwargs)
+            return loss_of(criterion, output, batch), after
+
         if plugin.in_stages():
-            stages = plugin.stages_of(model)
-            params, buffers = shard_stages_of(plugin, model, stages, source)
-            make: Any = partial(train_step, stages, loss=partial(loss_of, criterion), **options)
-        else:
-            apply, params, buffers = shard_model(plugin, model, source)
-
-            def loss(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
-                args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch[:1], {})
-                output, after = apply(params, buffers, *args, **kwargs)
-                return loss_of(criterion, output, batch), after
-
-            make = partial(train_step, loss, **options)
+            options["loss"] = partial(loss_of, criterion)
+        make: Any = partial(train_step, run if plugin.in_stages() else loss, donate=True, **options)
         train = lru_cache(maxsize=1)(make)
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -219,7 +208,7 @@ class Booster:
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take a step on a batch of all devices, or a batch of a prepared loader; the given state is donated."""
-        return self._steps[state.model](state, self._own.yielded.as_part(batch))
+        return self._steps[state.model](state, self._own.as_part(batch))
 
 
 # -- arguments ----------------------------------------------------------------------------------------------------------

@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from fshard.booster.plugins import Plugin
 from fshard.errors import ScopeError
 from fshard.mesh.layout import PyTree, flatten
-from fshard.mesh.spmd.run import device_of, is_outside
-from fshard.transforms.batch import BatchPart, Cut, rows_of
+from fshard.mesh.spmd.run import is_outside
+from fshard.transforms.batch import BatchPart, Cut, filled, rows_of
 
 
-class YieldedBatches:
-    """The batches that loaders have yielded to one device: they decide what a device's part of a batch weighs.
+class DeviceState:
+    """The state of a Booster on one device. The batches of its loaders decide what the device's part of a batch weighs.
 
     As many rows as the device's part of a yielded batch: that batch, the last one first.
     Else, within a loop over a loader: the batch yielded last, whose samples may be along another dim.
@@ -35,41 +35,39 @@ class YieldedBatches:
     """
 
     def __init__(self, plugin: Plugin) -> None:
+        self.models = 0  # boosted or initialized so far
+        self.sync = True  # backwards reduce gradients
         self.mesh = mesh = plugin.default_mesh()
         self._axes = () if plugin.in_stages() or is_outside(mesh) else plugin.axes(mesh)
-        self._sizes: list[int] = []  # on all devices, the last first
+        self._cuts: list[Cut] = []  # of the batches so far, the last first
         self.is_iterating = False
 
     def cut(self, size: int) -> Cut:
         """Return how a batch of a size is sharded."""
         return Cut(self._axes, prod(self.mesh.shape[axis] for axis in self._axes), size)
 
-    def samples(self, cut: Cut) -> range:
-        """Return the samples that the device has of a batch."""
-        return range(*cut.ranges(self.mesh, device_of(self.mesh), 1)[0])
-
-    def add(self, size: int) -> None:
-        """Record the number of samples on all devices of a batch."""
-        self._sizes = [size, *(other for other in self._sizes if other != size)]
+    def add(self, cut: Cut) -> None:
+        """Record a batch."""
+        self._cuts = [cut, *(other for other in self._cuts if other != cut)]
         self.is_iterating = True
 
-    def cut_of(self, rows: Sequence[int]) -> Cut:
-        """Return how the batch is sharded of which the device's tensors have these rows."""
-        last = self._sizes[:1] if self.is_iterating or not rows else []
-        found = self._match(rows) or next(map(self.cut, last), None)
-        return found or self.cut(self.cut(0).parts * max([1, *rows[:1]]))
+    def part_of(self, tree: PyTree) -> BatchPart:
+        """Return what a loop gives to its model as this device's part of a batch."""
+        rows = _rows_in(tree)
+        last = self._cuts[:1] if self.is_iterating or not rows else []
+        own = self.cut(self.cut(0).parts * max([1, *rows[:1]]))
+        return BatchPart(tree, [*self._fitting(rows), *last, own][0])
 
     def as_part(self, batch: PyTree) -> PyTree:
         """Return a batch of a functional step as this device's part, if a loader has yielded one of as many rows."""
-        found = self._match(rows_in(batch)) if self._axes else None
-        return batch if found is None else BatchPart(batch, found)
+        found = self._fitting(_rows_in(batch)) if self._axes else []
+        return BatchPart(batch, found[0]) if found else batch
 
-    def _match(self, rows: Sequence[int]) -> Cut | None:
-        cuts = map(self.cut, self._sizes)
-        return next((cut for cut in cuts if max(len(self.samples(cut)), 1) in rows), None)
+    def _fitting(self, rows: Sequence[int]) -> list[Cut]:
+        return [cut for cut in self._cuts if cut.rows(self.mesh) in rows]
 
 
-def rows_in(tree: PyTree) -> list[int]:
+def _rows_in(tree: PyTree) -> list[int]:
     """Return the length of the first dim of each tensor."""
     return [rows for x in flatten(tree)[0] if (rows := rows_of(x)) is not None]
 
@@ -89,13 +87,13 @@ class Loader:
     Args:
         loader: its batches are those of all devices together, in order or shuffled.
         seed: with the epoch it decides the order of a shuffled loader.
-        yielded: records every batch; it has the mesh, and the axes that shard a batch.
+        state: records every batch; it has the mesh, and the axes that shard a batch.
 
     `epoch` and `sample` are the position. `samples` is the number of samples of the last batch on this device: 0 where
     it computes on a neighbour's with weight 0.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int, yielded: YieldedBatches) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, state: DeviceState) -> None:
         sampler: Any = loader.sampler
         self.shuffle = type(sampler) is RandomSampler
         chooses = self.shuffle and (sampler.replacement or sampler._num_samples or sampler.generator)
@@ -109,7 +107,7 @@ class Loader:
         self.dataset: Any = loader.dataset
         self.batch_size, self.drop_last, self.seed = loader.batch_size, bool(loader.drop_last), seed
         self.epoch = self.sample = self.samples = 0
-        self._outside, self._yielded = is_outside(yielded.mesh), yielded
+        self._outside, self._state = is_outside(state.mesh), state
         self._own_batches: list[list[int]] = []  # the samples of this device, replaced in each loop
         options: Any = {name: getattr(loader, name) for name in _SAME}
         self._by_torch = DataLoader(self.dataset, batch_sampler=self._own_batches, **options)
@@ -121,8 +119,8 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches from the position to the end of the epoch; of the next epoch if none is left."""
-        yielded = self._yielded
-        if self._outside and not is_outside(yielded.mesh):
+        state = self._state
+        if self._outside and not is_outside(state.mesh):
             raise ScopeError(
                 "a loader that was made outside of fs.run and used inside has one position for all devices. Make it inside, "
                 "where each device has its own."
@@ -131,19 +129,18 @@ class Loader:
         if self.sample and not batches:
             self.set_epoch(self.epoch + 1)
             batches = self._batches()
-        owns = [yielded.samples(yielded.cut(len(batch))) for batch in batches]
-        self._own_batches[:] = [  # a device without samples gets a neighbour's
-            batch[own.start : own.stop] or [batch[min(own.start, len(batch) - 1)]]
-            for batch, own in zip(batches, owns, strict=True)
+        cuts = [state.cut(len(batch)) for batch in batches]
+        owns = [cut.own(state.mesh) for cut in cuts]
+        self._own_batches[:] = [
+            batch[slice(*filled(own, len(batch)))] for batch, own in zip(batches, owns, strict=True)
         ]
-        last = len(batches) - 1
-        for turn, part in enumerate(self._by_torch):
-            size = len(batches[turn])
-            self.epoch, self.sample = (self.epoch + 1, 0) if turn == last else (self.epoch, self.sample + size)
-            self.samples = len(owns[turn])
-            yielded.add(size)
+        for cut, (start, stop), part in zip(cuts, owns, self._by_torch, strict=True):
+            self.sample, self.samples = self.sample + cut.length, stop - start
+            if cut is cuts[-1]:
+                self.set_epoch(self.epoch + 1)
+            state.add(cut)
             yield part
-        yielded.is_iterating = False
+        state.is_iterating = False
 
     def _batches(self) -> list[list[int]]:
         """Return the samples of each batch from the position on."""

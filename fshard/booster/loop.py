@@ -3,18 +3,18 @@
     output = model(x)              forward     of this device's part of the batch; parameters are unsharded as they are used
     loss = criterion(output, y)                the caller's own
     model.backward(loss)           backward    gradients are reduced as they are ready; or kept: sync=False
-    grads = model.gradients()                  of all backwards since the last call, in their layouts
+    grads = model.gradients()                  devices agree: gradients of all backwards since the last call, and buffers
 
 It runs `value_and_grad`'s device step: the loss is a mean over the samples of this device, the gradient that of the
 mean over all devices, weighted by samples. The caller is one device: a process, or inside of `fs.run`.
 
-In reproducible mode the module runs once for each slice of the device's part: see `slices`. So the bits of gradients
-are equal on any mesh, if a sample's loss depends on that sample alone.
+In reproducible mode the module runs once for each slice of the device's part: see `joined_outputs`. So the bits of
+gradients are equal on any mesh, if a sample's loss depends on that sample alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,32 +22,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard.booster.loader import YieldedBatches, rows_in
-from fshard.booster.model import BoostedModel, refuse_outside
+from fshard.booster.loader import DeviceState
+from fshard.booster.model import BoostedModel
 from fshard.booster.plugins import Plugin
-from fshard.booster.sharding import shard_model
-from fshard.booster.slices import JoinedOutput, join, split_backward
 from fshard.errors import MismatchError, ModuleError
 from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
-from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import unshard
-from fshard.mesh.spmd.run import one_thread, resolve_mesh, run_on_devices
-from fshard.mesh.spmd.scope import owning
+from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
 from fshard.optim.partition import Partitioned
-from fshard.optim.scaling import finite_scale
 from fshard.optim.torch_instances import OptimizerSource
 from fshard.source import call_site
-from fshard.transforms.batch import Batch, BatchPart, rows_of
+from fshard.transforms.batch import Slice
 from fshard.transforms.device_step import DeviceStep
 from fshard.transforms.fsdp.lazy_param import unsharded
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered
 from fshard.transforms.fsdp.units import Unit
-from fshard.transforms.gradient import unstaged
+from fshard.transforms.gradient import gradient_tree, unstaged
 from fshard.transforms.graph_checks import refuse_other_parameters, refuse_unreached
 from fshard.transforms.means import LossSums
-from fshard.transforms.module.buffers import Buffers, Written
-from fshard.transforms.module.replica import give_up_memory
-from fshard.transforms.reproducible.randomness import drawn_key, keyed_random
+from fshard.transforms.module.buffers import Buffers
+from fshard.transforms.reproducible.joined_outputs import JoinedOutput, join, split_backward
+from fshard.transforms.reproducible.randomness import drawn_key
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 from fshard.uncompiled import uncompiled
 
@@ -60,15 +54,13 @@ class _Step:
     plans: ParamPlans
     structure: Structure  # of the tree of parameters
     at: list[int]  # the index of each leaf of the tree among the parameters
-    device: DeviceStep | None = None  # of the last forward, as are the next three
-    share: float = 1.0  # the weight of the device's part of the batch
-    rows: list[int] | None = None  # number of samples of each slice, in reproducible mode
+    device: DeviceStep = field(init=False)  # of the last forward
+    done: DeviceStep = field(init=False)  # of the last backward
+    share: float = 1.0  # the weight of its part of the batch
+    weights: Sequence[float] = ()  # of its slices
     is_pending: bool = False  # it has had no backward
-    buffers: list[PyTree] = field(default_factory=list[PyTree])  # after each slice
-    outputs: list[JoinedOutput] = field(default_factory=list[JoinedOutput])  # that a loss may be made of
-    loss: Tensor = field(default_factory=lambda: torch.zeros(()))  # of the last backward
-    is_unreduced: bool = False  # gradients of a backward without `sync` remain to be reduced
-    used: list[float] = field(default_factory=list[float])  # number of devices that used each parameter, once agreed
+    outputs: list[JoinedOutput] = field(default_factory=list[JoinedOutput])  # of all forwards, in reproducible mode
+    backwards: list[Sequence[float]] = field(default_factory=list[Sequence[float]])  # the weights of the slices of each
 
     def params(self) -> PyTree:
         """Return the parameters as the module gets them."""
@@ -79,34 +71,33 @@ class LoopModel(BoostedModel):
     """A boosted model that is called and differentiated by the caller: see above.
 
     Args:
-        module: runs in place, and the memory of its parameters is freed.
-        plugin: with its mesh.
-        source, opt: which parameters are trained, and the layouts of gradients.
-        yielded: the batches of loaders.
+        module, plugin, source: see `BoostedModel`.
+        opt: with the layouts of gradients.
+        state: of the Booster; it has the batches of loaders.
     """
 
     def __init__(
-        self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned, yielded: YieldedBatches
+        self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned, state: DeviceState
     ) -> None:
-        super().__init__(module, plugin)
-        mesh = self.mesh
-        self._function, self.params, buffers = shard_model(plugin, module, source, in_place=True)
-        give_up_memory([module], torch.device(mesh.device_type))
-        self._axes, self._yielded = plugin.axes(mesh), yielded
-        self._agreed = Buffers(buffers, resolve_mesh(mesh))  # as they were on all devices after the last step
-        self._buffers_now = self._agreed.part(0)  # as the last forward has left them
-        options: Any = {"gradients": opt.gradients, **plugin.gradient_options()}
-        self._gradient = unstaged(self._function, mesh=self.mesh, batch=None, has_buffers=True, **options)
+        super().__init__(module, plugin, source)
+        self._axes, self._state = plugin.axes(self.mesh), state
+        self._gradient = unstaged(self.function, gradients=opt.gradients, **plugin.gradient_options())
         self._step: _Step | None = None
+        self._agree_on(self.module_buffers)
 
-    def full(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        changed = self._agreed.changed(0, self._buffers_now, torch.device("cpu"))
-        return unshard(self.params), unshard(self._agreed.after([changed]))
+    def _agree_on(self, buffers: PyTree) -> None:
+        """Set the buffers of all devices."""
+        self._agreed = Buffers(buffers, resolve_mesh(self.mesh))
+        self._written = [self._agreed.part(0)]  # as each slice of the last forward has left them
 
-    def _on_device(self, body: Callable[[int], Any]) -> Any:
-        refuse_outside(self.mesh)
+    def trees(self) -> list[PyTree]:
+        changed = self._agreed.changed(0, self._written[0], torch.device("cpu"))
+        return [self.params, self._agreed.after([changed])]
+
+    def _on_device(self, body: Callable[[], Any]) -> Any:
+        self.refuse_outside()
         with one_thread(self.is_reproducible):
-            (result,) = run_on_devices(resolve_mesh(self.mesh), body, mapped=self.mesh.axis_names)
+            (result,) = run_on_devices(resolve_mesh(self.mesh), lambda _: body(), mapped=self.mesh.axis_names)
         return result
 
     # -- forward ----------------------------------------------------------------------------------------------------
@@ -114,20 +105,21 @@ class LoopModel(BoostedModel):
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this device's part of the batch."""
-        return self._on_device(lambda device: self._forward(device, (args, kwargs)))
+        return self._on_device(lambda: self._forward((args, kwargs)))
 
-    def _forward(self, device: int, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def _forward(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         grad = torch.is_grad_enabled()
-        step = self._step if self._step is not None and grad else self._begin(device)
+        step = self._step if self._step is not None and grad else self._begin()
         if not step.is_pending:
             step.runtime.begin()
-        sliced = grad and self.is_reproducible
-        batch, step.share = self._batch(device, given, sliced=sliced)
+        sliced, part, mesh = grad and self.is_reproducible, self._state.part_of(given), resolve_mesh(self.mesh)
+        batch, (start, stop) = part.on(mesh, split=sliced), part.cut.own(mesh)
+        step.share = (stop - start) / part.cut.length
         with self.draws(grad=grad):
             key = drawn_key()
         step.device = DeviceStep(self._gradient.how, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
         try:
-            output = self._run_slices(step, step.device) if sliced else self._run_once(step, step.device)
+            output = self._run_slices(step, sliced=sliced)
         except BaseException:
             if step is not self._step:  # no later call uses it
                 step.runtime.leave()
@@ -139,58 +131,49 @@ class LoopModel(BoostedModel):
             step.runtime.close()
         return output
 
-    def _batch(self, device: int, given: PyTree, *, sliced: bool) -> tuple[Batch, float]:
-        """Return this device's part of a batch, and its weight."""
-        mesh, cut = resolve_mesh(self.mesh), self._yielded.cut_of(rows_in(given))
-        own = len(self._yielded.samples(cut))
-        if sliced:
-            return BatchPart(given, cut).on(mesh), own / cut.length
-        leaves, structure = flatten(given, none_is_leaf=True)
-        has_samples = [rows_of(x) == max(own, 1) for x in leaves]
-        columns, found = [(x,) for x in leaves], cut if any(has_samples) else None
-        return Batch(mesh, (device,), columns, found, has_samples, structure, self._axes, ()), own / cut.length
-
-    def _begin(self, device: int) -> _Step:
+    def _begin(self) -> _Step:
         """Begin a step: make the parameters available."""
         leaves, structure = flatten(self.params, sharded_is_leaf=True)
         own, at = numbered(leaves)
-        plans = self._gradient.plans_of(structure, leaves, at, resolve_mesh(self.mesh), self._axes)
-        shards = [leaves[place].shards[0] for place in own]
+        mesh = resolve_mesh(self.mesh)
+        plans = self._gradient.plans_of(structure, leaves, at, mesh, self._axes)
+        shards, (device,) = [leaves[place].shards[0] for place in own], local_devices(mesh)
         return _Step(self._gradient.runtime(plans, shards, call_site(), device), plans, structure, at)
 
-    def _run_once(self, step: _Step, device: DeviceStep) -> Any:
-        leaves = [x for (x,) in device.batch.columns]
-        output, self._buffers_now = self._run(step, device, leaves, self._buffers_now, 0)
-        return output
-
-    def _run_slices(self, step: _Step, device: DeviceStep) -> Any:
-        """Run each slice alone, and join the outputs as if the module had been called once."""
-        slices = device.batch.slices(0, device.turns, apart=True)
-        if any(isinstance(x, Tensor) and x.requires_grad for slice in slices for x in slice.leaves):
+    def _run_slices(self, step: _Step, *, sliced: bool) -> Any:
+        """Run the module; once for each slice, whose outputs are joined as if it had been called once."""
+        device = step.device
+        given = Slice([x for (x,) in device.batch.columns], 1, None)
+        slices = device.batch.slices(0, device.turns, apart=True) if sliced else [given]
+        if sliced and any(isinstance(x, Tensor) and x.requires_grad for slice in slices for x in slice.leaves):
             raise ValueError(
                 "reproducible=True: arguments of the model must not need a gradient, as the output of another call does: "
                 "slices are cut off from its graph. detach() them, or leave reproducible=True out."
             )
-        before = step.buffers or [self._buffers_now] * len(slices)
         first = 0 if device.group is None else device.group.index * len(slices)
-        found = [self._run(step, device, slice.leaves, before[turn], first + turn) for turn, slice in enumerate(slices)]
-        step.rows, step.buffers = [slice.rows for slice in slices], [buffers for _, buffers in found]
-        output, recorded = join([output for output, _ in found], step.rows)
+        pairs = zip(slices, self._written_by(len(slices)), strict=True)
+        found = [self._run(step, slice.leaves, buffers, first + turn) for turn, (slice, buffers) in enumerate(pairs)]
+        outputs, written = [output for output, _ in found], [buffers for _, buffers in found]
+        if len(written) >= len(self._written):  # else it is a look between the forwards of a reproducible step
+            self._written = written
+        if not sliced:
+            step.weights = [step.share]
+            return outputs[0]
+        step.weights = rows = [slice.rows for slice in slices]
+        output, recorded = join(outputs, rows)
         step.outputs += recorded
         return output
 
-    def _run(
-        self, step: _Step, device: DeviceStep, leaves: list[Any], buffers: PyTree, number: int
-    ) -> tuple[Any, PyTree]:
+    def _written_by(self, slices: int) -> list[PyTree]:
+        """Return the present buffers for each of these slices."""
+        return self._written if len(self._written) == slices else self._written[:1] * slices
+
+    def _run(self, step: _Step, leaves: list[Any], buffers: PyTree, number: int) -> tuple[Any, PyTree]:
         """Run the module once; return its output, and the buffers after it."""
-        runtime, grad = step.runtime, torch.is_grad_enabled()
-        args, kwargs = device.batch.tree(leaves, self._gradient.how.unit_options.compute)
-        with (
-            keyed_random(device.key, 0, number),
-            owning(device.batch.mesh.axis_names, device.collectives.notice),
-            runtime.saved.watch() if grad else nullcontext(),
-        ):
-            output, after = self._function(step.params(), buffers, *args, **kwargs)
+        device, runtime, grad = step.device, step.runtime, torch.is_grad_enabled()
+        args, kwargs = device.batch.tree(leaves, device.how.unit_options.compute)
+        with device.running(number), runtime.saved.watch() if grad else nullcontext():
+            output, after = self.function(step.params(), buffers, *args, **kwargs)
         if grad and runtime.fresh:
             refuse_unreached(output)
         return unsharded(output), after
@@ -204,93 +187,71 @@ class LoopModel(BoostedModel):
         mode, and where gradients are reduced each time, `sync` makes no difference.
         """
         step = self._step
-        if step is None or step.device is None:
+        if step is None:
             raise ModuleError("backward: the model must be called after the last step or zero_grad. Call it first.")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError("backward: the loss must be a tensor of one number that the model's output led to.")
         if step.runtime.fresh:
             refuse_other_parameters(loss)
-        now = step.device
-        self._on_device(lambda device: self._backward(step, now, loss, scale, sync))
+        self._on_device(lambda: self._backward(step, loss, scale, sync))
 
-    def _backward(self, step: _Step, device: DeviceStep, loss: Tensor, scale: float, sync: bool) -> None:
-        runtime, units = step.runtime, step.runtime.units
-        runtime.check_unchanged()
-        device.scale, device.scaled, step.is_pending = scale, finite_scale(loss.dtype, scale), False
+    def _backward(self, step: _Step, loss: Tensor, scale: float, sync: bool) -> None:
+        device, units, reductions = step.device, step.runtime.units, step.runtime.reductions
+        step.runtime.check_unchanged()
+        device.scale, step.is_pending = scale, False
         device.agree_on_axes(loss.device)
-        step.is_unreduced = not sync and device.how.once and not self.is_reproducible
-        trees = TreeAccumulator(units, runtime.reductions.as_reduced) if self.is_reproducible else None
-        keep = trees.add if trees is not None else Unit.accumulate if step.is_unreduced else None
-        runtime.begin_backward(device.everyone, device.collectives.along, keep, idle=not step.share)
-
-        def collect(outputs: list[Tensor], cotangents: list[Tensor]) -> None:
-            with runtime.reductions.collecting():  # autograd calls the backwards of units
-                torch.autograd.grad(outputs, [runtime.anchor], cotangents, allow_unused=True)
-
-        start, step.loss = torch.full_like(loss, step.share * device.scaled), loss.detach()
-        if trees is None:
-            collect([loss], [start])
+        if self.is_reproducible:
+            trees = TreeAccumulator(units, reductions.as_reduced)
+            start = device.begin_backward(loss, step.share, trees.add, idle=not step.share)
+            split_backward(loss, start, step.outputs, device.differentiate, trees)
+            for unit in units:  # each backward on its own: sums of two would be rounded otherwise on other meshes
+                reductions.reduce(unit, trees.result(unit) or [None] * len(unit.indices))
+            reductions.send()
         else:
-            step.outputs = split_backward(loss, start, step.outputs, collect, trees)
-            for unit in units:
-                unit.accumulated = trees.result(unit)
-        if not step.is_unreduced:
-            self._agree(step, device)
-
-    def _agree(self, step: _Step, device: DeviceStep) -> None:
-        """Reduce the remaining gradients, and average buffers."""
-        step.runtime.reductions.end()
-        weights = [step.share] if step.rows is None else [row * bool(step.share) for row in step.rows]
-        trees = step.buffers or [self._buffers_now] * len(weights)
-        changes = [self._agreed.changed(0, tree, step.loss.device) for tree in trees]
-        written = [Written(weight, changed) for weight, changed in zip(weights, changes, strict=True)]
-        mean, step.used, after = device.together([LossSums(step.loss, weight, [], []) for weight in weights], written)
-        if step.rows is None and abs(mean.weight - 1) > 1e-6:
-            raise MismatchError(
-                f"the devices' parts of the batch must add up to one; got {mean.weight:.3f}: rows fit batches of two sizes. "
-                "Use each batch of a loader before the next is fetched, or leave the last one out: drop_last=True."
-            )
-        if step.runtime.fresh and len(weights) > 1:
-            step.runtime.warn_of_attributes()
-        self._agreed = Buffers(self._agreed.after([after]), resolve_mesh(self.mesh))
-        self._buffers_now, step.buffers = self._agreed.part(0), []
+            keep = None if sync or not device.how.once else Unit.accumulate
+            device.differentiate([loss], [device.begin_backward(loss, step.share, keep, idle=not step.share)])
+            if keep is None:
+                reductions.end()
+        step.backwards.append(step.weights)
+        step.done = device
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradients(self) -> PyTree:
         """Return the gradients of all backwards since the last time; None where no device has used a parameter."""
         step = self._step
-        if step is None or step.device is None or not (step.used or step.is_unreduced):
+        if step is None or not step.backwards:
             raise ModuleError(
                 "there are no gradients. Call the model, then booster.backward(loss, optimizer): loss.backward() does not "
                 "reduce over devices."
             )
-        now = step.device
         self.end_step()
-        return self._on_device(lambda device: self._reduced(step, now))
+        return self._on_device(lambda: self._agree(step))
 
-    def _reduced(self, step: _Step, device: DeviceStep) -> PyTree:
-        runtime = step.runtime
-        if step.is_unreduced:
-            runtime.begin_backward(device.everyone, device.collectives.along, None, idle=False)
-            self._agree(step, device)
-        runtime.check_unchanged()
-        runtime.end()
-        grads = [
-            None if g is None else Sharded(leaf.shape, leaf.gradient, (g,))
-            for leaf, g in zip(step.plans.leaves, device.gradients(step.used), strict=True)
-        ]
-        step.plans.order = runtime.order
-        runtime.stop()
-        self._step = None
-        return unflatten(step.structure, [grads[place] for place in step.at])
+    def _agree(self, step: _Step) -> PyTree:
+        """Reduce the remaining gradients, and average buffers: the one time in a step that all devices agree."""
+        device, near = step.done, torch.zeros((), device=step.runtime.reductions.device)
+        found = [LossSums(near, sum(weights), [], []) for weights in zip(*step.backwards, strict=True)]
+        changed = [self._agreed.changed(0, tree, near.device) for tree in self._written_by(len(found))]
+        mean, used, after = device.together(found, changed)
+        if not self.is_reproducible and abs(mean.weight - len(step.backwards)) > 1e-6:
+            raise MismatchError(
+                f"the devices' parts of the batch must add up to one; got {mean.weight / len(step.backwards):.3f}: rows fit "
+                "batches of two sizes. Use each batch of a loader before the next is fetched, or leave the last one out: "
+                "drop_last=True."
+            )
+        self._agree_on(self._agreed.after([after]))
+        grads = gradient_tree(step.plans.leaves, [device.gradients(used)], step.structure, step.at)
+        step.plans.order, self._step = step.runtime.order, None
+        step.runtime.stop()
+        return grads
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step; a forward without its backward stays, as in torch."""
         step = self._step
         if step is not None and step.is_pending:
-            step.runtime.reductions.drop()
-            step.used, step.is_unreduced = [], False
+            step.backwards = []
+            self._on_device(lambda: step.runtime.reductions.drop())
         elif step is not None:
             self._step = None
-            self._on_device(lambda device: step.runtime.stop())
+            self._on_device(lambda: step.runtime.stop())

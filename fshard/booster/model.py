@@ -1,27 +1,57 @@
-"""The model and the optimizer that `Booster.boost` returns: what is common to models in a loop and in stages."""
+"""A model in the layouts of a plugin: what is common to models in a loop and in stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fshard.booster.plugins import Plugin
 from fshard.copying import copied
-from fshard.errors import ModuleError, OptimizerError, ScopeError
-from fshard.mesh.layout import Mesh, PyTree
-from fshard.mesh.spmd.run import is_outside, one_thread
-from fshard.optim.arguments import validate, within
-from fshard.optim.chain import clip_by_value, clipped_if_finite, shrunk
-from fshard.optim.contract import Optimizer, step_of
-from fshard.optim.norms import global_norm
-from fshard.optim.partition import Partitioned
-from fshard.optim.torch_instances import OptimizerSource, TorchSource
+from fshard.errors import ModuleError, ScopeError
+from fshard.mesh.layout import Layout, PyTree
+from fshard.mesh.reshard.device_put import unshard
+from fshard.mesh.spmd.run import is_outside
+from fshard.optim.torch_instances import OptimizerSource
+from fshard.transforms.module.functionalize import module_function, refuse_hooks
+from fshard.transforms.module.lazy import draw, fill, reserved
+from fshard.transforms.module.replica import give_up_memory
 from fshard.transforms.reproducible.randomness import keyed_random
-from fshard.uncompiled import uncompiled
+from fshard.transforms.shard_params import apply_rules
+from fshard.transforms.stages.plan import has_stages, place_stages
+
+
+def shard_model(
+    plugin: Plugin, model: nn.Module, source: OptimizerSource, *, in_place: bool = False
+) -> tuple[Any, PyTree, PyTree]:
+    """Return a model as a function, its sharded parameters, and its buffers; each a list for stages, which run as they are.
+
+    Lazy layers are built one at a time. A model that runs `in_place` gives up its memory.
+    """
+    mesh, run, stages = plugin.default_mesh(), None, plugin.stages_of(model)
+    if plugin.in_stages():
+        for stage in stages:
+            refuse_hooks(stage)
+        run, options = tuple(stages), plugin.gradient_options()
+        where: Any = {name: options[name] for name in ("mesh", "schedule", "axis")}
+        trained = [source.trained(dict(stage.named_parameters())) for stage in stages]
+        params = place_stages(trained, plugin.rules(mesh), **where, put=reserved)
+        buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
+        trees = [tree for own in zip(has_stages(**where), params, buffers, strict=True) if own[0] for tree in own[1:]]
+    else:
+        synchronised = plugin.axes(mesh) if plugin.sync_batchnorm else None
+        how: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised}
+        run, own, buffers = module_function(model, **how, in_place=in_place)
+        params = apply_rules(source.trained(own), plugin.rules(mesh), mesh, put=reserved)
+        buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}
+        trees = [params, buffers] if mesh.runtime != "abstract" else []
+    tensors: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
+    draw(model, plugin.seed, tensors, lambda name, made: fill(tensors[name], made))
+    if in_place:
+        give_up_memory([model, *stages], torch.device(mesh.device_type))
+    return run, params, buffers
 
 
 def refusing(kind: type[Exception], text: str) -> Any:
@@ -38,27 +68,32 @@ class BoostedModel(nn.Module):
 
     `module` is the module that was boosted, and it is the one that runs: hooks, attributes and modes set there take
     effect. Between steps its parameters have no memory; `unwrap()` returns a copy with full parameters.
+
+    Args:
+        module: runs in place, and the memory of its parameters is freed.
+        plugin: with its mesh.
+        source: which parameters are trained.
     """
 
     params: PyTree  # in their layouts
 
-    def __init__(self, module: nn.Module, plugin: Plugin) -> None:
+    def __init__(self, module: nn.Module, plugin: Plugin, source: OptimizerSource) -> None:
         super().__init__()
         self.module, self.mesh, self.is_reproducible = module, plugin.default_mesh(), plugin.reproducible
         self._seed, self._steps, self._forwards, self._others = plugin.seed, 0, 0, 0
-        refuse_outside(self.mesh)
+        self.refuse_outside()
+        self.function, self.params, self.module_buffers = shard_model(plugin, module, source, in_place=True)
 
-    def full(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return unsharded parameters and buffers by name; a collective of all devices."""
-        raise NotImplementedError
+    def refuse_outside(self) -> None:
+        """Raise unless the caller is one device of the mesh."""
+        if is_outside(self.mesh):
+            raise ScopeError(
+                f"a loop must run as one device of {self.mesh}. Call it inside of fs.run(main, mesh=mesh), or under torchrun."
+            )
 
-    def backward(self, loss: Tensor, *, scale: float, sync: bool) -> None:
-        """Add the gradient of `scale` times the loss; without `sync` it is not reduced yet."""
-        raise NotImplementedError
-
-    def gradients(self) -> PyTree:
-        """Return the gradients of all backwards since the last time; None where no device has used a parameter."""
-        raise NotImplementedError
+    def trees(self) -> list[PyTree]:
+        """Return the trees of parameters and buffers by name."""
+        return [self.params, self.module_buffers]
 
     def draws(self, *, grad: bool) -> AbstractContextManager[None]:
         """Return the context of the next forward's random draws.
@@ -77,121 +112,13 @@ class BoostedModel(nn.Module):
 
     def unwrap(self) -> nn.Module:
         """Return a copy of the module with full parameters; all devices must call it."""
-        params, buffers = self.full()
-        full: dict[int, Any] = {}
+        values = {name: x for tree in unshard(self.trees()) for name, x in tree.items()}
+        full: dict[int, Any] = {id(x): values.get(name, x).clone() for name, x in self.module.named_buffers()}
         for name, x in self.module.named_parameters():
-            own = params[name] if name in params else buffers[name]
-            full[id(x)] = nn.Parameter(own.detach().clone(), requires_grad=x.requires_grad)
-        full |= {id(x): buffers.get(name, x).clone() for name, x in self.module.named_buffers()}
+            full[id(x)] = nn.Parameter(values[name].detach().clone(), requires_grad=x.requires_grad)
         return copied(self.module, full)
 
     state_dict = refusing(ModuleError, "a boosted model is sharded: call model.unwrap().state_dict() on all devices.")
     load_state_dict = refusing(ModuleError, "a boosted model is sharded. Load before the model is boosted.")
     _apply = refusing(ModuleError, "a boosted model is sharded. Move or convert it before it is boosted.")
     __deepcopy__ = refusing(ModuleError, "a boosted model is sharded: model.unwrap() is a copy with full parameters.")
-
-
-class BoostedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state is sharded by the plugin; its groups are those of the optimizer that was boosted.
-
-    Args:
-        optim: the optimizer of torch, or a pure one.
-        source: the same, as pure ones.
-        partitioned: returns it on shards, with the present options of the groups.
-        model: whose parameters it writes.
-    """
-
-    def __init__(
-        self, optim: Any, source: OptimizerSource, partitioned: Callable[[], Partitioned], model: BoostedModel
-    ) -> None:
-        self.optim, self._source, self._partitioned, self._model = optim, source, partitioned, model
-        self._grads: PyTree | None = None
-        self.state: PyTree = self._partitioned().init(model.params)
-        if isinstance(optim, torch.optim.Optimizer):  # options written to the groups count in the next step
-            self.param_groups, self.defaults = optim.param_groups, optim.defaults
-
-    @property
-    def scale(self) -> float:
-        """The loss scale."""
-        loss_scale = self._partitioned().loss_scale
-        return 1.0 if loss_scale is None else float(loss_scale(self.state))
-
-    @uncompiled
-    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
-        """Add the gradient of a loss."""
-        if self._grads is not None:
-            raise OptimizerError("backward must come before the gradients of a step are clipped or read.")
-        self._model.backward(loss, scale=self.scale, sync=sync)
-
-    @property
-    def grads(self) -> PyTree:
-        """The gradients of all backwards since the last step, of `scale` times the loss, in their layouts."""
-        if self._grads is None:
-            self._grads = self._model.gradients()
-        return self._grads
-
-    def clip_grad_by_norm(
-        self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Scale the gradients so that their total norm is at most `max_norm`; return the norm before.
-
-        `norm_type` is p of the norm: 2 the Euclidean one, "inf" the largest element.
-        """
-        order = float(norm_type)
-        validate("clip_grad_norm", within("[0, inf]", max_norm=max_norm), within("(0, inf]", norm_type=order))
-        norm, scale = global_norm(self.grads, order), self.scale
-        if error_if_nonfinite and not norm.isfinite():
-            raise OptimizerError(f"clip_grad_norm: the norm of the gradients must be finite; got {norm.item()}.")
-        self._grads = shrunk(self.grads, norm, max_norm * scale)
-        return norm / scale
-
-    def clip_grad_by_value(self, clip_value: float) -> None:
-        """Keep each element of the gradients between -clip_value and clip_value."""
-        if self._partitioned().loss_scale is None:
-            self._grads, _ = clip_by_value(float(clip_value)).update(self.grads, (), None)
-        else:
-            validate("clip_grad_value", within("[0, inf]", clip_value=clip_value))
-            self._grads = clipped_if_finite(self.grads, clip_value * self.scale)
-
-    @uncompiled
-    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, closure: Callable[[], Tensor] | None = None
-    ) -> Tensor | None:
-        """Take a step along the gradients, including those of `closure`, which is called once; return its result."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        model, opt = self._model, self._partitioned()
-        step = None if model.is_reproducible else opt.step  # fused kernels round otherwise where a shard ends
-        with torch.no_grad(), one_thread(model.is_reproducible):
-            write = step_of(Optimizer(opt.init, opt.update, step, arrays=True))
-            model.params, self.state = write(self.grads, self.state, model.params)
-        self._grads = None
-        if isinstance(self.optim, torch.optim.Optimizer):
-            vars(self.optim)["_opt_called"] = True  # schedulers check that a step precedes theirs
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-        self._grads = None
-        self._model.zero_grad()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train parameters that were in no group so far."""
-        self.optim.add_param_group(param_group)
-        if isinstance(self._source, TorchSource):
-            grown = self._source.grown(self._model.params, self.state, self._partitioned().init)
-            self._model.params, self.state = grown
-
-    state_dict = refusing(OptimizerError, "state_dict: a boosted optimizer's state is sharded: optimizer.state.")
-    load_state_dict = refusing(
-        OptimizerError, "load_state_dict: a boosted optimizer's state is sharded: optimizer.state."
-    )
-    __reduce_ex__ = refusing(OptimizerError, "a boosted optimizer is sharded, so it cannot be copied or pickled.")
-
-
-def refuse_outside(mesh: Mesh) -> None:
-    """Raise unless the caller is one device of a mesh."""
-    if is_outside(mesh):
-        raise ScopeError(
-            f"a loop must run as one device of {mesh}. Call it inside of fs.run(main, mesh=mesh), or under torchrun."
-        )

@@ -72,8 +72,8 @@ class Plugin:
 
     def errors(self) -> list[str]:
         """List the invalid fields, and those that contradict each other or the mesh."""
-        wrong = must_be("mesh", "a Mesh or None", self.mesh, isinstance(self.mesh, Mesh | None))
-        wrong += self.axis_errors("axis") + one_of("precision", self.precision, "bf16", "fp16", None)
+        wrong, mesh = must_be("mesh", "a Mesh or None", self.mesh, isinstance(self.mesh, Mesh | None)), self.mesh
+        wrong += one_of("precision", self.precision, "bf16", "fp16", None)
         wrong += one_of("unused", self.unused, "skip", "zero")
         wrong += flag("sync_batchnorm", self.sync_batchnorm) + flag("reproducible", self.reproducible)
         wrong += integer("slices", self.slices) + integer("seed", self.seed, 0)
@@ -81,12 +81,9 @@ class Plugin:
         wrong += unknown("options", self.options, sorted(known)) + wrong_options(self.reproducible, self.options)
         if self.reproducible and self.sync_batchnorm:
             wrong.append("sync_batchnorm=True needs all devices together, reproducible=True computes slices one by one")
+        if isinstance(mesh, Mesh):
+            wrong += dict.fromkeys(refusal(lambda: self.axes(mesh)) + refusal(lambda: self.zero_axes(mesh)))
         return wrong
-
-    def axis_errors(self, name: str) -> list[str]:
-        """List the errors of a field with axes of the mesh, once there is one."""
-        mesh, axes = self.mesh, getattr(self, name)
-        return refusal(lambda: mesh.check_axes(axes, f"{name}=")) if isinstance(mesh, Mesh) else []
 
     def zero(self) -> Stage:
         """Return the stage of ZeRO."""
@@ -124,14 +121,21 @@ class Plugin:
 
     def gradient_options(self) -> dict[str, Any]:
         """Return the options of `value_and_grad`."""
+        mesh = self.default_mesh()
         return {
+            "mesh": mesh,
+            "batch": P(axes) if (axes := self.axes(mesh)) else P(),
+            "has_buffers": True,
             "compute": {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[self.precision],
             "reduce": torch.float32 if self.precision == "fp16" else None,
             "reproducible": self.reproducible,
-            "slices": self.slices if self.reproducible else None,
-            "reduce_once": self.zero() < 2,
+            **self.own_options(),
             **self.options,
         }
+
+    def own_options(self) -> dict[str, Any]:
+        """Return those that stages do not have, or that they alone have."""
+        return {"slices": self.slices if self.reproducible else None, "reduce_once": self.zero() < 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,23 +180,23 @@ class FSDPPlugin(Plugin):
 
     def errors(self) -> list[str]:
         wrong = super().errors() + flag("reshard_after_forward", self.reshard_after_forward)
-        wrong += refusal(lambda: fsdp((), unit=self.unit)) + self.axis_errors("shard_axis")
-        if self.mesh is not None and not wrong and not {*self.zero_axes(self.mesh)} <= {*self.axes(self.mesh)}:
-            wrong.append(f"shard_axis must be among axis=, got {self.shard_axis!r}")
-        return wrong
+        return wrong + refusal(lambda: fsdp((), unit=self.unit))
 
     def zero(self) -> Stage:
         return 3
 
     def zero_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        chosen = cast(Any, self.shard_axis)
-        return self.axes(mesh) if chosen is None else mesh.check_axes(chosen, "shard_axis=")
+        axes = self.axes(mesh)
+        found = axes if self.shard_axis is None else mesh.check_axes(cast(Any, self.shard_axis), "shard_axis=")
+        if not {*found} <= {*axes}:
+            raise ValueError(f"shard_axis must be among axis=, got {self.shard_axis!r}.")
+        return found
 
     def rules(self, mesh: Mesh) -> Rules:
         return fsdp(self.zero_axes(mesh), unit=self.unit)
 
-    def gradient_options(self) -> dict[str, Any]:
-        return {**super().gradient_options(), "reshard_after_forward": self.reshard_after_forward}
+    def own_options(self) -> dict[str, Any]:
+        return {**super().own_options(), "reshard_after_forward": self.reshard_after_forward}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,12 +272,10 @@ class HybridParallelPlugin(Plugin):
     def rules(self, mesh: Mesh) -> Rules:
         return fsdp(axes) if self.zero_stage == 3 and (axes := self.axes(mesh)) else P()
 
-    def gradient_options(self) -> dict[str, Any]:
-        found = super().gradient_options()
+    def own_options(self) -> dict[str, Any]:
         if not self.in_stages():
-            return found
-        found = {name: found[name] for name in ("compute", "reduce", "reproducible", *self.options)}
-        return {**found, "schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
+            return super().own_options()
+        return {"schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
 
     def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
         count, layers = len(self.plan().placement), cast(Any, model)

@@ -15,18 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fshard.booster.model import BoostedModel, refuse_outside, refusing
+from fshard.booster.model import BoostedModel, refusing
 from fshard.booster.plugins import Plugin
-from fshard.booster.sharding import shard_stages_of
 from fshard.errors import ModuleError
-from fshard.mesh.layout import P, PyTree
-from fshard.mesh.reshard.device_put import unshard
+from fshard.mesh.layout import PyTree
 from fshard.optim.leaves import Leaf, Leaves, map_shards
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_instances import OptimizerSource
 from fshard.source import call_site
 from fshard.transforms.gradient import GradientFunction, StepValue
-from fshard.transforms.module.replica import give_up_memory
 from fshard.transforms.value_and_grad import gradient_of
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -36,20 +33,14 @@ class StagedModel(BoostedModel):
     """A boosted model in the layouts of a schedule; its stages run in place. For the arguments see `LoopModel`."""
 
     def __init__(self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned) -> None:
-        super().__init__(module, plugin)
-        mesh = self.mesh
-        self._stages = tuple(plugin.stages_of(module))
-        self.params, self._stage_buffers = shard_stages_of(plugin, module, self._stages, source)
-        give_up_memory([module, *self._stages], torch.device(mesh.device_type))
-        batch = P(axes) if (axes := plugin.axes(mesh)) else P()
-        self._options = {"mesh": mesh, "batch": batch, "gradients": opt.gradients, **plugin.gradient_options()}
+        super().__init__(module, plugin, source)
+        self._options = {"gradients": opt.gradients, **plugin.gradient_options()}
         self._grads: PyTree | None = None
         self._criterion: Criterion | None = None
         self._gradient = lru_cache(maxsize=4)(self._make_gradient)
 
-    def full(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        params, buffers = unshard(self.params), unshard(self._stage_buffers)
-        return {k: x for tree in params for k, x in tree.items()}, {k: x for tree in buffers for k, x in tree.items()}
+    def trees(self) -> list[PyTree]:
+        return [*self.params, *self.module_buffers]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise: a schedule runs the model."""
@@ -67,23 +58,23 @@ class StagedModel(BoostedModel):
             found = loss_of(self._criterion, y, microbatch)
             return (found, y) if outputs else found
 
-        how: dict[str, Any] = {**self._options, "loss": loss, "has_aux": outputs, "has_buffers": True}
-        return gradient_of("execute_pipeline", self._stages, backward=backward, in_place=True, **how)
+        how: dict[str, Any] = {**self._options, "loss": loss, "has_aux": outputs}
+        return gradient_of("execute_pipeline", self.function, backward=backward, in_place=True, **how)
 
     def run(self, criterion: Criterion | None, batch: PyTree, scale: float, *, outputs: bool) -> StepValue:
         """Run the schedule on a batch, and keep the gradients of `scale` times the loss; without grad mode, forwards only.
 
         With `outputs`, the last stage's results of all samples are returned beside the loss.
         """
-        refuse_outside(self.mesh)
+        self.refuse_outside()
         backward, self._criterion = torch.is_grad_enabled(), criterion
         with self.draws(grad=backward):
             gradient = self._gradient(outputs, backward)
-            value, grads = gradient.run(self.params, self._stage_buffers, batch, call_site(), scale)
+            value, grads = gradient.run(self.params, self.module_buffers, batch, call_site(), scale)
         if backward:
             at = Leaves.of(grads if self._grads is None else self._grads)
             self._grads = grads if self._grads is None else at.mapped(_added, at.beside(grads, "the gradients"))
-        self._stage_buffers = value.buffers
+        self.module_buffers = value.buffers
         return value
 
     def gradients(self) -> PyTree:

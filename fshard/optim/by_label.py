@@ -13,14 +13,7 @@ from typing import Any
 
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
-from fshard.optim.contract import (
-    Elementwise,
-    Optimizer,
-    Update,
-    elementwise_leaves,
-    no_updates,
-    step_of,
-)
+from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, no_updates, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.per_device import inner_optimizer
 

@@ -86,16 +86,20 @@ def clip_by_value(limit: float) -> Optimizer:
     [tensor([ 1.0000, -1.0000,  0.5000])]
     """
     validate("clip_by_value", within("[0, inf]", limit=limit))
-    return _stateless(lambda grads, params: each_shard(lambda grad: _clipped(grad, limit), grads))
+    return _stateless(lambda grads, params: clipped(grads, limit))
 
 
-def clipped_if_finite(grads: PyTree, limit: float) -> PyTree:
-    """Return gradients clipped by value, with infinite elements unchanged: loss scaling must detect these.
+def clipped(grads: PyTree, limit: float, *, keep_infinite: bool = False) -> PyTree:
+    """Return gradients clipped by value; `keep_infinite` elements unchanged, which loss scaling must detect.
 
-    >>> clipped_if_finite([torch.tensor([3.0, torch.inf])], 1.0)
+    >>> clipped([torch.tensor([3.0, torch.inf])], 1.0, keep_infinite=True)
     [tensor([1., inf])]
     """
-    return each_shard(lambda grad: torch.where(grad.isinf(), grad, _clipped(grad, limit)), grads)
+
+    def of_shard(grad: Tensor) -> Tensor:
+        return torch.where(grad.isinf(), grad, _clipped(grad, limit)) if keep_infinite else _clipped(grad, limit)
+
+    return each_shard(of_shard, grads)
 
 
 def _clipped(grad: Tensor, limit: float) -> Tensor:

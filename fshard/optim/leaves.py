@@ -149,16 +149,14 @@ def without_static(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     >>> hidden, restore({"w": 1, "act": None})
     ({'w': tensor([1.]), 'act': None}, {'w': 1, 'act': 'relu'})
     """
-    leaves, structure = flatten(tree, sharded_is_leaf=True)
-    static = {place: x for place, x in enumerate(leaves) if type(x) is not Sharded and is_static(x)}
-    if not static:
+    at = Leaves.of(tree)
+    if not at.static:
         return tree, lambda other: other
 
     def restore(other: PyTree) -> PyTree:
-        rest = iter(flatten(other, sharded_is_leaf=True)[0])
-        return unflatten(structure, [static[place] if place in static else next(rest) for place in range(len(leaves))])
+        return at.rebuild(flatten(other, sharded_is_leaf=True, none_is_leaf=True)[0])
 
-    return unflatten(structure, [None if place in static else x for place, x in enumerate(leaves)]), restore
+    return unflatten(at.structure, at.leaves), restore
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------

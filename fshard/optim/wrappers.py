@@ -10,15 +10,7 @@ from torch import Tensor
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
-from fshard.optim.contract import (
-    Optimizer,
-    Update,
-    apply_updates,
-    conditional,
-    copied,
-    differences,
-    step_of,
-)
+from fshard.optim.contract import Optimizer, Update, apply_updates, conditional, copied, differences, step_of
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.per_device import inner_optimizer
 

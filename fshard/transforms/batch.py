@@ -63,6 +63,15 @@ class Cut(NamedTuple):
         index = _index(self.axes, mesh, device)
         return [balanced_range(self.length, self.parts * count, index * count + turn) for turn in range(count)]
 
+    def own(self, mesh: Mesh) -> Range:
+        """Return which samples the caller's first device takes."""
+        return self.ranges(mesh, local_devices(mesh)[0], 1)[0]
+
+    def rows(self, mesh: Mesh) -> int:
+        """Return the number of rows that it has: a neighbour's, if it has no samples."""
+        start, stop = self.own(mesh)
+        return max(stop - start, 1)
+
     def lengths(self) -> list[int]:
         """Return the number of samples of each device."""
         ranges = (balanced_range(self.length, self.parts, index) for index in range(self.parts))
@@ -75,7 +84,7 @@ def _index(axes: tuple[str, ...], mesh: Mesh, device: int) -> int:
     return ravel([at[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
 
 
-def _filled(found: Range, length: int) -> Range:
+def filled(found: Range, length: int) -> Range:
     """Return a range of `length` samples; one neighbour, where it is empty."""
     start, stop = found
     at = min(start, length - 1)
@@ -179,7 +188,7 @@ def _rows(x: Tensor, ranges: list[Range], turn: int, *, apart: bool) -> Tensor:
     """Return the samples of one slice from a device's part."""
     start, stop = ranges[turn]
     first = ranges[0][0]
-    rows = x[slice(*_filled((start - first, stop - first), len(x)))]
+    rows = x[slice(*filled((start - first, stop - first), len(x)))]
     return rows.clone() if apart else rows
 
 
@@ -190,23 +199,26 @@ class BatchPart:
     tree: PyTree
     cut: Cut
 
-    def on(self, mesh: Mesh) -> Batch:
-        """Return the batch in its layout."""
+    def on(self, mesh: Mesh, *, split: bool = True) -> Batch:
+        """Return the batch in its layout. One that is not `split` into slices may have any objects: they pass as they are."""
         paths, leaves, structure = flatten_with_paths(self.tree, none_is_leaf=True)
-        (device,) = local_devices(mesh)
-        (own,) = self.cut.ranges(mesh, device, 1)
-        rows = max(own[1] - own[0], 1)  # a neighbour's, if there is none
-        for path, x in zip(paths, leaves, strict=True):
-            _refuse_object(x)
-            if rows_of(x) not in (None, rows):
-                raise ValueError(
-                    f"this device has {rows} of the batch's {self.cut.length} samples from the loader, but {path or 'it'} is "
-                    f"{rows_of(x)} long. Give tensors with a row per sample apart from those that all devices get in full."
-                )
-        tensors = [lazy_copy(in_memory(x, mesh, "device")) if isinstance(x, Tensor) else x for x in leaves]
-        has_samples = [rows_of(x) is not None for x in leaves]
-        shapes = tuple((*([self.cut.length] if x.ndim else []), *x.shape[1:]) for x in leaves if isinstance(x, Tensor))
-        return Batch(mesh, (device,), [(x,) for x in tensors], self.cut, has_samples, structure, self.cut.axes, shapes)
+        rows, shapes = self.cut.rows(mesh), tuple[tuple[int, ...], ...]()
+        has_samples = [rows_of(x) == rows for x in leaves]
+        if split:
+            for path, x in zip(paths, leaves, strict=True):
+                _refuse_object(x)
+                if rows_of(x) not in (None, rows):
+                    raise ValueError(
+                        f"this device has {rows} of the batch's {self.cut.length} samples from the loader, but {path or 'it'} "
+                        f"is {rows_of(x)} long. Give tensors with a row per sample apart from those that all devices get in "
+                        "full."
+                    )
+            leaves = [lazy_copy(in_memory(x, mesh, "device")) if isinstance(x, Tensor) else x for x in leaves]
+            shapes = tuple(
+                (*([self.cut.length] if x.ndim else []), *x.shape[1:]) for x in leaves if isinstance(x, Tensor)
+            )
+        cut, columns = self.cut if split or any(has_samples) else None, [(x,) for x in leaves]
+        return Batch(mesh, local_devices(mesh), columns, cut, has_samples, structure, self.cut.axes, shapes)
 
 
 def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
@@ -286,7 +298,7 @@ def _samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
     mesh, shards = layout.mesh, list[Tensor]()
     for device in local_devices(mesh):
         (own,) = cut.ranges(mesh, device, 1)
-        shard = x[slice(*_filled(own, cut.length))]
+        shard = x[slice(*filled(own, cut.length))]
         if layout.spec.split_axes != cut.axes:
             _, *inside = layout.ranges(x.shape, device)
             shard = shard[(slice(None), *(slice(*each) for each in inside))]

@@ -6,7 +6,8 @@ gradients kept   accumulated      accumulated, reduced as each unit's are ready
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -180,8 +181,6 @@ class DeviceStep:
             parts = self._run_reproducible(turns)
         else:
             parts = self._accumulate(turns) if how.once else self._reduce_each(turns)
-        runtime.check_unchanged()
-        runtime.end()
         return self._result(parts, [turn.slice for turn in turns])
 
     def _reduce_each(self, turns: list[SliceTurn]) -> list[SliceOutput]:
@@ -205,16 +204,12 @@ class DeviceStep:
         return parts
 
     def _result(self, parts: list[SliceOutput], slices: list[Slice]) -> DeviceResult:
-        runtime = self.runtime
-        written = [Written(part.found.weight, part.written) for part in parts]
-        mean, used, changed = self.together([part.found for part in parts], written)
-        if runtime.fresh and len(slices) > 1:
-            runtime.warn_of_attributes()
+        mean, used, changed = self.together([part.found for part in parts], [part.written for part in parts])
         gradients = self.gradients(used, mean.weight)
         counts = [slice.rows if self.batch.cut else None for slice in slices]
         aux = combine_aux([part.aux for part in parts], counts, mean, self._rows)
-        runtime.close()
-        return DeviceResult(mean.loss, mean.weight, aux, gradients, changed, runtime.order)
+        self.runtime.close()
+        return DeviceResult(mean.loss, mean.weight, aux, gradients, changed, self.runtime.order)
 
     def _rows(self, rows: Sequence[Tensor]) -> Tensor:
         """Concatenate the slices' results that have a row per sample."""
@@ -226,14 +221,13 @@ class DeviceStep:
         """Take the forward and backward of one slice; `keep` takes its gradients if they are not to be reduced yet."""
         runtime, (slice, count, number) = self.runtime, turn
         runtime.begin()
-        with (
-            keyed_random(self.key, 0, number),
-            idle_slice(not slice.rows),
-            owning(self.batch.mesh.axis_names, self.collectives.notice),
-        ):
+        with self.running(number), idle_slice(not slice.rows):
             loss, buffers, aux = self._forward(slice)
             self.agree_on_axes(loss.device)
-            self._backward(loss, count, keep)
+            share = count.share if self.how.slices is None else 1.0  # else sums are weighted, in 32 bits
+            start = self.begin_backward(loss, share, keep, idle=not count.weight)
+            if loss.requires_grad:
+                self.differentiate([loss], [start])
         if keep is None:
             runtime.reductions.end()
         written = self.buffers.changed(self.place, buffers, loss.device)
@@ -255,17 +249,23 @@ class DeviceStep:
         known = None if self.runtime.fresh else self.runtime.expected.along
         self.collectives.agree(self.runtime.scope, known, near, self.runtime.site)
 
-    def _backward(self, loss: Tensor, count: Count, keep: AccumulateInto | None) -> None:
-        how, runtime = self.how, self.runtime
-        idle = not count.weight and not self.collectives.mixed  # other losses may depend on samples of weight 0
-        runtime.begin_backward(self.everyone, self.collectives.along, keep, idle=idle)
-        if not loss.requires_grad:
-            return
-        share = count.share if how.slices is None else 1.0  # in reproducible mode sums are weighted, in 32 bits
+    @contextmanager
+    def running(self, number: int) -> Generator[None]:
+        """Draw as the slice of this number, and record collectives."""
+        with keyed_random(self.key, 0, number), owning(self.batch.mesh.axis_names, self.collectives.notice):
+            yield
+
+    def begin_backward(self, loss: Tensor, share: float, keep: AccumulateInto | None, *, idle: bool) -> Tensor:
+        """Begin the backward of a loss of this share; return its cotangent."""
+        idle = idle and not self.collectives.mixed  # else other losses may depend on samples of weight 0
+        self.runtime.begin_backward(self.everyone, self.collectives.along, keep, idle=idle)
         self.scaled = finite_scale(loss.dtype, self.scale)
-        start = torch.full_like(loss, share * self.scaled)
-        with runtime.reductions.collecting():
-            torch.autograd.grad(loss, [runtime.anchor], start, allow_unused=True)
+        return torch.full_like(loss, share * self.scaled)
+
+    def differentiate(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+        """Run autograd, which calls the backwards of units."""
+        with self.runtime.reductions.collecting():
+            torch.autograd.grad(outputs, [self.runtime.anchor], cotangents, allow_unused=True)
 
     def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
         """Call the loss function; return the loss, buffers and metrics."""
@@ -307,13 +307,22 @@ class DeviceStep:
         error.add_note(f"{self.how.caller}: {note}.")
 
     def together(
-        self, found: list[LossSums], written: Sequence[Written]
+        self, found: list[LossSums], changed: Sequence[Mapping[str, Tensor]]
     ) -> tuple[LossSums, list[float], dict[str, Tensor]]:
         """Average losses, metrics and buffers, and reduce the remaining gradients.
+
+        Args:
+            found: the losses and metrics of each slice.
+            changed: the buffers that each has written.
 
         Returns also how many devices used each parameter, and the averaged buffers that were written.
         """
         runtime, paths = self.runtime, self.buffers.paths
+        runtime.check_unchanged()
+        runtime.end()
+        if runtime.fresh and len(found) > 1:
+            runtime.warn_of_attributes()
+        written = [Written(one.weight, own) for one, own in zip(found, changed, strict=True)]
         given, near, inputs = self.buffers.before(self.place), found[0].loss.device, self._inputs()
         wrote, others = written_paths(written), irregular(written, given)
         several_shapes = len({entry.path for entry in others}) < len(others)

@@ -35,7 +35,7 @@ from fshard.source import Site, call_site
 from fshard.transforms.agree import gathered
 from fshard.transforms.batch import Batch, BatchPart, placed
 from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions
-from fshard.transforms.fsdp.engine import ParamPlan, UnitOptions, local_plans, reducer_of, storage_of
+from fshard.transforms.fsdp.engine import Gradients, ParamPlan, UnitOptions, local_plans, reducer_of, storage_of
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
 from fshard.transforms.means import Weight, global_aux
 from fshard.transforms.module.buffers import Buffers, no_buffers
@@ -194,14 +194,11 @@ class GradientFunction:
         with one_thread(self.how.slices is not None):
             results = self.run_devices(plans, inputs, mesh)
         first = results[0]
-        grads = [
-            None if shards[0] is None else Sharded(leaf.shape, leaf.gradient, tuple(shards))
-            for leaf, *shards in zip(plans.leaves, *(result.gradients for result in results), strict=True)
-        ]
+        grads = gradient_tree(plans.leaves, [result.gradients for result in results], structure, at)
         after = memory.after([result.buffers for result in results])
         aux = global_aux([result.aux for result in results], parts) if self.how.has_aux else ()
         value = StepValue(first.loss, first.weight, parts.samples, after, aux)
-        return value, unflatten(structure, [grads[place] for place in at])
+        return value, grads
 
     def differentiable(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
         """Return the loss and its gradient within a transform of `torch.func`."""
@@ -275,6 +272,17 @@ class GradientFunction:
     def run_devices(self, plans: Any, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:
         """Run the step on each device of the caller."""
         raise NotImplementedError
+
+
+def gradient_tree(
+    leaves: Sequence[ParamPlan], each: Sequence[Gradients], structure: Structure, at: Sequence[int]
+) -> PyTree:
+    """Return gradients as the tree of parameters, from the local shards of each device."""
+    grads = [
+        None if shards[0] is None else Sharded(leaf.shape, leaf.gradient, tuple(shards))
+        for leaf, *shards in zip(leaves, *each, strict=True)
+    ]
+    return unflatten(structure, [grads[place] for place in at])
 
 
 class Gradient(GradientFunction):

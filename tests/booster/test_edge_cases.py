@@ -121,6 +121,35 @@ def test_each_forward_draws_new_numbers(pipeline):
     assert {*fs.run(main, mesh=fs.make_mesh(axes))} == {9}
 
 
+def test_each_device_draws_its_own_dropout():
+    def main():
+        model, *_ = fs.Booster().boost(layers(nn.Dropout(0.5)))
+        return model(torch.ones(8, 5).double()).eq(0).flatten().tolist()
+
+    one, other = fs.run(main, mesh=fs.make_mesh({"data": 2}))
+    assert one != other
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_buffers_of_two_backwards_agree_in_step(reproducible):
+    """Though without `sync` nothing is sent in between, and another forward waits for its backward."""
+
+    def main():
+        model = layers(nn.BatchNorm1d(5))
+        booster = fs.Booster(fs.DDPPlugin(reproducible=reproducible))
+        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for seed in range(2):
+            with booster.no_sync():
+                booster.backward(model(rows(8, 5, seed=seed + 7 * fs.axis_index("data"))).square().mean(), opt)
+        model(rows(8, 5))
+        opt.step()
+        return dict(model.unwrap().named_buffers())
+
+    one, other = fs.run(main, mesh=fs.make_mesh({"data": 2}))
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
+    assert one["3.num_batches_tracked"] == 3 and one["3.running_mean"].any()
+
+
 # -- what is changed after a model was boosted -------------------------------------------------------------------------
 
 

@@ -146,6 +146,7 @@ def test_prefetched_batch_of_ambiguous_size_raises():
         model, opt, criterion, *_ = booster.boost(*start(), nn.CrossEntropyLoss())
         (x, y), *_ = list(loader)
         booster.backward(criterion(model(x), y), opt)
+        opt.step()
 
     for main in (step, loop):
         with pytest.raises(fs.errors.MismatchError):

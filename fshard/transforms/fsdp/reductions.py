@@ -151,7 +151,8 @@ class Reductions(GradientSums):
         return self.cast(unit.indices, gs)
 
     def drop(self) -> None:
-        """Drop all gradients of the step."""
+        """Drop all gradients of the step, those in flight too."""
+        self.finish()
         self.used = [False] * len(self.leaves)
         self.sums = [None] * len(self.leaves)
         for unit in self.units:

@@ -1,4 +1,4 @@
-"""Reproducible mode of a loop: the module runs once for each slice of the batch, and the criterion once.
+"""The outputs of slices, joined: a module runs once for each slice of the batch, and the criterion of a loop once.
 
     slice 0   [0 1]   mean 2.0                 [0 1 2]   mean 3.0        the criterion's
     slice 1   [2]     mean 5.0       ──>                                 own graph begins here
@@ -79,11 +79,8 @@ def split_backward(
     outputs: Sequence[JoinedOutput],
     backward: Callable[[list[Tensor], list[Tensor]], None],
     trees: TreeAccumulator,
-) -> list[JoinedOutput]:
-    """Call `backward` with the outputs and cotangents of each slice in turn; return the outputs that remain.
-
-    Another loss may be made of those that this one does not depend on.
-    """
+) -> None:
+    """Call `backward` with the outputs and cotangents of each slice in turn; `start` is the cotangent of the loss."""
     refuse_attached(loss, [one.joined for one in outputs])
     found = torch.autograd.grad(loss, [one.joined for one in outputs], start, allow_unused=True) if outputs else ()
     reached = [one.split(g) for one, g in zip(outputs, found, strict=True) if g is not None]
@@ -92,4 +89,3 @@ def split_backward(
     for pairs in zip(*reached, strict=True):
         backward([x for x, _ in pairs], [g for _, g in pairs])
         trees.end_slice(1.0)
-    return [one for one, g in zip(outputs, found, strict=True) if g is None]

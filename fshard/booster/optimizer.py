@@ -1,0 +1,162 @@
+"""An optimizer whose state and work are sharded by a plugin, and that steps along the gradients of a boosted model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.booster.loop import LoopModel
+from fshard.booster.model import refusing
+from fshard.booster.plugins import Plugin
+from fshard.booster.stages import StagedModel
+from fshard.errors import OptimizerError
+from fshard.mesh.layout import PyTree
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import device_put
+from fshard.mesh.spmd.run import one_thread
+from fshard.optim.arguments import validate, within
+from fshard.optim.chain import clipped, shrunk
+from fshard.optim.contract import Optimizer, Update, step_of
+from fshard.optim.leaves import Leaf, Leaves, trainable
+from fshard.optim.norms import exact_norms, global_norm
+from fshard.optim.partition import Partitioned, partition_optimizer
+from fshard.optim.scaling import loss_scaled
+from fshard.optim.torch_instances import OptimizerSource, TorchSource
+from fshard.uncompiled import uncompiled
+
+
+def partitioned(plugin: Plugin, source: OptimizerSource) -> Callable[[], Partitioned]:
+    """Return a function that shards an optimizer's state and work, with its current options."""
+    mesh = plugin.default_mesh()
+    zero_axes = plugin.zero_axes(mesh)  # none: nothing is sharded
+    where: Any = {"mesh": mesh, "axis": zero_axes or mesh.axis_names, "stage": plugin.zero() if zero_axes else 0}
+
+    @lru_cache(maxsize=1)
+    def partition(opt: Optimizer) -> Partitioned:
+        opt = loss_scaled(opt) if plugin.precision == "fp16" and opt.loss_scale is None else opt
+        found = partition_optimizer(opt, **where)
+        return found if plugin.unused == "skip" else _with_zeros(found)
+
+    return lambda: partition(source.now())
+
+
+def _with_zeros(opt: Partitioned) -> Partitioned:
+    """Return an optimizer that takes zeros for gradients that are None."""
+
+    def filled(x: Leaf, grad: Leaf) -> Leaf:
+        is_unused = grad is None and isinstance(x, Sharded) and trainable(x)
+        return device_put(torch.zeros(x.shape, dtype=x.dtype), opt.gradients(x.layout)) if is_unused else grad
+
+    def after(update: Update) -> Update:
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            at = Leaves.of(params)
+            return update(at.mapped(filled, at.beside(grads, "grads")), state, params)
+
+        return run
+
+    return opt._replace(update=after(opt.update), step=None if opt.step is None else after(opt.step))
+
+
+class BoostedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is sharded by the plugin; its groups are those of the optimizer that was boosted.
+
+    Args:
+        optim: the optimizer of torch, or a pure one.
+        source: the same, as pure ones.
+        partitioned: returns it on shards, with the present options of the groups.
+        model: whose parameters it writes.
+    """
+
+    def __init__(
+        self,
+        optim: Any,
+        source: OptimizerSource,
+        partitioned: Callable[[], Partitioned],
+        model: LoopModel | StagedModel,
+    ) -> None:
+        self.optim, self._source, self._partitioned, self._model = optim, source, partitioned, model
+        self._grads: PyTree | None = None
+        self.state: PyTree = self._partitioned().init(model.params)
+        if isinstance(optim, torch.optim.Optimizer):  # options written to the groups count in the next step
+            self.param_groups, self.defaults = optim.param_groups, optim.defaults
+
+    @property
+    def scale(self) -> float:
+        """The loss scale."""
+        loss_scale = self._partitioned().loss_scale
+        return 1.0 if loss_scale is None else float(loss_scale(self.state))
+
+    @uncompiled
+    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        """Add the gradient of a loss."""
+        if self._grads is not None:
+            raise OptimizerError("backward must come before the gradients of a step are clipped or read.")
+        self._model.backward(loss, scale=self.scale, sync=sync)
+
+    @property
+    def grads(self) -> PyTree:
+        """The gradients of all backwards since the last step, of `scale` times the loss, in their layouts."""
+        if self._grads is None:
+            self._grads = self._model.gradients()
+        return self._grads
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the gradients so that their total norm is at most `max_norm`; return the norm before.
+
+        `norm_type` is p of the norm: 2 the Euclidean one, "inf" the largest element.
+        """
+        order, scale = float(norm_type), self.scale
+        validate("clip_grad_norm", within("[0, inf]", max_norm=max_norm), within("(0, inf]", norm_type=order))
+        with exact_norms(self._model.is_reproducible):
+            norm = global_norm(self.grads, order)
+        if error_if_nonfinite and not norm.isfinite():
+            raise OptimizerError(f"clip_grad_norm: the norm of the gradients must be finite; got {norm.item()}.")
+        self._grads = shrunk(self.grads, norm, max_norm * scale)
+        return norm / scale
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Keep each element of the gradients between -clip_value and clip_value."""
+        validate("clip_grad_value", within("[0, inf]", clip_value=clip_value))
+        is_scaled = self._partitioned().loss_scale is not None
+        self._grads = clipped(self.grads, clip_value * self.scale, keep_infinite=is_scaled)
+
+    @uncompiled
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, closure: Callable[[], Tensor] | None = None
+    ) -> Tensor | None:
+        """Take a step along the gradients, including those of `closure`, which is called once; return its result."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        model, opt, exact = self._model, self._partitioned(), self._model.is_reproducible
+        step = None if exact else opt.step  # fused kernels round otherwise where a shard ends
+        with torch.no_grad(), one_thread(exact), exact_norms(exact):
+            write = step_of(Optimizer(opt.init, opt.update, step, arrays=True))
+            model.params, self.state = write(self.grads, self.state, model.params)
+        self._grads = None
+        if isinstance(self.optim, torch.optim.Optimizer):
+            vars(self.optim)["_opt_called"] = True  # schedulers check that a step precedes theirs
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self._grads = None
+        self._model.zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train parameters that were in no group so far."""
+        self.optim.add_param_group(param_group)
+        if isinstance(self._source, TorchSource):
+            grown = self._source.grown(self._model.params, self.state, self._partitioned().init)
+            self._model.params, self.state = grown
+
+    state_dict = refusing(OptimizerError, "state_dict: a boosted optimizer's state is sharded: optimizer.state.")
+    load_state_dict = refusing(
+        OptimizerError, "load_state_dict: a boosted optimizer's state is sharded: optimizer.state."
+    )
+    __reduce_ex__ = refusing(OptimizerError, "a boosted optimizer is sharded, so it cannot be copied or pickled.")
