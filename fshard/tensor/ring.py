@@ -11,7 +11,8 @@ torch.func and forward mode differentiate the formula on gathered blocks, with o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,16 +25,8 @@ from fshard.source import Site
 from fshard.tensor.blocks import attend, attend_backward, merge, scores, weigh, widened
 
 
-class SeenBlock(NamedTuple):
-    """The queries that see keys of a block, those keys, the mask between them (see `blocks`), and tensors of the keys."""
-
-    rows: slice
-    columns: slice
-    mask: Tensor | bool
-    xs: Tensors
-
-
-class BlockPlan(NamedTuple):
+@dataclass(frozen=True)
+class BlockPlan:
     """How the device at `index` of `n` receives blocks of keys, and which it uses."""
 
     group: Group
@@ -66,25 +59,24 @@ class BlockPlan(NamedTuple):
             yield source, xs
             xs = tuple([one.wait()[0] for one in following])
 
-    def blocks(self, ids: Tensors, *xs: Tensor) -> Iterator[tuple[int, SeenBlock | None]]:
-        """Yield what the own queries see of each device; None: nothing.
+    def blocks(self, ids: Tensors, *xs: Tensor) -> Iterator[tuple[int, slice | None, Tensor | bool, Tensors]]:
+        """Yield for each device the own queries that see its keys, the mask (see `blocks`), and xs of the keys seen.
 
         In zigzag order device i has chunks i and 2n-1-i: all queries see the first chunk of an earlier device, and only
         those of the second chunk see a later device.
         """
+        half = xs[0].shape[2] // 2
         for source, received in self.received((*xs, *ids[1:])):
             rows = columns = slice(0, None)
             mask: Tensor | bool = self.causal and source == self.index
-            later = self.causal and source > self.index
-            if self.zigzag and later:
-                rows = slice(xs[0].shape[2] // 2, None)
-            elif self.zigzag and self.causal and not mask:
-                columns = slice(0, xs[0].shape[2] // 2)
-            if ids:
+            if self.causal and source < self.index and self.zigzag:
+                columns = slice(0, half)
+            elif self.causal and source > self.index:
+                rows = slice(half, None) if self.zigzag else None
+            if ids and rows is not None:
                 equal = ids[0][..., rows, :] == received[-1][..., columns, :].mT
                 mask = equal.tril() if mask else equal
-            block = SeenBlock(rows, columns, mask, tuple([x[..., columns, :] for x in received[: len(xs)]]))
-            yield source, None if later and not self.zigzag else block
+            yield source, rows, mask, tuple([x[..., columns, :] for x in received[: len(xs)]])
 
 
 def attend_blocks(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensor:
@@ -106,7 +98,8 @@ class _BlockAttention(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        (cotangent,) = cotangents
         q, k, v, out, lse, *ids = ctx.saved_tensors
         with serving("cotangents"):
             if torch.is_grad_enabled():  # a second derivative follows
@@ -122,27 +115,28 @@ class _BlockAttention(Function):
 
 
 def _formula(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensor:
-    return _forward(plan._replace(how="gather"), False, q, k, v, ids)[0].to(q.dtype)
+    return _forward(replace(plan, how="gather"), False, q, k, v, ids)[0].to(q.dtype)
 
 
 def _forward(plan: BlockPlan, kernel: bool, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
     """Return out and lse, merged over blocks."""
     results: Tensors = ()
-    for _, block in plan.blocks(ids, k, v):
-        if block:
-            rows = block.rows
-            found = attend(q[..., rows, :], *block.xs, block.mask, plan.scale, kernel)
-            if results:
-                merged = merge(*(x[..., rows, :] for x in results), *found)
-                found = [torch.cat([x[..., : rows.start, :], y], -2) for x, y in zip(results, merged, strict=True)]
-            results = tuple(found)
+    for _, rows, mask, (keys, values) in plan.blocks(ids, k, v):
+        if rows is None:
+            continue
+        found = attend(q[..., rows, :], keys, values, mask, plan.scale, kernel)
+        if results:
+            out, lse = results
+            merged = merge(out[..., rows, :], lse[..., rows, :], *found)
+            found = [torch.cat([x[..., : rows.start, :], y], -2) for x, y in zip(results, merged, strict=True)]
+        results = tuple(found)
     return results
 
 
 def _rows(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
     """Return out and lse from full rows of scores: ring self-attention."""
-    found = [scores(q, *block.xs, block.mask, plan.scale) for _, block in plan.blocks(ids, k) if block]
-    return weigh(found, [block.xs[0] for _, block in plan.blocks((), v) if block])
+    found = [scores(q, keys, mask, plan.scale) for _, rows, mask, (keys,) in plan.blocks(ids, k) if rows]
+    return weigh(found, [values for _, rows, _, (values,) in plan.blocks((), v) if rows])
 
 
 def _backward(plan: BlockPlan, saved: Tensors, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
@@ -150,12 +144,11 @@ def _backward(plan: BlockPlan, saved: Tensors, k: Tensor, v: Tensor, ids: Tensor
     shards, arriving = plan.n if plan.how == "gather" else 1, list[Pending]()
     dq = torch.zeros_like(widened(saved[0]))
     totals = tuple([widened(x).new_zeros(*x.shape[:2], shards * x.shape[2], x.shape[3]) for x in (k, v)])
-    for source, block in plan.blocks(ids, k, v):
-        parts = ()
-        if block:
-            rows = [x[..., block.rows, :] for x in saved]
-            part, *parts = attend_backward(rows, *block.xs, block.mask, plan.scale)
-            dq[..., block.rows, :] += part
+    for source, rows, mask, (keys, values) in plan.blocks(ids, k, v):
+        parts: Tensors = ()
+        if rows is not None:
+            part, *parts = attend_backward([x[..., rows, :] for x in saved], keys, values, mask, plan.scale)
+            dq[..., rows, :] += part
         totals = tuple([one.wait()[0] for one in arriving]) or totals
         for total, part in zip(totals, parts, strict=False):
             total.chunk(shards, 2)[source % shards][..., : part.shape[-2], :] += part

@@ -69,8 +69,8 @@ def attention(
         q, k, v = all_to_all((q, k, v), axis, split_dim=1, concat_dim=2)
         ids, n, index = all_gather(ids, axis, dim=2) if ids else (), 1, 0
     transport = {"ulysses": "gather", "zigzag": "ring"}.get(how, how)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    plan = BlockPlan(group, call_site(), n, index, transport, how == "zigzag", causal, scale)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    plan = BlockPlan(group, call_site(), n, index, transport, how == "zigzag", causal, factor)
     out = attend_blocks(plan, q.unflatten(1, (k.shape[1], -1)), k, v, ids).flatten(1, 2)
     return cast("Tensor", all_to_all(out, axis, split_dim=2, concat_dim=1)) if how == "ulysses" else out
 
