@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import fshard as fs
-from fshard.tensor import blocks, ring, sequence
+from fshard.tensor import blocks
 from fshard.testing.processes import run_processes
 from tests.tensor.serial import HOWS, derivatives, serial, sharded
 
@@ -141,11 +141,11 @@ def averaged(out, lse, block_out, block_lse):
 @pytest.mark.parametrize(
     ("how", "owner", "name", "mutant"),
     [
-        ("ring", ring.BlockPlan, "received", stale),
-        ("zigzag", ring.BlockPlan, "received", stale),
-        ("rsa", ring.BlockPlan, "received", stale),
-        ("ring", ring, "merge", averaged),
-        ("zigzag", ring, "merge", averaged),
+        ("ring", blocks.BlockPlan, "received", stale),
+        ("zigzag", blocks.BlockPlan, "received", stale),
+        ("rsa", blocks.BlockPlan, "received", stale),
+        ("ring", blocks, "_merge", averaged),
+        ("zigzag", blocks, "_merge", averaged),
         ("zigzag", fs.tensor, "zigzag", lambda x, n, dim, inverse=False: x),
         ("zigzag", fs.tensor, "zigzag", lambda x, n, dim, inverse=False: x.roll(1 if inverse else -1, dim)),
     ],
@@ -206,8 +206,8 @@ def computed_scores(how, n, monkeypatch):
         fs.tensor.attention(*xs, "seq", how, causal=True).sum().backward()
 
     with monkeypatch.context() as patch:
-        for name in ("attend", "attend_backward"):
-            patch.setattr(ring, name, counting(getattr(ring, name)))
+        for name in ("_attend", "_attend_backward"):
+            patch.setattr(blocks, name, counting(getattr(blocks, name)))
         fs.run(step, mesh=fs.make_mesh({"seq": n}))
     block = (q.shape[2] // n) ** 2
     return [count / (2 * block) for count in counts.values()]
@@ -220,10 +220,10 @@ def test_masked_blocks_are_skipped_and_zigzag_is_balanced(monkeypatch):
 
 
 def test_next_block_is_sent_before_the_block_is_used(monkeypatch):
-    events, start, attend = [], ring.BlockPlan.send_on, ring.attend
+    events, start, attend = [], blocks.BlockPlan.send_on, blocks._attend
     is_first = lambda: fs.axis_index("seq") == 0  # noqa: E731
-    monkeypatch.setattr(ring.BlockPlan, "send_on", lambda *a: (is_first() and events.append("send"), start(*a))[1])
-    monkeypatch.setattr(ring, "attend", lambda *a: (is_first() and events.append("use"), attend(*a))[1])
+    monkeypatch.setattr(blocks.BlockPlan, "send_on", lambda *a: (is_first() and events.append("send"), start(*a))[1])
+    monkeypatch.setattr(blocks, "_attend", lambda *a: (is_first() and events.append("use"), attend(*a))[1])
     sharded(fs.make_mesh({"seq": 3}), "ring", *inputs(3)[0][:3])
     assert events == ["send", "use", "send", "use", "use"]
 
@@ -288,4 +288,3 @@ def test_errors_name_all_offenders_and_legal_sizes():
         call("tree", q[:, :4], k, v)
     with pytest.raises(ValueError, match="4 dims"):
         call("ring", q[0], k, v)
-    assert sequence.attention is fs.tensor.attention
