@@ -176,6 +176,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float, 
     """Return `out` and `lse` of one block; differentiable without `kernel`."""
     if not kernel or q.device.type not in KERNEL_DEVICES:
         return _weigh([_scores(q, k, mask, scale)], [v])
+    q, k, v = _dense(q, k, v)
     found = [_kernel(x, k, v, 0.0, mask is True, attn_mask=_bias(mask, q), scale=scale) for x in q.unbind(2)]
     out, lse = (_stacked(xs) for xs in zip(*found, strict=True))
     lse = lse if isinstance(mask, bool) else lse.masked_fill(~mask.any(-1).unsqueeze(2), MASKED)
@@ -191,10 +192,11 @@ def _attend_backward(
     """
     if k.device.type in KERNEL_DEVICES:
         options = {"attn_mask": _bias(mask, k), "scale": scale}
-        groups = zip(*(x.unbind(2) for x in rows), strict=True)
+        groups = zip(*(x.unbind(2) for x in _dense(*rows[:4])), strict=True)
+        k, v = _dense(k, v)
         found = [
             _kernel_backward(cotangent, q, k, v, out, lse[..., 0], 0.0, mask is True, **options)
-            for q, out, lse, cotangent, _ in groups
+            for q, out, lse, cotangent in groups
         ]
         dq, dk, dv = zip(*found, strict=True)
         return _stacked(dq), sum(map(_widened, dk[1:]), _widened(dk[0])), sum(map(_widened, dv[1:]), _widened(dv[0]))
@@ -237,6 +239,11 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tu
 def _widened(x: Tensor) -> Tensor:
     """Return a tensor in the dtype that sums are computed in."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _dense(*xs: Tensor) -> list[Tensor]:
+    """Return tensors whose last dim is contiguous, as the kernel assumes."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in xs]
 
 
 def _bias(mask: Tensor | bool, like: Tensor) -> Tensor | None:

@@ -97,6 +97,20 @@ def test_cross_attention_and_frozen_keys(how):
     torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), q)[0] for x in found))
 
 
+@pytest.mark.parametrize("how", HOWS)
+def test_strided_tensors_and_cotangents(how):
+    """The kernel reads rows: tensors whose last dim is strided, or expanded as the cotangent of a sum, are copied."""
+    strided = [x.mT.contiguous().mT for x in inputs(1, heads=4, kv_heads=2)[0][:3]]
+
+    def local():
+        own = [x.detach().requires_grad_() for x in strided]
+        return torch.autograd.grad(fs.tensor.attention(*own, "seq", how, causal=True).sum(), own)
+
+    xs = [x.requires_grad_() for x in strided]
+    (found,) = fs.run(local, mesh=fs.make_mesh({"seq": 1}))
+    torch.testing.assert_close(found, torch.autograd.grad(serial(*xs, causal=True).sum(), xs))
+
+
 def test_self_attention_of_one_tensor_has_partial_second_derivatives():
     """q, k, v depend on one tensor, and k on q: the second derivative counts each path once."""
     mesh, ((x, _, _, weights), _) = fs.make_mesh({"seq": 2}), inputs(2)
