@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "mesh": GROUND,
     "array": GROUND | {"mesh"},
     "optim": GROUND | {"mesh"},
+    "tensor": GROUND | {"mesh"},
     "transforms": GROUND | {"mesh", "optim", "pipeline"},  # a training step is a gradient and an optimizer
     "pipeline": GROUND | {"mesh"},
     "nn": {"transforms"},
@@ -58,6 +59,7 @@ MAY_IMPORT = {
         "explore",
         "report",
         "nn",
+        "tensor",
     },
 }
 
