@@ -8,7 +8,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from fshard import array, errors, explore, mesh, nn, optim, pipeline, report, tensor
+from fshard import array, errors, explore, mesh, nn, optim, pipeline, report
+from fshard import tensor as tensor  # not in __all__, which has 60 names
 from fshard.booster.booster import Booster
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin
 from fshard.explore.picture import visualize
@@ -128,5 +129,4 @@ __all__ = [
     "optim",
     "pipeline",
     "report",
-    "tensor",
 ]

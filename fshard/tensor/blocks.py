@@ -1,4 +1,11 @@
-"""Attention of queries to one block of keys, and its gradient.
+"""Attention to keys that are sharded over devices, block by block.
+
+    device 0   q0: k0 k2 k1      ring     a block is sent to the next device while it is used
+    device 1   q1: k1 k0 k2      gather   all blocks are gathered first
+    device 2   q2: k2 k1 k0      rsa      keys around the ring, one softmax over a row of scores, then values
+
+The backward receives the blocks again: only tensors of the device are saved, 1/n of the serial run's. Higher derivatives,
+torch.func and forward mode differentiate the formula on gathered blocks, with collectives that no device skips.
 
     q, out (batch, kv heads, group, queries, dim)   k, v (batch, kv heads, keys, dim)   lse (batch, kv heads, group, queries, 1)
 
@@ -9,11 +16,18 @@ keys). Torch's kernel is used on the CPU, the formula elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
+
+from fshard.mesh.collectives.autograd import Bound, Tensors, apply, has_tangent, transformed
+from fshard.mesh.collectives.moves import AllGather, Move, Permute, PsumScatter, serving
+from fshard.mesh.spmd.scope import Group, Pending
+from fshard.source import Site
 
 KERNEL_DEVICES = {"cpu"}
 """Where torch has a kernel that returns `lse`, and whose backward accepts that of all blocks."""
@@ -24,17 +38,152 @@ _kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float, kernel: bool) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class BlockPlan:
+    """How the device at `index` of `n` receives blocks of keys, and which it uses."""
+
+    group: Group
+    site: Site
+    n: int
+    index: int
+    how: str
+    zigzag: bool
+    causal: bool
+    scale: float
+
+    def bound(self, move: Move) -> Bound:
+        """Return a move along the ring. A backward may run outside the scope, so it names no axis."""
+        return Bound(move, self.group, self.site)
+
+    def send_on(self, xs: Tensors) -> list[Pending]:
+        """Start to send tensors to the next device."""
+        move = Permute(tuple([(index, (index + 1) % self.n) for index in range(self.n)]))
+        return [self.bound(move).start((x,)) for x in xs]
+
+    def received(self, xs: Tensors) -> Iterator[tuple[int, Tensors]]:
+        """Yield the tensors of each device, sharded along dim 2, with its index; the own ones first."""
+        order = [(self.index - step) % self.n for step in range(self.n)]
+        if self.how == "gather":
+            full = [x if self.n == 1 else apply(self.bound(AllGather(2)), (x,))[0] for x in xs]
+            yield from ((source, tuple([x.chunk(self.n, 2)[source] for x in full])) for source in order)
+            return
+        for source in order:
+            following = [] if source == order[-1] else self.send_on(xs)
+            yield source, xs
+            xs = tuple([one.wait()[0] for one in following])
+
+    def blocks(self, ids: Tensors, *xs: Tensor) -> Iterator[tuple[int, slice | None, Tensor | bool, Tensors]]:
+        """Yield for each device the own queries that see its keys, the mask, and xs of the keys seen.
+
+        In zigzag order device i has chunks i and 2n-1-i: all queries see the first chunk of an earlier device, and only
+        those of the second chunk see a later device.
+        """
+        half = xs[0].shape[2] // 2
+        for source, received in self.received((*xs, *ids[1:])):
+            rows = columns = slice(0, None)
+            mask: Tensor | bool = self.causal and source == self.index
+            if self.causal and source < self.index and self.zigzag:
+                columns = slice(0, half)
+            elif self.causal and source > self.index:
+                rows = slice(half, None) if self.zigzag else None
+            if ids and rows is not None:
+                equal = ids[0][..., rows, :] == received[-1][..., columns, :].mT
+                mask = equal.tril() if mask else equal
+            yield source, rows, mask, tuple([x[..., columns, :] for x in received[: len(xs)]])
+
+
+def attend_blocks(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensor:
+    """Return the attention of the local queries to the keys of all devices; shapes as above.
+
+    `ids` is empty, or of queries and keys, (batch, 1, tokens, 1): a query sees the keys with its own id.
+    """
+    if transformed() or has_tangent((q, k, v)):
+        return _formula(plan, q, k, v, ids)
+    return _BlockAttention.apply(plan, q, k, v, *ids)
+
+
+class _BlockAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, *ids: Tensor) -> Tensor:
+        out, lse = _rows(plan, q, k, v, ids) if plan.how == "rsa" else _forward(plan, True, q, k, v, ids)
+        out, ctx.plan = out.to(q.dtype), plan
+        ctx.save_for_backward(q, k, v, out, lse, *ids)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        (cotangent,) = cotangents
+        q, k, v, out, lse, *ids = ctx.saved_tensors
+        with serving("cotangents"):
+            if torch.is_grad_enabled():  # a second derivative follows; this one is partial, though k may depend on q
+                xs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v)]
+                out = _formula(ctx.plan, xs[0], xs[1], xs[2], tuple(ids))
+                found = torch.autograd.grad(out, xs, cotangent, create_graph=True)
+            else:
+                delta = (_widened(cotangent) * out).sum(-1, keepdim=True)
+                found = _backward(ctx.plan, (q, out, lse, cotangent, delta), k, v, tuple(ids))
+        return None, *(x.to(q.dtype) for x in found), *(None for _ in ids)
+
+
+def _formula(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensor:
+    return _forward(replace(plan, how="gather"), False, q, k, v, ids)[0].to(q.dtype)
+
+
+def _forward(plan: BlockPlan, kernel: bool, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
+    """Return out and lse, merged over blocks."""
+    results: Tensors = ()
+    for _, rows, mask, (keys, values) in plan.blocks(ids, k, v):
+        if rows is None:
+            continue
+        found = _attend(q[..., rows, :], keys, values, mask, plan.scale, kernel)
+        if results:
+            out, lse = results
+            merged = _merge(out[..., rows, :], lse[..., rows, :], *found)
+            found = [torch.cat([x[..., : rows.start, :], y], -2) for x, y in zip(results, merged, strict=True)]
+        results = tuple(found)
+    return results
+
+
+def _rows(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
+    """Return out and lse from full rows of scores: ring self-attention."""
+    found = [_scores(q, keys, mask, plan.scale) for _, rows, mask, (keys,) in plan.blocks(ids, k) if rows]
+    return _weigh(found, [values for _, rows, _, (values,) in plan.blocks((), v) if rows])
+
+
+def _backward(plan: BlockPlan, saved: Tensors, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
+    """Return the gradients of q, k, v. Those of a block follow it around the ring, to its own device."""
+    shards, arriving = plan.n if plan.how == "gather" else 1, list[Pending]()
+    dq = torch.zeros_like(_widened(saved[0]))
+    totals = tuple([_widened(x).new_zeros(*x.shape[:2], shards * x.shape[2], x.shape[3]) for x in (k, v)])
+    for source, rows, mask, (keys, values) in plan.blocks(ids, k, v):
+        dkv: Sequence[Tensor] = ()
+        if rows is not None:
+            part, *dkv = _attend_backward([x[..., rows, :] for x in saved], keys, values, mask, plan.scale)
+            dq[..., rows, :] += part
+        totals = tuple([one.wait()[0] for one in arriving]) or totals
+        for total, part in zip(totals, dkv, strict=False):
+            total.chunk(shards, 2)[source % shards][..., : part.shape[-2], :] += part
+        arriving = [] if plan.how == "gather" else plan.send_on(totals)
+    if arriving or plan.n == 1:
+        return dq, *(tuple([one.wait()[0] for one in arriving]) or totals)
+    return dq, *(plan.bound(PsumScatter(2)).run((total,))[0] for total in totals)
+
+
+# -- one block --------------------------------------------------------------------------------------------------------
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float, kernel: bool) -> tuple[Tensor, Tensor]:
     """Return `out` and `lse` of one block; differentiable without `kernel`."""
     if not kernel or q.device.type not in KERNEL_DEVICES:
-        return weigh([scores(q, k, mask, scale)], [v])
+        return _weigh([_scores(q, k, mask, scale)], [v])
+    q, k, v = _dense(q, k, v)
     found = [_kernel(x, k, v, 0.0, mask is True, attn_mask=_bias(mask, q), scale=scale) for x in q.unbind(2)]
     out, lse = (_stacked(xs) for xs in zip(*found, strict=True))
     lse = lse if isinstance(mask, bool) else lse.masked_fill(~mask.any(-1).unsqueeze(2), MASKED)
     return out, lse.unsqueeze(-1)
 
 
-def attend_backward(
+def _attend_backward(
     rows: Sequence[Tensor], k: Tensor, v: Tensor, mask: Tensor | bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v from one block.
@@ -43,42 +192,43 @@ def attend_backward(
     """
     if k.device.type in KERNEL_DEVICES:
         options = {"attn_mask": _bias(mask, k), "scale": scale}
-        groups = zip(*(x.unbind(2) for x in rows), strict=True)
+        groups = zip(*(x.unbind(2) for x in _dense(*rows[:4])), strict=True)
+        k, v = _dense(k, v)
         found = [
             _kernel_backward(cotangent, q, k, v, out, lse[..., 0], 0.0, mask is True, **options)
-            for q, out, lse, cotangent, _ in groups
+            for q, out, lse, cotangent in groups
         ]
         dq, dk, dv = zip(*found, strict=True)
-        return _stacked(dq), sum(map(widened, dk[1:]), widened(dk[0])), sum(map(widened, dv[1:]), widened(dv[0]))
-    q, _, lse, cotangent, delta = map(widened, rows)
-    weights = (scores(q, k, mask, scale) - lse).exp()
-    slopes = weights * (torch.einsum("bhgtd, bhsd -> bhgts", cotangent, widened(v)) - delta) * scale
-    dq = torch.einsum("bhgts, bhsd -> bhgtd", slopes, widened(k))
+        return _stacked(dq), sum(map(_widened, dk[1:]), _widened(dk[0])), sum(map(_widened, dv[1:]), _widened(dv[0]))
+    q, _, lse, cotangent, delta = map(_widened, rows)
+    weights = (_scores(q, k, mask, scale) - lse).exp()
+    slopes = weights * (torch.einsum("bhgtd, bhsd -> bhgts", cotangent, _widened(v)) - delta) * scale
+    dq = torch.einsum("bhgts, bhsd -> bhgtd", slopes, _widened(k))
     dk, dv = (torch.einsum("bhgts, bhgtd -> bhsd", *xs) for xs in ((slopes, q), (weights, cotangent)))
     return dq, dk, dv
 
 
-def scores(q: Tensor, k: Tensor, mask: Tensor | bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | bool, scale: float) -> Tensor:
     """Return the scores of a block, minus infinity where a query does not see a key."""
-    found = torch.einsum("bhgtd, bhsd -> bhgts", widened(q), widened(k)) * scale
+    found = torch.einsum("bhgtd, bhsd -> bhgts", _widened(q), _widened(k)) * scale
     if mask is False:
         return found
     seen = torch.ones_like(found, dtype=torch.bool).tril() if isinstance(mask, bool) else mask.unsqueeze(2)
     return found.masked_fill(~seen, -torch.inf)
 
 
-def weigh(rows: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _weigh(rows: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return `out` and `lse` from the scores and the values of one or several blocks."""
     row = torch.cat(rows, -1)
     high = row.detach().amax(-1, keepdim=True).clamp(min=MASKED)
     weights = (row - high).exp()
     total = weights.sum(-1, keepdim=True).clamp(min=0.5)  # it is at least 1, or 0 in a row that sees no key
     shares = (weights / total).split([v.shape[-2] for v in values], -1)
-    outs = [torch.einsum("bhgts, bhsd -> bhgtd", share, widened(v)) for share, v in zip(shares, values, strict=True)]
+    outs = [torch.einsum("bhgts, bhsd -> bhgtd", share, _widened(v)) for share, v in zip(shares, values, strict=True)]
     return sum(outs[1:], outs[0]), total.log() + high
 
 
-def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
+def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the results of a block into those of other blocks, by the log-sum-exps of both."""
     high = torch.maximum(lse, block_lse).detach()
     own, other = (lse - high).exp(), (block_lse - high).exp()
@@ -86,9 +236,14 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
     return out * (own / total) + block_out * (other / total), high + total.log()
 
 
-def widened(x: Tensor) -> Tensor:
+def _widened(x: Tensor) -> Tensor:
     """Return a tensor in the dtype that sums are computed in."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _dense(*xs: Tensor) -> list[Tensor]:
+    """Return tensors whose last dim is contiguous, as the kernel assumes."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in xs]
 
 
 def _bias(mask: Tensor | bool, like: Tensor) -> Tensor | None:
@@ -96,4 +251,4 @@ def _bias(mask: Tensor | bool, like: Tensor) -> Tensor | None:
 
 
 def _stacked(xs: Sequence[Tensor]) -> Tensor:
-    return widened(xs[0].unsqueeze(2) if len(xs) == 1 else torch.stack(tuple(xs), 2))
+    return _widened(xs[0].unsqueeze(2) if len(xs) == 1 else torch.stack(tuple(xs), 2))

@@ -23,8 +23,7 @@ from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis
 from fshard.mesh.layout import Axes, PyTree, flatten_with_paths, unflatten
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
-from fshard.tensor.blocks import widened
-from fshard.tensor.ring import BlockPlan, attend_blocks
+from fshard.tensor.blocks import BlockPlan, attend_blocks
 
 How = Literal["gather", "ulysses", "ring", "zigzag", "rsa"]
 
@@ -46,18 +45,11 @@ def attention(
 ) -> Tensor:
     """Attend over a sequence whose tokens are sharded along `axis`; all tensors are local.
 
-    Args:
-        q: (batch, heads, tokens, dim).
-        k: (batch, kv heads, tokens, dim); consecutive heads share a kv head.
-        v: like k.
-        axis: of the mesh.
-        how: the algorithm, see above; results are equal.
-        causal: whether a token sees only earlier ones and itself.
-        scale: of the scores, by default dim ** -0.5.
-        key_mask: (batch, tokens), False for padding, which no token sees.
-        document_ids: (batch, tokens), integers; a token sees those of its document.
-
-    A token that sees none gets zeros. There are derivatives of any order; for the first only local tensors are saved.
+    q is (batch, heads, tokens, dim); k and v have as many heads, or fewer that consecutive heads share. `causal`: a
+    token sees only earlier ones and itself. `key_mask` (batch, tokens) is False for padding, which no token sees; with
+    `document_ids` (batch, tokens) a token sees those of its document. A token that sees none gets zeros. `scale` is dim
+    ** -0.5 by default, `how` the algorithm: results are equal. There are derivatives of any order; for the first only
+    local tensors are saved.
     """
     group = require("fs.tensor.attention").called_group(axis, "fs.tensor.attention")
     n, index = group.size, group.index
@@ -163,7 +155,7 @@ def token_mean(loss: Tensor, mask: Tensor | None, axis: Axes) -> Tensor:
     `axis` includes those of the batch: ("data", "seq").
     """
     mask = torch.ones_like(loss, dtype=torch.bool) if mask is None else mask
-    masked = widened(loss).masked_fill(~mask, 0)
+    masked = loss.to(torch.promote_types(loss.dtype, torch.float32)).masked_fill(~mask, 0)
     total, count = psum(torch.stack([masked.sum(), mask.sum().to(masked.dtype)]), axis)
     return total / count.clamp(min=1)
 
