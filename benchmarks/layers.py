@@ -101,7 +101,7 @@ def calls_of(batch: int) -> dict[str, Callable[[], Any]]:
     mesh = fs.make_mesh({"data": 1, "model": 2})
     calls: dict[str, Callable[[], Any]] = {}
     for name, options in {"plan": {}, "plan, megatron": {"sequence": "model", "sequence_mode": "megatron"}}.items():
-        plan = fs.tensor.tensor_parallel(model, axis="model", sample=x, check=False, **options)
+        plan = fs.tensor_parallel(model, axis="model", sample=x, check=False, **options)
         apply, params, buffers = fs.functionalize(model, plan=plan)
         sharded = fs.shard_params(params, plan.rules, mesh=mesh)
 

@@ -8,8 +8,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from fshard import array, errors, explore, mesh, nn, optim, pipeline, report
-from fshard import tensor as tensor  # not in __all__, which has 60 names
+from fshard import array, errors, explore, mesh, nn, optim, pipeline, report, tensor
 from fshard.booster.booster import Booster
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin
 from fshard.explore.picture import visualize
@@ -37,16 +36,16 @@ from fshard.mesh.layout.sharded import Sharded, from_local, typeof
 from fshard.mesh.reshard.device_put import device_put, reshard, unshard
 from fshard.mesh.spmd.run import run
 from fshard.mesh.spmd.shard_map import shard_map
-from fshard.optim.contract import Optimizer
 from fshard.optim.partition import partition_optimizer
 from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.tensor.plan import tensor_parallel
 from fshard.transforms.evaluate import evaluate
 from fshard.transforms.fsdp.param_runtime import with_unsharded_params
 from fshard.transforms.module.functionalize import functionalize
-from fshard.transforms.module.lazy import lazy, materialize
+from fshard.transforms.module.lazy import lazy
 from fshard.transforms.module.remat import remat
 from fshard.transforms.reproducible.randomness import keyed_random
-from fshard.transforms.shard_params import fsdp, init_params, shard_params
+from fshard.transforms.shard_params import fsdp, shard_params
 from fshard.transforms.stages.plan import shard_stages
 from fshard.transforms.train_step import train_step
 from fshard.transforms.value_and_grad import grad, value_and_grad
@@ -98,19 +97,17 @@ __all__ = [
     # training
     "functionalize",
     "shard_params",
-    "init_params",
     "fsdp",
     "partition_optimizer",
-    "Optimizer",
     "train_step",
     "value_and_grad",
     "grad",
     "evaluate",
     "lazy",
-    "materialize",
     "with_unsharded_params",
     "remat",
     "keyed_random",
+    "tensor_parallel",
     # pipelines
     "pipeline_schedule",
     "shard_stages",
@@ -129,4 +126,5 @@ __all__ = [
     "optim",
     "pipeline",
     "report",
+    "tensor",
 ]

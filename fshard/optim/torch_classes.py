@@ -142,7 +142,7 @@ def _pure(cls: type[torch.optim.Optimizer], who: str, options: dict[str, Any]) -
     if cls not in CLASSES:
         raise OptimizerError(
             f"{who} must be given a class of torch.optim. Boost an instance of a class of your own, or write "
-            "a pair: fs.Optimizer(init, update)."
+            "a pair: fs.optim.Optimizer(init, update)."
         )
     known = CLASSES[cls]
     usual = {name: x.default for name, x in signature(cls).parameters.items() if x.default is not x.empty}

@@ -25,7 +25,7 @@ from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
 
 
-class Piece(NamedTuple):
+class DimRange(NamedTuple):
     """A range of the dim that a weight produces; `stop` is None for all of it."""
 
     weight: str
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     stop: int | None = None
 
 
-Origin = frozenset[Piece]
+Origin = frozenset[DimRange]
 NOTHING: Origin = frozenset()
 
 
@@ -45,7 +45,7 @@ class Product:
         kind: "linear", or "embedding" for a table that is looked up.
         out: the dim of the weight that the result has.
         summed: the dim of the weight that is summed over, or looked up.
-        inputs: the pieces that reach it: in each use.
+        inputs: the ranges that reach it: in each use.
         needed: operations that need all of the dim that it produces.
         length: the largest number of devices that can share what it produces.
         parts: the ranges that its result is split into; of a fused weight.
@@ -70,7 +70,7 @@ def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     runtime = "abstract" if params and all(x.is_meta for x in params) else "virtual"
     mesh = make_mesh({"followed": 1}, runtime=runtime)
     one = shard_module(copy.deepcopy(model).eval(), {}, mesh=mesh)
-    observer = _Observer({id(x): name for name, x in one.named_parameters()})
+    observer = _DimFollower({id(x): name for name, x in one.named_parameters()})
 
     def put(given: Any) -> Any:
         leaves, structure = flatten(given)
@@ -87,7 +87,7 @@ def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return observer.products
 
 
-class _Observer:
+class _DimFollower:
     """Carries origins from the inputs of each operation to its results."""
 
     def __init__(self, params: Mapping[int, str]) -> None:
@@ -120,7 +120,7 @@ class _Observer:
         return [NOTHING] * x.ndim if found is None else found[1]
 
     def _product(self, name: str, op: Any, arrays: Sequence[Sharded], carried: dict[str, Origin]) -> bool:
-        """Note a product of a weight; its result's dim comes from that weight alone."""
+        """Note a product of a weight; that weight alone produces the dim of its result."""
         if name != "embedding" and name not in _NAMES:
             return False
         weights = [place for place, x in enumerate(arrays) if id(x) in self.params and x.ndim == 2]
@@ -141,37 +141,37 @@ class _Observer:
             biases = [self.params[id(x)] for x in arrays if id(x) in self.params and x.ndim == 1]
             product.bias = biases[0] if biases else None
         if labels[out] is not None:
-            carried[labels[out]] = frozenset([Piece(key)])
+            carried[labels[out]] = frozenset([DimRange(key)])
         return True
 
     def _lengths(self, results: Sequence[Sharded]) -> None:
         """Note the lengths of dims, which the devices must divide."""
         for y in results:
             for length, origin in zip(y.shape, self._origins(y), strict=True):
-                for piece in origin:
-                    product = self.products[piece.weight]
+                for part in origin:
+                    product = self.products[part.weight]
                     product.length = gcd(product.length, length)
 
     def _lost(
         self, name: str, arrays: Sequence[Sharded], args: Any, results: Sequence[Sharded], dim: int, origin: Origin
     ) -> None:
-        """Note an operation that needs all of a dim; the pieces that a dim is split into carry on."""
+        """Note an operation that needs all of a dim; the ranges that a dim is split into carry on."""
         ranges = _ranges(name, arrays[0], args, results, dim)
-        for piece in origin:
-            if ranges is None or piece.stop is not None:
-                self.products[piece.weight].needed.append(name)
+        for part in origin:
+            if ranges is None or part.stop is not None:
+                self.products[part.weight].needed.append(name)
                 continue
             for y, (start, stop) in zip(results, ranges, strict=True):
-                self.products[piece.weight].parts.add((start, stop))
+                self.products[part.weight].parts.add((start, stop))
                 origins = self.origins[id(y)][1]
-                origins[dim] = origins[dim] | {Piece(piece.weight, start, stop)}
+                origins[dim] = origins[dim] | {DimRange(part.weight, start, stop)}
 
     def finish(self, output: Any) -> None:
         """Note the products that the model returns."""
         leaves, _ = flatten(dict(output) if isinstance(output, Mapping) else output, sharded_is_leaf=True)
         for y in leaves:
-            for piece in self._origins(y)[-1] if isinstance(y, Sharded) and y.ndim else NOTHING:
-                self.products[piece.weight].is_output = True
+            for part in self._origins(y)[-1] if isinstance(y, Sharded) and y.ndim else NOTHING:
+                self.products[part.weight].is_output = True
 
 
 _NAMES = frozenset(name for names in PRODUCTS for name in names.split())

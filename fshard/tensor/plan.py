@@ -1,130 +1,39 @@
 """`tensor_parallel`: a plan of which layers of a model are sharded, found by following dims through it.
 
-    column   the dim that a layer produces is sharded: heads, hidden units
-    row      the layer that sums over that dim; its result is a partial sum
-    words    a table of words, and the layer that scores them: rows by words
-
 The model runs unchanged: inside a step its parameters are arrays of the devices along the axes, and each operation is
 done on their shards (`fshard.array`). So any plan computes the same; a good one sends little.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
-from math import gcd, prod
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fshard.array.dispatch import constrain
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Axes, Mesh, P, as_axes, as_written
+from fshard.mesh.layout import Axes, P, as_axes, as_written, flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.spmd.scope import here
-from fshard.tensor.check import arguments, check_plan
-from fshard.tensor.follow import Product, follow
-from fshard.tensor.modes import Mode, abstract_mode
+from fshard.mesh.reshard.device_put import unshard
+from fshard.tensor.follow import follow
+from fshard.tensor.layer_plans import LayerPlans, SequenceMode, decide
+from fshard.tensor.modes import abstract_mode
 from fshard.tensor.run import PlannedModule, running, sharded_inputs
-from fshard.tensor.sequence import How, zigzag
-
-Style = Literal["column", "row", "words"]
-SequenceMode = How | Literal["megatron"]
-"""How attention goes over a sharded sequence; or norms and dropout alone are sharded over the axis of the layers."""
-
-
-class LayerPlan(NamedTuple):
-    """How one weight is sharded.
-
-    Args:
-        style: column, row or words.
-        out: the dim of the weight that its result has.
-        parts: lengths of the parts of a fused weight along that dim, each of which is sharded.
-        shared: the largest number of devices that can share the dim.
-        why: in words.
-    """
-
-    style: Style
-    out: int
-    parts: tuple[int, ...]
-    shared: int
-    why: str
+from fshard.tensor.sequence import zigzag
+from fshard.transforms.shard_params import shard_params
+from fshard.transforms.value_and_grad import value_and_grad
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The plan of a model: see `tensor_parallel`.
-
-    Args:
-        mode: the axes that shard layers.
-        layers: the plan of each sharded weight, by its name.
-        shapes: of all parameters.
-        biases: the weight of each bias that is sharded with it.
-        replicated: weights of linear layers that are not sharded, and why.
-        sequence: the axis that shards tokens; `how`: attention goes over it.
-        model: that the plan is made for.
-    """
-
-    mode: Mode
-    layers: Mapping[str, LayerPlan]
-    shapes: Mapping[str, tuple[int, ...]]
-    biases: Mapping[str, str]
-    replicated: Mapping[str, str]
-    sequence: str | None = None
-    how: SequenceMode = "gather"
-    model: Any = field(default=None, repr=False, compare=False)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """All axes, for `local=` of a step."""
-        return tuple(dict.fromkeys((*((self.sequence,) if self.sequence else ()), *self.mode.axes)))
-
-    @property
-    def rules(self) -> dict[str, P]:
-        """The spec of every parameter along the axes, for `fs.fsdp("data", within=plan.rules)`."""
-        return {name: self.spec(name) for name in self.shapes}
-
-    def spec(self, name: str) -> P:
-        """Return the spec of a parameter."""
-        layer = self.layers.get(self.biases.get(name, name))
-        if layer is None:
-            return P()
-        mode = self.mode.next if layer.style == "row" else self.mode
-        if name in self.biases:
-            return mode.bias
-        out, summed = mode.weight.dims(2)
-        return P(out, summed) if layer.out == 0 else P(summed, out)
-
-    def parts_of(self, name: str) -> tuple[tuple[int, ...], int]:
-        """Return the lengths of the parts of a parameter, and their dim."""
-        layer = self.layers.get(self.biases.get(name, name))
-        return ((), 0) if layer is None else (layer.parts, 0 if name in self.biases else layer.out)
-
-    def __str__(self) -> str:
-        rows = [(name, x.style, " + ".join(map(str, x.parts)), x.why) for name, x in self.layers.items()]
-        rows += [(name, "", "", why) for name, why in self.replicated.items()]
-        widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-        lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True)) for row in rows]
-        tokens = f", tokens over {self.sequence} ({self.how})" if self.sequence else ""
-        title = f"{self.mode.kind} over {as_written(self.mode.axes)}{tokens}; all other parameters are replicated"
-        return "\n".join([title, *map(str.rstrip, lines)])
-
-    def check_sizes(self, mesh: Mesh) -> None:
-        """Raise with all layers that the devices of a mesh cannot share."""
-        n = prod(mesh.shape[axis] for axis in self.mode.next.hidden)
-        wrong = [f"{name} is shared by at most {x.shared}" for name, x in self.layers.items() if x.shared % n]
-        if wrong:
-            raise LayoutError(
-                f"{n} devices along {as_written(self.mode.next.hidden)} must divide the heads and widths of all sharded "
-                f"layers; {'; '.join(wrong)}. Plan for this size: fs.tensor_parallel(..., size={n})."
-            )
-
-    def own_mesh(self) -> Mesh | None:
-        """Return the devices along the axes; None outside of a step."""
-        scope = here()
-        return None if scope is None or not {*self.axes} <= {*scope.mesh.axis_names} else scope.mesh[self.axes]
+class Plan(LayerPlans):
+    """The plan of a model: see `tensor_parallel`. Prints how each layer is sharded, and why."""
 
     def functionalize(self, module: nn.Module, **options: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         """Return what `fs.functionalize` does; parts of a fused weight are leaves of their own."""
@@ -137,7 +46,7 @@ class Plan:
 
     def check(self, sample: Any) -> float:
         """Compare loss and gradients on virtual devices with the model in float64; return the largest relative error."""
-        return check_plan(self, self.model, sample)
+        return _check(self, sample)
 
     def full(self, x: Any) -> Any:
         """Return a result of the model as a tensor, equal on all devices along the axes; tokens in their order."""
@@ -180,7 +89,7 @@ def tensor_parallel(
         size: the number of devices that share the heads; layers that it does not divide stay replicated. By default a
             step raises for these.
         sequence: an axis that shards the tokens, dim 1 of all inputs.
-        sequence_mode: how attention goes over them: see `fs.tensor.attention`; or "megatron", where `sequence` is the axis
+        sequence_mode: the algorithm of attention: see `fs.tensor.attention`; or "megatron", where `sequence` is the axis
             of the layers: norms and dropout run on shards of tokens, attention on heads.
         check: compare the planned model with the model itself, in float64 on a few virtual devices: see `Plan.check`.
     """
@@ -190,7 +99,7 @@ def tensor_parallel(
         raise ValueError(f"sequence must be {wanted} with sequence_mode={sequence_mode!r}; got {sequence!r}.")
     if sequence is None and sequence_mode != "gather":
         raise ValueError(f"sequence_mode={sequence_mode!r} must have an axis of tokens; got sequence=None.")
-    args, kwargs = arguments(sample)
+    args, kwargs = _arguments(sample)
     products = follow(model, args, kwargs)
     shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
     layers, replicated = decide(products, shapes, size)
@@ -201,48 +110,50 @@ def tensor_parallel(
     return plan
 
 
-def decide(
-    products: Mapping[str, Product], shapes: Mapping[str, tuple[int, ...]], size: int | None
-) -> tuple[dict[str, LayerPlan], dict[str, str]]:
-    """Return the plan of each sharded weight, and why others are replicated."""
-    columns, rows = dict[str, str](), dict[str, list[str]]()
-    for name, product in products.items():
-        producers = sorted({piece.weight for origin in product.inputs for piece in origin})
-        if not producers or not all(product.inputs) or any(x in rows or products[x].needed for x in producers):
-            continue
-        fitting = [x for x in producers if size is None or products[x].length % size == 0]
-        if fitting:
-            rows[name] = fitting
-            columns.update(dict.fromkeys(fitting, f"{_short(name)} sums over what it produces"))
-    layers, replicated = dict[str, LayerPlan](), dict[str, str]()
-    for name, p in products.items():
-        fits = size is None or p.length % size == 0
-        if name in rows:
-            shared = gcd(*(products[x].length for x in rows[name]))
-            why = f"sums over what {', '.join(map(_short, rows[name]))} produce"
-            layers[name] = LayerPlan("row", p.out, (), shared, why)
-        elif name in columns:
-            layers[name] = LayerPlan("column", p.out, _parts(p, shapes[name][p.out]), p.length, columns[name])
-        elif p.kind == "linear" and p.is_output and not p.needed and fits:
-            weight = name.removesuffix(" (linear)")
-            layers[weight] = LayerPlan("words", p.out, (), p.length, "the model returns what it produces")
-        elif p.kind == "linear":
-            why = f"{p.needed[0]} needs all that it produces" if p.needed else "no layer sums over what it produces"
-            replicated[name] = why if fits else f"{size} devices do not divide {p.length}"
-    scored = {shapes[name][layer.out]: layer for name, layer in layers.items() if layer.style == "words"}
-    for name, p in products.items():
-        if p.kind == "embedding" and name not in layers and (layer := scored.get(shapes[name][p.summed])):
-            layers[name] = layer._replace(out=p.summed, why="a table of the words that the model scores")
-    return layers, replicated
+TOLERANCE = 1e-5
+"""Of errors; models may compute norms in float32."""
 
 
-def _short(name: str) -> str:
-    return ".".join(name.split(".")[-3:-1]) or name
+def _check(plan: Plan, sample: Any) -> float:
+    """Return the largest error of a parameter, relative to its largest gradient; raise with all that are wrong.
+
+    Gradients below a millionth of the model's largest one count as that: those of biases of keys are 0 but for rounding.
+    """
+    shared = gcd(*(layer.shared for layer in plan.layers.values()))
+    size = next((n for n in range(2, shared + 1) if shared % n == 0), 1)
+    mesh = make_mesh(dict.fromkeys(plan.axes, size), runtime="virtual")
+    apply, params, buffers = plan.functionalize(copy.deepcopy(plan.model).eval().double())
+
+    def loss_fn(params: Any, sample: Any) -> Tensor:
+        args, kwargs = _arguments(sample)
+        output, _ = apply(params, buffers, *args, **kwargs)
+        leaves, _ = flatten(dict(output) if isinstance(output, Mapping) else output, sharded_is_leaf=True)
+        values = [x for x in leaves if isinstance(x, Tensor | Sharded) and x.is_floating_point()]
+        return plan.full(sum((x * x).mean() for x in values))
+
+    leaves, structure = flatten(sample)
+    sample = unflatten(structure, [_widened(x) for x in leaves])
+    plain, params_structure = flatten(params)
+    given = unflatten(params_structure, [x.detach() for x in plain])
+    wanted, value = torch.func.grad_and_value(loss_fn)(given, sample)
+    gradient = value_and_grad(loss_fn, mesh=mesh, batch=P(), local=plan.axes)
+    loss, found = gradient(shard_params(params, plan.rules, mesh=mesh), sample)
+    paths, ours, _ = flatten_with_paths({"loss": loss, "gradients": unshard(found)})
+    theirs, _ = flatten({"loss": value, "gradients": wanted})
+    least = 1e-6 * max(float(y.abs().max()) for y in theirs)
+    errors = [float((x - y).abs().max()) / max(float(y.abs().max()), least) for x, y in zip(ours, theirs, strict=True)]
+    wrong = [f"{path} by {error:.1e}" for path, error in zip(paths, errors, strict=True) if not error < TOLERANCE]
+    if wrong:
+        raise LayoutError(f"the plan must compute what the model does; of {mesh}, these differ: {'; '.join(wrong)}.")
+    return max(errors)
 
 
-def _parts(product: Product, length: int) -> tuple[int, ...]:
-    """Return the lengths of the parts of a fused weight, of which all is split; () of another."""
-    ranges = sorted(product.parts)
-    if not ranges or ranges[0][0] or ranges[-1][1] != length or any(a[1] != b[0] for a, b in pairwise(ranges)):
-        return ()
-    return tuple(stop - start for start, stop in ranges)
+def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments: of a mapping, a tuple, or one value."""
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    return (sample if isinstance(sample, tuple) else (sample,)), {}
+
+
+def _widened(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x

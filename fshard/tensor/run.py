@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,9 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.tensor.joined import Joined
+from fshard.tensor.layer_plans import LayerPlans
 from fshard.tensor.sequence import attention, zigzag
 from fshard.transforms.module.functionalize import module_function
-
-if TYPE_CHECKING:
-    from fshard.tensor.plan import Plan
 
 
 class _Shard(NamedTuple):
@@ -42,7 +40,7 @@ class _Shard(NamedTuple):
 class PlannedModule:
     """The functions of `fs.functionalize(module, plan=plan)`."""
 
-    def __init__(self, plan: Plan, module: nn.Module, **options: Any) -> None:
+    def __init__(self, plan: LayerPlans, module: nn.Module, **options: Any) -> None:
         self.plan = plan
         self.takes_positions = "position_ids" in inspect.signature(module.forward).parameters
         hooks = _token_hooks(plan, module) if plan.how == "megatron" else []
@@ -71,8 +69,8 @@ class PlannedModule:
         parts, dim = self.plan.parts_of(name)
         if len(parts) < 2:
             return x
-        pieces = (part.clone() for part in x.detach().split(parts, dim))
-        return tuple(y.requires_grad_() if x.requires_grad else nn.Parameter(y, requires_grad=False) for y in pieces)
+        split = (part.clone() for part in x.detach().split(parts, dim))
+        return tuple(y.requires_grad_() if x.requires_grad else nn.Parameter(y, requires_grad=False) for y in split)
 
     def _joined(self, name: str, x: Any) -> Any:
         return torch.cat(x, self.plan.parts_of(name)[1]) if isinstance(x, tuple) else x
@@ -119,7 +117,7 @@ class PlannedModule:
         return {**kwargs, "position_ids": positions}
 
 
-def _token_hooks(plan: Plan, module: nn.Module) -> list[Any]:
+def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
     """Add hooks that gather all tokens for layers sharded by columns, and scatter them after those by rows."""
 
     def gathered(part: nn.Module, args: Any) -> Any:
@@ -141,7 +139,7 @@ def _token_hooks(plan: Plan, module: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def running(plan: Plan) -> Generator[None]:
+def running(plan: LayerPlans) -> Generator[None]:
     """Run operations of a plan: plain tensors are equal on all devices, and partial sums are reduced at once."""
     before = state.constants, state.reduces, state.plan
     state.constants, state.reduces, state.plan = True, plan.how != "megatron", plan
@@ -183,7 +181,7 @@ def _attention(
 DIRECT["scaled_dot_product_attention"] = _attention
 
 
-def sharded_inputs(plan: Plan, given: Any, mesh: Mesh) -> Any:
+def sharded_inputs(plan: LayerPlans, given: Any, mesh: Mesh) -> Any:
     """Return the inputs of a module as arrays: dim 0 over the axes of the mode's tokens, dim 1 over the sequence's."""
     leaves, structure = flatten(given)
     batch = tuple(axis for axis in plan.mode.tokens if axis in mesh.axis_names)

@@ -6,7 +6,8 @@ differentiable program, whose gradient torch.func takes: more memory and communi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,26 +21,29 @@ from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.scope import owning, require
 from fshard.optim.leaves import trainable, without_static
 from fshard.transforms.batch import placed
-from fshard.transforms.device_step import one_loss
+from fshard.transforms.device_step import StepOptions, one_loss
 from fshard.transforms.means import weight_of
-from fshard.transforms.patterns import chosen
+from fshard.transforms.origin import refuse_unplaced
+from fshard.transforms.patterns import Choice, chosen
 from fshard.transforms.reproducible.randomness import drawn_key, keyed_random
-
-if TYPE_CHECKING:
-    from fshard.transforms.gradient import GradientFunction
 
 
 def differentiable_gradient(
-    function: GradientFunction, mesh: Mesh, params: PyTree, batch: PyTree
+    how: StepOptions,
+    mesh: Mesh,
+    specs: PyTree,
+    gradients: Callable[[Layout], Layout],
+    frozen: Choice,
+    params: PyTree,
+    batch: PyTree,
 ) -> tuple[Tensor, PyTree]:
     """Return the mean loss and its gradient, as functions of the parameters that can be differentiated again."""
-    how = function.how
     params, restore = without_static(params)
     leaves, structure = flatten(params, sharded_is_leaf=True)
-    function.check_params(params, leaves, structure, mesh)
-    parts, key, dtype = placed(batch, function.specs, mesh), drawn_key(), how.unit_options.compute
-    frozen = chosen(function.frozen, [*paths_of(structure)], "frozen")
-    trained = [place for place, x in enumerate(leaves) if trainable(x) and not frozen[place]]
+    refuse_unplaced(leaves, structure, mesh)
+    parts, key, dtype = placed(batch, specs, mesh), drawn_key(), how.unit_options.compute
+    fixed = chosen(frozen, [*paths_of(structure)], "frozen")
+    trained = [place for place, x in enumerate(leaves) if trainable(x) and not fixed[place]]
 
     slices = [parts.slices(place, 1)[0] for place in range(len(parts.devices))]
     tensors = [place for place, x in enumerate(slices[0].leaves) if isinstance(x, Tensor)]
@@ -72,5 +76,5 @@ def differentiable_gradient(
     found, loss = torch.func.grad(mean_loss, has_aux=True)([leaves[place] for place in trained])
     grads: list[Any] = [None] * len(leaves)
     for place, x in zip(trained, found, strict=True):
-        grads[place] = reshard(x, function.gradients(x.layout))
+        grads[place] = reshard(x, gradients(x.layout))
     return loss, unflatten(structure, grads)

@@ -298,7 +298,9 @@ class Gradient(GradientFunction):
             raise NotImplementedError(
                 f"{how.caller} must not have {', '.join(found)} within a torch.func transform: return the loss alone."
             )
-        return differentiable_gradient(self, resolve_mesh(self.mesh), params, *given)
+        return differentiable_gradient(
+            how, resolve_mesh(self.mesh), self.specs, self.gradients, self.frozen, params, *given
+        )
 
     def plan(
         self,

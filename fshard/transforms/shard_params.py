@@ -291,7 +291,7 @@ def init_params(
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})
-    >>> params = fs.init_params(lambda: {"w": torch.randn(2, 2), "b": torch.zeros(2)}, fs.fsdp("data"), mesh=mesh, seed=0)
+    >>> params = fs.nn.init_params(lambda: {"w": torch.randn(2, 2), "b": torch.zeros(2)}, fs.fsdp("data"), mesh=mesh, seed=0)
     >>> fs.typeof(params["w"]), torch.equal(fs.unshard(params["w"]), torch.randn(2, 2, generator=torch.manual_seed(0)))
     (f32[2, 2]{flat:data}, True)
     """

@@ -94,7 +94,7 @@ def trained(kind, plugin, *, built, make_optimizer=adamw, functional=False, mesh
     plugin = PLUGINS[plugin](kind) if isinstance(plugin, str) else plugin
     model, booster = KINDS[kind](), fs.Booster(plugin=plugin)
     if built:
-        model = fs.materialize(model, seed=plugin.seed)
+        model = fs.nn.materialize(model, seed=plugin.seed)
     optimizer, criterion, losses = make_optimizer(model.parameters()), nn.MSELoss(), []
     draws = torch.Generator().manual_seed(0)
     data = [(torch.randn(8, 4, generator=draws), torch.randn(8, WIDE, generator=draws)) for _ in range(3)]
@@ -208,7 +208,7 @@ def test_shard_params_builds_lazy_layers():
     Block.alive.clear()
     params = fs.shard_params(model, fs.fsdp("data"), mesh=mesh, seed=5)
     assert Block.alive == [1] * 4
-    expected = dict(fs.materialize(model, seed=5).named_parameters())
+    expected = dict(fs.nn.materialize(model, seed=5).named_parameters())
     assert params.keys() == expected.keys()
     assert all(torch.equal(fs.unshard(params[name]), x) for name, x in expected.items())
     assert params["blocks.0.fixed"].layout.frozen and not params["blocks.0.scale"].layout.frozen
@@ -229,7 +229,7 @@ def test_lazy_layer_keeps_dtype_mode_and_frozen_parameters():
     def boosted():
         model = nn.Sequential(fs.lazy(nn.Linear, 4, 4), fs.lazy(nn.Linear, 4, 4).double(), fs.lazy(Block, 4).eval())
         model[0].weight.requires_grad_(False)
-        built = fs.materialize(model, seed=0)
+        built = fs.nn.materialize(model, seed=0)
         own = fs.Booster(plugin=fs.FSDPPlugin()).boost(model, torch.optim.SGD(model[1].parameters(), lr=0.1))[0]
         return own.unwrap(), built
 

@@ -204,7 +204,7 @@ def test_norms_in_reproducible_step_are_exact():
 
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"w": tensor((37, 41), torch.float32, 3)}, fs.fsdp("data"), mesh=mesh)
-    opt = fs.Optimizer(lambda params: (), noting, elementwise=True, arrays=True)
+    opt = fs.optim.Optimizer(lambda params: (), noting, elementwise=True, arrays=True)
     step = fs.train_step(lambda p, x: (x @ p["w"]).square().mean(), opt, mesh=mesh, batch=P("data"), reproducible=True)
     step(params, (), tensor((8, 37), torch.float32, 7))
     assert found == [True]

@@ -44,7 +44,7 @@ def assert_planned(name, plan, mesh, tolerance=1e-6):
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_sharded_and_exact(name):
     model = model_of(name)
-    plan = fs.tensor.tensor_parallel(model, axis="model", sample=inputs_of(name)[0])
+    plan = fs.tensor_parallel(model, axis="model", sample=inputs_of(name)[0])
     weights = block_weights(model)
     sharded = sum(model.get_parameter(one).numel() for one in weights if one in plan.layers)
     assert sharded >= 0.95 * sum(model.get_parameter(one).numel() for one in weights)
@@ -62,7 +62,7 @@ GRIDS = {
 @pytest.mark.parametrize("name", ["Llama", "ViT"])
 def test_other_modes_are_exact(name, mode):
     axes, grid = GRIDS[mode]
-    plan = fs.tensor.tensor_parallel(model_of(name), axis=axes, mode=mode, sample=inputs_of(name)[0], check=False)
+    plan = fs.tensor_parallel(model_of(name), axis=axes, mode=mode, sample=inputs_of(name)[0], check=False)
     assert_planned(name, plan, fs.make_mesh(grid))
 
 
@@ -71,14 +71,14 @@ def test_other_modes_are_exact(name, mode):
 )
 def test_sequences_are_exact(name, how):
     options = {"axis": "model", "sequence": "seq", "sequence_mode": how, "check": False}
-    plan = fs.tensor.tensor_parallel(model_of(name), sample=inputs_of(name)[0], **options)
+    plan = fs.tensor_parallel(model_of(name), sample=inputs_of(name)[0], **options)
     assert_planned(name, plan, fs.make_mesh({"data": 1, "seq": 2, "model": 2}))
 
 
 @pytest.mark.parametrize("name", ["T5", "BERT"])
 def test_masked_attention_over_a_sequence_is_exact(name):
     options = {"axis": "model", "sequence": "seq", "check": False}
-    plan = fs.tensor.tensor_parallel(model_of(name), sample=inputs_of(name)[0], **options)
+    plan = fs.tensor_parallel(model_of(name), sample=inputs_of(name)[0], **options)
     assert_planned(name, plan, fs.make_mesh({"data": 1, "seq": 2, "model": 2}))
 
 
@@ -90,14 +90,14 @@ def test_pairs_of_layers_send_what_megatron_sends():
     """Two reductions a block each way, of the activations; Megatron's sequence parallelism sends as much."""
     options = {"axis": "model", "sample": inputs_of("Llama")[0], "check": False}
     mesh = fs.make_mesh({"data": 1, "model": 2})
-    plan = fs.tensor.tensor_parallel(model_of("Llama"), **options)
+    plan = fs.tensor_parallel(model_of("Llama"), **options)
     activation = 4 * 8 * 32 * 8  # bytes
     with_words = 2 * (2 * 2 + 1)  # each way, of two blocks and of the table of words
     sums = moved(assert_planned("Llama", plan, mesh))
     # besides: the loss over the words, and gradients of replicated norms
     assert with_words * activation <= sums["psum"] <= 1.1 * with_words * activation
     assert "all_gather" not in sums
-    plan = fs.tensor.tensor_parallel(model_of("Llama"), sequence="model", sequence_mode="megatron", **options)
+    plan = fs.tensor_parallel(model_of("Llama"), sequence="model", sequence_mode="megatron", **options)
     sums = moved(assert_planned("Llama", plan, mesh))
     scattered = sums["psum_scatter"] + sums["all_gather"]
     assert with_words * activation <= scattered <= 1.1 * with_words * activation
@@ -121,7 +121,7 @@ class Block(nn.Module):
 
 def test_plan_of_a_module():
     model = Block().to(F64)
-    plan = fs.tensor.tensor_parallel(model, axis="model", sample=torch.randn(4, 8, dtype=F64))
+    plan = fs.tensor_parallel(model, axis="model", sample=torch.randn(4, 8, dtype=F64))
     styles = {name.removesuffix(".weight"): layer.style for name, layer in plan.layers.items()}
     assert styles == {"fused": "column", "down": "row", "one": "column", "two": "row"}
     assert plan.layers["fused.weight"].parts == (12, 12)
@@ -135,7 +135,7 @@ def test_plan_of_a_module():
 def trained(steps=5):
     """Return the parameters after some steps of AdamW on a planned model, and those of one device."""
     model = model_of("GPT-NeoX")
-    plan = fs.tensor.tensor_parallel(model, axis="model", sample=inputs_of("GPT-NeoX")[0], check=False)
+    plan = fs.tensor_parallel(model, axis="model", sample=inputs_of("GPT-NeoX")[0], check=False)
     apply, params, buffers = fs.functionalize(model, plan=plan)
     _, labels = inputs_of("GPT-NeoX")
 
@@ -170,19 +170,19 @@ def test_training_on_processes_equals_one_device():
 
 
 def test_sizes_that_devices_cannot_share():
-    plan = fs.tensor.tensor_parallel(model_of("Llama"), axis="model", sample=inputs_of("Llama")[0], check=False)
+    plan = fs.tensor_parallel(model_of("Llama"), axis="model", sample=inputs_of("Llama")[0], check=False)
     with pytest.raises(
         LayoutError, match=r'4 devices along "model" must divide .*k_proj.weight is shared by at most 2'
     ):
         gradients("Llama", plan, fs.make_mesh({"data": 1, "model": 4}))
-    plan = fs.tensor.tensor_parallel(model_of("Llama"), axis="model", size=4, sample=inputs_of("Llama")[0], check=False)
+    plan = fs.tensor_parallel(model_of("Llama"), axis="model", size=4, sample=inputs_of("Llama")[0], check=False)
     assert "4 devices do not divide 2" in str(plan)
     assert_planned("Llama", plan, fs.make_mesh({"data": 1, "model": 4}))
 
 
 def test_mistakes_with_plans():
     sample = inputs_of("Llama")[0]
-    plan = fs.tensor.tensor_parallel(model_of("Llama"), axis="model", sample=sample, check=False)
+    plan = fs.tensor_parallel(model_of("Llama"), axis="model", sample=sample, check=False)
     with pytest.raises(LayoutError, match="one of another model"):
         fs.functionalize(nn.Linear(2, 2), plan=plan)
     apply, params, buffers = fs.functionalize(model_of("Llama"), plan=plan)
@@ -190,7 +190,9 @@ def test_mistakes_with_plans():
     step = fs.value_and_grad(
         lambda p, x: plan.full(apply(p, buffers, input_ids=x)[0].logits.mean()), mesh=mesh, batch=P("data")
     )
-    with pytest.raises(LayoutError, match=r"must have the shapes of a device.s shards: .*q_proj.weight .* give the step local="):
+    with pytest.raises(
+        LayoutError, match=r"must have the shapes of a device.s shards: .*q_proj.weight .* give the step local="
+    ):
         step(fs.shard_params(params, P(), mesh=mesh), sample["input_ids"])
     for options, text in {
         ("seq", "megatron"): 'sequence must be one of "model"',
@@ -198,11 +200,11 @@ def test_mistakes_with_plans():
         (None, "ring"): "must have an axis of tokens",
     }.items():
         with pytest.raises(ValueError, match=text):
-            fs.tensor.tensor_parallel(
+            fs.tensor_parallel(
                 nn.Linear(2, 2), axis="model", sample=torch.ones(2), sequence=options[0], sequence_mode=options[1]
             )
     with pytest.raises(ValueError, match='"2d" with 2 axes'):
-        fs.tensor.tensor_parallel(nn.Linear(2, 2), axis="model", mode="2d", sample=torch.ones(2))
+        fs.tensor_parallel(nn.Linear(2, 2), axis="model", mode="2d", sample=torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -211,21 +213,21 @@ def test_mistakes_with_plans():
 )
 def test_what_sequences_do_not_take(name, how, text):
     options = {"axis": "model", "sequence": "seq", "sequence_mode": how, "check": False}
-    plan = fs.tensor.tensor_parallel(model_of(name), sample=inputs_of(name)[0], **options)
+    plan = fs.tensor_parallel(model_of(name), sample=inputs_of(name)[0], **options)
     with pytest.raises(LayoutError, match=text):
         gradients(name, plan, fs.make_mesh({"data": 1, "seq": 2, "model": 2}))
 
 
 def test_tokens_that_devices_do_not_divide():
     options = {"axis": "model", "sequence": "seq", "sequence_mode": "zigzag", "check": False}
-    plan = fs.tensor.tensor_parallel(model_of("Llama"), sample=inputs_of("Llama")[0], **options)
+    plan = fs.tensor_parallel(model_of("Llama"), sample=inputs_of("Llama")[0], **options)
     with pytest.raises(LayoutError, match="8 tokens, which must be a multiple of 6"):
         gradients("Llama", plan, fs.make_mesh({"data": 1, "seq": 3, "model": 2}))
 
 
 def test_a_wrong_plan_does_not_pass_its_check(monkeypatch):
     model = Block().to(F64)
-    plan = fs.tensor.tensor_parallel(model, axis="model", sample=torch.randn(4, 8, dtype=F64))
+    plan = fs.tensor_parallel(model, axis="model", sample=torch.randn(4, 8, dtype=F64))
     monkeypatch.setattr(type(plan), "full", lambda self, x: x.shards[0] if isinstance(x, fs.Sharded) else x)
     monkeypatch.setattr("fshard.array.communicate.Psum", type("Other", (), {}))  # a psum whose backward is left out
     with pytest.raises(LayoutError, match="the plan must compute what the model does"):

@@ -466,7 +466,7 @@ def by_norm(grads, state, params):
     return unflatten(structure, [-g / (1 + g.norm()) for g in leaves]), state
 
 
-BY_NORM = fs.Optimizer(lambda params: (), by_norm, elementwise=True)
+BY_NORM = fs.optim.Optimizer(lambda params: (), by_norm, elementwise=True)
 
 
 def test_certify_optimizer_that_is_not_elementwise_diverges():
@@ -496,7 +496,7 @@ def test_check_elementwise_wrong_promise_raises(name):
         leaves, structure = flatten(grads)
         return unflatten(structure, [-0.1 * NOT_ELEMENTWISE[name](g) for g in leaves]), state
 
-    opt = fs.Optimizer(lambda params: (), update, elementwise=True)
+    opt = fs.optim.Optimizer(lambda params: (), update, elementwise=True)
     with pytest.raises(AssertionError, match=r"has elementwise=True, but on \d flat shards \w+ first differs at"):
         check_elementwise(opt)
     for row in (certified(opt=opt, stages=[stage], steps=1).first for stage in (1, 3)):
@@ -668,7 +668,7 @@ def test_certify_nondeterministic_optimizer_raises(kind):
         return {name: -0.1 * factor * g for name, g in grads.items()}, state
 
     with pytest.raises(fs.errors.PromiseError, match="The optimizer draws random numbers or counts its calls"):
-        certified(opt=fs.Optimizer(lambda params: (), update, elementwise=True))
+        certified(opt=fs.optim.Optimizer(lambda params: (), update, elementwise=True))
 
 
 def test_certify_chaotic_loss_is_inconclusive():

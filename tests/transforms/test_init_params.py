@@ -32,7 +32,7 @@ def test_init_params_equals_the_plain_function(kind):
     def init_fn():
         return initialised(MODULES[kind])
 
-    own = fs.init_params(init_fn, fs.fsdp("data"), mesh=fs.make_mesh({"data": 2}), seed=3)
+    own = fs.nn.init_params(init_fn, fs.fsdp("data"), mesh=fs.make_mesh({"data": 2}), seed=3)
     torch.manual_seed(3)
     expected = init_fn()
     assert own.keys() == expected.keys()
@@ -41,10 +41,10 @@ def test_init_params_equals_the_plain_function(kind):
 
 def test_init_params_with_seed_restores_the_generator():
     mesh, before = fs.make_mesh({"data": 2}), torch.get_rng_state()
-    own = fs.init_params(lambda: torch.randn(4), P(), mesh=mesh, seed=3)
+    own = fs.nn.init_params(lambda: torch.randn(4), P(), mesh=mesh, seed=3)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(3)
-    again = fs.init_params(lambda: torch.randn(4), P(), mesh=mesh)
+    again = fs.nn.init_params(lambda: torch.randn(4), P(), mesh=mesh)
     assert torch.equal(fs.unshard(own), fs.unshard(again))
     assert not torch.equal(torch.get_rng_state(), before)
 
@@ -54,11 +54,11 @@ def test_init_params_keeps_ties_and_frozen_leaves():
         w = torch.randn(3, 3)
         return {"first": w, "last": w, "fixed": torch.randn(2)}
 
-    own = fs.init_params(init_fn, fs.fsdp("data"), mesh=fs.make_mesh({"data": 2}), frozen="fixed")
+    own = fs.nn.init_params(init_fn, fs.fsdp("data"), mesh=fs.make_mesh({"data": 2}), frozen="fixed")
     assert own["first"] is own["last"] and own["fixed"].layout.frozen
 
 
 def test_init_params_on_abstract_mesh_takes_no_memory():
     mesh = fs.make_mesh({"data": 1024}, runtime="abstract")
-    own = fs.init_params(lambda: torch.randn(1 << 20, 1 << 20), fs.fsdp("data"), mesh=mesh)
+    own = fs.nn.init_params(lambda: torch.randn(1 << 20, 1 << 20), fs.fsdp("data"), mesh=mesh)
     assert own.shape == (1 << 20, 1 << 20) and own.shards[0].is_meta

@@ -941,7 +941,7 @@ def test_rules_with_errors_raise_all():
         "shard_params", "a", "b", "d", "e",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no rule is for b"):
-        fs.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, {"a": P()}, mesh=fs.make_mesh({"data": 2}))
+        fs.nn.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, {"a": P()}, mesh=fs.make_mesh({"data": 2}))
 
 
 def test_double_star_matches_the_remaining_leaves():

@@ -36,7 +36,7 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
     >>> check_elementwise(fs.optim.lamb(0.1)._replace(elementwise=True))  # it sums norms over the shards
     >>> def update(grads, state, params):
     ...     return {name: -g / g.norm() for name, g in grads.items()}, state
-    >>> check_elementwise(fs.Optimizer(lambda params: (), update, elementwise=True), {"w": torch.zeros(4)}, steps=1)
+    >>> check_elementwise(fs.optim.Optimizer(lambda params: (), update, elementwise=True), {"w": torch.zeros(4)}, steps=1)
     Traceback (most recent call last):
     ...
     AssertionError: ...

@@ -101,7 +101,7 @@ def materialize(module: Module, *, seed: int) -> Module:
         x = own[name]
         known[id(x)] = nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
 
-    draw(module, seed, without_memory(module), take, "fs.materialize")
+    draw(module, seed, without_memory(module), take, "fs.nn.materialize")
     made = copied(module, known)
     for _, part, _ in [*_described(made)]:
         del vars(part)[_RECIPE]

@@ -333,7 +333,7 @@ def test_check_elementwise_finds_wrong_claim():
         at = optim.leaves.Leaves.of(grads)
         return at.mapped(lambda g: optim.leaves.map_shards(lambda x: -x / x.norm().clamp(min=1e-9), g)), state
 
-    opt = fs.Optimizer(lambda params: (), update, elementwise=True, arrays=True)
+    opt = fs.optim.Optimizer(lambda params: (), update, elementwise=True, arrays=True)
     with pytest.raises(AssertionError, match="has elementwise=True"):
         fs.testing.check_elementwise(opt)
     params, grads = fixed()

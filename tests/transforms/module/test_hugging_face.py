@@ -191,7 +191,7 @@ def test_hugging_face_dropout_has_equal_bits_on_any_mesh(make):
 
 @each_model
 def test_hugging_face_model_is_built_sharded(make):
-    own = fs.init_params(
+    own = fs.nn.init_params(
         lambda: dict(make(0.1).named_parameters()), fs.fsdp("data"), mesh=fs.make_mesh({"data": 4}), seed=0
     )
     torch.manual_seed(0)

@@ -37,15 +37,15 @@ def test_materialized_stage_draws_by_names():
     assert [len(stage) for stage in stages] == [3, 1, 1]
     assert all(x.is_meta for stage in stages for x in state(stage).values())
     before = torch.get_rng_state()
-    last = fs.materialize(stages[2], seed=1)
+    last = fs.nn.materialize(stages[2], seed=1)
     assert [width for where, width in Noted.made if where != "meta"] == [4]
-    whole = fs.materialize(nn.Sequential(*layers), seed=1)
-    found = {name: x for stage in stages for name, x in state(fs.materialize(stage, seed=1)).items()}
+    whole = fs.nn.materialize(nn.Sequential(*layers), seed=1)
+    found = {name: x for stage in stages for name, x in state(fs.nn.materialize(stage, seed=1)).items()}
     assert found.keys() == state(whole).keys()
     assert all(torch.equal(x, found[name]) for name, x in state(whole).items())
     assert all(torch.equal(x, found[name]) for name, x in state(last).items())
     assert not torch.equal(found["0.inner.weight_ih_l0"], found["4.inner.weight_ih_l0"])
-    assert not torch.equal(found["2.0.weight"], state(fs.materialize(stages[0], seed=2))["2.0.weight"])
+    assert not torch.equal(found["2.0.weight"], state(fs.nn.materialize(stages[0], seed=2))["2.0.weight"])
     assert torch.equal(torch.get_rng_state(), before) and all(x.is_meta for x in state(stages[0]).values())
     x = torch.randn(2, 3, 8)
     assert torch.equal(last(x), whole[4](x))
@@ -54,7 +54,7 @@ def test_materialized_stage_draws_by_names():
 def test_materialize_keeps_tensors_and_ties():
     first, second = fs.lazy(nn.Linear, 4, 4), fs.lazy(nn.Linear, 4, 4)
     second.weight, real = first.weight, nn.Linear(4, 4)
-    made = fs.materialize(nn.Sequential(first, real, second), seed=0)
+    made = fs.nn.materialize(nn.Sequential(first, real, second), seed=0)
     assert made[0].weight is made[2].weight and made[1].weight is real.weight and not made[0].weight.is_meta
     assert isinstance(made[0].weight, nn.Parameter) and made[0].weight.requires_grad
 
@@ -63,11 +63,13 @@ def test_lazy_blocks_split_into_stages():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, 0, batch_first=True), 1)
     model.layers = nn.ModuleList(fs.lazy(nn.TransformerEncoderLayer, 4, 2, 4, 0, batch_first=True) for _ in range(3))
     x = torch.ones(1, 2, 4)
-    stages = [fs.materialize(stage, seed=0) for stage in fs.pipeline.split_stages(model, 3, sample=x, blocks="layers")]
+    stages = [
+        fs.nn.materialize(stage, seed=0) for stage in fs.pipeline.split_stages(model, 3, sample=x, blocks="layers")
+    ]
     y = x
     for stage in stages:
         y = stage(y)
-    assert torch.equal(y, fs.materialize(model, seed=0)(x))
+    assert torch.equal(y, fs.nn.materialize(model, seed=0)(x))
 
 
 def test_lazy_of_unsuitable_factories_raises():
@@ -79,4 +81,4 @@ def test_lazy_of_unsuitable_factories_raises():
         with pytest.raises(fs.errors.ModuleError, match="fs.lazy: factory must be a function that makes a module"):
             fs.lazy(made)
     with pytest.raises(fs.errors.ModuleError, match="0.weight, 0.bias must be described"):
-        fs.materialize(nn.Sequential(nn.Linear(2, 2, device="meta"), fs.lazy(nn.Linear, 2, 2)), seed=0)
+        fs.nn.materialize(nn.Sequential(nn.Linear(2, 2, device="meta"), fs.lazy(nn.Linear, 2, 2)), seed=0)

@@ -293,7 +293,7 @@ def test_shard_params_freezes_parameters():
         True,
         False,
     ]
-    born = fs.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, P(), mesh=mesh, frozen="b")
+    born = fs.nn.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, P(), mesh=mesh, frozen="b")
     assert [born["a"].layout.frozen, born["b"].layout.frozen] == [False, True]
     assert fs.shard_params(born, fs.fsdp("data"), mesh=mesh)["b"].layout.frozen
     _, grads = fs.value_and_grad(lambda p, x: (p["a"] * p["b"]).sum() * x.mean(), mesh=mesh, batch=P("data"))(

@@ -557,7 +557,7 @@ def of_lazy_layers():
 
 
 def test_lazy_layers_are_built_on_their_stage_only(four):
-    expected = [dict(fs.materialize(stage, seed=3).named_parameters()) for stage in lazily(4)]
+    expected = [dict(fs.nn.materialize(stage, seed=3).named_parameters()) for stage in lazily(4)]
     for whole, built in (of_lazy_layers(), *four.run(of_lazy_layers)):
         assert all(
             torch.equal(one[name], x) for one, tree in zip(whole, expected, strict=True) for name, x in tree.items()

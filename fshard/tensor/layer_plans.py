@@ -1,0 +1,164 @@
+"""`LayerPlans`: how each layer of a model is sharded, and why, decided by what follows it.
+
+column   the dim that a layer produces is sharded: heads, hidden units
+row      the layer that sums over that dim; its result is a partial sum
+words    a table of words, and the layer that scores them: rows by words
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import gcd, prod
+from typing import Any, Literal, NamedTuple
+
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Mesh, P, as_written
+from fshard.mesh.spmd.scope import here
+from fshard.tensor.follow import Product
+from fshard.tensor.modes import Mode
+from fshard.tensor.sequence import How
+
+Style = Literal["column", "row", "words"]
+SequenceMode = How | Literal["megatron"]
+"""The algorithm of attention over a sharded sequence; or norms and dropout alone are sharded over the axis of the layers."""
+
+
+class LayerPlan(NamedTuple):
+    """How one weight is sharded.
+
+    Args:
+        style: column, row or words.
+        out: the dim of the weight that its result has.
+        parts: lengths of the parts of a fused weight along that dim, each of which is sharded.
+        shared: the largest number of devices that can share the dim.
+        why: in words.
+    """
+
+    style: Style
+    out: int
+    parts: tuple[int, ...]
+    shared: int
+    why: str
+
+
+@dataclass(frozen=True)
+class LayerPlans:
+    """The layouts of a model's parameters along the axes of a plan: see `tensor_parallel`.
+
+    Args:
+        mode: the axes that shard layers.
+        layers: the plan of each sharded weight, by its name.
+        shapes: of all parameters.
+        biases: the weight of each bias that is sharded with it.
+        replicated: weights of linear layers that are not sharded, and why.
+        sequence: the axis that shards tokens; `how`: the algorithm of attention.
+        model: that the plan is made for.
+    """
+
+    mode: Mode
+    layers: Mapping[str, LayerPlan]
+    shapes: Mapping[str, tuple[int, ...]]
+    biases: Mapping[str, str]
+    replicated: Mapping[str, str]
+    sequence: str | None = None
+    how: SequenceMode = "gather"
+    model: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes, for `local=` of a step."""
+        return tuple(dict.fromkeys((*((self.sequence,) if self.sequence else ()), *self.mode.axes)))
+
+    @property
+    def rules(self) -> dict[str, P]:
+        """The spec of every parameter along the axes, for `fs.fsdp("data", within=plan.rules)`."""
+        return {name: self.spec(name) for name in self.shapes}
+
+    def spec(self, name: str) -> P:
+        """Return the spec of a parameter."""
+        layer = self.layers.get(self.biases.get(name, name))
+        if layer is None:
+            return P()
+        mode = self.mode.next if layer.style == "row" else self.mode
+        if name in self.biases:
+            return mode.bias
+        out, summed = mode.weight.dims(2)
+        return P(out, summed) if layer.out == 0 else P(summed, out)
+
+    def parts_of(self, name: str) -> tuple[tuple[int, ...], int]:
+        """Return the lengths of the parts of a parameter, and their dim."""
+        layer = self.layers.get(self.biases.get(name, name))
+        return ((), 0) if layer is None else (layer.parts, 0 if name in self.biases else layer.out)
+
+    def __str__(self) -> str:
+        rows = [(name, x.style, " + ".join(map(str, x.parts)), x.why) for name, x in self.layers.items()]
+        rows += [(name, "", "", why) for name, why in self.replicated.items()]
+        widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+        lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True)) for row in rows]
+        tokens = f", tokens over {self.sequence} ({self.how})" if self.sequence else ""
+        title = f"{self.mode.kind} over {as_written(self.mode.axes)}{tokens}; all other parameters are replicated"
+        return "\n".join([title, *map(str.rstrip, lines)])
+
+    def check_sizes(self, mesh: Mesh) -> None:
+        """Raise with all layers that the devices of a mesh cannot share."""
+        n = prod(mesh.shape[axis] for axis in self.mode.next.hidden)
+        wrong = [f"{name} is shared by at most {x.shared}" for name, x in self.layers.items() if x.shared % n]
+        if wrong:
+            raise LayoutError(
+                f"{n} devices along {as_written(self.mode.next.hidden)} must divide the heads and widths of all sharded "
+                f"layers; {'; '.join(wrong)}. Plan for this size: fs.tensor_parallel(..., size={n})."
+            )
+
+    def own_mesh(self) -> Mesh | None:
+        """Return the devices along the axes; None outside of a step."""
+        scope = here()
+        return None if scope is None or not {*self.axes} <= {*scope.mesh.axis_names} else scope.mesh[self.axes]
+
+
+def decide(
+    products: Mapping[str, Product], shapes: Mapping[str, tuple[int, ...]], size: int | None
+) -> tuple[dict[str, LayerPlan], dict[str, str]]:
+    """Return the plan of each sharded weight, and why others are replicated."""
+    columns, rows = dict[str, str](), dict[str, list[str]]()
+    for name, product in products.items():
+        producers = sorted({part.weight for origin in product.inputs for part in origin})
+        if not producers or not all(product.inputs) or any(x in rows or products[x].needed for x in producers):
+            continue
+        fitting = [x for x in producers if size is None or products[x].length % size == 0]
+        if fitting:
+            rows[name] = fitting
+            columns.update(dict.fromkeys(fitting, f"{_short(name)} sums over what it produces"))
+    layers, replicated = dict[str, LayerPlan](), dict[str, str]()
+    for name, p in products.items():
+        fits = size is None or p.length % size == 0
+        if name in rows:
+            shared = gcd(*(products[x].length for x in rows[name]))
+            why = f"sums over what {', '.join(map(_short, rows[name]))} produce"
+            layers[name] = LayerPlan("row", p.out, (), shared, why)
+        elif name in columns:
+            layers[name] = LayerPlan("column", p.out, _parts(p, shapes[name][p.out]), p.length, columns[name])
+        elif p.kind == "linear" and p.is_output and not p.needed and fits:
+            weight = name.removesuffix(" (linear)")
+            layers[weight] = LayerPlan("words", p.out, (), p.length, "the model returns what it produces")
+        elif p.kind == "linear":
+            why = f"{p.needed[0]} needs all that it produces" if p.needed else "no layer sums over what it produces"
+            replicated[name] = why if fits else f"{size} devices do not divide {p.length}"
+    scored = {shapes[name][layer.out]: layer for name, layer in layers.items() if layer.style == "words"}
+    for name, p in products.items():
+        if p.kind == "embedding" and name not in layers and (layer := scored.get(shapes[name][p.summed])):
+            layers[name] = layer._replace(out=p.summed, why="a table of the words that the model scores")
+    return layers, replicated
+
+
+def _short(name: str) -> str:
+    return ".".join(name.split(".")[-3:-1]) or name
+
+
+def _parts(product: Product, length: int) -> tuple[int, ...]:
+    """Return the lengths of the parts of a fused weight, of which all is split; () of another."""
+    ranges = sorted(product.parts)
+    if not ranges or ranges[0][0] or ranges[-1][1] != length or any(a[1] != b[0] for a, b in pairwise(ranges)):
+        return ()
+    return tuple(stop - start for start, stop in ranges)
