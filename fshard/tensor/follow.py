@@ -1,6 +1,6 @@
 """Follow dims through a model: which linear layer produces the dim that another one sums over.
 
-The model runs once, on arrays that nothing shards. Each operation's rule says which dims of its results are dims of its
+The model runs once, on arrays that nothing shards. The rule of each operation names which dims of its results are dims of its
 inputs; so each dim carries the weights that produced it, through views, attention and elementwise operations, until an
 operation needs all of it. A linear layer sums over the dim that reaches it, and produces a new one.
 """
