@@ -78,7 +78,8 @@ def plan_transfer(shape: tuple[int, ...], before: Layout, spec: P, vary: tuple[s
 
 def transfer(x: Sharded, to: LayoutChange, what: str) -> Tensors:
     """Return the shards of an array as an operation needs them."""
-    if to.moves == () and not (to.vary and _is_followed(x.shards)):
+    is_own, moves = in_loss(), to.moves
+    if moves == () and (is_own or not (to.vary and _is_followed(x.shards))):
         return x.shards
     key = None
     if (x.spec.unreduced or state.plan is not None) and not transformed() and not x.shards[0].is_inference():
@@ -86,7 +87,6 @@ def transfer(x: Sharded, to: LayoutChange, what: str) -> Tensors:
         if key in x.sums:  # what several operations need is made once
             return x.sums[key]
     site, shards = operation_site(what), x.shards
-    is_own, moves = in_loss(), to.moves
     if moves is None and is_own:  # by way of the full array
         spec = P(unreduced=x.spec.unreduced)
         moves = (*_moves(x.shape, x.layout, spec), *_moves(x.shape, x.layout.with_spec(spec), to.layout.spec))
