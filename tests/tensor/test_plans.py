@@ -166,6 +166,54 @@ def test_training_on_processes_equals_one_device():
         torch.testing.assert_close(many, one, rtol=1e-8, atol=1e-9)
 
 
+def trained_bits(sizes, zero3):
+    """Return the parameters after two reproducible steps, with dropout."""
+    model = model_of("GPT-NeoX", hidden_dropout=0.2).train()
+    plan = fs.tensor_parallel(model, axis="model", sample=inputs_of("GPT-NeoX")[0], check=False)
+    apply, params, buffers = fs.functionalize(model, plan=plan)
+    mesh = fs.make_mesh(sizes)
+    own = fs.shard_params(params, fs.fsdp("data", within=plan.rules) if zero3 else plan.rules, mesh=mesh)
+    optimizer = fs.optim.adamw(1e-2)
+    options = {"mesh": mesh, "batch": P("data"), "local": plan.axes, "reproducible": True, "slices": 4}
+    step = fs.train_step(
+        lambda p, x: plan.cross_entropy(apply(p, buffers, input_ids=x)[0].logits, x), optimizer, **options
+    )
+    state = optimizer.init(own)
+    torch.manual_seed(0)
+    for _ in range(2):
+        own, state, _ = step(own, state, inputs_of("GPT-NeoX")[1])
+    return fs.unshard(own)
+
+
+def test_reproducible_steps_have_equal_bits_on_any_data_axis():
+    one = trained_bits({"data": 1, "model": 2}, zero3=False)
+    for sizes, zero3 in (({"data": 2, "model": 2}, True), ({"data": 4, "model": 2}, False)):
+        other = trained_bits(sizes, zero3=zero3)
+        assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_dropout_does_not_depend_on_the_number_of_devices():
+    model = model_of("GPT-NeoX", hidden_dropout=0.2).train()
+    plan = fs.tensor_parallel(model, axis="model", sample=inputs_of("GPT-NeoX")[0], check=False)
+    apply, params, buffers = fs.functionalize(model, plan=plan)
+    found = []
+    for sizes, local in (({"data": 2}, ()), ({"data": 2, "model": 2}, "model")):
+        mesh = fs.make_mesh(sizes)
+        own = fs.shard_params(params, plan.rules if local else P(), mesh=mesh)
+        torch.manual_seed(0)
+        found.append(
+            fs.value_and_grad(
+                lambda p, x: plan.cross_entropy(apply(p, buffers, input_ids=x)[0].logits, x),
+                mesh=mesh,
+                batch=P("data"),
+                local=local,
+            )(own, inputs_of("GPT-NeoX")[1])
+        )
+    (loss, grads), (other, others) = found
+    torch.testing.assert_close(other, loss)
+    torch.testing.assert_close(fs.unshard(others), fs.unshard(grads))
+
+
 # Errors.
 
 
