@@ -110,6 +110,7 @@ def picture(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = tor
         shape, dtype = (x.shape, x.dtype) if isinstance(x, Sharded | Tensor) else (x, dtype)
         if not _is_shape(shape) or not isinstance(layout, Layout):
             raise TypeError(f"layout must be a Layout of a tensor or a shape; got {type(layout).__name__} of {x!r}.")
+        layout.check(tuple(shape))
         return Picture(plan_grid(ShardType(dtype, tuple(shape), layout.spec, layout.memory), layout.mesh))
     stock = take_stock(x)
     return Picture(stock if isinstance(stock, Branch) else _grid(stock))
