@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from math import gcd, prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, as_written
@@ -21,6 +22,7 @@ from fshard.tensor.modes import Mode
 from fshard.tensor.sequence import How
 
 Style = Literal["column", "row", "words"]
+STYLES = (*get_args(Style), "replicated")
 SequenceMode = How | Literal["megatron"]
 """The algorithm of attention over a sharded sequence; or norms and dropout alone are sharded over the axis of the layers."""
 
@@ -149,6 +151,37 @@ def decide(
     for name, p in products.items():
         if p.kind == "embedding" and name not in layers and (layer := scored.get(shapes[name][p.summed])):
             layers[name] = layer._replace(out=p.summed, why="a table of the words that the model scores")
+    return layers, replicated
+
+
+def override(
+    layers: Mapping[str, LayerPlan],
+    replicated: Mapping[str, str],
+    products: Mapping[str, Product],
+    rules: Mapping[str, str],
+) -> tuple[dict[str, LayerPlan], dict[str, str]]:
+    """Return plans where the weights that patterns match have the style that is named; raise with all wrong rules."""
+    known = {name.removesuffix(" (linear)"): p for name, p in products.items()}
+    layers, replicated, wrong = {**layers}, {**replicated}, list[str]()
+    named: dict[str, set[str]] = {}
+    for pattern, style in rules.items():
+        matched = [name for name in known if fnmatchcase(name, pattern)]
+        wrong += [] if matched else [f"{pattern!r} matches no weight of a layer"]
+        wrong += [] if style in STYLES else [f"{pattern!r} must be one of {', '.join(STYLES)}; got {style!r}"]
+        for name in matched:
+            named.setdefault(name, set()).add(style)
+    wrong += [f"{name} is {' and '.join(sorted(found))} by several" for name, found in named.items() if len(found) > 1]
+    if wrong:
+        raise ValueError(f"tensor_parallel(rules=): {'; '.join(wrong)}. The weights are {', '.join(known)}.")
+    for name, (style,) in named.items():
+        layers.pop(name, None)
+        replicated.pop(name, None)
+        if style == "replicated":
+            replicated[name] = "named by rules"
+        else:
+            p = known[name]
+            out = p.summed if style == "words" and p.kind == "embedding" else p.out
+            layers[name] = LayerPlan(cast("Style", style), out, (), p.length, "named by rules")
     return layers, replicated
 
 

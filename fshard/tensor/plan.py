@@ -23,7 +23,7 @@ from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
 from fshard.tensor.follow import follow
-from fshard.tensor.layer_plans import LayerPlans, SequenceMode, decide
+from fshard.tensor.layer_plans import LayerPlans, SequenceMode, decide, override
 from fshard.tensor.modes import abstract_mode
 from fshard.tensor.run import PlannedModule, running, sharded_inputs
 from fshard.tensor.sequence import zigzag
@@ -74,6 +74,7 @@ def tensor_parallel(
     size: int | None = None,
     sequence: str | None = None,
     sequence_mode: SequenceMode = "gather",
+    rules: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> Plan:
     """Plan how the layers of a model are sharded over a mesh axis.
@@ -91,6 +92,8 @@ def tensor_parallel(
         sequence: an axis that shards the tokens, dim 1 of all inputs.
         sequence_mode: the algorithm of attention: see `fs.tensor.attention`; or "megatron", where `sequence` is the axis
             of the layers: norms and dropout run on shards of tokens, attention on heads.
+        rules: patterns of weights' names (those of the shell) and their style, instead of the one that is found:
+            "column", "row", "words" or "replicated". A fused weight is then one part.
         check: compare the planned model with the model itself, in float64 on a few virtual devices: see `Plan.check`.
     """
     made = abstract_mode(mode, as_axes(axis))
@@ -103,6 +106,8 @@ def tensor_parallel(
     products = follow(model, args, kwargs)
     shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
     layers, replicated = decide(products, shapes, size)
+    if rules:
+        layers, replicated = override(layers, replicated, products, rules)
     biases = {p.bias: name for name, p in products.items() if p.bias is not None and name in layers}
     plan = Plan(made, layers, shapes, biases, replicated, sequence, sequence_mode, model)
     if check and layers:

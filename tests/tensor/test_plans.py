@@ -103,6 +103,26 @@ def test_pairs_of_layers_send_what_megatron_sends():
     assert with_words * activation <= scattered <= 1.1 * with_words * activation
 
 
+@pytest.mark.parametrize("options", [{}, {"sequence": "seq", "sequence_mode": "zigzag"}])
+def test_bytes_on_an_abstract_mesh_are_those_that_are_sent(options):
+    plan = fs.tensor_parallel(model_of("Llama"), axis="model", sample=inputs_of("Llama")[0], check=False, **options)
+    apply, params, buffers = fs.functionalize(model_of("Llama"), plan=plan)
+    found = []
+    for runtime in ("virtual", "abstract"):
+        mesh = fs.make_mesh({"data": 2, "seq": 2, "model": 2}, runtime=runtime)
+        own = fs.shard_params(params, fs.fsdp("data", within=plan.rules), mesh=mesh)
+        step = fs.value_and_grad(
+            lambda p, x: plan.cross_entropy(apply(p, buffers, input_ids=x)[0].logits, x),
+            mesh=mesh,
+            batch=P("data"),
+            local=plan.axes,
+        )
+        with fs.ledger() as comm:
+            step(own, inputs_of("Llama")[1])
+        found.append(comm.by_collective(device=0))
+    assert found[0] == found[1]
+
+
 class Block(nn.Module):
     """Layers as people write them: a fused product that is chunked, a chain, a norm of a product."""
 
@@ -130,6 +150,23 @@ def test_plan_of_a_module():
     text = str(plan)
     assert "fused.weight   column  12 + 12  down sums over what it produces" in text
     assert "normed.weight                   layer_norm needs all that it produces" in text
+
+
+def test_rules_replace_what_is_found():
+    model, x = Block().to(F64), torch.randn(4, 8, dtype=F64)
+    rules = {"t*.weight": "column", "three.weight": "row", "fused.weight": "replicated", "down.weight": "replicated"}
+    plan = fs.tensor_parallel(model, axis="model", sample=x, rules={**rules, "t*.weight": "row"})
+    styles = {name.removesuffix(".weight"): layer.style for name, layer in plan.layers.items()}
+    assert styles == {"one": "column", "two": "row", "three": "row"}
+    assert plan.replicated["fused.weight"] == "named by rules"
+    with pytest.raises(ValueError) as raised:
+        fs.tensor_parallel(model, axis="model", sample=x, rules={**rules, "four*": "row", "one.weight": "colum"})
+    for text in (
+        "'four*' matches no weight of a layer",
+        "'one.weight' must be one of column, row, words, replicated; got 'colum'",
+        "three.weight is column and row by several",
+    ):
+        assert text in str(raised.value)
 
 
 def trained(steps=5):
