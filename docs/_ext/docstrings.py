@@ -14,7 +14,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.nodes import make_refnode
 
-NAMESPACES = ["", ".errors", ".explore", ".mesh", ".nn", ".optim", ".pipeline", ".report", ".testing"]
+NAMESPACES = ["", ".errors", ".explore", ".mesh", ".nn", ".optim", ".pipeline", ".report", ".tensor", ".testing"]
 COLUMNS = re.compile(r"\S {2,}(?=\S)")
 SENTENCE = re.compile(r"([.:;!?]) {2,}")
 LISTED = re.compile(r"\s*([-*]|\d+\.) ")

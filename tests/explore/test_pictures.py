@@ -17,7 +17,7 @@ from fshard.explore.palette import _FILLS, INK, MUTED
 from fshard.explore.picture import picture
 
 ROOT = Path(__file__).parents[2]
-NOTEBOOKS = {"01_meshes_and_layouts": 10, "02_zero_is_a_table": 4, "03_pipelines": 6}
+NOTEBOOKS = {"01_meshes_and_layouts": 10, "02_zero_is_a_table": 4, "03_pipelines": 6, "05_tensor_parallelism": 10}
 """Notebooks with pictures, and how many at least."""
 SVG = "{http://www.w3.org/2000/svg}"
 LETTER = 7.3
