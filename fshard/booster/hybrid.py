@@ -139,10 +139,8 @@ class HybridParallelPlugin(Plugin):
                 'sequence_mode="megatron" shards tokens along the axis of the layers, so it must have tensor > 1, '
                 f'tensor_mode="1d" and sequence=1; got {self.tensor}, "{self.tensor_mode}" and {self.sequence}'
             )
-        if self.tensor > 1 or self.sequence > 1:
+        if self.inner_axes() and not wrong:
             wrong += ["sync_batchnorm=True must have tensor=1 and sequence=1"] * self.sync_batchnorm
-            if self.sample is None:
-                wrong.append("tensor and sequence plan the model on a sample: give sample=, the model's arguments")
         return wrong
 
     def zero(self) -> Stage:
@@ -168,11 +166,13 @@ class HybridParallelPlugin(Plugin):
         others = {"pipeline": self.pipeline, "sequence": self.sequence, "tensor": self.tensor}
         each = prod(others.values())
         if count % each or self.data not in (None, count // each):
-            sizes = {"data": self.data, **others} if self.data is not None else others
+            sizes = others if self.data is None else {"data": self.data, **others}
             product, got = " * ".join(sizes), " * ".join(map(str, sizes.values()))
+            nearest = " or ".join(str(n * each) for n in (count // each, count // each + 1) if n)
             raise ValueError(
-                f"HybridParallelPlugin: {product} must {'be' if self.data is not None else 'divide'} the number of devices, "
-                f"{count}; got {got} = {prod(sizes.values())}."
+                f"HybridParallelPlugin: {product} must {'divide' if self.data is None else 'be'} the number of devices, "
+                f"{count}; got {got} = {prod(sizes.values())}. "
+                + (f"Use {nearest} devices." if count % each else f"Use data={count // each}, or leave it out.")
             )
         return make_mesh({self.pipeline_axis: self.pipeline, "data": count // each, **inner})
 
@@ -184,7 +184,9 @@ class HybridParallelPlugin(Plugin):
         return {**tokens, **model_axes(self.tensor, self.tensor_mode, self.tensor_depth)}
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        return tuple(axis for axis in super().axes(mesh) if axis not in (self.pipeline_axis, *self.inner_axes()))
+        tokens, is_sharded = ("seq",) * (self.sequence != 1), self.tensor != 1 or self.sequence != 1
+        layers = MODEL_AXES.get(self.tensor_mode, ()) if is_sharded else ()
+        return tuple(axis for axis in super().axes(mesh) if axis not in (self.pipeline_axis, *tokens, *layers))
 
     def rules(self, mesh: Mesh, within: Rules = None) -> Rules:
         axes = self.axes(mesh)
@@ -198,6 +200,11 @@ class HybridParallelPlugin(Plugin):
 
     def plans_of(self, stages: Sequence[nn.Module]) -> Sequence[Plan | None]:
         scope, inner = here(), self.inner_axes()
+        if inner and self.sample is None:
+            raise ValueError(
+                f"HybridParallelPlugin: tensor={self.tensor} and sequence={self.sequence} must have sample=, the model's "
+                "arguments, on which its layers are planned; got None."
+            )
         is_first = scope is None or scope.mesh.runtime == "process" or scope.device == 0  # of those that share the work
         with outside(), keyed_random(self.seed):
             return self._made(stages, inner, check=is_first) if inner else super().plans_of(stages)
