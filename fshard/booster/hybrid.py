@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.booster.plugins import Plugin
-from fshard.mesh.layout import Mesh, PyTree, map_leaves
+from fshard.mesh.layout import Mesh, map_leaves
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.launchers import process_count
 from fshard.mesh.spmd.scope import here, outside
@@ -29,6 +29,7 @@ from fshard.tensor.layer_plans import SequenceMode
 from fshard.tensor.plan import Plan, tensor_parallel
 from fshard.tensor.sequence import How
 from fshard.transforms.module.lazy import without_memory
+from fshard.transforms.module.replica import copy_on_meta
 from fshard.transforms.options import integer, one_of, refusal, wrong_options
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import Rules, fsdp
@@ -105,17 +106,12 @@ class HybridParallelPlugin(Plugin):
     pipeline_axis: str = "pipe"
 
     def errors(self) -> list[str]:
-        counts = {
-            name: getattr(self, name) for name in ("pipeline", "tensor", "tensor_depth", "sequence", "microbatches")
-        }
-        wrong = [text for name, count in counts.items() for text in integer(name, count)]
+        wrong = [*integer("pipeline", self.pipeline), *one_of("zero_stage", self.zero_stage, 0, 1, 2, 3)]
+        wrong += integer("microbatches", self.microbatches)
         wrong += [] if self.data is None else integer("data", self.data)
-        wrong += one_of("zero_stage", self.zero_stage, 0, 1, 2, 3)
-        wrong += one_of("tensor_mode", self.tensor_mode, *MODEL_AXES)
-        wrong += one_of("sequence_mode", self.sequence_mode, *get_args(How), "megatron")
         wrong += [] if self.chunks is None else integer("chunks", self.chunks)
         wrong += wrong_options(False, {"recompute": self.recompute})
-        wrong += [] if wrong else self._unfit_layers()
+        wrong += self._unfit_layers()
         if not wrong and self.in_stages():
             wrong += (plan := refusal(self.plan))
             wrong += [] if plan else refusal(lambda: check_balance(self.balance, self.plan().stages, self.sample))
@@ -133,13 +129,19 @@ class HybridParallelPlugin(Plugin):
 
     def _unfit_layers(self) -> list[str]:
         """List the errors of sharded layers and tokens."""
-        wrong = refusal(lambda: model_axes(self.tensor, self.tensor_mode, self.tensor_depth))
+        counts = {name: getattr(self, name) for name in ("tensor", "tensor_depth", "sequence")}
+        wrong = [text for name, count in counts.items() for text in integer(name, count)]
+        wrong += one_of("tensor_mode", self.tensor_mode, *MODEL_AXES)
+        wrong += one_of("sequence_mode", self.sequence_mode, *get_args(How), "megatron")
+        if wrong:
+            return wrong
+        wrong += refusal(lambda: model_axes(self.tensor, self.tensor_mode, self.tensor_depth))
         if self.sequence_mode == "megatron" and (self.tensor_mode != "1d" or self.tensor == 1 or self.sequence != 1):
             wrong.append(
                 'sequence_mode="megatron" shards tokens along the axis of the layers, so it must have tensor > 1, '
                 f'tensor_mode="1d" and sequence=1; got {self.tensor}, "{self.tensor_mode}" and {self.sequence}'
             )
-        if self.inner_axes() and not wrong:
+        if not wrong and self.inner_axes():
             wrong += ["sync_batchnorm=True must have tensor=1 and sequence=1"] * self.sync_batchnorm
         return wrong
 
@@ -215,18 +217,21 @@ class HybridParallelPlugin(Plugin):
         sequence = "seq" if self.sequence > 1 else axes[0] if self.sequence_mode == "megatron" else None
         mode = self.sequence_mode if sequence is not None else "gather"
         how: Any = {"axis": axes, "mode": self.tensor_mode, "size": inner[axes[-1]], "sequence": sequence}
-        plans, x = list[Plan](), self.sample
         tensors = [id(tensor) for stage in stages for tensor in stage.parameters()]
+        plans, x, is_meta = list[Plan](), self.sample, any(without_memory(stage) for stage in stages)
+        if is_meta:
+            x = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, x)
         for stage in stages:
-            sample = (x,) if self.in_stages() else x
-            plan = tensor_parallel(stage, sample=sample, **how, sequence_mode=mode, check=False)
+            model, sample = copy_on_meta(stage) if is_meta else stage, (x,) if self.in_stages() else x
+            plan = tensor_parallel(model, sample=sample, **how, sequence_mode=mode, check=False)
             tied = [name for name, tensor in stage.named_parameters() if tensors.count(id(tensor)) > 1]
             layers = {name: layer for name, layer in plan.layers.items() if name not in tied}
             plans.append(replace(plan, layers=layers))
-            if layers and check and not without_memory(stage):
+            if layers and check and not is_meta:
                 plans[-1].check(sample)
             if len(stages) > 1:
-                x = _result(stage, x)
+                with torch.no_grad():
+                    x = deepcopy(model).eval()(x)
         return plans
 
     def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -234,14 +239,3 @@ class HybridParallelPlugin(Plugin):
             return super().stages_of(model)
         count, layers = len(self.plan().placement), cast(Any, model)
         return split_stages(layers, count, self.balance, sample=self.sample, blocks=cast(Any, self.blocks))
-
-
-def _result(stage: nn.Module, x: PyTree) -> PyTree:
-    """Return the output of a stage, which it does not change; without memory if it has none."""
-    device = "meta" if without_memory(stage) else None
-
-    def moved(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, Tensor) and device is not None else leaf
-
-    with torch.no_grad():
-        return deepcopy(stage).eval()(map_leaves(moved, x))
