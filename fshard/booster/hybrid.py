@@ -143,6 +143,11 @@ class HybridParallelPlugin(Plugin):
             )
         if not wrong and self.inner_axes():
             wrong += ["sync_batchnorm=True must have tensor=1 and sequence=1"] * self.sync_batchnorm
+            if self.pipeline != 1 and self.blocks is not None:
+                wrong.append(
+                    f"pipeline={self.pipeline} with tensor={self.tensor} and sequence={self.sequence} must have a model that is "
+                    f"a list of layers, an nn.Sequential; got blocks={self.blocks!r}"
+                )
         return wrong
 
     def zero(self) -> Stage:
