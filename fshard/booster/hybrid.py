@@ -145,8 +145,8 @@ class HybridParallelPlugin(Plugin):
             wrong += ["sync_batchnorm=True must have tensor=1 and sequence=1"] * self.sync_batchnorm
             if self.pipeline != 1 and self.blocks is not None:
                 wrong.append(
-                    f"pipeline={self.pipeline} with tensor={self.tensor} and sequence={self.sequence} must have a model that is "
-                    f"a list of layers, an nn.Sequential; got blocks={self.blocks!r}"
+                    f"pipeline={self.pipeline} with tensor={self.tensor} and sequence={self.sequence} must have an "
+                    f"nn.Sequential, without blocks=; got blocks={self.blocks!r}"
                 )
         return wrong
 

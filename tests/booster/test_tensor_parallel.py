@@ -267,7 +267,7 @@ class Own(torch.optim.SGD):
         ({"tensor": 2, "tensor_depth": 2}, 'tensor_depth=2 has no meaning for tensor_mode="1d"'),
         ({"sequence": 2, "sequence_mode": "megatron"}, "must have tensor > 1, .* got 1, \"1d\" and 2"),
         ({"tensor": 2, "sync_batchnorm": True}, "sync_batchnorm=True must have tensor=1"),
-        ({"tensor": 2, "pipeline": 2, "blocks": "h"}, "pipeline=2 with tensor=2 .* an nn.Sequential; got blocks='h'"),
+        ({"tensor": 2, "pipeline": 2, "blocks": "h"}, "pipeline=2 with tensor=2 .* nn.Sequential, .* got blocks='h'"),
         ({"tensor": 2, "mesh": fs.make_mesh({"data": 2}, runtime="virtual")}, '"model" of .* must have size 2'),
         ({"data": 3, "mesh": fs.make_mesh({"data": 2}, runtime="virtual")}, "data must be that of .*, 2, got 3"),
     ],
