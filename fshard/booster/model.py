@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,10 @@ from fshard.transforms.shard_params import apply_rules
 from fshard.transforms.stages.plan import has_stages, place_stages
 
 
-class ShardedModel(NamedTuple):
-    """A model as a function, its sharded parameters, its buffers, and its plans; all but the last are lists for stages."""
-
-    run: Any
-    params: PyTree
-    buffers: PyTree
-    plans: Sequence[Plan | None]
-
-
-def shard_model(plugin: Plugin, model: nn.Module, source: OptimizerSource, *, in_place: bool = False) -> ShardedModel:
-    """Shard a model; stages without a plan run as they are.
+def shard_model(
+    plugin: Plugin, model: nn.Module, source: OptimizerSource, *, in_place: bool = False
+) -> tuple[Any, PyTree, PyTree, Sequence[Plan | None]]:
+    """Return a model as a function, its sharded parameters, and its buffers; each a list for stages; and their plans.
 
     Lazy layers are built one at a time. A model that runs `in_place` gives up its memory.
     """
@@ -63,7 +56,6 @@ def shard_model(plugin: Plugin, model: nn.Module, source: OptimizerSource, *, in
         buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}
         trees = [params, buffers] if mesh.runtime != "abstract" else []
     tensors: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
-
     known = {name: plan for plan in plans if plan is not None for name in plan.shapes}
 
     def take(name: str, made: Tensor) -> None:
@@ -75,7 +67,7 @@ def shard_model(plugin: Plugin, model: nn.Module, source: OptimizerSource, *, in
     draw(model, plugin.seed, tensors, take)
     if in_place:
         give_up_memory([model, *stages], torch.device(mesh.device_type))
-    return ShardedModel(run, params, buffers, plans)
+    return run, params, buffers, plans
 
 
 def planned(plan: Plan, module: nn.Module, **how: Any) -> tuple[Any, PyTree, PyTree]:
