@@ -10,7 +10,9 @@ from typing import Any
 
 from fshard import array, errors, explore, mesh, nn, optim, pipeline, report, tensor
 from fshard.booster.booster import Booster
-from fshard.booster.plugins import DDPPlugin, FSDPPlugin, HybridParallelPlugin, ZeroPlugin
+from fshard.booster.hybrid import HybridParallelPlugin
+from fshard.booster.parallel import parallel
+from fshard.booster.plugins import DDPPlugin, FSDPPlugin, ZeroPlugin
 from fshard.explore.picture import visualize
 from fshard.launching.launch import launch
 from fshard.mesh.collectives.api import (
@@ -117,6 +119,7 @@ __all__ = [
     "ZeroPlugin",
     "FSDPPlugin",
     "HybridParallelPlugin",
+    "parallel",
     # namespaces
     "array",
     "errors",

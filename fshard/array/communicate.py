@@ -129,6 +129,7 @@ def _apply_own(mesh: Mesh, move: Move, axes: tuple[str, ...], shards: Tensors, s
         return tuple(move.local(x, group.index, group.size) for x in shards)
     if isinstance(move, AllGather):
         move = AllGather(move.dim)
+    shards = tuple([x if type(x) is torch.Tensor else x.view_as(x) for x in shards])  # a parameter is unsharded first
     shards = apply_move(mesh, move, axes, shards, site)
     return apply_move(mesh, Pvary(), axes, shards, site) if isinstance(move, Psum) and _is_followed(shards) else shards
 

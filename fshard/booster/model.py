@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fshard.booster.plugins import Plugin
 from fshard.copying import copied
-from fshard.errors import ModuleError, ScopeError
-from fshard.mesh.layout import Layout, PyTree
+from fshard.errors import LayoutError, ModuleError, ScopeError
+from fshard.mesh.layout import Layout, PyTree, map_leaves
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import is_outside
 from fshard.optim.torch_instances import OptimizerSource
+from fshard.tensor.plan import Plan
 from fshard.transforms.module.functionalize import module_function, refuse_hooks
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.module.replica import give_up_memory
@@ -25,33 +28,66 @@ from fshard.transforms.stages.plan import has_stages, place_stages
 
 def shard_model(
     plugin: Plugin, model: nn.Module, source: OptimizerSource, *, in_place: bool = False
-) -> tuple[Any, PyTree, PyTree]:
-    """Return a model as a function, its sharded parameters, and its buffers; each a list for stages, which run as they are.
+) -> tuple[Any, PyTree, PyTree, Sequence[Plan | None]]:
+    """Return a model as a function, its sharded parameters, and its buffers; each a list for stages; and their plans.
 
     Lazy layers are built one at a time. A model that runs `in_place` gives up its memory.
     """
-    mesh, run, stages = plugin.default_mesh(), None, plugin.stages_of(model)
+    mesh, stages = plugin.default_mesh(), plugin.stages_of(model)
+    plans = plugin.plans_of(stages)
+    pairs, within = [*zip(stages, plans, strict=True)], [None if plan is None else plan.rules for plan in plans]
     if plugin.in_stages():
         for stage in stages:
             refuse_hooks(stage)
-        run, options = tuple(stages), plugin.gradient_options()
+        run = tuple(s if plan is None else planned(plan, s, in_place=in_place)[0] for s, plan in pairs)
+        options = plugin.gradient_options()
         where: Any = {name: options[name] for name in ("mesh", "schedule", "axis")}
-        trained = [source.trained(dict(stage.named_parameters())) for stage in stages]
-        params = place_stages(trained, plugin.rules(mesh), **where, put=reserved)
+        trained = [_split(plan, source.trained(dict(stage.named_parameters()))) for stage, plan in pairs]
+        params = place_stages(trained, plugin.rules(mesh, within if any(within) else None), **where, put=reserved)
         buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
         trees = [tree for own in zip(has_stages(**where), params, buffers, strict=True) if own[0] for tree in own[1:]]
     else:
-        synchronised = plugin.axes(mesh) if plugin.sync_batchnorm else None
-        how: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised}
-        run, own, buffers = module_function(model, **how, in_place=in_place)
-        params = apply_rules(source.trained(own), plugin.rules(mesh), mesh, put=reserved)
+        synchronised, plan = plugin.axes(mesh) if plugin.sync_batchnorm else None, plans[0]
+        how: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised, "in_place": in_place}
+        run, own, buffers = module_function(model, **how) if plan is None else planned(plan, model, **how)
+        trained = source.trained({name: x for name, x in model.named_parameters() if name in own})
+        rules = None if plan is None else {name: plan.spec(name) for name in trained}
+        params = apply_rules(_split(plan, trained), plugin.rules(mesh, rules), mesh, put=reserved)
         buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}
         trees = [params, buffers] if mesh.runtime != "abstract" else []
     tensors: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
-    draw(model, plugin.seed, tensors, lambda name, made: fill(tensors[name], made))
+    known = {name: plan for plan in plans if plan is not None for name in plan.shapes}
+
+    def take(name: str, made: Tensor) -> None:
+        x = tensors[name]
+        pairs = zip(x, known[name].split({name: made})[name], strict=True) if isinstance(x, tuple) else [(x, made)]
+        for empty, own in pairs:
+            fill(empty, own)
+
+    draw(model, plugin.seed, tensors, take)
     if in_place:
         give_up_memory([model, *stages], torch.device(mesh.device_type))
+    return run, params, buffers, plans
+
+
+def planned(plan: Plan, module: nn.Module, **how: Any) -> tuple[Any, PyTree, PyTree]:
+    """Return a module as a function by its plan, its parameters and buffers; its outputs are full tensors."""
+    apply, params, buffers = plan.functionalize(module, **how)
+
+    def run(params: PyTree, buffers: PyTree, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        if plan.how == "zigzag" and kwargs.get("labels") is not None:
+            raise LayoutError(
+                'sequence_mode="zigzag" reorders tokens, so the loss must be one of full outputs; got labels= for the '
+                "model's own loss. Give a criterion, or another sequence_mode."
+            )
+        output, after = apply(params, buffers, *args, **kwargs)
+        return map_leaves(plan.full, output), after
+
     return run, params, buffers
+
+
+def _split(plan: Plan | None, params: dict[str, Tensor]) -> dict[str, Any]:
+    return params if plan is None else plan.split(params)
 
 
 def refusing(kind: type[Exception], text: str) -> Any:
@@ -82,7 +118,9 @@ class BoostedModel(nn.Module):
         self.module, self.mesh, self.is_reproducible = module, plugin.default_mesh(), plugin.reproducible
         self._seed, self._steps, self._forwards, self._others = plugin.seed, 0, 0, 0
         self.refuse_outside()
-        self.function, self.params, self.module_buffers = shard_model(plugin, module, source, in_place=True)
+        self.function, self.params, self.module_buffers, self._plans = shard_model(
+            plugin, module, source, in_place=True
+        )
 
     def refuse_outside(self) -> None:
         """Raise unless the caller is one device of the mesh."""
@@ -112,7 +150,8 @@ class BoostedModel(nn.Module):
 
     def unwrap(self) -> nn.Module:
         """Return a copy of the module with full parameters; all devices must call it."""
-        values = {name: x for tree in unshard(self.trees()) for name, x in tree.items()}
+        pairs = zip_longest(unshard(self.trees()), self._plans)
+        values = {name: x for tree, plan in pairs for name, x in (tree if plan is None else plan.joined(tree)).items()}
         full: dict[int, Any] = {id(x): values.get(name, x).clone() for name, x in self.module.named_buffers()}
         for name, x in self.module.named_parameters():
             full[id(x)] = nn.Parameter(values[name].detach().clone(), requires_grad=x.requires_grad)

@@ -5,7 +5,7 @@ DDPPlugin                replicated       all-reduced                   replicat
 ZeroPlugin(stage=1)      replicated       reduce-scattered once a step  sharded
 ZeroPlugin(stage=2)      replicated       reduce-scattered per unit     sharded
 FSDPPlugin               sharded          reduce-scattered per unit     sharded
-HybridParallelPlugin     those of a stage on its devices, and along the other axes by its `zero_stage`
+HybridParallelPlugin     those of a stage on its devices, of layers by a plan, and along the axes of data by its `zero_stage`
 """
 
 from __future__ import annotations
@@ -22,14 +22,10 @@ from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.launchers import process_count
 from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Stage
-from fshard.pipeline.schedule.builders import pipeline_schedule
-from fshard.pipeline.schedule.schedule import Schedule
-from fshard.pipeline.split.balance import Balance, check_balance
-from fshard.pipeline.split.stages import split_stages
+from fshard.tensor.plan import Plan
 from fshard.transforms.options import flag, integer, must_be, one_of, refusal, unknown, wrong_options
 from fshard.transforms.patterns import Choice
 from fshard.transforms.shard_params import Rules, fsdp
-from fshard.transforms.stages.functions import How as Recompute
 from fshard.transforms.train_step import Precision
 from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
@@ -115,9 +111,13 @@ class Plugin:
         """Return the axes along which ZeRO shards."""
         return self.axes(mesh)
 
-    def rules(self, mesh: Mesh) -> Rules:
-        """Return the layouts of parameters."""
-        return P()
+    def plans_of(self, stages: Sequence[nn.Module]) -> Sequence[Plan | None]:
+        """Return the plan of layers of each stage that are sharded."""
+        return [None] * len(stages)
+
+    def rules(self, mesh: Mesh, within: Rules = None) -> Rules:
+        """Return the layouts of parameters, which plans shard by the rules `within`."""
+        return P() if within is None else within
 
     def gradient_options(self) -> dict[str, Any]:
         """Return the options of `value_and_grad`."""
@@ -192,91 +192,8 @@ class FSDPPlugin(Plugin):
             raise ValueError(f"shard_axis must be among axis=, got {self.shard_axis!r}.")
         return found
 
-    def rules(self, mesh: Mesh) -> Rules:
+    def rules(self, mesh: Mesh, within: Rules = None) -> Rules:
         return fsdp(self.zero_axes(mesh), unit=self.unit)
 
     def own_options(self) -> dict[str, Any]:
         return {**super().own_options(), "reshard_after_forward": self.reshard_after_forward}
-
-
-@dataclass(frozen=True, kw_only=True)
-class HybridParallelPlugin(Plugin):
-    """Stages of a pipeline along one axis, any stage of ZeRO along the others.
-
-    Args:
-        pipeline: number of devices of the pipeline; with 1 the options of stages are ignored.
-        zero_stage: 0 to 3, of the devices that have the same stages.
-        microbatches: number of microbatches of each device's part of a batch.
-        schedule: a name of `pipeline_schedule`.
-        chunks: number of stages per device; None: one, or two where the schedule needs them.
-        balance, sample, blocks: how the model is split into stages: see `split_stages`.
-        recompute: which activations are recomputed: see `stage_functions`.
-        pipeline_axis: the axis of the stages.
-    """
-
-    pipeline: int = 1
-    zero_stage: Stage = 0
-    microbatches: int = 1
-    schedule: str = "1f1b"
-    chunks: int | None = None
-    balance: Balance = "parameters"
-    sample: Any = None
-    blocks: str | Sequence[str] | None = None
-    recompute: Recompute = "never"
-    pipeline_axis: str = "pipe"
-
-    def errors(self) -> list[str]:
-        wrong = [*integer("pipeline", self.pipeline), *one_of("zero_stage", self.zero_stage, 0, 1, 2, 3)]
-        wrong += integer("microbatches", self.microbatches)
-        wrong += [] if self.chunks is None else integer("chunks", self.chunks)
-        wrong += wrong_options(False, {"recompute": self.recompute})
-        if not wrong and self.in_stages():
-            wrong += (plan := refusal(self.plan))
-            wrong += [] if plan else refusal(lambda: check_balance(self.balance, self.plan().stages, self.sample))
-            wrong += ["sync_batchnorm=True has no meaning for stages"] * self.sync_batchnorm
-        if isinstance(self.mesh, Mesh) and (found := self.mesh.shape.get(self.pipeline_axis, 1)) != self.pipeline:
-            wrong.append(
-                f'pipeline must be the size of "{self.pipeline_axis}" in {self.mesh}, {found}, got {self.pipeline}'
-            )
-        return super().errors() + wrong
-
-    def zero(self) -> Stage:
-        return self.zero_stage
-
-    def in_stages(self) -> bool:
-        return self.pipeline != 1
-
-    def plan(self) -> Schedule:
-        """Return the schedule."""
-        chunks = self.chunks or (1 if self.schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2)
-        devices = self.pipeline if self.schedule in ("interleaved", "bfs") else None
-        return pipeline_schedule(
-            self.schedule, stages=chunks * self.pipeline, microbatches=self.microbatches, devices=devices
-        )
-
-    def default_mesh(self) -> Mesh:
-        """Return the mesh: that which was given, or all devices or processes, the stages along the last axis."""
-        if self.mesh is not None:
-            return self.mesh
-        scope = here()
-        count = scope.mesh.root_size if scope is not None else process_count()
-        if count % self.pipeline:
-            raise ValueError(
-                f"HybridParallelPlugin: pipeline={self.pipeline} does not divide the {count} devices there are."
-            )
-        return make_mesh({"data": count // self.pipeline, self.pipeline_axis: self.pipeline})
-
-    def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        return tuple(axis for axis in super().axes(mesh) if axis != self.pipeline_axis)
-
-    def rules(self, mesh: Mesh) -> Rules:
-        return fsdp(axes) if self.zero_stage == 3 and (axes := self.axes(mesh)) else P()
-
-    def own_options(self) -> dict[str, Any]:
-        if not self.in_stages():
-            return super().own_options()
-        return {"schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
-
-    def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
-        count, layers = len(self.plan().placement), cast(Any, model)
-        return split_stages(layers, count, self.balance, sample=self.sample, blocks=cast(Any, self.blocks))

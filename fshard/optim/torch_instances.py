@@ -10,6 +10,7 @@ written before a step are used in that step. Groups may be added.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -83,7 +84,7 @@ class TorchSource(OptimizerSource):
 
     def name_at(self, path: str) -> str:
         """Return the model's name of the parameter at a path."""
-        name = path.rpartition('["')[2].removesuffix('"]')
+        name = path.rpartition('["')[2].partition('"]')[0]  # a part of a fused weight has an index behind
         return self._aliases.get(name, name)
 
     def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -247,7 +248,13 @@ class InstanceSource(TorchSource):
 
     def _localize(self, at: Leaves) -> dict[str, int]:
         """Replace the parameters in the groups by local shards; return the index of the leaf of each."""
-        index = {self.name_at(path): i for i, path in reversed([*enumerate(at.paths)]) if at.leaves[i] is not None}
+        found = [(self.name_at(path), i) for i, path in enumerate(at.paths) if at.leaves[i] is not None]
+        if fused := [name for name, count in Counter(name for name, _ in found).items() if count > 1]:
+            raise OptimizerError(
+                f"{type(self.given).__name__}, an optimizer of your own class, must get each parameter as one tensor; "
+                f"{', '.join(fused)} are stored in parts. Use an optimizer of torch or of fs.optim."
+            )
+        index = dict(found)
         for group, names in zip(self.given.param_groups, self.groups(), strict=True):
             for i, (x, name) in enumerate(zip(group["params"], names, strict=True)):
                 if x is self._local.get(name):

@@ -14,6 +14,9 @@ from itertools import pairwise
 from math import gcd, prod
 from typing import Any, Literal, NamedTuple, cast, get_args
 
+import torch
+from torch import Tensor, nn
+
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, as_written
 from fshard.mesh.spmd.scope import here
@@ -93,6 +96,23 @@ class LayerPlans:
         """Return the lengths of the parts of a parameter, and their dim."""
         layer = self.layers.get(self.biases.get(name, name))
         return ((), 0) if layer is None else (layer.parts, 0 if name in self.biases else layer.out)
+
+    def split(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return parameters by name, of fused weights a tuple of their parts, which are leaves."""
+
+        def parts(name: str, x: Tensor) -> Any:
+            lengths, dim = self.parts_of(name)
+            if len(lengths) < 2:
+                return x
+            split = (part.clone() for part in x.detach().split(lengths, dim))
+            return tuple(y.requires_grad_() if x.requires_grad else nn.Parameter(y, requires_grad=False) for y in split)
+
+        return {name: parts(name, x) for name, x in params.items()}
+
+    def joined(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return parameters by name, whose parts are concatenated."""
+        both = {name: (x, self.parts_of(name)[1]) for name, x in params.items()}
+        return {name: torch.cat(x, dim) if isinstance(x, tuple) else x for name, (x, dim) in both.items()}
 
     def __str__(self) -> str:
         rows = [(name, x.style, " + ".join(map(str, x.parts)), x.why) for name, x in self.layers.items()]

@@ -40,22 +40,21 @@ class _Shard(NamedTuple):
 class PlannedModule:
     """The functions of `fs.functionalize(module, plan=plan)`."""
 
-    def __init__(self, plan: LayerPlans, module: nn.Module, **options: Any) -> None:
+    def __init__(self, plan: LayerPlans, module: nn.Module, *, in_place: bool = False, **options: Any) -> None:
         self.plan = plan
         self.takes_positions = "position_ids" in inspect.signature(module.forward).parameters
         hooks = _token_hooks(plan, module) if plan.how == "megatron" else []
-        self._apply, params, self.buffers = module_function(module, in_place=False, **options)
-        for hook in hooks:  # the function's copies of the module have them
+        self._apply, params, self.buffers = module_function(module, in_place=in_place, **options)
+        for hook in hooks if not in_place else ():  # the function's copies of the module have them
             hook.remove()
         self._known: dict[Mesh, dict[str, tuple[int, list[_Shard]]]] = {}
-        self.params = {name: self._parts(name, x) for name, x in params.items()}
+        self.params = plan.split(params)
 
     def apply(self, params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the module: on arrays in a step, on full tensors elsewhere."""
         mesh = self.plan.own_mesh()
         if mesh is None:
-            joined = {name: self._joined(name, x) for name, x in params.items()}
-            return self._apply(joined, buffers, *args, **kwargs)
+            return self._apply(self.plan.joined(params), buffers, *args, **kwargs)
         arrays = self._arrays(params, mesh)
         if self.plan.how == "zigzag":
             kwargs = self._with_positions(args, kwargs)
@@ -63,17 +62,6 @@ class PlannedModule:
             return self._apply(
                 arrays, buffers, *sharded_inputs(self.plan, args, mesh), **sharded_inputs(self.plan, kwargs, mesh)
             )
-
-    def _parts(self, name: str, x: Tensor) -> Any:
-        """Return the parts of a fused weight as leaves."""
-        parts, dim = self.plan.parts_of(name)
-        if len(parts) < 2:
-            return x
-        split = (part.clone() for part in x.detach().split(parts, dim))
-        return tuple(y.requires_grad_() if x.requires_grad else nn.Parameter(y, requires_grad=False) for y in split)
-
-    def _joined(self, name: str, x: Any) -> Any:
-        return torch.cat(x, self.plan.parts_of(name)[1]) if isinstance(x, tuple) else x
 
     def _arrays(self, params: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
         """Return the parameters as arrays, of which a device has its shards; raise with all of other shapes."""

@@ -144,6 +144,16 @@ _here = _Here()
 
 
 @contextmanager
+def outside() -> Generator[None]:
+    """Run a block as outside of `run`: on virtual meshes of its own."""
+    before, _here.scope = _here.scope, None
+    try:
+        yield
+    finally:
+        _here.scope = before
+
+
+@contextmanager
 def owning(axes: Iterable[str], notice: Notice | None = None) -> Generator[None]:
     """Let every value along some axes be the calling device's own for a while: see `fshard.transforms.agree`."""
     scope = require("a loss function")

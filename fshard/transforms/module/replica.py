@@ -188,7 +188,7 @@ class Replicas:
         self._names, self._adapt = slot_names(module), adapt
         self._original = weakref.ref(module)
         self._made: dict[int | None, Replica] = {}
-        self._template = None if in_place else _copy_on_meta(module)
+        self._template = None if in_place else copy_on_meta(module)
         if in_place:
             self._made[None] = Replica(module, self._names, adapt)
 
@@ -208,7 +208,7 @@ class Replicas:
         return found
 
 
-def _copy_on_meta(module: nn.Module) -> nn.Module:
+def copy_on_meta(module: nn.Module) -> nn.Module:
     """Copy a module with its registered tensors on the meta device."""
     meta: dict[int, Any] = {id(x): torch.empty_like(x, device="meta") for x in module.buffers()}
     for x in module.parameters():
