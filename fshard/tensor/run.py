@@ -58,10 +58,15 @@ class PlannedModule:
         arrays = self._arrays(params, mesh)
         if self.plan.how == "zigzag":
             kwargs = self._with_positions(args, kwargs)
+        args, kwargs = sharded_inputs(self.plan, (args, dict(kwargs)), mesh)
         with running(self.plan):
-            return self._apply(
-                arrays, buffers, *sharded_inputs(self.plan, args, mesh), **sharded_inputs(self.plan, kwargs, mesh)
+            output, after = self._apply(arrays, buffers, *args, **kwargs)
+        if written := [name for name, x in after.items() if x is not buffers[name]]:
+            raise LayoutError(
+                f"a planned module must not write buffers, as BatchNorm does in training; got {', '.join(written)}. Call "
+                "eval() on these layers, or leave the module unplanned."
             )
+        return output, after
 
     def _arrays(self, params: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
         """Return the parameters as arrays, of which a device has its shards; raise with all of other shapes."""

@@ -292,6 +292,21 @@ def test_mistakes_with_plans():
         fs.tensor_parallel(nn.Linear(2, 2), axis="model", mode="2d", sample=torch.ones(2))
 
 
+def test_planned_modules_that_write_buffers_raise():
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(F64), torch.randn(8, 4, dtype=F64)
+    plan = fs.tensor_parallel(model, axis="model", sample=x)
+    apply, params, buffers = fs.functionalize(model, plan=plan)
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    step = fs.value_and_grad(
+        lambda p, x: plan.full(apply(p, buffers, x)[0].square().mean()), mesh=mesh, batch=P("data"), local="model"
+    )
+    own = fs.shard_params(params, plan.rules, mesh=mesh)
+    with pytest.raises(LayoutError, match="must not write buffers.*1.running_mean, 1.running_var"):
+        step(own, x)
+    model.eval()
+    step(own, x)
+
+
 @pytest.mark.parametrize(
     ("name", "how", "text"),
     [("T5", "ring", "got a mask"), ("T5", "zigzag", "must take position_ids")],
