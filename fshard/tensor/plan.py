@@ -127,7 +127,7 @@ def _check(plan: Plan, sample: Any) -> float:
     shared = gcd(*(layer.shared for layer in plan.layers.values()))
     size = next((n for n in range(2, shared + 1) if shared % n == 0), 1)
     mesh = make_mesh(dict.fromkeys(plan.axes, size), runtime="virtual")
-    apply, params, buffers = plan.functionalize(copy.deepcopy(plan.model).eval().double())
+    apply, params, buffers = plan.functionalize(copy.deepcopy(plan.model).eval().double().requires_grad_())
 
     def loss_fn(params: Any, sample: Any) -> Tensor:
         args, kwargs = _arguments(sample)
@@ -139,8 +139,10 @@ def _check(plan: Plan, sample: Any) -> float:
     leaves, structure = flatten(sample)
     sample = unflatten(structure, [_widened(x) for x in leaves])
     plain, params_structure = flatten(params)
-    given = unflatten(params_structure, [x.detach() for x in plain])
-    wanted, value = torch.func.grad_and_value(loss_fn)(given, sample)
+    given = [x.detach().requires_grad_() for x in plain]
+    value = loss_fn(unflatten(params_structure, given), sample)
+    grads = torch.autograd.grad(value, given, materialize_grads=True)
+    value, wanted = value.detach(), unflatten(params_structure, [*grads])
     gradient = value_and_grad(loss_fn, mesh=mesh, batch=P(), local=plan.axes)
     loss, found = gradient(shard_params(params, plan.rules, mesh=mesh), sample)
     paths, ours, _ = flatten_with_paths({"loss": loss, "gradients": unshard(found)})

@@ -152,6 +152,14 @@ def test_plan_of_a_module():
     assert "normed.weight                   layer_norm needs all that it produces" in text
 
 
+def test_frozen_parameters_are_checked_too():
+    model = Block().to(F64)
+    model.one.requires_grad_(False)
+    plan = fs.tensor_parallel(model, axis="model", sample=torch.randn(4, 8, dtype=F64))
+    assert plan.layers["one.weight"].style == "column"
+    assert not model.one.weight.requires_grad
+
+
 def test_rules_replace_what_is_found():
     model, x = Block().to(F64), torch.randn(4, 8, dtype=F64)
     rules = {"t*.weight": "column", "three.weight": "row", "fused.weight": "replicated", "down.weight": "replicated"}
