@@ -3,7 +3,7 @@
     python benchmarks/layers.py [rounds]
 
     plan        fs.tensor_parallel of the module, in fs.value_and_grad
-    by hand     the same blocks with fs.tensor.column and fs.tensor.row
+    functions   the same blocks with fs.tensor.column and fs.tensor.row
     DTensor     torch's parallelize_module, with its sequence parallelism too
 
 64 tokens a sample, float32, one torch thread in each process; medians of interleaved rounds, the slower process counts.
@@ -114,7 +114,7 @@ def calls_of(batch: int) -> dict[str, Callable[[], Any]]:
             hand = fs.value_and_grad(
                 lambda p, x: by_hand(p, x).square().sum(), mesh=mesh, batch=P("data"), local="model"
             )
-            calls["by hand"] = lambda sharded=sharded, hand=hand: hand(sharded, x)
+            calls["functions"] = lambda sharded=sharded, hand=hand: hand(sharded, x)
     for name, sequence in (("DTensor", False), ("DTensor, sequence", True)):
         theirs = parallelized(copy.deepcopy(model), sequence=sequence)
 
@@ -138,10 +138,12 @@ def main() -> None:
     """Print the table."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 31
     found = run_processes(timed, 2, rounds, timeout=580)[0]
-    print("| GPT, forward and backward, 2 processes | batch | ms | of DTensor's | of by hand |\n|---|---|---|---|---|")
+    print(
+        "| GPT, forward and backward, 2 processes | batch | ms | of DTensor's | of functions |\n|---|---|---|---|---|"
+    )
     for batch, times in found.items():
         for name, own in times.items():
-            ratios = [f"{paired(own, times[other]):.2f}" for other in ("DTensor", "by hand")]
+            ratios = [f"{paired(own, times[other]):.2f}" for other in ("DTensor", "functions")]
             print(f"| {name} | {batch} | {1e3 * median(own):.1f} | {' | '.join(ratios)} |")
 
 

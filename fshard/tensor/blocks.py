@@ -30,7 +30,7 @@ from fshard.mesh.spmd.scope import Group, Pending
 from fshard.source import Site
 
 KERNEL_DEVICES = {"cpu"}
-"""Where torch has a kernel that returns `lse`, and whose backward accepts that of all blocks."""
+"""Device types with a kernel that returns the log-sum-exp, and whose backward accepts that of all blocks."""
 MASKED = -1e30
 """The log-sum-exp of a row that sees no key: finite, so that merging gives no NaN."""
 
@@ -40,7 +40,7 @@ _kernel_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_c
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """How the device at `index` of `n` receives blocks of keys, and which it uses."""
+    """The blocks of keys that the device at `index` of `n` receives and uses, by the algorithm `how`."""
 
     group: Group
     site: Site

@@ -31,7 +31,7 @@ SequenceMode = How | Literal["megatron"]
 
 
 class LayerPlan(NamedTuple):
-    """How one weight is sharded.
+    """The sharding of one weight.
 
     Args:
         style: column, row or words.

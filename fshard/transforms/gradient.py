@@ -202,7 +202,7 @@ class GradientFunction:
 
     def differentiable(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
         """Return the loss and its gradient within a transform of `torch.func`."""
-        raise NotImplementedError(f"{self.how.caller} of stages must not be called within a torch.func transform.")
+        raise TypeError(f"{self.how.caller} of stages must not be called within a torch.func transform.")
 
     def plans_of(
         self,
@@ -295,7 +295,7 @@ class Gradient(GradientFunction):
         how = self.how
         wrong = {"has_buffers": how.has_buffers, "has_aux": how.has_aux, "reproducible": how.slices is not None}
         if found := [name for name, given in wrong.items() if given]:
-            raise NotImplementedError(
+            raise ValueError(
                 f"{how.caller} must not have {', '.join(found)} within a torch.func transform: return the loss alone."
             )
         return differentiable_gradient(

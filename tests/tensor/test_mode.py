@@ -6,7 +6,7 @@ import fshard as fs
 from fshard import P
 
 MESH = fs.make_mesh({"a": 2, "b": 3, "c": 3, "d": 3, "e": 2}, runtime="abstract")
-TABLE = {  # activations, weight, bias, norm, embedding of a mode and its next, written by hand
+TABLE = {  # activations, weight, bias, norm, embedding of a mode and its next
     ("1d", "b"): [
         (P(), P("b"), P("b"), P(), P("b")),
         (P(None, "b"), P(None, "b"), P(), P("b"), P(None, "b")),

@@ -1,4 +1,4 @@
-"""Parameters used as they are stored along "model": a GPT by hand trains as the same GPT, written for one device."""
+"""Parameters used as they are stored along "model": a GPT of local functions trains as the same GPT, written for one device."""
 
 import math
 
@@ -141,7 +141,7 @@ def test_optimizer_keeps_layouts_within_shards():
 
 @pytest.mark.parametrize("stage", range(4))
 def test_sharded_parameters_send_nothing_over_local_axes(stage):
-    """What is sent over "model" does not depend on the size of what is sharded over it, whatever the stage."""
+    """Bytes sent over "model" do not depend on the width of sharded parameters, in any stage."""
 
     def sent(width):
         def loss_fn(p, x):
