@@ -13,6 +13,8 @@ from fshard.booster.booster import Booster
 from fshard.booster.hybrid import HybridParallelPlugin
 from fshard.booster.parallel import parallel
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, ZeroPlugin
+from fshard.checkpoint.restore import restore
+from fshard.checkpoint.save import save
 from fshard.explore.picture import visualize
 from fshard.launching.launch import launch
 from fshard.mesh.collectives.api import (
@@ -110,6 +112,9 @@ __all__ = [
     "remat",
     "keyed_random",
     "tensor_parallel",
+    # checkpoints
+    "save",
+    "restore",
     # pipelines
     "pipeline_schedule",
     "shard_stages",

@@ -5,6 +5,7 @@ One root, `FshardError`, and below it a class per domain. Each class is also a `
 """
 
 __all__ = [
+    "CheckpointError",
     "CollectiveTimeoutError",
     "DeadlockError",
     "FshardError",
@@ -74,3 +75,7 @@ class ModuleError(FshardError, ValueError):
 
 class ScheduleError(FshardError, ValueError):
     """A pipeline schedule with invalid arguments, or text that is not a schedule."""
+
+
+class CheckpointError(FshardError, RuntimeError):
+    """A checkpoint that cannot be written, or is not what is to be restored; a file that is not as it was written."""

@@ -1,0 +1,203 @@
+"""Files of a checkpoint: written once, fsynced, with a CRC-32 of every 4 MiB, and verified block by block when read.
+
+A data file is a safetensors file: the length of the header, the header (JSON), and the bytes of the tensors in order.
+Every change of the disk is a method of `disk`, so that a test can let each of them fail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import CheckpointError
+
+BLOCK = 1 << 22
+"""Bytes per digest."""
+_SMALL = 1 << 16
+"""Bytes from which on a tensor is written directly from its memory."""
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "F32", torch.complex128: "F64",
+}  # fmt: skip
+"""The dtypes of safetensors; a complex tensor is written as pairs of real numbers."""
+
+
+class Disk:
+    """The changes that a checkpoint makes to the disk, one method for each kind."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def open_new(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+
+    def write(self, file: int, data: memoryview) -> int:
+        return os.write(file, data)
+
+    def fsync(self, file: int) -> None:
+        os.fsync(file)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.replace(old, new)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def remove_folder(self, path: Path) -> None:
+        path.rmdir()
+
+    def fsync_folder(self, path: Path) -> None:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+disk = Disk()
+
+
+class DigestWriter:
+    """A new file whose bytes are digested as they are written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = disk.open_new(path)
+        self._pending = bytearray()
+        self._crc, self.size = 0, 0
+        self.digests = list[int]()
+
+    def write(self, data: memoryview | bytes) -> None:
+        if len(data) < _SMALL:
+            self._pending += data
+            if len(self._pending) >= BLOCK:
+                self._flush()
+            return
+        self._flush()
+        self._write(memoryview(data))
+
+    def close(self) -> None:
+        """Write what is left, and wait until it is on the disk."""
+        self._flush()
+        if self.size % BLOCK:
+            self.digests.append(self._crc)
+        disk.fsync(self._file)
+        self.release()
+
+    def release(self) -> None:
+        """Close the file, complete or not."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._write(memoryview(self._pending))
+            self._pending = bytearray()
+
+    def _write(self, data: memoryview) -> None:
+        while len(data):
+            part = data[: BLOCK - self.size % BLOCK]
+            self._crc = zlib.crc32(part, self._crc)
+            self.size += len(part)
+            if self.size % BLOCK == 0:
+                self.digests.append(self._crc)
+                self._crc = 0
+            data = data[len(part) :]
+            while len(part):
+                part = part[disk.write(self._file, part) :]
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file aside, and rename it when it is on the disk."""
+    aside = path.with_name(f"{path.name}.tmp")
+    with suppress(FileNotFoundError):
+        disk.unlink(aside)
+    file = disk.open_new(aside)
+    try:
+        view = memoryview(data)
+        while len(view):
+            view = view[disk.write(file, view) :]
+        disk.fsync(file)
+    finally:
+        os.close(file)
+    disk.rename(aside, path)
+    disk.fsync_folder(path.parent)
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in the host's memory, without a copy."""
+    return memoryview(x.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
+    """Return the header of a safetensors file: of tensors in the order of their bytes, a multiple of 16 bytes long."""
+    header, offset = dict[str, Any](), 0
+    for name, dtype, shape in tensors:
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        pair = [2] if dtype.is_complex else []
+        header[name] = {"dtype": DTYPES[dtype], "shape": [*shape, *pair], "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 16)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_blocks(path: Path, size: int, digests: Sequence[int], wanted: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
+    """Yield some blocks of a file with their numbers, each verified; the memory of a block is reused for the next."""
+    room = memoryview(bytearray(min(BLOCK, size)))
+    file = _open(path, size)
+    try:
+        for number in wanted:
+            block = room[: min(BLOCK, size - number * BLOCK)]
+            _read(file, number * BLOCK, block)
+            if zlib.crc32(block) != digests[number]:
+                raise CheckpointError(
+                    f"{path}: bytes {number * BLOCK} to {number * BLOCK + len(block)} are not those that were written "
+                    "(their CRC-32 differs). Restore another checkpoint."
+                )
+            yield number, block
+    finally:
+        os.close(file)
+
+
+def _open(path: Path, size: int) -> int:
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    found = os.fstat(file).st_size
+    if found != size:
+        os.close(file)
+        raise CheckpointError(f"{path} must have {size} bytes; got {found}.")
+    return file
+
+
+def _read(file: int, start: int, into: memoryview) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(file, [into[done:]], start + done)
+        if count == 0:
+            raise CheckpointError("a file of the checkpoint became shorter while it was read.")
+        done += count
+
+
+def attempt(action: Callable[[], Any], what: str) -> Any:
+    """Run an action on the disk; name what failed if the disk refuses."""
+    try:
+        return action()
+    except OSError as error:
+        raise CheckpointError(f"{what}: {error.strerror or error} ({error.filename or 'disk'}).") from error

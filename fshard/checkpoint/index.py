@@ -1,0 +1,181 @@
+"""The index of a checkpoint, and the manifest of each writer: JSON with a CRC-32 of itself.
+
+    index.json      version, devices, layouts, arrays (path, shape, dtype, layout), ties, values, metrics; all writers
+    A-3.json        the manifest of device 3: its data file A-3.safetensors, the size, the digests of every 4 MiB
+
+`A` is the token of one save, so that no save writes to a file of another. A folder without an index is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fshard.checkpoint.division import ArrayEntry, Division
+from fshard.checkpoint.files import DTYPES
+from fshard.checkpoint.names import Path as TreePath
+from fshard.checkpoint.names import name_of
+from fshard.errors import CheckpointError
+from fshard.mesh.layout import Layout, P
+from fshard.mesh.layout.mesh import Mesh
+from fshard.mesh.layout.sharded import Sharded
+
+VERSION = 1
+INDEX = "index.json"
+
+
+class Writer(NamedTuple):
+    """The files of one device: of its data, the size and length of the header; the CRC-32 of its manifest."""
+
+    data: str
+    size: int
+    header: int
+    manifest: str
+    crc: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """What is in a checkpoint.
+
+    Args:
+        devices: number of writers.
+        arrays: in the order of the tree.
+        ties: the names of arrays that are stored under another name.
+        values: the other leaves and their paths.
+        metrics: of the step.
+        writers: by device; empty until all have written.
+    """
+
+    devices: int
+    arrays: Sequence[ArrayEntry]
+    ties: dict[str, str]
+    values: Sequence[tuple[TreePath, Any]]
+    tied_paths: Sequence[TreePath] = ()
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    writers: Sequence[Writer] = ()
+
+    @cached_property
+    def division(self) -> Division:
+        return Division(self.arrays, self.devices)
+
+    @property
+    def named_values(self) -> list[tuple[str, TreePath, Any]]:
+        return [(name_of(path), path, value) for path, value in self.values]
+
+    def body(self) -> str:
+        """Return the part that all writers know, as text."""
+        layouts: dict[Layout, int] = {}
+        arrays = [
+            [
+                [*one.path],
+                [*one.shape],
+                str(one.dtype).removeprefix("torch."),
+                layouts.setdefault(one.layout, len(layouts)),
+                *([[*one.offset], [*one.full_shape]] if one.shape != one.full_shape else []),
+            ]
+            for one in self.arrays
+        ]
+        return as_text(
+            {
+                "version": VERSION,
+                "devices": self.devices,
+                "layouts": [_written(layout) for layout in layouts],
+                "arrays": arrays,
+                "ties": [[[*path], self.ties[name_of(path)]] for path in self.tied_paths],
+                "values": [[[*path], value] for path, value in self.values],
+                "metrics": self.metrics,
+            }
+        )
+
+
+def as_text(x: Any) -> str:
+    return json.dumps(x, separators=(",", ":"))
+
+
+def sealed(text: str) -> bytes:
+    """Return JSON with its CRC-32."""
+    return f'{{"crc32":{zlib.crc32(text.encode())},"checkpoint":{text}}}\n'.encode()
+
+
+def read_sealed(path: Path) -> Any:
+    """Return the JSON of a sealed file; raise if it is not as it was written."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    head, mark, rest = data.partition(b',"checkpoint":')
+    text = rest.removesuffix(b"}\n")
+    if not mark or head + mark + text + b"}\n" != data or head != b'{"crc32":%d' % zlib.crc32(text):
+        raise CheckpointError(f"{path} is not as it was written (its CRC-32 differs). Restore another checkpoint.")
+    return json.loads(text)
+
+
+def read_index(folder: Path) -> Index:
+    """Return the index of a checkpoint; raise if there is none, or one of a later version."""
+    found = read_sealed(folder / INDEX)
+    if found.get("version") != VERSION:
+        raise CheckpointError(f"{folder}: version {found.get('version')} must be {VERSION}, which this fshard reads.")
+    layouts = [_layout(one) for one in found["layouts"]]
+    arrays = list[ArrayEntry]()
+    for path, shape, dtype, layout, *part in found["arrays"]:
+        offset, full = part or ([0] * len(shape), shape)
+        kind = getattr(torch, dtype)
+        arrays.append(ArrayEntry(name_of(path), tuple(path), tuple(shape), kind, layouts[layout], tuple(offset), tuple(full)))
+    ties = {name_of(path): name for path, name in found["ties"]}
+    values = [(tuple(path), value) for path, value in found["values"]]
+    paths = [tuple(path) for path, _ in found["ties"]]
+    writers = [Writer(*one) for one in found["writers"]]
+    return Index(found["devices"], arrays, ties, values, paths, found["metrics"], writers)
+
+
+def read_manifest(folder: Path, writer: Writer) -> list[int]:
+    """Return the digests of a writer's data, of the manifest that the index means."""
+    path = folder / writer.manifest
+    found = read_sealed(path)
+    if zlib.crc32(as_text(found).encode()) != writer.crc:
+        raise CheckpointError(f"{path} is not the manifest that the index names. Restore another checkpoint.")
+    return found["digests"]
+
+
+def _written(layout: Layout) -> Any:
+    spec = layout.spec
+    dims = [list(axes) for axes in spec.dims(len(spec.entries))]
+    flat = None if spec.flat_axes is None else [*spec.flat_axes]
+    return [[*map(list, layout.mesh.axes)], dims, flat, [[[*axes], place] for axes, place in spec.at]]
+
+
+def _layout(written: Any) -> Layout:
+    axes, dims, flat, at = written
+    mesh = Mesh(tuple((name, size) for name, size in axes), "abstract", "meta")
+    return Layout(mesh, P(*map(tuple, dims), flat=flat, at={tuple(names): place for names, place in at}))
+
+
+def storable(layout: Layout) -> Layout:
+    """Return a layout as an index has it: on the full mesh, without units and memory."""
+    mesh = Mesh(layout.mesh.parent or layout.mesh.axes, "abstract", "meta")
+    return Layout(mesh, layout.spec.shapeless)
+
+
+def refuse_unstorable(arrays: Sequence[tuple[str, Any]], values: Sequence[tuple[str, Any]]) -> None:
+    """Raise, naming all leaves that a checkpoint cannot have."""
+    wrong = [f"{name} has dtype {x.dtype}" for name, x in arrays if x.dtype not in DTYPES]
+    wrong += [
+        f"{name} is unreduced over {', '.join(x.spec.unreduced)}; psum it first"
+        for name, x in arrays
+        if isinstance(x, Sharded) and x.spec.unreduced
+    ]
+    wrong += [f"{name} must be a value of JSON; got {type(x).__name__}" for name, x in values if not _is_json(x)]
+    if wrong:
+        raise CheckpointError(f"These leaves cannot be saved: {'; '.join(wrong)}.")
+
+
+def _is_json(x: Any) -> bool:
+    return x is None or isinstance(x, bool | int | float | str) or (x in ({}, []) and isinstance(x, dict | list))

@@ -1,0 +1,275 @@
+"""Restore a checkpoint into any layout: `fs.restore`. Each device reads what its shards need; nothing is sent.
+
+    names      of the target's leaves and of what is stored: missing, unexpected, other shapes and dtypes are one error
+    targets    the range of each shard held here, and its memory
+    source     reads, verifies and copies
+
+Nothing is written to before names, shapes, dtypes and files are checked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard.checkpoint.copying import Span
+from fshard.checkpoint.names import Leaf, build, flattened, is_array, is_object, leaves_of, name_of
+from fshard.checkpoint.names import Path as TreePath
+from fshard.checkpoint.source import Source, Stored, Target, open_source
+from fshard.errors import CheckpointError
+from fshard.mesh.layout import Layout, Mesh, PyTree
+from fshard.mesh.layout.layout import dtype_name
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.run import local_devices
+from fshard.transforms.module.lazy import reserved
+from fshard.transforms.patterns import matches, parts_of
+from fshard.transforms.shard_params import Rules, apply_rules
+
+Names = str | Sequence[str] | None
+"""A name: the tree below it. Or patterns of names, `params.blocks.*.w`."""
+Renaming = Mapping[str, str] | Callable[[str], str] | None
+
+
+class Differences(NamedTuple):
+    """Names that only one side has, and arrays of other shapes or dtypes."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misshaped: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.misshaped)
+
+
+@torch.no_grad()
+def restore(
+    path: str | os.PathLike[str],
+    target: PyTree | Rules = None,
+    *,
+    mesh: Mesh | None = None,
+    only: Names = None,
+    rename: Renaming = None,
+    strict: bool = True,
+    cast: bool = False,
+) -> Any:
+    """Return what is stored in a folder or file, in the layouts of `target`.
+
+    Args:
+        path: a folder of `fs.save`, a model of Hugging Face or peft, safetensors, torch.distributed.checkpoint, torch.save.
+        target: a tree: its arrays are written in place, its objects get their state, other leaves are replaced. Or, with
+            `mesh`, rules of `shard_params` for all arrays; None: plain tensors.
+        mesh: of the rules.
+        only: a name: the part of the checkpoint below it, as a tree. Or patterns: those leaves; others of the target stay.
+        rename: from stored names to the target's: {"layers.*.q_proj.*": "blocks.*.q.*"}, or a function of the name.
+        strict: False: what only one side has stays as it is; returns (tree, differences).
+        cast: convert to the target's dtypes.
+    """
+    source = _Renamed(open_source(Path(path)), only, rename)
+    if mesh is not None:
+        target = apply_rules(_tree_of(source, meta=True), target, mesh, put=reserved)
+    elif target is None:
+        target = _tree_of(source)
+    result, differences = fill(source, target, strict=strict, cast=cast, what=f"restore {path}")
+    return result if strict else (result, differences)
+
+
+class _Renamed:
+    """A source under the target's names."""
+
+    def __init__(self, source: Source, only: Names, rename: Renaming) -> None:
+        self.source = source
+        self.arrays: dict[str, Stored] = {}
+        self.values: dict[str, tuple[TreePath, Any]] = {}
+        self._stored: dict[str, str] = {}
+        self.patterns = [only] if isinstance(only, str) else only
+        under = only if isinstance(only, str) and "*" not in only else None
+        for name, one in source.arrays.items():
+            if (found := _renamed(name, one.path, under, self.patterns, rename)) is not None:
+                new, path = found
+                self.arrays[new], self._stored[new] = one._replace(path=path), name
+        for name, (at, value) in source.values.items():
+            if (found := _renamed(name, at, under, self.patterns, rename)) is not None:
+                self.values[found[0]] = found[1], value
+        if self.patterns and not self.arrays and not self.values:
+            known = ", ".join([*source.arrays, *source.values][:8])
+            raise CheckpointError(f"restore: only={only!r} matches no leaf. The names begin with {known}.")
+        self.patterns = None if under else self.patterns
+
+    def check(self) -> None:
+        self.source.check()
+
+    def read(self, targets: Sequence[Target]) -> None:
+        self.source.read([target._replace(name=self._stored[target.name]) for target in targets])
+
+
+def _renamed(
+    name: str, path: TreePath, under: str | None, patterns: Sequence[str] | None, rename: Renaming
+) -> tuple[str, TreePath] | None:
+    """Return the name and path in the target of what is stored under a name, None if it is not to be restored."""
+    if under is not None:
+        count = next((n for n in range(len(path) + 1) if name_of(path[:n]) == under), None)
+        if count is None:
+            return None
+        path = path[count:]
+        name = name_of(path)
+    elif patterns is not None and not any(matches(pattern, name) for pattern in patterns):
+        return None
+    new = rename(name) if callable(rename) else _replaced(name, rename or {})
+    return (name, path) if new == name else (new, (new,))
+
+
+def _replaced(name: str, rename: Mapping[str, str]) -> str:
+    """Return a name as the first pattern that matches it renames it: a * or ** stands for what it matched."""
+    for old, new in rename.items():
+        if (found := _matched(parts_of(old), parts_of(name))) is not None:
+            rest = iter(found)
+            return ".".join(next(rest) if part in ("*", "**") else part for part in parts_of(new))
+    return name
+
+
+def _matched(pattern: Sequence[str], parts: Sequence[str]) -> list[str] | None:
+    """Return what the stars of a pattern match, None if it does not match."""
+    if not pattern:
+        return None if parts else []
+    if pattern[0] == "**":
+        for end in range(len(parts), -1, -1):
+            if (rest := _matched(pattern[1:], parts[end:])) is not None:
+                return [".".join(parts[:end]), *rest]
+        return None
+    if not parts or pattern[0] not in ("*", parts[0]):
+        return None
+    rest = _matched(pattern[1:], parts[1:])
+    return None if rest is None else [parts[0], *rest] if pattern[0] == "*" else rest
+
+
+def _tree_of(source: _Renamed, *, meta: bool = False) -> PyTree:
+    """Return a tree of what is stored: of plain tensors, or of those without memory."""
+    where = "meta" if meta else "cpu"
+    arrays = [(one.path, torch.empty(one.shape, dtype=one.dtype, device=where)) for one in source.arrays.values()]
+    return build([*arrays, *source.values.values()])
+
+
+def fill(source: Any, tree: PyTree, *, strict: bool, cast: bool, what: str) -> tuple[PyTree, Differences]:
+    """Read a source into a tree: return the tree, and what is only on one side."""
+    leaves, unflatten = flattened(tree)
+    below = _below(source, [leaf for leaf in leaves if is_object(leaf.value)])
+    wanted = [*leaves, *(one for found in below.values() for one in found)]
+    differences = _compare(source, wanted, below, cast)
+    if strict and differences:
+        raise CheckpointError(f"{what}: {_explained(differences)}")
+    source.check()
+    unfit = {*differences.missing, *(text.partition(" ")[0] for text in differences.misshaped)}
+    fit, after = [leaf for leaf in wanted if leaf.name not in unfit], list[Callable[[], object]]()
+    source.read([one for leaf in fit if is_array(leaf.value) for one in _targets(leaf, after)])
+    for act in after:
+        act()
+    result = list[Any]()
+    for leaf in leaves:
+        if leaf.name in below:
+            found = [(one.path[len(leaf.path) :], one.value) for one in below[leaf.name] if one.name not in unfit]
+            leaf.value.load_state_dict(build(found))
+        is_value = leaf.name in source.values and leaf.name not in unfit
+        result.append(source.values[leaf.name][1] if is_value else leaf.value)
+    return unflatten(result), differences
+
+
+def _below(source: Any, objects: Sequence[Leaf]) -> dict[str, list[Leaf]]:
+    """Return what is stored of the state of each object, with memory for its arrays: the object's own, or new."""
+    below: dict[str, list[Leaf]] = {}
+    for leaf in objects:
+        own = {(*leaf.path, *one.path): one.value for one in leaves_of(leaf.value.state_dict())}
+        found = below.setdefault(leaf.name, [])
+        for name, (path, *_) in {**source.arrays, **source.values}.items():
+            if path[: len(leaf.path)] == leaf.path:
+                value = source.values[name][1] if name in source.values else own.get(path)
+                if name in source.arrays and not is_array(value):
+                    value = torch.empty(source.arrays[name].shape, dtype=source.arrays[name].dtype)
+                found.append(Leaf(path, value))
+    return below
+
+
+def _compare(source: Any, wanted: Sequence[Leaf], below: Mapping[str, Sequence[Leaf]], cast: bool) -> Differences:
+    """Return the differences between what is stored and what is wanted."""
+    names = {leaf.name: leaf for leaf in wanted if leaf.name not in below}
+    stored = {*source.arrays, *source.values}
+    missing = [name for name in names if name not in stored] + [name for name, found in below.items() if not found]
+    unexpected = [] if source.patterns else [name for name in stored if name not in names]
+    misshaped = [
+        text for name, leaf in names.items() if name in stored and (text := _unfit(source, name, leaf.value, cast))
+    ]
+    if source.patterns:
+        missing = [name for name in missing if any(matches(pattern, name) for pattern in source.patterns)]
+        
+    return Differences(tuple(missing), tuple(sorted(unexpected)), tuple(misshaped))
+
+
+def _unfit(source: Any, name: str, x: Any, cast: bool) -> str | None:
+    """Return how a stored leaf differs from the target's."""
+    stored = source.arrays.get(name)
+    if (stored is None) == is_array(x):
+        kinds = ("an array", "a value") if stored is None else ("a value", "an array")
+        return f"{name} must be {kinds[0]}; got {kinds[1]}"
+    if stored is None:
+        return None
+    if tuple(x.shape) != stored.shape:
+        return f"{name} must have shape {tuple(x.shape)}; got {stored.shape}"
+    if x.dtype != stored.dtype and not cast:
+        return f"{name} must have dtype {dtype_name(x.dtype)}; got {dtype_name(stored.dtype)} (cast=True converts it)"
+    if not isinstance(x, Sharded) and x.is_meta:
+        return f"{name} must have memory; got a meta tensor: give rules and mesh="
+    return None
+
+
+def _explained(found: Differences) -> str:
+    """Return differences in words."""
+    texts = list[str]()
+    for what, names in (("missing", found.missing), ("unexpected", found.unexpected)):
+        if names:
+            texts.append(f"{what} in the checkpoint: {', '.join(names[:20])}{_more(names)}")
+    if found.misshaped:
+        texts.append(f"{'; '.join(found.misshaped[:20])}{_more(found.misshaped)}")
+    kinds = [{name.split(".")[1] for name in names if name.startswith("state.")} for names in found[:2]]
+    if all(kinds):
+        texts.append("the state is of another optimizer")
+    return f"{'. '.join(texts)}. Give only=, rename= or strict=False to restore a part."
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 20} more" if len(names) > 20 else ""
+
+
+def _targets(leaf: Leaf, after: list[Callable[[], object]]) -> Iterator[Target]:
+    """Yield the ranges of an array that are held here, with their memory."""
+    x = leaf.value
+    if isinstance(x, Sharded):
+        devices = local_devices(x.mesh)
+        pairs = [(span_of(x.layout, x.shape, device), shard) for device, shard in zip(devices, x.shards, strict=True)]
+    else:
+        block = tuple((0, length) for length in x.shape or (1,))
+        pairs = [(Span(block, 0, x.numel()), x)]
+    for span, shard in pairs:
+        shard = shard.detach()
+        if not shard.numel():
+            continue
+        if not shard.is_contiguous():
+            room = torch.empty(shard.numel(), dtype=shard.dtype, device=shard.device)
+            after.append(lambda shard=shard, room=room: shard.copy_(room.view(shard.shape)))
+            yield Target(leaf.name, span, room)
+        else:
+            yield Target(leaf.name, span, shard.view(-1))
+
+
+def span_of(layout: Layout, shape: Sequence[int], device: int) -> Span:
+    """Return the range of its block that a device stores."""
+    if not layout.has_any(device):
+        return Span(tuple((0, 0) for _ in shape or (1,)), 0, 0)
+    block = layout.block(shape, device) or ((0, 1),)
+    if layout.spec.is_flat:
+        return Span(block, *layout.ranges(shape, device)[0])
+    return Span(block, 0, prod(stop - start for start, stop in block))

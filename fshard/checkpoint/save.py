@@ -1,0 +1,320 @@
+"""Save a tree: `fs.save`. Each device writes its share of its shards to a file of its own; nothing is sent.
+
+    snapshot     the share of each device held here, and the index, which all devices compute alike
+    write        data, fsync, manifest, fsync            by each device
+    commit       the index aside, fsync, rename, fsync   by whichever device first sees all manifests; the others wait for it
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fshard.checkpoint.division import ArrayEntry, shards_of
+from fshard.checkpoint.files import DigestWriter, attempt, bytes_of, disk, header_of, write_file
+from fshard.checkpoint.index import (
+    INDEX,
+    Index,
+    Writer,
+    as_text,
+    read_index,
+    read_sealed,
+    refuse_unstorable,
+    sealed,
+    storable,
+)
+from fshard.checkpoint.names import Leaf, is_array, is_object, leaves_of, refuse_repeated
+from fshard.errors import CheckpointError
+from fshard.mesh.collectives.api import broadcast, pmax
+from fshard.mesh.layout import Layout, PyTree
+from fshard.mesh.layout.mesh import Mesh
+from fshard.mesh.layout.sharded import Sharded, key_of
+from fshard.mesh.runtimes.launchers import process_count, process_index
+from fshard.mesh.spmd.run import device_of, is_outside
+from fshard.mesh.spmd.scope import here
+
+PAUSE = 0.002
+"""Seconds between two looks at the folder."""
+_STEP = 16 << 20
+"""Bytes of a tensor that are copied from a GPU at a time."""
+
+
+class Piece(NamedTuple):
+    """A range of a shard: the index of its array, and its elements."""
+
+    array: int
+    shape: tuple[int, ...]
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the devices held here are to write, in the order of their files."""
+
+    index: Index
+    shares: Mapping[int, Sequence[Piece]]
+
+
+class World(NamedTuple):
+    """The number of all devices, and those held here."""
+
+    size: int
+    own: Sequence[int]
+
+
+@torch.no_grad()
+def save(path: str | os.PathLike[str], tree: PyTree, *, metrics: Mapping[str, Any] | None = None, timeout: float = 600) -> None:
+    """Save a tree of arrays, numbers, strings and objects with a `state_dict`, to be restored in any layout.
+
+    Called by all processes. The folder is a checkpoint from the moment when all have written; if one fails or does not
+    arrive, all raise, and what the folder had before is unchanged.
+
+    Args:
+        path: a folder, which is made.
+        tree: arrays in any layouts; plain tensors, which are equal on all processes; values of JSON; objects with
+            `state_dict` and `load_state_dict`.
+        metrics: numbers that are saved with it.
+        timeout: seconds to wait for the other processes.
+
+    >>> import tempfile, torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> x = fs.device_put(torch.arange(8.0), fs.Layout(mesh, P("data")))
+    >>> folder = tempfile.mkdtemp()
+    >>> fs.save(folder, {"x": x, "steps": 3})
+    >>> fs.restore(folder)
+    {'x': tensor([0., 1., 2., 3., 4., 5., 6., 7.]), 'steps': 3}
+    """
+    token = next_token()
+    write(Path(path), snapshot(tree, metrics), token, timeout)
+
+
+@torch.no_grad()
+def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None, *, copy: bool = False) -> Snapshot:
+    """Return what is to be written; `copy`: in memory of its own, on the host."""
+    leaves = [leaf for one in leaves_of(tree) for leaf in _unfolded(one)]
+    refuse_repeated(leaves, "save")
+    arrays = [leaf for leaf in leaves if is_array(leaf.value)]
+    values = [leaf for leaf in leaves if not is_array(leaf.value)]
+    refuse_unstorable([(one.name, one.value) for one in arrays], [(one.name, one.value) for one in values])
+    world = _world([leaf.value for leaf in arrays])
+    first, kept, ties = dict[Any, str](), dict[str, Leaf](), dict[str, str]()
+    tied_paths = list[Any]()
+    for leaf in arrays:
+        name = first.setdefault(key_of(leaf.value), leaf.name)
+        if name == leaf.name:
+            kept.setdefault(name, leaf)
+        else:
+            ties[leaf.name] = name
+            tied_paths.append(leaf.path)
+    entries = [_entry(leaf, world) for leaf in kept.values()]
+    index = Index(
+        world.size,
+        entries,
+        ties,
+        [(leaf.path, leaf.value) for leaf in values],
+        tied_paths,
+        {name: float(x) for name, x in (metrics or {}).items()},
+    )
+    tensors = [leaf.value for leaf in kept.values()]
+    return Snapshot(index, {device: [*_share(index, tensors, device, copy)] for device in world.own})
+
+
+def _unfolded(leaf: Leaf) -> Iterable[Leaf]:
+    if not is_object(leaf.value):
+        return [leaf]
+    return [
+        inner
+        for one in leaves_of(leaf.value.state_dict())
+        for inner in _unfolded(Leaf((*leaf.path, *one.path), one.value))
+    ]
+
+
+def _world(arrays: Sequence[Any]) -> World:
+    """Return the devices that write; raise if arrays are on meshes of different devices."""
+    meshes = {x.mesh: None for x in arrays if isinstance(x, Sharded)}
+    if len({(mesh.root_size, mesh.runtime) for mesh in meshes}) > 1 or any(m.runtime == "abstract" for m in meshes):
+        found = ", ".join(map(str, meshes))
+        raise CheckpointError(f"save: all arrays must be on the same devices, which have values; got {found}.")
+    if meshes:
+        mesh = next(iter(meshes))
+        return World(mesh.root_size, range(mesh.root_size) if is_outside(mesh) else [device_of(mesh)])
+    scope = here()
+    if scope is not None:
+        return World(scope.mesh.root_size, [scope.device])
+    return World(process_count(), [process_index()]) if dist.is_initialized() else World(1, [0])
+
+
+def _entry(leaf: Leaf, world: World) -> ArrayEntry:
+    x = leaf.value
+    shape = tuple(x.shape)
+    layout = storable(x.layout) if isinstance(x, Sharded) else Layout(Mesh((("device", world.size),), "abstract", "meta"))
+    return ArrayEntry(leaf.name, leaf.path, shape, x.dtype, layout, (0,) * len(shape), shape)
+
+
+def _share(index: Index, tensors: Sequence[Any], device: int, copy: bool) -> Iterator[Piece]:
+    """Yield the pieces that one device writes."""
+    division = index.division
+    starts, stops = division.starts[:, device].tolist(), division.stops[:, device].tolist()
+    for number in division.order.tolist():
+        start, stop = starts[number], stops[number]
+        if start == stop:
+            continue
+        entry = index.arrays[number]
+        blocks, ranges = shards_of(entry.layout, entry.shape)
+        first, last = ranges[device].tolist()
+        shape = (stop - start,)
+        if (start, stop) == (first, last) and entry.layout.spec.flat_axes is None:
+            shape = tuple((blocks[device, :, 1] - blocks[device, :, 0]).tolist()) if entry.shape else ()
+        values = _shard(tensors[number], device).detach().reshape(-1)[start - first : stop - first]
+        yield Piece(number, shape, values.to("cpu", copy=True) if copy else values)
+
+
+def _shard(x: Any, device: int) -> Tensor:
+    if not isinstance(x, Sharded):
+        return x
+    return x.shards[x.mesh.local_index(device)] if is_outside(x.mesh) else x.shards[0]
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+_counts: dict[str, Iterator[int]] = {}
+
+
+def next_token() -> str:
+    """Return a name for the files of the next save, which no other save has: the same on all processes."""
+    scope = here()
+    if scope is not None and scope.mesh.runtime == "virtual":
+        number = torch.tensor([int(secrets.token_hex(7), 16)])
+        return f"{int(broadcast(number, tuple(scope.axes))):x}"
+    if not dist.is_initialized():
+        return secrets.token_hex(7)
+    store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    run = store.compare_set("fshard/checkpoint", "", secrets.token_hex(5)).decode()
+    return f"{run}{next(_counts.setdefault(run, count())):x}"
+
+
+def write(folder: Path, taken: Snapshot, token: str, timeout: float) -> None:
+    """Write the shares of the devices held here, and wait until the checkpoint is complete."""
+    text, failed = taken.index.body(), None
+    try:
+        attempt(lambda: disk.make_folder(folder), f"{folder} cannot be made")
+        for device, pieces in taken.shares.items():
+            what = f"{folder}: device {device} cannot write"
+            attempt(lambda device=device, pieces=pieces: _write_share(folder, taken.index, device, pieces, token, text), what)
+    except BaseException as error:
+        failed = error
+        with suppress(OSError):
+            (folder / f"{token}-{min(taken.shares)}.failed").write_text(str(error))
+    scope = here()
+    if scope is not None and scope.mesh.runtime == "virtual":  # the other devices run only if this one waits
+        pmax(torch.zeros(1), tuple(scope.axes))
+    if failed is not None:
+        raise failed
+    attempt(lambda: _commit(folder, taken.index, text, token, min(taken.shares), timeout), f"{folder} cannot be committed")
+
+
+def _write_share(folder: Path, index: Index, device: int, pieces: Sequence[Piece], token: str, text: str) -> None:
+    """Write the data of one device and its manifest."""
+    named = [(_key(index.arrays[piece.array]), index.arrays[piece.array].dtype, piece.shape) for piece in pieces]
+    header = header_of(named)
+    file = DigestWriter(folder / f"{token}-{device}.safetensors")
+    try:
+        file.write(header)
+        for piece in pieces:
+            if piece.values.device.type == "cpu":
+                file.write(bytes_of(piece.values))
+                continue
+            for part in piece.values.split(max(1, _STEP // piece.values.itemsize)):
+                file.write(bytes_of(part.cpu()))
+        file.close()
+    finally:
+        file.release()
+    manifest = {
+        "device": device,
+        "size": file.size,
+        "header": len(header),
+        "index": zlib.crc32(text.encode()),
+        "digests": file.digests,
+    }
+    write_file(folder / f"{token}-{device}.json", sealed(as_text(manifest)))
+
+
+def _key(entry: ArrayEntry) -> str:
+    """Return the name of an array in a data file."""
+    return entry.name if entry.shape == entry.full_shape else f"{entry.name}@{','.join(map(str, entry.offset))}"
+
+
+def _commit(folder: Path, index: Index, text: str, token: str, device: int, timeout: float) -> None:
+    """Write the index as soon as all manifests are there, or wait for the device that does."""
+    wanted = {f"{token}-{number}.json": number for number in range(index.devices)}
+    end = time.monotonic() + timeout
+    while missing := wanted.keys() - (found := {*os.listdir(folder)}):
+        failed = sorted(name for name in found if name.startswith(f"{token}-") and name.endswith(".failed"))
+        if failed:
+            texts = "; ".join((folder / name).read_text() for name in failed)
+            raise CheckpointError(f"{folder} is not saved, since another device failed: {texts}")
+        if time.monotonic() > end:
+            late = ", ".join(str(number) for name, number in wanted.items() if name in missing)
+            text = f"after {timeout} s there is no manifest of devices {late}."
+            (folder / f"{token}-{device}.failed").write_text(text)  # so that those do not commit it later
+            raise CheckpointError(f"{folder} is not saved: {text}")
+        time.sleep(PAUSE)
+    if not is_committed(folder, token):
+        _write_index(folder, index, text, token, device)
+
+
+def _write_index(folder: Path, index: Index, text: str, token: str, device: int) -> None:
+    writers, others = list[Writer](), list[int]()
+    for number in range(index.devices):
+        name = f"{token}-{number}"
+        found = read_sealed(folder / f"{name}.json")
+        crc = zlib.crc32(as_text(found).encode())
+        writers.append(Writer(f"{name}.safetensors", found["size"], found["header"], f"{name}.json", crc))
+        others += [number] * (found["index"] != zlib.crc32(text.encode()))
+    if others:
+        raise CheckpointError(
+            f"{folder} is not saved: devices {', '.join(map(str, others))} have other names, shapes, layouts or values than "
+            f"device {device}. Plain tensors and values must be equal on all."
+        )
+    body = f'{text[:-1]},"writers":{as_text(writers)}}}'
+    aside = folder / f"{token}-{device}.index"
+    write_file(aside, sealed(body))
+    disk.rename(aside, folder / INDEX)
+    disk.fsync_folder(folder)
+    remove_others(folder, token)
+
+
+def is_committed(folder: Path, token: str) -> bool:
+    """Return True if the index of a folder is that of the save with this token."""
+    try:
+        return any(one.data.startswith(f"{token}-") for one in read_index(folder).writers)
+    except CheckpointError:
+        return False
+
+
+def remove_others(folder: Path, token: str) -> None:
+    """Remove the files of earlier saves, and of those that did not end."""
+    for name in sorted(os.listdir(folder)):
+        stem, mark, _ = name.partition("-")
+        ours = name.endswith((".safetensors", ".json", ".failed", ".index", ".tmp"))
+        if mark and ours and stem != token and _is_token(stem):
+            disk.unlink(folder / name)
+
+
+def _is_token(text: str) -> bool:
+    return len(text) >= 8 and all(one in "0123456789abcdef" for one in text)
+
+
