@@ -96,7 +96,9 @@ def copy(source: Span, values: Tensor, target: Span, into: Tensor) -> None:
             if box := _meet(one, other):
                 shape = [stop - start for start, stop in box]
                 to = torch.as_strided(into, shape, strides(target.lengths), into.storage_offset() + target.at(box))
-                from_ = torch.as_strided(values, shape, strides(source.lengths), values.storage_offset() + source.at(box))
+                from_ = torch.as_strided(
+                    values, shape, strides(source.lengths), values.storage_offset() + source.at(box)
+                )
                 to.copy_(from_)
 
 

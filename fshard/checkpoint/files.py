@@ -127,7 +127,7 @@ def write_file(path: Path, data: bytes) -> None:
     file = disk.open_new(aside)
     try:
         view = memoryview(data)
-        while len(view):
+        while view:
             view = view[disk.write(file, view) :]
         disk.fsync(file)
     finally:
@@ -138,7 +138,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 def bytes_of(x: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor in the host's memory, without a copy."""
-    return memoryview(x.detach().reshape(-1).view(torch.uint8).numpy())
+    array: Any = x.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
@@ -156,7 +157,9 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> byte
     return len(text).to_bytes(8, "little") + text
 
 
-def read_blocks(path: Path, size: int, digests: Sequence[int], wanted: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
+def read_blocks(
+    path: Path, size: int, digests: Sequence[int], wanted: Iterable[int]
+) -> Iterator[tuple[int, memoryview]]:
     """Yield some blocks of a file with their numbers, each verified; the memory of a block is reused for the next."""
     room = memoryview(bytearray(min(BLOCK, size)))
     file = _open(path, size)

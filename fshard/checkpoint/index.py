@@ -128,7 +128,9 @@ def read_index(folder: Path) -> Index:
     for path, shape, dtype, layout, *part in found["arrays"]:
         offset, full = part or ([0] * len(shape), shape)
         kind = getattr(torch, dtype)
-        arrays.append(ArrayEntry(name_of(path), tuple(path), tuple(shape), kind, layouts[layout], tuple(offset), tuple(full)))
+        arrays.append(
+            ArrayEntry(name_of(path), tuple(path), tuple(shape), kind, layouts[layout], tuple(offset), tuple(full))
+        )
     ties = {name_of(path): name for path, name in found["ties"]}
     values = [(tuple(path), value) for path, value in found["values"]]
     paths = [tuple(path) for path, _ in found["ties"]]

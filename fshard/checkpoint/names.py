@@ -53,7 +53,9 @@ def is_array(x: Any) -> bool:
 
 def is_object(x: Any) -> bool:
     """Return True for an object whose state is that of its `state_dict`."""
-    return not is_array(x) and callable(getattr(x, "state_dict", None)) and callable(getattr(x, "load_state_dict", None))
+    return (
+        not is_array(x) and callable(getattr(x, "state_dict", None)) and callable(getattr(x, "load_state_dict", None))
+    )
 
 
 def leaves_of(tree: PyTree) -> list[Leaf]:
@@ -65,7 +67,9 @@ def leaves_of(tree: PyTree) -> list[Leaf]:
 def flattened(tree: PyTree) -> tuple[list[Leaf], Callable[[Sequence[Any]], PyTree]]:
     """Return the leaves of a tree, without empty containers, and a function that puts others in their place."""
     leaves = [leaf for leaf in leaves_of(tree) if not (isinstance(leaf.value, dict | list) and not leaf.value)]
-    structure = optree.tree_structure(tree, is_leaf=lambda x: is_array(x) or is_object(x), none_is_leaf=True, namespace=NAMESPACE)
+    structure = optree.tree_structure(
+        tree, is_leaf=lambda x: is_array(x) or is_object(x), none_is_leaf=True, namespace=NAMESPACE
+    )
     return leaves, lambda values: optree.tree_unflatten(structure, values)
 
 

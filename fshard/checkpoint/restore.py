@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from fshard.checkpoint.copying import Span
 from fshard.checkpoint.names import Leaf, build, flattened, is_array, is_object, leaves_of, name_of
@@ -205,7 +204,7 @@ def _compare(source: Any, wanted: Sequence[Leaf], below: Mapping[str, Sequence[L
     ]
     if source.patterns:
         missing = [name for name in missing if any(matches(pattern, name) for pattern in source.patterns)]
-        
+
     return Differences(tuple(missing), tuple(sorted(unexpected)), tuple(misshaped))
 
 

@@ -1,8 +1,8 @@
 """Save a tree: `fs.save`. Each device writes its share of its shards to a file of its own; nothing is sent.
 
-    snapshot     the share of each device held here, and the index, which all devices compute alike
-    write        data, fsync, manifest, fsync            by each device
-    commit       the index aside, fsync, rename, fsync   by whichever device first sees all manifests; the others wait for it
+snapshot     the share of each device held here, and the index, which all devices compute alike
+write        data, fsync, manifest, fsync            by each device
+commit       the index aside, fsync, rename, fsync   by whichever device first sees all manifests; the others wait for it
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class World(NamedTuple):
 
 
 @torch.no_grad()
-def save(path: str | os.PathLike[str], tree: PyTree, *, metrics: Mapping[str, Any] | None = None, timeout: float = 600) -> None:
+def save(
+    path: str | os.PathLike[str], tree: PyTree, *, metrics: Mapping[str, Any] | None = None, timeout: float = 600
+) -> None:
     """Save a tree of arrays, numbers, strings and objects with a `state_dict`, to be restored in any layout.
 
     Called by all processes. The folder is a checkpoint from the moment when all have written; if one fails or does not
@@ -160,7 +162,9 @@ def _world(arrays: Sequence[Any]) -> World:
 def _entry(leaf: Leaf, world: World) -> ArrayEntry:
     x = leaf.value
     shape = tuple(x.shape)
-    layout = storable(x.layout) if isinstance(x, Sharded) else Layout(Mesh((("device", world.size),), "abstract", "meta"))
+    layout = (
+        storable(x.layout) if isinstance(x, Sharded) else Layout(Mesh((("device", world.size),), "abstract", "meta"))
+    )
     return ArrayEntry(leaf.name, leaf.path, shape, x.dtype, layout, (0,) * len(shape), shape)
 
 
@@ -213,7 +217,10 @@ def write(folder: Path, taken: Snapshot, token: str, timeout: float) -> None:
         attempt(lambda: disk.make_folder(folder), f"{folder} cannot be made")
         for device, pieces in taken.shares.items():
             what = f"{folder}: device {device} cannot write"
-            attempt(lambda device=device, pieces=pieces: _write_share(folder, taken.index, device, pieces, token, text), what)
+            attempt(
+                lambda device=device, pieces=pieces: _write_share(folder, taken.index, device, pieces, token, text),
+                what,
+            )
     except BaseException as error:
         failed = error
         with suppress(OSError):
@@ -223,7 +230,9 @@ def write(folder: Path, taken: Snapshot, token: str, timeout: float) -> None:
         pmax(torch.zeros(1), tuple(scope.axes))
     if failed is not None:
         raise failed
-    attempt(lambda: _commit(folder, taken.index, text, token, min(taken.shares), timeout), f"{folder} cannot be committed")
+    attempt(
+        lambda: _commit(folder, taken.index, text, token, min(taken.shares), timeout), f"{folder} cannot be committed"
+    )
 
 
 def _write_share(folder: Path, index: Index, device: int, pieces: Sequence[Piece], token: str, text: str) -> None:
@@ -316,5 +325,3 @@ def remove_others(folder: Path, token: str) -> None:
 
 def _is_token(text: str) -> bool:
     return len(text) >= 8 and all(one in "0123456789abcdef" for one in text)
-
-

@@ -18,7 +18,7 @@ from torch import Tensor
 from fshard.checkpoint.copying import Span, copy, overlap
 from fshard.checkpoint.division import ArrayEntry, shards_of
 from fshard.checkpoint.files import BLOCK, read_blocks
-from fshard.checkpoint.index import INDEX, Index, read_index, read_manifest
+from fshard.checkpoint.index import INDEX, read_index, read_manifest
 from fshard.checkpoint.names import Path as TreePath
 from fshard.errors import CheckpointError
 
@@ -42,8 +42,11 @@ class Target(NamedTuple):
 class Source(Protocol):
     """Arrays and values by name, in a file or folder."""
 
-    arrays: Mapping[str, Stored]
-    values: Mapping[str, tuple[TreePath, Any]]
+    @property
+    def arrays(self) -> Mapping[str, Stored]: ...
+
+    @property
+    def values(self) -> Mapping[str, tuple[TreePath, Any]]: ...
 
     def check(self) -> None:
         """Raise if what is to be read is not complete."""
