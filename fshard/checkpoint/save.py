@@ -197,17 +197,22 @@ def _shard(x: Any, device: int) -> Tensor:
 _counts: dict[str, Iterator[int]] = {}
 
 
+def run_token() -> str:
+    """Return a name that all processes of this run share; "" for a process without others."""
+    if not dist.is_initialized():
+        return ""
+    store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    return store.compare_set("fshard/checkpoint", "", secrets.token_hex(5)).decode()
+
+
 def next_token() -> str:
     """Return a name for the files of the next save, which no other save has: the same on all processes."""
     scope = here()
     if scope is not None and scope.mesh.runtime == "virtual":
         number = torch.tensor([int(secrets.token_hex(7), 16)])
         return f"{int(broadcast(number, tuple(scope.axes))):x}"
-    if not dist.is_initialized():
-        return secrets.token_hex(7)
-    store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-    run = store.compare_set("fshard/checkpoint", "", secrets.token_hex(5)).decode()
-    return f"{run}{next(_counts.setdefault(run, count())):x}"
+    run = run_token()
+    return f"{run}{next(_counts.setdefault(run, count())):x}" if run else secrets.token_hex(7)
 
 
 def write(folder: Path, taken: Snapshot, token: str, timeout: float) -> None:

@@ -1,0 +1,190 @@
+"""`Checkpoints`: a folder of checkpoints by step, of which some are kept; saved in the background if wanted."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fshard.checkpoint.files import disk
+from fshard.checkpoint.index import INDEX, read_index
+from fshard.checkpoint.restore import restore
+from fshard.checkpoint.save import next_token, run_token, snapshot, write
+from fshard.checkpoint.source import what_is_there
+from fshard.errors import CheckpointError
+from fshard.mesh.layout import PyTree
+from fshard.transforms.options import integer
+
+
+class Checkpoints:
+    """A folder with a checkpoint for each saved step. All processes make one, and call it alike.
+
+    On SIGTERM the next `save` is made, whatever `every` is, and ends the process: a job that is preempted loses no step.
+    With several processes it is the one after, which all make.
+
+    Args:
+        path: the folder, which is made.
+        keep: number of the last checkpoints to keep.
+        keep_every: steps that this divides are kept too.
+        best: a metric; the checkpoint where it is smallest is kept too. "-accuracy": where it is largest.
+        every: `save` saves at steps that this divides.
+        timeout: seconds to wait for other processes.
+
+    >>> import tempfile, torch
+    >>> folder = Checkpoints(tempfile.mkdtemp(), keep=2, best="loss")
+    >>> for step, loss in enumerate([0.5, 0.2, 0.4, 0.3]):
+    ...     folder.save(step, {"w": torch.ones(3) * step}, wait=False, metrics={"loss": loss})
+    >>> folder.wait()
+    >>> folder.steps, folder.latest, folder.restore({"w": torch.zeros(3)}, step=1)
+    ([1, 2, 3], 3, {'w': tensor([1., 1., 1.])})
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        keep_every: int | None = None,
+        best: str | None = None,
+        every: int = 1,
+        timeout: float = 600,
+    ) -> None:
+        counts = {"keep": keep, "every": every, **({} if keep_every is None else {"keep_every": keep_every})}
+        wrong = [text for name, value in counts.items() for text in integer(name, value)]
+        if wrong:
+            raise ValueError(f"Checkpoints: {'; '.join(wrong)}.")
+        self.path, self.keep, self.keep_every, self.best, self.every = Path(path), keep, keep_every, best, every
+        self._timeout = timeout
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._metrics: dict[int, Mapping[str, float]] = {}
+        self._is_stopping, self._before, self._marker = False, Any, None
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints, read from the folder."""
+        names = os.listdir(self.path) if self.path.is_dir() else []
+        return sorted(int(name) for name in names if name.isdecimal() and (self.path / name / INDEX).is_file())
+
+    @property
+    def latest(self) -> int | None:
+        """The last step that is saved, read from the folder; None without any."""
+        return max(self.steps, default=None)
+
+    def restore(self, target: PyTree = None, *, step: int | None = None, **options: Any) -> Any:
+        """Return the checkpoint of a step, by default the last: see `fs.restore` for the target and the options."""
+        self.wait()
+        step = self.latest if step is None else step
+        if step is None:
+            raise CheckpointError(f"{self.path} has no checkpoint: {what_is_there(self.path)}.")
+        return restore(self.path / str(step), target, **options)
+
+    def save(self, step: int, tree: PyTree, *, wait: bool = True, metrics: Mapping[str, Any] | None = None) -> None:
+        """Save a tree as the checkpoint of a step: see `fs.save`.
+
+        With `wait=False` the tree is copied to the host, and written while training goes on. The next save waits for it;
+        its errors are raised then, or by `wait()`. A process that exits writes it to the end first.
+        """
+        if wrong := integer("step", step, 0):
+            raise ValueError(f"Checkpoints.save: {wrong[0]}.")
+        self._listen()
+        is_last = self._ends_at(step)
+        if step % self.every and not is_last:
+            return
+        self.wait()
+        token = next_token()
+        taken = snapshot(tree, metrics, copy=not wait)
+        arguments = step, taken, token
+        if wait or is_last:
+            self._write(*arguments)
+        else:
+            if self._thread is None:
+                atexit.register(self.wait)  # prints what went wrong
+            self._thread = threading.Thread(target=self._in_background, args=arguments, name="fshard checkpoint")
+            self._thread.start()
+        if is_last:
+            signal.signal(signal.SIGTERM, self._before)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def wait(self) -> None:
+        """Wait until what was saved last is on the disk; raise what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _in_background(self, *arguments: Any) -> None:
+        with suppress(OSError, AttributeError):  # training is to have the processor
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        try:
+            with torch.no_grad():
+                self._write(*arguments)
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, step: int, taken: Any, token: str) -> None:
+        write(self.path / str(step), taken, token, self._timeout)
+        if 0 in taken.shares:
+            self._metrics[step] = taken.index.metrics
+            self._remove()
+
+    # -- retention ------------------------------------------------------------------------------------------------------
+
+    def _remove(self) -> None:
+        """Remove the checkpoints that are not to be kept, and what earlier saves left that did not end."""
+        steps = self.steps
+        kept = {*steps[-self.keep :], *(step for step in steps if self.keep_every and step % self.keep_every == 0)}
+        if self.best is not None:
+            kept |= {*self._best(steps)}
+        for name in sorted(os.listdir(self.path)):
+            if name.isdecimal() and int(name) not in kept and int(name) < steps[-1]:
+                remove(self.path / name)
+
+    def _best(self, steps: list[int]) -> list[int]:
+        name, sign = (self.best or "").removeprefix("-"), -1 if (self.best or "").startswith("-") else 1
+        for step in steps:
+            if step not in self._metrics:
+                self._metrics[step] = read_index(self.path / str(step)).metrics
+        found = [(sign * self._metrics[step][name], step) for step in steps if name in self._metrics[step]]
+        return [min(found)[1]] if found else []
+
+    # -- the end --------------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Note SIGTERM from now on, in a process of its own."""
+        if self._marker is None and threading.current_thread() is threading.main_thread():
+            self._marker = self.path / f"stop-{run_token()}"
+            self._before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_is_stopping", True))
+
+    def _ends_at(self, step: int) -> bool:
+        """Return True if this save is the last one: all processes see the marker that one of them has left a step before."""
+        if self._marker is None:
+            return False
+        if not self._marker.name.removeprefix("stop-"):
+            return self._is_stopping
+        if self._marker.exists():
+            return step > int(self._marker.read_text())
+        if self._is_stopping:
+            disk.make_folder(self.path)
+            aside = self._marker.with_suffix(f".{os.getpid()}")
+            aside.write_text(str(step))
+            aside.rename(self._marker)
+        return False
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: its index first, so that it is none from then on."""
+    disk.unlink(path / INDEX)
+    disk.fsync_folder(path)
+    for name in sorted(os.listdir(path)):
+        disk.unlink(path / name)
+    disk.remove_folder(path)
