@@ -14,8 +14,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fshard.checkpoint.division import Block
 from fshard.mesh.layout.arithmetic import strides
+
+Block = tuple[tuple[int, int], ...]
+"""A range of each dim."""
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,20 @@ tests freeze it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from fshard.checkpoint.copying import Block, Span, overlap
 from fshard.mesh.layout import Layout
+from fshard.mesh.layout.arithmetic import chunk, flat_range, ravel, unravel
 from fshard.mesh.layout.mesh import Mesh
-from fshard.mesh.reshard.plan import state_of
-from fshard.mesh.reshard.regions import Numbers, blocks_of, number_of, ranges_of
-
-Block = tuple[tuple[int, int], ...]
-"""A range of each dim."""
+from fshard.mesh.reshard.regions import Numbers
 
 
 class ArrayEntry(NamedTuple):
@@ -46,61 +45,154 @@ class ArrayEntry(NamedTuple):
         return self.dtype.itemsize
 
 
-@lru_cache(maxsize=4096)
-def shards_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Numbers, Numbers]:
-    """Return, for all devices, the block that its shard is taken from, and the range of it that is stored. (n, d, 2), (n, 2)
+def span_of(layout: Layout, shape: Sequence[int], device: int) -> Span:
+    """Return the block that the shard of a device is taken from, and the range of it that is stored.
 
     >>> from fshard.mesh.layout import P
-    >>> shards_of(Layout(Mesh((("data", 2),), "abstract", "meta"), P.flat("data")), (2, 3))[1].tolist()
-    [[0, 3], [3, 6]]
+    >>> span_of(Layout(Mesh((("data", 2),), "abstract", "meta"), P.flat("data")), (2, 3), 1)
+    Span(block=((0, 2), (0, 3)), start=3, stop=6)
     """
-    axes, shape = layout.mesh.axes, shape or (1,)
-    state = state_of(layout.spec, len(shape), axes)
-    group = tuple((axis, size) for axis, size in axes if size > 1) or axes[:1]
-    blocks = blocks_of(state, shape, group)
-    ranges = np.stack(ranges_of(state, blocks, group), -1)
-    for axis, place in state.at:
-        ranges = ranges * (number_of(group, (axis,)) == place)[:, None]
-    return blocks, ranges
+    block = layout.block(shape, device) or ((0, 1),)
+    if not layout.has_any(device):
+        return Span(block, 0, 0)
+    whole = (0, prod(stop - start for start, stop in block))
+    return Span(block, *(layout.ranges(shape, device)[0] if layout.spec.is_flat else whole))
+
+
+class Column(NamedTuple):
+    """What one device writes: of each array a range of its flattened block, at a byte after the header of its file.
+
+    `begins` is the byte of each shard in the row of bytes that the replicas divide, `totals` the length of that row,
+    `firsts` the start of each shard.
+    """
+
+    starts: list[int]
+    stops: list[int]
+    places: list[int]
+    begins: list[int]
+    totals: list[int]
+    firsts: list[int]
 
 
 class Division:
-    """The ranges of all arrays that each device writes.
+    """Which range of each array each device writes."""
 
-    `starts` and `stops` are indices in the flattened block of a device's shard, `places` bytes after the header of its
-    file; each is (arrays, devices). `order` is that of the arrays in a file.
-    """
+    def __init__(self, arrays: Sequence[ArrayEntry]) -> None:
+        self.arrays = arrays
+        self._columns: dict[int, Column] = {}
+        kinds: dict[tuple[Layout, int], list[int]] = defaultdict(list)
+        groups: dict[tuple[Mesh, tuple[str, ...]], list[int]] = defaultdict(list)
+        for number, one in enumerate(arrays):
+            kinds[one.layout, len(one.shape)].append(number)
+            groups[one.layout.mesh, one.layout.replicated_axes].append(number)
+        shapes = [one.shape or (1,) for one in arrays]
+        self._kinds = [
+            (layout, np.array(numbers), np.array([shapes[number] for number in numbers], np.int64))
+            for (layout, _), numbers in kinds.items()
+        ]
+        self._groups = [(mesh, axes, np.array(numbers)) for (mesh, axes), numbers in groups.items()]
 
-    def __init__(self, arrays: Sequence[ArrayEntry], devices: int) -> None:
-        count = len(arrays)
-        self.arrays, self.devices = arrays, devices
-        self.starts = np.empty((count, devices), np.int64)
-        self.stops = np.empty((count, devices), np.int64)
-        each = np.array([one.itemsize for one in arrays], np.int64).reshape(count, 1)
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for index, one in enumerate(arrays):
-            ranges = shards_of(one.layout, one.shape)[1]
-            self.starts[index], self.stops[index] = ranges.T
-            groups[one.layout.mesh, one.layout.replicated_axes].append(index)
-        for (mesh, axes), members in groups.items():
-            self._divide(mesh, axes, np.array(members), each)
-        self.order = np.argsort(-each[:, 0], kind="stable")
-        written = ((self.stops - self.starts) * each)[self.order]
-        self.places = np.empty_like(self.starts)
-        self.places[self.order] = np.cumsum(written, 0) - written
-        self.sizes = written.sum(0)
+    @cached_property
+    def _sizes(self) -> Numbers:
+        return np.array([one.itemsize for one in self.arrays], np.int64)
 
-    def _divide(self, mesh: Mesh, axes: tuple[str, ...], members: Numbers, each: Numbers) -> None:
-        """Divide the shards of arrays that are replicated over some axes between their replicas."""
+    @cached_property
+    def order(self) -> Numbers:
+        """The arrays in the order of files: larger dtypes first."""
+        return np.argsort(-self._sizes, kind="stable")
+
+    def column(self, device: int) -> Column:
+        """Return what a device writes."""
+        if device not in self._columns:
+            self._columns[device] = self._column(device)
+        return self._columns[device]
+
+    def _column(self, device: int) -> Column:
+        firsts, lasts = (np.zeros(len(self.arrays), np.int64) for _ in range(2))
+        for layout, numbers, shapes in self._kinds:
+            firsts[numbers], lasts[numbers] = _ranges(layout, shapes, device)
+        starts, stops, begins, totals = firsts.copy(), lasts.copy(), firsts * 0, firsts * 0
+        for mesh, axes, numbers in self._groups:
+            size, count = self._sizes[numbers], lasts[numbers] - firsts[numbers]
+            begin = np.cumsum(count * size) - count * size
+            total, replicas = int((count * size).sum()), prod(mesh.shape[axis] for axis in axes)
+            begins[numbers], totals[numbers] = begin, total
+            rank = _along(mesh, device, axes)
+            for target, part in ((starts, rank), (stops, rank + 1)):
+                target[numbers] = firsts[numbers] + np.clip(-((begin - total * part // replicas) // size), 0, count)
+        written = ((stops - starts) * self._sizes)[self.order]
+        places = np.empty_like(written)
+        places[self.order] = np.cumsum(written) - written
+        return Column(*(one.tolist() for one in (starts, stops, places, begins, totals, firsts)))
+
+    def pieces(self, number: int, wanted: Span) -> Iterator[tuple[int, int, Span]]:
+        """Yield the pieces of an array that have elements of a span: the device, the byte of the first, and its range."""
+        entry = self.arrays[number]
+        mesh, axes, size = entry.layout.mesh, entry.layout.replicated_axes, entry.itemsize
         replicas = prod(mesh.shape[axis] for axis in axes)
-        if replicas == 1:
-            return
-        real = tuple((axis, size) for axis, size in mesh.axes if size > 1)
-        rank = number_of(real, [axis for axis in axes if mesh.shape[axis] > 1])
-        first, size = self.starts[members], each[members]
-        count = self.stops[members] - first
-        begins = np.cumsum(count * size, 0) - count * size
-        total = (count * size).sum(0)
-        for target, part in ((self.starts, rank), (self.stops, rank + 1)):
-            cut = total * part // replicas
-            target[members] = first + np.clip(-((begins - cut) // size), 0, count)
+        for first, block in _shards(entry, wanted):
+            column = self.column(first)
+            length = prod(stop - start for start, stop in block)
+            start, stop = overlap(Span(block, 0, length), wanted)
+            if start == stop:
+                continue
+            begin, total = column.begins[number] - column.firsts[number] * size, column.totals[number]
+            ranks = [((begin + element * size + 1) * replicas - 1) // total for element in (start, stop - 1)]
+            for rank in range(max(ranks[0], 0), min(ranks[1], replicas - 1) + 1):
+                device = first + _number(mesh, axes, rank)
+                own = self.column(device)
+                piece = Span(block, own.starts[number], own.stops[number])
+                low, high = overlap(piece.part(start, stop), wanted) if piece.start < piece.stop else (0, 0)
+                if low < high:
+                    yield device, own.places[number] + (low - piece.start) * size, Span(block, low, high)
+
+
+def _ranges(layout: Layout, shapes: Numbers, device: int) -> tuple[Numbers, Numbers]:
+    """Return the ranges of their flattened blocks that a device stores of arrays of one layout. (n, d) -> (n,), (n,)"""
+    total = np.ones(len(shapes), np.int64)
+    for dim, axes in enumerate(layout.spec.dims(shapes.shape[1])):
+        each = -(-shapes[:, dim] // prod(layout.mesh.shape[axis] for axis in axes))
+        start = np.minimum(each * _along(layout.mesh, device, axes), shapes[:, dim])
+        total *= np.minimum(start + each, shapes[:, dim]) - start
+    total *= layout.has_any(device)
+    each = -(-total // layout.flat_parts)
+    start = np.minimum(each * _along(layout.mesh, device, layout.spec.flat_axes or ()), total)
+    return start, np.minimum(start + each, total)
+
+
+def _shards(entry: ArrayEntry, wanted: Span) -> Iterator[tuple[int, Block]]:
+    """Yield the first device of each shard that may have elements of a span, and its block, in the indices of `wanted`."""
+    layout, shape, offset = entry.layout, entry.shape or (1,), entry.offset or (0,)
+    dims, rows = layout.spec.dims(len(shape)), list[list[tuple[int, tuple[int, int]]]]()
+    for length, axes, at, (start, stop) in zip(shape, dims, offset, wanted.block, strict=True):
+        parts = prod(layout.mesh.shape[axis] for axis in axes)
+        each = max(chunk(length, parts), 1)
+        low, high = max(start - at, 0), min(stop - at, length)
+        ranges = (
+            [flat_range(length, parts, part) for part in range(low // each, -(-high // each))] if low < high else []
+        )
+        rows.append(
+            [(_number(layout.mesh, axes, low // each + n), (a + at, b + at)) for n, (a, b) in enumerate(ranges)]
+        )
+    base = layout.mesh.index(layout.place)
+    for row in product(*rows):
+        block = tuple([one for _, one in row])
+        length = prod(stop - start for start, stop in block)
+        low, high = overlap(Span(block, 0, length), wanted)
+        each = max(chunk(length, layout.flat_parts), 1)
+        for part in range(low // each, -(-high // each)):
+            yield (
+                base + sum(number for number, _ in row) + _number(layout.mesh, layout.spec.flat_axes or (), part),
+                block,
+            )
+
+
+def _along(mesh: Mesh, device: int, axes: Sequence[str]) -> int:
+    """Return the index of a device along some axes."""
+    coordinates = mesh.coordinates(device) if axes else {}
+    return ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
+
+
+def _number(mesh: Mesh, axes: Sequence[str], index: int) -> int:
+    """Return the number of the device at an index along some axes, and at 0 along the others."""
+    return mesh.index(dict(zip(axes, unravel(index, [mesh.shape[axis] for axis in axes]), strict=True))) if axes else 0

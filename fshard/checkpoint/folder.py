@@ -65,7 +65,8 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._metrics: dict[int, Mapping[str, float]] = {}
-        self._is_stopping, self._before, self._marker = False, Any, None
+        self._is_stopping, self._marker = False, None
+        self._before: Any = signal.SIG_DFL
 
     @property
     def steps(self) -> list[int]:

@@ -64,7 +64,7 @@ class Index:
 
     @cached_property
     def division(self) -> Division:
-        return Division(self.arrays, self.devices)
+        return Division(self.arrays)
 
     @property
     def named_values(self) -> list[tuple[str, TreePath, Any]]:
@@ -97,6 +97,7 @@ class Index:
 
 
 def as_text(x: Any) -> str:
+    """Return JSON without spaces."""
     return json.dumps(x, separators=(",", ":"))
 
 

@@ -48,6 +48,7 @@ def name_of(path: Path) -> str:
 
 
 def is_array(x: Any) -> bool:
+    """Return True for a leaf that is stored as an array."""
     return isinstance(x, Tensor | Sharded)
 
 

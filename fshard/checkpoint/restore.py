@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard.checkpoint.copying import Span
+from fshard.checkpoint.division import span_of
 from fshard.checkpoint.names import Leaf, build, flattened, is_array, is_object, leaves_of, name_of
 from fshard.checkpoint.names import Path as TreePath
 from fshard.checkpoint.source import Source, Stored, Target, open_source
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import Layout, Mesh, PyTree
+from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.layout.layout import dtype_name
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
@@ -262,13 +262,3 @@ def _targets(leaf: Leaf, after: list[Callable[[], object]]) -> Iterator[Target]:
             yield Target(leaf.name, span, room)
         else:
             yield Target(leaf.name, span, shard.view(-1))
-
-
-def span_of(layout: Layout, shape: Sequence[int], device: int) -> Span:
-    """Return the range of its block that a device stores."""
-    if not layout.has_any(device):
-        return Span(tuple((0, 0) for _ in shape or (1,)), 0, 0)
-    block = layout.block(shape, device) or ((0, 1),)
-    if layout.spec.is_flat:
-        return Span(block, *layout.ranges(shape, device)[0])
-    return Span(block, 0, prod(stop - start for start, stop in block))

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard.checkpoint.division import ArrayEntry, shards_of
+from fshard.checkpoint.division import ArrayEntry, span_of
 from fshard.checkpoint.files import DigestWriter, attempt, bytes_of, disk, header_of, write_file
 from fshard.checkpoint.index import (
     INDEX,
@@ -170,19 +170,16 @@ def _entry(leaf: Leaf, world: World) -> ArrayEntry:
 
 def _share(index: Index, tensors: Sequence[Any], device: int, copy: bool) -> Iterator[Piece]:
     """Yield the pieces that one device writes."""
-    division = index.division
-    starts, stops = division.starts[:, device].tolist(), division.stops[:, device].tolist()
-    for number in division.order.tolist():
-        start, stop = starts[number], stops[number]
+    column = index.division.column(device)
+    for number in index.division.order.tolist():
+        start, stop = column.starts[number], column.stops[number]
         if start == stop:
             continue
         entry = index.arrays[number]
-        blocks, ranges = shards_of(entry.layout, entry.shape)
-        first, last = ranges[device].tolist()
-        shape = (stop - start,)
-        if (start, stop) == (first, last) and entry.layout.spec.flat_axes is None:
-            shape = tuple((blocks[device, :, 1] - blocks[device, :, 0]).tolist()) if entry.shape else ()
-        values = _shard(tensors[number], device).detach().reshape(-1)[start - first : stop - first]
+        span = span_of(entry.layout, entry.shape, device)
+        is_full = (start, stop) == (span.start, span.stop) and not entry.layout.spec.is_flat
+        shape = (span.lengths if entry.shape else ()) if is_full else (stop - start,)
+        values = _shard(tensors[number], device).detach().reshape(-1)[start - span.start : stop - span.start]
         yield Piece(number, shape, values.to("cpu", copy=True) if copy else values)
 
 

@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fshard.checkpoint.copying import Span, copy, overlap
-from fshard.checkpoint.division import ArrayEntry, shards_of
+from fshard.checkpoint.copying import Span, copy
 from fshard.checkpoint.files import BLOCK, read_blocks
-from fshard.checkpoint.index import INDEX, read_index, read_manifest
+from fshard.checkpoint.index import INDEX, Index, read_index, read_manifest
 from fshard.checkpoint.names import Path as TreePath
 from fshard.errors import CheckpointError
 
@@ -69,8 +67,8 @@ class Part(NamedTuple):
 class OwnFolder:
     """A folder that `fs.save` has written."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.index = folder, read_index(folder)
+    def __init__(self, folder: Path, index: Index | None = None) -> None:
+        self.folder, self.index = folder, index or read_index(folder)
         self._entries: dict[str, list[int]] = defaultdict(list)
         for number, one in enumerate(self.index.arrays):
             self._entries[one.name].append(number)
@@ -97,31 +95,10 @@ class OwnFolder:
         found: dict[int, list[Part]] = defaultdict(list)
         for target in targets:
             for number in self._entries[self.index.ties.get(target.name, target.name)]:
-                for device, byte, span in self._pieces(number, target.span):
-                    start, stop = overlap(span, target.span)
-                    if start < stop:
-                        dtype = self.index.arrays[number].dtype
-                        byte += (start - span.start) * dtype.itemsize
-                        found[device].append(Part(byte, dtype, span.part(start, stop), target))
+                dtype = self.index.arrays[number].dtype
+                for device, byte, span in self.index.division.pieces(number, target.span):
+                    found[device].append(Part(byte, dtype, span, target))
         return found
-
-    def _pieces(self, number: int, wanted: Span) -> list[tuple[int, int, Span]]:
-        """Return the pieces of an array that may have elements of a block: device, byte after the header, range."""
-        entry, division = self.index.arrays[number], self.index.division
-        blocks, _ = shards_of(entry.layout, entry.shape)
-        starts, stops = division.starts[number], division.stops[number]
-        near = stops > starts
-        for dim, (start, stop) in enumerate(wanted.block):
-            at = entry.offset[dim] if entry.offset else 0
-            near &= (blocks[:, dim, 0] + at < stop) & (blocks[:, dim, 1] + at > start)
-        if entry.shape == entry.full_shape and tuple(map(tuple, blocks[0].tolist())) == wanted.block:
-            same = (blocks == blocks[0]).all((1, 2))
-            near &= ~same | ((starts < wanted.stop) & (stops > wanted.start))
-        return [
-            (device, int(division.places[number, device]), Span(_shifted(blocks[device], entry), *span))
-            for device in np.flatnonzero(near).tolist()
-            for span in [(int(starts[device]), int(stops[device]))]
-        ]
 
     def read(self, targets: Sequence[Target]) -> None:
         for device, parts in sorted(self.parts(targets).items()):
@@ -136,12 +113,6 @@ class OwnFolder:
             for number, block in read_blocks(self.folder / writer.data, writer.size, digests, sorted(in_block)):
                 for part in in_block[number]:
                     _copy_from(block, number * BLOCK - writer.header, part)
-
-
-def _shifted(block: Any, entry: ArrayEntry) -> tuple[tuple[int, int], ...]:
-    """Return a block of a part in the indices of the full array."""
-    pairs = zip(block.tolist(), entry.offset or (0,), strict=True)
-    return tuple([(start + at, stop + at) for (start, stop), at in pairs])
 
 
 def _copy_from(block: memoryview, begin: int, part: Part) -> None:

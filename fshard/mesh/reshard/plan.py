@@ -60,10 +60,10 @@ def plan(before: P, after: P, shape: tuple[int, ...], axes: Sizes) -> tuple[Step
     ['direct']
     """
     sizes = {axis: size for axis, size in axes if size > 1}
-    return tuple(_route(state_of(before, len(shape), axes), state_of(after, len(shape), axes), shape, sizes))
+    return tuple(_route(_state(before, len(shape), axes), _state(after, len(shape), axes), shape, sizes))
 
 
-def state_of(spec: P, ndim: int, axes: Sizes) -> ShardState:
+def _state(spec: P, ndim: int, axes: Sizes) -> ShardState:
     """Return a spec normalized: axes of size 1 are removed."""
     sizes = dict(axes)
 

@@ -75,10 +75,10 @@ def block_shape(state: ShardState, shape: Sequence[int], sizes: Sizes) -> tuple[
 @lru_cache(maxsize=64)
 def regions_of(state: ShardState, shape: tuple[int, ...], group: Sizes) -> Numbers:
     """Return the regions of all devices of a group."""
-    blocks = blocks_of(state, shape, group)
+    blocks = _blocks(state, shape, group)
     regions = blocks[:, None]
     if state.flat is not None:
-        start, stop = ranges_of(state, blocks, group)
+        start, stop = _ranges(state, blocks, group)
         lengths = blocks[..., 1] - blocks[..., 0]
         regions = np.empty((len(blocks), 2 ** len(shape) - 1, len(shape), 2), np.int64)
         for kind in np.unique(lengths, axis=0) if any(state.dims) else lengths[:1]:
@@ -86,39 +86,39 @@ def regions_of(state: ShardState, shape: tuple[int, ...], group: Sizes) -> Numbe
             regions[own] = _boxes(start[own], stop[own], np.maximum(kind, 1).tolist())
         regions = _tidy(regions) + blocks[:, None, :, :1]
     for axis, place in state.at:
-        regions = regions * (number_of(group, (axis,)) == place)[:, None, None, None]
+        regions = regions * (_number(group, (axis,)) == place)[:, None, None, None]
     return regions
 
 
 @lru_cache(maxsize=64)
 def memory_of(state: ShardState, shape: tuple[int, ...], group: Sizes) -> tuple[Numbers, Numbers]:
     """Return the strides of each device's shard, before it is flattened, and its offset there. (n, d), (n,)"""
-    blocks = blocks_of(state, shape, group)
+    blocks = _blocks(state, shape, group)
     lengths = blocks[..., 1] - blocks[..., 0]
     apart = np.ones_like(lengths)
     apart[:, :-1] = lengths[:, :0:-1].cumprod(1)[:, ::-1]
     first = (blocks[..., 0] * apart).sum(-1)
-    return apart, first if state.flat is None else first + ranges_of(state, blocks, group)[0]
+    return apart, first if state.flat is None else first + _ranges(state, blocks, group)[0]
 
 
-def blocks_of(state: ShardState, shape: tuple[int, ...], group: Sizes) -> Numbers:
+def _blocks(state: ShardState, shape: tuple[int, ...], group: Sizes) -> Numbers:
     """Return the range of each dim that each device's shard is taken from. (n, d, 2)"""
     sides: list[Numbers] = []
     for length, axes, each in zip(shape, state.dims, block_shape(state, shape, group), strict=True):
-        start = number_of(group, axes) * each
+        start = _number(group, axes) * each
         sides.append(np.minimum(np.stack([start, start + each], -1), length))
     return np.stack(sides, 1)
 
 
-def ranges_of(state: ShardState, blocks: Numbers, group: Sizes) -> tuple[Numbers, Numbers]:
+def _ranges(state: ShardState, blocks: Numbers, group: Sizes) -> tuple[Numbers, Numbers]:
     """Return the range of its flattened block that each device stores."""
     sizes, total = dict(group), (blocks[..., 1] - blocks[..., 0]).prod(1)
     each = -(-total // prod(sizes[axis] for axis in state.flat or ()))
-    start = number_of(group, state.flat or ()) * each
+    start = _number(group, state.flat or ()) * each
     return np.minimum(start, total), np.minimum(start + each, total)
 
 
-def number_of(group: Sizes, axes: Sequence[str]) -> Numbers:
+def _number(group: Sizes, axes: Sequence[str]) -> Numbers:
     """Return the index of every device of a group along some axes. (n,)"""
     sizes = dict(group)
     places = dict(zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True))
@@ -184,5 +184,5 @@ def part(region: Numbers, start: int = 0, stop: int | None = None) -> list[Numbe
 
 def alike(group: Sizes, axes: Sequence[str]) -> Numbers:
     """Return the devices in rows of equal coordinates along some axes. (groups, devices in each)"""
-    number = number_of(group, [axis for axis, _ in group if axis in axes])
+    number = _number(group, [axis for axis, _ in group if axis in axes])
     return np.argsort(number, kind="stable").reshape(-1, prod(size for axis, size in group if axis not in axes))

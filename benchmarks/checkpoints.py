@@ -1,0 +1,193 @@
+"""Checkpoints against torch.distributed.checkpoint (DCP), on two gloo processes.
+
+    python benchmarks/checkpoints.py speed [rounds] [folder ...]     save and restore of 400 MB: a GPT and its state in ZeRO-3
+    python benchmarks/checkpoints.py step [rounds]                   training steps beside a save in the background
+    python benchmarks/checkpoints.py leaves [rounds]                 100,000 leaves of 1 KB, one process
+    python benchmarks/checkpoints.py plan                            1,000 leaves on 4,096 abstract devices
+    python benchmarks/checkpoints.py memory                          memory beside the arrays
+
+Both write with fsync, and read from the page cache. Ours restores in place, as DCP does. Medians of interleaved rounds, of two
+processes the slower.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from timing import interleaved, paired, slowest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fshard as fs
+from fshard import P
+from fshard.checkpoint.division import ArrayEntry, span_of
+from fshard.checkpoint.index import Index, sealed
+from fshard.checkpoint.source import OwnFolder, Target
+from fshard.testing.processes import run_processes
+
+KINDS = ("params", "exp_avg", "exp_avg_sq")
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Return the parameters of a GPT of 34 million parameters."""
+    width, draw, found = 512, torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
+
+    def add(name: str, *shape: int) -> None:
+        found[name] = torch.randn(shape, generator=draw)
+
+    add("wte", 16000, width)
+    for block in range(8):
+        for name, shape in {"qkv": (3 * width, width), "proj": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}.items():
+            add(f"h.{block}.{name}.weight", *shape)
+            add(f"h.{block}.{name}.bias", shape[0])
+        for name in ("ln_1", "ln_2"):
+            add(f"h.{block}.{name}.weight", width)
+            add(f"h.{block}.{name}.bias", width)
+    return found
+
+
+def speed(rounds: int, base: str) -> dict[str, list[float]]:
+    """Return the seconds of each call."""
+    torch.set_num_threads(1)
+    mesh, torch_mesh = fs.make_mesh({"data": 2}), init_device_mesh("cpu", (2,))
+    full, rank = weights(), dist.get_rank()
+    stages = fs.make_mesh({"pipe": 2})
+    names = [*full]
+    first = {name: place < len(names) // 2 for place, name in enumerate(names)}
+    layouts = {
+        "same": {name: fs.Layout(mesh, P.flat("data")) for name in names},
+        "replicated": {name: fs.Layout(mesh, P()) for name in names},
+        "stages": {name: fs.Layout(stages, P(at={"pipe": 0 if first[name] else 1})) for name in names},
+    }
+
+    def ours(kind: str) -> Any:
+        return {one: fs.device_put(full, layouts[kind]) for one in KINDS}
+
+    def theirs(placement: Any) -> Any:
+        return {one: {name: distribute_tensor(x, torch_mesh, [placement]) for name, x in full.items()} for one in KINDS}
+
+    def own_stage() -> Any:
+        return {one: {name: x.clone() for name, x in full.items() if first[name] == (rank == 0)} for one in KINDS}
+
+    def alone() -> Any:
+        return {one: {name: x.clone() for name, x in full.items()} for one in KINDS} if rank == 0 else {}
+
+    mine, dcps = ours("same"), theirs(Shard(0))
+    folders = {name: Path(base, f"fshard-{name}") for name in ("ours", "dcp", "to-ours", "to-dcp")}
+
+    def emptied() -> None:
+        if rank == 0:
+            for name in ("to-ours", "to-dcp"):
+                shutil.rmtree(folders[name], ignore_errors=True)
+        dist.barrier()
+
+    fs.save(folders["ours"], mine)
+    dcp.save(dcps, checkpoint_id=folders["dcp"])
+    targets = {kind: ours(kind) for kind in layouts}
+    torch_targets = {"same": theirs(Shard(0)), "replicated": theirs(Replicate()), "stages": own_stage()}
+    single = alone()
+
+    def only_first(call: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: call() if rank == 0 else None
+
+    calls: dict[str, Callable[[], Any]] = {
+        "save, ours": lambda: fs.save(folders["to-ours"], mine),
+        "save, dcp": lambda: dcp.save(dcps, checkpoint_id=folders["to-dcp"]),
+        "2 -> 1, ours": only_first(lambda: fs.restore(folders["ours"], single)),
+        "2 -> 1, dcp": only_first(lambda: dcp.load(single, checkpoint_id=folders["dcp"], no_dist=True)),
+    }
+    for kind in layouts:
+        calls[f"{kind}, ours"] = lambda kind=kind: fs.restore(folders["ours"], targets[kind])
+        calls[f"{kind}, dcp"] = lambda kind=kind: dcp.load(torch_targets[kind], checkpoint_id=folders["dcp"])
+    times = slowest(interleaved(calls, rounds, warm_up=1, ready=emptied))
+    dist.barrier()
+    if rank == 0:
+        for folder in folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
+    return times
+
+
+def background(rounds: int, base: str) -> dict[str, list[float]]:
+    """Return the seconds of three steps, without a save and with one before them, and of a save that is waited for."""
+    torch.set_num_threads(1)
+    mesh = fs.make_mesh({"data": 2})
+    model = fs.testing.gpt.GPT(vocab=16000, width=512, layers=8, heads=8, length=64) if hasattr(fs.testing, "gpt") else None
+    raise NotImplementedError(model, mesh, rounds, base)
+
+
+def leaves(rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each call, of 100,000 leaves."""
+    tree = {f"layer.{number}.w": torch.full((256,), float(number)) for number in range(100_000)}
+    copy = {name: torch.zeros_like(x) for name, x in tree.items()}
+    base = Path(tempfile.mkdtemp())
+    fs.save(base / "ours", tree)
+    dcp.save(tree, checkpoint_id=base / "dcp", no_dist=True)
+    calls: dict[str, Callable[[], Any]] = {
+        "save, ours": lambda: fs.save(base / "to-ours", tree),
+        "save, dcp": lambda: dcp.save(tree, checkpoint_id=base / "to-dcp", no_dist=True),
+        "restore, ours": lambda: fs.restore(base / "ours", copy),
+        "restore, dcp": lambda: dcp.load(copy, checkpoint_id=base / "dcp", no_dist=True),
+    }
+    times = interleaved(calls, rounds, warm_up=0)
+    shutil.rmtree(base)
+    return times
+
+
+def planned() -> None:
+    """Print the size of an index of 4,096 devices, and how long one of them takes to plan what it reads."""
+    mesh = fs.make_mesh({"data": 512, "model": 8}, runtime="abstract")
+    specs = [P.flat("data"), P(None, "model", flat="data"), P("model"), P()]
+    arrays = list[ArrayEntry]()
+    for number in range(1000):
+        shape, layout = (1024 + number, 512), fs.Layout(mesh, specs[number % len(specs)])
+        name = f"layers.{number}.w"
+        arrays.append(ArrayEntry(name, ("params", name), shape, torch.float32, layout, (0, 0), shape))
+    index = Index(mesh.size, arrays, {}, [])
+    print(f"index: {len(sealed(index.body())) / 1e6:.2f} MB")
+    half = fs.make_mesh({"data": 256, "model": 16}, runtime="abstract")
+    for device in (0, 2000):
+        began = time.perf_counter()
+        source = OwnFolder(Path(), Index(mesh.size, arrays, {}, []))
+        room = torch.empty(0)
+        wanted = [
+            Target(one.name, span_of(fs.Layout(half, P(None, "model", flat="data")), one.shape, device), room) for one in arrays
+        ]
+        count = sum(map(len, source.parts(wanted).values()))
+        print(f"device {device}: {count} reads planned in {time.perf_counter() - began:.2f} s")
+
+
+def table(times: dict[str, list[float]]) -> None:
+    """Print medians, and ratios to DCP."""
+    print("| call | ours, ms | DCP, ms | ratio |")
+    print("|---|---|---|---|")
+    for name in dict.fromkeys(name.rpartition(", ")[0] for name in times):
+        one, other = times[f"{name}, ours"], times[f"{name}, dcp"]
+        print(f"| {name} | {1e3 * median(one):.0f} | {1e3 * median(other):.0f} | {paired(one, other):.2f} |")
+
+
+def main() -> None:
+    """Run a benchmark."""
+    what, *rest = sys.argv[1:] or ["speed"]
+    rounds = int(rest[0]) if rest else 9
+    if what == "speed":
+        for base in rest[1:] or [tempfile.gettempdir(), "/dev/shm"]:
+            print(f"\nin {base}")
+            table(run_processes(speed, 2, rounds, base, timeout=580)[0])
+    elif what == "leaves":
+        table(leaves(rounds))
+    elif what == "plan":
+        planned()
+
+
+if __name__ == "__main__":
+    main()
