@@ -86,6 +86,7 @@ def speed(rounds: int, base: str) -> dict[str, list[float]]:
     folders = {name: Path(base, f"fshard-{name}") for name in ("ours", "dcp", "to-ours", "to-dcp")}
 
     def emptied() -> None:
+        dist.barrier()
         if rank == 0:
             for name in ("to-ours", "to-dcp"):
                 shutil.rmtree(folders[name], ignore_errors=True)

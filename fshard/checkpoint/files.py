@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -157,45 +157,45 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> byte
     return len(text).to_bytes(8, "little") + text
 
 
-def read_blocks(
-    path: Path, size: int, digests: Sequence[int], wanted: Iterable[int]
-) -> Iterator[tuple[int, memoryview]]:
-    """Yield some blocks of a file with their numbers, each verified; the memory of a block is reused for the next."""
-    room = memoryview(bytearray(min(BLOCK, size)))
-    file = _open(path, size)
-    try:
-        for number in wanted:
-            block = room[: min(BLOCK, size - number * BLOCK)]
-            _read(file, number * BLOCK, block)
-            if zlib.crc32(block) != digests[number]:
-                raise CheckpointError(
-                    f"{path}: bytes {number * BLOCK} to {number * BLOCK + len(block)} are not those that were written "
-                    "(their CRC-32 differs). Restore another checkpoint."
-                )
-            yield number, block
-    finally:
-        os.close(file)
+class BlockReader:
+    """A file that is read in blocks, each verified."""
 
+    def __init__(self, path: Path, size: int, digests: Sequence[int]) -> None:
+        self.path, self.size, self._digests = path, size, digests
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+        found = os.fstat(self._file).st_size
+        if found != size:
+            self.close()
+            raise CheckpointError(f"{path} must have {size} bytes; got {found}.")
 
-def _open(path: Path, size: int) -> int:
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-    found = os.fstat(file).st_size
-    if found != size:
-        os.close(file)
-        raise CheckpointError(f"{path} must have {size} bytes; got {found}.")
-    return file
+    def length(self, number: int) -> int:
+        return min(BLOCK, self.size - number * BLOCK)
 
+    def read(self, number: int, into: Sequence[memoryview]) -> None:
+        """Read a block into memory that has its length in total."""
+        start, crc, done = number * BLOCK, 0, 0
+        left = [view for view in into if len(view)]
+        while left:
+            count = os.preadv(self._file, left, start + done)
+            if count == 0:
+                raise CheckpointError(f"{self.path} became shorter while it was read.")
+            done += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            left[:1] = [view[count:] for view in left[:1]]
+        for view in into:
+            crc = zlib.crc32(view, crc)
+        if crc != self._digests[number]:
+            raise CheckpointError(
+                f"{self.path}: bytes {start} to {start + done} are not those that were written (their CRC-32 differs). "
+                "Restore another checkpoint."
+            )
 
-def _read(file: int, start: int, into: memoryview) -> None:
-    done = 0
-    while done < len(into):
-        count = os.preadv(file, [into[done:]], start + done)
-        if count == 0:
-            raise CheckpointError("a file of the checkpoint became shorter while it was read.")
-        done += count
+    def close(self) -> None:
+        os.close(self._file)
 
 
 def attempt(action: Callable[[], Any], what: str) -> Any:

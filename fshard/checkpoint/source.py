@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -15,10 +19,15 @@ import torch
 from torch import Tensor
 
 from fshard.checkpoint.copying import Span, copy
-from fshard.checkpoint.files import BLOCK, read_blocks
+from fshard.checkpoint.files import BLOCK, BlockReader, bytes_of
 from fshard.checkpoint.index import INDEX, Index, read_index, read_manifest
 from fshard.checkpoint.names import Path as TreePath
 from fshard.errors import CheckpointError
+
+THREADS = 4
+"""Files that are read at a time."""
+DIRECT = 1 << 14
+"""Bytes from which on a range of a file is read directly into its target."""
 
 
 class Stored(NamedTuple):
@@ -55,13 +64,30 @@ class Source(Protocol):
         ...
 
 
-class Part(NamedTuple):
-    """A range of a file that a target needs some of: of an array's block, from one byte on."""
+@dataclass(frozen=True)
+class Part:
+    """A range of a file that a target needs some of: of an array's block, from one byte after the header on."""
 
     byte: int
     dtype: torch.dtype
     span: Span
     target: Target
+
+    @cached_property
+    def size(self) -> int:
+        return (self.span.stop - self.span.start) * self.dtype.itemsize
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """True if its bytes are those of a range of the target's memory."""
+        into = self.target.into
+        return self.span.block == self.target.span.block and into.dtype == self.dtype and into.device.type == "cpu"
+
+    @cached_property
+    def memory(self) -> memoryview:
+        """Its memory in the target."""
+        first = self.target.span.start
+        return bytes_of(self.target.into[self.span.start - first : self.span.stop - first])
 
 
 class OwnFolder:
@@ -101,26 +127,52 @@ class OwnFolder:
         return found
 
     def read(self, targets: Sequence[Target]) -> None:
-        for device, parts in sorted(self.parts(targets).items()):
-            writer = self.index.writers[device]
-            digests = read_manifest(self.folder, writer)
-            in_block: dict[int, list[Part]] = defaultdict(list)
-            for part in parts:
-                size = (part.span.stop - part.span.start) * part.dtype.itemsize
-                begin = writer.header + part.byte
-                for number in range(begin // BLOCK, (begin + size - 1) // BLOCK + 1):
-                    in_block[number].append(part)
-            for number, block in read_blocks(self.folder / writer.data, writer.size, digests, sorted(in_block)):
-                for part in in_block[number]:
-                    _copy_from(block, number * BLOCK - writer.header, part)
+        found = self.parts(targets)
+        with ThreadPoolExecutor(THREADS) as pool:
+            for done in [pool.submit(self._read_file, device, parts) for device, parts in sorted(found.items())]:
+                done.result()
+
+    @torch.no_grad()
+    def _read_file(self, device: int, parts: Sequence[Part]) -> None:
+        """Read what targets need of the file of one writer."""
+        writer = self.index.writers[device]
+        in_block: dict[int, list[Part]] = defaultdict(list)
+        for part in parts:
+            begin = writer.header + part.byte
+            for number in range(begin // BLOCK, (begin + part.size - 1) // BLOCK + 1):
+                in_block[number].append(part)
+        reader = BlockReader(self.folder / writer.data, writer.size, read_manifest(self.folder, writer))
+        room = memoryview(bytearray(min(BLOCK, writer.size)))
+        try:
+            for number, inside in sorted(in_block.items()):
+                _read_block(reader, number, inside, room, number * BLOCK - writer.header)
+        finally:
+            reader.close()
+
+
+def _read_block(reader: BlockReader, number: int, parts: list[Part], room: memoryview, begin: int) -> None:
+    """Read the block of a file from a byte after the header on: large parts into their targets, others are copied."""
+    length, at, views, copied = reader.length(number), 0, list[memoryview](), list[Part]()
+    parts = sorted(parts, key=lambda part: part.byte)
+    are_apart = all(one.byte + one.size <= other.byte for one, other in pairwise(parts))
+    for part in parts:
+        start, stop = max(part.byte - begin, 0), min(part.byte + part.size - begin, length)
+        if are_apart and stop - start >= DIRECT and part.is_direct:
+            first = start + begin - part.byte
+            views += [room[at:start], part.memory[first : first + stop - start]]
+            at = stop
+        else:
+            copied.append(part)
+    reader.read(number, [*views, room[at:length]])
+    for part in copied:
+        _copy_from(room[:length], begin, part)
 
 
 def _copy_from(block: memoryview, begin: int, part: Part) -> None:
-    """Copy what a block of a file, which begins at a byte after the header, has of a part."""
+    """Copy what a block of a file has of a part."""
     each = part.dtype.itemsize
-    size = part.span.stop - part.span.start
     first = max(0, (begin - part.byte) // each)
-    last = min(size, (begin + len(block) - part.byte) // each)
+    last = min(part.size // each, (begin + len(block) - part.byte) // each)
     place = part.byte + first * each - begin
     values = torch.frombuffer(block, dtype=part.dtype, count=last - first, offset=place)
     copy(part.span.part(part.span.start + first, part.span.start + last), values, part.target.span, part.target.into)
