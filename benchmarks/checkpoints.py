@@ -47,7 +47,12 @@ def weights() -> dict[str, torch.Tensor]:
 
     add("wte", 16000, width)
     for block in range(8):
-        for name, shape in {"qkv": (3 * width, width), "proj": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}.items():
+        for name, shape in {
+            "qkv": (3 * width, width),
+            "proj": (width, width),
+            "up": (4 * width, width),
+            "down": (width, 4 * width),
+        }.items():
             add(f"h.{block}.{name}.weight", *shape)
             add(f"h.{block}.{name}.bias", shape[0])
         for name in ("ln_1", "ln_2"):
@@ -122,7 +127,9 @@ def background(rounds: int, base: str) -> dict[str, list[float]]:
     """Return the seconds of three steps, without a save and with one before them, and of a save that is waited for."""
     torch.set_num_threads(1)
     mesh = fs.make_mesh({"data": 2})
-    model = fs.testing.gpt.GPT(vocab=16000, width=512, layers=8, heads=8, length=64) if hasattr(fs.testing, "gpt") else None
+    model = (
+        fs.testing.gpt.GPT(vocab=16000, width=512, layers=8, heads=8, length=64) if hasattr(fs.testing, "gpt") else None
+    )
     raise NotImplementedError(model, mesh, rounds, base)
 
 
@@ -161,7 +168,8 @@ def planned() -> None:
         source = OwnFolder(Path(), Index(mesh.size, arrays, {}, []))
         room = torch.empty(0)
         wanted = [
-            Target(one.name, span_of(fs.Layout(half, P(None, "model", flat="data")), one.shape, device), room) for one in arrays
+            Target(one.name, span_of(fs.Layout(half, P(None, "model", flat="data")), one.shape, device), room)
+            for one in arrays
         ]
         count = sum(map(len, source.parts(wanted).values()))
         print(f"device {device}: {count} reads planned in {time.perf_counter() - began:.2f} s")

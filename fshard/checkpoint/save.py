@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -277,6 +279,8 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
         if failed:
             texts = "; ".join((folder / name).read_text() for name in failed)
             raise CheckpointError(f"{folder} is not saved, since another device failed: {texts}")
+        if hasattr(sys, "last_value") and not threading.main_thread().is_alive():
+            raise CheckpointError(f"{folder} is not saved: this process ended by an error before all had written.")
         if time.monotonic() > end:
             late = ", ".join(str(number) for name, number in wanted.items() if name in missing)
             text = f"after {timeout} s there is no manifest of devices {late}."
