@@ -274,11 +274,15 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
     """Write the index as soon as all manifests are there, or wait for the device that does."""
     wanted = {f"{token}-{number}.json": number for number in range(index.devices)}
     end = time.monotonic() + timeout
-    while missing := wanted.keys() - (found := {*os.listdir(folder)}):
+    while True:
+        found = {*os.listdir(folder)}
         failed = sorted(name for name in found if name.startswith(f"{token}-") and name.endswith(".failed"))
         if failed:
             texts = "; ".join((folder / name).read_text() for name in failed)
             raise CheckpointError(f"{folder} is not saved, since another device failed: {texts}")
+        missing = wanted.keys() - found
+        if not missing:
+            break
         if hasattr(sys, "last_value") and not threading.main_thread().is_alive():
             raise CheckpointError(f"{folder} is not saved: this process ended by an error before all had written.")
         if time.monotonic() > end:

@@ -1,0 +1,271 @@
+"""`fs.Checkpoints`: which checkpoints are kept, saves in the background, and the end of a process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P
+from fshard.checkpoint import files
+from fshard.checkpoint.folder import remove
+from fshard.errors import CheckpointError
+from fshard.testing.processes import run_processes
+
+
+def tree(step):
+    return {"w": torch.full((5,), float(step)), "steps": step}
+
+
+# -- retention --------------------------------------------------------------------------------------------------------
+
+
+def kept(steps, losses, keep, keep_every, best):
+    """Return the steps that are there after each is saved in turn, by the rules as they are written."""
+    there = []
+    for place, step in enumerate(steps):
+        there.append(step)
+        known = dict(zip(steps[: place + 1], losses, strict=False))
+        stay = {*there[-keep:]}
+        stay |= {one for one in there if keep_every and one % keep_every == 0}
+        if best:
+            sign = -1 if best.startswith("-") else 1
+            stay.add(min(there, key=lambda one: (sign * known[one], one)))
+        there = [one for one in there if one in stay]
+    return there
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=7),
+    st.integers(1, 3),
+    st.sampled_from([None, 2, 3]),
+    st.sampled_from([None, "loss", "-loss"]),
+)
+def test_the_last_every_kth_and_the_best_are_kept(tmp_path_factory, losses, keep, keep_every, best):
+    path = tmp_path_factory.mktemp("folder")
+    folder = fs.Checkpoints(path, keep=keep, keep_every=keep_every, best=best)
+    steps = [*range(1, len(losses) + 1)]
+    for step, loss in zip(steps, losses, strict=True):
+        folder.save(step, tree(step), metrics={"loss": torch.tensor(float(loss)), "other": 1})
+    assert folder.steps == kept(steps, losses, keep, keep_every, best) and folder.latest == steps[-1]
+    again = fs.Checkpoints(path)
+    assert again.steps == folder.steps
+    assert all(again.restore(step=step)["steps"] == step for step in again.steps)
+    assert sorted(os.listdir(path)) == sorted(map(str, folder.steps))
+
+
+def test_a_deleted_checkpoint_loses_its_index_first(tmp_path, monkeypatch):
+    fs.save(tmp_path / "1", tree(1))
+    order = []
+    for name in ("unlink", "remove_folder", "fsync_folder"):
+        act = getattr(files.Disk, name)
+        monkeypatch.setattr(
+            files.Disk, name, lambda self, path, act=act, name=name: (order.append((name, path.name)), act(self, path))
+        )
+    remove(tmp_path / "1")
+    assert order[:2] == [("unlink", "index.json"), ("fsync_folder", "1")] and not (tmp_path / "1").exists()
+
+
+def test_saves_that_did_not_end_are_removed_by_a_later_one(tmp_path):
+    folder = fs.Checkpoints(tmp_path, keep=1)
+    folder.save(1, tree(1))
+    (tmp_path / "1" / "index.json").unlink()
+    assert folder.latest is None
+    folder.save(2, tree(2))
+    assert os.listdir(tmp_path) == ["2"]
+
+
+def test_every(tmp_path):
+    folder = fs.Checkpoints(tmp_path, keep=9, every=3)
+    for step in range(8):
+        folder.save(step, tree(step), wait=False)
+    folder.wait()
+    assert folder.steps == [0, 3, 6]
+
+
+def test_errors_of_arguments_and_of_an_empty_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"keep must be an integer >= 1, got 0; every must .*got 'x'; keep_every .*-1"):
+        fs.Checkpoints(tmp_path, keep=0, every="x", keep_every=-1)
+    folder = fs.Checkpoints(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"none has no checkpoint: it does not exist; .* has nothing"):
+        folder.restore()
+    with pytest.raises(ValueError, match=r"step must be an integer >= 0, got -1"):
+        folder.save(-1, {})
+
+
+# -- in the background ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def go(monkeypatch):
+    """Let all writes wait for this event."""
+    event, write = threading.Event(), files.Disk.write
+    monkeypatch.setattr(files.Disk, "write", lambda *arguments: (event.wait(20), write(*arguments))[1])
+    return event
+
+
+def trained(mesh):
+    params = fs.shard_params({"w": torch.randn(7, 6), "b": torch.randn(6)}, fs.fsdp("data"), mesh=mesh)
+    opt = fs.optim.adamw(0.1)
+    step = fs.train_step(lambda p, x: ((x @ p["w"] + p["b"]) ** 2).mean(), opt, mesh=mesh, batch=P("data"), donate=True)
+    return step, params, opt.init(params)
+
+
+def test_ten_donated_steps_during_a_slow_write_do_not_change_what_is_saved(tmp_path, go):
+    step, params, state = trained(fs.make_mesh({"data": 2}))
+    x = torch.randn(8, 7)
+    params, state, _ = step(params, state, x)
+    saved = fs.unshard({"params": params, "state": state})
+    saved = optree.tree_map(torch.clone, saved)
+    folder = fs.Checkpoints(tmp_path)
+    folder.save(1, {"params": params, "state": state}, wait=False)
+    for _ in range(10):
+        params, state, _ = step(params, state, x)
+    assert folder.latest is None
+    go.set()
+    folder.wait()
+    found = folder.restore()
+    flat, structure = optree.tree_flatten(found)
+    expected, same = optree.tree_flatten(saved)
+    assert structure == same and all(map(torch.equal, flat, expected))
+    assert not torch.equal(found["params"]["w"], fs.unshard(params)["w"])
+
+
+def test_digests_at_the_call_and_on_disk_agree(tmp_path, go):
+    x = torch.randn(3 * files.BLOCK // 8, dtype=torch.float64)
+    digest = zlib.crc32(files.bytes_of(x))
+    folder = fs.Checkpoints(tmp_path)
+    folder.save(1, {"x": x}, wait=False)
+    x.zero_()
+    go.set()
+    folder.wait()
+    (path,) = (tmp_path / "1").glob("*.safetensors")
+    data = path.read_bytes()
+    assert zlib.crc32(data[8 + int.from_bytes(data[:8], "little") :]) == digest
+
+
+def test_a_second_save_waits_for_the_first_and_errors_surface_at_the_next_call(tmp_path, monkeypatch, go):
+    folder = fs.Checkpoints(tmp_path, keep=5)
+    folder.save(1, tree(1), wait=False)
+    threading.Timer(0.2, go.set).start()
+    folder.save(2, tree(2), wait=False)
+    assert 1 in folder.steps
+    folder.wait()
+    monkeypatch.setattr(
+        files.Disk, "fsync", lambda self, file: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    folder.save(3, tree(3), wait=False)
+    with pytest.raises(CheckpointError, match=r"3: device 0 cannot write: No space left on device"):
+        folder.save(4, tree(4))
+    monkeypatch.undo()
+    folder.save(5, tree(5))
+    assert folder.steps == [1, 2, 5]
+
+
+PROGRAM = """
+import os, sys, time, torch
+import fshard as fs
+
+folder = fs.Checkpoints(sys.argv[1], every=int(sys.argv[2]), keep=100)
+for step in range(1, int(sys.argv[3]) + 1):
+    time.sleep(0.01)
+    folder.save(step, {"w": torch.full((100_000,), float(step)), "steps": step}, wait=False)
+    if step == 2:
+        print("ready", flush=True)
+"""
+
+
+def started(tmp_path, every, steps):
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, tmp_path, str(every), str(steps)], stdout=subprocess.PIPE)
+
+
+def test_a_process_that_exits_writes_what_was_saved_last(tmp_path):
+    with started(tmp_path, 3, 3) as process:
+        assert process.wait(60) == 0
+    assert fs.Checkpoints(tmp_path).steps == [3]
+
+
+def test_sigterm_saves_at_the_end_of_the_next_step(tmp_path):
+    with started(tmp_path, 1_000_000, 100_000) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == -signal.SIGTERM
+    folder = fs.Checkpoints(tmp_path)
+    (step,) = folder.steps
+    assert step >= 3 and folder.restore()["steps"] == step
+
+
+def stopped(path):
+    """Train until this process is stopped by a signal that only the first one gets; the steps must be equal."""
+    mesh = fs.make_mesh({"data": 2})
+    rank = torch.distributed.get_rank()
+    folder = fs.Checkpoints(path, every=1_000_000)
+    ended = []
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.append(step))
+    try:
+        x = fs.device_put(torch.zeros(4), fs.Layout(mesh, P("data")))
+        for step in range(1, 1000):
+            if step == 5 and rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            fs.run(lambda: fs.psum(torch.ones(1), "data"), mesh=mesh)
+            folder.save(step, {"x": x, "steps": step}, wait=False)
+            if ended:
+                return ended[0]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return None
+
+
+def test_all_processes_save_the_same_step_if_one_is_stopped(tmp_path):
+    assert run_processes(stopped, 2, tmp_path) == [6, 6]
+    assert fs.Checkpoints(tmp_path).steps == [6]
+    assert sorted(one.name for one in tmp_path.iterdir() if not one.name.startswith("stop-")) == ["6"]
+
+
+def saved_in_background(path):
+    mesh = fs.make_mesh({"data": 2})
+    folder = fs.Checkpoints(path, keep=2)
+    for step in range(1, 6):
+        x = fs.device_put(torch.arange(11.0) * step, fs.Layout(mesh, P.flat("data")))
+        folder.save(step, {"x": x}, wait=False, metrics={"loss": step})
+    folder.wait()
+    back = folder.restore({"x": fs.device_put(torch.zeros(11), fs.Layout(mesh, P()))})
+    return folder.steps, back["x"].local.tolist()
+
+
+def test_processes_save_in_the_background(tmp_path):
+    for steps, x in run_processes(saved_in_background, 2, tmp_path):
+        assert 5 in steps and x == [5.0 * one for one in range(11)]
+    assert fs.Checkpoints(tmp_path).steps == [4, 5]
+    assert json.loads((tmp_path / "5" / "index.json").read_text())["checkpoint"]["metrics"] == {"loss": 5.0}
+
+
+def late(path):
+    """Save, but not on the second process."""
+    mesh = fs.make_mesh({"data": 2})
+    x = fs.device_put(torch.zeros(4), fs.Layout(mesh, P("data")))
+    if torch.distributed.get_rank() == 1:
+        time.sleep(1.5)
+        with pytest.raises(CheckpointError) as late:
+            fs.save(path, {"x": x}, timeout=5)
+        return str(late.value)
+    with pytest.raises(CheckpointError) as error:
+        fs.save(path, {"x": x}, timeout=0.5)
+    return str(error.value)
+
+
+def test_a_late_writer_does_not_commit_what_others_have_given_up(tmp_path):
+    first, second = run_processes(late, 2, tmp_path / "x")
+    assert "after 0.5 s there is no manifest of devices 1" in first and "another device failed: after 0.5 s" in second
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        fs.restore(tmp_path / "x")
