@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum, psum_scatter, pvary
 from fshard.mesh.layout import Axes, PyTree, flatten_with_paths, unflatten
+from fshard.mesh.layout.arithmetic import zigzag
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.tensor.blocks import BlockPlan, attend_blocks
@@ -108,22 +109,6 @@ def _nearest(size: int, factor: int) -> str:
     """Return the multiples of a factor around a size."""
     below = size - size % factor
     return f"{below} or {below + factor}" if below else str(factor)
-
-
-def zigzag(x: Tensor, n: int, dim: int = 1, *, inverse: bool = False) -> Tensor:
-    """Reorder tokens so that the shard of device i of n has chunks i and 2n-1-i, of 2n; `inverse` undoes it.
-
-    >>> zigzag(torch.arange(8), 2, dim=0)
-    tensor([0, 1, 6, 7, 2, 3, 4, 5])
-    """
-    size = x.shape[dim]
-    if size % (2 * n):
-        raise ValueError(
-            f"fs.tensor.zigzag: tokens must be a multiple of {2 * n}; got {size}. Use {_nearest(size, 2 * n)}."
-        )
-    order = torch.tensor([chunk for index in range(n) for chunk in (index, 2 * n - 1 - index)], device=x.device)
-    dim %= x.ndim
-    return x.unflatten(dim, (2 * n, -1)).index_select(dim, order.argsort() if inverse else order).flatten(dim, dim + 1)
 
 
 def shard_sequence(tree: PyTree, axis: Axes, *, dim: int = 1, how: How = "ring") -> tuple[PyTree, Tensor]:
