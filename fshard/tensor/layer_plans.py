@@ -8,7 +8,7 @@ words    a table of words, and the layer that scores them: rows by words
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from math import gcd, prod
@@ -136,7 +136,10 @@ class LayerPlans:
     def own_mesh(self) -> Mesh | None:
         """Return the devices along the axes; None outside of a step."""
         scope = here()
-        return None if scope is None or not {*self.axes} <= {*scope.mesh.axis_names} else scope.mesh[self.axes]
+        if scope is None or not {*self.axes} <= {*scope.mesh.axis_names}:
+            return None
+        mesh = scope.mesh[self.axes]
+        return replace(mesh, zigzag=self.sequence) if self.how == "zigzag" else mesh
 
 
 def decide(

@@ -26,7 +26,6 @@ from fshard.tensor.follow import follow
 from fshard.tensor.layer_plans import LayerPlans, SequenceMode, decide, override
 from fshard.tensor.modes import abstract_mode
 from fshard.tensor.run import PlannedModule, running, sharded_inputs
-from fshard.tensor.sequence import zigzag
 from fshard.transforms.shard_params import shard_params
 from fshard.transforms.value_and_grad import value_and_grad
 
@@ -49,12 +48,8 @@ class Plan(LayerPlans):
         return _check(self, sample)
 
     def full(self, x: Any) -> Any:
-        """Return a result of the model as a tensor, equal on all devices along the axes; tokens in their order."""
-        if not isinstance(x, Sharded):
-            return x
-        is_zigzag = self.how == "zigzag" and x.ndim > 1 and self.sequence in x.spec.dims(x.ndim)[1]
-        y = constrain(x, P()).local
-        return zigzag(y, x.mesh.shape[self.sequence], inverse=True) if is_zigzag and self.sequence else y
+        """Return a result of the model as a tensor, equal on all devices along the axes."""
+        return constrain(x, P()).local if isinstance(x, Sharded) else x
 
     def cross_entropy(self, logits: Any, labels: Tensor, **options: Any) -> Tensor:
         """Return the cross-entropy of (..., classes) logits and (...) labels; sharded logits stay sharded."""

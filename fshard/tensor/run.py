@@ -10,12 +10,10 @@ Outside of a step, where no axis is known, the module runs on full parameters.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from fshard.array.communicate import state
@@ -25,7 +23,7 @@ from fshard.mesh.layout import Layout, Mesh, P, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.tensor.joined import Joined
 from fshard.tensor.layer_plans import LayerPlans
-from fshard.tensor.sequence import attention, zigzag
+from fshard.tensor.sequence import attention
 from fshard.transforms.module.functionalize import module_function
 
 
@@ -42,7 +40,6 @@ class PlannedModule:
 
     def __init__(self, plan: LayerPlans, module: nn.Module, *, in_place: bool = False, **options: Any) -> None:
         self.plan = plan
-        self.takes_positions = "position_ids" in inspect.signature(module.forward).parameters
         hooks = _token_hooks(plan, module) if plan.how == "megatron" else []
         self._apply, params, self.buffers = module_function(module, in_place=in_place, **options)
         for hook in hooks if not in_place else ():  # the function's copies of the module have them
@@ -56,8 +53,6 @@ class PlannedModule:
         if mesh is None:
             return self._apply(self.plan.joined(params), buffers, *args, **kwargs)
         arrays = self._arrays(params, mesh)
-        if self.plan.how == "zigzag":
-            kwargs = self._with_positions(args, kwargs)
         args, kwargs = sharded_inputs(self.plan, (args, dict(kwargs)), mesh)
         with running(self.plan):
             output, after = self._apply(arrays, buffers, *args, **kwargs)
@@ -96,18 +91,6 @@ class PlannedModule:
         shape, layout = self.plan.shapes[name], Layout(mesh, self.plan.spec(name))
         shapes = [(*shape[:dim], length, *shape[dim + 1 :]) for length in parts] if len(parts) > 1 else [shape]
         return dim, [_Shard(each, layout, layout.local_shape(each, 0)) for each in shapes]
-
-    def _with_positions(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the positions of tokens that are in zigzag order."""
-        if not self.takes_positions:
-            raise LayoutError(
-                'sequence_mode="zigzag" reorders tokens, so the module must take position_ids; it does not.'
-            )
-        if kwargs.get("position_ids") is not None:
-            return {**kwargs}
-        like = next(x for x in flatten((args, dict(kwargs)))[0] if isinstance(x, Tensor) and x.ndim > 1)
-        positions = torch.arange(like.shape[1], device=like.device).expand(like.shape[0], -1)
-        return {**kwargs, "position_ids": positions}
 
 
 def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
@@ -192,8 +175,6 @@ def sharded_inputs(plan: LayerPlans, given: Any, mesh: Mesh) -> Any:
             wrong.append(f"{tuple(x.shape)} has {x.shape[1]} tokens, which must be a multiple of {factor}")
             return x
         layout.check(tuple(x.shape), "an input")
-        if tokens and plan.how == "zigzag":
-            x = zigzag(x, n)
         return constrain(Sharded(tuple(x.shape), Layout(mesh), (x,)), spec)
 
     arrays = [put(x) for x in leaves]
