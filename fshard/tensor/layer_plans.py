@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, as_written
+from fshard.mesh.layout.arithmetic import chunk
 from fshard.mesh.spmd.scope import here
 from fshard.tensor.follow import Product
 from fshard.tensor.modes import Mode
@@ -46,6 +47,10 @@ class LayerPlan(NamedTuple):
     parts: tuple[int, ...]
     shared: int
     why: str
+
+    def fits(self, n: int) -> bool:
+        """Return True if n devices can share the layer; words may be uneven, if each device has some."""
+        return self.shared % n == 0 or (self.style == "words" and (n - 1) * chunk(self.shared, n) < self.shared)
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ class LayerPlans:
     def check_sizes(self, mesh: Mesh) -> None:
         """Raise with all layers that the devices of a mesh cannot share."""
         n = prod(mesh.shape[axis] for axis in self.mode.next.hidden)
-        wrong = [f"{name} is shared by at most {x.shared}" for name, x in self.layers.items() if x.shared % n]
+        wrong = [f"{name} is shared by at most {x.shared}" for name, x in self.layers.items() if not x.fits(n)]
         if wrong:
             raise LayoutError(
                 f"{n} devices along {as_written(self.mode.next.hidden)} must divide the heads and widths of all sharded "
@@ -157,19 +162,18 @@ def decide(
             columns.update(dict.fromkeys(fitting, f"{_short(name)} sums over what it produces"))
     layers, replicated = dict[str, LayerPlan](), dict[str, str]()
     for name, p in products.items():
-        fits = size is None or p.length % size == 0
+        words = LayerPlan("words", p.out, (), p.length, "the model returns what it produces")
         if name in rows:
             shared = gcd(*(products[x].length for x in rows[name]))
             why = f"sums over what {', '.join(map(_short, rows[name]))} produce"
             layers[name] = LayerPlan("row", p.out, (), shared, why)
         elif name in columns:
             layers[name] = LayerPlan("column", p.out, _parts(p, shapes[name][p.out]), p.length, columns[name])
-        elif p.kind == "linear" and p.is_output and not p.needed and fits:
-            weight = name.removesuffix(" (linear)")
-            layers[weight] = LayerPlan("words", p.out, (), p.length, "the model returns what it produces")
+        elif p.kind == "linear" and p.is_output and not p.needed and words.fits(size or 1):
+            layers[name.removesuffix(" (linear)")] = words
         elif p.kind == "linear":
             why = f"{p.needed[0]} needs all that it produces" if p.needed else "no layer sums over what it produces"
-            replicated[name] = why if fits else f"{size} devices do not divide {p.length}"
+            replicated[name] = why if p.length % (size or 1) == 0 else f"{size} devices do not divide {p.length}"
     scored = {shapes[name][layer.out]: layer for name, layer in layers.items() if layer.style == "words"}
     for name, p in products.items():
         if p.kind == "embedding" and name not in layers and (layer := scored.get(shapes[name][p.summed])):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 import torch
@@ -119,8 +118,9 @@ def _check(plan: Plan, sample: Any) -> float:
 
     Gradients below a millionth of the model's largest one count as that: those of biases of keys are 0 but for rounding.
     """
-    shared = gcd(*(layer.shared for layer in plan.layers.values()))
-    size = next((n for n in range(2, shared + 1) if shared % n == 0), 1)
+    layers = plan.layers.values()
+    sizes = range(2, 1 + min(layer.shared for layer in layers))
+    size = next((n for n in sizes if all(layer.fits(n) for layer in layers)), 1)
     mesh = make_mesh(dict.fromkeys(plan.axes, size), runtime="virtual")
     apply, params, buffers = plan.functionalize(copy.deepcopy(plan.model).eval().double().requires_grad_())
 

@@ -21,6 +21,7 @@ from fshard.array.dispatch import DIRECT, constrain
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.run import local_devices
 from fshard.tensor.joined import Joined
 from fshard.tensor.layer_plans import LayerPlans
 from fshard.tensor.sequence import attention
@@ -44,7 +45,7 @@ class PlannedModule:
         self._apply, params, self.buffers = module_function(module, in_place=in_place, **options)
         for hook in hooks if not in_place else ():  # the function's copies of the module have them
             hook.remove()
-        self._known: dict[Mesh, dict[str, tuple[int, list[_Shard]]]] = {}
+        self._known: dict[tuple[Mesh, int], dict[str, tuple[int, list[_Shard]]]] = {}
         self.params = plan.split(params)
 
     def apply(self, params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -65,10 +66,11 @@ class PlannedModule:
 
     def _arrays(self, params: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
         """Return the parameters as arrays, of which a device has its shards; raise with all of other shapes."""
-        known = self._known.get(mesh)
+        (device,) = local_devices(mesh)
+        known = self._known.get((mesh, device))
         if known is None:
             self.plan.check_sizes(mesh)
-            known = self._known[mesh] = {name: self._shards(name, mesh) for name in params}
+            known = self._known[mesh, device] = {name: self._shards(name, mesh, device) for name in params}
         wrong, made = list[str](), dict[str, Any]()
         for name, x in params.items():
             dim, shards = known[name]
@@ -85,12 +87,12 @@ class PlannedModule:
             )
         return made
 
-    def _shards(self, name: str, mesh: Mesh) -> tuple[int, list[_Shard]]:
+    def _shards(self, name: str, mesh: Mesh, device: int) -> tuple[int, list[_Shard]]:
         """Return the dim along which a parameter has parts, and shapes and layout of each."""
         parts, dim = self.plan.parts_of(name)
         shape, layout = self.plan.shapes[name], Layout(mesh, self.plan.spec(name))
         shapes = [(*shape[:dim], length, *shape[dim + 1 :]) for length in parts] if len(parts) > 1 else [shape]
-        return dim, [_Shard(each, layout, layout.local_shape(each, 0)) for each in shapes]
+        return dim, [_Shard(each, layout, layout.local_shape(each, device)) for each in shapes]
 
 
 def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
