@@ -53,6 +53,7 @@ class Rule(NamedTuple):
     exact: bool = False
     ragged: str = ""
 
+
 ROWS = "v"
 """The letter of a dim that indices refer to: a shard of it must be a range."""
 

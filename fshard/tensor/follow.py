@@ -50,6 +50,7 @@ class Product:
         length: the largest number of devices that can share what it produces.
         parts: the ranges that its result is split into; of a fused weight.
         is_output: it produces a dim of the model's output.
+        is_looked_up: a table, at indices that are inputs of the model or computed from them: no table of positions.
         bias: the parameter that is added to its result.
     """
 
@@ -61,6 +62,7 @@ class Product:
     length: int = 0
     parts: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     is_output: bool = False
+    is_looked_up: bool = False
     bias: str | None = None
 
 
@@ -75,6 +77,7 @@ def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     def put(given: Any) -> Any:
         leaves, structure = flatten(given)
         arrays = [Sharded(tuple(x.shape), Layout(mesh), (x,)) if isinstance(x, Tensor) else x for x in leaves]
+        observer.of_inputs.update((id(x), x) for x in arrays)
         return unflatten(structure, arrays)
 
     before, state.observer = state.observer, observer
@@ -94,6 +97,7 @@ class _DimFollower:
         self.params = params
         self.products: dict[str, Product] = {}
         self.origins: dict[int, tuple[Sharded, list[Origin]]] = {}  # with the arrays, whose ids stay theirs
+        self.of_inputs: dict[int, Any] = {}  # the inputs of the model, and what is computed from them
 
     def __call__(self, call: Any, arrays: Sequence[Sharded], args: Any, results: Sequence[Sharded]) -> None:
         op = call.operation
@@ -109,6 +113,8 @@ class _DimFollower:
         for y, value in zip(results, op.outputs, strict=True):
             self.origins[id(y)] = y, [carried.get(label or "", NOTHING) for label in value.labels]
         self._lengths(results)
+        if any(id(x) in self.of_inputs for x in arrays):
+            self.of_inputs.update((id(y), y) for y in results)
         for value, origins in zip(op.inputs, known, strict=True):
             for dim, (label, origin) in enumerate(zip(value.labels, origins, strict=True)):
                 is_lost = label is None or not any(label in y.labels for y in op.outputs)
@@ -140,6 +146,8 @@ class _DimFollower:
             product.inputs.append(carried.get(labels[summed] or "", NOTHING))
             biases = [self.params[id(x)] for x in arrays if id(x) in self.params and x.ndim == 1]
             product.bias = biases[0] if biases else None
+        else:
+            product.is_looked_up |= any(id(x) in self.of_inputs for x in arrays)
         if labels[out] is not None:
             carried[labels[out]] = frozenset([DimRange(key)])
         return True

@@ -26,6 +26,8 @@ from fshard.tensor.modes import Mode
 from fshard.tensor.sequence import How
 
 Style = Literal["column", "row", "words"]
+LOSSES = {"log_softmax"}
+"""Operations that need all words, but send little where these are sharded."""
 STYLES = (*get_args(Style), "replicated")
 SequenceMode = How | Literal["megatron"]
 """The algorithm of attention over a sharded sequence; or norms and dropout alone are sharded over the axis of the layers."""
@@ -124,7 +126,7 @@ class LayerPlans:
         rows += [(name, "", "", why) for name, why in self.replicated.items()]
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
         lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True)) for row in rows]
-        tokens = f", tokens over {self.sequence} ({self.how})" if self.sequence else ""
+        tokens = f", tokens over {as_written((self.sequence,))} ({self.how})" if self.sequence else ""
         title = f"{self.mode.kind} over {as_written(self.mode.axes)}{tokens}; all other parameters are replicated"
         return "\n".join([title, *map(str.rstrip, lines)])
 
@@ -169,14 +171,14 @@ def decide(
             layers[name] = LayerPlan("row", p.out, (), shared, why)
         elif name in columns:
             layers[name] = LayerPlan("column", p.out, _parts(p, shapes[name][p.out]), p.length, columns[name])
-        elif p.kind == "linear" and p.is_output and not p.needed and words.fits(size or 1):
+        elif p.kind == "linear" and p.is_output and {*p.needed} <= LOSSES and words.fits(size or 1):
             layers[name.removesuffix(" (linear)")] = words
         elif p.kind == "linear":
             why = f"{p.needed[0]} needs all that it produces" if p.needed else "no layer sums over what it produces"
             replicated[name] = why if p.length % (size or 1) == 0 else f"{size} devices do not divide {p.length}"
     scored = {shapes[name][layer.out]: layer for name, layer in layers.items() if layer.style == "words"}
     for name, p in products.items():
-        if p.kind == "embedding" and name not in layers and (layer := scored.get(shapes[name][p.summed])):
+        if p.is_looked_up and name not in layers and (layer := scored.get(shapes[name][p.summed])):
             layers[name] = layer._replace(out=p.summed, why="a table of the words that the model scores")
     return layers, replicated
 
