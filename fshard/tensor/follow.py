@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from fshard.array.modules import shard_module
 from fshard.mesh.layout import Layout, flatten, unflatten
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
+from fshard.tensor.joined import ranges_of
 
 
 class DimRange(NamedTuple):
@@ -119,7 +119,7 @@ class _DimFollower:
             for dim, (label, origin) in enumerate(zip(value.labels, origins, strict=True)):
                 is_lost = label is None or not any(label in y.labels for y in op.outputs)
                 if origin and is_lost and not (label in op.summed and produced):
-                    self._lost(call.name, arrays, args, results, dim, origin)
+                    self._lost(call, arrays, results, dim, origin)
 
     def _origins(self, x: Sharded) -> list[Origin]:
         found = self.origins.get(id(x))
@@ -160,14 +160,13 @@ class _DimFollower:
                     product = self.products[part.weight]
                     product.length = gcd(product.length, length)
 
-    def _lost(
-        self, name: str, arrays: Sequence[Sharded], args: Any, results: Sequence[Sharded], dim: int, origin: Origin
-    ) -> None:
+    def _lost(self, call: Any, arrays: Sequence[Sharded], results: Sequence[Sharded], dim: int, origin: Origin) -> None:
         """Note an operation that needs all of a dim; the ranges that a dim is split into carry on."""
-        ranges = _ranges(name, arrays[0], args, results, dim)
+        shards = [x.shards[0] for x in (*arrays, *results)]
+        ranges = ranges_of(shards[0], shards[1:], dim) if call.is_view and len(arrays) == 1 else None
         for part in origin:
             if ranges is None or part.stop is not None:
-                self.products[part.weight].needed.append(name)
+                self.products[part.weight].needed.append(call.name)
                 continue
             for y, (start, stop) in zip(results, ranges, strict=True):
                 self.products[part.weight].parts.add((start, stop))
@@ -183,19 +182,3 @@ class _DimFollower:
 
 
 _NAMES = frozenset(name for names in PRODUCTS for name in names.split())
-
-
-def _ranges(name: str, x: Sharded, args: Any, results: Sequence[Sharded], dim: int) -> list[tuple[int, int]] | None:
-    """Return the ranges of a dim that the results of a split or a slice are; None for other operations."""
-    if any(y.ndim != x.ndim for y in results):
-        return None
-    if name in ("split", "split_with_sizes", "tensor_split", "chunk"):
-        stops = [*accumulate(y.shape[dim] for y in results)]
-        return [*zip([0, *stops], stops, strict=False)]
-    if name == "getitem":
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        at = dim - x.ndim if Ellipsis in index else dim
-        if len(index) > (at if at >= 0 else -at - 1) and isinstance(index[at], slice):
-            start, stop, step = index[at].indices(x.shape[dim])
-            return [(start, stop)] if step == 1 else None
-    return None

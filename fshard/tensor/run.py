@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fshard.array.communicate import state
 from fshard.array.dispatch import DIRECT, constrain
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, Mesh, P, flatten, unflatten
+from fshard.mesh.layout import Layout, Mesh, P, collected, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
 from fshard.tensor.joined import Joined
@@ -161,25 +161,11 @@ DIRECT["scaled_dot_product_attention"] = _attention
 
 def sharded_inputs(plan: LayerPlans, given: Any, mesh: Mesh) -> Any:
     """Return the inputs of a module as arrays: dim 0 over the axes of the mode's tokens, dim 1 over the sequence's."""
-    leaves, structure = flatten(given)
-    batch = tuple(axis for axis in plan.mode.tokens if axis in mesh.axis_names)
-    wrong: list[str] = []
-
-    def put(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        tokens = plan.sequence if x.ndim > 1 else None
-        spec = P(batch if x.ndim else (), tokens)
-        layout = Layout(mesh, spec)
-        n = mesh.shape[plan.sequence] if plan.sequence else 1
-        factor = 2 * n if plan.how == "zigzag" else n
-        if tokens and x.shape[1] % factor:
-            wrong.append(f"{tuple(x.shape)} has {x.shape[1]} tokens, which must be a multiple of {factor}")
-            return x
-        layout.check(tuple(x.shape), "an input")
-        return constrain(Sharded(tuple(x.shape), Layout(mesh), (x,)), spec)
-
-    arrays = [put(x) for x in leaves]
-    if wrong:
-        raise LayoutError(f"inputs of a plan over {plan.sequence!r}: {'; '.join(wrong)}.")
-    return unflatten(structure, arrays)
+    paths, leaves, structure = flatten_with_paths(given)
+    with collected("inputs of a planned module") as attempt:
+        for place, (path, x) in enumerate(zip(paths, leaves, strict=True)):
+            if isinstance(x, Tensor):
+                spec = P(plan.mode.tokens if x.ndim else (), plan.sequence if x.ndim > 1 else None)
+                with attempt(path):
+                    leaves[place] = constrain(Sharded(tuple(x.shape), Layout(mesh), (x,)), spec)
+    return unflatten(structure, leaves)

@@ -19,7 +19,7 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum, psum_scatter, pvary
+from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum, pvary
 from fshard.mesh.layout import Axes, PyTree, flatten_with_paths, unflatten
 from fshard.mesh.layout.arithmetic import zigzag
 from fshard.mesh.spmd.scope import require
@@ -143,13 +143,3 @@ def token_mean(loss: Tensor, mask: Tensor | None, axis: Axes) -> Tensor:
     masked = loss.to(torch.promote_types(loss.dtype, torch.float32)).masked_fill(~mask, 0)
     total, count = psum(torch.stack([masked.sum(), mask.sum().to(masked.dtype)]), axis)
     return total / count.clamp(min=1)
-
-
-def gather_sequence(x: Tensor, axis: Axes, dim: int = 1) -> Tensor:
-    """All-gather the tokens that a column-parallel layer needs, along its axis; backward: psum_scatter."""
-    return cast("Tensor", all_gather(x, axis, dim=dim))
-
-
-def scatter_sequence(x: Tensor, axis: Axes, dim: int = 1) -> Tensor:
-    """Sum the results of a row-parallel layer, and shard their tokens along its axis; backward: all_gather."""
-    return cast("Tensor", psum_scatter(x, axis, dim=dim))
