@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,13 +27,7 @@ from fshard.tensor.layer_plans import LayerPlans
 from fshard.tensor.sequence import attention
 from fshard.transforms.module.functionalize import module_function
 
-
-class _Shard(NamedTuple):
-    """The global shape of a parameter or a part of one, its layout, and the shape of a device's shard."""
-
-    shape: tuple[int, ...]
-    layout: Layout
-    local: tuple[int, ...]
+Shape = tuple[int, ...]
 
 
 class PlannedModule:
@@ -45,7 +39,7 @@ class PlannedModule:
         self._apply, params, self.buffers = module_function(module, in_place=in_place, **options)
         for hook in hooks if not in_place else ():  # the function's copies of the module have them
             hook.remove()
-        self._known: dict[tuple[Mesh, int], dict[str, tuple[int, list[_Shard]]]] = {}
+        self._known: dict[tuple[Mesh, int], dict[str, tuple[int, list[tuple[Shape, Layout, Shape]]]]] = {}
         self.params = plan.split(params)
 
     def apply(self, params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -74,11 +68,11 @@ class PlannedModule:
         wrong, made = list[str](), dict[str, Any]()
         for name, x in params.items():
             dim, shards = known[name]
-            arrays = list[Sharded]()
-            for own, shard in zip(x if isinstance(x, tuple) else (x,), shards, strict=True):
-                wrong += [] if tuple(own.shape) == shard.local else [f"{name} {shard.local}, got {tuple(own.shape)}"]
-                arrays.append(Sharded(shard.shape, shard.layout, (own,)))
-                cast("Any", arrays[-1]).step = getattr(own, "step", None)  # that of lazy parameters
+            arrays = list[Any]()
+            for own, (shape, layout, local) in zip(x if isinstance(x, tuple) else (x,), shards, strict=True):
+                wrong += [] if own.shape == local else [f"{name} {local}, got {tuple(own.shape)}"]
+                arrays.append(Sharded(shape, layout, (own,)))
+                arrays[-1].step = getattr(own, "step", None)  # that of lazy parameters
             made[name] = arrays[0] if len(arrays) == 1 else Joined(arrays, dim)
         if wrong:
             raise LayoutError(
@@ -87,12 +81,12 @@ class PlannedModule:
             )
         return made
 
-    def _shards(self, name: str, mesh: Mesh, device: int) -> tuple[int, list[_Shard]]:
-        """Return the dim along which a parameter has parts, and shapes and layout of each."""
+    def _shards(self, name: str, mesh: Mesh, device: int) -> tuple[int, list[tuple[Shape, Layout, Shape]]]:
+        """Return the dim along which a parameter has parts; of each part its shape, layout, and the device's shape."""
         parts, dim = self.plan.parts_of(name)
         shape, layout = self.plan.shapes[name], Layout(mesh, self.plan.spec(name))
         shapes = [(*shape[:dim], length, *shape[dim + 1 :]) for length in parts] if len(parts) > 1 else [shape]
-        return dim, [_Shard(each, layout, layout.local_shape(each, device)) for each in shapes]
+        return dim, [(each, layout, layout.local_shape(each, device)) for each in shapes]
 
 
 def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
