@@ -187,6 +187,12 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, 
     return torch.sum(x, dims, keepdim, dtype=dtype) / math.prod(x.shape[dim] for dim in dims)
 
 
+@compose("diff")
+def _diff(x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    given = [y for y in (prepend, x, append) if y is not None]
+    return torch.diff(torch.cat(given, dim), n, dim) if len(given) > 1 else NotImplemented
+
+
 compose("nanmean")(lambda x, *args, **more: torch.nansum(x, *args, **more) / torch.sum(~x.isnan(), *args, **more))
 
 

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fshard.array.communicate import operation_site, plan_transfer, state, transfer
+from fshard.array.communicate import operation_site, plan_transfer, state, transfer, with_spec
 from fshard.array.dispatch import DIRECT, name_of
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Tensors, recorded
 from fshard.mesh.collectives.moves import Same
 from fshard.mesh.collectives.on_shards import apply_move
+from fshard.mesh.layout import P
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import is_outside
@@ -132,7 +133,7 @@ def _value(x: Sharded) -> Tensor:
     if x.mesh.runtime == "abstract":
         raise LayoutError(f"the value of {typeof(x)} is needed, but on an abstract mesh arrays have none.")
     with torch.no_grad():
-        return unshard(x).detach()
+        return unshard(with_spec(x, P(), "value", is_explicit=True) if x.mesh.zigzag else x).detach()
 
 
 for _name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__"):

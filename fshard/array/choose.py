@@ -18,8 +18,9 @@ from math import prod
 from typing import NamedTuple
 
 from fshard.array.communicate import LayoutChange, plan_transfer
-from fshard.array.rules import LabelledOperation, Value
+from fshard.array.rules import ROWS, LabelledOperation, Value
 from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout.arithmetic import chunk
 
 Way = str | int | None
 
@@ -71,9 +72,7 @@ def _evaluate(op: LabelledOperation, mesh: Mesh, ways: dict[str, Way]) -> Layout
     for axis, way in ways.items():
         if isinstance(way, str):
             labels[way] = (*labels.get(way, ()), axis)
-    parts = {label: prod(mesh.shape[axis] for axis in axes) for label, axes in labels.items()}
-    lengths = [pair for x in (*op.inputs, *op.outputs) for pair in zip(x.labels, x.shape, strict=True)]
-    if any(length % parts.get(label or "", 1) for label, length in lengths):
+    if not all(_is_divided(op, mesh, label, axes) for label, axes in labels.items()):
         return None
 
     def local_size(x: Value, spec: P) -> int:
@@ -99,6 +98,21 @@ def _evaluate(op: LabelledOperation, mesh: Mesh, ways: dict[str, Way]) -> Layout
         layouts.append(Layout(mesh, spec_of(y, [*linear, *lost])))
         memory += local_size(y, layouts[-1].spec)
     return LayoutChoice(tuple(transfers), tuple(layouts), labels, sent, memory)
+
+
+def _is_divided(op: LabelledOperation, mesh: Mesh, label: str, axes: tuple[str, ...]) -> bool:
+    """Return True if devices can share the dims of a label: they divide them, or the dims are one uneven one.
+
+    That is already sharded, and no shard is empty. In zigzag order a shard is two chunks.
+    """
+    n, is_zigzag = prod(mesh.shape[axis] for axis in axes), mesh.zigzag in axes
+    values = [(x, dim) for x in (*op.inputs, *op.outputs) for dim, own in enumerate(x.labels) if own == label]
+    lengths = {x.shape[dim] for x, dim in values}
+    if not any(length % (2 * n if is_zigzag else n) for length in lengths):
+        return not is_zigzag or label != ROWS  # which have a first one
+    (length, *others), each = lengths, chunk(max(lengths), n)
+    is_sharded = any(x.layout is not None and x.layout.spec.dims(len(x.shape))[dim] == axes for x, dim in values)
+    return not others and is_sharded and len(axes) == 1 and not is_zigzag and (n - 1) * each < length
 
 
 def _keep_flat(op: LabelledOperation, mesh: Mesh) -> LayoutChoice | None:

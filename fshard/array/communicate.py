@@ -10,18 +10,33 @@ import threading
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
+from math import lcm, prod
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Tensors, recorded, transformed
-from fshard.mesh.collectives.moves import AllGather, Alone, Extreme, Move, Psum, Pvary, Summand
+from fshard.mesh.collectives.moves import (
+    AllGather,
+    AllToAll,
+    Alone,
+    Extreme,
+    Move,
+    Psum,
+    PsumScatter,
+    Pvary,
+    Summand,
+    Take,
+)
 from fshard.mesh.collectives.on_shards import apply_move
 from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout.arithmetic import chunk, flat_range, ravel, zigzag
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import reshard
 from fshard.mesh.reshard.execute import MOVES, plan_reshard
+from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import here, require
 from fshard.source import Site, call_site
 
@@ -53,6 +68,8 @@ class LayoutChange(NamedTuple):
     vary: tuple[str, ...]
     elements: Fraction
     """Elements that the busiest device sends."""
+    shape: tuple[int, ...] | None = None
+    """The global shape, where the devices do not divide a dim, or shards are in zigzag order."""
 
     @property
     def is_free(self) -> bool:
@@ -63,17 +80,31 @@ class LayoutChange(NamedTuple):
 def plan_transfer(shape: tuple[int, ...], before: Layout, spec: P, vary: tuple[str, ...] = ()) -> LayoutChange:
     """Plan how an array of this shape gets from a layout to a spec."""
     layout = Layout(before.mesh, spec)
-    steps = plan_reshard(before, layout, shape).steps
+    padded = _padded(shape, before, layout)
+    steps = plan_reshard(before, layout, padded).steps
     sent = sum((step.elements for step in steps), Fraction(0))
+    is_plain = padded == shape and not any(before.mesh.zigzag in step.axes for step in steps)
     if before.memory != "device" or any(step.kind not in _PLAIN_KINDS or step.at for step in steps):
-        return LayoutChange(layout, None, vary, sent)
+        return LayoutChange(layout, None, vary, sent, None if is_plain else shape)
     moves: list[tuple[Move, tuple[str, ...]]] = []
     for step in steps:
         move = MOVES[step.kind](step.dim, step.other)
         if isinstance(move, AllGather) and {*step.axes} <= {*vary}:  # its gradient is scattered while it is summed
             move, vary = AllGather(move.dim), tuple(axis for axis in vary if axis not in step.axes)
         moves.append((move, step.axes))
-    return LayoutChange(layout, tuple(moves), vary, sent)
+    return LayoutChange(layout, tuple(moves), vary, sent, None if is_plain else shape)
+
+
+def _padded(shape: tuple[int, ...], before: Layout, after: Layout) -> tuple[int, ...]:
+    """Return the shape whose dims the devices divide; that of dims over several axes is unchanged."""
+    if before.spec.is_flat or after.spec.is_flat:
+        return shape
+    sizes, padded = before.mesh.shape, list(shape)
+    for dim, pair in enumerate(zip(before.spec.dims(len(shape)), after.spec.dims(len(shape)), strict=True)):
+        if all(len(axes) <= 1 for axes in pair):
+            parts = lcm(*(sizes[axis] for axes in pair for axis in axes))
+            padded[dim] = chunk(shape[dim], parts) * parts
+    return tuple(padded)
 
 
 def transfer(x: Sharded, to: LayoutChange, what: str) -> Tensors:
@@ -92,8 +123,10 @@ def transfer(x: Sharded, to: LayoutChange, what: str) -> Tensors:
         moves = (*_moves(x.shape, x.layout, spec), *_moves(x.shape, x.layout.with_spec(spec), to.layout.spec))
     elif moves is None:
         shards = reshard(x, to.layout).shards
+    apply = _apply_own if is_own else apply_move
     for move, axes in moves or ():
-        shards = (_apply_own if is_own else apply_move)(x.mesh, move, axes, shards, site)
+        is_plain = to.shape is None
+        shards = apply(x.mesh, move, axes, shards, site) if is_plain else _in_order(apply, x, move, axes, shards, site)
     if to.vary and not is_own and _is_followed(shards):
         shards = apply_move(x.mesh, Pvary(), to.vary, shards, site)
     if key is not None:
@@ -132,6 +165,45 @@ def _apply_own(mesh: Mesh, move: Move, axes: tuple[str, ...], shards: Tensors, s
     shards = tuple([x if type(x) is torch.Tensor else x.view_as(x) for x in shards])  # a parameter is unsharded first
     shards = apply_move(mesh, move, axes, shards, site)
     return apply_move(mesh, Pvary(), axes, shards, site) if isinstance(move, Psum) and _is_followed(shards) else shards
+
+
+def _in_order(apply: Any, x: Sharded, move: Move, axes: tuple[str, ...], shards: Tensors, site: Site) -> Tensors:
+    """Apply a collective to dims in zigzag order, or that the devices do not divide: it gets padded ones."""
+    split = move.split if isinstance(move, AllToAll) else move.dim if isinstance(move, Take | PsumScatter) else None
+    joined = move.concat if isinstance(move, AllToAll) else move.dim if isinstance(move, AllGather) else None
+    mesh, sizes = x.mesh, [x.mesh.shape[axis] for axis in axes]
+    n, length, total = prod(sizes), 0, 0
+    if split is not None:
+        length = shards[0].shape[split]
+        shards = tuple([_resized(in_zigzag_order(y, mesh, axes, split), split, n * chunk(length, n)) for y in shards])
+    if joined is not None:
+        total = x.shape[joined] if x.shape[joined] % n else n * shards[0].shape[joined]
+        shards = tuple([_resized(y, joined, chunk(total, n)) for y in shards])
+    shards = apply(mesh, move, axes, shards, site)
+    if split is not None:
+        coordinates = [mesh.coordinates(device) for device in local_devices(mesh)]
+        ranges = [flat_range(length, n, ravel([at[axis] for axis in axes], sizes)) for at in coordinates]
+        shards = tuple([_resized(y, split, stop - start) for y, (start, stop) in zip(shards, ranges, strict=True)])
+    if joined is not None:
+        shards = tuple([in_zigzag_order(_resized(y, joined, total), mesh, axes, joined, inverse=True) for y in shards])
+    return shards
+
+
+def in_zigzag_order(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int, *, inverse: bool = False) -> Tensor:
+    """Reorder a dim that some axes shard, if one of them is in zigzag order."""
+    if mesh.zigzag not in axes:
+        return x
+    outer = prod(mesh.shape[axis] for axis in axes[: axes.index(mesh.zigzag)])
+    chunks = x.unflatten(dim, (outer, -1))
+    return zigzag(chunks, mesh.shape[mesh.zigzag], dim + 1, inverse=inverse).flatten(dim, dim + 1)
+
+
+def _resized(x: Tensor, dim: int, length: int) -> Tensor:
+    """Cut a dim to a length, or pad it with zeros."""
+    missing = length - x.shape[dim]
+    if missing <= 0:
+        return x.narrow(dim, 0, length) if missing else x
+    return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
 
 
 def _is_followed(shards: Tensors) -> bool:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
-from fshard.array.communicate import in_loss
+from fshard.array.communicate import in_loss, in_zigzag_order
 from fshard.array.rules import compose
 from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.collectives.api import all_gather
@@ -70,8 +71,13 @@ def rand(*size: Any, layout: Layout, generator: torch.Generator | None = None, d
 
 def bernoulli_like(x: Sharded, shape: Sequence[int], p: float) -> Sharded:
     """Return an array of 0 and 1 with the dtype of x, sharded like x in the dims where the shapes are equal."""
-    spec = P(*(own if n == m else () for own, n, m in zip(x.spec.dims(x.ndim), shape, x.shape, strict=True)))
-    return _drawn(shape, Layout(x.mesh, spec), lambda y: y.bernoulli_(p), None, x.dtype)
+    return _drawn(shape, Layout(x.mesh, _spec_like(x, shape)), lambda y: y.bernoulli_(p), None, x.dtype)
+
+
+def _spec_like(x: Sharded, shape: Sequence[int]) -> P:
+    """Return a spec like that of x, in dims of the same length that the devices divide."""
+    cuts = [(axes, prod(x.mesh.shape[axis] for axis in axes)) for axes in x.spec.dims(x.ndim)]
+    return P(*(a if n == m and n % cut == 0 else () for (a, cut), n, m in zip(cuts, shape, x.shape, strict=True)))
 
 
 def _shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
@@ -84,6 +90,8 @@ def _drawn(shape: Sequence[int], layout: Layout, draw: Callable[[Any], Any], gen
     if made.mesh.runtime != "abstract":
         _agree_on_state(made.layout, generator)
         values = draw(torch.empty(made.shape, dtype=made.dtype))
+        for dim, axes in enumerate(() if layout.spec.is_flat else made.spec.dims(made.ndim)):
+            values = in_zigzag_order(values, made.mesh, axes, dim)
         for device, shard in zip(local_devices(made.mesh), made.shards, strict=True):
             if shard.numel():
                 shard.copy_(shard_of(values, made.layout, device))
@@ -108,7 +116,8 @@ def _agree_on_state(layout: Layout, generator: torch.Generator | None) -> None:
 def _like(
     make: Callable[..., Any], x: Any, *values: Any, dtype: Any = None, generator: Any = None, **kwargs: Any
 ) -> Any:
-    layout = Layout(x.mesh, x.spec._replace(unreduced=()))  # pyright: ignore[reportPrivateUsage]
+    flat = x.spec._replace(unreduced=())  # pyright: ignore[reportPrivateUsage]
+    layout = Layout(x.mesh, flat if x.spec.is_flat else _spec_like(x, x.shape))
     more = {} if generator is None else {"generator": generator}
     return make(x.shape, *values, layout=layout, dtype=dtype or x.dtype, **more)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
@@ -248,13 +249,14 @@ def _where(call: CachedCall, device: int) -> Where:
         return call.where[device]
     choice, shapes, mesh = call.choice, call.shapes, call.choice.layouts[0].mesh
     coordinates = mesh.coordinates(device)
-    starts = {
-        label: ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
+    sizes = {label: [mesh.shape[axis] for axis in axes] for label, axes in choice.labels.items()}
+    places = {
+        label: (ravel([coordinates[axis] for axis in axes], sizes[label]), prod(sizes[label]))
         for label, axes in choice.labels.items()
     }
     specs = [P(*layout.spec.entries) for layout in choice.layouts]
     local = [Layout(mesh, spec).local_shape(shape, device) for spec, shape in zip(specs, shapes, strict=True)]
-    return call.where.setdefault(device, Where(tuple(local), starts))
+    return call.where.setdefault(device, Where(tuple(local), places))
 
 
 def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,8 +28,8 @@ class Where(NamedTuple):
 
     shapes: tuple[tuple[int, ...], ...]
     """Local shapes of the results."""
-    starts: Mapping[str, int]
-    """The device's number among the shards of every sharded label."""
+    places: Mapping[str, tuple[int, int]]
+    """The device's number among the shards of every sharded label, and how many there are."""
 
 
 LocalProgram = Callable[[Where, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -52,6 +52,10 @@ class Rule(NamedTuple):
     local: LocalProgram | None = None
     exact: bool = False
     ragged: str = ""
+
+
+ROWS = "v"
+"""The letter of a dim that indices refer to: a shard of it must be a range."""
 
 
 class Row(NamedTuple):

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fshard.array.dispatch import DIRECT, operate, write
-from fshard.array.rules import Rule, Where, arrays_in, compose, rule, spell
+from fshard.array.rules import ROWS, Rule, Where, arrays_in, compose, rule, spell
 from fshard.errors import LayoutError
+from fshard.mesh.layout.arithmetic import flat_range
 from fshard.mesh.layout.sharded import Sharded
 
 
@@ -115,6 +116,8 @@ def _cat(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
 def _without_empty(tensors: Sequence[Any], dim: int = 0) -> Any:
     """Leave tensors of shape (0,) out, as torch does: an empty cache is one."""
     kept = [x for x in tensors if tuple(x.shape) != (0,)]
+    if len(kept) == 1:
+        return kept[0].clone()
     return torch.cat(kept, dim) if kept and len(kept) < len(tensors) else NotImplemented
 
 
@@ -183,12 +186,13 @@ def _assign(x: Any, index: Any, value: Any) -> None:
 DIRECT["setitem"] = _assign
 
 
-def _own_rows(where: Where, index: Tensor, held: int, total: int) -> tuple[Tensor, Tensor]:
-    """Return indices into the rows that a device holds, and which of them it holds."""
+def _own_rows(where: Where, index: Tensor, total: int) -> tuple[Tensor, Tensor, int]:
+    """Return indices into the rows that a device holds, which of them it holds, and its first row."""
     if index.is_cpu and bool(((index < 0) | (index >= total)).any()):
         raise IndexError(f"an index must be in 0..{total - 1}; got {index.min()} to {index.max()}.")
-    index = index - where.starts["v"] * held
-    return index.clamp(0, max(held - 1, 0)), (index >= 0) & (index < held)
+    number, count = where.places[ROWS]
+    start, stop = flat_range(total, count, number)
+    return (index - start).clamp(0, max(stop - start - 1, 0)), (index >= start) & (index < stop), start
 
 
 @rule("gather take_along_dim")
@@ -201,10 +205,10 @@ def _gather(results: Any, x: Any, *args: Any, dim: Any = None, **kwargs: Any) ->
     at, total = given[0], x.shape[given[0]]
 
     def take(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
-        if "v" not in where.starts:
+        if ROWS not in where.places:
             return func(*args, **kwargs)
         shard, index = arrays_in(args, kwargs)
-        index, found = _own_rows(where, index, shard.shape[at], total)
+        index, found, _ = _own_rows(where, index, total)
         return torch.where(found, shard.gather(at, index), 0)
 
     out = spell(x.ndim, {at: "k"})
@@ -241,11 +245,11 @@ def _embedding(
     rows = len(weight)
 
     def look_up(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
-        if "v" not in where.starts:
+        if ROWS not in where.places:
             return func(*args, **kwargs)
         index, shard = arrays_in(args, kwargs)
-        index, found = _own_rows(where, index, len(shard), rows)
-        padding = None if padding_idx is None else padding_idx % rows - where.starts["v"] * len(shard)
+        index, found, start = _own_rows(where, index, rows)
+        padding = None if padding_idx is None else padding_idx % rows - start
         own = padding if padding is not None and 0 <= padding < len(shard) else None
         return F.embedding(index, shard, own) * found.unsqueeze(-1)
 

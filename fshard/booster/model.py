@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fshard.booster.plugins import Plugin
 from fshard.copying import copied
-from fshard.errors import LayoutError, ModuleError, ScopeError
+from fshard.errors import ModuleError, ScopeError
 from fshard.mesh.layout import Layout, PyTree, map_leaves
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import is_outside
@@ -75,11 +75,6 @@ def planned(plan: Plan, module: nn.Module, **how: Any) -> tuple[Any, PyTree, PyT
     apply, params, buffers = plan.functionalize(module, **how)
 
     def run(params: PyTree, buffers: PyTree, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        if plan.how == "zigzag" and kwargs.get("labels") is not None:
-            raise LayoutError(
-                'sequence_mode="zigzag" reorders tokens, so the loss must be one of full outputs; got labels= for the '
-                "model's own loss. Give a criterion, or another sequence_mode."
-            )
         output, after = apply(params, buffers, *args, **kwargs)
         return map_leaves(plan.full, output), after
 

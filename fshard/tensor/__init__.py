@@ -10,16 +10,17 @@ y = fs.tensor.attention(q, k, v, "seq", how="zigzag")      # tokens sharded over
 Or of any module, planned and run on arrays: `fs.tensor_parallel`.
 """
 
+from fshard.mesh.layout.arithmetic import zigzag
 from fshard.tensor.layer_plans import LayerPlan
 from fshard.tensor.layers import dropout, embedding, feature_embedding, layer_norm, mlp, rms_norm, self_attention
 from fshard.tensor.linear_layers import classifier, column, linear, row
 from fshard.tensor.loss import cross_entropy, to_next
 from fshard.tensor.modes import Mode, mode
 from fshard.tensor.plan import Plan, tensor_parallel
-from fshard.tensor.sequence import attention, gather_sequence, scatter_sequence, shard_sequence, token_mean, zigzag
+from fshard.tensor.sequence import attention, shard_sequence, token_mean
 
 __all__ = [
     "LayerPlan", "Mode", "Plan", "attention", "classifier", "column", "cross_entropy", "dropout", "embedding",
-    "feature_embedding", "gather_sequence", "layer_norm", "linear", "mlp", "mode", "rms_norm", "row", "scatter_sequence",
+    "feature_embedding", "layer_norm", "linear", "mlp", "mode", "rms_norm", "row",
     "self_attention", "shard_sequence", "tensor_parallel", "to_next", "token_mean", "zigzag",
 ]  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from fshard.array.modules import shard_module
 from fshard.mesh.layout import Layout, flatten, unflatten
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
+from fshard.tensor.joined import ranges_of
 
 
 class DimRange(NamedTuple):
@@ -50,6 +50,7 @@ class Product:
         length: the largest number of devices that can share what it produces.
         parts: the ranges that its result is split into; of a fused weight.
         is_output: it produces a dim of the model's output.
+        is_looked_up: a table, at indices that are inputs of the model or computed from them: no table of positions.
         bias: the parameter that is added to its result.
     """
 
@@ -61,6 +62,7 @@ class Product:
     length: int = 0
     parts: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     is_output: bool = False
+    is_looked_up: bool = False
     bias: str | None = None
 
 
@@ -75,6 +77,7 @@ def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     def put(given: Any) -> Any:
         leaves, structure = flatten(given)
         arrays = [Sharded(tuple(x.shape), Layout(mesh), (x,)) if isinstance(x, Tensor) else x for x in leaves]
+        observer.of_inputs.update((id(x), x) for x in arrays)
         return unflatten(structure, arrays)
 
     before, state.observer = state.observer, observer
@@ -94,6 +97,7 @@ class _DimFollower:
         self.params = params
         self.products: dict[str, Product] = {}
         self.origins: dict[int, tuple[Sharded, list[Origin]]] = {}  # with the arrays, whose ids stay theirs
+        self.of_inputs: dict[int, Any] = {}  # the inputs of the model, and what is computed from them
 
     def __call__(self, call: Any, arrays: Sequence[Sharded], args: Any, results: Sequence[Sharded]) -> None:
         op = call.operation
@@ -109,11 +113,13 @@ class _DimFollower:
         for y, value in zip(results, op.outputs, strict=True):
             self.origins[id(y)] = y, [carried.get(label or "", NOTHING) for label in value.labels]
         self._lengths(results)
+        if any(id(x) in self.of_inputs for x in arrays):
+            self.of_inputs.update((id(y), y) for y in results)
         for value, origins in zip(op.inputs, known, strict=True):
             for dim, (label, origin) in enumerate(zip(value.labels, origins, strict=True)):
                 is_lost = label is None or not any(label in y.labels for y in op.outputs)
                 if origin and is_lost and not (label in op.summed and produced):
-                    self._lost(call.name, arrays, args, results, dim, origin)
+                    self._lost(call, arrays, results, dim, origin)
 
     def _origins(self, x: Sharded) -> list[Origin]:
         found = self.origins.get(id(x))
@@ -140,6 +146,8 @@ class _DimFollower:
             product.inputs.append(carried.get(labels[summed] or "", NOTHING))
             biases = [self.params[id(x)] for x in arrays if id(x) in self.params and x.ndim == 1]
             product.bias = biases[0] if biases else None
+        else:
+            product.is_looked_up |= any(id(x) in self.of_inputs for x in arrays)
         if labels[out] is not None:
             carried[labels[out]] = frozenset([DimRange(key)])
         return True
@@ -152,14 +160,13 @@ class _DimFollower:
                     product = self.products[part.weight]
                     product.length = gcd(product.length, length)
 
-    def _lost(
-        self, name: str, arrays: Sequence[Sharded], args: Any, results: Sequence[Sharded], dim: int, origin: Origin
-    ) -> None:
+    def _lost(self, call: Any, arrays: Sequence[Sharded], results: Sequence[Sharded], dim: int, origin: Origin) -> None:
         """Note an operation that needs all of a dim; the ranges that a dim is split into carry on."""
-        ranges = _ranges(name, arrays[0], args, results, dim)
+        shards = [x.shards[0] for x in (*arrays, *results)]
+        ranges = ranges_of(shards[0], shards[1:], dim) if call.is_view and len(arrays) == 1 else None
         for part in origin:
             if ranges is None or part.stop is not None:
-                self.products[part.weight].needed.append(name)
+                self.products[part.weight].needed.append(call.name)
                 continue
             for y, (start, stop) in zip(results, ranges, strict=True):
                 self.products[part.weight].parts.add((start, stop))
@@ -175,19 +182,3 @@ class _DimFollower:
 
 
 _NAMES = frozenset(name for names in PRODUCTS for name in names.split())
-
-
-def _ranges(name: str, x: Sharded, args: Any, results: Sequence[Sharded], dim: int) -> list[tuple[int, int]] | None:
-    """Return the ranges of a dim that the results of a split or a slice are; None for other operations."""
-    if any(y.ndim != x.ndim for y in results):
-        return None
-    if name in ("split", "split_with_sizes", "tensor_split", "chunk"):
-        stops = [*accumulate(y.shape[dim] for y in results)]
-        return [*zip([0, *stops], stops, strict=False)]
-    if name == "getitem":
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        at = dim - x.ndim if Ellipsis in index else dim
-        if len(index) > (at if at >= 0 else -at - 1) and isinstance(index[at], slice):
-            start, stop, step = index[at].indices(x.shape[dim])
-            return [(start, stop)] if step == 1 else None
-    return None

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fshard.array.rules import arrays_in
+
 
 class Joined:
     """Arrays that are one array, concatenated along a dim.
@@ -59,29 +61,38 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         columns = [x.parts if isinstance(x, Joined) else (x,) * len(weights[0].parts) for x in args]
         return Joined([func(*each) for each in zip(*columns, strict=True)], -1)
     if isinstance(first, Joined) and first.dim == -1:
-        found = _of_result(name, first, args[1:], kwargs)
+        found = _of_result(name, first, func, args[1:], kwargs)
         if found is not None:
             return found
     args = tuple(x.full() if isinstance(x, Joined) else x for x in args)
     return func(*args, **{key: x.full() if isinstance(x, Joined) else x for key, x in kwargs.items()})
 
 
-def _of_result(name: str, x: Joined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _of_result(name: str, x: Joined, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of a view, a split or a slice of a product; None if it does not keep the parts."""
-    lengths = [part.shape[-1] for part in x.parts]
-    last = x.shape[-1]
+    if name not in _VIEWS or arrays_in(args, kwargs):
+        return None
+    lengths, like = [part.shape[-1] for part in x.parts], torch.empty(x.shape, device="meta")
+    made = func(like, *args, **kwargs)
     if name in ("view", "reshape"):
-        shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
-        return (
-            Joined([part.reshape(*shape[:-1], part.shape[-1]) for part in x.parts], -1) if shape[-1] == last else None
-        )
-    if name in ("split", "chunk"):
-        wanted = [y.shape[-1] for y in getattr(torch, name)(torch.empty(1, last, device="meta"), args[0], -1)]
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        return x.parts if wanted == lengths and dim in (-1, len(x.shape) - 1) else None
-    if name == "getitem" and isinstance(args[0], tuple) and args[0][0] is Ellipsis and len(args[0]) == 2:
-        stops = [*accumulate(lengths)]
-        ranges = [*zip([0, *stops], stops, strict=False)]
-        found = args[0][1].indices(last)[:2] if isinstance(args[0][1], slice) else None
-        return x.parts[ranges.index(found)] if found in ranges else None
-    return None
+        views = [part.reshape(*made.shape[:-1], part.shape[-1]) for part in x.parts]
+        return Joined(views, -1) if made.shape[-1] == x.shape[-1] else None
+    stops = [*accumulate(lengths)]
+    ranges = [*zip([0, *stops], stops, strict=False)]
+    found = ranges_of(like, arrays_in(made), -1) or [None]
+    parts = [x.parts[ranges.index(one)] for one in found if one in ranges]
+    return None if len(parts) < len(found) else parts[0] if isinstance(made, torch.Tensor) else tuple(parts)
+
+
+_VIEWS = {"view", "reshape", "split", "split_with_sizes", "chunk", "tensor_split", "narrow", "getitem"}
+
+
+def ranges_of(x: Any, views: Sequence[Any], dim: int) -> list[tuple[int, int]] | None:
+    """Return the ranges of a dim that views of a tensor are, if they have all of its other dims; else None."""
+    step, found = x.stride(dim), list[tuple[int, int]]()
+    for y in views:
+        if y.stride() != x.stride() or not step or y.shape.numel() * x.shape[dim] != x.shape.numel() * y.shape[dim]:
+            return None
+        start = (y.storage_offset() - x.storage_offset()) // step
+        found.append((start, start + y.shape[dim]))
+    return found

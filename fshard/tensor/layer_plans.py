@@ -8,7 +8,7 @@ words    a table of words, and the layer that scores them: rows by words
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from math import gcd, prod
@@ -19,12 +19,15 @@ from torch import Tensor, nn
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, as_written
+from fshard.mesh.layout.arithmetic import chunk
 from fshard.mesh.spmd.scope import here
 from fshard.tensor.follow import Product
 from fshard.tensor.modes import Mode
 from fshard.tensor.sequence import How
 
 Style = Literal["column", "row", "words"]
+LOSSES = {"log_softmax"}
+"""Operations that need all words, but send little where these are sharded."""
 STYLES = (*get_args(Style), "replicated")
 SequenceMode = How | Literal["megatron"]
 """The algorithm of attention over a sharded sequence; or norms and dropout alone are sharded over the axis of the layers."""
@@ -46,6 +49,10 @@ class LayerPlan(NamedTuple):
     parts: tuple[int, ...]
     shared: int
     why: str
+
+    def fits(self, n: int) -> bool:
+        """Return True if n devices can share the layer; words may be uneven, if each device has some."""
+        return self.shared % n == 0 or (self.style == "words" and (n - 1) * chunk(self.shared, n) < self.shared)
 
 
 @dataclass(frozen=True)
@@ -119,14 +126,14 @@ class LayerPlans:
         rows += [(name, "", "", why) for name, why in self.replicated.items()]
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
         lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True)) for row in rows]
-        tokens = f", tokens over {self.sequence} ({self.how})" if self.sequence else ""
+        tokens = f", tokens over {as_written((self.sequence,))} ({self.how})" if self.sequence else ""
         title = f"{self.mode.kind} over {as_written(self.mode.axes)}{tokens}; all other parameters are replicated"
         return "\n".join([title, *map(str.rstrip, lines)])
 
     def check_sizes(self, mesh: Mesh) -> None:
         """Raise with all layers that the devices of a mesh cannot share."""
         n = prod(mesh.shape[axis] for axis in self.mode.next.hidden)
-        wrong = [f"{name} is shared by at most {x.shared}" for name, x in self.layers.items() if x.shared % n]
+        wrong = [f"{name} is shared by at most {x.shared}" for name, x in self.layers.items() if not x.fits(n)]
         if wrong:
             raise LayoutError(
                 f"{n} devices along {as_written(self.mode.next.hidden)} must divide the heads and widths of all sharded "
@@ -136,7 +143,10 @@ class LayerPlans:
     def own_mesh(self) -> Mesh | None:
         """Return the devices along the axes; None outside of a step."""
         scope = here()
-        return None if scope is None or not {*self.axes} <= {*scope.mesh.axis_names} else scope.mesh[self.axes]
+        if scope is None or not {*self.axes} <= {*scope.mesh.axis_names}:
+            return None
+        mesh = scope.mesh[self.axes]
+        return replace(mesh, zigzag=self.sequence) if self.how == "zigzag" else mesh
 
 
 def decide(
@@ -154,22 +164,21 @@ def decide(
             columns.update(dict.fromkeys(fitting, f"{_short(name)} sums over what it produces"))
     layers, replicated = dict[str, LayerPlan](), dict[str, str]()
     for name, p in products.items():
-        fits = size is None or p.length % size == 0
+        words = LayerPlan("words", p.out, (), p.length, "the model returns what it produces")
         if name in rows:
             shared = gcd(*(products[x].length for x in rows[name]))
             why = f"sums over what {', '.join(map(_short, rows[name]))} produce"
             layers[name] = LayerPlan("row", p.out, (), shared, why)
         elif name in columns:
             layers[name] = LayerPlan("column", p.out, _parts(p, shapes[name][p.out]), p.length, columns[name])
-        elif p.kind == "linear" and p.is_output and not p.needed and fits:
-            weight = name.removesuffix(" (linear)")
-            layers[weight] = LayerPlan("words", p.out, (), p.length, "the model returns what it produces")
+        elif p.kind == "linear" and p.is_output and {*p.needed} <= LOSSES and words.fits(size or 1):
+            layers[name.removesuffix(" (linear)")] = words
         elif p.kind == "linear":
             why = f"{p.needed[0]} needs all that it produces" if p.needed else "no layer sums over what it produces"
-            replicated[name] = why if fits else f"{size} devices do not divide {p.length}"
+            replicated[name] = why if p.length % (size or 1) == 0 else f"{size} devices do not divide {p.length}"
     scored = {shapes[name][layer.out]: layer for name, layer in layers.items() if layer.style == "words"}
     for name, p in products.items():
-        if p.kind == "embedding" and name not in layers and (layer := scored.get(shapes[name][p.summed])):
+        if p.is_looked_up and name not in layers and (layer := scored.get(shapes[name][p.summed])):
             layers[name] = layer._replace(out=p.summed, why="a table of the words that the model scores")
     return layers, replicated
 

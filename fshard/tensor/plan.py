@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 
 from fshard.array.dispatch import constrain
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Axes, P, as_axes, as_written, flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout import Axes, P, as_axes, as_written, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
@@ -26,9 +25,11 @@ from fshard.tensor.follow import follow
 from fshard.tensor.layer_plans import LayerPlans, SequenceMode, decide, override
 from fshard.tensor.modes import abstract_mode
 from fshard.tensor.run import PlannedModule, running, sharded_inputs
-from fshard.tensor.sequence import zigzag
 from fshard.transforms.shard_params import shard_params
 from fshard.transforms.value_and_grad import value_and_grad
+
+TOLERANCE = 1e-5
+"""Of errors; models may compute norms in float32."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,43 @@ class Plan(LayerPlans):
         return made.apply, made.params, made.buffers
 
     def check(self, sample: Any) -> float:
-        """Compare loss and gradients on virtual devices with the model in float64; return the largest relative error."""
-        return _check(self, sample)
+        """Compare loss and gradients on virtual devices with the model in float64; raise with all that differ.
+
+        Return the largest error of a parameter, relative to its largest gradient. Gradients below a millionth of the
+        model's largest one count as that: those of biases of keys are 0 but for rounding.
+        """
+        mesh = make_mesh(dict.fromkeys(self.axes, _check_size(self)), runtime="virtual")
+        apply, params, buffers = self.functionalize(copy.deepcopy(self.model).eval().double().requires_grad_())
+
+        def loss_fn(params: Any, sample: Any) -> Tensor:
+            args, kwargs = _arguments(sample)
+            output, _ = apply(params, buffers, *args, **kwargs)
+            leaves, _ = flatten(dict(output) if isinstance(output, Mapping) else output, sharded_is_leaf=True)
+            values = [x for x in leaves if isinstance(x, Tensor | Sharded) and x.is_floating_point()]
+            return self.full(sum((x * x).mean() for x in values))
+
+        sample = map_leaves(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, sample)
+        given, structure = flatten(map_leaves(lambda x: x.detach().requires_grad_(), params))
+        value = loss_fn(unflatten(structure, given), sample)
+        wanted = [value.detach(), *torch.autograd.grad(value, given, materialize_grads=True)]
+        gradient = value_and_grad(loss_fn, mesh=mesh, batch=P(), local=self.axes)
+        loss, grads = gradient(shard_params(params, self.rules, mesh=mesh), sample)
+        paths, found, _ = flatten_with_paths(unshard(grads))
+        least = 1e-6 * max(float(y.abs().max()) for y in wanted)
+        errors = [
+            float((x - y).abs().max()) / max(float(y.abs().max()), least)
+            for x, y in zip([loss, *found], wanted, strict=True)
+        ]
+        pairs = zip(["the loss", *paths], errors, strict=True)
+        if wrong := [f"{path} by {error:.1e}" for path, error in pairs if not error < TOLERANCE]:
+            raise LayoutError(
+                f"the plan must compute what the model does; of {mesh}, these differ: {'; '.join(wrong)}."
+            )
+        return max(errors)
 
     def full(self, x: Any) -> Any:
-        """Return a result of the model as a tensor, equal on all devices along the axes; tokens in their order."""
-        if not isinstance(x, Sharded):
-            return x
-        is_zigzag = self.how == "zigzag" and x.ndim > 1 and self.sequence in x.spec.dims(x.ndim)[1]
-        y = constrain(x, P()).local
-        return zigzag(y, x.mesh.shape[self.sequence], inverse=True) if is_zigzag and self.sequence else y
+        """Return a result of the model as a tensor, equal on all devices along the axes."""
+        return constrain(x, P()).local if isinstance(x, Sharded) else x
 
     def cross_entropy(self, logits: Any, labels: Tensor, **options: Any) -> Tensor:
         """Return the cross-entropy of (..., classes) logits and (...) labels; sharded logits stay sharded."""
@@ -115,44 +143,11 @@ def tensor_parallel(
     return plan
 
 
-TOLERANCE = 1e-5
-"""Of errors; models may compute norms in float32."""
-
-
-def _check(plan: Plan, sample: Any) -> float:
-    """Return the largest error of a parameter, relative to its largest gradient; raise with all that are wrong.
-
-    Gradients below a millionth of the model's largest one count as that: those of biases of keys are 0 but for rounding.
-    """
-    shared = gcd(*(layer.shared for layer in plan.layers.values()))
-    size = next((n for n in range(2, shared + 1) if shared % n == 0), 1)
-    mesh = make_mesh(dict.fromkeys(plan.axes, size), runtime="virtual")
-    apply, params, buffers = plan.functionalize(copy.deepcopy(plan.model).eval().double().requires_grad_())
-
-    def loss_fn(params: Any, sample: Any) -> Tensor:
-        args, kwargs = _arguments(sample)
-        output, _ = apply(params, buffers, *args, **kwargs)
-        leaves, _ = flatten(dict(output) if isinstance(output, Mapping) else output, sharded_is_leaf=True)
-        values = [x for x in leaves if isinstance(x, Tensor | Sharded) and x.is_floating_point()]
-        return plan.full(sum((x * x).mean() for x in values))
-
-    leaves, structure = flatten(sample)
-    sample = unflatten(structure, [_widened(x) for x in leaves])
-    plain, params_structure = flatten(params)
-    given = [x.detach().requires_grad_() for x in plain]
-    value = loss_fn(unflatten(params_structure, given), sample)
-    grads = torch.autograd.grad(value, given, materialize_grads=True)
-    value, wanted = value.detach(), unflatten(params_structure, [*grads])
-    gradient = value_and_grad(loss_fn, mesh=mesh, batch=P(), local=plan.axes)
-    loss, found = gradient(shard_params(params, plan.rules, mesh=mesh), sample)
-    paths, ours, _ = flatten_with_paths({"loss": loss, "gradients": unshard(found)})
-    theirs, _ = flatten({"loss": value, "gradients": wanted})
-    least = 1e-6 * max(float(y.abs().max()) for y in theirs)
-    errors = [float((x - y).abs().max()) / max(float(y.abs().max()), least) for x, y in zip(ours, theirs, strict=True)]
-    wrong = [f"{path} by {error:.1e}" for path, error in zip(paths, errors, strict=True) if not error < TOLERANCE]
-    if wrong:
-        raise LayoutError(f"the plan must compute what the model does; of {mesh}, these differ: {'; '.join(wrong)}.")
-    return max(errors)
+def _check_size(plan: Plan) -> int:
+    """Return the smallest number of devices, from 2 on, that can share all layers; 1 if there is none."""
+    layers = plan.layers.values()
+    sizes = range(2, 1 + min(layer.shared for layer in layers))
+    return next((n for n in sizes if all(layer.fits(n) for layer in layers)), 1)
 
 
 def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -160,7 +155,3 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample, Mapping):
         return (), dict(sample)
     return (sample if isinstance(sample, tuple) else (sample,)), {}
-
-
-def _widened(x: Any) -> Any:
-    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -10,31 +10,24 @@ Outside of a step, where no axis is known, the module runs on full parameters.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fshard.array.communicate import state
 from fshard.array.dispatch import DIRECT, constrain
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, Mesh, P, flatten, unflatten
+from fshard.mesh.layout import Layout, Mesh, P, collected, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.run import local_devices
 from fshard.tensor.joined import Joined
 from fshard.tensor.layer_plans import LayerPlans
-from fshard.tensor.sequence import attention, zigzag
+from fshard.tensor.sequence import attention
 from fshard.transforms.module.functionalize import module_function
 
-
-class _Shard(NamedTuple):
-    """The global shape of a parameter or a part of one, its layout, and the shape of a device's shard."""
-
-    shape: tuple[int, ...]
-    layout: Layout
-    local: tuple[int, ...]
+Shape = tuple[int, ...]
 
 
 class PlannedModule:
@@ -42,12 +35,11 @@ class PlannedModule:
 
     def __init__(self, plan: LayerPlans, module: nn.Module, *, in_place: bool = False, **options: Any) -> None:
         self.plan = plan
-        self.takes_positions = "position_ids" in inspect.signature(module.forward).parameters
         hooks = _token_hooks(plan, module) if plan.how == "megatron" else []
         self._apply, params, self.buffers = module_function(module, in_place=in_place, **options)
         for hook in hooks if not in_place else ():  # the function's copies of the module have them
             hook.remove()
-        self._known: dict[Mesh, dict[str, tuple[int, list[_Shard]]]] = {}
+        self._known: dict[tuple[Mesh, int], dict[str, tuple[int, list[tuple[Shape, Layout, Shape]]]]] = {}
         self.params = plan.split(params)
 
     def apply(self, params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -56,8 +48,6 @@ class PlannedModule:
         if mesh is None:
             return self._apply(self.plan.joined(params), buffers, *args, **kwargs)
         arrays = self._arrays(params, mesh)
-        if self.plan.how == "zigzag":
-            kwargs = self._with_positions(args, kwargs)
         args, kwargs = sharded_inputs(self.plan, (args, dict(kwargs)), mesh)
         with running(self.plan):
             output, after = self._apply(arrays, buffers, *args, **kwargs)
@@ -70,18 +60,19 @@ class PlannedModule:
 
     def _arrays(self, params: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
         """Return the parameters as arrays, of which a device has its shards; raise with all of other shapes."""
-        known = self._known.get(mesh)
+        (device,) = local_devices(mesh)
+        known = self._known.get((mesh, device))
         if known is None:
             self.plan.check_sizes(mesh)
-            known = self._known[mesh] = {name: self._shards(name, mesh) for name in params}
+            known = self._known[mesh, device] = {name: self._shards(name, mesh, device) for name in params}
         wrong, made = list[str](), dict[str, Any]()
         for name, x in params.items():
             dim, shards = known[name]
-            arrays = list[Sharded]()
-            for own, shard in zip(x if isinstance(x, tuple) else (x,), shards, strict=True):
-                wrong += [] if tuple(own.shape) == shard.local else [f"{name} {shard.local}, got {tuple(own.shape)}"]
-                arrays.append(Sharded(shard.shape, shard.layout, (own,)))
-                cast("Any", arrays[-1]).step = getattr(own, "step", None)  # that of lazy parameters
+            arrays = list[Any]()
+            for own, (shape, layout, local) in zip(x if isinstance(x, tuple) else (x,), shards, strict=True):
+                wrong += [] if own.shape == local else [f"{name} {local}, got {tuple(own.shape)}"]
+                arrays.append(Sharded(shape, layout, (own,)))
+                arrays[-1].step = getattr(own, "step", None)  # that of lazy parameters
             made[name] = arrays[0] if len(arrays) == 1 else Joined(arrays, dim)
         if wrong:
             raise LayoutError(
@@ -90,24 +81,12 @@ class PlannedModule:
             )
         return made
 
-    def _shards(self, name: str, mesh: Mesh) -> tuple[int, list[_Shard]]:
-        """Return the dim along which a parameter has parts, and shapes and layout of each."""
+    def _shards(self, name: str, mesh: Mesh, device: int) -> tuple[int, list[tuple[Shape, Layout, Shape]]]:
+        """Return the dim along which a parameter has parts; of each part its shape, layout, and the device's shape."""
         parts, dim = self.plan.parts_of(name)
         shape, layout = self.plan.shapes[name], Layout(mesh, self.plan.spec(name))
         shapes = [(*shape[:dim], length, *shape[dim + 1 :]) for length in parts] if len(parts) > 1 else [shape]
-        return dim, [_Shard(each, layout, layout.local_shape(each, 0)) for each in shapes]
-
-    def _with_positions(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the positions of tokens that are in zigzag order."""
-        if not self.takes_positions:
-            raise LayoutError(
-                'sequence_mode="zigzag" reorders tokens, so the module must take position_ids; it does not.'
-            )
-        if kwargs.get("position_ids") is not None:
-            return {**kwargs}
-        like = next(x for x in flatten((args, dict(kwargs)))[0] if isinstance(x, Tensor) and x.ndim > 1)
-        positions = torch.arange(like.shape[1], device=like.device).expand(like.shape[0], -1)
-        return {**kwargs, "position_ids": positions}
+        return dim, [(each, layout, layout.local_shape(each, device)) for each in shapes]
 
 
 def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
@@ -176,27 +155,11 @@ DIRECT["scaled_dot_product_attention"] = _attention
 
 def sharded_inputs(plan: LayerPlans, given: Any, mesh: Mesh) -> Any:
     """Return the inputs of a module as arrays: dim 0 over the axes of the mode's tokens, dim 1 over the sequence's."""
-    leaves, structure = flatten(given)
-    batch = tuple(axis for axis in plan.mode.tokens if axis in mesh.axis_names)
-    wrong: list[str] = []
-
-    def put(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        tokens = plan.sequence if x.ndim > 1 else None
-        spec = P(batch if x.ndim else (), tokens)
-        layout = Layout(mesh, spec)
-        n = mesh.shape[plan.sequence] if plan.sequence else 1
-        factor = 2 * n if plan.how == "zigzag" else n
-        if tokens and x.shape[1] % factor:
-            wrong.append(f"{tuple(x.shape)} has {x.shape[1]} tokens, which must be a multiple of {factor}")
-            return x
-        layout.check(tuple(x.shape), "an input")
-        if tokens and plan.how == "zigzag":
-            x = zigzag(x, n)
-        return constrain(Sharded(tuple(x.shape), Layout(mesh), (x,)), spec)
-
-    arrays = [put(x) for x in leaves]
-    if wrong:
-        raise LayoutError(f"inputs of a plan over {plan.sequence!r}: {'; '.join(wrong)}.")
-    return unflatten(structure, arrays)
+    paths, leaves, structure = flatten_with_paths(given)
+    with collected("inputs of a planned module") as attempt:
+        for place, (path, x) in enumerate(zip(paths, leaves, strict=True)):
+            if isinstance(x, Tensor):
+                spec = P(plan.mode.tokens if x.ndim else (), plan.sequence if x.ndim > 1 else None)
+                with attempt(path):
+                    leaves[place] = constrain(Sharded(tuple(x.shape), Layout(mesh), (x,)), spec)
+    return unflatten(structure, leaves)

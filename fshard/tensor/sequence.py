@@ -19,8 +19,9 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum, psum_scatter, pvary
+from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum, pvary
 from fshard.mesh.layout import Axes, PyTree, flatten_with_paths, unflatten
+from fshard.mesh.layout.arithmetic import zigzag
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.tensor.blocks import BlockPlan, attend_blocks
@@ -110,22 +111,6 @@ def _nearest(size: int, factor: int) -> str:
     return f"{below} or {below + factor}" if below else str(factor)
 
 
-def zigzag(x: Tensor, n: int, dim: int = 1, *, inverse: bool = False) -> Tensor:
-    """Reorder tokens so that the shard of device i of n has chunks i and 2n-1-i, of 2n; `inverse` undoes it.
-
-    >>> zigzag(torch.arange(8), 2, dim=0)
-    tensor([0, 1, 6, 7, 2, 3, 4, 5])
-    """
-    size = x.shape[dim]
-    if size % (2 * n):
-        raise ValueError(
-            f"fs.tensor.zigzag: tokens must be a multiple of {2 * n}; got {size}. Use {_nearest(size, 2 * n)}."
-        )
-    order = torch.tensor([chunk for index in range(n) for chunk in (index, 2 * n - 1 - index)], device=x.device)
-    dim %= x.ndim
-    return x.unflatten(dim, (2 * n, -1)).index_select(dim, order.argsort() if inverse else order).flatten(dim, dim + 1)
-
-
 def shard_sequence(tree: PyTree, axis: Axes, *, dim: int = 1, how: How = "ring") -> tuple[PyTree, Tensor]:
     """Return the device's tokens of a replicated tree, such as inputs, labels and masks, and their global positions.
 
@@ -158,13 +143,3 @@ def token_mean(loss: Tensor, mask: Tensor | None, axis: Axes) -> Tensor:
     masked = loss.to(torch.promote_types(loss.dtype, torch.float32)).masked_fill(~mask, 0)
     total, count = psum(torch.stack([masked.sum(), mask.sum().to(masked.dtype)]), axis)
     return total / count.clamp(min=1)
-
-
-def gather_sequence(x: Tensor, axis: Axes, dim: int = 1) -> Tensor:
-    """All-gather the tokens that a column-parallel layer needs, along its axis; backward: psum_scatter."""
-    return cast("Tensor", all_gather(x, axis, dim=dim))
-
-
-def scatter_sequence(x: Tensor, axis: Axes, dim: int = 1) -> Tensor:
-    """Sum the results of a row-parallel layer, and shard their tokens along its axis; backward: all_gather."""
-    return cast("Tensor", psum_scatter(x, axis, dim=dim))

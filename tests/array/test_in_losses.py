@@ -1,11 +1,18 @@
 """Arrays inside the functions of devices: losses of `fs.value_and_grad`, and `fs.shard_map`."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
+from tests.array.cases import CASES
+from tests.array.oracle import tensors
 
 F64 = torch.float64
 MESH = fs.make_mesh({"data": 2, "model": 2})
@@ -55,3 +62,62 @@ def test_arrays_in_shard_map_know_their_device():
 
     found = fs.shard_map(look_up, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(IDS)
     torch.testing.assert_close(fs.unshard(found), F.embedding(IDS, SERIAL["words"]))
+
+
+# Dims that the devices do not divide, and dims in zigzag order.
+
+RANDOM = {name for name in CASES if "dropout" in name}  # a loss draws by a key of its own
+
+
+def weighed(y):
+    """Return a sum that depends on the place of each element."""
+    places = torch.arange(1.0, 1 + math.prod(y.shape), dtype=F64).reshape(y.shape)
+    places = fs.Sharded(tuple(y.shape), fs.Layout(y.mesh), (places,)) if isinstance(y, fs.Sharded) else places
+    y = y.abs() if y.dtype.is_complex else y.double()
+    return (torch.where(y.isfinite(), y, 0) * places).sum()
+
+
+def sharded(x, dim, mesh):
+    """Return an array of a full tensor: a dim in chunks or in zigzag order."""
+    array = fs.Sharded(tuple(x.shape), fs.Layout(mesh), (x,))
+    if dim is None or mesh.zigzag:
+        return array if dim is None else fs.array.constrain(array, P(*((),) * dim, "model"))
+    own = x.chunk(mesh.size, dim)[fs.axis_index("model")]
+    return fs.Sharded(tuple(x.shape), fs.Layout(mesh, P(*((),) * dim, "model")), (own,))
+
+
+def loss_of_case(f, given, mesh=None, dims=()):
+    """Return a loss of all results, and of all parameters."""
+    xs = given if mesh is None else [sharded(*pair, mesh) for pair in zip(given, dims, strict=True)]
+    loss = sum(weighed(y) for y in tensors(f(*xs)))
+    loss = loss if mesh is None else fs.array.constrain(loss, P()).local
+    return loss + sum(0 * x.sum() for x in given if x.is_floating_point())
+
+
+def legal_dims(x, n, is_zigzag):
+    """Return the dims of a tensor that n devices can share."""
+
+    def is_legal(length):
+        return length % (2 * n) == 0 if is_zigzag else (n - 1) * -(-length // n) < length
+
+    return [None, *(dim for dim, length in enumerate(x.shape) if is_legal(length))]
+
+
+@given(st.sampled_from(sorted({*CASES} - RANDOM)), st.sampled_from([(2, True), (3, False)]), st.data())
+def test_dims_in_zigzag_order_and_uneven_ones_are_exact(name, how, data):
+    """Values and gradients of every operation, in a loss."""
+    (f, xs), (n, is_zigzag) = CASES[name], how
+    dims = [data.draw(st.sampled_from(legal_dims(x, n, is_zigzag))) for x in xs]
+    mesh = fs.make_mesh({"data": 1, "model": n})
+    own = replace(mesh["model"], zigzag="model") if is_zigzag else mesh["model"]
+    moving = [place for place, x in enumerate(xs) if x.is_floating_point()]
+
+    def loss_fn(params, batch, *how):
+        return loss_of_case(f, [params.get(str(place), x) for place, x in enumerate(xs)], *how)
+
+    params = {str(place): xs[place] for place in moving}
+    wanted, value = torch.func.grad_and_value(loss_fn)(params, None)
+    gradient = fs.value_and_grad(lambda p, b: loss_fn(p, b, own, dims), mesh=mesh, batch=P("data"))
+    loss, found = gradient(fs.shard_params(params, P(), mesh=mesh), torch.zeros(1))
+    torch.testing.assert_close(loss, value, check_dtype=False, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fs.unshard(found), wanted, rtol=1e-6, atol=1e-6, equal_nan=True)

@@ -15,17 +15,21 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own
 F64 = torch.float64
 
 
-def gradients(name, plan, mesh, rules=None):
-    """Return loss and gradients of a planned model on a mesh, those of one device, and the ledger."""
-    model = model_of(name)
-    apply, params, buffers = fs.functionalize(model, plan=plan)
+def gradients(name, plan, mesh, rules=None, model=None, **more):
+    """Return loss and gradients of a planned model on a mesh, those of one device, and the ledger.
+
+    The loss is the model's own, if `more` has labels.
+    """
+    apply, params, buffers = fs.functionalize(model or model_of(name), plan=plan)
     given, labels = inputs_of(name)
+    options = {key: x for key, x in more.items() if not isinstance(x, torch.Tensor)}
 
     def loss_fn(params, batch):
-        output, _ = apply(params, buffers, **batch["given"])
-        return plan.cross_entropy(output.logits, batch["labels"])
+        output, _ = apply(params, buffers, **batch["given"], **options)
+        return plan.full(output.loss) if "labels" in more else plan.cross_entropy(output.logits, batch["labels"])
 
-    batch = {"given": given, "labels": labels}
+    tensors = {key: x for key, x in more.items() if isinstance(x, torch.Tensor)}
+    batch = {"given": {**given, **tensors}, "labels": labels}
     values = {key: tuple(y.detach() for y in x) if isinstance(x, tuple) else x.detach() for key, x in params.items()}
     wanted, value = torch.func.grad_and_value(loss_fn)(values, batch)
     sharded = fs.shard_params(params, rules or fs.fsdp("data", within=plan.rules), mesh=mesh)
@@ -34,8 +38,8 @@ def gradients(name, plan, mesh, rules=None):
     return (loss, fs.unshard(found)), (value, wanted), comm
 
 
-def assert_planned(name, plan, mesh, tolerance=1e-6):
-    (loss, found), (value, wanted), comm = gradients(name, plan, mesh)
+def assert_planned(name, plan, mesh, tolerance=1e-6, **how):
+    (loss, found), (value, wanted), comm = gradients(name, plan, mesh, **how)
     torch.testing.assert_close(loss, value, check_dtype=False, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
     return comm
@@ -75,11 +79,48 @@ def test_sequences_are_exact(name, how):
     assert_planned(name, plan, fs.make_mesh({"data": 1, "seq": 2, "model": 2}))
 
 
+@pytest.mark.parametrize("how", ["ring", "zigzag"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"use_cache": False},
+        {"use_cache": False, "position_ids": torch.arange(8).expand(4, -1)},
+        {"labels": inputs_of("Llama")[1]},
+    ],
+    ids=lambda more: "-".join(more),
+)
+def test_models_options_over_a_sequence(more, how):
+    """Tokens are in their order for the model: its masks, positions and own loss are those of one device."""
+    options = {"axis": "model", "sequence": "seq", "sequence_mode": how, "check": False}
+    plan = fs.tensor_parallel(model_of("Llama"), sample={**inputs_of("Llama")[0], **more}, **options)
+    comm = assert_planned("Llama", plan, fs.make_mesh({"data": 1, "seq": 2, "model": 2}), **more)
+    along = {kind for (kind, axes), _ in comm.by_collective().items() if axes == ("seq",)}
+    assert along == {"ppermute", "psum"} or len(more) > 1 or "labels" in more
+
+
 @pytest.mark.parametrize("name", ["T5", "BERT"])
 def test_masked_attention_over_a_sequence_is_exact(name):
     options = {"axis": "model", "sequence": "seq", "check": False}
     plan = fs.tensor_parallel(model_of(name), sample=inputs_of(name)[0], **options)
     assert_planned(name, plan, fs.make_mesh({"data": 1, "seq": 2, "model": 2}))
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence": "seq", "sequence_mode": "zigzag"}], ids=["layers", "tokens"])
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT"])
+def test_uneven_vocabularies_are_sharded_and_exact(name, options):
+    """Of 67 words, which neither two nor three devices divide; without padding, and without gathering them."""
+    model = model_of(name, vocab_size=67)
+    labels = inputs_of(name)[1]
+    plan = fs.tensor_parallel(
+        model, axis="model", size=2, sample={**inputs_of(name)[0], "labels": labels}, check=not options, **options
+    )
+    words = [weight for weight, x in model.named_parameters() if x.shape[0] == 67 and x.ndim == 2]
+    assert [plan.layers[weight].style for weight in words] == ["words"] * len(words)
+    mesh = fs.make_mesh({"data": 1, "seq": 2, "model": 2} if options else {"data": 2, "model": 2})
+    for more in ({}, {"labels": labels}):
+        assert "all_gather" not in moved(assert_planned(name, plan, mesh, model=model, **more))
+    with pytest.raises(LayoutError, match="shared by at most 67"):
+        plan.check_sizes(fs.make_mesh({"model": 40}))
 
 
 def moved(comm):
@@ -150,6 +191,24 @@ def test_plan_of_a_module():
     text = str(plan)
     assert "fused.weight   column  12 + 12  down sums over what it produces" in text
     assert "normed.weight                   layer_norm needs all that it produces" in text
+
+
+class Places(nn.Module):
+    """As many positions as words."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(8, 4), nn.Embedding(8, 4), nn.Linear(4, 8)
+
+    def forward(self, ids):
+        return self.head(F.layer_norm(self.words(ids) + self.places(torch.arange(ids.shape[1])), (4,)))
+
+
+def test_a_table_of_positions_is_no_table_of_words():
+    sample = torch.arange(8).view(2, 4)
+    plan = fs.tensor_parallel(Places(), axis="model", sample=sample, sequence="seq")
+    assert [*plan.layers] == ["head.weight", "words.weight"]
+    assert '1d over "model", tokens over "seq" (gather)' in str(plan)
 
 
 def test_frozen_parameters_are_checked_too():
@@ -317,7 +376,7 @@ def test_planned_modules_that_write_buffers_raise():
 
 @pytest.mark.parametrize(
     ("name", "how", "text"),
-    [("T5", "ring", "got a mask"), ("T5", "zigzag", "must take position_ids")],
+    [("T5", "ring", "got a mask"), ("T5", "zigzag", "got a mask")],
 )
 def test_what_sequences_do_not_take(name, how, text):
     options = {"axis": "model", "sequence": "seq", "sequence_mode": how, "check": False}
@@ -329,7 +388,7 @@ def test_what_sequences_do_not_take(name, how, text):
 def test_tokens_that_devices_do_not_divide():
     options = {"axis": "model", "sequence": "seq", "sequence_mode": "zigzag", "check": False}
     plan = fs.tensor_parallel(model_of("Llama"), sample=inputs_of("Llama")[0], **options)
-    with pytest.raises(LayoutError, match="8 tokens, which must be a multiple of 6"):
+    with pytest.raises(LayoutError, match=r"input_ids.*: .* 8 elements, which must be a multiple of 6"):
         gradients("Llama", plan, fs.make_mesh({"data": 1, "seq": 3, "model": 2}))
 
 

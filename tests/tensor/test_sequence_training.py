@@ -130,8 +130,8 @@ def test_sequence_parallel_regions_around_column_and_row_layers():
     x, up, down = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((2, 6, 4), (4, 8), (8, 4)))
 
     def block(x, up, down):
-        h = fs.tensor.gather_sequence(F.layer_norm(x, (4,)), "model")
-        return x + fs.tensor.scatter_sequence(F.gelu(h @ up) @ down, "model")
+        h = fs.all_gather(F.layer_norm(x, (4,)), "model", dim=1)
+        return x + fs.psum_scatter(F.gelu(h @ up) @ down, "model", dim=1)
 
     specs = P(None, "model"), P(None, "model"), P("model")
     f = fs.shard_map(block, mesh=fs.make_mesh({"model": 2}), in_specs=specs, out_specs=P(None, "model"))

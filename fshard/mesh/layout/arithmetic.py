@@ -93,6 +93,23 @@ def dim_ranges(
     return tuple(ranges)
 
 
+def zigzag(x: Tensor, n: int, dim: int = 1, *, inverse: bool = False) -> Tensor:
+    """Reorder a dim so that the shard of device i of n has chunks i and 2n-1-i, of 2n; `inverse` undoes it.
+
+    >>> zigzag(torch.arange(8), 2, dim=0)
+    tensor([0, 1, 6, 7, 2, 3, 4, 5])
+    """
+    size, chunks = x.shape[dim], 2 * n
+    if size % chunks:
+        nearest = [multiple for multiple in (size - size % chunks, size - size % chunks + chunks) if multiple]
+        raise ValueError(
+            f"fs.tensor.zigzag: tokens must be a multiple of {chunks}; got {size}. Use {' or '.join(map(str, nearest))}."
+        )
+    order = torch.tensor([chunk for index in range(n) for chunk in (index, chunks - 1 - index)], device=x.device)
+    dim %= x.ndim
+    return x.unflatten(dim, (chunks, -1)).index_select(dim, order.argsort() if inverse else order).flatten(dim, dim + 1)
+
+
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 WIDER: dict[torch.dtype, torch.dtype] = {
     **{getattr(torch, name): torch.float32 for name in ("float16", "bfloat16", *_FLOAT8) if hasattr(torch, name)},

@@ -106,11 +106,13 @@ class Layout(CachedHash):
             raise LayoutError(
                 f"{what} of shape {shape} has {len(shape)} dims, but {spec} has {len(spec.entries)} entries."
             )
-        bad = [
-            f"dim {dim} has {length} elements, which {parts} devices ({' x '.join(axes)}) do not divide"
-            for dim, (length, axes) in enumerate(zip(shape, spec.dims(len(shape)), strict=True))
-            if length % (parts := prod(self.mesh.shape[axis] for axis in axes)) and self.unit is None
-        ]
+        bad: list[str] = []
+        for dim, (length, axes) in enumerate(zip(shape, spec.dims(len(shape)), strict=True)):
+            parts, zigzag = prod(self.mesh.shape[axis] for axis in axes), self.mesh.zigzag
+            if zigzag in axes and length % (2 * parts):
+                bad.append(f"dim {dim} has {length} elements, which must be a multiple of {2 * parts} in zigzag order")
+            elif length % parts and self.unit is None:
+                bad.append(f"dim {dim} has {length} elements, which {parts} devices ({' x '.join(axes)}) do not divide")
         if bad:
             raise LayoutError(
                 f"{what} of shape {shape} cannot have the layout {spec}: {'; '.join(bad)}. Pad, or use P.flat."

@@ -35,6 +35,7 @@ class Mesh(CachedHash):
         device_type: "cpu", "cuda" or, on an abstract mesh, "meta".
         parent: the (name, size) pairs of the mesh that this one was sliced from, or None.
         ranks: torch.distributed ranks of the devices in mesh order, where they are not 0, 1, 2, ...
+        zigzag: an axis along which shards of arrays are in zigzag order: see `arithmetic.zigzag`. For operations on arrays.
 
     >>> mesh = Mesh((("data", 4), ("model", 2)), "virtual", "cpu")
     >>> mesh.size, mesh.axis_names, dict(mesh.shape)
@@ -48,6 +49,7 @@ class Mesh(CachedHash):
     device_type: str
     parent: tuple[tuple[str, int], ...] | None = None
     ranks: tuple[int, ...] | None = None
+    zigzag: str | None = None
 
     def __post_init__(self) -> None:
         _validate(self.axes, self.runtime)
@@ -127,7 +129,8 @@ class Mesh(CachedHash):
     def __str__(self) -> str:
         grid = ", ".join(f"{name}={size}" for name, size in self.axes)
         cut = "" if self.parent is None else " of " + ", ".join(f"{name}={size}" for name, size in self.parent)
-        return f"Mesh({grid}{cut}; {self.runtime}, {self.device_type})"
+        order = f", zigzag over {self.zigzag}" if self.zigzag else ""
+        return f"Mesh({grid}{cut}; {self.runtime}, {self.device_type}{order})"
 
     __repr__ = __str__
 

@@ -280,6 +280,11 @@ def _trips(
     for place in dict.fromkeys(firsts):
         if befores[place] != afters[place]:
             on_mesh.setdefault(befores[place].mesh, []).append(place)
+    if strange := [mesh for mesh in on_mesh if mesh.zigzag]:
+        raise LayoutError(
+            f"an array must not be in zigzag order to be resharded; got one on {strange[0]}. Use plan.full(x), or "
+            "fs.array.constrain."
+        )
     return [
         (mesh, places, [plan_reshard(befores[place], afters[place], shapes[place]) for place in places])
         for mesh, places in on_mesh.items()
