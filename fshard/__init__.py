@@ -13,6 +13,7 @@ from fshard.booster.booster import Booster
 from fshard.booster.hybrid import HybridParallelPlugin
 from fshard.booster.parallel import parallel
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, ZeroPlugin
+from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import save
 from fshard.explore.picture import visualize
@@ -115,6 +116,7 @@ __all__ = [
     # checkpoints
     "save",
     "restore",
+    "RandomState",
     # pipelines
     "pipeline_schedule",
     "shard_stages",
