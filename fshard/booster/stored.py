@@ -116,13 +116,13 @@ def _parts(stored: Any, own: Any) -> Any:
 
 
 def full(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return full tensors in place of arrays; all devices must call it."""
+    """Return full tensors in place of arrays, each of its own; all devices must call it."""
     parts = {name: [x for _, x in stored_parts(value)] for name, value in values.items() if is_array(value)}
-    gathered = unshard(parts)
-    return {
-        name: torch.cat(gathered[name], x.dim) if isinstance(x, Joined) else gathered[name][0] if is_array(x) else x
-        for name, x in values.items()
-    }
+    gathered, made = unshard(parts), dict(values)
+    for name, own in gathered.items():
+        x = values[name]
+        made[name] = torch.cat(own, x.dim) if isinstance(x, Joined) else own[0].detach().clone()
+    return made
 
 
 def put(x: Any, value: Any) -> None:
