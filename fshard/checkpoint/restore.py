@@ -187,7 +187,7 @@ def fill(source: Any, tree: PyTree, *, strict: bool, cast: bool, what: str) -> t
         if leaf.name in below:
             found = [(one.path[len(leaf.path) :], one.value) for one in below[leaf.name] if one.name not in unfit]
             leaf.value.load_state_dict(shaped(build(found), leaf.value.state_dict()))
-        is_value = leaf.name in source.values and leaf.name not in unfit
+        is_value = leaf.name in source.values and leaf.name not in unfit | below.keys()
         result.append(source.values[leaf.name][1] if is_value else leaf.value)
     return closed(unflatten(result)), differences
 
@@ -221,7 +221,7 @@ def _below(source: Any, objects: Sequence[Leaf]) -> dict[str, list[Leaf]]:
 
 def _compare(source: Any, wanted: Sequence[Leaf], below: Mapping[str, Sequence[Leaf]], cast: bool) -> Differences:
     """Return the differences between what is stored and what is wanted."""
-    names = {leaf.name: leaf for leaf in wanted if leaf.name not in below}
+    names = {leaf.name: leaf for leaf in wanted if not is_object(leaf.value)}
     stored = {*source.arrays, *source.values}
     missing = [name for name in names if name not in stored] + [name for name, found in below.items() if not found]
     unexpected = [name for name in stored if name not in names]
