@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Protocol
 
 from fshard.booster.model import BoostedModel
 from fshard.booster.optimizer import BoostedOptimizer
@@ -11,8 +11,16 @@ from fshard.checkpoint.names import is_object
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import save
+from fshard.mesh.layout import PyTree
 
 Folder = str | os.PathLike[str]
+
+
+class StepFolder(Protocol):
+    """A folder of checkpoints by step, as `fs.Checkpoints` is one."""
+
+    def save(self, step: int, tree: PyTree, /, **options: Any) -> None: ...
+    def restore(self, target: PyTree, /, **options: Any) -> PyTree: ...
 
 
 class Counters:
@@ -33,29 +41,42 @@ class Checkpointing:
 
     def save(
         self,
-        folder: Folder,
+        folder: Folder | StepFolder,
         model: BoostedModel,
         optimizer: BoostedOptimizer | None = None,
         lr_scheduler: Any = None,
         dataloader: Any = None,
+        **options: Any,
     ) -> None:
-        """Save what a loop has, as `boost` has returned it, and the random generators, by `fs.save`.
+        """Save what a loop has, as `boost` has returned it, and the random generators.
 
         A loop that loads it, on any number of devices and with any plugin, continues as this one does: in mid-epoch too.
+
+        Args:
+            folder: a path, for `fs.save`; or an `fs.Checkpoints`, which gets the number of the model's steps.
+            options: of these: metrics, timeout; metrics, wait.
         """
-        save(folder, _tree(model, optimizer, lr_scheduler, dataloader))
+        tree = _tree(model, optimizer, lr_scheduler, dataloader)
+        if isinstance(folder, str | os.PathLike):
+            save(folder, tree, **options)
+        else:
+            folder.save(tree["counters"].state_dict()["steps"], tree, **options)
 
     def load(
         self,
-        folder: Folder,
+        folder: Folder | StepFolder,
         model: BoostedModel,
         optimizer: BoostedOptimizer | None = None,
         lr_scheduler: Any = None,
         dataloader: Any = None,
     ) -> None:
-        """Load what `save` has saved; of what is not given nothing is read."""
+        """Load what `save` has saved, the last of an `fs.Checkpoints`; of what is not given nothing is read."""
         tree = _tree(model, optimizer, lr_scheduler, dataloader)
-        restore(folder, tree, only=[f"{name}.**" for name in tree])
+        only = [f"{name}.**" for name in tree]
+        if isinstance(folder, str | os.PathLike):
+            restore(folder, tree, only=only)
+        else:
+            folder.restore(tree, only=only)
 
     def save_model(self, model: BoostedModel, checkpoint: Folder) -> None:
         """Save parameters and buffers."""

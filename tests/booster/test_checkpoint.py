@@ -37,7 +37,9 @@ class Block(nn.Module):
 
 def network(counts=True, dropout=0.25):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Block(counts, dropout), nn.Linear(8, 8), Block(counts, dropout), nn.Linear(8, 8))
+    model = nn.Sequential(
+        nn.Linear(8, 8), Block(counts, dropout), nn.Linear(8, 8), Block(counts, dropout), nn.Linear(8, 8)
+    )
     model[4].weight = model[0].weight  # of the first and the last stage
     return model.double()
 
@@ -254,6 +256,72 @@ def close(found, wanted):
     assert found[1].keys() == wanted[1].keys()
     assert found[1]["param_groups"] == wanted[1]["param_groups"]
     torch.testing.assert_close(found[1]["state"], wanted[1]["state"], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_full_state_of_one_plugin_loads_into_another(name, folders):
+    (_, (state, _)), (plugin, axes) = folders("ddp" if name != "ddp" else "both"), PLUGINS[name]
+
+    def main():
+        loop = Loop(plugin, PLAIN)
+        loop.model.load_state_dict(state[0])
+        loop.opt.load_state_dict(state[1])
+        return copy.deepcopy((loop.model.state_dict(), loop.opt.state_dict()))
+
+    for found in fs.run(main, mesh=fs.make_mesh(axes)):
+        equal(found, state, [0, 1])
+
+
+class Recorder(nn.Linear):
+    """Has extra state, and a buffer that torch does not save."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("by", ["folder", "state_dict"])
+def test_extra_state_is_saved(by, tmp_path):
+    def main():
+        one, other = Recorder(), Recorder()
+        booster = fs.Booster()
+        (model, *_), (again, *_) = booster.boost(one), booster.boost(other)
+        one.seen = 3
+        assert list(model.state_dict()) == ["weight", "bias", "_extra_state"]
+        if by == "folder":
+            booster.save_model(model, tmp_path)
+            booster.load_model(again, tmp_path)
+        else:
+            again.load_state_dict(model.state_dict())
+        return other.seen, torch.equal(again.unwrap().weight, model.unwrap().weight)
+
+    assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [(3, True)] * 2
+
+
+def test_model_with_low_rank_differences(tmp_path):
+    def main(plugin, load):
+        booster = fs.Booster(plugin())
+        module = booster.enable_lora(network())
+        model, opt, *_ = booster.boost(module, torch.optim.AdamW([x for x in module.parameters() if x.requires_grad]))
+        if load:
+            booster.load(tmp_path, model, opt)
+        else:
+            booster.backward(model(DATA[:4][0]).square().mean(), opt)
+            opt.step()
+            booster.save(tmp_path, model, opt)
+        return copy.deepcopy((model.state_dict(), opt.state_dict()))
+
+    wanted = fs.run(main, fs.DDPPlugin, False, mesh=fs.make_mesh({"data": 2}))[0]
+    assert any("lora_A" in name for name in wanted[0])
+    for found in fs.run(main, fs.FSDPPlugin, True, mesh=fs.make_mesh({"data": 4})):
+        equal(found, wanted, range(2))
 
 
 def test_state_before_the_first_step_is_that_of_torch():
