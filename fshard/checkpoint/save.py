@@ -35,7 +35,7 @@ from fshard.checkpoint.index import (
     sealed,
     storable,
 )
-from fshard.checkpoint.names import Leaf, is_array, is_object, leaves_of, opened, stored_parts, refuse_repeated
+from fshard.checkpoint.names import Leaf, is_array, is_object, leaves_of, opened, refuse_repeated, stored_parts
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import broadcast, pmax
 from fshard.mesh.layout import Layout, PyTree
