@@ -273,8 +273,9 @@ def _targets(leaf: Leaf, after: list[Callable[[], object]]) -> Iterator[Target]:
     """Yield the ranges of an array that are held here, with their memory."""
     pairs = [(at, *pair) for at, x in stored_parts(leaf.value) for pair in _spans(x)]
     for at, span, shard in pairs:
-        block = tuple([(a + start, b + start) for (a, b), start in zip(span.block, at, strict=bool(at))]) or span.block
-        span = Span(block, span.start, span.stop)
+        if any(at):
+            block = tuple([(a + start, b + start) for (a, b), start in zip(span.block, at, strict=True)])
+            span = Span(block, span.start, span.stop)
         shard = shard.detach()
         if not shard.numel():
             continue
