@@ -1,7 +1,7 @@
 """The form in which a boosted model and its optimizer are stored: that of one device, whatever the plugin.
 
     [{"0.w": x}, {"2.w": y}]      stages              {"0.w": x, "2.w": y}
-    {"qkv.w": (q, k, v)}          a fused weight      {"qkv.w": Joined((q, k, v), dim=0)}
+    {"qkv.w": (q, k, v)}          a fused weight      {"qkv.w": JoinedArray((q, k, v), dim=0)}
 
 Arrays stay as they are sharded. `full` gathers them, and `put` writes full tensors back.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import optree
 import torch
 
-from fshard.checkpoint.names import Joined, is_array, stored_parts
+from fshard.checkpoint.names import JoinedArray, is_array, stored_parts
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.layout.tree import NAMESPACE
@@ -103,11 +103,11 @@ def _joined(x: Any, param: Any, plan: Any, name: str) -> Any:
     if all(part is x[0] for part in x):  # the count of their steps
         return x[0]
     alike = all(is_array(part) and part.shape == own.shape for part, own in zip(x, param, strict=True))
-    return Joined(x, plan.parts_of(name)[1]) if alike else x
+    return JoinedArray(x, plan.parts_of(name)[1]) if alike else x
 
 
 def _parts(stored: Any, own: Any) -> Any:
-    if isinstance(stored, Joined):
+    if isinstance(stored, JoinedArray):
         return tuple(stored.parts)
     return (stored,) * len(own) if isinstance(own, tuple) and not isinstance(stored, tuple) else stored
 
@@ -121,7 +121,7 @@ def full(values: Mapping[str, Any]) -> dict[str, Any]:
     gathered, made = unshard(parts), dict(values)
     for name, own in gathered.items():
         x = values[name]
-        made[name] = torch.cat(own, x.dim) if isinstance(x, Joined) else own[0].detach().clone()
+        made[name] = torch.cat(own, x.dim) if isinstance(x, JoinedArray) else own[0].detach().clone()
     return made
 
 

@@ -49,7 +49,7 @@ def name_of(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedArray:
     """An array that is stored in parts, which are joined along a dim: those of a fused weight."""
 
     parts: Sequence[Any]
@@ -68,7 +68,7 @@ class Joined:
 
 def stored_parts(x: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
     """Yield the arrays that are stored of one, and where each begins in it."""
-    if not isinstance(x, Joined):
+    if not isinstance(x, JoinedArray):
         yield (0,) * x.ndim, x
         return
     start = 0
@@ -78,7 +78,8 @@ def stored_parts(x: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
 
 
 def is_array(x: Any) -> bool:
-    return isinstance(x, Tensor | Sharded | Joined)
+    """Return True for a leaf that is stored as an array."""
+    return isinstance(x, Tensor | Sharded | JoinedArray)
 
 
 def is_object(x: Any) -> bool:

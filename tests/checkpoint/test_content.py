@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import fshard as fs
 from fshard import P
-from fshard.checkpoint.names import Joined
+from fshard.checkpoint.names import JoinedArray
 from fshard.errors import CheckpointError
 
 # -- random generators ------------------------------------------------------------------------------------------------
@@ -259,7 +259,9 @@ def test_parts_are_one_array(sizes, others, dim, specs, tmp_path_factory):
 
     def parts(values, at):
         cut = zip(values.split(sizes, dim), specs[at:] + specs[:at], strict=False)
-        return Joined(tuple(fs.device_put(part.clone(), fs.Layout(mesh(), fit(spec, part))) for part, spec in cut), dim)
+        return JoinedArray(
+            tuple(fs.device_put(part.clone(), fs.Layout(mesh(), fit(spec, part))) for part, spec in cut), dim
+        )
 
     def fit(spec, part):
         return spec if spec.is_flat or not spec.split_axes or all(size % 2 == 0 for size in part.shape) else P()
