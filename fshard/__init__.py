@@ -14,6 +14,7 @@ from fshard.booster.hybrid import HybridParallelPlugin
 from fshard.booster.parallel import parallel
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, ZeroPlugin
 from fshard.checkpoint.folder import Checkpoints
+from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import save
 from fshard.explore.picture import visualize
@@ -117,6 +118,7 @@ __all__ = [
     "save",
     "restore",
     "Checkpoints",
+    "RandomState",
     # pipelines
     "pipeline_schedule",
     "shard_stages",

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "transforms": GROUND | {"mesh", "optim", "pipeline"},  # a training step is a gradient and an optimizer
     "pipeline": GROUND | {"mesh"},
     "nn": {"transforms"},
-    "booster": GROUND | {"mesh", "transforms", "optim", "pipeline", "tensor"},
+    "booster": GROUND | {"mesh", "transforms", "optim", "pipeline", "tensor", "checkpoint"},
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "launching": GROUND | {"mesh"},
     "explore": GROUND | {"mesh", "transforms", "optim", "pipeline"},

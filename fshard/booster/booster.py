@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fshard.booster.checkpoint import Checkpointing
 from fshard.booster.loader import DeviceState, Loader
 from fshard.booster.loop import LoopModel
 from fshard.booster.model import BoostedModel, shard_model
@@ -43,7 +44,7 @@ class TrainState(NamedTuple):
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
-class Booster:
+class Booster(Checkpointing):
     """Trains a model in the layouts of its plugin (`DDPPlugin()` by default), in torch's loop or by a functional step.
 
     The loop runs as one device: under torchrun, or inside of `fs.run` on a virtual mesh.

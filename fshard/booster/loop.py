@@ -83,10 +83,10 @@ class LoopModel(BoostedModel):
         self._axes, self._state = plugin.axes(self.mesh), state
         self._gradient = unstaged(self.function, gradients=opt.gradients, **plugin.gradient_options())
         self._step: _Step | None = None
-        self._agree_on(self.module_buffers)
+        self.set_buffers(self.module_buffers)
 
-    def _agree_on(self, buffers: PyTree) -> None:
-        """Set the buffers of all devices."""
+    def set_buffers(self, buffers: PyTree) -> None:
+        self.module_buffers = buffers
         self._agreed = Buffers(buffers, resolve_mesh(self.mesh))
         self._written = [self._agreed.part(0)]  # as each slice of the last forward has left them
 
@@ -240,7 +240,7 @@ class LoopModel(BoostedModel):
                 "batches of two sizes. Use each batch of a loader before the next is fetched, or leave the last one out: "
                 "drop_last=True."
             )
-        self._agree_on(self._agreed.after([after]))
+        self.set_buffers(self._agreed.after([after]))
         grads = gradient_tree(step.plans.leaves, [device.gradients(used)], step.structure, step.at)
         step.plans.order, self._step = step.runtime.order, None
         step.runtime.stop()

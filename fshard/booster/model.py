@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.booster.plugins import Plugin
+from fshard.booster.stored import StoredForm, put
 from fshard.copying import copied
 from fshard.errors import ModuleError, ScopeError
 from fshard.mesh.layout import Layout, PyTree, map_leaves
@@ -152,7 +153,33 @@ class BoostedModel(nn.Module):
             full[id(x)] = nn.Parameter(values[name].detach().clone(), requires_grad=x.requires_grad)
         return copied(self.module, full)
 
-    state_dict = refusing(ModuleError, "a boosted model is sharded: call model.unwrap().state_dict() on all devices.")
-    load_state_dict = refusing(ModuleError, "a boosted model is sharded. Load before the model is boosted.")
+    def set_buffers(self, buffers: PyTree) -> None:
+        """Replace the buffers; they are equal on all devices."""
+        self.module_buffers = buffers
+
+    def state_dict(self, **options: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return full parameters and buffers, as the module's `state_dict`; all devices must call it."""
+        return self.unwrap().state_dict(**options)
+
+    def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> Any:
+        """Load full parameters and buffers, as the module's `load_state_dict`; all devices must call it, with equal ones."""
+        module, form = self.unwrap(), StoredForm(self)
+        differences, state = module.load_state_dict(state_dict, strict=strict), form.module_state()
+        with torch.no_grad():
+            for key, value in module.state_dict().items():
+                put(state[key], value) if isinstance(value, Tensor) else state.update({key: value})
+        form.set_module_state(state)
+        return differences
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Return parameters and buffers by the names of `state_dict`, as they are sharded: `fs.save` stores these."""
+        return StoredForm(self).module_state()
+
+    def load_sharded_state(self, state: Mapping[str, Any]) -> None:
+        """Use arrays of `sharded_state`, into which others have been written."""
+        StoredForm(self).set_module_state(state)
+
     _apply = refusing(ModuleError, "a boosted model is sharded. Move or convert it before it is boosted.")
     __deepcopy__ = refusing(ModuleError, "a boosted model is sharded: model.unwrap() is a copy with full parameters.")

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from fshard.booster.loop import LoopModel
 from fshard.booster.model import refusing
+from fshard.booster.optimizer_state import full_state, loaded_state, stored_state
 from fshard.booster.plugins import Plugin
 from fshard.booster.stages import StagedModel
+from fshard.booster.stored import StoredForm
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
@@ -155,8 +157,21 @@ class BoostedOptimizer(torch.optim.Optimizer):
             grown = self._source.grown(self._model.params, self.state, self._partitioned().init)
             self._model.params, self.state = grown
 
-    state_dict = refusing(OptimizerError, "state_dict: a boosted optimizer's state is sharded: optimizer.state.")
-    load_state_dict = refusing(
-        OptimizerError, "load_state_dict: a boosted optimizer's state is sharded: optimizer.state."
-    )
+    def state_dict(self) -> dict[str, Any]:
+        """Return the full state: of an optimizer of torch in its form. All devices must call it."""
+        return full_state(self._source, StoredForm(self._model), self.state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a full state, such as that of the optimizer on one device; all devices must give equal ones."""
+        form, init = StoredForm(self._model), self._partitioned().init(self._model.params)
+        self.state = loaded_state(self._source, form, init, state_dict)
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Return state and groups by the names of parameters, as they are sharded: `fs.save` stores these."""
+        return stored_state(self._source, StoredForm(self._model), self.state)
+
+    def load_sharded_state(self, state: dict[str, Any]) -> None:
+        """Use arrays of `sharded_state`, into which others have been written."""
+        self.state = StoredForm(self._model).own(state["state"], self.state)
+
     __reduce_ex__ = refusing(OptimizerError, "a boosted optimizer is sharded, so it cannot be copied or pickled.")

@@ -10,6 +10,7 @@ field, a number is a position, and a list of one entry is any other key of a dic
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +48,38 @@ def name_of(path: Path) -> str:
     return ".".join(str(one[0]) if isinstance(one, list) else str(one) for one in path)
 
 
+@dataclass(frozen=True)
+class JoinedArray:
+    """An array that is stored in parts, which are joined along a dim: those of a fused weight."""
+
+    parts: Sequence[Any]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = [*self.parts[0].shape]
+        shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.parts[0].dtype
+
+
+def stored_parts(x: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Yield the arrays that are stored of one, and where each begins in it."""
+    if not isinstance(x, JoinedArray):
+        yield (0,) * x.ndim, x
+        return
+    start = 0
+    for part in x.parts:
+        yield tuple([start * (dim == x.dim) for dim in range(part.ndim)]), part
+        start += part.shape[x.dim]
+
+
 def is_array(x: Any) -> bool:
     """Return True for a leaf that is stored as an array."""
-    return isinstance(x, Tensor | Sharded)
+    return isinstance(x, Tensor | Sharded | JoinedArray)
 
 
 def is_object(x: Any) -> bool:
@@ -57,6 +87,31 @@ def is_object(x: Any) -> bool:
     return (
         not is_array(x) and callable(getattr(x, "state_dict", None)) and callable(getattr(x, "load_state_dict", None))
     )
+
+
+def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Replace objects that have a `sharded_state` by it; return the tree, and a function that gives them such a state again."""
+    flatten(tree)  # registers the dataclasses in it
+    one: Any = optree
+    leaves, structure = one.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    has_one = [is_object(x) and hasattr(x, "sharded_state") for x in leaves]
+    if not any(has_one):
+        return tree, lambda result: result
+
+    def closed(result: PyTree) -> PyTree:
+        found = structure.flatten_up_to(result)
+        for place, (x, own) in enumerate(zip(leaves, found, strict=True)):
+            if has_one[place]:
+                x.load_sharded_state(own)
+                found[place] = x
+        return one.tree_unflatten(structure, found)
+
+    states = [x.sharded_state() if yes else x for x, yes in zip(leaves, has_one, strict=True)]
+    return one.tree_unflatten(structure, states), closed
+
+
+def _is_leaf(x: Any) -> bool:
+    return is_array(x) or is_object(x)
 
 
 def leaves_of(tree: PyTree) -> list[Leaf]:
@@ -68,9 +123,7 @@ def leaves_of(tree: PyTree) -> list[Leaf]:
 def flattened(tree: PyTree) -> tuple[list[Leaf], Callable[[Sequence[Any]], PyTree]]:
     """Return the leaves of a tree, without empty containers, and a function that puts others in their place."""
     leaves = [leaf for leaf in leaves_of(tree) if not (isinstance(leaf.value, dict | list) and not leaf.value)]
-    structure = optree.tree_structure(
-        tree, is_leaf=lambda x: is_array(x) or is_object(x), none_is_leaf=True, namespace=NAMESPACE
-    )
+    structure = optree.tree_structure(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     return leaves, lambda values: optree.tree_unflatten(structure, values)
 
 
@@ -83,7 +136,7 @@ def _walk(node: Any, path: Path) -> Iterator[Leaf]:
             yield from _walk(stage, path)
         return
     try:
-        children, _, entries, _ = _one_level(node)
+        children, _, entries, _ = _one_level(dict(node) if isinstance(node, Counter) else node)
     except ValueError:  # not a container
         yield Leaf(path, node)
         return
@@ -110,7 +163,8 @@ def _are_stages(node: Sequence[Any]) -> bool:
     if hasattr(node, "_fields") or not all(isinstance(stage, dict) for stage in node):
         return False
     keys = [key for stage in node for key in stage]
-    return any(isinstance(key, str) and "." in key for key in keys) and all(isinstance(key, str) for key in keys)
+    differ = len({*keys}) == len(keys) and all(isinstance(key, str) for key in keys)
+    return differ and any("." in key for key in keys)
 
 
 def build(items: Sequence[tuple[Path, Any]]) -> PyTree:
@@ -129,6 +183,23 @@ def build(items: Sequence[tuple[Path, Any]]) -> PyTree:
     if built and all(isinstance(key, int) for key in built):
         return [built[key] for key in sorted(built)]
     return {key[1] if isinstance(key, tuple) else key: x for key, x in built.items()}
+
+
+def shaped(tree: PyTree, like: PyTree) -> PyTree:
+    """Return a tree of dicts and lists with the tuples and kinds of dicts of another one, as far as that has their keys.
+
+    >>> shaped({"betas": [1, 2], "lr": [3]}, {"betas": (0, 0)})
+    {'betas': (1, 2), 'lr': [3]}
+    """
+    if isinstance(tree, dict):
+        own = like if isinstance(like, dict) else {}
+        made = {key: shaped(x, own.get(key)) for key, x in tree.items()}
+        return type(like)(made) if isinstance(like, Counter | OrderedDict) else made
+    if isinstance(tree, list):
+        own = like if isinstance(like, list | tuple) and len(like) == len(tree) else [None] * len(tree)
+        made = [shaped(x, one) for x, one in zip(tree, own, strict=True)]
+        return tuple(made) if isinstance(like, tuple) else made
+    return tree
 
 
 def refuse_repeated(leaves: Sequence[Leaf], what: str) -> None:

@@ -15,10 +15,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fshard.checkpoint.copying import Span
 from fshard.checkpoint.division import span_of
-from fshard.checkpoint.names import Leaf, build, flattened, is_array, is_object, leaves_of, name_of
+from fshard.checkpoint.names import (
+    Leaf,
+    build,
+    flattened,
+    is_array,
+    is_object,
+    leaves_of,
+    name_of,
+    opened,
+    shaped,
+    stored_parts,
+)
 from fshard.checkpoint.names import Path as TreePath
 from fshard.checkpoint.source import Source, Stored, Target, open_source
 from fshard.errors import CheckpointError
@@ -156,7 +168,9 @@ def _tree_of(source: _Renamed, *, meta: bool = False) -> PyTree:
 
 def fill(source: Any, tree: PyTree, *, strict: bool, cast: bool, what: str) -> tuple[PyTree, Differences]:
     """Read a source into a tree: return the tree, and what is only on one side."""
+    tree, closed = opened(tree)
     leaves, unflatten = flattened(tree)
+    leaves = _apart(source, leaves)
     below = _below(source, [leaf for leaf in leaves if is_object(leaf.value)])
     wanted = [*leaves, *(one for found in below.values() for one in found)]
     differences = _compare(source, wanted, below, cast)
@@ -172,22 +186,34 @@ def fill(source: Any, tree: PyTree, *, strict: bool, cast: bool, what: str) -> t
     for leaf in leaves:
         if leaf.name in below:
             found = [(one.path[len(leaf.path) :], one.value) for one in below[leaf.name] if one.name not in unfit]
-            leaf.value.load_state_dict(build(found))
-        is_value = leaf.name in source.values and leaf.name not in unfit
+            leaf.value.load_state_dict(shaped(build(found), leaf.value.state_dict()))
+        is_value = leaf.name in source.values and leaf.name not in unfit | below.keys()
         result.append(source.values[leaf.name][1] if is_value else leaf.value)
-    return unflatten(result), differences
+    return closed(unflatten(result)), differences
+
+
+def _apart(source: Any, leaves: Sequence[Leaf]) -> list[Leaf]:
+    """Return leaves of which numbers that are one tensor get memory of their own: counts of steps may differ."""
+    seen, found = set[int](), list[Leaf]()
+    for leaf in leaves:
+        x = leaf.value
+        again = isinstance(x, Tensor) and x.ndim == 0 and leaf.name in source.arrays and id(x) in seen
+        seen.add(id(x))
+        found.append(Leaf(leaf.path, torch.empty_like(x)) if again else leaf)
+    return found
 
 
 def _below(source: Any, objects: Sequence[Leaf]) -> dict[str, list[Leaf]]:
     """Return what is stored of the state of each object, with memory for its arrays: the object's own, or new."""
     below: dict[str, list[Leaf]] = {}
     for leaf in objects:
-        own = {(*leaf.path, *one.path): one.value for one in leaves_of(leaf.value.state_dict())}
+        own = {name_of((*leaf.path, *one.path)): one.value for one in leaves_of(leaf.value.state_dict())}
         found = below.setdefault(leaf.name, [])
         for name, (path, *_) in {**source.arrays, **source.values}.items():
             if path[: len(leaf.path)] == leaf.path:
-                value = source.values[name][1] if name in source.values else own.get(path)
-                if name in source.arrays and not is_array(value):
+                value = source.values[name][1] if name in source.values else own.get(name)
+                is_free = getattr(leaf.value, "takes_any_shape", False)
+                if name in source.arrays and (is_free or not is_array(value)):
                     value = torch.empty(source.arrays[name].shape, dtype=source.arrays[name].dtype)
                 found.append(Leaf(path, value))
     return below
@@ -195,10 +221,10 @@ def _below(source: Any, objects: Sequence[Leaf]) -> dict[str, list[Leaf]]:
 
 def _compare(source: Any, wanted: Sequence[Leaf], below: Mapping[str, Sequence[Leaf]], cast: bool) -> Differences:
     """Return the differences between what is stored and what is wanted."""
-    names = {leaf.name: leaf for leaf in wanted if leaf.name not in below}
+    names = {leaf.name: leaf for leaf in wanted if not is_object(leaf.value)}
     stored = {*source.arrays, *source.values}
     missing = [name for name in names if name not in stored] + [name for name, found in below.items() if not found]
-    unexpected = [] if source.patterns else [name for name in stored if name not in names]
+    unexpected = [name for name in stored if name not in names]
     misshaped = [
         text for name, leaf in names.items() if name in stored and (text := _unfit(source, name, leaf.value, cast))
     ]
@@ -220,7 +246,7 @@ def _unfit(source: Any, name: str, x: Any, cast: bool) -> str | None:
         return f"{name} must have shape {tuple(x.shape)}; got {stored.shape}"
     if x.dtype != stored.dtype and not cast:
         return f"{name} must have dtype {dtype_name(x.dtype)}; got {dtype_name(stored.dtype)} (cast=True converts it)"
-    if not isinstance(x, Sharded) and x.is_meta:
+    if any(isinstance(part, Tensor) and part.is_meta for _, part in stored_parts(x)):
         return f"{name} must have memory; got a meta tensor: give rules and mesh="
     return None
 
@@ -245,14 +271,11 @@ def _more(names: Sequence[str]) -> str:
 
 def _targets(leaf: Leaf, after: list[Callable[[], object]]) -> Iterator[Target]:
     """Yield the ranges of an array that are held here, with their memory."""
-    x = leaf.value
-    if isinstance(x, Sharded):
-        devices = local_devices(x.mesh)
-        pairs = [(span_of(x.layout, x.shape, device), shard) for device, shard in zip(devices, x.shards, strict=True)]
-    else:
-        block = tuple((0, length) for length in x.shape or (1,))
-        pairs = [(Span(block, 0, x.numel()), x)]
-    for span, shard in pairs:
+    pairs = [(at, *pair) for at, x in stored_parts(leaf.value) for pair in _spans(x)]
+    for at, span, shard in pairs:
+        if any(at):
+            block = tuple([(a + start, b + start) for (a, b), start in zip(span.block, at, strict=True)])
+            span = Span(block, span.start, span.stop)
         shard = shard.detach()
         if not shard.numel():
             continue
@@ -262,3 +285,11 @@ def _targets(leaf: Leaf, after: list[Callable[[], object]]) -> Iterator[Target]:
             yield Target(leaf.name, span, room)
         else:
             yield Target(leaf.name, span, shard.view(-1))
+
+
+def _spans(x: Any) -> list[tuple[Span, Tensor]]:
+    """Return the ranges of an array that are held here."""
+    if isinstance(x, Sharded):
+        devices = local_devices(x.mesh)
+        return [(span_of(x.layout, x.shape, device), shard) for device, shard in zip(devices, x.shards, strict=True)]
+    return [(Span(tuple([(0, length) for length in x.shape or (1,)]), 0, x.numel()), x)]

@@ -37,7 +37,7 @@ from fshard.checkpoint.index import (
     sealed,
     storable,
 )
-from fshard.checkpoint.names import Leaf, is_array, is_object, leaves_of, refuse_repeated
+from fshard.checkpoint.names import Leaf, is_array, is_object, leaves_of, opened, refuse_repeated, stored_parts
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import broadcast, pmax
 from fshard.mesh.layout import Layout, PyTree
@@ -108,22 +108,23 @@ def save(
 @torch.no_grad()
 def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None, *, copy: bool = False) -> Snapshot:
     """Return what is to be written; `copy`: in memory of its own, on the host."""
-    leaves = [leaf for one in leaves_of(tree) for leaf in _unfolded(one)]
+    leaves = [leaf for one in leaves_of(opened(tree)[0]) for leaf in _unfolded(one)]
     refuse_repeated(leaves, "save")
     arrays = [leaf for leaf in leaves if is_array(leaf.value)]
     values = [leaf for leaf in leaves if not is_array(leaf.value)]
-    refuse_unstorable([(one.name, one.value) for one in arrays], [(one.name, one.value) for one in values])
-    world = _world([leaf.value for leaf in arrays])
+    stored = [(leaf.name, x) for leaf in arrays for _, x in stored_parts(leaf.value)]
+    refuse_unstorable(stored, [(one.name, one.value) for one in values])
+    world = _world([x for _, x in stored])
     first, kept, ties = dict[Any, str](), dict[str, Leaf](), dict[str, str]()
     tied_paths = list[Any]()
     for leaf in arrays:
-        name = first.setdefault(key_of(leaf.value), leaf.name)
+        name = first.setdefault(tuple([key_of(x) for _, x in stored_parts(leaf.value)]), leaf.name)
         if name == leaf.name:
             kept.setdefault(name, leaf)
         else:
             ties[leaf.name] = name
             tied_paths.append(leaf.path)
-    entries = [_entry(leaf, world) for leaf in kept.values()]
+    entries = [_entry(leaf, at, x, world) for leaf in kept.values() for at, x in stored_parts(leaf.value)]
     index = Index(
         world.size,
         entries,
@@ -132,7 +133,7 @@ def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None, *, copy: bo
         tied_paths,
         {name: float(x) for name, x in (metrics or {}).items()},
     )
-    tensors = [leaf.value for leaf in kept.values()]
+    tensors = [x for leaf in kept.values() for _, x in stored_parts(leaf.value)]
     return Snapshot(index, {device: [*_share(index, tensors, device, copy)] for device in world.own})
 
 
@@ -161,13 +162,12 @@ def _world(arrays: Sequence[Any]) -> World:
     return World(process_count(), [process_index()]) if dist.is_initialized() else World(1, [0])
 
 
-def _entry(leaf: Leaf, world: World) -> ArrayEntry:
-    x = leaf.value
+def _entry(leaf: Leaf, offset: tuple[int, ...], x: Any, world: World) -> ArrayEntry:
     shape = tuple(x.shape)
     layout = (
         storable(x.layout) if isinstance(x, Sharded) else Layout(Mesh((("device", world.size),), "abstract", "meta"))
     )
-    return ArrayEntry(leaf.name, leaf.path, shape, x.dtype, layout, (0,) * len(shape), shape)
+    return ArrayEntry(leaf.name, leaf.path, shape, x.dtype, layout, offset, tuple(leaf.value.shape))
 
 
 def _share(index: Index, tensors: Sequence[Any], device: int, copy: bool) -> Iterator[Piece]:

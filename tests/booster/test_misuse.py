@@ -42,11 +42,6 @@ BAD = {
         lambda: clipped_by_torch(),
         r"its parameters have no .grad. Clip them by booster.clip_grad_norm\(optimizer, max_norm\)",
     ),
-    "saved as it is": (
-        lambda: with_optimizer()[1].state_dict(),
-        r"call model.unwrap\(\).state_dict\(\) on all devices",
-    ),
-    "loaded afterwards": (lambda: with_optimizer()[1].load_state_dict({}), "Load before the model is boosted"),
     "no pipeline": (lambda: piped(), "the model must be cut into stages, by HybridParallelPlugin"),
     "no memory": (
         lambda: fs.Booster().boost(nn.Sequential(*(nn.Linear(2, 2, device="meta") for _ in range(2)))),

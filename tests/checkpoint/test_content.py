@@ -1,0 +1,292 @@
+"""What a run has besides arrays: random generators, and objects of torch as leaves of a tree."""
+
+import copy
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler
+
+import fshard as fs
+from fshard import P
+from fshard.checkpoint.names import JoinedArray
+from fshard.errors import CheckpointError
+
+# -- random generators ------------------------------------------------------------------------------------------------
+
+
+class Generators:
+    """Generators of one's own, of every kind."""
+
+    def __init__(self, seed):
+        bits = (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)
+        self.own = [
+            torch.Generator().manual_seed(seed),
+            random.Random(seed),
+            *(np.random.Generator(b(seed)) for b in bits),
+        ]
+        self.state = fs.RandomState(*self.own)
+
+    def draw(self):
+        """Draw from all, and an odd number of those that are drawn in pairs."""
+        made, *others = self.own
+        drawn = [torch.rand(2).tolist(), torch.rand(2, generator=made).tolist(), torch.randn(1).tolist()]
+        drawn += [np.random.rand(2).tolist(), np.random.randn(1).tolist(), random.random(), random.gauss(0, 1)]
+        drawn += [one.random(2).tolist() if isinstance(one, np.random.Generator) else one.gauss(0, 1) for one in others]
+        return drawn + [int(one.integers(10, dtype=np.uint32)) for one in others[1:]]
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), before=st.integers(0, 3))
+def test_generators_continue_with_equal_numbers(seed, before, tmp_path_factory):
+    path, one = tmp_path_factory.mktemp("random"), Generators(seed)
+    torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
+    for _ in range(before):
+        one.draw()
+    fs.save(path, {"random": one.state})
+    wanted = [one.draw(), one.draw()]
+    other = Generators(seed + 1)
+    other.draw()
+    fs.restore(path, {"random": other.state})
+    assert [other.draw(), other.draw()] == wanted
+
+
+def run_draws(n, path, load, common=False):
+    """Return two draws of each device, after its state was saved or loaded."""
+
+    def main():
+        generator = torch.Generator().manual_seed(7)
+        state = fs.RandomState(generator)
+        torch.manual_seed(0 if common else fs.axis_index("data"))
+        fs.restore(path, state) if load else fs.save(path, state)
+        return torch.rand(4), torch.rand(4, generator=generator)
+
+    return fs.run(main, mesh=fs.make_mesh({"data": n}))
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 7])
+def test_devices_take_their_rows_and_others_draw_other_numbers(before, after, tmp_path):
+    wanted = run_draws(before, tmp_path, load=False)
+    found = run_draws(after, tmp_path, load=True)
+    for (one, _), (other, _) in zip(found, wanted, strict=False):
+        assert torch.equal(one, other)
+    assert len({tuple(x.tolist()) for x, _ in found}) == after
+    if before > 1:  # the generator that draws alike on all devices still does
+        assert all(torch.equal(x, wanted[0][1]) for _, x in found)
+    again = run_draws(after, tmp_path, load=True)
+    assert all(torch.equal(one, other) for (one, _), (other, _) in zip(found, again, strict=True))
+
+
+def test_rows_are_one_array_by_device(tmp_path):
+    run_draws(3, tmp_path, load=False)
+    stored = fs.restore(tmp_path)
+    assert stored["rows"].shape == (3, sum(size for _, size in stored["sizes"]))
+    assert [name for name, _ in stored["sizes"]][:4] == ["0.cpu", "1.RandomState", "2.Random", "3.cpu"]
+
+
+def test_other_generators_raise(tmp_path):
+    fs.save(tmp_path, fs.RandomState(torch.Generator()))
+    with pytest.raises(CheckpointError, match=r"must have the generators 0.cpu, .*, 3.cpu; got 0.cpu, .*, 3.Random"):
+        fs.restore(tmp_path, fs.RandomState(random.Random()))
+    with pytest.raises(TypeError, match="must be of torch, numpy or Python; got int"):
+        fs.RandomState(3)
+
+
+# -- objects of torch -------------------------------------------------------------------------------------------------
+
+SCHEDULES = {
+    "step": partial(lr_scheduler.StepLR, step_size=2),
+    "milestones": partial(lr_scheduler.MultiStepLR, milestones=[2, 5, 5, 9], gamma=0.5),
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=[lambda step: 0.9**step, lambda step: 1.0]),
+    "multiplicative": partial(lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 0.9),
+    "constant": partial(lr_scheduler.ConstantLR, total_iters=4),
+    "linear": lr_scheduler.LinearLR,
+    "exponential": partial(lr_scheduler.ExponentialLR, gamma=0.9),
+    "polynomial": partial(lr_scheduler.PolynomialLR, power=2.0),
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=5),
+    "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3, T_mult=2),
+    "cyclic": partial(lr_scheduler.CyclicLR, base_lr=0.1, max_lr=0.5, step_size_up=3),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=20, three_phase=True),
+    "plateau": partial(lr_scheduler.ReduceLROnPlateau, patience=1),
+    "sequential": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.ConstantLR(opt), lr_scheduler.MultiStepLR(opt, [1, 3])], milestones=[4]
+    ),
+    "chained": lambda opt: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(opt), lr_scheduler.StepLR(opt, 3)]),
+}
+
+
+class Run:
+    """A module, an optimizer of two groups, a schedule and a loss scale, as a tree."""
+
+    def __init__(self, schedule, kind=torch.optim.AdamW):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        matrices, others = ([x for x in self.model.parameters() if (x.ndim > 1) == yes] for yes in (True, False))
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        self.opt = kind([{"params": matrices, "lr": 0.2}, {"params": others}], lr=0.1, **options)
+        self.schedule = SCHEDULES[schedule](self.opt)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        self.tree = {"model": self.model, "opt": self.opt, "schedule": self.schedule, "scaler": self.scaler, "step": 0}
+
+    def step(self, number):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(number))
+        self.scaler.scale(self.model(x).square().mean()).backward()
+        self.scaler.step(self.opt)
+        self.scaler.update()
+        self.opt.zero_grad()
+        is_plateau = isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau)
+        self.schedule.step(1.0 + number) if is_plateau else self.schedule.step()
+
+    def state(self):
+        return copy.deepcopy([x.state_dict() for x in (self.model, self.opt, self.schedule, self.scaler)])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_torch_objects_are_leaves(schedule, tmp_path):
+    one, other = Run(schedule), Run(schedule)
+    for number in range(4):
+        one.step(number)
+    fs.save(tmp_path, {**one.tree, "step": 4})
+    tree = fs.restore(tmp_path, other.tree)
+    assert tree["step"] == 4
+    assert tree["model"] is other.model
+    for number in range(4, 9):
+        assert_equal(other.state(), one.state())
+        one.step(number), other.step(number)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.ASGD])
+def test_state_of_torch_optimizers(kind, tmp_path):
+    one, other = Run("step", kind), Run("step", kind)
+    fs.save(tmp_path, one.tree)  # without state so far
+    assert_equal(fs.restore(tmp_path, other.tree)["opt"].state_dict(), one.opt.state_dict())
+    for number in range(3):
+        one.step(number)
+    fs.save(tmp_path, one.tree)
+    fs.restore(tmp_path, other.tree)
+    one.step(3), other.step(3)
+    assert_equal(other.state(), one.state())
+
+
+def assert_equal(one, other):
+    """Compare trees of numbers and tensors: values, keys, and the types of containers."""
+    assert type(one) is type(other), (one, other)
+    if isinstance(one, dict):
+        assert list(one) == list(other) or {*one} == {*other}
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for x, y in zip(one, other, strict=True):
+            assert_equal(x, y)
+    elif isinstance(one, torch.Tensor):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    else:
+        assert one == other
+
+
+class Stateful:
+    """A loader whose state is nested, as those of torchdata are."""
+
+    def __init__(self):
+        self.state = {}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+VALUES = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=3)
+ARRAYS = st.lists(st.integers(0, 255), max_size=4).map(lambda x: torch.tensor(x, dtype=torch.uint8))
+STATES = st.recursive(
+    VALUES | ARRAYS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1, max_size=2), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(state=st.dictionaries(st.text("abc", min_size=1, max_size=2), STATES, max_size=3))
+def test_state_of_any_object(state, tmp_path_factory):
+    path, one, other = tmp_path_factory.mktemp("any"), Stateful(), Stateful()
+    one.state = state
+    fs.save(path, {"loader": one, "x": torch.ones(1)})
+    fs.restore(path, {"loader": other, "x": torch.zeros(1)})
+    assert_equal(other.state, state)
+
+
+def test_value_of_another_kind_raises(tmp_path):
+    one = Stateful()
+    one.state = {"a": {1, 2}, "b": object(), "c": 3}
+    with pytest.raises(
+        CheckpointError, match=r"loader.a must be a value of JSON; got set; loader.b must .* got object"
+    ):
+        fs.save(tmp_path, {"loader": one})
+
+
+# -- arrays in parts, and shared numbers ------------------------------------------------------------------------------
+
+
+def mesh():
+    return fs.make_mesh({"data": 2, "model": 2})
+
+
+SPECS = [P(), P("model"), P(None, "model"), P("data", "model"), P.flat("data"), P(at={"data": 1})]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    others=st.integers(1, 3),
+    dim=st.integers(0, 1),
+    specs=st.tuples(st.sampled_from(SPECS), st.sampled_from(SPECS), st.sampled_from(SPECS)),
+)
+def test_parts_are_one_array(sizes, others, dim, specs, tmp_path_factory):
+    """Saved in parts, they are restored in full, and the other way round; each in any layout."""
+    path, shape = tmp_path_factory.mktemp("parts"), [3, 3]
+    shape[dim] = sum(sizes)
+    x = torch.arange(shape[0] * shape[1]).reshape(shape).float()
+
+    def parts(values, at):
+        cut = zip(values.split(sizes, dim), specs[at:] + specs[:at], strict=False)
+        return JoinedArray(
+            tuple(fs.device_put(part.clone(), fs.Layout(mesh(), fit(spec, part))) for part, spec in cut), dim
+        )
+
+    def fit(spec, part):
+        return spec if spec.is_flat or not spec.split_axes or all(size % 2 == 0 for size in part.shape) else P()
+
+    fs.save(path, {"w": parts(x, 0), "n": 1})
+    assert torch.equal(fs.restore(path)["w"], x)
+    full = fs.restore(path, {"w": fs.device_put(torch.zeros(shape), fs.Layout(mesh(), P.flat("data"))), "n": 0})
+    assert torch.equal(fs.unshard(full["w"]), x)
+    again = fs.restore(path, {"w": parts(torch.zeros(shape), others), "n": 0})["w"]
+    assert torch.equal(torch.cat([fs.unshard(part) for part in again.parts], dim), x)
+    fs.save(path, {"w": x, "n": 1})
+    again = fs.restore(path, {"w": parts(torch.zeros(shape), others), "n": 0})["w"]
+    assert torch.equal(torch.cat([fs.unshard(part) for part in again.parts], dim), x)
+
+
+def test_numbers_that_were_one_tensor_may_differ(tmp_path):
+    """Counts of steps are one tensor for all parameters, until one of them is not used."""
+    fs.save(tmp_path, {"a": torch.tensor(1.0), "b": torch.tensor(2.0)})
+    zero = torch.zeros(())
+    found = fs.restore(tmp_path, {"a": zero, "b": zero})
+    assert (found["a"], found["b"]) == (1.0, 2.0)
+
+
+def test_patterns_report_what_the_target_lacks(tmp_path):
+    fs.save(tmp_path, {"a": {"w": torch.ones(1), "b": torch.ones(1)}, "c": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=r"unexpected in the checkpoint: a\.b\."):
+        fs.restore(tmp_path, {"a": {"w": torch.zeros(1)}}, only=["a.**"])
+    assert fs.restore(tmp_path, {"a": {"w": torch.zeros(1)}}, only=["a.w"])["a"]["w"] == 1
