@@ -11,8 +11,10 @@ Outside of a step, where no axis is known, the module runs on full parameters.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -44,7 +46,8 @@ class PlannedModule:
         self.plan = plan
         self.takes_positions = "position_ids" in inspect.signature(module.forward).parameters
         hooks = _token_hooks(plan, module) if plan.how == "megatron" else []
-        self._apply, params, self.buffers = module_function(module, in_place=in_place, **options)
+        adapt = partial(_forward_by, plan)
+        self._apply, params, self.buffers = module_function(module, adapt=adapt, in_place=in_place, **options)
         for hook in hooks if not in_place else ():  # the function's copies of the module have them
             hook.remove()
         self._known: dict[Mesh, dict[str, tuple[int, list[_Shard]]]] = {}
@@ -140,6 +143,18 @@ def running(plan: LayerPlans) -> Generator[None]:
         yield
     finally:
         state.constants, state.reduces, state.plan = before
+
+
+def _forward_by(plan: LayerPlans, module: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a module inside that runs by a plan, also when a backward runs it again, as checkpoints do."""
+    own, reference = vars(module).get("forward"), weakref.ref(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        part: Any = reference()
+        with nullcontext() if state.plan is plan else running(plan):
+            return type(part).forward(part, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+    return forward
 
 
 def _attention(
