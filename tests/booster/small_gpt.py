@@ -29,9 +29,9 @@ class Words(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, heads=2):
+    def __init__(self, heads=2, dropout=0.0):
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropped = heads, nn.Dropout(dropout)
         self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
@@ -41,7 +41,7 @@ class Layer(nn.Module):
     def forward(self, x):
         heads = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.projected(self.norm(x)))
         x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(x)))
+        return x + self.down(self.dropped(F.gelu(self.up(x))))
 
 
 class LayerOfParts(Layer):
@@ -66,7 +66,7 @@ def gpt(dropout=0.0, heads=2):
     head = nn.Linear(8, 11, bias=False)
     words = Words()
     head.weight = words.words.weight
-    return nn.Sequential(words, Layer(heads), nn.Dropout(dropout), Layer(heads), head).double()
+    return nn.Sequential(words, Layer(heads, dropout), nn.Dropout(dropout), Layer(heads), head).double()
 
 
 def next_word(y, ids):
