@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 import fshard as fs
 from fshard.errors import LayoutError, OptimizerError
 from fshard.testing.processes import run_processes
-from tests.booster.small_gpt import (
+from tests.tensor.hugging_face import inputs_of, model_of
+from tests.tensor.small_gpt import (
     IDS,
     STEPS,
     Layer,
@@ -23,7 +24,6 @@ from tests.booster.small_gpt import (
     next_word,
     trained,
 )
-from tests.tensor.hugging_face import inputs_of, model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own
 MODES = {

@@ -14,7 +14,7 @@ from fshard.array.dispatch import constrain
 from fshard.mesh.collectives.moves import Psum, Pvary
 from fshard.tensor import blocks
 from fshard.tensor.run import running, sharded_inputs
-from tests.booster.small_gpt import Layer, Words, token_ids
+from tests.tensor.small_gpt import Layer, Words, token_ids
 
 IGNORED = -100
 GRIDS = {

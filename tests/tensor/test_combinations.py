@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import optim
-from tests.booster.small_gpt import (
+from tests.tensor.small_gpt import (
     IDS,
     Layer,
     LayerOfParts,
@@ -88,7 +88,11 @@ def by_torch_checkpoint(layer, x):
 def untied_with_dropout():
     torch.manual_seed(0)
     return nn.Sequential(
-        Words(), Layer(dropout=0.2), nn.Dropout(0.2), Recomputed(Layer(dropout=0.2), by_torch_checkpoint), nn.Linear(8, 12)
+        Words(),
+        Layer(dropout=0.2),
+        nn.Dropout(0.2),
+        Recomputed(Layer(dropout=0.2), by_torch_checkpoint),
+        nn.Linear(8, 12),
     )
 
 
