@@ -54,6 +54,8 @@ state = _Mode()
 `reduces`: partial sums are reduced at once. `plan`: of the module that runs (`fs.tensor_parallel`). `observer`: is called
 with every operation: (call, arrays, args, results)."""
 
+_current_backward: Any = torch._C._current_graph_task_id  # pyright: ignore[reportPrivateUsage]
+"""Returns the number of the backward that runs in this thread, or -1."""
 _PLAIN_KINDS = {"slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all"}
 
 
@@ -114,7 +116,8 @@ def transfer(x: Sharded, to: LayoutChange, what: str) -> Tensors:
         return x.shards
     key = None
     if (x.spec.unreduced or state.plan is not None) and not transformed() and not x.shards[0].is_inference():
-        key = to, torch.is_grad_enabled(), x.version, tuple([shard._version for shard in x.shards])
+        backward = _current_backward()  # which recomputes all that a forward has made
+        key = to, torch.is_grad_enabled(), x.version, tuple([shard._version for shard in x.shards]), backward
         if key in x.sums:  # what several operations need is made once
             return x.sums[key]
     site, shards = operation_site(what), x.shards
@@ -154,11 +157,7 @@ def _apply_own(mesh: Mesh, move: Move, axes: tuple[str, ...], shards: Tensors, s
     if isinstance(move, Alone):
         group = require("an operation on arrays").called_group(axes, "an operation on arrays")
         if isinstance(move, Summand):  # zeros keep the graph, so that devices call the same collectives in the backward
-            return (
-                shards
-                if group.index == 0
-                else tuple(torch.where(torch.zeros((), dtype=torch.bool, device=x.device), x, 0) for x in shards)
-            )
+            return shards if group.index == 0 else tuple(x.flatten()[:0].sum().expand_as(x) for x in shards)
         return tuple(move.local(x, group.index, group.size) for x in shards)
     if isinstance(move, AllGather):
         move = AllGather(move.dim)

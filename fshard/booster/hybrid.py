@@ -6,6 +6,7 @@ shards    stages     batch, ZeRO     tokens       layers, by a plan: see `tensor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ MODEL_AXES = {
     "3d": ("model_a", "model_b", "model_c"),
 }
 """The axes of the layers in each mode; in "2.5d" the first one is the depth."""
+_COUNTS = ("data", "microbatches", "chunks", "tensor", "tensor_depth", "sequence")
 
 
 def model_axes(size: int, mode: str, depth: int) -> dict[str, int]:
@@ -67,7 +69,8 @@ class HybridParallelPlugin(Plugin):
     """Stages of a pipeline, layers and tokens sharded along axes of their own, any stage of ZeRO along the others.
 
     Each device's part of a batch is that of the devices that share its samples, with all tokens. The output of a boosted
-    model has full tensors: a criterion, or the model's own loss, is the same as on one device.
+    model has full tensors: a criterion, or the model's own loss, is the same as on one device. To an optimizer of matrices,
+    such as Muon or LAMB, each part of a fused weight (q of q, k and v) is a matrix of its own.
 
     Args:
         data: number of devices that have other samples; None: all that are left.
@@ -106,36 +109,33 @@ class HybridParallelPlugin(Plugin):
     pipeline_axis: str = "pipe"
 
     def errors(self) -> list[str]:
-        wrong = [*integer("pipeline", self.pipeline), *one_of("zero_stage", self.zero_stage, 0, 1, 2, 3)]
-        wrong += integer("microbatches", self.microbatches)
-        wrong += [] if self.data is None else integer("data", self.data)
-        wrong += [] if self.chunks is None else integer("chunks", self.chunks)
-        wrong += wrong_options(False, {"recompute": self.recompute})
-        wrong += self._unfit_layers()
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        absent = {name for name in ("data", "chunks") if counts[name] is None}
+        sizes = [text for name, count in counts.items() if name not in absent for text in integer(name, count)]
+        sizes += one_of("tensor_mode", self.tensor_mode, *MODEL_AXES)
+        sizes += one_of("sequence_mode", self.sequence_mode, *get_args(How), "megatron")
+        wrong = integer("pipeline", self.pipeline) + one_of("zero_stage", self.zero_stage, 0, 1, 2, 3)
+        wrong += wrong_options(False, {"recompute": self.recompute}) + (sizes or self._unfit_layers())
         if not wrong and self.in_stages():
-            wrong += (plan := refusal(self.plan))
-            wrong += [] if plan else refusal(lambda: check_balance(self.balance, self.plan().stages, self.sample))
+            wrong += refusal(lambda: check_balance(self.balance, self.plan().stages, self.sample))
             wrong += ["sync_batchnorm=True has no meaning for stages"] * self.sync_batchnorm
-        if isinstance(self.mesh, Mesh) and (found := self.mesh.shape.get(self.pipeline_axis, 1)) != self.pipeline:
-            wrong.append(
-                f'pipeline must be the size of "{self.pipeline_axis}" in {self.mesh}, {found}, got {self.pipeline}'
-            )
-        if isinstance(self.mesh, Mesh) and not wrong:
-            wanted, found = self.inner_axes(), self.mesh.shape
-            wrong += [f'"{name}" of {found} must have size {n}' for name, n in wanted.items() if found.get(name) != n]
-            data = prod(found[axis] for axis in self.axes(self.mesh)) if not wrong else None
-            wrong += [f"data must be that of {self.mesh}, {data}, got {self.data}"] * (self.data not in (None, data))
+        if isinstance(self.mesh, Mesh):
+            found = {self.pipeline_axis: 1, **self.mesh.shape}
+            if (size := found[self.pipeline_axis]) != self.pipeline:
+                axis = f'"{self.pipeline_axis}" in {self.mesh}'
+                wrong.append(f"pipeline must be the size of {axis}, {size}, got {self.pipeline}")
+            inner = {} if wrong else self.inner_axes()
+            wrong += [
+                f'"{name}" of {self.mesh} must have size {n}' for name, n in inner.items() if found.get(name) != n
+            ]
+            data = None if wrong else prod(found[axis] for axis in self.axes(self.mesh))
+            if data is not None and self.data not in (None, data):
+                wrong.append(f"data must be that of {self.mesh}, {data}, got {self.data}")
         return super().errors() + wrong
 
     def _unfit_layers(self) -> list[str]:
         """List the errors of sharded layers and tokens."""
-        counts = {name: getattr(self, name) for name in ("tensor", "tensor_depth", "sequence")}
-        wrong = [text for name, count in counts.items() for text in integer(name, count)]
-        wrong += one_of("tensor_mode", self.tensor_mode, *MODEL_AXES)
-        wrong += one_of("sequence_mode", self.sequence_mode, *get_args(How), "megatron")
-        if wrong:
-            return wrong
-        wrong += refusal(lambda: model_axes(self.tensor, self.tensor_mode, self.tensor_depth))
+        wrong = refusal(self.inner_axes)
         if self.sequence_mode == "megatron" and (self.tensor_mode != "1d" or self.tensor == 1 or self.sequence != 1):
             wrong.append(
                 'sequence_mode="megatron" shards tokens along the axis of the layers, so it must have tensor > 1, '
@@ -170,15 +170,14 @@ class HybridParallelPlugin(Plugin):
             return self.mesh
         scope, inner = here(), self.inner_axes()
         count = scope.mesh.root_size if scope is not None else process_count()
-        others = {"pipeline": self.pipeline, "sequence": self.sequence, "tensor": self.tensor}
-        each = prod(others.values())
+        sizes = {"pipeline": self.pipeline, "sequence": self.sequence, "tensor": self.tensor}
+        each = prod(sizes.values())
         if count % each or self.data not in (None, count // each):
-            sizes = others if self.data is None else {"data": self.data, **others}
-            product, got = " * ".join(sizes), " * ".join(map(str, sizes.values()))
+            sizes = sizes if self.data is None else {"data": self.data, **sizes}
             nearest = " or ".join(str(n * each) for n in (count // each, count // each + 1) if n)
             raise ValueError(
-                f"HybridParallelPlugin: {product} must {'divide' if self.data is None else 'be'} the number of devices, "
-                f"{count}; got {got} = {prod(sizes.values())}. "
+                f"HybridParallelPlugin: {' * '.join(sizes)} must {'divide' if self.data is None else 'be'} the number of "
+                f"devices, {count}; got {' * '.join(map(str, sizes.values()))} = {prod(sizes.values())}. "
                 + (f"Use {nearest} devices." if count % each else f"Use data={count // each}, or leave it out.")
             )
         return make_mesh({self.pipeline_axis: self.pipeline, "data": count // each, **inner})
@@ -206,37 +205,33 @@ class HybridParallelPlugin(Plugin):
         return {"schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute, **local}
 
     def plans_of(self, stages: Sequence[nn.Module]) -> Sequence[Plan | None]:
-        scope, inner = here(), self.inner_axes()
-        if inner and self.sample is None:
+        """Return the plan of each stage, which runs on the result of the one before."""
+        if not (inner := self.inner_axes()):
+            return super().plans_of(stages)
+        if self.sample is None:
             raise ValueError(
                 f"HybridParallelPlugin: tensor={self.tensor} and sequence={self.sequence} must have sample=, the model's "
                 "arguments, on which its layers are planned; got None."
             )
-        is_first = scope is None or scope.mesh.runtime == "process" or scope.device == 0  # of those that share the work
-        with outside(), keyed_random(self.seed):
-            return self._made(stages, inner, check=is_first) if inner else super().plans_of(stages)
-
-    def _made(self, stages: Sequence[nn.Module], inner: dict[str, int], *, check: bool) -> Sequence[Plan]:
-        """Return the plan of each stage, which runs on the result of the one before."""
-        axes = MODEL_AXES[self.tensor_mode]
+        scope, axes, x = here(), MODEL_AXES[self.tensor_mode], self.sample
         sequence = "seq" if self.sequence > 1 else axes[0] if self.sequence_mode == "megatron" else None
-        mode = self.sequence_mode if sequence is not None else "gather"
         how: Any = {"axis": axes, "mode": self.tensor_mode, "size": inner[axes[-1]], "sequence": sequence}
-        tensors = [id(tensor) for stage in stages for tensor in stage.parameters()]
-        plans, x, is_meta = list[Plan](), self.sample, any(without_memory(stage) for stage in stages)
-        if is_meta:
+        how |= {"sequence_mode": self.sequence_mode if sequence is not None else "gather", "check": False}
+        if is_meta := any(map(without_memory, stages)):
             x = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, x)
-        for stage in stages:
-            model, sample = copy_on_meta(stage) if is_meta else stage, (x,) if self.in_stages() else x
-            plan = tensor_parallel(model, sample=sample, **how, sequence_mode=mode, check=False)
-            tied = [name for name, tensor in stage.named_parameters() if tensors.count(id(tensor)) > 1]
-            layers = {name: layer for name, layer in plan.layers.items() if name not in tied}
-            plans.append(replace(plan, layers=layers))
-            if layers and check and not is_meta:
-                plans[-1].check(sample)
-            if len(stages) > 1:
-                with torch.no_grad():
-                    x = deepcopy(model).eval()(x)
+        is_checked = not is_meta and (scope is None or scope.mesh.runtime == "process" or scope.device == 0)
+        uses, plans = Counter(id(tensor) for stage in stages for tensor in stage.parameters()), list[Plan]()
+        with outside(), keyed_random(self.seed):
+            for stage in stages:
+                model, sample = copy_on_meta(stage) if is_meta else stage, (x,) if self.in_stages() else x
+                plan = tensor_parallel(model, sample=sample, **how)
+                tied = {name for name, tensor in stage.named_parameters() if uses[id(tensor)] > 1}
+                plans.append(replace(plan, layers={name: x for name, x in plan.layers.items() if name not in tied}))
+                if plans[-1].layers and is_checked:  # by one of the devices that share the work
+                    plans[-1].check(sample)
+                if len(stages) > 1:
+                    with torch.no_grad():
+                        x = deepcopy(model).eval()(x)
         return plans
 
     def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:

@@ -35,12 +35,15 @@ def partitioned(plugin: Plugin, source: OptimizerSource) -> Callable[[], Partiti
     """Return a function that shards an optimizer's state and work, with its current options."""
     mesh = plugin.default_mesh()
     zero_axes = plugin.zero_axes(mesh)  # none: nothing is sharded
-    where: Any = {"mesh": mesh, "axis": zero_axes or mesh.axis_names, "stage": plugin.zero() if zero_axes else 0}
+    stage, layers = plugin.zero() if zero_axes else 0, plugin.gradient_options().get("local", ())
 
     @lru_cache(maxsize=1)
     def partition(opt: Optimizer) -> Partitioned:
         opt = loss_scaled(opt) if plugin.precision == "fp16" and opt.loss_scale is None else opt
-        found = partition_optimizer(opt, **where)
+        found = partition_optimizer(opt, mesh=mesh, axis=zero_axes or mesh.axis_names, stage=stage)
+        if layers and stage == 0 and opt.elementwise is not True:  # the shards of a matrix are collected by one device
+            owned = partition_optimizer(opt, mesh=mesh, axis=layers, stage=1)
+            found = owned._replace(gradients=found.gradients)
         return found if plugin.unused == "skip" else _with_zeros(found)
 
     return lambda: partition(source.now())

@@ -42,13 +42,11 @@ class StagedModel(BoostedModel):
     def trees(self) -> list[PyTree]:
         return [*self.params, *self.module_buffers]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: a schedule runs the model."""
-        raise ModuleError(
-            "a model in stages is run by its schedule: booster.execute_pipeline(iter(dataloader), model, criterion, "
-            "optimizer), in torch.no_grad() to evaluate it."
-        )
-
+    forward = refusing(
+        ModuleError,
+        "a model in stages is run by its schedule: booster.execute_pipeline(iter(dataloader), model, criterion, optimizer), "
+        "in torch.no_grad() to evaluate it.",
+    )
     backward = refusing(ModuleError, "the backward of a model in stages is part of booster.execute_pipeline(...).")
 
     def _make_gradient(self, outputs: bool, backward: bool) -> GradientFunction:

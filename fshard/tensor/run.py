@@ -10,8 +10,10 @@ Outside of a step, where no axis is known, the module runs on full parameters.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,7 +38,8 @@ class PlannedModule:
     def __init__(self, plan: LayerPlans, module: nn.Module, *, in_place: bool = False, **options: Any) -> None:
         self.plan = plan
         hooks = _token_hooks(plan, module) if plan.how == "megatron" else []
-        self._apply, params, self.buffers = module_function(module, in_place=in_place, **options)
+        adapt = partial(_forward_by, plan)
+        self._apply, params, self.buffers = module_function(module, adapt=adapt, in_place=in_place, **options)
         for hook in hooks if not in_place else ():  # the function's copies of the module have them
             hook.remove()
         self._known: dict[tuple[Mesh, int], dict[str, tuple[int, list[tuple[Shape, Layout, Shape]]]]] = {}
@@ -119,6 +122,18 @@ def running(plan: LayerPlans) -> Generator[None]:
         yield
     finally:
         state.constants, state.reduces, state.plan = before
+
+
+def _forward_by(plan: LayerPlans, module: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a module inside that runs by a plan, also when a backward runs it again, as checkpoints do."""
+    own, reference = vars(module).get("forward"), weakref.ref(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        part: Any = reference()
+        with nullcontext() if state.plan is plan else running(plan):
+            return type(part).forward(part, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+    return forward
 
 
 def _attention(

@@ -263,8 +263,8 @@ class DeviceStep:
         return torch.full_like(loss, share * self.scaled)
 
     def differentiate(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
-        """Run autograd, which calls the backwards of units."""
-        with self.runtime.reductions.collecting():
+        """Run autograd, which calls the backwards of units, and runs parts of the forward again."""
+        with self.runtime.reductions.collecting(), owning(self.batch.mesh.axis_names, self.collectives.notice):
             torch.autograd.grad(outputs, [self.runtime.anchor], cotangents, allow_unused=True)
 
     def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:

@@ -12,9 +12,20 @@ import fshard as fs
 from fshard.errors import OptimizerError
 from fshard.testing.processes import run_processes
 from tests.tensor.hugging_face import inputs_of, model_of
+from tests.tensor.small_gpt import (
+    IDS,
+    STEPS,
+    Layer,
+    Words,
+    adamw,
+    assert_learnt,
+    by_torch_alone,
+    gpt,
+    next_word,
+    trained,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own
-STEPS = 3
 MODES = {
     "1d": ({"data": 2, "model": 2}, {"tensor": 2}),
     "2d": ({"data": 2, "model_i": 2, "model_j": 2}, {"tensor": 4, "tensor_mode": "2d"}),
@@ -29,10 +40,6 @@ MODES = {
     "megatron": ({"data": 2, "model": 2}, {"tensor": 2, "sequence_mode": "megatron"}),
 }  # fmt: skip
 CASES = [("1d", stage) for stage in (0, 1, 2, 3)] + [(mode, at % 4) for at, mode in enumerate(MODES) if mode != "1d"]
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def criterion(output, batch):
@@ -77,11 +84,6 @@ def looped(name, mesh, clip=None, loss=criterion, accumulate=1, optimizer=adamw,
         return {key: x.detach() for key, x in model.unwrap().named_parameters()}
 
     return fs.run(main, mesh=mesh)
-
-
-def assert_learnt(found, wanted, tolerance=1e-8):
-    for own in found:
-        torch.testing.assert_close(own, wanted, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("mode", "zero_stage"), CASES)
@@ -155,63 +157,6 @@ def test_loop_on_processes_equals_one_device():
 # Stages, lazy layers, other state.
 
 
-class Words(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.places = nn.Embedding(11, 8), nn.Embedding(4, 8)
-
-    def forward(self, ids):
-        return self.words(ids) + self.places(torch.arange(4))
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        heads = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.out(y)
-        return x + self.down(F.gelu(self.up(x)))
-
-
-IDS = torch.randint(11, (4, 4), generator=torch.Generator().manual_seed(1))
-
-
-def gpt(dropout=0.0):
-    torch.manual_seed(0)
-    head = nn.Linear(8, 11, bias=False)
-    words = Words()
-    head.weight = words.words.weight
-    return nn.Sequential(words, Layer(), nn.Dropout(dropout), Layer(), head).double()
-
-
-def next_word(y, ids):
-    return F.cross_entropy(y[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-def trained(mesh, make=gpt, optimizer=adamw, **how):
-    """Return what the devices have learnt, by a loop or a schedule."""
-
-    def main():
-        model = make()
-        booster = fs.Booster(fs.HybridParallelPlugin(sample=IDS[:2], microbatches=2, **how))
-        model, opt, *_ = booster.boost(model, optimizer(model))
-        n, at = fs.axis_size("data"), fs.axis_index("data")
-        for _ in range(STEPS):
-            if how.get("pipeline", 1) > 1:
-                booster.execute_pipeline(iter([(IDS, IDS)]), model, next_word, opt)
-            else:
-                booster.backward(next_word(model(IDS.chunk(n)[at]), IDS.chunk(n)[at]), opt)
-            opt.step()
-            opt.zero_grad()
-        return {key: x.detach() for key, x in model.unwrap().named_parameters()}
-
-    return fs.run(main, mesh=fs.make_mesh(mesh))
-
-
 STAGES = [*(("1d", stage) for stage in (0, 1, 2, 3)), ("2d", 1), ("ring", 3), ("zigzag", 2), ("megatron", 2)]
 
 
@@ -220,7 +165,7 @@ def test_stages_of_sharded_layers_equal_one_device(mode, zero_stage):
     """The table of words is of two stages, so it is replicated."""
     sizes, how = MODES[mode]
     mesh = {"pipe": 2, **sizes, "data": 2 if mode == "1d" else 1}
-    assert_learnt(trained(mesh, pipeline=2, zero_stage=zero_stage, **how), trained({"data": 1})[0])
+    assert_learnt(trained(mesh, pipeline=2, zero_stage=zero_stage, **how), by_torch_alone())
 
 
 def test_functional_steps_in_stages_equal_one_device():
@@ -234,7 +179,7 @@ def test_functional_steps_in_stages_equal_one_device():
     joined = {
         key: torch.cat(x) if isinstance(x, tuple) else x for tree in fs.unshard(state.params) for key, x in tree.items()
     }
-    wanted = trained({"data": 1})[0]
+    wanted = by_torch_alone()
     assert_learnt([{key: joined[key] for key in wanted}], wanted)
 
 
