@@ -21,7 +21,7 @@ import torch
 from fshard.checkpoint.division import ArrayEntry, Division
 from fshard.checkpoint.files import DTYPES
 from fshard.checkpoint.names import Path as TreePath
-from fshard.checkpoint.names import name_of
+from fshard.checkpoint.names import PLAIN, Leaf, is_array, name_of, stored_parts
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.mesh import Mesh
@@ -167,13 +167,19 @@ def storable(layout: Layout) -> Layout:
     return Layout(mesh, layout.spec.shapeless)
 
 
-def refuse_unstorable(arrays: Sequence[tuple[str, Any]], values: Sequence[tuple[str, Any]]) -> None:
+def refuse_unstorable(leaves: Sequence[Leaf]) -> None:
     """Raise, naming all leaves that a checkpoint cannot have."""
+    arrays = [(one.name, x) for one in leaves if is_array(one.value) for _, x in stored_parts(one.value)]
+    values = [(one.name, one.value) for one in leaves if not is_array(one.value)]
+    keys = [(one.name, entry[0]) for one in leaves for entry in one.path if isinstance(entry, list)]
     wrong = [f"{name} has dtype {x.dtype}" for name, x in arrays if x.dtype not in DTYPES]
     wrong += [
         f"{name} is unreduced over {', '.join(x.spec.unreduced)}; psum it first"
         for name, x in arrays
         if isinstance(x, Sharded) and x.spec.unreduced
+    ]
+    wrong += [
+        f"{name} has the key {key!r}, which must be a string or number" for name, key in keys if not _is_json(key)
     ]
     wrong += [f"{name} must be a value of JSON; got {type(x).__name__}" for name, x in values if not _is_json(x)]
     if wrong:
@@ -181,4 +187,4 @@ def refuse_unstorable(arrays: Sequence[tuple[str, Any]], values: Sequence[tuple[
 
 
 def _is_json(x: Any) -> bool:
-    return x is None or isinstance(x, bool | int | float | str) or (x in ({}, []) and isinstance(x, dict | list))
+    return isinstance(x, PLAIN) or (isinstance(x, dict | list) and not x)

@@ -132,7 +132,7 @@ def _walk(node: Any, path: Path) -> Iterator[Leaf]:
         yield Leaf(path, node)
         return
     if isinstance(node, list | tuple) and _are_stages(node):
-        for stage in node:
+        for stage in filter(None, node):
             yield from _walk(stage, path)
         return
     try:

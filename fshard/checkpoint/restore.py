@@ -36,7 +36,7 @@ from fshard.checkpoint.source import Source, Stored, Target, open_source
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.layout.layout import dtype_name
-from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.spmd.run import local_devices
 from fshard.transforms.module.lazy import reserved
 from fshard.transforms.patterns import matches, parts_of
@@ -112,6 +112,11 @@ class _Renamed:
             raise CheckpointError(f"restore: only={only!r} matches no leaf. The names begin with {known}.")
         self.patterns = None if under else self.patterns
 
+    def stored(self, name: str) -> str:
+        """Return the name that the source stores a leaf under: equal for tied arrays."""
+        own = self._stored.get(name, name)
+        return (own in self.source.arrays and self.source.arrays[own].tied) or own
+
     def check(self) -> None:
         self.source.check()
 
@@ -162,7 +167,9 @@ def _matched(pattern: Sequence[str], parts: Sequence[str]) -> list[str] | None:
 def _tree_of(source: _Renamed, *, meta: bool = False) -> PyTree:
     """Return a tree of what is stored: of plain tensors, or of those without memory."""
     where = "meta" if meta else "cpu"
-    arrays = [(one.path, torch.empty(one.shape, dtype=one.dtype, device=where)) for one in source.arrays.values()]
+    first = {source.stored(name): one for name, one in source.arrays.items()}
+    made = {name: torch.empty(one.shape, dtype=one.dtype, device=where) for name, one in first.items()}
+    arrays = [(one.path, made[source.stored(name)]) for name, one in source.arrays.items()]
     return build([*arrays, *source.values.values()])
 
 
@@ -179,7 +186,8 @@ def fill(source: Any, tree: PyTree, *, strict: bool, cast: bool, what: str) -> t
     source.check()
     unfit = {*differences.missing, *(text.partition(" ")[0] for text in differences.misshaped)}
     fit, after = [leaf for leaf in wanted if leaf.name not in unfit], list[Callable[[], object]]()
-    source.read([one for leaf in fit if is_array(leaf.value) for one in _targets(leaf, after)])
+    once = {key_of(leaf.value): leaf for leaf in fit if is_array(leaf.value) and leaf.name in source.arrays}
+    source.read([one for leaf in once.values() for one in _targets(leaf, after)])
     for act in after:
         act()
     result = list[Any]()
@@ -223,8 +231,16 @@ def _compare(source: Any, wanted: Sequence[Leaf], below: Mapping[str, Sequence[L
     """Return the differences between what is stored and what is wanted."""
     names = {leaf.name: leaf for leaf in wanted if not is_object(leaf.value)}
     stored = {*source.arrays, *source.values}
-    missing = [name for name in names if name not in stored] + [name for name, found in below.items() if not found]
-    unexpected = [name for name in stored if name not in names]
+    found = {key_of(leaf.value) for name, leaf in names.items() if name in source.arrays and is_array(leaf.value)}
+    missing = [
+        name
+        for name, leaf in names.items()
+        if name not in stored and not (is_array(leaf.value) and key_of(leaf.value) in found)
+    ]
+    missing += [name for name, inner in below.items() if not inner]
+    known = {source.stored(name) for name in names}
+    empty = {name for name, (_, value) in source.values.items() if value in ({}, [])}
+    unexpected = [name for name in stored - empty if source.stored(name) not in known]
     misshaped = [
         text for name, leaf in names.items() if name in stored and (text := _unfit(source, name, leaf.value, cast))
     ]

@@ -110,11 +110,10 @@ def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None, *, copy: bo
     """Return what is to be written; `copy`: in memory of its own, on the host."""
     leaves = [leaf for one in leaves_of(opened(tree)[0]) for leaf in _unfolded(one)]
     refuse_repeated(leaves, "save")
+    refuse_unstorable(leaves)
     arrays = [leaf for leaf in leaves if is_array(leaf.value)]
     values = [leaf for leaf in leaves if not is_array(leaf.value)]
-    stored = [(leaf.name, x) for leaf in arrays for _, x in stored_parts(leaf.value)]
-    refuse_unstorable(stored, [(one.name, one.value) for one in values])
-    world = _world([x for _, x in stored])
+    world = _world([x for leaf in arrays for _, x in stored_parts(leaf.value)])
     first, kept, ties = dict[Any, str](), dict[str, Leaf](), dict[str, str]()
     tied_paths = list[Any]()
     for leaf in arrays:

@@ -31,11 +31,12 @@ DIRECT = 1 << 14
 
 
 class Stored(NamedTuple):
-    """An array of a source."""
+    """An array of a source; `tied`: the name that it is stored under, if not its own."""
 
     path: TreePath
     shape: tuple[int, ...]
     dtype: torch.dtype
+    tied: str | None = None
 
 
 class Target(NamedTuple):
@@ -101,7 +102,7 @@ class OwnFolder:
         first = {name: self.index.arrays[numbers[0]] for name, numbers in self._entries.items()}
         self.arrays = {name: Stored(one.path, one.full_shape, one.dtype) for name, one in first.items()}
         for path, (name, of) in zip(self.index.tied_paths, self.index.ties.items(), strict=True):
-            self.arrays[name] = Stored(path, *self.arrays[of][1:])
+            self.arrays[name] = self.arrays[of]._replace(path=path, tied=of)
         self.values = {name: (path, value) for name, path, value in self.index.named_values}
 
     def check(self) -> None:
