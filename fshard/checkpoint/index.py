@@ -20,8 +20,8 @@ import torch
 
 from fshard.checkpoint.division import ArrayEntry, Division
 from fshard.checkpoint.files import DTYPES
-from fshard.checkpoint.names import Path as TreePath
 from fshard.checkpoint.names import PLAIN, Leaf, is_array, name_of, stored_parts
+from fshard.checkpoint.names import Path as TreePath
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.mesh import Mesh
