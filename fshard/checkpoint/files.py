@@ -38,7 +38,7 @@ class Disk:
     """The changes that a checkpoint makes to the disk, one method for each kind."""
 
     def make_folder(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True)
 
     def open_new(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -67,6 +67,14 @@ class Disk:
 
 
 disk = Disk()
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, and wait until they are on the disk."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        disk.make_folder(path)
+        disk.fsync_folder(path.parent)
 
 
 class DigestWriter:

@@ -306,6 +306,7 @@ def _targets(leaf: Leaf, after: list[Callable[[], object]]) -> Iterator[Target]:
 def _spans(x: Any) -> list[tuple[Span, Tensor]]:
     """Return the ranges of an array that are held here."""
     if isinstance(x, Sharded):
+        x.check()
         devices = local_devices(x.mesh)
         return [(span_of(x.layout, x.shape, device), shard) for device, shard in zip(devices, x.shards, strict=True)]
     return [(Span(tuple([(0, length) for length in x.shape or (1,)]), 0, x.numel()), x)]

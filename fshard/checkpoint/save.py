@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.checkpoint.division import ArrayEntry, span_of
-from fshard.checkpoint.files import DigestWriter, attempt, bytes_of, disk, header_of, write_file
+from fshard.checkpoint.files import DigestWriter, attempt, bytes_of, disk, header_of, make_folder, write_file
 from fshard.checkpoint.index import (
     INDEX,
     Index,
@@ -147,7 +147,10 @@ def _unfolded(leaf: Leaf) -> Iterable[Leaf]:
 
 
 def _world(arrays: Sequence[Any]) -> World:
-    """Return the devices that write; raise if arrays are on meshes of different devices."""
+    """Return the devices that write; raise if arrays are on meshes of different devices, or not made here."""
+    for x in arrays:
+        if isinstance(x, Sharded):
+            x.check()
     meshes = {x.mesh: None for x in arrays if isinstance(x, Sharded)}
     if len({(mesh.root_size, mesh.runtime) for mesh in meshes}) > 1 or any(m.runtime == "abstract" for m in meshes):
         found = ", ".join(map(str, meshes))
@@ -217,7 +220,7 @@ def write(folder: Path, taken: Snapshot, token: str, timeout: float) -> None:
     """Write the shares of the devices held here, and wait until the checkpoint is complete."""
     text, failed = taken.index.body(), None
     try:
-        attempt(lambda: disk.make_folder(folder), f"{folder} cannot be made")
+        attempt(lambda: make_folder(folder), f"{folder} cannot be made")
         for device, pieces in taken.shares.items():
             what = f"{folder}: device {device} cannot write"
             attempt(
@@ -227,6 +230,10 @@ def write(folder: Path, taken: Snapshot, token: str, timeout: float) -> None:
     except BaseException as error:
         failed = error
         with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in [f"{token}-{device}" for device in taken.shares]:  # a full disk needs the room
+                if not (folder / f"{name}.json").exists():
+                    disk.unlink(folder / f"{name}.safetensors")
             (folder / f"{token}-{min(taken.shares)}.failed").write_text(str(error))
     scope = here()
     if scope is not None and scope.mesh.runtime == "virtual":  # the other devices run only if this one waits
@@ -312,7 +319,8 @@ def _write_index(folder: Path, index: Index, text: str, token: str, device: int)
     write_file(aside, sealed(body))
     disk.rename(aside, folder / INDEX)
     disk.fsync_folder(folder)
-    remove_others(folder, token)
+    with suppress(OSError):  # the next save removes them
+        remove_others(folder, token)
 
 
 def is_committed(folder: Path, token: str) -> bool:

@@ -1,0 +1,358 @@
+"""Faults at every change of the disk: the last committed checkpoint loads with its values, and nothing else does."""
+
+import errno
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P
+from fshard.checkpoint import files
+from fshard.errors import CheckpointError
+from fshard.testing.processes import run_processes
+
+MODULES = [sys.modules[f"fshard.checkpoint.{name}"] for name in ("files", "save", "folder")]
+
+
+def tree(value, devices=1):
+    """Arrays on some devices, replicated and sharded, of which a wrong element would be seen, and a value."""
+    mesh = fs.make_mesh({"data": devices})
+    x = torch.arange(48.0) + value
+    return {
+        "a": fs.device_put(x, fs.Layout(mesh, P("data"))),
+        "b": fs.device_put(-x, fs.Layout(mesh)),
+        "large": fs.device_put(torch.full((1 << 15,), value), fs.Layout(mesh, P.flat("data"))),
+        "step": value,
+    }
+
+
+def loaded(path):
+    """The value of the checkpoint in a folder, of which all leaves must be one's; None without a checkpoint."""
+    try:
+        found = fs.restore(path)
+    except CheckpointError as error:
+        assert "is no checkpoint" in str(error)
+        return None
+    value = found["step"]
+    for name, x in tree(value).items():
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(fs.unshard(x))), name
+    return value
+
+
+# -- a disk that fails, and forgets -----------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process is gone."""
+
+
+class FragileDisk(files.Disk):
+    """A disk below a root, which fails at its n-th change, and knows what has been fsynced of files and folders.
+
+    Args:
+        root: a folder.
+        fail_at: the number of the change that fails.
+        gone: True if nothing runs after that, as in a crash; False: that change alone raises an OSError.
+    """
+
+    def __init__(self, root, fail_at=None, *, gone=False):
+        self.root, self.fail_at, self.gone = root, fail_at, gone
+        self.calls, self.lock = [], threading.Lock()
+        self.bytes = {}  # of files by inode, as fsynced
+        self.entries = {}  # of folders by inode, as fsynced: inodes, True for a folder
+        self.last = {}  # bytes of files by inode, fsynced or not
+        for path in [root, *sorted(root.rglob("*"))]:
+            if path.is_dir():
+                self.entries[path.stat().st_ino] = self._now(path)
+            else:
+                self.bytes[path.stat().st_ino] = self.last[path.stat().st_ino] = path.read_bytes()
+
+    def _now(self, path):
+        return {one.name: (one.stat().st_ino, one.is_dir()) for one in path.iterdir()}
+
+    def _turn(self, name):
+        with self.lock:
+            self.calls.append(name)
+            number = len(self.calls) - 1
+        if self.fail_at is None or number < self.fail_at or (number > self.fail_at and not self.gone):
+            return
+        raise Crash if self.gone else OSError(errno.ENOSPC, "No space left on device")
+
+    def make_folder(self, path):
+        self._turn("make_folder")
+        super().make_folder(path)
+
+    def open_new(self, path):
+        self._turn("open_new")
+        return super().open_new(path)
+
+    def write(self, file, data):
+        try:
+            self._turn("write")
+        except (Crash, OSError):
+            if len(self.calls) == (self.fail_at or 0) + 1:
+                super().write(file, data[: len(data) // 2])
+            raise
+        done = super().write(file, data)
+        self.last[os.fstat(file).st_ino] = Path(f"/proc/self/fd/{file}").read_bytes()
+        return done
+
+    def fsync(self, file):
+        self._turn("fsync")
+        found = os.fstat(file).st_ino
+        self.bytes[found] = self.last.get(found, b"")
+
+    def rename(self, old, new):
+        self._turn("rename")
+        super().rename(old, new)
+
+    def unlink(self, path):
+        self._turn("unlink")
+        super().unlink(path)
+
+    def remove_folder(self, path):
+        self._turn("remove_folder")
+        super().remove_folder(path)
+
+    def fsync_folder(self, path):
+        self._turn("fsync_folder")
+        self.entries[path.stat().st_ino] = self._now(path)
+
+    def lose(self, how):
+        """Return a copy of the root without what was not fsynced: "bytes" of files, "names" in folders, "some" names, "all"."""
+        top, known = self.root.stat().st_ino, {}
+        for path in [self.root, *self.root.rglob("*")]:
+            if path.is_dir():
+                known[path.stat().st_ino] = self._now(path)
+        kept = self.last if how == "names" else self.bytes
+        choose = random.Random(len(self.calls))
+
+        def build(path, number):
+            path.mkdir()
+            old, new = self.entries.get(number, {}), known.get(number, {})
+            found = new if how == "bytes" else old
+            if how == "some":
+                sides = {name: choose.choice([old, new]) for name in sorted({*old, *new})}
+                found = {name: side[name] for name, side in sides.items() if name in side}
+            for name, (inner, is_folder) in found.items():
+                if is_folder:
+                    build(path / name, inner)
+                else:
+                    (path / name).write_bytes(kept.get(inner, b""))
+
+        copy = self.root.with_name(f"{self.root.name}-{how}")
+        build(copy, top)
+        return copy
+
+
+class QuickDisk(files.Disk):
+    """A disk that does not wait."""
+
+    def fsync(self, file):
+        pass
+
+    def fsync_folder(self, path):
+        pass
+
+
+LOSSES = ("bytes", "names", "some", "all")
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Put another disk in the place of the real one."""
+
+    def use(disk):
+        for module in MODULES:
+            monkeypatch.setattr(module, "disk", disk)
+        return disk
+
+    return use
+
+
+def saved(path, value, devices, inside):
+    """Save, by one process for all devices or by each device itself."""
+    if inside:
+        fs.run(lambda: fs.save(path, tree(value, devices), timeout=20), mesh=fs.make_mesh({"data": devices}))
+    else:
+        fs.save(path, tree(value, devices))
+
+
+CASES = pytest.mark.parametrize(
+    ("devices", "inside", "over"), [(1, False, False), (1, False, True), (3, False, True), (2, True, True)]
+)
+"""Writers, whether each is a device inside of `fs.run`, and whether there is a checkpoint already."""
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+@CASES
+def test_crash_at_any_change_keeps_the_last_checkpoint(devices, inside, over, tmp_path, use):
+    use(QuickDisk())
+    before = tmp_path / "before"
+    (before / "runs").mkdir(parents=True)
+    if over:
+        saved(before / "runs" / "7", 1, devices, inside=False)
+    ended, number = False, 0
+    while not ended:
+        root = tmp_path / str(number)
+        shutil.copytree(before, root)
+        disk = use(FragileDisk(root, number, gone=True))
+        try:
+            saved(root / "runs" / "7", 2, devices, inside)
+            ended = True
+        except Crash:
+            number += 1
+        use(QuickDisk())
+        for copy in (root, *map(disk.lose, LOSSES)):
+            assert loaded(copy / "runs" / "7") in ((2,) if ended else (1, 2) if over else (None, 2)), disk.calls
+        saved(root / "runs" / "7", 3, devices, inside=False)  # which removes what the other left
+        assert loaded(root / "runs" / "7") == 3 and len([*(root / "runs" / "7").iterdir()]) == 2 * devices + 1
+    assert {"open_new", "write", "fsync", "rename", "fsync_folder", "unlink" if over else "make_folder"} <= {
+        *disk.calls
+    }
+
+
+@CASES
+def test_error_at_any_change_keeps_the_last_checkpoint(devices, inside, over, tmp_path, use):
+    """An error before the commit is raised, and the folder has what it had; after it the new checkpoint loads."""
+    for number in range(1000):
+        path = tmp_path / str(number) / "7"
+        path.parent.mkdir()
+        use(QuickDisk())
+        if over:
+            saved(path, 1, devices, inside=False)
+        disk = use(FragileDisk(path.parent, number))
+        try:
+            saved(path, 2, devices, inside)
+            failed = False
+        except CheckpointError as error:
+            failed = True
+            assert "No space left" in str(error)
+        use(QuickDisk())
+        assert loaded(path) == 2 if not failed else loaded(path) in ((1, 2) if over else (None, 2))
+        saved(path, 3, devices, inside=False)
+        assert loaded(path) == 3 and len([*path.iterdir()]) == 2 * devices + 1
+        if number >= len(disk.calls):
+            break
+    assert number > 10 and not failed
+
+
+def test_failed_save_frees_the_disk(tmp_path, use):
+    disk = use(FragileDisk(tmp_path))
+    fs.save(tmp_path, tree(1))
+    write = disk.calls.index("fsync")
+    before = {*tmp_path.iterdir()}
+    use(FragileDisk(tmp_path, write))
+    with pytest.raises(CheckpointError, match="No space left"):
+        fs.save(tmp_path, tree(2))
+    assert all(one.stat().st_size < 1000 for one in {*tmp_path.iterdir()} - before)
+    assert loaded(tmp_path) == 1
+
+
+def test_crash_while_checkpoints_are_removed_leaves_complete_ones(tmp_path, use):
+    """Retention: a checkpoint that is being removed is none, and others are complete."""
+    use(QuickDisk())
+    before, ended, number = tmp_path / "before", False, 0
+    for step in (1, 2):
+        fs.Checkpoints(before / "run", keep=2).save(step, tree(step))
+    while not ended:
+        root = tmp_path / str(number)
+        shutil.copytree(before, root)
+        disk = use(FragileDisk(root, number, gone=True))
+        try:
+            fs.Checkpoints(root / "run", keep=2).save(3, tree(3))
+            ended = True
+        except Crash:
+            number += 1
+        use(QuickDisk())
+        for copy in (root, *map(disk.lose, LOSSES)):
+            steps = fs.Checkpoints(copy / "run").steps
+            assert [loaded(copy / "run" / str(step)) for step in steps] == steps
+            assert steps[-2:] == [2, 3] if ended else steps in ([1, 2], [1, 2, 3], [2, 3])
+    assert {"remove_folder", "unlink"} <= {*disk.calls}
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def one_fails(path):
+    """A save of which process 1 cannot write its data; then one that process 1 does not call; the errors of both."""
+    import torch.distributed as dist
+
+    own, texts = tree(2, 2), list[str]()
+    rank = dist.get_rank()
+    for module in MODULES:
+        module.disk = FragileDisk(Path(path).parent, 3 if rank else None)
+    try:
+        fs.save(path, own, timeout=20)
+    except CheckpointError as error:
+        texts.append(str(error))
+    for module in MODULES:
+        module.disk = files.Disk()
+    dist.barrier()
+    if rank == 0:
+        try:
+            fs.save(path, own, timeout=0.2)
+        except CheckpointError as error:
+            texts.append(str(error))
+    dist.barrier()
+    if rank == 1:  # it arrives after the other has given up
+        try:
+            fs.save(path, own, timeout=0.2)
+        except CheckpointError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_failed_and_late_processes_raise_everywhere_and_commit_nothing(tmp_path):
+    path = tmp_path / "7"
+    fs.save(path, tree(1))
+    first, second = run_processes(one_fails, 2, str(path))
+    assert "No space left" in second[0] and "device 1 cannot write" in second[0]
+    assert "another device failed" in first[0] and "No space left" in first[0]
+    assert "after 0.2 s there is no manifest of devices 1" in first[1]
+    assert "another device failed" in second[1] and "no manifest of devices 1" in second[1]
+    assert loaded(path) == 1
+
+
+KILLED = """
+import mmap, os, random, signal, sys, time
+import torch, fshard as fs
+from tests.checkpoint.test_crashes import loaded, tree
+
+path, done, value = sys.argv[1], mmap.mmap(-1, 8), 0
+for turn in range(50):
+    child = os.fork()
+    if child == 0:
+        while True:
+            value += 1
+            fs.save(path, tree(value, 2))
+            done[:] = value.to_bytes(8, "little")
+    time.sleep(random.Random(turn).uniform(0.005, 0.25))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    ended = int.from_bytes(done, "little")
+    value = loaded(path) or 0
+    assert value in (ended, ended + 1), (value, ended)
+    done[:] = value.to_bytes(8, "little")
+fs.save(path, tree(0, 2))
+print(value, len(os.listdir(path)))
+"""
+
+
+def test_fifty_killed_processes_leave_the_last_checkpoint(tmp_path):
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "7")]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert out.returncode == 0, out.stderr
+    value, count = map(int, out.stdout.split())
+    assert value > 25 and count == 5
