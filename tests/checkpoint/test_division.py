@@ -12,10 +12,9 @@ import fshard as fs
 import fshard.checkpoint.source as source
 from fshard import P
 from fshard.checkpoint.copying import Span, copy, overlap
-from fshard.checkpoint.division import ArrayEntry, Division, shards_of
+from fshard.checkpoint.division import ArrayEntry, Division, span_of
 from fshard.checkpoint.files import BLOCK, DTYPES
 from fshard.checkpoint.index import storable
-from fshard.checkpoint.restore import span_of
 from fshard.checkpoint.source import OwnFolder, Target
 from fshard.testing.strategies import meshes, shapes_for, specs
 
@@ -53,61 +52,87 @@ def entries(draw, mesh):
 @st.composite
 def divisions(draw):
     mesh = draw(meshes())
-    return Division(draw(entries(mesh)), mesh.size)
+    division = Division(draw(entries(mesh)))
+    return division, [division.column(device) for device in range(mesh.size)]
+
+
+def written(division, columns, number, device):
+    """The numbers of the elements that a device writes of an array."""
+    one, column = division.arrays[number], columns[device]
+    block = block_elements(span_of(one.layout, one.shape, device).block, one.shape)
+    return block[column.starts[number] : column.stops[number]]
 
 
 @given(divisions())
 def test_every_element_is_written_exactly_once(division):
-    for number, one in enumerate(division.arrays):
-        count = np.zeros(prod(one.shape), int)
-        for device in range(division.devices):
-            block = block_elements(shards_of(one.layout, one.shape)[0][device], one.shape)
-            mine = block[division.starts[number, device] : division.stops[number, device]]
-            assert np.isin(mine, held(one.layout, one.shape, device)).all()
-            count[mine] += 1
-        assert (count == 1).all()
+    arrays = division[0].arrays
+    for number, one in enumerate(arrays):
+        mine = [written(*division, number, device) for device in range(len(division[1]))]
+        assert sorted(np.concatenate(mine).tolist()) == [*range(prod(one.shape))]
+        for device, numbers in enumerate(mine):
+            assert np.isin(numbers, held(one.layout, one.shape, device)).all()
 
 
 @given(divisions())
 def test_places_fill_each_file_without_gaps_and_aligned(division):
-    for device in range(division.devices):
-        end, sizes = 0, []
-        for number in division.order.tolist():
-            one = division.arrays[number]
-            assert division.places[number, device] == end
-            size = (division.stops[number, device] - division.starts[number, device]) * one.itemsize
-            assert end % one.itemsize == 0
-            end += size
-            sizes.append(one.itemsize)
-        assert division.sizes[device] == end and sizes == sorted(sizes, reverse=True)
+    arrays, order = division[0].arrays, division[0].order.tolist()
+    sizes = [arrays[number].itemsize for number in order]
+    assert sizes == sorted(sizes, reverse=True) and sorted(order) == [*range(len(arrays))]
+    for column in division[1]:
+        end = 0
+        for number, size in zip(order, sizes, strict=True):
+            assert column.places[number] == end and end % size == 0
+            end += (column.stops[number] - column.starts[number]) * size
 
 
 @given(divisions())
 def test_replicas_divide_their_bytes_evenly(division):
-    """The bytes of replicas differ by less than two elements for each set of axes that arrays are replicated over."""
+    """The bytes of replicas differ by less than two elements, for each set of axes that arrays are replicated over."""
+    arrays, columns = division[0].arrays, division[1]
     groups = {}
-    for number, one in enumerate(division.arrays):
+    for number, one in enumerate(arrays):
         groups.setdefault(one.layout.replicated_axes, []).append(number)
     for axes, members in groups.items():
-        each = np.array([division.arrays[number].itemsize for number in members])[:, None]
-        written = ((division.stops - division.starts)[members] * each).sum(0)
-        mesh = division.arrays[members[0]].layout.mesh
-        for device in range(division.devices):
-            same = mesh.coordinates(device)
-            alike = [
-                other
-                for other in range(division.devices)
-                if all(at == same[axis] for axis, at in mesh.coordinates(other).items() if axis not in axes)
-            ]
-            assert np.ptp(written[alike]) <= 2 * each.max()
+        mesh, totals = arrays[members[0]].layout.mesh, {}
+        for device, column in enumerate(columns):
+            others = tuple(at for axis, at in mesh.coordinates(device).items() if axis not in axes)
+            size = sum((column.stops[n] - column.starts[n]) * arrays[n].itemsize for n in members)
+            totals.setdefault(others, []).append(size)
+        largest = max(arrays[number].itemsize for number in members)
+        assert all(max(sizes) - min(sizes) < 2 * largest for sizes in totals.values())
 
 
 def test_replicated_leaves_are_divided_over_all_devices():
     """Many small leaves, not one of which could be divided: bytes still differ by less than two elements."""
     layout = storable(fs.Layout(fs.make_mesh({"data": 8}), P()))
     arrays = [ArrayEntry(str(n), (n,), (3,), torch.float32, layout, (0,), (3,)) for n in range(100)]
-    sizes = Division(arrays, 8).sizes
-    assert sizes.sum() == 1200 and np.ptp(sizes) <= 8
+    columns = map(Division(arrays).column, range(8))
+    sizes = [4 * (sum(column.stops) - sum(column.starts)) for column in columns]
+    assert sum(sizes) == 1200 and max(sizes) - min(sizes) < 8
+
+
+@given(divisions(), st.data())
+def test_pieces_have_every_element_of_a_range_once(division, data):
+    """Also for an array that is a part of a fused one: at an offset there."""
+    arrays, columns = division[0].arrays, division[1]
+    if not arrays:
+        return
+    number = data.draw(st.integers(0, len(arrays) - 1))
+    one = arrays[number]
+    offset = tuple(data.draw(st.integers(0, 2)) for _ in one.shape)
+    full = tuple(length + at + data.draw(st.integers(0, 2)) for length, at in zip(one.shape, offset, strict=True))
+    arrays[number] = one._replace(offset=offset, full_shape=full)
+    wanted = data.draw(spans(full or (1,)))
+    inside = block_elements(tuple((at, at + n) for at, n in zip(offset, one.shape, strict=True)) or ((0, 1),), full)
+    expected = np.intersect1d(elements(full, wanted), inside)
+    found = []
+    for device, byte, span in division[0].pieces(number, wanted):
+        mine = inside[written(*division, number, device)]
+        first = (byte - columns[device].places[number]) // one.itemsize
+        numbers = elements(full, span)
+        assert np.array_equal(mine[first : first + len(numbers)], numbers)
+        found.append(np.intersect1d(numbers, expected))
+    assert np.array_equal(np.sort(np.concatenate([np.arange(0), *found])), expected)
 
 
 @st.composite
