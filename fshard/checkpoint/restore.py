@@ -235,11 +235,11 @@ def _compare(source: Any, wanted: Sequence[Leaf], below: Mapping[str, Sequence[L
     missing = [
         name
         for name, leaf in names.items()
-        if name not in stored and not (is_array(leaf.value) and key_of(leaf.value) in found)
+        if name not in stored and leaf.value is not None and not (is_array(leaf.value) and key_of(leaf.value) in found)
     ]
     missing += [name for name, inner in below.items() if not inner]
     known = {source.stored(name) for name in names}
-    empty = {name for name, (_, value) in source.values.items() if value in ({}, [])}
+    empty = {name for name, (_, value) in source.values.items() if value in (None, {}, [])}
     unexpected = [name for name in stored - empty if source.stored(name) not in known]
     misshaped = [
         text for name, leaf in names.items() if name in stored and (text := _unfit(source, name, leaf.value, cast))

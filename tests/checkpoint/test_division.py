@@ -199,14 +199,13 @@ def test_spans_of_devices_are_what_layouts_store(data):
 @pytest.fixture
 def read(monkeypatch):
     """The bytes of blocks that were read, by file."""
-    found, original = {}, source.read_blocks
+    found, original = {}, source.BlockReader.read
 
-    def spied(path, size, digests, wanted):
-        for number, block in original(path, size, digests, wanted):
-            found[path.name, number] = len(block)
-            yield number, block
+    def spied(reader, number, into):
+        found[reader.path.name, number] = reader.length(number)
+        original(reader, number, into)
 
-    monkeypatch.setattr(source, "read_blocks", spied)
+    monkeypatch.setattr(source.BlockReader, "read", spied)
     return found
 
 

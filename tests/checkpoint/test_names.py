@@ -193,3 +193,10 @@ def test_stages_without_parameters_are_restored(tmp_path):
 def test_split_axis_is_not_part_of_names():
     assert names(split(2)["params"]) == names(split(3)["params"]) == names(split(4, "zbv")["params"])
     assert {*names(unsplit()["params"])} | {"5.weight"} == {*names(split(2)["params"])}
+
+
+def test_nones_are_neither_missing_nor_unexpected(tmp_path):
+    fs.save(tmp_path, {"a": torch.ones(1), "b": None})
+    assert fs.restore(tmp_path, {"a": torch.zeros(1), "c": None}) == {"a": torch.ones(1), "c": None}
+    with pytest.raises(fs.errors.CheckpointError, match="missing in the checkpoint: c"):
+        fs.restore(tmp_path, {"a": torch.zeros(1), "c": 5})
