@@ -9,17 +9,18 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from fshard.checkpoint.division import ArrayEntry, Division
-from fshard.checkpoint.files import DTYPES
+from fshard.checkpoint.files import BLOCK, DTYPES
 from fshard.checkpoint.names import PLAIN, Leaf, is_array, name_of, stored_parts
 from fshard.checkpoint.names import Path as TreePath
 from fshard.errors import CheckpointError
@@ -29,6 +30,8 @@ from fshard.mesh.layout.sharded import Sharded
 
 VERSION = 1
 INDEX = "index.json"
+_FILE = re.compile(r"[0-9a-f]+-[0-9]+\.(safetensors|json)")
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 class Writer(NamedTuple):
@@ -116,27 +119,75 @@ def read_sealed(path: Path) -> Any:
     text = rest.removesuffix(b"}\n")
     if not mark or head + mark + text + b"}\n" != data or head != b'{"crc32":%d' % zlib.crc32(text):
         raise CheckpointError(f"{path} is not as it was written (its CRC-32 differs). Restore another checkpoint.")
-    return json.loads(text)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(path, error) from error
 
 
 def read_index(folder: Path) -> Index:
-    """Return the index of a checkpoint; raise if there is none, or one of a later version."""
+    """Return the index of a checkpoint; raise if there is none, one of a later version, or one that `save` does not write."""
     found = read_sealed(folder / INDEX)
-    if found.get("version") != VERSION:
+    if isinstance(found, dict) and found.get("version") != VERSION:
         raise CheckpointError(f"{folder}: version {found.get('version')} must be {VERSION}, which this fshard reads.")
-    layouts = [_layout(one) for one in found["layouts"]]
+    try:
+        index = _parsed(found)
+        _validate(index)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise _invalid(folder / INDEX, error) from error
+    return index
+
+
+def _invalid(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not what fs.save writes ({type(error).__name__}: {error}). Restore another checkpoint."
+    )
+
+
+def _parsed(found: Any) -> Index:
+    layouts = dict(enumerate(map(_layout, found["layouts"])))
     arrays = list[ArrayEntry]()
     for path, shape, dtype, layout, *part in found["arrays"]:
         offset, full = part or ([0] * len(shape), shape)
-        kind = getattr(torch, dtype)
-        arrays.append(
-            ArrayEntry(name_of(path), tuple(path), tuple(shape), kind, layouts[layout], tuple(offset), tuple(full))
+        entry = ArrayEntry(
+            name_of(path), tuple(path), tuple(shape), _DTYPES[dtype], layouts[layout], tuple(offset), tuple(full)
         )
+        arrays.append(entry)
     ties = {name_of(path): name for path, name in found["ties"]}
     values = [(tuple(path), value) for path, value in found["values"]]
     paths = [tuple(path) for path, _ in found["ties"]]
     writers = [Writer(*one) for one in found["writers"]]
-    return Index(found["devices"], arrays, ties, values, paths, found["metrics"], writers)
+    return Index(found["devices"], arrays, ties, values, paths, dict(found["metrics"]), writers)
+
+
+def _validate(index: Index) -> None:
+    """Raise if an index names files outside of its folder, or does not fit the sizes of its files."""
+    sizes = [(one.size, one.header) for one in index.writers]
+    numbers = {length for one in index.arrays for length in (*one.shape, *one.offset, *one.full_shape)}
+    entries = [one for path in [*(one.path for one in index.arrays), *index.tied_paths] for one in path]
+    entries += [entry for path, _ in index.values for entry in path]
+    layouts = {one.layout for one in index.arrays}
+    held = dict[str, int]()
+    for one in index.arrays:
+        held[one.name] = held.get(one.name, 0) + prod(one.shape)
+    checks = {
+        "names of files": all(_FILE.fullmatch(name) for one in index.writers for name in (one.data, one.manifest)),
+        "numbers": all(type(one) is int and 0 <= one < 1 << 60 for one in {*numbers, *chain(*sizes), index.devices}),
+        "paths": all(isinstance(one, str | int) or (len(one) == 1 and isinstance(one[0], PLAIN)) for one in entries),
+        "values": all(_is_json(value) for _, value in index.values),
+        "metrics": all(isinstance(one, int | float) for one in index.metrics.values()),
+        "ties": all(name in held for name in index.ties.values()),
+        "devices": {len(sizes), *(one.mesh.size for one in layouts)} == {index.devices},
+        "parts": all(
+            held[one.name] == prod(one.full_shape) < 1 << 60
+            and len(one.shape) == len(one.offset) == len(one.full_shape) >= len(one.layout.spec.entries)
+            for one in index.arrays
+        ),
+        "sizes": sum(prod(one.shape) * one.itemsize for one in index.arrays)
+        == sum(size - head for size, head in sizes),
+    }
+    if wrong := [what for what, is_right in checks.items() if not is_right]:
+        raise ValueError(f"wrong {', '.join(wrong)}")
 
 
 def read_manifest(folder: Path, writer: Writer) -> list[int]:
@@ -145,7 +196,13 @@ def read_manifest(folder: Path, writer: Writer) -> list[int]:
     found = read_sealed(path)
     if zlib.crc32(as_text(found).encode()) != writer.crc:
         raise CheckpointError(f"{path} is not the manifest that the index names. Restore another checkpoint.")
-    return found["digests"]
+    try:
+        digests = [int(one) for one in found["digests"]]
+        if (found["size"], len(digests)) != (writer.size, -(-writer.size // BLOCK)):
+            raise ValueError(f"{len(digests)} digests of {found['size']} bytes")
+    except (LookupError, TypeError, ValueError) as error:
+        raise _invalid(path, error) from error
+    return digests
 
 
 def _written(layout: Layout) -> Any:

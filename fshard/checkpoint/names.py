@@ -177,6 +177,8 @@ def build(items: Sequence[tuple[Path, Any]]) -> PyTree:
         return items[0][1]
     below: dict[Any, list[tuple[Path, Any]]] = {}
     for path, value in items:
+        if not path:
+            raise CheckpointError("a leaf of the checkpoint is a container of others. Give a target to restore into.")
         key = path[0]
         below.setdefault(("key", key[0]) if isinstance(key, list) else key, []).append((path[1:], value))
     built = {key: build(rest) for key, rest in below.items()}

@@ -81,7 +81,9 @@ def restore(
         strict: False: what only one side has stays as it is; returns (tree, differences).
         cast: convert to the target's dtypes.
     """
-    source = _Renamed(open_source(Path(path)), only, rename)
+    opened = open_source(Path(path))
+    opened.check()
+    source = _Renamed(opened, only, rename)
     if mesh is not None:
         target = apply_rules(_tree_of(source, meta=True), target, mesh, put=reserved)
     elif target is None:

@@ -130,8 +130,9 @@ class OwnFolder:
     def read(self, targets: Sequence[Target]) -> None:
         found = self.parts(targets)
         with ThreadPoolExecutor(THREADS) as pool:
-            for done in [pool.submit(self._read_file, device, parts) for device, parts in sorted(found.items())]:
-                done.result()
+            done = [pool.submit(self._read_file, device, parts) for device, parts in sorted(found.items())]
+        if failed := [error for one in done if (error := one.exception())]:
+            raise CheckpointError("\n".join(map(str, failed))) from failed[0]
 
     @torch.no_grad()
     def _read_file(self, device: int, parts: Sequence[Part]) -> None:
@@ -140,6 +141,8 @@ class OwnFolder:
         in_block: dict[int, list[Part]] = defaultdict(list)
         for part in parts:
             begin = writer.header + part.byte
+            if begin + part.size > writer.size:
+                raise CheckpointError(f"{self.folder / writer.data} has no bytes {begin} to {begin + part.size}.")
             for number in range(begin // BLOCK, (begin + part.size - 1) // BLOCK + 1):
                 in_block[number].append(part)
         reader = BlockReader(self.folder / writer.data, writer.size, read_manifest(self.folder, writer))

@@ -1,0 +1,291 @@
+"""Files that are not as they were written are detected; no index makes `restore` read elsewhere, or allocate more than is there."""
+
+import copy
+import random
+import zlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P
+from fshard.checkpoint.files import BLOCK
+from fshard.checkpoint.index import as_text, read_sealed, sealed
+from fshard.errors import CheckpointError
+
+
+def tree():
+    mesh = fs.make_mesh({"data": 2})
+    seed = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, generator=seed) for n in (96, 7))
+    return {
+        "a": fs.device_put(x.view(12, 8), fs.Layout(mesh, P("data"))),
+        "b": fs.device_put(y, fs.Layout(mesh)),
+        "c": fs.device_put(y.bfloat16(), fs.Layout(mesh, P.flat("data"))),
+        "tie": None,
+        "steps": 5,
+        "list": [1.5, "text"],
+    }
+
+
+def whole():
+    made = tree()
+    return {**made, "tie": made["a"]}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The names and bytes of the files of a checkpoint, and what it has."""
+    path = tmp_path_factory.mktemp("saved")
+    fs.save(path, whole(), metrics={"loss": 0.5})
+    return {one.name: one.read_bytes() for one in sorted(path.iterdir())}, flat(fs.restore(path))
+
+
+def flat(restored):
+    return {
+        name: x.view(torch.uint8).flatten().tolist() if isinstance(x, torch.Tensor) else x
+        for name, x in restored.items()
+    }
+
+
+def written(path, contents):
+    path.mkdir(exist_ok=True)
+    for name, data in contents.items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def outcome(path):
+    """What is restored; None if it is refused."""
+    try:
+        return flat(fs.restore(path))
+    except CheckpointError as error:
+        text = str(error)
+    assert len(text) > 20 and str(path) in text
+    return None
+
+
+def corrupted(data, chance):
+    """Flip a bit, cut the end, swap two ranges, repeat or remove a range."""
+    size, kind = len(data), chance.randrange(5)
+    at, other = sorted(chance.sample(range(size), 2))
+    length = chance.randint(1, max(1, min(64, other - at, size - other)))
+    if kind == 0:
+        return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
+    if kind == 1:
+        return data[:at]
+    if kind == 2:
+        one, two = data[at : at + length], data[other : other + length]
+        return data[:at] + two + data[at + length : other] + one + data[other + length :]
+    if kind == 3:
+        return data + data[at : at + length]
+    return data[:at] + data[at + length :]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_250_corruptions_of_any_file_are_detected(seed, saved, tmp_path):
+    contents, _ = saved
+    chance, found = random.Random(seed), 0
+    written(tmp_path, contents)
+    while found < 250:
+        name = chance.choice([*contents])
+        data = corrupted(contents[name], chance)
+        if data == contents[name]:
+            continue
+        (tmp_path / name).write_bytes(data)
+        assert outcome(tmp_path) is None, (name, len(data))
+        (tmp_path / name).write_bytes(contents[name])
+        found += 1
+
+
+def test_every_bit_of_small_files_matters(saved, tmp_path):
+    contents, _ = saved
+    written(tmp_path, contents)
+    for name in contents:
+        for at in range(0, len(contents[name]), 7):
+            data = bytearray(contents[name])
+            data[at] ^= 1 << at % 8
+            (tmp_path / name).write_bytes(data)
+            assert outcome(tmp_path) is None, (name, at)
+        (tmp_path / name).write_bytes(contents[name])
+
+
+def test_swapped_and_missing_files_are_detected(saved, tmp_path):
+    contents, expected = saved
+    names = [*contents]
+    assert outcome(written(tmp_path / "as is", contents)) == expected
+    for one in names:
+        path = written(tmp_path / f"no {one}", {name: data for name, data in contents.items() if name != one})
+        assert outcome(path) is None, one
+        for other in names:
+            if contents[one] != contents[other]:
+                both = {**contents, one: contents[other], other: contents[one]}
+                assert outcome(written(tmp_path / f"{one} {other}", both)) is None, (one, other)
+
+
+def test_all_incomplete_files_are_named(saved, tmp_path):
+    path = written(tmp_path, saved[0])
+    data = sorted(path.glob("*.safetensors"))
+    data[0].unlink()
+    data[1].write_bytes(data[1].read_bytes() + b"x")
+    manifest = next(path.glob("*-0.json"))
+    manifest.unlink()
+    with pytest.raises(CheckpointError) as error:
+        fs.restore(path)
+    assert all(one.name in str(error.value) for one in [*data, manifest])
+
+
+def test_all_corrupt_files_are_named_with_their_bytes(tmp_path):
+    mesh = fs.make_mesh({"data": 3})
+    x = torch.arange(3 * BLOCK // 4 * 2)
+    fs.save(tmp_path, {"x": fs.device_put(x, fs.Layout(mesh, P("data")))})
+    files = sorted(tmp_path.glob("*.safetensors"))
+    for file in files[1:]:
+        with file.open("r+b") as opened:
+            opened.seek(BLOCK + 5)
+            opened.write(b"\xff")
+    with pytest.raises(CheckpointError) as error:
+        fs.restore(tmp_path)
+    text = str(error.value)
+    assert files[0].name not in text and text.count(f"bytes {BLOCK} to {2 * BLOCK} are not") == 2
+    assert all(file.name in text for file in files[1:])
+
+
+# -- a manipulated index, with a valid digest ---------------------------------------------------------------------------
+
+
+def manipulated(path, contents, change):
+    """Write a checkpoint whose index is changed, and sealed again."""
+    written(path, contents)
+    index = read_sealed(path / "index.json")
+    index = change(index) or index
+    (path / "index.json").write_bytes(sealed(as_text(index)))
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "..", ".", "", "a/../../b.json", "A-0.safetensors\n"]
+)
+@pytest.mark.parametrize("field", [0, 3], ids=["data", "manifest"])
+def test_index_names_no_file_outside_of_the_folder(name, field, saved, tmp_path):
+    def change(index):
+        index["writers"][0][field] = name
+
+    with pytest.raises(CheckpointError, match=r"index\.json is not what fs\.save writes .*names of files"):
+        fs.restore(manipulated(tmp_path, saved[0], change))
+
+
+def resized(*shape):
+    def change(index):
+        index["arrays"][0][1] = [*shape]
+
+    return change
+
+
+def fused(index):
+    index["arrays"][0] += [[0, 0], [1 << 20, 1 << 20]]
+
+
+def grown(index):
+    index["arrays"][0][1] = [1 << 40, 8]
+    for one in index["writers"]:
+        one[1] += (1 << 42) - 24
+
+
+@pytest.mark.parametrize(
+    "change", [resized(1 << 40, 8), resized(1 << 70, 0), resized(-12, -8), resized(12.0, 8), resized(), fused, grown]
+)
+@pytest.mark.parametrize("how", ["plain", "rules", "target"])
+def test_index_allocates_no_more_than_files_hold(change, how, saved, tmp_path, monkeypatch):
+    made = torch.empty
+
+    def small(*shape, **options):
+        found = made(*shape, **{**options, "device": "meta"})
+        assert found.numel() < 1000
+        return made(*shape, **options)
+
+    path = manipulated(tmp_path, saved[0], change)
+    monkeypatch.setattr(torch, "empty", small)
+    mesh = fs.make_mesh({"data": 2})
+    target = {"plain": {}, "rules": {"target": fs.fsdp("data"), "mesh": mesh}, "target": {"target": whole()}}[how]
+    with pytest.raises(CheckpointError):
+        fs.restore(path, **target)
+
+
+def test_manifest_of_another_size_is_refused(saved, tmp_path):
+    path = written(tmp_path, saved[0])
+    manifest = next(path.glob("*-1.json"))
+    for change in ({"digests": []}, {"digests": "x"}, {"size": 1}, {"digests": [[]]}):
+        found = {**read_sealed(manifest), **change}
+        (path / manifest.name).write_bytes(sealed(as_text(found)))
+        index = read_sealed(path / "index.json")
+        index["writers"][1][4] = zlib.crc32(as_text(found).encode())
+        (path / "index.json").write_bytes(sealed(as_text(index)))
+        with pytest.raises(CheckpointError, match=f"{manifest.name} is not what fs.save writes"):
+            fs.restore(path)
+        written(path, saved[0])
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def places(node, path=()):
+    """All places in a tree of JSON."""
+    yield path
+    for key, inner in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield from places(inner, (*path, key))
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_fuzzed_index_is_refused_or_restores(data, saved, tmp_path_factory):
+    """One or two places of the JSON are replaced, removed or repeated: a clear error, or a tree; no other error."""
+    contents, _ = saved
+    name = data.draw(st.sampled_from([one for one in contents if one.endswith(".json")]))
+    path = written(tmp_path_factory.mktemp("fuzz"), contents)
+    found = {"all": read_sealed(path / name)}
+    for _ in range(data.draw(st.integers(1, 2))):
+        *above, last = ("all", *data.draw(st.sampled_from([*places(found["all"])])))
+        node = found
+        for key in above:
+            node = node[key]
+        kind = data.draw(st.sampled_from(["replace", "near", "remove", "repeat"]))
+        if kind == "replace" or last == "all":
+            node[last] = data.draw(anything)
+        elif kind == "near" and type(node[last]) in (int, str, list):
+            node[last] = node[last] + {int: 1, str: "0", list: [0]}[type(node[last])]
+        elif kind == "repeat" and isinstance(node, list):
+            node.append(copy.deepcopy(node[last]))
+        else:
+            del node[last]
+        if not isinstance(found.get("all"), dict):
+            break
+    (path / name).write_bytes(sealed(as_text(found["all"])))
+    for target in ({}, {"target": whole()}):
+        text = f"{path} is restored, which is no error"
+        try:
+            fs.restore(path, **target)
+        except CheckpointError as error:
+            text = str(error)
+        assert str(path) in text or "a container of others" in text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[" * 100_000, "5", "null", "[]", '{"version":1}', '{"version":2}', "1" * 5000]
+)
+def test_other_json_is_refused(text, saved, tmp_path):
+    path = written(tmp_path, saved[0])
+    (path / "index.json").write_bytes(sealed(text))
+    with pytest.raises(
+        CheckpointError, match="version 2 must be 1" if text == '{"version":2}' else "is not what fs.save writes"
+    ):
+        fs.restore(path)
+    (path / "index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="is not as it was written"):
+        fs.restore(path)
