@@ -25,6 +25,7 @@ from fshard.checkpoint.names import PLAIN, Leaf, is_array, name_of, stored_parts
 from fshard.checkpoint.names import Path as TreePath
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, P
+from fshard.mesh.layout.layout import is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.sharded import Sharded
 
@@ -238,6 +239,9 @@ def refuse_unstorable(leaves: Sequence[Leaf]) -> None:
     wrong += [
         f"{name} has the key {key!r}, which must be a string or number" for name, key in keys if not _is_json(key)
     ]
+    plain = [(name, x) for name, x in arrays if not isinstance(x, Sharded)]
+    wrong += [f"{name} is {no_dense(x)}" for name, x in plain if not is_dense(x)]
+    wrong += [f"{name} is a meta tensor, which has no values" for name, x in plain if x.is_meta]
     wrong += [f"{name} must be a value of JSON; got {type(x).__name__}" for name, x in values if not _is_json(x)]
     if wrong:
         raise CheckpointError(f"These leaves cannot be saved: {'; '.join(wrong)}.")

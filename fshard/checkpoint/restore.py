@@ -10,6 +10,7 @@ Nothing is written to before names, shapes, dtypes and files are checked.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,13 +35,13 @@ from fshard.checkpoint.names import (
 from fshard.checkpoint.names import Path as TreePath
 from fshard.checkpoint.source import Source, Stored, Target, open_source
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import Mesh, PyTree
+from fshard.mesh.layout import Mesh, P, PyTree
 from fshard.mesh.layout.layout import dtype_name
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.spmd.run import local_devices
 from fshard.transforms.module.lazy import reserved
 from fshard.transforms.patterns import matches, parts_of
-from fshard.transforms.shard_params import Rules, apply_rules
+from fshard.transforms.shard_params import Fsdp, Rules, apply_rules
 
 Names = str | Sequence[str] | None
 """A name: the tree below it. Or patterns of names, `params.blocks.*.w`."""
@@ -81,6 +82,8 @@ def restore(
         strict: False: what only one side has stays as it is; returns (tree, differences).
         cast: convert to the target's dtypes.
     """
+    if mesh is None and isinstance(target, P | Fsdp):
+        raise ValueError("restore: mesh must be that of the rules; got None. Give mesh=, or a tree to restore into.")
     opened = open_source(Path(path))
     opened.check()
     source = _Renamed(opened, only, rename)
@@ -100,15 +103,20 @@ class _Renamed:
         self.arrays: dict[str, Stored] = {}
         self.values: dict[str, tuple[TreePath, Any]] = {}
         self._stored: dict[str, str] = {}
+        sources: dict[str, list[str]] = defaultdict(list)
         self.patterns = [only] if isinstance(only, str) else only
         under = only if isinstance(only, str) and "*" not in only else None
         for name, one in source.arrays.items():
             if (found := _renamed(name, one.path, under, self.patterns, rename)) is not None:
                 new, path = found
+                sources[new].append(name)
                 self.arrays[new], self._stored[new] = one._replace(path=path), name
         for name, (at, value) in source.values.items():
             if (found := _renamed(name, at, under, self.patterns, rename)) is not None:
+                sources[found[0]].append(name)
                 self.values[found[0]] = found[1], value
+        if several := [f"{' and '.join(names)} to {new}" for new, names in sources.items() if len(names) > 1]:
+            raise CheckpointError(f"restore: rename must give each leaf a name of its own; got {', '.join(several)}.")
         if self.patterns and not self.arrays and not self.values:
             known = ", ".join([*source.arrays, *source.values][:8])
             raise CheckpointError(f"restore: only={only!r} matches no leaf. The names begin with {known}.")

@@ -1,0 +1,165 @@
+"""Errors name all offenders, and the fix."""
+
+import errno
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P
+from fshard.checkpoint import files
+from fshard.checkpoint.index import as_text, read_sealed, sealed
+from fshard.errors import CheckpointError
+
+
+def tree(**more):
+    return {"a": torch.ones(2), "b": torch.zeros(3, dtype=torch.int64), "steps": 3, **more}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    fs.save(tmp_path / "run", tree(), metrics={"loss": 1})
+    return tmp_path / "run"
+
+
+def message(call, *args, **options):
+    with pytest.raises(CheckpointError) as error:
+        call(*args, **options)
+    return str(error.value)
+
+
+def test_missing_unexpected_misshaped_and_other_dtypes_are_one_error(folder):
+    target = {"a": torch.ones(4), "b": torch.zeros(3), "new": torch.ones(1), "other": 5}
+    text = message(fs.restore, folder, target)
+    assert f"restore {folder}: missing in the checkpoint: new, other. unexpected in the checkpoint: steps. " in text
+    assert (
+        "a must have shape (4,); got (2,); b must have dtype f32; got i64 (cast=True converts it). Give only=" in text
+    )
+    assert target["b"].tolist() == [0, 0, 0] and target["a"].tolist() == [1] * 4
+
+
+def test_array_for_value_and_value_for_array_are_named(folder):
+    text = message(fs.restore, folder, {"a": 1, "b": torch.zeros(3, dtype=torch.int64), "steps": torch.ones(1)})
+    assert "a must be a value; got an array; steps must be an array; got a value." in text
+
+
+def test_not_strict_returns_the_differences(folder):
+    target = {"a": torch.zeros(4), "b": torch.ones(3, dtype=torch.int64), "new": 5}
+    restored, found = fs.restore(folder, target, strict=False)
+    assert (found.missing, found.unexpected, found.misshaped) == (
+        ("new",),
+        ("steps",),
+        ("a must have shape (4,); got (2,)",),
+    )
+    assert restored["a"].tolist() == [0] * 4 and restored["b"].tolist() == [0] * 3 and restored["new"] == 5
+
+
+def test_long_lists_of_names_are_cut(tmp_path):
+    fs.save(tmp_path, {f"w{number}": number for number in range(50)})
+    assert "and 30 more" in message(fs.restore, tmp_path, {})
+
+
+def test_cast_converts_dtypes(folder):
+    target = tree(a=torch.zeros(2, dtype=torch.bfloat16), b=torch.ones(3, dtype=torch.float64))
+    found = fs.restore(folder, target, cast=True)
+    assert found["a"].tolist() == [1, 1] and found["b"].tolist() == [0, 0, 0] and found["b"].dtype == torch.float64
+
+
+def test_state_of_another_optimizer_is_named(tmp_path):
+    params = {"w": torch.ones(3)}
+    fs.save(tmp_path, {"params": params, "state": fs.optim.adamw(0.1).init(params)})
+    text = message(fs.restore, tmp_path, {"params": params, "state": fs.optim.sgd(0.1, momentum=0.9).init(params)})
+    assert (
+        "missing in the checkpoint: state.momentum_buffer.w" in text and "state.exp_avg.w, state.exp_avg_sq.w" in text
+    )
+    assert "the state is of another optimizer" in text
+
+
+def test_leaves_that_cannot_be_saved_are_all_named(tmp_path):
+    mesh = fs.make_mesh({"data": 2})
+    bad = {
+        "float8": torch.ones(2).to(torch.float8_e4m3fnuz),
+        "sparse": torch.ones(2).to_sparse(),
+        "meta": torch.ones(2, device="meta"),
+        "partial": fs.device_put(torch.ones(2), fs.Layout(mesh, P(unreduced="data"))),
+        "set": {1, 2},
+        "deep": [{"object": object()}],
+    }
+    text = message(fs.save, tmp_path / "x", bad)
+    for name in [*bad, "deep.0.object"]:
+        assert f"{name} " in text or name == "deep", name
+    assert "partial is unreduced over data; psum it first" in text and "must be a value of JSON; got set" in text
+    assert not (tmp_path / "x").exists()
+
+
+def test_arrays_on_other_devices_are_named(tmp_path):
+    one, other = (fs.device_put(torch.ones(4), fs.Layout(fs.make_mesh({"data": n}))) for n in (2, 4))
+    text = message(fs.save, tmp_path, {"a": one, "b": other})
+    assert "all arrays must be on the same devices" in text and "data=2" in text and "data=4" in text
+
+
+def test_arrays_made_outside_of_run_are_refused(tmp_path):
+    """They would be those of the first device, on all."""
+    mesh = fs.make_mesh({"data": 2})
+    x = fs.device_put(torch.arange(4), fs.Layout(mesh, P("data")))
+    fs.save(tmp_path / "a", {"x": x})
+    for act in (lambda: fs.save(tmp_path / "b", {"x": x}), lambda: fs.restore(tmp_path / "a", {"x": x})):
+        with pytest.raises(fs.errors.LayoutError, match="was made outside of fs.run and is used inside"):
+            fs.run(act, mesh=mesh)
+
+
+def test_no_checkpoint_names_what_is_there_instead(folder):
+    top = folder.parent
+    assert f"{top} is no checkpoint: it has the checkpoints run." in message(fs.restore, top)
+    assert f"it does not exist; {top} has run." in message(fs.restore, top / "x" / "y")
+    (top / "empty").mkdir()
+    assert "it has no index.json, but nothing" in message(fs.restore, top / "empty")
+    (folder / "index.json").unlink()
+    assert "it has no index.json, but " in message(fs.restore, folder)
+
+
+def test_version_of_the_future_is_named(folder):
+    found = {**read_sealed(folder / "index.json"), "version": 7}
+    (folder / "index.json").write_bytes(sealed(as_text(found)))
+    assert message(fs.restore, folder) == f"{folder}: version 7 must be 1, which this fshard reads."
+
+
+@pytest.mark.parametrize(
+    ("code", "method"),
+    [(errno.ENOSPC, "write"), (errno.EROFS, "make_folder"), (errno.EROFS, "open_new"), (errno.EIO, "fsync")],
+)
+def test_disk_that_refuses_is_named(code, method, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(code, {errno.ENOSPC: "full", errno.EROFS: "read-only", errno.EIO: "broken"}[code])
+
+    monkeypatch.setattr(files.disk, method, refuse)
+    text = message(fs.save, tmp_path / "new", tree())
+    assert f"{tmp_path / 'new'}" in text and ("cannot write: " in text or "cannot be made: " in text)
+    assert {errno.ENOSPC: "full", errno.EROFS: "read-only", errno.EIO: "broken"}[code] in text
+
+
+def test_file_in_the_place_of_a_folder_is_named(tmp_path):
+    (tmp_path / "x").write_text("")
+    assert f"{tmp_path / 'x'} cannot be made: " in message(fs.save, tmp_path / "x", tree())
+    assert "it is a file" in message(fs.restore, tmp_path / "x")
+
+
+def test_wrong_selection_is_named(folder):
+    assert "only='c' matches no leaf. The names begin with a, b, steps." in message(fs.restore, folder, only="c")
+    text = message(fs.restore, folder, rename={"a": "x", "b": "x"})
+    assert "rename must give each leaf a name of its own; got a and b to x." in text
+    text = message(fs.restore, folder, rename=lambda name: "b" if name == "steps" else name)
+    assert "got b and steps to b." in text
+    for rules in (fs.fsdp("data"), P("data")):
+        with pytest.raises(ValueError, match="mesh must be that of the rules; got None"):
+            fs.restore(folder, rules)
+
+
+def test_processes_with_other_values_are_named(tmp_path):
+    """Devices that save different numbers, where these must be equal."""
+
+    def main():
+        fs.save(tmp_path, {"steps": int(fs.axis_index("data") == 2)}, timeout=5)
+
+    text = message(fs.run, main, mesh=fs.make_mesh({"data": 4}))
+    assert "have other names, shapes, layouts or values than device" in text and not (tmp_path / "index.json").exists()
