@@ -243,7 +243,7 @@ def places(node, path=()):
 
 
 @given(data=st.data())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_fuzzed_index_is_refused_or_restores(data, saved, tmp_path_factory):
     """One or two places of the JSON are replaced, removed or repeated: a clear error, or a tree; no other error."""
     contents, _ = saved
