@@ -1,4 +1,4 @@
-"""Sources of arrays: fshard's own folders, read in ranges; `foreign` has those of other formats.
+"""Sources of arrays: fshard's own folders, read in ranges; `foreign` has those of other formats, and opens all.
 
 A target names an array, the range of one of its blocks, and the memory for it. A source reads each block of a file once,
 verifies it, and copies what each target needs of it.
@@ -47,7 +47,16 @@ class Target(NamedTuple):
 
 
 class Source(Protocol):
-    """Arrays and values by name, in a file or folder."""
+    """Arrays and values by name, in a file or folder.
+
+    `ties`: arrays that are others under a second name. `partial`: patterns of what it has of a model; None: all.
+    """
+
+    @property
+    def ties(self) -> Mapping[str, str]: ...
+
+    @property
+    def partial(self) -> Sequence[str] | None: ...
 
     @property
     def arrays(self) -> Mapping[str, Stored]: ...
@@ -103,6 +112,7 @@ class OwnFolder:
         for path, (name, of) in zip(self.index.tied_paths, self.index.ties.items(), strict=True):
             self.arrays[name] = Stored(path, *self.arrays[of][1:])
         self.values = {name: (path, value) for name, path, value in self.index.named_values}
+        self.ties, self.partial = self.index.ties, None
 
     def check(self) -> None:
         wrong = list[str]()
@@ -176,13 +186,6 @@ def _copy_from(block: memoryview, begin: int, part: Part) -> None:
     place = part.byte + first * each - begin
     values = torch.frombuffer(block, dtype=part.dtype, count=last - first, offset=place)
     copy(part.span.part(part.span.start + first, part.span.start + last), values, part.target.span, part.target.into)
-
-
-def open_source(path: Path) -> Source:
-    """Return the arrays of a folder or file."""
-    if (path / INDEX).is_file():
-        return OwnFolder(path)
-    raise CheckpointError(f"{path} is no checkpoint: {what_is_there(path)}.")
 
 
 def what_is_there(path: Path) -> str:
