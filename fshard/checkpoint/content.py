@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fshard.checkpoint.chunks import block_of
 from fshard.checkpoint.copying import Span
 from fshard.checkpoint.index import refuse_unstorable
+from fshard.checkpoint.names import JoinedArray, is_array, leaves_of, name_of, opened, refuse_repeated, stored_parts
 from fshard.checkpoint.names import Path as TreePath
-from fshard.checkpoint.names import is_array, leaves_of, name_of, refuse_repeated
 from fshard.checkpoint.source import Target
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import PyTree
@@ -50,21 +50,26 @@ class Content(NamedTuple):
 
 def content_of(tree: PyTree) -> Content:
     """Return the leaves of a tree; of tied ones the first in its order is the one with the array."""
+    tree, _ = opened(tree)
     order = {key: number for number, key in enumerate(tree)} if isinstance(tree, dict) else {}
     leaves = sorted(leaves_of(tree), key=lambda leaf: order.get(leaf.path[0], 0) if leaf.path else 0)
     refuse_repeated(leaves, "export")
     arrays = [(leaf.name, leaf.path, leaf.value) for leaf in leaves if is_array(leaf.value)]
     values = [leaf for leaf in leaves if not is_array(leaf.value)]
-    refuse_unstorable([(name, x) for name, _, x in arrays], [(leaf.name, leaf.value) for leaf in values])
+    stored = [(name, part) for name, _, x in arrays for _, part in stored_parts(x)]
+    refuse_unstorable(stored, [(leaf.name, leaf.value) for leaf in values])
     first: dict[Any, str] = {}
-    of = {name: first.setdefault(key_of(x), name) for name, _, x in arrays}
-    entries = [
-        ExportArray(name, path, tuple(x.shape), x.dtype, partial(unshard, x))
-        for name, path, x in arrays
-        if of[name] == name
-    ]
+    of = {name: first.setdefault(tuple([key_of(one) for _, one in stored_parts(x)]), name) for name, _, x in arrays}
+    own = [one for one in arrays if of[one[0]] == one[0]]
+    entries = [ExportArray(name, path, tuple(x.shape), x.dtype, partial(_full, x)) for name, path, x in own]
     ties = [(path, of[name]) for name, path, _ in arrays if of[name] != name]
     return Content(entries, ties, [(leaf.path, leaf.value) for leaf in values])
+
+
+def _full(x: Any) -> Tensor:
+    """Return an array in full, its parts joined."""
+    parts: list[Tensor] = [unshard(part) for _, part in stored_parts(x)]
+    return torch.cat(parts, x.dim) if isinstance(x, JoinedArray) else parts[0]
 
 
 def content_of_source(source: Any) -> Content:

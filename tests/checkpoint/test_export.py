@@ -16,6 +16,7 @@ import fshard as fs
 from fshard import P
 from fshard.errors import CheckpointError
 from fshard.testing.processes import run_processes
+from tests.booster.test_checkpoint import PLUGINS, adamw, network
 from tests.checkpoint.programs import export_all
 from tests.checkpoint.test_foreign import peak, tensors, tiny
 
@@ -128,6 +129,22 @@ def test_model_gives_its_config_and_drops_ties(tmp_path):
     assert json.loads((tmp_path / "dict/config.json").read_text()) == {"model_type": "own"}
 
 
+@pytest.mark.parametrize("name", ["zero1", "fsdp", "stages", "tensor", "both"])
+def test_boosted_models_are_exported_in_full(name, tmp_path):
+    """In stages and with tensor parallelism too: names are those of the module, fused weights are one array."""
+    plugin, axes = PLUGINS[name]
+
+    def program():
+        model = network(counts=False)
+        model, *_ = fs.Booster(plugin()).boost(model, adamw(model), torch.nn.MSELoss())
+        fs.export(tmp_path / "model.pt", model, to="torch")
+
+    fs.run(program, mesh=fs.make_mesh(axes))
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    want = network(counts=False).state_dict()
+    assert found.keys() == want.keys() and all(torch.equal(found[key], x) for key, x in want.items())
+
+
 # -- LoRA -------------------------------------------------------------------------------------------------------------
 
 
@@ -151,12 +168,13 @@ def trained(config):
 def test_merged_export_is_that_of_merge_lora(name, tmp_path):
     model, params = trained(CONFIGS[name])
     fs.export(tmp_path / "merged", params, model=model)
-    want, found = dict(fs.nn.merge_lora(model).named_parameters()), load_file(tmp_path / "merged/model.safetensors")
+    plain = fs.nn.merge_lora(model)
+    want, found = dict(plain.named_parameters()), load_file(tmp_path / "merged/model.safetensors")
     assert found.keys() == want.keys() and all(torch.equal(found[key], x) for key, x in want.items())
     if name == "linear":
         other = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "merged").eval()
         tokens = torch.arange(6).reshape(1, 6)
-        torch.testing.assert_close(other(tokens).logits, model(tokens).logits)
+        assert torch.equal(other(tokens).logits, plain(tokens).logits)
 
 
 def test_adapters_have_the_names_and_shapes_of_peft(tmp_path):
