@@ -13,6 +13,7 @@ from fshard.booster.booster import Booster
 from fshard.booster.hybrid import HybridParallelPlugin
 from fshard.booster.parallel import parallel
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, ZeroPlugin
+from fshard.checkpoint.export import export
 from fshard.checkpoint.folder import Checkpoints
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import restore
@@ -117,6 +118,7 @@ __all__ = [
     # checkpoints
     "save",
     "restore",
+    "export",
     "Checkpoints",
     "RandomState",
     # pipelines

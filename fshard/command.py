@@ -2,6 +2,7 @@
 
 fshard run train.py                   start a file in several processes (`fshard.launching.torchrun`)
 fshard doctor                         the installation: devices, features, correctness (`fshard.doctor`)
+fshard checkpoint inspect PATH        what a checkpoint has; verify it; convert it (`fshard.checkpoint.command`)
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from fshard.checkpoint import command as checkpoint
 from fshard.doctor.visit import visit
 from fshard.errors import FshardError
 from fshard.launching.torchrun import run
 
 USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard doctor [--processes N] [--device cpu|cuda] [--json]
+       fshard checkpoint inspect|verify PATH
+       fshard checkpoint convert --to hf|dcp|torch|safetensors [--only NAME] PATH OUT
        fshard --version
 
 run      start a file in several processes: fshard run train.py (options: fshard run --help)
 doctor   show versions, devices and the speed between processes, and check every collective
+checkpoint   show what a checkpoint has, compare it with its digests, write it in another format
 """
 
 
@@ -32,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 run(rest)
             case ["doctor", *rest]:
                 return visit(rest)
+            case ["checkpoint", *rest]:
+                return checkpoint.run(rest)
             case ["--version"]:
                 sys.stdout.write(f"fshard {version('fshard')}\n")
                 return 0

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "report": GROUND | {"mesh"},
     "testing": GROUND | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it uses the public API
     "doctor": GROUND | {"mesh", "launching", "testing", "fshard"},
-    "command": {"errors", "launching", "doctor"},  # the command line, `fshard run` and `fshard doctor`
+    "command": {"errors", "launching", "doctor", "checkpoint"},  # the command line
     "__main__": {"command"},
     "fshard": GROUND
     | {

@@ -10,16 +10,18 @@ Nothing is written to before names, shapes, dtypes and files are checked.
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fshard.checkpoint.copying import Span
 from fshard.checkpoint.division import span_of
+from fshard.checkpoint.foreign import open_source
 from fshard.checkpoint.names import (
     Leaf,
     build,
@@ -33,7 +35,7 @@ from fshard.checkpoint.names import (
     stored_parts,
 )
 from fshard.checkpoint.names import Path as TreePath
-from fshard.checkpoint.source import Source, Stored, Target, open_source
+from fshard.checkpoint.source import Source, Stored, Target
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Mesh, P, PyTree
 from fshard.mesh.layout.layout import dtype_name
@@ -77,55 +79,57 @@ def restore(
         target: a tree: its arrays are written in place, its objects get their state, other leaves are replaced. Or, with
             `mesh`, rules of `shard_params` for all arrays; None: plain tensors.
         mesh: of the rules.
-        only: a name: the part of the checkpoint below it, as a tree. Or patterns: those leaves; others of the target stay.
+        only: a name: the part of the checkpoint below it, as a tree. Or patterns, or several names: those leaves; others of
+            the target stay.
         rename: from stored names to the target's: {"layers.*.q_proj.*": "blocks.*.q.*"}, or a function of the name.
         strict: False: what only one side has stays as it is; returns (tree, differences).
         cast: convert to the target's dtypes.
     """
     if mesh is None and isinstance(target, P | Fsdp):
         raise ValueError("restore: mesh must be that of the rules; got None. Give mesh=, or a tree to restore into.")
-    opened = open_source(Path(path))
-    opened.check()
-    source = _Renamed(opened, only, rename)
+    source = Renamed(open_source(Path(path)), only, rename)
+    source.check()
     if mesh is not None:
-        target = apply_rules(_tree_of(source, meta=True), target, mesh, put=reserved)
+        target = _tree_of(source, lambda tree: apply_rules(tree, target, mesh, put=reserved))
     elif target is None:
         target = _tree_of(source)
     result, differences = fill(source, target, strict=strict, cast=cast, what=f"restore {path}")
     return result if strict else (result, differences)
 
 
-class _Renamed:
-    """A source under the target's names."""
+class Renamed:
+    """A part of a source, under the target's names."""
 
-    def __init__(self, source: Source, only: Names, rename: Renaming) -> None:
+    def __init__(self, source: Source, only: Names = None, rename: Renaming = None) -> None:
         self.source = source
+        under = only if isinstance(only, str) and "*" not in only else None
+        self.patterns = None if under is not None else [only] if isinstance(only, str) else only or source.partial
         self.arrays: dict[str, Stored] = {}
         self.values: dict[str, tuple[TreePath, Any]] = {}
         self._stored: dict[str, str] = {}
         sources: dict[str, list[str]] = defaultdict(list)
-        self.patterns = [only] if isinstance(only, str) else only
-        under = only if isinstance(only, str) and "*" not in only else None
-        for name, one in source.arrays.items():
-            if (found := _renamed(name, one.path, under, self.patterns, rename)) is not None:
-                new, path = found
-                sources[new].append(name)
-                self.arrays[new], self._stored[new] = one._replace(path=path), name
-        for name, (at, value) in source.values.items():
-            if (found := _renamed(name, at, under, self.patterns, rename)) is not None:
-                sources[found[0]].append(name)
-                self.values[found[0]] = found[1], value
+        for name, path in [(name, at) for found in (source.arrays, source.values) for name, (at, *_) in found.items()]:
+            if (under is None and not self.is_chosen(name)) or (below := _below_name(path, under)) is None:
+                continue
+            new = _renamed(name_of(below), rename)
+            path = below if new == name_of(below) else (new,)
+            sources[new].append(name)
+            self._stored[new] = name
+            if name in source.arrays:
+                self.arrays[new] = source.arrays[name]._replace(path=path)
+            else:
+                self.values[new] = path, source.values[name][1]
         if several := [f"{' and '.join(names)} to {new}" for new, names in sources.items() if len(names) > 1]:
             raise CheckpointError(f"restore: rename must give each leaf a name of its own; got {', '.join(several)}.")
-        if self.patterns and not self.arrays and not self.values:
+        if not self._stored and only is not None:
             known = ", ".join([*source.arrays, *source.values][:8])
             raise CheckpointError(f"restore: only={only!r} matches no leaf. The names begin with {known}.")
-        self.patterns = None if under else self.patterns
+        found = {old: new for new, old in self._stored.items()}
+        self.ties = {new: found.get(of, of) for old, of in source.ties.items() if (new := found.get(old))}
 
-    def stored(self, name: str) -> str:
-        """Return the name that the source stores a leaf under: equal for tied arrays."""
-        own = self._stored.get(name, name)
-        return (own in self.source.arrays and self.source.arrays[own].tied) or own
+    def is_chosen(self, name: str) -> bool:
+        """Return True if a pattern matches a name, or is the name of a tree above it."""
+        return self.patterns is None or any(matches(one, name) or name.startswith(f"{one}.") for one in self.patterns)
 
     def check(self) -> None:
         self.source.check()
@@ -134,53 +138,42 @@ class _Renamed:
         self.source.read([target._replace(name=self._stored[target.name]) for target in targets])
 
 
-def _renamed(
-    name: str, path: TreePath, under: str | None, patterns: Sequence[str] | None, rename: Renaming
-) -> tuple[str, TreePath] | None:
-    """Return the name and path in the target of what is stored under a name, None if it is not to be restored."""
-    if under is not None:
-        count = next((n for n in range(len(path) + 1) if name_of(path[:n]) == under), None)
-        if count is None:
-            return None
-        path = path[count:]
-        name = name_of(path)
-    elif patterns is not None and not any(matches(pattern, name) for pattern in patterns):
-        return None
-    new = rename(name) if callable(rename) else _replaced(name, rename or {})
-    return (name, path) if new == name else (new, (new,))
+def _below_name(path: TreePath, name: str | None) -> TreePath | None:
+    """Return what follows a name in a path; None if the path does not begin with it."""
+    if name is None:
+        return path
+    return next((path[n:] for n in range(len(path) + 1) if name_of(path[:n]) == name), None)
 
 
-def _replaced(name: str, rename: Mapping[str, str]) -> str:
-    """Return a name as the first pattern that matches it renames it: a * or ** stands for what it matched."""
-    for old, new in rename.items():
-        if (found := _matched(parts_of(old), parts_of(name))) is not None:
-            rest = iter(found)
-            return ".".join(next(rest) if part in ("*", "**") else part for part in parts_of(new))
+def _renamed(name: str, rename: Renaming) -> str:
+    """Return a name as the first pattern that matches it renames it: stars of the new name are what those of the old matched.
+
+    >>> _renamed("h.3.q_proj.weight", {"h.*.q_proj.**": "blocks.*.q.**"})
+    'blocks.3.q.weight'
+    """
+    if callable(rename):
+        return rename(name)
+    for old, new in (rename or {}).items():
+        parts = [re.escape(part).replace(r"\*", "([^.]*)") + r"\." for part in parts_of(old)]
+        pattern = "".join(parts).replace(r"([^.]*)([^.]*)\.", r"((?:[^.]+\.)*)")
+        if found := re.fullmatch(pattern, f"{name}."):
+            parts = re.split(r"(\*\*\.|\*)", "".join(f"{part}." for part in parts_of(new)))
+            stars = [*found.groups(), *[""] * len(parts)]
+            return "".join(stars.pop(0) if part.startswith("*") else part for part in parts).removesuffix(".")
     return name
 
 
-def _matched(pattern: Sequence[str], parts: Sequence[str]) -> list[str] | None:
-    """Return what the stars of a pattern match, None if it does not match."""
-    if not pattern:
-        return None if parts else []
-    if pattern[0] == "**":
-        for end in range(len(parts), -1, -1):
-            if (rest := _matched(pattern[1:], parts[end:])) is not None:
-                return [".".join(parts[:end]), *rest]
-        return None
-    if not parts or pattern[0] not in ("*", parts[0]):
-        return None
-    rest = _matched(pattern[1:], parts[1:])
-    return None if rest is None else [parts[0], *rest] if pattern[0] == "*" else rest
-
-
-def _tree_of(source: _Renamed, *, meta: bool = False) -> PyTree:
-    """Return a tree of what is stored: of plain tensors, or of those without memory."""
-    where = "meta" if meta else "cpu"
-    first = {source.stored(name): one for name, one in source.arrays.items()}
-    made = {name: torch.empty(one.shape, dtype=one.dtype, device=where) for name, one in first.items()}
-    arrays = [(one.path, made[source.stored(name)]) for name, one in source.arrays.items()]
-    return build([*arrays, *source.values.values()])
+def _tree_of(source: Renamed, place: Callable[[PyTree], PyTree] | None = None) -> PyTree:
+    """Return a tree of what is stored: of plain tensors, or of the arrays that `place` makes of those without memory."""
+    where = "cpu" if place is None else "meta"
+    own = {name: one for name, one in source.arrays.items() if source.ties.get(name, name) == name}
+    made = {name: torch.empty(one.shape, dtype=one.dtype, device=where) for name, one in own.items()}
+    items = [(one.path, made[source.ties.get(name, name)]) for name, one in source.arrays.items()]
+    if place is not None:  # a tree of arrays alone
+        paths, tree = [path for path, _ in items], build(items)
+        by_path = {leaf.path: leaf.value for leaf in leaves_of(place(tree))}
+        items = [(path, by_path[path]) for path in paths]
+    return build([*items, *source.values.values()])
 
 
 def fill(source: Any, tree: PyTree, *, strict: bool, cast: bool, what: str) -> tuple[PyTree, Differences]:
@@ -193,10 +186,9 @@ def fill(source: Any, tree: PyTree, *, strict: bool, cast: bool, what: str) -> t
     differences = _compare(source, wanted, below, cast)
     if strict and differences:
         raise CheckpointError(f"{what}: {_explained(differences)}")
-    source.check()
     unfit = {*differences.missing, *(text.partition(" ")[0] for text in differences.misshaped)}
     fit, after = [leaf for leaf in wanted if leaf.name not in unfit], list[Callable[[], object]]()
-    once = {key_of(leaf.value): leaf for leaf in fit if is_array(leaf.value) and leaf.name in source.arrays}
+    once = {_key(leaf.value): leaf for leaf in fit if is_array(leaf.value) and leaf.name in source.arrays}
     source.read([one for leaf in once.values() for one in _targets(leaf, after)])
     for act in after:
         act()
@@ -225,7 +217,9 @@ def _below(source: Any, objects: Sequence[Leaf]) -> dict[str, list[Leaf]]:
     """Return what is stored of the state of each object, with memory for its arrays: the object's own, or new."""
     below: dict[str, list[Leaf]] = {}
     for leaf in objects:
-        own = {name_of((*leaf.path, *one.path)): one.value for one in leaves_of(leaf.value.state_dict())}
+        state = leaf.value.state_dict(keep_vars=True) if isinstance(leaf.value, nn.Module) else leaf.value.state_dict()
+        inner = [Leaf((*leaf.path, *one.path), one.value) for one in leaves_of(state)]
+        own = {one.name: one.value for one in inner}
         found = below.setdefault(leaf.name, [])
         for name, (path, *_) in {**source.arrays, **source.values}.items():
             if path[: len(leaf.path)] == leaf.path:
@@ -234,30 +228,29 @@ def _below(source: Any, objects: Sequence[Leaf]) -> dict[str, list[Leaf]]:
                 if name in source.arrays and (is_free or not is_array(value)):
                     value = torch.empty(source.arrays[name].shape, dtype=source.arrays[name].dtype)
                 found.append(Leaf(path, value))
+        known, tied = {one.name for one in found}, {_key(one.value) for one in found if is_array(one.value)}
+        found += [one for one in inner if one.name not in known and is_array(one.value) and _key(one.value) in tied]
     return below
 
 
 def _compare(source: Any, wanted: Sequence[Leaf], below: Mapping[str, Sequence[Leaf]], cast: bool) -> Differences:
     """Return the differences between what is stored and what is wanted."""
-    names = {leaf.name: leaf for leaf in wanted if not is_object(leaf.value)}
+    names = {leaf.name: leaf.value for leaf in wanted if not is_object(leaf.value)}
     stored = {*source.arrays, *source.values}
-    found = {key_of(leaf.value) for name, leaf in names.items() if name in source.arrays and is_array(leaf.value)}
-    missing = [
-        name
-        for name, leaf in names.items()
-        if name not in stored and leaf.value is not None and not (is_array(leaf.value) and key_of(leaf.value) in found)
-    ]
-    missing += [name for name, inner in below.items() if not inner]
-    known = {source.stored(name) for name in names}
-    empty = {name for name, (_, value) in source.values.items() if value in (None, {}, [])}
-    unexpected = [name for name in stored - empty if source.stored(name) not in known]
-    misshaped = [
-        text for name, leaf in names.items() if name in stored and (text := _unfit(source, name, leaf.value, cast))
-    ]
-    if source.patterns:
-        missing = [name for name in missing if any(matches(pattern, name) for pattern in source.patterns)]
+    tied = {_key(x) for name, x in names.items() if name in stored and is_array(x)}
+    missing = [name for name, x in names.items() if name not in stored and x is not None]
+    missing = [name for name in missing if not is_array(names[name]) or _key(names[name]) not in tied]
+    missing += [name for name, found in below.items() if not found]
+    filled = {source.ties.get(name, name) for name in names}
+    filled |= {name for name, (_, value) in source.values.items() if value in (None, {}, [])}  # nothing to restore
+    unexpected = [name for name in stored - names.keys() if source.ties.get(name, name) not in filled]
+    misshaped = [text for name, x in names.items() if name in stored and (text := _unfit(source, name, x, cast))]
+    return Differences(tuple(filter(source.is_chosen, missing)), tuple(sorted(unexpected)), tuple(misshaped))
 
-    return Differences(tuple(missing), tuple(sorted(unexpected)), tuple(misshaped))
+
+def _key(x: Any) -> tuple[Any, ...]:
+    """Return a key that is equal for tied arrays."""
+    return tuple([key_of(part) for _, part in stored_parts(x)])
 
 
 def _unfit(source: Any, name: str, x: Any, cast: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""Sources of arrays: fshard's own folders, read in ranges; `foreign` has those of other formats.
+"""Sources of arrays: fshard's own folders, read in ranges; `foreign` has those of other formats, and opens all.
 
 A target names an array, the range of one of its blocks, and the memory for it. A source reads each block of a file once,
 verifies it, and copies what each target needs of it.
@@ -31,12 +31,11 @@ DIRECT = 1 << 14
 
 
 class Stored(NamedTuple):
-    """An array of a source; `tied`: the name that it is stored under, if not its own."""
+    """An array of a source."""
 
     path: TreePath
     shape: tuple[int, ...]
     dtype: torch.dtype
-    tied: str | None = None
 
 
 class Target(NamedTuple):
@@ -48,7 +47,16 @@ class Target(NamedTuple):
 
 
 class Source(Protocol):
-    """Arrays and values by name, in a file or folder."""
+    """Arrays and values by name, in a file or folder.
+
+    `ties`: arrays that are others under a second name. `partial`: patterns of what it has of a model; None: all.
+    """
+
+    @property
+    def ties(self) -> Mapping[str, str]: ...
+
+    @property
+    def partial(self) -> Sequence[str] | None: ...
 
     @property
     def arrays(self) -> Mapping[str, Stored]: ...
@@ -102,8 +110,9 @@ class OwnFolder:
         first = {name: self.index.arrays[numbers[0]] for name, numbers in self._entries.items()}
         self.arrays = {name: Stored(one.path, one.full_shape, one.dtype) for name, one in first.items()}
         for path, (name, of) in zip(self.index.tied_paths, self.index.ties.items(), strict=True):
-            self.arrays[name] = self.arrays[of]._replace(path=path, tied=of)
+            self.arrays[name] = self.arrays[of]._replace(path=path)
         self.values = {name: (path, value) for name, path, value in self.index.named_values}
+        self.ties, self.partial = self.index.ties, None
 
     def check(self) -> None:
         wrong = list[str]()
@@ -180,13 +189,6 @@ def _copy_from(block: memoryview, begin: int, part: Part) -> None:
     place = part.byte + first * each - begin
     values = torch.frombuffer(block, dtype=part.dtype, count=last - first, offset=place)
     copy(part.span.part(part.span.start + first, part.span.start + last), values, part.target.span, part.target.into)
-
-
-def open_source(path: Path) -> Source:
-    """Return the arrays of a folder or file."""
-    if (path / INDEX).is_file():
-        return OwnFolder(path)
-    raise CheckpointError(f"{path} is no checkpoint: {what_is_there(path)}.")
 
 
 def what_is_there(path: Path) -> str:

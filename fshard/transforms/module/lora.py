@@ -81,7 +81,7 @@ class LowRank(nn.Module):
         super().__init__()
         weight = _weight(base_layer)
         inner, outer = weight.shape if _inputs_first(base_layer) else weight.shape[::-1]
-        self.base_layer, self.scale = base_layer, config.lora_alpha / config.r
+        self.base_layer, self.config, self.scale = base_layer, config, config.lora_alpha / config.r
         self.lora_dropout = nn.Dropout(config.lora_dropout)
         near: dict[str, Any] = {"dtype": weight.dtype, "device": None if weight.is_meta else weight.device}
         self.lora_A = nn.Parameter(torch.empty(config.r, inner, **near))
@@ -100,8 +100,12 @@ class LowRank(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The merged weight, for modules that use a layer's weight directly."""
-        change = self.scale * self.lora_B @ self.lora_A  # (out, in)
-        return _weight(self.base_layer) + (change.T if _inputs_first(self.base_layer) else change)
+        return self.merged(_weight(self.base_layer), self.lora_A, self.lora_B)
+
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return a weight of this layer with a difference in it."""
+        change = self.scale * b @ a  # (out, in)
+        return weight + (change.T if _inputs_first(self.base_layer) else change)
 
     @property
     def bias(self) -> Tensor | None:

@@ -1,0 +1,33 @@
+"""Functions that tests run in processes."""
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import fshard as fs
+from fshard import P
+
+
+def save_dtensors(path):
+    fs.make_mesh({"data": 2})  # joins the processes
+    devices, x = init_device_mesh("cpu", (2,)), torch.arange(35.0).reshape(5, 7)
+    shards = {name: distribute_tensor(x, devices, [Shard(dim)]) for dim, name in enumerate(["rows", "columns"])}
+    dcp.save(shards, checkpoint_id=path)
+
+
+def export_all(path):
+    """Export in each format; return the errors of exports to a path that is taken."""
+    mesh = fs.make_mesh({"data": 2})
+    layouts = {"a.w": P("data"), "b.w": P.flat("data"), "c": P()}
+    given = {"a.w": torch.arange(12.0).reshape(4, 3), "b.w": torch.arange(7.0), "c": torch.tensor(3)}
+    params = {name: fs.device_put(x, fs.Layout(mesh, layouts[name])) for name, x in given.items()}
+    for to in ("hf", "dcp", "torch", "safetensors"):
+        fs.export(path / to, {**params, "d": torch.ones(2)}, to=to)
+    errors = []
+    for to in ("hf", "torch"):
+        try:
+            fs.export(path, params, to=to, timeout=30)
+        except fs.errors.CheckpointError as error:
+            errors.append(str(error))
+    return errors

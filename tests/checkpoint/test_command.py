@@ -1,0 +1,108 @@
+"""`fshard checkpoint`: what a checkpoint has, what is damaged in it, and the same in another format."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fshard as fs
+from fshard import P
+from fshard.command import main
+
+
+def save(path, columns):
+    """Save step 120 on four devices; two names are one array."""
+    w = torch.arange(5.0 * columns).reshape(5, columns)
+    w = fs.device_put(w, fs.Layout(fs.make_mesh({"data": 4}), P.flat("data")))
+    tree = {"params": {"head.w": w, "wte.w": w, "b": torch.ones(3, dtype=torch.bfloat16)}, "steps": 120, "name": "gpt"}
+    fs.save(path, tree, metrics={"loss": 0.25})
+
+
+@pytest.fixture
+def saved(tmp_path):
+    save(tmp_path / "120", 4)
+    return tmp_path / "120"
+
+
+def test_inspect_prints_a_table(saved, capsys):
+    assert main(["checkpoint", "inspect", str(saved)]) == 0
+    lines = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["name", "shape", "dtype", "layout"]
+    assert ["params.b", "[3]", "bf16", "P()"] in lines
+    assert sorted(line.split()[0] for line in open_lines(lines, 'P.flat("data")')) == ["params.head.w"]
+    assert " ".join(lines[-3]) == "2 arrays, 23 elements, 86 bytes; 2 values".replace("3 arrays", "2 arrays")
+    assert " ".join(lines[-2]) == "step 120, written by 4 devices: device=4; data=4"
+    assert " ".join(lines[-1]) == "loss: 0.25"
+
+
+def open_lines(lines, text):
+    return [" ".join(line) for line in lines if text in " ".join(line)]
+
+
+def test_verify_names_each_damaged_range_and_missing_file(tmp_path, capsys):
+    saved = tmp_path / "120"
+    save(saved, 1 << 20)  # more than 4 MiB a device
+    assert main(["checkpoint", "verify", str(saved)]) == 0
+    assert "bytes are as they were written" in capsys.readouterr().out
+    files = sorted(saved.glob("*.safetensors"))
+    for place in (10, (4 << 20) + 5):
+        flip(files[0], place)
+    files[1].write_bytes(files[1].read_bytes()[:-1])
+    files[2].unlink()
+    sorted(saved.glob("*.json"))[-2].write_text("{}")
+    assert main(["checkpoint", "verify", str(saved)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert f"{files[0]}: bytes 0 to {4 << 20} are not" in lines[0] and f"bytes {4 << 20} to" in lines[1]
+    assert files[1].name in lines[2] and "must have" in lines[2] and files[2].name in lines[3]
+    flip(saved / "index.json", 100)
+    assert main(["checkpoint", "verify", str(saved)]) == 1
+    assert "index.json is not as it was written" in capsys.readouterr().out
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch", "safetensors"])
+def test_convert_writes_what_restore_reads(to, saved, tmp_path, capsys):
+    only = ["--only", "params"] if to in ("hf", "safetensors") else []
+    assert main(["checkpoint", "convert", "--to", to, *only, str(saved), str(tmp_path / "out")]) == 0
+    want, found = fs.restore(saved, only="params" if only else None), fs.restore(tmp_path / "out")
+    if only:
+        want.pop("wte.w")  # tied: written once
+    else:
+        assert found["params"]["head.w"].equal(found["params"].pop("wte.w")) and [found["steps"], found["name"]] == [
+            120,
+            "gpt",
+        ]
+        want, found = want["params"], found["params"]
+        want.pop("wte.w")
+    assert found.keys() == want.keys() and all(torch.equal(found[name], x) for name, x in want.items())
+    assert (
+        main(["checkpoint", "inspect", str(tmp_path / "out")])
+        == main(["checkpoint", "verify", str(tmp_path / "out")])
+        == 0
+    )
+    assert "no digests" in capsys.readouterr().out
+
+
+def test_convert_chains_foreign_formats(tmp_path):
+    save_file({"a.w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}, tmp_path / "0")
+    for number, to in enumerate(["torch", "dcp", "hf", "safetensors"]):
+        assert (
+            main(["checkpoint", "convert", "--to", to, str(tmp_path / str(number)), str(tmp_path / str(number + 1))])
+            == 0
+        )
+    found = load_file(tmp_path / "4")
+    assert found["a.w"].equal(torch.arange(6.0).reshape(2, 3)) and found["n"] == 3
+
+
+def test_errors_are_lines_with_a_status(tmp_path, capsys):
+    assert main(["checkpoint", "inspect", str(tmp_path)]) == 2
+    assert "is no checkpoint" in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["checkpoint", "convert", str(tmp_path), "x"])
+    assert main(["--help"]) == 0 and "checkpoint convert" in capsys.readouterr().out

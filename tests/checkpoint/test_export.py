@@ -1,0 +1,300 @@
+"""Exports are read by the libraries whose formats they have, bit for bit, and hold one array at a time."""
+
+import functools
+import json
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import fshard as fs
+from fshard import P
+from fshard.errors import CheckpointError
+from fshard.testing.processes import run_processes
+from tests.booster.test_checkpoint import PLUGINS, adamw, network
+from tests.checkpoint.programs import export_all
+from tests.checkpoint.test_foreign import peak, tensors, tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+LAYOUTS = [
+    lambda x: P(),
+    lambda x: P.flat("data"),
+    lambda x: P.flat("data", "model"),
+    lambda x: P(*[None] * (x.ndim - 1), ("data", "model")) if x.ndim and x.shape[-1] % 4 == 0 else P(),
+    lambda x: P(at={("data",): 1}),
+]
+
+
+@functools.cache
+def mesh():
+    return fs.make_mesh({"data": 2, "model": 2})
+
+
+def read_safetensors(path, like):
+    return load_file(path)
+
+
+def read_hf(path, like):
+    files = sorted(path.glob("*.safetensors"))
+    found = [load_file(file) for file in files]
+    if len(files) > 1:
+        where = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+        assert where == {name: file.name for file, one in zip(files, found, strict=True) for name in one}
+        assert all(sum(x.nbytes for x in one.values()) <= 200 or len(one) == 1 for one in found)
+    return {name: x for one in found for name, x in one.items()}
+
+
+def read_dcp(path, like):
+    found = {name: torch.zeros_like(x) for name, x in like.items()}
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    return found
+
+
+def read_torch(path, like):
+    return torch.load(path, weights_only=True)
+
+
+READERS = {"safetensors": read_safetensors, "hf": read_hf, "dcp": read_dcp, "torch": read_torch}
+
+
+@pytest.mark.parametrize("to", READERS)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_exports_from_any_layout_are_read_by_other_libraries(to, data, tmp_path_factory):
+    want = data.draw(tensors())
+    put = {
+        name: fs.device_put(x, fs.Layout(mesh(), data.draw(st.sampled_from(LAYOUTS))(x))) for name, x in want.items()
+    }
+    path = tmp_path_factory.mktemp("export") / "x"
+    fs.export(path, put, to=to, shard_size=200)
+    for found in (READERS[to](path, want), fs.restore(path)):
+        assert found.keys() == want.keys()
+        for name, x in want.items():
+            assert found[name].dtype == x.dtype and found[name].shape == x.shape and torch.equal(found[name], x)
+
+
+def test_values_and_ties_are_kept_by_formats_that_have_them(tmp_path):
+    x = fs.device_put(torch.arange(6.0), fs.Layout(mesh(), P("data")))
+    tree = {"params": {"b": x, "a": x, "part": torch.arange(8.0)[2:4]}, "steps": 3, "lr": [0.1, None, {"k": "text"}]}
+    fs.export(tmp_path / "x.pt", tree, to="torch")
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert found["params"]["a"] is found["params"]["b"] and found["params"]["a"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert [found["steps"], found["lr"], found["params"]["part"].tolist()] == [3, [0.1, None, {"k": "text"}], [2, 3]]
+    fs.export(tmp_path / "dcp", tree, to="dcp")
+    found = {"params": {name: torch.zeros(6) for name in "ab"}, "steps": 0, "lr": [0.0, 0, {"k": ""}]}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert found["params"]["a"].equal(found["params"]["b"]) and found["params"]["a"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert [found["steps"], found["lr"]] == [3, [0.1, None, {"k": "text"}]]
+    fs.export(tmp_path / "x.safetensors", tree["params"], to="safetensors")
+    assert load_file(tmp_path / "x.safetensors").keys() == {"b", "part"}  # the first of the tied names
+    with pytest.raises(CheckpointError, match="steps is a int; lr.0 is a float"):
+        fs.export(tmp_path / "y.safetensors", tree, to="safetensors")
+
+
+@pytest.mark.parametrize("size", [6000, 10**9])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_from_pretrained_reads_trained_parameters(name, size, tmp_path):
+    model = tiny(name).eval()
+    apply, params, buffers = fs.functionalize(model)
+    params = fs.shard_params({key: x + 1 for key, x in params.items()}, fs.fsdp("data"), mesh=mesh())
+    fs.export(tmp_path / "model", params, config=model.config, shard_size=size)
+    other, info = type(model).from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert len([*(tmp_path / "model").glob("*.safetensors")]) == (1 if size == 10**9 else len(files_of(params, size)))
+    tokens = torch.arange(6).reshape(1, 6)
+    assert torch.equal(other.eval()(tokens).logits, apply(fs.unshard(params), buffers, tokens)[0].logits)
+
+
+def files_of(params, size):
+    """Return how many bytes each file has, filled in the order of the dict."""
+    files = []
+    for x in params.values():
+        n = x.numel() * x.dtype.itemsize
+        files = [*files[:-1], files[-1] + n] if files and files[-1] + n <= size else [*files, n]
+    return files
+
+
+def test_model_gives_its_config_and_drops_ties(tmp_path):
+    model = tiny("gpt2")
+    fs.export(tmp_path / "model", dict(model.state_dict(keep_vars=True)), model=model)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert "lm_head.weight" not in load_file(tmp_path / "model/model.safetensors")
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in other.state_dict().items())
+    fs.export(tmp_path / "dict", {"w": torch.ones(1)}, config={"model_type": "own"})
+    assert json.loads((tmp_path / "dict/config.json").read_text()) == {"model_type": "own"}
+
+
+@pytest.mark.parametrize("name", ["zero1", "fsdp", "stages", "tensor", "both"])
+def test_boosted_models_are_exported_in_full(name, tmp_path):
+    """In stages and with tensor parallelism too: names are those of the module, fused weights are one array."""
+    plugin, axes = PLUGINS[name]
+
+    def program():
+        model = network(counts=False)
+        model, *_ = fs.Booster(plugin()).boost(model, adamw(model), torch.nn.MSELoss())
+        fs.export(tmp_path / "model.pt", model, to="torch")
+
+    fs.run(program, mesh=fs.make_mesh(axes))
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    want = network(counts=False).state_dict()
+    assert found.keys() == want.keys() and all(torch.equal(found[key], x) for key, x in want.items())
+
+
+# -- LoRA -------------------------------------------------------------------------------------------------------------
+
+
+CONFIGS = {
+    "linear": fs.nn.LoraConfig(r=2, target_modules=["c_attn", "attn.c_proj"], lora_alpha=3),
+    "embedding": fs.nn.LoraConfig(r=3, target_modules=["wte", "c_fc"], bias="lora_only", modules_to_save=["ln_f"]),
+    "tied head": fs.nn.LoraConfig(r=2, target_modules=r".*(lm_head|mlp\.c_proj)", bias="all"),
+    "all": fs.nn.LoraConfig(),
+}
+
+
+def trained(config):
+    """Return a model of LoRA with differences, and its parameters in ZeRO-3."""
+    model = fs.nn.lora(tiny("gpt2").eval(), config)
+    for x in model.parameters():
+        torch.nn.init.normal_(x)
+    return model, fs.shard_params(fs.functionalize(model)[1], fs.fsdp("data"), mesh=mesh())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_merged_export_is_that_of_merge_lora(name, tmp_path):
+    model, params = trained(CONFIGS[name])
+    fs.export(tmp_path / "merged", params, model=model)
+    plain = fs.nn.merge_lora(model)
+    want, found = dict(plain.named_parameters()), load_file(tmp_path / "merged/model.safetensors")
+    assert found.keys() == want.keys() and all(torch.equal(found[key], x) for key, x in want.items())
+    if name == "linear":
+        other = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "merged").eval()
+        tokens = torch.arange(6).reshape(1, 6)
+        assert torch.equal(other(tokens).logits, plain(tokens).logits)
+
+
+def test_adapters_have_the_names_and_shapes_of_peft(tmp_path):
+    """Those that peft writes for this configuration of GPT-2, as its sources give them."""
+    model, params = trained(CONFIGS["embedding"])
+    fs.export(tmp_path / "adapter", params, to="peft", model=model)
+    want = {"transformer.wte.lora_embedding_A": (3, 60), "transformer.wte.lora_embedding_B": (16, 3)}
+    for block in (0, 1):
+        layer = f"transformer.h.{block}.mlp.c_fc"
+        want |= {
+            f"{layer}.lora_A.weight": (3, 16),
+            f"{layer}.lora_B.weight": (64, 3),
+            f"{layer}.base_layer.bias": (64,),
+        }
+    want |= {"transformer.ln_f.weight": (16,), "transformer.ln_f.bias": (16,)}
+    found = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert {key: tuple(x.shape) for key, x in found.items()} == {
+        f"base_model.model.{key}": shape for key, shape in want.items()
+    }
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA" and config["fan_in_fan_out"] and config["inference_mode"]
+    assert [config[key] for key in ("r", "lora_alpha", "bias")] == [3, 8, "lora_only"]
+    assert [config["target_modules"], config["modules_to_save"]] == [["wte", "c_fc"], ["ln_f"]]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_adapters_are_restored_beside_any_base(name, tmp_path):
+    model, params = trained(CONFIGS[name])
+    fs.export(tmp_path / "adapter", params, to="peft", model=model)
+    other, target = trained(CONFIGS[name])
+    before = fs.unshard(target)
+    found, want = fs.unshard(fs.restore(tmp_path / "adapter", target)), fs.unshard(params)
+    learnt = {key for key, x in other.named_parameters() if x.requires_grad}
+    assert all(torch.equal(x, (want if key in learnt else before)[key]) for key, x in found.items())
+    assert fs.restore(tmp_path / "adapter").keys() == learnt
+
+
+def test_adapters_of_another_form_are_refused(tmp_path):
+    model, params = trained(CONFIGS["linear"])
+    fs.export(tmp_path / "adapter", params, to="peft", model=model)
+    with pytest.raises(CheckpointError, match=r"missing in the checkpoint: .*c_fc.lora_A.*unexpected.*c_attn.lora_A"):
+        fs.restore(tmp_path / "adapter", trained(fs.nn.LoraConfig(r=2, target_modules=["c_fc"]))[1])
+    file = tmp_path / "adapter/adapter_config.json"
+    for change, text in [
+        ({"peft_type": "IA3"}, "got IA3"),
+        ({"use_rslora": True, "alpha_pattern": {"x": 3}}, "use_rslora=True, alpha"),
+    ]:
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+        with pytest.raises(CheckpointError, match=text):
+            fs.restore(tmp_path / "adapter")
+
+
+# -- processes, memory, errors ----------------------------------------------------------------------------------------
+
+
+def test_processes_export_together_and_fail_together(tmp_path):
+    errors = run_processes(export_all, 2, tmp_path)
+    assert errors[0] == errors[1] and len(errors[0]) == 2 and "must be a new or empty folder" in errors[0][0]
+    want = {"a.w": torch.arange(12.0).reshape(4, 3), "b.w": torch.arange(7.0), "c": torch.tensor(3), "d": torch.ones(2)}
+    for to, read in READERS.items():
+        found = read(tmp_path / to, want)
+        assert found.keys() == want.keys() and all(torch.equal(found[name], x) for name, x in want.items())
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(READERS)
+
+
+def test_devices_of_a_program_export_together(tmp_path):
+    def program():
+        x = fs.device_put(torch.arange(4.0), fs.Layout(mesh(), P("data")))
+        assert x.shards[0].shape == (2,)
+        fs.export(tmp_path / "x", {"w": x}, to="safetensors")
+
+    fs.run(program, mesh=mesh())
+    assert load_file(tmp_path / "x")["w"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(CheckpointError, match="must be a file"):
+        fs.run(lambda: fs.export(tmp_path, {"w": torch.ones(3)}, to="safetensors"), mesh=mesh())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
+@pytest.mark.parametrize("to", READERS)
+def test_export_has_one_array_in_memory_at_a_time(to, tmp_path):
+    params = {
+        f"{n}.w": fs.device_put(torch.ones(1 << 20) * n, fs.Layout(mesh(), P.flat("data", "model"))) for n in range(32)
+    }
+    fs.export(tmp_path / "warm", {"w": params["0.w"]}, to=to)
+    before = peak(reset=True)
+    fs.export(tmp_path / "x", params, to=to)
+    assert peak() - before < 64 << 20  # of 192 MB: an array and copies of it
+
+
+def test_existing_folders_are_kept_and_files_replaced(tmp_path):
+    (tmp_path / "model").mkdir()
+    fs.export(tmp_path / "model", {"w": torch.ones(1)})
+    for to in ("hf", "dcp"):
+        with pytest.raises(CheckpointError, match="must be a new or empty folder"):
+            fs.export(tmp_path / "model", {"w": torch.zeros(1)}, to=to)
+    for value in (1, 2):
+        fs.export(tmp_path / "x.pt", {"w": torch.tensor(value)}, to="torch")
+    assert torch.load(tmp_path / "x.pt")["w"] == 2 and load_file(tmp_path / "model/model.safetensors")["w"] == 1
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["model", "x.pt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"to": "onnx"}, "to must be"),
+        ({"to": "torch", "config": {}}, "config is for to='hf'"),
+        ({"to": "peft"}, "needs model="),
+        ({"shard_size": 0}, "shard_size must be"),
+    ],
+)
+def test_wrong_arguments_are_named(options, text, tmp_path):
+    with pytest.raises(ValueError, match=text):
+        fs.export(tmp_path / "x", {"w": torch.ones(1)}, **options)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_leaves_that_a_format_cannot_have_are_all_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"a has dtype torch.complex128; b has dtype torch.complex128"):
+        fs.export(tmp_path / "x", {name: torch.ones(1, dtype=torch.complex128) for name in "ab"})
+    with pytest.raises(CheckpointError, match="one of fs.nn.lora"):
+        fs.export(tmp_path / "x", {"weight": torch.ones(1)}, to="peft", model=torch.nn.Linear(1, 1, bias=False))
+    with pytest.raises(CheckpointError, match="bias are missing"):
+        fs.export(tmp_path / "x", {"weight": torch.ones(1, 1)}, model=torch.nn.Linear(1, 1))

@@ -1,0 +1,432 @@
+"""Files that other libraries wrote are restored in any layout, bit for bit; malformed ones allocate nothing and run nothing."""
+
+import ctypes
+import functools
+import json
+import os
+import pickle
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from huggingface_hub import save_torch_state_dict
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import fshard as fs
+from fshard import P
+from fshard.checkpoint.copying import Span
+from fshard.checkpoint.foreign import open_source
+from fshard.checkpoint.source import Target
+from fshard.errors import CheckpointError
+from fshard.testing.processes import run_processes
+from tests.checkpoint.programs import save_dtensors
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+RULES = [
+    P(),
+    fs.fsdp("data"),
+    fs.fsdp(("data", "model")),
+    lambda name, x: P(*[None] * (x.ndim - 1), "model") if x.ndim and x.shape[-1] % 2 == 0 else P(),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+@functools.cache
+def mesh():
+    return fs.make_mesh({"data": 2, "model": 2})
+
+
+def write_safetensors(path, tensors):
+    save_file({name: x.contiguous() for name, x in tensors.items()}, path / "x.safetensors")
+    return path / "x.safetensors"
+
+
+def write_torch(path, tensors):
+    torch.save(tensors, path / "x.pt")
+    return path / "x.pt"
+
+
+def write_dcp(path, tensors):
+    dcp.save(dict(tensors), checkpoint_id=path / "dcp", no_dist=True)
+    return path / "dcp"
+
+
+def write_hf(path, tensors, safe=True):
+    contiguous = {name: x.contiguous() for name, x in tensors.items()}
+    (path / "hf").mkdir()
+    save_torch_state_dict(contiguous, path / "hf", max_shard_size=300, safe_serialization=safe)
+    return path / "hf"
+
+
+WRITERS = {
+    "safetensors": write_safetensors,
+    "torch": write_torch,
+    "dcp": write_dcp,
+    "hf": write_hf,
+    "hf in pickles": lambda path, tensors: write_hf(path, tensors, safe=False),
+}
+
+
+@st.composite
+def tensors(draw, shortest=0):
+    found = {}
+    for number in range(draw(st.integers(1, 5))):
+        shape = draw(st.lists(st.integers(shortest, 6), max_size=3))
+        x = torch.arange(torch.Size(shape).numel()).reshape(shape) + number
+        x = x.to(draw(st.sampled_from(DTYPES)))
+        found[f"blocks.{number}.w"] = x.T if x.ndim == 2 and draw(st.booleans()) else x  # strided in torch's formats
+    return found
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_foreign_arrays_are_restored_in_any_layout(writer, data, tmp_path_factory):
+    want = data.draw(tensors())
+    path = WRITERS[writer](tmp_path_factory.mktemp("foreign"), want)
+    for found in (fs.restore(path), fs.unshard(fs.restore(path, data.draw(st.sampled_from(RULES)), mesh=mesh()))):
+        assert found.keys() == want.keys()
+        for name, x in want.items():
+            assert found[name].dtype == x.dtype and found[name].shape == x.shape and torch.equal(found[name], x)
+
+
+def tiny(name):
+    small = {
+        "vocab_size": 60,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            n_layer=2, n_embd=16, n_head=2, vocab_size=60, n_positions=8, bos_token_id=1, eos_token_id=1
+        )
+        return transformers.GPT2LMHeadModel(config)
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, num_key_value_heads=1))
+    return transformers.BertForMaskedLM(transformers.BertConfig(**small, max_position_embeddings=8))
+
+
+@pytest.mark.parametrize("size", ["5KB", "1GB"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_folders_of_transformers_are_restored_with_ties(name, size, tmp_path):
+    model, other = tiny(name), tiny(name)
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    want = dict(model.named_parameters())
+    params = fs.shard_params(fs.functionalize(tiny(name))[1], fs.fsdp("data"), mesh=mesh())
+    for found in (fs.restore(tmp_path, fs.fsdp("data"), mesh=mesh()), fs.restore(tmp_path, params)):
+        assert found.keys() == want.keys()
+        assert all(torch.equal(x, want[key]) for key, x in fs.unshard(found).items())
+    fs.restore(tmp_path, other)  # a module, whose state_dict has tied weights under two names
+    assert all(torch.equal(x, model.state_dict()[key]) for key, x in other.state_dict().items())
+
+
+def test_state_dict_with_ties_fits_parameters_that_have_them_once(tmp_path):
+    model = tiny("gpt2")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    params = fs.functionalize(tiny("gpt2"))[1]
+    assert "lm_head.weight" in model.state_dict() and "lm_head.weight" not in params
+    found = fs.restore(tmp_path / "model.pt", params)
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in found.items())
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
+    torch.save(model.state_dict(), tmp_path / "untied.pt")
+    with pytest.raises(CheckpointError, match="unexpected in the checkpoint: lm_head.weight"):
+        fs.restore(tmp_path / "untied.pt", params)
+
+
+def test_trees_of_torch_formats_keep_values_and_containers(tmp_path):
+    tree = {
+        "model": {"a.w": torch.ones(2)},
+        "optim": [{"lr": 0.1, "betas": (0.9, 0.99), "step": torch.zeros(())}],
+        "n": None,
+    }
+    torch.save({**tree, 3: "x"}, tmp_path / "x.pt")
+    dcp.save(dict(tree), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert fs.restore(tmp_path / "x.pt").pop(3) == "x"
+    for path in (tmp_path / "x.pt", tmp_path / "dcp"):
+        found = fs.restore(path)
+        assert [found["n"], found["model"]["a.w"].tolist()] == [None, [1, 1]]
+        assert found["optim"] == [{"lr": 0.1, "betas": [0.9, 0.99], "step": torch.zeros(())}]
+        target = {
+            "n": 1,
+            "model": {"a.w": torch.zeros(2)},
+            "optim": [{"lr": 0, "betas": (0, 0), "step": torch.ones(())}],
+        }
+        assert fs.restore(path, target, strict=False)[0]["optim"] == [
+            {"lr": 0.1, "betas": (0.9, 0.99), "step": torch.zeros(())}
+        ]
+        assert fs.restore(path, only="optim")[0]["betas"] == [0.9, 0.99]
+
+
+def test_rules_are_for_arrays_alone(tmp_path):
+    tree = [{"w": torch.ones(4)}, 3, {"w": torch.zeros(2), "lr": 0.1}]
+    torch.save(tree, tmp_path / "x.pt")
+    found = fs.restore(tmp_path / "x.pt", [P("data"), P()], mesh=mesh())
+    assert [fs.typeof(found[0]["w"]).spec, found[1], found[2]["lr"]] == [P("data"), 3, 0.1]
+    assert fs.unshard(found[0]["w"]).equal(torch.ones(4)) and fs.unshard(found[2]["w"]).equal(torch.zeros(2))
+
+
+def test_chunks_of_dtensors_are_joined(tmp_path):
+    run_processes(save_dtensors, 2, tmp_path)
+    for rules in RULES:
+        found = fs.unshard(fs.restore(tmp_path, rules, mesh=mesh()))
+        assert all(torch.equal(found[name], torch.arange(35.0).reshape(5, 7)) for name in ("rows", "columns"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
+def test_ranges_are_read_without_the_rest_of_a_file(tmp_path):
+    count = 1 << 30  # 4 GB, that take no room on the disk
+    header = json.dumps({"big": {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}}).encode()
+    with open(tmp_path / "x.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.seek(4 * (count - 2), os.SEEK_CUR)
+        file.write(struct.pack("<2f", 1.5, 2.5))
+    into = torch.empty(3)
+    before = peak(reset=True)
+    open_source(tmp_path / "x.safetensors").read([Target("big", Span(((0, count),), count - 3, count), into)])
+    assert into.tolist() == [0, 1.5, 2.5] and peak() - before < 16 << 20
+
+
+def peak(reset=False):
+    if reset:
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory may be used again, and is no part of a peak
+        Path("/proc/self/clear_refs").write_text("5")
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+# -- only, rename -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rename", "names"),
+    [
+        ({"h.*.q_proj.**": "blocks.*.q.**"}, ["blocks.0.q.w.x", "blocks.1.q.w.x", "h.0.k_proj.b"]),
+        ({"h.*.*_proj.*": "*.*.*"}, ["0.k.b", "h.0.q_proj.w.x", "h.1.q_proj.w.x"]),
+        ({"**.x": "**.y", "**": "all.**"}, ["all.h.0.k_proj.b", "h.0.q_proj.w.y", "h.1.q_proj.w.y"]),
+        (str.upper, ["H.0.K_PROJ.B", "H.0.Q_PROJ.W.X", "H.1.Q_PROJ.W.X"]),
+    ],
+)
+def test_stars_of_a_new_name_are_what_the_old_ones_matched(rename, names, tmp_path):
+    torch.save(
+        {name: torch.ones(1) for name in ("h.0.q_proj.w.x", "h.1.q_proj.w.x", "h.0.k_proj.b")}, tmp_path / "x.pt"
+    )
+    assert sorted(fs.restore(tmp_path / "x.pt", rename=rename)) == names
+
+
+def test_two_leaves_of_one_new_name_are_an_error(tmp_path):
+    torch.save({"a.w": torch.ones(1), "b.w": torch.ones(1)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="several w"):
+        fs.restore(tmp_path / "x.pt", rename={"*.w": "w"})
+
+
+def test_only_takes_names_of_trees_and_patterns(tmp_path):
+    torch.save({"a": {"w": torch.ones(1), "b": torch.ones(1)}, "c": {"w": torch.ones(1)}, "n": 1}, tmp_path / "x.pt")
+    assert [*fs.restore(tmp_path / "x.pt", only="a")] == ["b", "w"]
+    found = fs.restore(tmp_path / "x.pt", only=["a", "n"])
+    assert [*found] == ["a", "n"] and [*found["a"]] == ["b", "w"]
+    target = {"a": {"w": torch.zeros(1), "b": torch.zeros(1)}, "c": {"w": torch.zeros(1)}, "n": 0}
+    assert fs.restore(tmp_path / "x.pt", target, only="**.w")["n"] == 0
+    assert [target["a"]["w"].item(), target["a"]["b"].item(), target["c"]["w"].item()] == [1, 0, 1]
+    with pytest.raises(CheckpointError, match=r"missing in the checkpoint: d.w"):
+        fs.restore(tmp_path / "x.pt", {**target, "d": {"w": torch.zeros(1)}}, only="**.w")
+    with pytest.raises(CheckpointError, match="unexpected in the checkpoint: c.w"):
+        fs.restore(tmp_path / "x.pt", {"a": target["a"]}, only="**.w")
+
+
+# -- malformed files --------------------------------------------------------------------------------------------------
+
+
+def header(path, entries, data=b"", length=None):
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    (path / "x.safetensors").write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path / "x.safetensors"
+
+
+def entry(dtype="F32", shape=(2,), place=(0, 8), **more):
+    return {"w": {"dtype": dtype, "shape": [*shape], "data_offsets": [*place], **more}}
+
+
+@pytest.mark.parametrize(
+    ("entries", "length"),
+    [
+        (b"", None), (b"{}", 1 << 62), (b"{}", 3), (b"{}", (1 << 64) - 1), (b"[1]", None), (b"{" * 100_000, None), (b"\xff\xfe", None),
+        (entry(shape=(3,)), None), (entry(place=(0, 12), shape=(3,)), None), (entry(place=(8, 16)), None), (entry(place=(-4, 4)), None),
+        (entry(shape=(-1, -2)), None), (entry(shape=(1 << 40, 1 << 40)), None), (entry(shape=("2",)), None), (entry(shape=(2.0,)), None),
+        (entry(shape=(True, 2)), None), (entry(dtype="F33"), None), (entry(dtype=["F32"]), None), ({"w": 3}, None), ({"w": {}}, None),
+        (entry(place=(0, 8, 9)), None), (entry(place=(4, 0), shape=(0,)), None),
+    ],
+)  # fmt: skip
+def test_malformed_safetensors_are_refused(entries, length, tmp_path):
+    with pytest.raises(CheckpointError, match=r"x\.safetensors"):
+        fs.restore(header(tmp_path, entries, b"\0" * 8, length))
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "..", "", "a/x.safetensors", "a\\x", "\0", 3, None]
+)
+def test_index_cannot_leave_its_folder(name, tmp_path):
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(CheckpointError, match="must be in its folder"):
+        fs.restore(folder)
+
+
+def test_index_that_names_too_much_is_refused(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+    for content, text in [
+        ({"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}}, "v in a.safetensors"),
+        ({"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}, "b.safetensors"),
+        ({"weight_map": [1]}, "weight_map must"),
+        ({}, "weight_map"),
+    ]:
+        index.write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=text):
+            fs.restore(tmp_path)
+
+
+class Evil:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_pickles_cannot_run_code(tmp_path):
+    marker = tmp_path / "ran"
+    torch.save({"w": torch.ones(2), "x": Evil(marker)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="weights_only=True"):
+        fs.restore(tmp_path / "x.pt")
+    dcp.save({"w": torch.ones(2), "x": Evil(marker)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(CheckpointError, match="weights_only=True"):
+        fs.restore(tmp_path / "dcp")
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    with pytest.raises(CheckpointError, match="a pickle with posix.mkdir"):
+        fs.restore(tmp_path / "dcp")
+    assert not marker.exists()
+
+
+RECORD = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b".", b"N.", b"\x80\x04", pickle.dumps({"a": 1}), pickle.dumps([1] * 5),
+        b"\x96" + struct.pack("<Q", 1 << 40) + b".",  # a bytearray of 1 TB
+        b"Nr\xff\xff\xff\x7f.",  # the place 2 ** 31 in the memo
+        b"\x8e" + struct.pack("<Q", 1 << 60) + b".", b"\x95" + struct.pack("<Q", 1 << 60) + b"N.",
+        b"cbuiltins\neval\n(S'1'\ntR.", b"ctorch\nload\n.", b"ctorch\nfloat32.__class__\n.", b"ctorch.hub\n_StorageInfo.x\n.",
+        RECORD + b"(N}S'__setstate__'\nNsdtb.",  # sets an attribute of the class
+        RECORD + b")\x81}(S'storage_data'\n}S'planner_data'\nNS'state_dict_metadata'\nK\x01ub.",
+        b"\x82\x01.", b"P1\n.", b"(ibuiltins\neval\n.", b"(cbuiltins\neval\no.",
+    ],
+)  # fmt: skip
+def test_malformed_metadata_is_refused(data, tmp_path):
+    (tmp_path / ".metadata").write_bytes(data)
+    before = peak(reset=True)
+    with pytest.raises(CheckpointError, match=r"metadata"):
+        fs.restore(tmp_path)
+    assert peak() - before < 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda m: setattr(place(m), "relative_path", "../x"), "must be in its folder"),
+        (lambda m: setattr(place(m), "relative_path", 3), "must be in its folder"),
+        (lambda m: setattr(place(m), "relative_path", "absent"), "of 0 bytes"),
+        (lambda m: setattr(place(m), "offset", 1 << 40), "must be in its files"),
+        (lambda m: setattr(place(m), "length", 1 << 40), "must be in its files"),
+        (lambda m: setattr(place(m), "offset", -1), "the sizes"),
+        (lambda m: setattr(place(m), "transform_descriptors", ["zstd"]), "as torch.save writes it"),
+        (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([1 << 40])), "with the chunks"),
+        (lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([1 << 40])), "a chunk of"),
+        (lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "offsets", torch.Size([1])), "KeyError"),
+        (
+            lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", torch.float64),
+            "a chunk of|must be torch.float64",
+        ),
+        (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([2, 2])), "must be of torch.distributed"),
+        (lambda m: m.storage_data.clear(), "must be of torch.distributed"),
+    ],
+)
+def test_metadata_that_does_not_fit_the_files_is_refused(change, text, tmp_path):
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    found = pickle.loads((tmp_path / ".metadata").read_bytes())
+    change(found)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(CheckpointError, match=text):
+        fs.restore(tmp_path)
+
+
+def place(metadata):
+    return next(iter(metadata.storage_data.values()))
+
+
+@pytest.mark.parametrize("writer", ["safetensors", "torch", "dcp", "hf"])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_truncated_files_are_refused_and_damaged_ones_allocate_no_more_than_they_hold(writer, data, tmp_path_factory):
+    path = WRITERS[writer](tmp_path_factory.mktemp("damaged"), data.draw(tensors(1)))
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    file = data.draw(st.sampled_from(files))
+    good = file.read_bytes()
+    file.write_bytes(good[: data.draw(st.integers(0, len(good) - 1))])
+    with pytest.raises(CheckpointError):
+        fs.restore(path)
+    place, bit = data.draw(st.integers(0, len(good) - 1)), data.draw(st.integers(0, 7))
+    file.write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
+    try:
+        found = fs.restore(path)
+    except CheckpointError:
+        return
+    size = sum(one.stat().st_size for one in files)
+    assert all(x.numel() * x.itemsize <= size for x in found.values() if isinstance(x, torch.Tensor))
+
+
+def test_torch_files_that_hold_less_than_their_arrays_are_refused(tmp_path):
+    torch.save({"w": torch.ones(1).expand(1 << 30)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="w must be within"):
+        fs.restore(tmp_path / "x.pt")
+    torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save({"w": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
+    for name in ("old.pt", "sparse.pt"):
+        with pytest.raises(CheckpointError, match=name):
+            fs.restore(tmp_path / name)
+
+
+def test_compressed_torch_files_are_refused(tmp_path):
+    import zipfile
+
+    torch.save({"w": torch.zeros(1000)}, tmp_path / "x.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "x.pt") as plain,
+        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for one in plain.infolist():
+            packed.writestr(one.filename, plain.read(one))
+    with pytest.raises(CheckpointError, match="it is compressed"):
+        fs.restore(tmp_path / "y.pt")
+
+
+def test_paths_without_a_checkpoint_are_named(tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    for path, text in [
+        (tmp_path, "notes.txt"),
+        (tmp_path / "absent", "does not exist"),
+        (tmp_path / "notes.txt", "no safetensors file"),
+    ]:
+        with pytest.raises(CheckpointError, match=text):
+            fs.restore(path)
