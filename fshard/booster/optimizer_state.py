@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fshard.booster.stored import StoredForm, full, put
-from fshard.checkpoint.names import Leaf, flattened, is_array, shaped
+from fshard.checkpoint.names import NamedLeaf, flattened, is_array, shaped
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.optim.torch_classes import CLASSES
@@ -139,7 +139,7 @@ def with_values(tree: PyTree, values: Mapping[str, Any]) -> PyTree:
     if wrong:
         raise OptimizerError(f"load_state_dict: {'; '.join(sorted(wrong))}.")
 
-    def written(leaf: Leaf) -> Any:
+    def written(leaf: NamedLeaf) -> Any:
         x, value = leaf.value, values.get(leaf.name, leaf.value)
         if leaf.name not in values or not is_array(x):
             return value

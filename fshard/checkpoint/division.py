@@ -55,12 +55,12 @@ def span_of(layout: Layout, shape: Sequence[int], device: int) -> Span:
     block = layout.block(shape, device) or ((0, 1),)
     if not layout.has_any(device):
         return Span(block, 0, 0)
-    whole = (0, prod(stop - start for start, stop in block))
-    return Span(block, *(layout.ranges(shape, device)[0] if layout.spec.is_flat else whole))
+    full = (0, prod(stop - start for start, stop in block))
+    return Span(block, *(layout.ranges(shape, device)[0] if layout.spec.is_flat else full))
 
 
 class Column(NamedTuple):
-    """What one device writes: of each array a range of its flattened block, at a byte after the header of its file.
+    """The ranges that one device writes: of each array one of its flattened block, at a byte after the header of its file.
 
     `begins` is the byte of each shard in the row of bytes that the replicas divide, `totals` the length of that row,
     `firsts` the start of each shard.
@@ -125,8 +125,8 @@ class Division:
         places[self.order] = np.cumsum(written) - written
         return Column(*(one.tolist() for one in (starts, stops, places, begins, totals, firsts)))
 
-    def pieces(self, number: int, wanted: Span) -> Iterator[tuple[int, int, Span]]:
-        """Yield the pieces of an array that have elements of a span: the device, the byte of the first, and its range."""
+    def ranges(self, number: int, wanted: Span) -> Iterator[tuple[int, int, Span]]:
+        """Yield the parts of an array that have elements of a span: the device, the byte of the first, and its range."""
         entry = self.arrays[number]
         mesh, axes, size = entry.layout.mesh, entry.layout.replicated_axes, entry.itemsize
         replicas = prod(mesh.shape[axis] for axis in axes)
@@ -141,10 +141,10 @@ class Division:
             for rank in range(max(ranks[0], 0), min(ranks[1], replicas - 1) + 1):
                 device = first + _number(mesh, axes, rank)
                 own = self.column(device)
-                piece = Span(block, own.starts[number], own.stops[number])
-                low, high = overlap(piece.part(start, stop), wanted) if piece.start < piece.stop else (0, 0)
+                part = Span(block, own.starts[number], own.stops[number])
+                low, high = overlap(part.part(start, stop), wanted) if part.start < part.stop else (0, 0)
                 if low < high:
-                    yield device, own.places[number] + (low - piece.start) * size, Span(block, low, high)
+                    yield device, own.places[number] + (low - part.start) * size, Span(block, low, high)
 
 
 def _ranges(layout: Layout, shapes: Numbers, device: int) -> tuple[Numbers, Numbers]:

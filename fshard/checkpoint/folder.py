@@ -90,7 +90,7 @@ class Checkpoints:
     def save(self, step: int, tree: PyTree, *, wait: bool = True, metrics: Mapping[str, Any] | None = None) -> None:
         """Save a tree as the checkpoint of a step: see `fs.save`.
 
-        With `wait=False` the tree is copied to the host, and written while training goes on. The next save waits for it;
+        With `wait=False` the tree is copied to the host, and written beside training. The next save waits for it;
         its errors are raised then, or by `wait()`. A process that exits writes it to the end first.
         """
         if wrong := integer("step", step, 0):
@@ -107,7 +107,7 @@ class Checkpoints:
             self._write(*arguments)
         else:
             if self._thread is None:
-                atexit.register(self.wait)  # prints what went wrong
+                atexit.register(self.wait)  # prints its errors
             self._thread = threading.Thread(target=self._in_background, args=arguments, name="fshard checkpoint")
             self._thread.start()
         if is_last:
@@ -115,7 +115,7 @@ class Checkpoints:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def wait(self) -> None:
-        """Wait until what was saved last is on the disk; raise what went wrong."""
+        """Wait until what was saved last is on the disk; raise its errors."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from fshard.checkpoint.division import ArrayEntry, Division
 from fshard.checkpoint.files import BLOCK, DTYPES
-from fshard.checkpoint.names import PLAIN, Leaf, is_array, name_of, stored_parts
+from fshard.checkpoint.names import PLAIN, NamedLeaf, is_array, name_of, stored_parts
 from fshard.checkpoint.names import Path as TreePath
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, P
@@ -35,7 +35,7 @@ _FILE = re.compile(r"[0-9a-f]+-[0-9]+\.(safetensors|json)")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
-class Writer(NamedTuple):
+class WriterFiles(NamedTuple):
     """The files of one device: of its data, the size and length of the header; the CRC-32 of its manifest."""
 
     data: str
@@ -47,7 +47,7 @@ class Writer(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """What is in a checkpoint.
+    """The content of a checkpoint.
 
     Args:
         devices: number of writers.
@@ -64,7 +64,7 @@ class Index:
     values: Sequence[tuple[TreePath, Any]]
     tied_paths: Sequence[TreePath] = ()
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    writers: Sequence[Writer] = ()
+    writers: Sequence[WriterFiles] = ()
 
     @cached_property
     def division(self) -> Division:
@@ -157,7 +157,7 @@ def _parsed(found: Any) -> Index:
     ties = {name_of(path): name for path, name in found["ties"]}
     values = [(tuple(path), value) for path, value in found["values"]]
     paths = [tuple(path) for path, _ in found["ties"]]
-    writers = [Writer(*one) for one in found["writers"]]
+    writers = [WriterFiles(*one) for one in found["writers"]]
     return Index(found["devices"], arrays, ties, values, paths, dict(found["metrics"]), writers)
 
 
@@ -191,7 +191,7 @@ def _validate(index: Index) -> None:
         raise ValueError(f"wrong {', '.join(wrong)}")
 
 
-def read_manifest(folder: Path, writer: Writer) -> list[int]:
+def read_manifest(folder: Path, writer: WriterFiles) -> list[int]:
     """Return the digests of a writer's data, of the manifest that the index means."""
     path = folder / writer.manifest
     found = read_sealed(path)
@@ -225,7 +225,7 @@ def storable(layout: Layout) -> Layout:
     return Layout(mesh, layout.spec.shapeless)
 
 
-def refuse_unstorable(leaves: Sequence[Leaf]) -> None:
+def refuse_unstorable(leaves: Sequence[NamedLeaf]) -> None:
     """Raise, naming all leaves that a checkpoint cannot have."""
     arrays = [(one.name, x) for one in leaves if is_array(one.value) for _, x in stored_parts(one.value)]
     values = [(one.name, one.value) for one in leaves if not is_array(one.value)]

@@ -28,7 +28,7 @@ PLAIN = (int, float, str, bool, type(None))
 
 
 @dataclass(frozen=True)
-class Leaf:
+class NamedLeaf:
     """A leaf of a tree and its path; `value` is an array, a value of JSON, or an object with a `state_dict`."""
 
     path: Path
@@ -114,22 +114,22 @@ def _is_leaf(x: Any) -> bool:
     return is_array(x) or is_object(x)
 
 
-def leaves_of(tree: PyTree) -> list[Leaf]:
+def leaves_of(tree: PyTree) -> list[NamedLeaf]:
     """Return the leaves of a tree in its order, None and empty containers too."""
     flatten(tree)  # registers the dataclasses in it
     return [*_walk(tree, ())]
 
 
-def flattened(tree: PyTree) -> tuple[list[Leaf], Callable[[Sequence[Any]], PyTree]]:
+def flattened(tree: PyTree) -> tuple[list[NamedLeaf], Callable[[Sequence[Any]], PyTree]]:
     """Return the leaves of a tree, without empty containers, and a function that puts others in their place."""
     leaves = [leaf for leaf in leaves_of(tree) if not (isinstance(leaf.value, dict | list) and not leaf.value)]
     structure = optree.tree_structure(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     return leaves, lambda values: optree.tree_unflatten(structure, values)
 
 
-def _walk(node: Any, path: Path) -> Iterator[Leaf]:
+def _walk(node: Any, path: Path) -> Iterator[NamedLeaf]:
     if is_array(node) or isinstance(node, PLAIN) or is_object(node):
-        yield Leaf(path, node)
+        yield NamedLeaf(path, node)
         return
     if isinstance(node, list | tuple) and _are_stages(node):
         for stage in filter(None, node):
@@ -138,11 +138,11 @@ def _walk(node: Any, path: Path) -> Iterator[Leaf]:
     try:
         children, _, entries, _ = _one_level(dict(node) if isinstance(node, Counter) else node)
     except ValueError:  # not a container
-        yield Leaf(path, node)
+        yield NamedLeaf(path, node)
         return
     entries = getattr(node, "_fields", entries)
     if not children and isinstance(node, dict | list | tuple):
-        yield Leaf(path, {} if isinstance(node, dict) else [])
+        yield NamedLeaf(path, {} if isinstance(node, dict) else [])
     for entry, child in zip(entries, children, strict=True):
         yield from _walk(child, (*path, _entry(entry, node)))
 
@@ -204,9 +204,9 @@ def shaped(tree: PyTree, like: PyTree) -> PyTree:
     return tree
 
 
-def refuse_repeated(leaves: Sequence[Leaf], what: str) -> None:
+def refuse_repeated(leaves: Sequence[NamedLeaf], what: str) -> None:
     """Raise if leaves that are different have one name."""
-    seen: dict[str, Leaf] = {}
+    seen: dict[str, NamedLeaf] = {}
     repeated: dict[str, None] = {}
     for leaf in leaves:
         if seen.setdefault(leaf.name, leaf).value is not leaf.value:

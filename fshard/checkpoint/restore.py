@@ -23,7 +23,7 @@ from fshard.checkpoint.copying import Span
 from fshard.checkpoint.division import span_of
 from fshard.checkpoint.foreign import open_source
 from fshard.checkpoint.names import (
-    Leaf,
+    NamedLeaf,
     build,
     flattened,
     is_array,
@@ -170,9 +170,9 @@ def _tree_of(source: Renamed, place: Callable[[PyTree], PyTree] | None = None) -
     made = {name: torch.empty(one.shape, dtype=one.dtype, device=where) for name, one in own.items()}
     items = [(one.path, made[source.ties.get(name, name)]) for name, one in source.arrays.items()]
     if place is not None:  # a tree of arrays alone
-        paths, tree = [path for path, _ in items], build(items)
-        by_path = {leaf.path: leaf.value for leaf in leaves_of(place(tree))}
-        items = [(path, by_path[path]) for path in paths]
+        order = leaves_of(build([(path, number) for number, (path, _) in enumerate(items)]))
+        pairs = zip(order, leaves_of(place(build(items))), strict=True)
+        items = [(items[number.value][0], leaf.value) for number, leaf in pairs]
     return build([*items, *source.values.values()])
 
 
@@ -202,23 +202,23 @@ def fill(source: Any, tree: PyTree, *, strict: bool, cast: bool, what: str) -> t
     return closed(unflatten(result)), differences
 
 
-def _apart(source: Any, leaves: Sequence[Leaf]) -> list[Leaf]:
+def _apart(source: Any, leaves: Sequence[NamedLeaf]) -> list[NamedLeaf]:
     """Return leaves of which numbers that are one tensor get memory of their own: counts of steps may differ."""
-    seen, found = set[int](), list[Leaf]()
+    seen, found = set[int](), list[NamedLeaf]()
     for leaf in leaves:
         x = leaf.value
         again = isinstance(x, Tensor) and x.ndim == 0 and leaf.name in source.arrays and id(x) in seen
         seen.add(id(x))
-        found.append(Leaf(leaf.path, torch.empty_like(x)) if again else leaf)
+        found.append(NamedLeaf(leaf.path, torch.empty_like(x)) if again else leaf)
     return found
 
 
-def _below(source: Any, objects: Sequence[Leaf]) -> dict[str, list[Leaf]]:
+def _below(source: Any, objects: Sequence[NamedLeaf]) -> dict[str, list[NamedLeaf]]:
     """Return what is stored of the state of each object, with memory for its arrays: the object's own, or new."""
-    below: dict[str, list[Leaf]] = {}
+    below: dict[str, list[NamedLeaf]] = {}
     for leaf in objects:
         state = leaf.value.state_dict(keep_vars=True) if isinstance(leaf.value, nn.Module) else leaf.value.state_dict()
-        inner = [Leaf((*leaf.path, *one.path), one.value) for one in leaves_of(state)]
+        inner = [NamedLeaf((*leaf.path, *one.path), one.value) for one in leaves_of(state)]
         own = {one.name: one.value for one in inner}
         found = below.setdefault(leaf.name, [])
         for name, (path, *_) in {**source.arrays, **source.values}.items():
@@ -227,13 +227,13 @@ def _below(source: Any, objects: Sequence[Leaf]) -> dict[str, list[Leaf]]:
                 is_free = getattr(leaf.value, "takes_any_shape", False)
                 if name in source.arrays and (is_free or not is_array(value)):
                     value = torch.empty(source.arrays[name].shape, dtype=source.arrays[name].dtype)
-                found.append(Leaf(path, value))
+                found.append(NamedLeaf(path, value))
         known, tied = {one.name for one in found}, {_key(one.value) for one in found if is_array(one.value)}
         found += [one for one in inner if one.name not in known and is_array(one.value) and _key(one.value) in tied]
     return below
 
 
-def _compare(source: Any, wanted: Sequence[Leaf], below: Mapping[str, Sequence[Leaf]], cast: bool) -> Differences:
+def _compare(source: Any, wanted: Sequence[NamedLeaf], below: Mapping[str, Sequence[NamedLeaf]], cast: bool) -> Differences:
     """Return the differences between what is stored and what is wanted."""
     names = {leaf.name: leaf.value for leaf in wanted if not is_object(leaf.value)}
     stored = {*source.arrays, *source.values}
@@ -288,7 +288,7 @@ def _more(names: Sequence[str]) -> str:
     return f" and {len(names) - 20} more" if len(names) > 20 else ""
 
 
-def _targets(leaf: Leaf, after: list[Callable[[], object]]) -> Iterator[Target]:
+def _targets(leaf: NamedLeaf, after: list[Callable[[], object]]) -> Iterator[Target]:
     """Yield the ranges of an array that are held here, with their memory."""
     pairs = [(at, *pair) for at, x in stored_parts(leaf.value) for pair in _spans(x)]
     for at, span, shard in pairs:

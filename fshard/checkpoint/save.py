@@ -29,7 +29,7 @@ from fshard.checkpoint.files import DigestWriter, attempt, bytes_of, disk, heade
 from fshard.checkpoint.index import (
     INDEX,
     Index,
-    Writer,
+    WriterFiles,
     as_text,
     read_index,
     read_sealed,
@@ -37,7 +37,7 @@ from fshard.checkpoint.index import (
     sealed,
     storable,
 )
-from fshard.checkpoint.names import Leaf, is_array, is_object, leaves_of, opened, refuse_repeated, stored_parts
+from fshard.checkpoint.names import NamedLeaf, is_array, is_object, leaves_of, opened, refuse_repeated, stored_parts
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import broadcast, pmax
 from fshard.mesh.layout import Layout, PyTree
@@ -53,8 +53,8 @@ _STEP = 16 << 20
 """Bytes of a tensor that are copied from a GPU at a time."""
 
 
-class Piece(NamedTuple):
-    """A range of a shard: the index of its array, and its elements."""
+class WrittenRange(NamedTuple):
+    """A range of a shard, in the file of one device: the index of its array, and its elements."""
 
     array: int
     shape: tuple[int, ...]
@@ -62,14 +62,14 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """What the devices held here are to write, in the order of their files."""
+class TreeSnapshot:
+    """The ranges that the devices held here are to write, in the order of their files."""
 
     index: Index
-    shares: Mapping[int, Sequence[Piece]]
+    shares: Mapping[int, Sequence[WrittenRange]]
 
 
-class World(NamedTuple):
+class WritingDevices(NamedTuple):
     """The number of all devices, and those held here."""
 
     size: int
@@ -106,7 +106,7 @@ def save(
 
 
 @torch.no_grad()
-def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None, *, copy: bool = False) -> Snapshot:
+def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None, *, copy: bool = False) -> TreeSnapshot:
     """Return what is to be written; `copy`: in memory of its own, on the host."""
     leaves = [leaf for one in leaves_of(opened(tree)[0]) for leaf in _unfolded(one)]
     refuse_repeated(leaves, "save")
@@ -114,7 +114,7 @@ def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None, *, copy: bo
     arrays = [leaf for leaf in leaves if is_array(leaf.value)]
     values = [leaf for leaf in leaves if not is_array(leaf.value)]
     world = _world([x for leaf in arrays for _, x in stored_parts(leaf.value)])
-    first, kept, ties = dict[Any, str](), dict[str, Leaf](), dict[str, str]()
+    first, kept, ties = dict[Any, str](), dict[str, NamedLeaf](), dict[str, str]()
     tied_paths = list[Any]()
     for leaf in arrays:
         name = first.setdefault(tuple([key_of(x) for _, x in stored_parts(leaf.value)]), leaf.name)
@@ -133,20 +133,20 @@ def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None, *, copy: bo
         {name: float(x) for name, x in (metrics or {}).items()},
     )
     tensors = [x for leaf in kept.values() for _, x in stored_parts(leaf.value)]
-    return Snapshot(index, {device: [*_share(index, tensors, device, copy)] for device in world.own})
+    return TreeSnapshot(index, {device: [*_share(index, tensors, device, copy)] for device in world.own})
 
 
-def _unfolded(leaf: Leaf) -> Iterable[Leaf]:
+def _unfolded(leaf: NamedLeaf) -> Iterable[NamedLeaf]:
     if not is_object(leaf.value):
         return [leaf]
     return [
         inner
         for one in leaves_of(leaf.value.state_dict())
-        for inner in _unfolded(Leaf((*leaf.path, *one.path), one.value))
+        for inner in _unfolded(NamedLeaf((*leaf.path, *one.path), one.value))
     ]
 
 
-def _world(arrays: Sequence[Any]) -> World:
+def _world(arrays: Sequence[Any]) -> WritingDevices:
     """Return the devices that write; raise if arrays are on meshes of different devices, or not made here."""
     for x in arrays:
         if isinstance(x, Sharded):
@@ -157,14 +157,14 @@ def _world(arrays: Sequence[Any]) -> World:
         raise CheckpointError(f"save: all arrays must be on the same devices, which have values; got {found}.")
     if meshes:
         mesh = next(iter(meshes))
-        return World(mesh.root_size, range(mesh.root_size) if is_outside(mesh) else [device_of(mesh)])
+        return WritingDevices(mesh.root_size, range(mesh.root_size) if is_outside(mesh) else [device_of(mesh)])
     scope = here()
     if scope is not None:
-        return World(scope.mesh.root_size, [scope.device])
-    return World(process_count(), [process_index()]) if dist.is_initialized() else World(1, [0])
+        return WritingDevices(scope.mesh.root_size, [scope.device])
+    return WritingDevices(process_count(), [process_index()]) if dist.is_initialized() else WritingDevices(1, [0])
 
 
-def _entry(leaf: Leaf, offset: tuple[int, ...], x: Any, world: World) -> ArrayEntry:
+def _entry(leaf: NamedLeaf, offset: tuple[int, ...], x: Any, world: WritingDevices) -> ArrayEntry:
     shape = tuple(x.shape)
     layout = (
         storable(x.layout) if isinstance(x, Sharded) else Layout(Mesh((("device", world.size),), "abstract", "meta"))
@@ -172,8 +172,8 @@ def _entry(leaf: Leaf, offset: tuple[int, ...], x: Any, world: World) -> ArrayEn
     return ArrayEntry(leaf.name, leaf.path, shape, x.dtype, layout, offset, tuple(leaf.value.shape))
 
 
-def _share(index: Index, tensors: Sequence[Any], device: int, copy: bool) -> Iterator[Piece]:
-    """Yield the pieces that one device writes."""
+def _share(index: Index, tensors: Sequence[Any], device: int, copy: bool) -> Iterator[WrittenRange]:
+    """Yield the ranges that one device writes."""
     column = index.division.column(device)
     for number in index.division.order.tolist():
         start, stop = column.starts[number], column.stops[number]
@@ -184,7 +184,7 @@ def _share(index: Index, tensors: Sequence[Any], device: int, copy: bool) -> Ite
         is_full = (start, stop) == (span.start, span.stop) and not entry.layout.spec.is_flat
         shape = (span.lengths if entry.shape else ()) if is_full else (stop - start,)
         values = _shard(tensors[number], device).detach().reshape(-1)[start - span.start : stop - span.start]
-        yield Piece(number, shape, values.to("cpu", copy=True) if copy else values)
+        yield WrittenRange(number, shape, values.to("cpu", copy=True) if copy else values)
 
 
 def _shard(x: Any, device: int) -> Tensor:
@@ -216,15 +216,15 @@ def next_token() -> str:
     return f"{run}{next(_counts.setdefault(run, count())):x}" if run else secrets.token_hex(7)
 
 
-def write(folder: Path, taken: Snapshot, token: str, timeout: float) -> None:
+def write(folder: Path, taken: TreeSnapshot, token: str, timeout: float) -> None:
     """Write the shares of the devices held here, and wait until the checkpoint is complete."""
     text, failed = taken.index.body(), None
     try:
         attempt(lambda: make_folder(folder), f"{folder} cannot be made")
-        for device, pieces in taken.shares.items():
+        for device, parts in taken.shares.items():
             what = f"{folder}: device {device} cannot write"
             attempt(
-                lambda device=device, pieces=pieces: _write_share(folder, taken.index, device, pieces, token, text),
+                lambda device=device, parts=parts: _write_share(folder, taken.index, device, parts, token, text),
                 what,
             )
     except BaseException as error:
@@ -245,19 +245,19 @@ def write(folder: Path, taken: Snapshot, token: str, timeout: float) -> None:
     )
 
 
-def _write_share(folder: Path, index: Index, device: int, pieces: Sequence[Piece], token: str, text: str) -> None:
+def _write_share(folder: Path, index: Index, device: int, parts: Sequence[WrittenRange], token: str, text: str) -> None:
     """Write the data of one device and its manifest."""
-    named = [(_key(index.arrays[piece.array]), index.arrays[piece.array].dtype, piece.shape) for piece in pieces]
+    named = [(_key(index.arrays[part.array]), index.arrays[part.array].dtype, part.shape) for part in parts]
     header = header_of(named)
     file = DigestWriter(folder / f"{token}-{device}.safetensors")
     try:
         file.write(header)
-        for piece in pieces:
-            if piece.values.device.type == "cpu":
-                file.write(bytes_of(piece.values))
+        for part in parts:
+            if part.values.device.type == "cpu":
+                file.write(bytes_of(part.values))
                 continue
-            for part in piece.values.split(max(1, _STEP // piece.values.itemsize)):
-                file.write(bytes_of(part.cpu()))
+            for values in part.values.split(max(1, _STEP // part.values.itemsize)):
+                file.write(bytes_of(values.cpu()))
         file.close()
     finally:
         file.release()
@@ -302,12 +302,12 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
 
 
 def _write_index(folder: Path, index: Index, text: str, token: str, device: int) -> None:
-    writers, others = list[Writer](), list[int]()
+    writers, others = list[WriterFiles](), list[int]()
     for number in range(index.devices):
         name = f"{token}-{number}"
         found = read_sealed(folder / f"{name}.json")
         crc = zlib.crc32(as_text(found).encode())
-        writers.append(Writer(f"{name}.safetensors", found["size"], found["header"], f"{name}.json", crc))
+        writers.append(WriterFiles(f"{name}.safetensors", found["size"], found["header"], f"{name}.json", crc))
         others += [number] * (found["index"] != zlib.crc32(text.encode()))
     if others:
         raise CheckpointError(

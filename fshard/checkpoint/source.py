@@ -132,7 +132,7 @@ class OwnFolder:
         for target in targets:
             for number in self._entries[self.index.ties.get(target.name, target.name)]:
                 dtype = self.index.arrays[number].dtype
-                for device, byte, span in self.index.division.pieces(number, target.span):
+                for device, byte, span in self.index.division.ranges(number, target.span):
                     found[device].append(Part(byte, dtype, span, target))
         return found
 

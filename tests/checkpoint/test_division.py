@@ -126,7 +126,7 @@ def test_pieces_have_every_element_of_a_range_once(division, data):
     inside = block_elements(tuple((at, at + n) for at, n in zip(offset, one.shape, strict=True)) or ((0, 1),), full)
     expected = np.intersect1d(elements(full, wanted), inside)
     found = []
-    for device, byte, span in division[0].pieces(number, wanted):
+    for device, byte, span in division[0].ranges(number, wanted):
         mine = inside[written(*division, number, device)]
         first = (byte - columns[device].places[number]) // one.itemsize
         numbers = elements(full, span)

@@ -223,7 +223,7 @@ def test_stars_of_a_new_name_are_what_the_old_ones_matched(rename, names, tmp_pa
 
 def test_two_leaves_of_one_new_name_are_an_error(tmp_path):
     torch.save({"a.w": torch.ones(1), "b.w": torch.ones(1)}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="several w"):
+    with pytest.raises(CheckpointError, match="a.w and b.w to w"):
         fs.restore(tmp_path / "x.pt", rename={"*.w": "w"})
 
 
