@@ -13,8 +13,8 @@ from fshard.booster.booster import Booster
 from fshard.booster.hybrid import HybridParallelPlugin
 from fshard.booster.parallel import parallel
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, ZeroPlugin
-from fshard.checkpoint.export import export
 from fshard.checkpoint.folder import Checkpoints
+from fshard.checkpoint.foreign.export import export
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import save

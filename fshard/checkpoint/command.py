@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
-from fshard.checkpoint.content import content_of_source
-from fshard.checkpoint.export import write_content
 from fshard.checkpoint.files import BLOCK, BlockReader
-from fshard.checkpoint.foreign import open_source
+from fshard.checkpoint.foreign.content import content_of_source
+from fshard.checkpoint.foreign.export import write_content
+from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.index import read_manifest
 from fshard.checkpoint.names import name_of
 from fshard.checkpoint.restore import Renamed

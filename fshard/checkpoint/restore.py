@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fshard.checkpoint.copying import Span
 from fshard.checkpoint.division import span_of
-from fshard.checkpoint.foreign import open_source
+from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.names import (
     NamedLeaf,
     build,

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import fshard as fs
 from fshard import P
 from fshard.checkpoint.copying import Span
-from fshard.checkpoint.foreign import open_source
+from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.source import Target
 from fshard.errors import CheckpointError
 from fshard.testing.processes import run_processes

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fshard.checkpoint.chunks import block_of
 from fshard.checkpoint.copying import Span
+from fshard.checkpoint.foreign.chunks import block_of
 from fshard.checkpoint.index import refuse_unstorable
 from fshard.checkpoint.names import JoinedArray, is_array, leaves_of, name_of, opened, refuse_repeated, stored_parts
 from fshard.checkpoint.names import Path as TreePath

@@ -11,9 +11,18 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint.chunks import Chunk, ForeignFiles, Found, block_of, opened, placed, refuse_outside, without_data
-from fshard.checkpoint.dcp import METADATA, dcp_folder
 from fshard.checkpoint.files import DTYPES
+from fshard.checkpoint.foreign.chunks import (
+    Chunk,
+    ForeignFiles,
+    Found,
+    block_of,
+    opened,
+    placed,
+    refuse_outside,
+    without_data,
+)
+from fshard.checkpoint.foreign.dcp import METADATA, dcp_folder
 from fshard.checkpoint.index import INDEX
 from fshard.checkpoint.names import Path as TreePath
 from fshard.checkpoint.names import is_array, leaves_of, name_of, refuse_repeated

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint.chunks import Chunk, ForeignFiles, Found, opened, refuse_outside, without_data
+from fshard.checkpoint.foreign.chunks import Chunk, ForeignFiles, Found, opened, refuse_outside, without_data
 from fshard.checkpoint.names import Path as TreePath
 from fshard.checkpoint.names import leaves_of
 from fshard.checkpoint.source import Stored

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fshard.checkpoint.content import Content, ExportArray, adapters, content_of, merged
-from fshard.checkpoint.dcp import METADATA
 from fshard.checkpoint.files import attempt, bytes_of, disk
-from fshard.checkpoint.foreign import DTYPE_OF, PEFT, PEFT_CONFIG, SAFETENSORS, torch_file
+from fshard.checkpoint.foreign.content import Content, ExportArray, adapters, content_of, merged
+from fshard.checkpoint.foreign.dcp import METADATA
+from fshard.checkpoint.foreign.formats import DTYPE_OF, PEFT, PEFT_CONFIG, SAFETENSORS, torch_file
 from fshard.checkpoint.names import build, name_of
 from fshard.checkpoint.save import next_token
 from fshard.errors import CheckpointError

@@ -1,0 +1,1 @@
+"""Formats of other libraries: read as sources, and exported."""
