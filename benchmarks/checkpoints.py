@@ -17,16 +17,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import optree
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from timing import interleaved, paired, slowest
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
@@ -123,14 +127,100 @@ def speed(rounds: int, base: str) -> dict[str, list[float]]:
     return times
 
 
+class Block(nn.Module):
+    """A block of a GPT."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend, then apply the MLP."""
+        q, k, v = (y.unflatten(-1, (8, -1)).transpose(1, 2) for y in self.qkv(self.ln_1(x)).chunk(3, -1))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.ln_2(x))))
+
+
+def trained(mesh: fs.Mesh) -> tuple[Callable[[Any], Any], dict[str, Any]]:
+    """Return a step of training in ZeRO-3, and the state of a GPT of 34 million parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16000, 512), *(Block(512) for _ in range(8)), nn.Linear(512, 256))
+    apply, params, buffers = fs.functionalize(model)
+    params, opt = fs.shard_params(params, fs.fsdp("data"), mesh=mesh), fs.optim.adamw(1e-4)
+
+    def loss_fn(params: Any, batch: Any) -> torch.Tensor:
+        y, _ = apply(params, buffers, batch)
+        return F.cross_entropy(y.flatten(0, 1), batch.flatten() % 256)
+
+    step_fn = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True)
+    batch = torch.randint(16000, (8, 64), generator=torch.Generator().manual_seed(1))
+
+    def step(run: Any) -> Any:
+        params, state, _ = step_fn(run["params"], run["state"], batch)
+        return {"params": params, "state": state}
+
+    return step, {"params": params, "state": opt.init(params)}
+
+
 def background(rounds: int, base: str) -> dict[str, list[float]]:
     """Return the seconds of three steps, without a save and with one before them, and of a save that is waited for."""
     torch.set_num_threads(1)
-    mesh = fs.make_mesh({"data": 2})
-    model = (
-        fs.testing.gpt.GPT(vocab=16000, width=512, layers=8, heads=8, length=64) if hasattr(fs.testing, "gpt") else None
-    )
-    raise NotImplementedError(model, mesh, rounds, base)
+    step, run = trained(fs.make_mesh({"data": 2}))
+    folder = fs.Checkpoints(Path(base, "fshard-steps"), keep=1)
+    number = count()
+
+    def three(save: bool) -> Callable[[], None]:
+        def call() -> None:
+            nonlocal run
+            if save:
+                folder.save(next(number), run, wait=False)
+            for _ in range(3):
+                run = step(run)
+
+        return call
+
+    def ready() -> None:
+        folder.wait()
+        dist.barrier()
+
+    calls = {
+        "steps": three(save=False),
+        "save, steps": three(save=True),
+        "save": lambda: folder.save(next(number), run),
+    }
+    times = slowest(interleaved(calls, rounds, warm_up=1, ready=ready))
+    ready()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder.path)
+    return times
+
+
+def memory(base: str) -> dict[str, float]:
+    """Return the MiB that a process takes beside its arrays."""
+    torch.set_num_threads(1)
+    _, run = trained(fs.make_mesh({"data": 2}))
+    folder = fs.Checkpoints(Path(base, "fshard-memory"), keep=1)
+    own = sum(x.nbytes for x in optree.tree_leaves(run, namespace="fshard")) >> 20
+    taken = {"the own shards": float(own)}
+    for name, call in {
+        "save": lambda: folder.save(1, run),
+        "save, wait=False": lambda: (folder.save(2, run, wait=False), folder.wait()),
+        "restore": lambda: folder.restore(run),
+    }.items():
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        before = resident("VmRSS")
+        call()
+        taken[name] = (resident("VmHWM") - before) / 1024
+        dist.barrier()
+    return taken
+
+
+def resident(what: str) -> int:
+    """Return a line of /proc/self/status, in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what))
 
 
 def leaves(rounds: int) -> dict[str, list[float]]:
@@ -192,6 +282,17 @@ def main() -> None:
         for base in rest[1:] or [tempfile.gettempdir(), "/dev/shm"]:
             print(f"\nin {base}")
             table(run_processes(speed, 2, rounds, base, timeout=580)[0])
+    elif what == "step":
+        for base in [tempfile.gettempdir(), "/dev/shm"]:
+            times = run_processes(background, 2, rounds, base, timeout=580)[0]
+            plain, beside, save = (median(times[name]) for name in ("steps", "save, steps", "save"))
+            longer = median(b - a for a, b in zip(times["steps"], times["save, steps"], strict=True)) / save
+            print(
+                f"{base}: 3 steps {plain:.2f} s, beside a save {beside:.2f} s, a save {save:.2f} s: longer by {longer:.0%} of it"
+            )
+    elif what == "memory":
+        for name, size in run_processes(memory, 2, tempfile.gettempdir(), timeout=580)[0].items():
+            print(f"{name}: {size:.0f} MiB")
     elif what == "leaves":
         table(leaves(rounds))
     elif what == "plan":
