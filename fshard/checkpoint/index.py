@@ -52,7 +52,7 @@ class Index:
     Args:
         devices: number of writers.
         arrays: in the order of the tree.
-        ties: the names of arrays that are stored under another name.
+        ties: the paths of arrays that are stored under another name, and that name.
         values: the other leaves and their paths.
         metrics: of the step.
         writers: by device; empty until all have written.
@@ -60,19 +60,14 @@ class Index:
 
     devices: int
     arrays: Sequence[ArrayEntry]
-    ties: dict[str, str]
+    ties: Sequence[tuple[TreePath, str]]
     values: Sequence[tuple[TreePath, Any]]
-    tied_paths: Sequence[TreePath] = ()
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     writers: Sequence[WriterFiles] = ()
 
     @cached_property
     def division(self) -> Division:
         return Division(self.arrays)
-
-    @property
-    def named_values(self) -> list[tuple[str, TreePath, Any]]:
-        return [(name_of(path), path, value) for path, value in self.values]
 
     def body(self) -> str:
         """Return the part that all writers know, as text."""
@@ -93,7 +88,7 @@ class Index:
                 "devices": self.devices,
                 "layouts": [_written(layout) for layout in layouts],
                 "arrays": arrays,
-                "ties": [[[*path], self.ties[name_of(path)]] for path in self.tied_paths],
+                "ties": [[[*path], name] for path, name in self.ties],
                 "values": [[[*path], value] for path, value in self.values],
                 "metrics": self.metrics,
             }
@@ -154,19 +149,18 @@ def _parsed(found: Any) -> Index:
             name_of(path), tuple(path), tuple(shape), _DTYPES[dtype], layouts[layout], tuple(offset), tuple(full)
         )
         arrays.append(entry)
-    ties = {name_of(path): name for path, name in found["ties"]}
+    ties = [(tuple(path), name) for path, name in found["ties"]]
     values = [(tuple(path), value) for path, value in found["values"]]
-    paths = [tuple(path) for path, _ in found["ties"]]
     writers = [WriterFiles(*one) for one in found["writers"]]
-    return Index(found["devices"], arrays, ties, values, paths, dict(found["metrics"]), writers)
+    return Index(found["devices"], arrays, ties, values, dict(found["metrics"]), writers)
 
 
 def _validate(index: Index) -> None:
     """Raise if an index names files outside of its folder, or does not fit the sizes of its files."""
     sizes = [(one.size, one.header) for one in index.writers]
     numbers = {length for one in index.arrays for length in (*one.shape, *one.offset, *one.full_shape)}
-    entries = [one for path in [*(one.path for one in index.arrays), *index.tied_paths] for one in path]
-    entries += [entry for path, _ in index.values for entry in path]
+    paths = [*(one.path for one in index.arrays), *(path for path, _ in (*index.ties, *index.values))]
+    entries = [*chain(*paths)]
     layouts = {one.layout for one in index.arrays}
     held = dict[str, int]()
     for one in index.arrays:
@@ -177,7 +171,7 @@ def _validate(index: Index) -> None:
         "paths": all(isinstance(one, str | int) or (len(one) == 1 and isinstance(one[0], PLAIN)) for one in entries),
         "values": all(_is_json(value) for _, value in index.values),
         "metrics": all(isinstance(one, int | float) for one in index.metrics.values()),
-        "ties": all(name in held for name in index.ties.values()),
+        "ties": all(name in held for _, name in index.ties),
         "devices": {len(sizes), *(one.mesh.size for one in layouts)} == {index.devices},
         "parts": all(
             held[one.name] == prod(one.full_shape) < 1 << 60

@@ -209,7 +209,8 @@ def refuse_repeated(leaves: Sequence[NamedLeaf], what: str) -> None:
     seen: dict[str, NamedLeaf] = {}
     repeated: dict[str, None] = {}
     for leaf in leaves:
-        if seen.setdefault(leaf.name, leaf).value is not leaf.value:
+        first = seen.setdefault(leaf.name, leaf)
+        if first.value is not leaf.value or first.path != leaf.path:
             repeated[leaf.name] = None
     if repeated:
         raise CheckpointError(f"{what}: names must be of one leaf each; got several called {', '.join(repeated)}.")

@@ -125,7 +125,7 @@ class Renamed:
             known = ", ".join([*source.arrays, *source.values][:8])
             raise CheckpointError(f"restore: only={only!r} matches no leaf. The names begin with {known}.")
         found = {old: new for new, old in self._stored.items()}
-        self.ties = {new: found.get(of, of) for old, of in source.ties.items() if (new := found.get(old))}
+        self.ties = {found[old]: found[of] for old, of in source.ties.items() if old in found and of in found}
 
     def is_chosen(self, name: str) -> bool:
         """Return True if a pattern matches a name, or is the name of a tree above it."""
@@ -233,7 +233,9 @@ def _below(source: Any, objects: Sequence[NamedLeaf]) -> dict[str, list[NamedLea
     return below
 
 
-def _compare(source: Any, wanted: Sequence[NamedLeaf], below: Mapping[str, Sequence[NamedLeaf]], cast: bool) -> Differences:
+def _compare(
+    source: Any, wanted: Sequence[NamedLeaf], below: Mapping[str, Sequence[NamedLeaf]], cast: bool
+) -> Differences:
     """Return the differences between what is stored and what is wanted."""
     names = {leaf.name: leaf.value for leaf in wanted if not is_object(leaf.value)}
     stored = {*source.arrays, *source.values}

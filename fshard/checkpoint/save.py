@@ -114,25 +114,18 @@ def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None, *, copy: bo
     arrays = [leaf for leaf in leaves if is_array(leaf.value)]
     values = [leaf for leaf in leaves if not is_array(leaf.value)]
     world = _world([x for leaf in arrays for _, x in stored_parts(leaf.value)])
-    first, kept, ties = dict[Any, str](), dict[str, NamedLeaf](), dict[str, str]()
-    tied_paths = list[Any]()
-    for leaf in arrays:
-        name = first.setdefault(tuple([key_of(x) for _, x in stored_parts(leaf.value)]), leaf.name)
-        if name == leaf.name:
-            kept.setdefault(name, leaf)
-        else:
-            ties[leaf.name] = name
-            tied_paths.append(leaf.path)
-    entries = [_entry(leaf, at, x, world) for leaf in kept.values() for at, x in stored_parts(leaf.value)]
+    kept = dict[Any, NamedLeaf]()
+    first = [kept.setdefault(tuple([key_of(x) for _, x in stored_parts(leaf.value)]), leaf) for leaf in arrays]
+    ties = {leaf.name: (leaf.path, one.name) for leaf, one in zip(arrays, first, strict=True) if leaf.name != one.name}
+    stored = [(leaf, at, x) for leaf in kept.values() for at, x in stored_parts(leaf.value)]
     index = Index(
         world.size,
-        entries,
-        ties,
+        [_entry(leaf, at, x, world) for leaf, at, x in stored],
+        [*ties.values()],
         [(leaf.path, leaf.value) for leaf in values],
-        tied_paths,
         {name: float(x) for name, x in (metrics or {}).items()},
     )
-    tensors = [x for leaf in kept.values() for _, x in stored_parts(leaf.value)]
+    tensors = [x for _, _, x in stored]
     return TreeSnapshot(index, {device: [*_share(index, tensors, device, copy)] for device in world.own})
 
 

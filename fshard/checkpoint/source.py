@@ -22,6 +22,7 @@ from fshard.checkpoint.copying import Span, copy
 from fshard.checkpoint.files import BLOCK, BlockReader, bytes_of
 from fshard.checkpoint.index import INDEX, Index, read_index, read_manifest
 from fshard.checkpoint.names import Path as TreePath
+from fshard.checkpoint.names import name_of
 from fshard.errors import CheckpointError
 
 THREADS = 4
@@ -109,10 +110,9 @@ class OwnFolder:
             self._entries[one.name].append(number)
         first = {name: self.index.arrays[numbers[0]] for name, numbers in self._entries.items()}
         self.arrays = {name: Stored(one.path, one.full_shape, one.dtype) for name, one in first.items()}
-        for path, (name, of) in zip(self.index.tied_paths, self.index.ties.items(), strict=True):
-            self.arrays[name] = self.arrays[of]._replace(path=path)
-        self.values = {name: (path, value) for name, path, value in self.index.named_values}
-        self.ties, self.partial = self.index.ties, None
+        self.arrays |= {name_of(path): self.arrays[of]._replace(path=path) for path, of in self.index.ties}
+        self.values = {name_of(path): (path, value) for path, value in self.index.values}
+        self.ties, self.partial = {name_of(path): of for path, of in self.index.ties}, None
 
     def check(self) -> None:
         wrong = list[str]()
@@ -130,7 +130,7 @@ class OwnFolder:
         """Return what to read of the file of each writer."""
         found: dict[int, list[Part]] = defaultdict(list)
         for target in targets:
-            for number in self._entries[self.index.ties.get(target.name, target.name)]:
+            for number in self._entries[self.ties.get(target.name, target.name)]:
                 dtype = self.index.arrays[number].dtype
                 for device, byte, span in self.index.division.ranges(number, target.span):
                     found[device].append(Part(byte, dtype, span, target))

@@ -221,6 +221,17 @@ def test_stars_of_a_new_name_are_what_the_old_ones_matched(rename, names, tmp_pa
     assert sorted(fs.restore(tmp_path / "x.pt", rename=rename)) == names
 
 
+def test_second_name_of_a_tied_array_is_restored_alone(tmp_path):
+    x = torch.ones(2)
+    torch.save({"a": x, "b": x}, tmp_path / "x.pt")
+    fs.save(tmp_path / "own", {"a": x, "b": x})
+    for path in (tmp_path / "x.pt", tmp_path / "own"):
+        found = fs.restore(path)
+        assert found["a"] is found["b"] and found["a"].equal(x)
+        assert fs.restore(path, only=["b"])["b"].equal(x) and fs.restore(path, only="b").equal(x)
+        assert fs.unshard(fs.restore(path, P("data"), mesh=mesh(), only=["b"]))["b"].equal(x)
+
+
 def test_two_leaves_of_one_new_name_are_an_error(tmp_path):
     torch.save({"a.w": torch.ones(1), "b.w": torch.ones(1)}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="a.w and b.w to w"):
