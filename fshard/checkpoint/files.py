@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written once, fsynced, with a CRC-32 of every 4 MiB, and verified block by block when read.
+"""Files of a checkpoint: written once, fsynced, with a digest (XXH3) of every 4 MiB, and verified block by block when read.
 
 A data file is a safetensors file: the length of the header, the header (JSON), and the bytes of the tensors in order.
 Every change of the disk is a method of `disk`, so that a test can let each of them fail.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from fshard.errors import CheckpointError
@@ -83,8 +83,8 @@ class DigestWriter:
     def __init__(self, path: Path) -> None:
         self._file = disk.open_new(path)
         self._pending = bytearray()
-        self._crc, self.size = 0, 0
-        self.digests = list[int]()
+        self._hash, self.size = xxhash.xxh3_64(), 0
+        self.digests = list[str]()
 
     def write(self, data: memoryview | bytes) -> None:
         if len(data) < _SMALL:
@@ -99,7 +99,7 @@ class DigestWriter:
         """Write what is left, and wait until it is on the disk."""
         self._flush()
         if self.size % BLOCK:
-            self.digests.append(self._crc)
+            self.digests.append(self._hash.hexdigest())
         disk.fsync(self._file)
         self.release()
 
@@ -117,18 +117,18 @@ class DigestWriter:
     def _write(self, data: memoryview) -> None:
         while len(data):
             part = data[: BLOCK - self.size % BLOCK]
-            self._crc = zlib.crc32(part, self._crc)
+            self._hash.update(part)
             self.size += len(part)
             if self.size % BLOCK == 0:
-                self.digests.append(self._crc)
-                self._crc = 0
+                self.digests.append(self._hash.hexdigest())
+                self._hash.reset()
             data = data[len(part) :]
             while len(part):
                 part = part[disk.write(self._file, part) :]
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small file aside, and rename it when it is on the disk."""
+    """Write a small file aside, and rename it when its bytes are on the disk; the folder may not be."""
     aside = path.with_name(f"{path.name}.tmp")
     with suppress(FileNotFoundError):
         disk.unlink(aside)
@@ -141,7 +141,15 @@ def write_file(path: Path, data: bytes) -> None:
     finally:
         os.close(file)
     disk.rename(aside, path)
-    disk.fsync_folder(path.parent)
+
+
+def digest(data: bytes) -> str:
+    """Return the digest of bytes in memory.
+
+    >>> digest(b"abc")
+    '78af5f94892f3950'
+    """
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 def bytes_of(x: Tensor) -> memoryview:
@@ -168,7 +176,7 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> byte
 class BlockReader:
     """A file that is read in blocks, each verified."""
 
-    def __init__(self, path: Path, size: int, digests: Sequence[int]) -> None:
+    def __init__(self, path: Path, size: int, digests: Sequence[str]) -> None:
         self.path, self.size, self._digests = path, size, digests
         try:
             self._file = os.open(path, os.O_RDONLY)
@@ -184,7 +192,7 @@ class BlockReader:
 
     def read(self, number: int, into: Sequence[memoryview]) -> None:
         """Read a block into memory that has its length in total."""
-        start, crc, done = number * BLOCK, 0, 0
+        start, found, done = number * BLOCK, xxhash.xxh3_64(), 0
         left = [view for view in into if len(view)]
         while left:
             count = os.preadv(self._file, left, start + done)
@@ -195,10 +203,10 @@ class BlockReader:
                 count -= len(left.pop(0))
             left[:1] = [view[count:] for view in left[:1]]
         for view in into:
-            crc = zlib.crc32(view, crc)
-        if crc != self._digests[number]:
+            found.update(view)
+        if found.hexdigest() != self._digests[number]:
             raise CheckpointError(
-                f"{self.path}: bytes {start} to {start + done} are not those that were written (their CRC-32 differs). "
+                f"{self.path}: bytes {start} to {start + done} are not those that were written (their digest differs). "
                 "Restore another checkpoint."
             )
 

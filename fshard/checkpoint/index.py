@@ -1,4 +1,4 @@
-"""The index of a checkpoint, and the manifest of each writer: JSON with a CRC-32 of itself.
+"""The index of a checkpoint, and the manifest of each writer: JSON with a digest of itself.
 
     index.json      version, devices, layouts, arrays (path, shape, dtype, layout), ties, values, metrics; all writers
     A-3.json        the manifest of device 3: its data file A-3.safetensors, the size, the digests of every 4 MiB
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fshard.checkpoint.division import ArrayEntry, Division
-from fshard.checkpoint.files import BLOCK, DTYPES
+from fshard.checkpoint.files import BLOCK, DTYPES, digest
 from fshard.checkpoint.names import PLAIN, NamedLeaf, is_array, name_of, stored_parts
 from fshard.checkpoint.names import Path as TreePath
 from fshard.errors import CheckpointError
@@ -36,13 +35,13 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 class WriterFiles(NamedTuple):
-    """The files of one device: of its data, the size and length of the header; the CRC-32 of its manifest."""
+    """The files of one device: of its data, the size and length of the header; the digest of its manifest."""
 
     data: str
     size: int
     header: int
     manifest: str
-    crc: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,8 @@ def as_text(x: Any) -> str:
 
 
 def sealed(text: str) -> bytes:
-    """Return JSON with its CRC-32."""
-    return f'{{"crc32":{zlib.crc32(text.encode())},"checkpoint":{text}}}\n'.encode()
+    """Return JSON with its digest."""
+    return f'{{"xxh3":"{digest(text.encode())}","checkpoint":{text}}}\n'.encode()
 
 
 def read_sealed(path: Path) -> Any:
@@ -113,8 +112,8 @@ def read_sealed(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
     head, mark, rest = data.partition(b',"checkpoint":')
     text = rest.removesuffix(b"}\n")
-    if not mark or head + mark + text + b"}\n" != data or head != b'{"crc32":%d' % zlib.crc32(text):
-        raise CheckpointError(f"{path} is not as it was written (its CRC-32 differs). Restore another checkpoint.")
+    if not mark or head + mark + text + b"}\n" != data or head != b'{"xxh3":"%s"' % digest(text).encode():
+        raise CheckpointError(f"{path} is not as it was written (its digest differs). Restore another checkpoint.")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -185,14 +184,14 @@ def _validate(index: Index) -> None:
         raise ValueError(f"wrong {', '.join(wrong)}")
 
 
-def read_manifest(folder: Path, writer: WriterFiles) -> list[int]:
+def read_manifest(folder: Path, writer: WriterFiles) -> list[str]:
     """Return the digests of a writer's data, of the manifest that the index means."""
     path = folder / writer.manifest
     found = read_sealed(path)
-    if zlib.crc32(as_text(found).encode()) != writer.crc:
+    if digest(as_text(found).encode()) != writer.digest:
         raise CheckpointError(f"{path} is not the manifest that the index names. Restore another checkpoint.")
     try:
-        digests = [int(one) for one in found["digests"]]
+        digests = [bytes.fromhex(one).hex() for one in found["digests"]]
         if (found["size"], len(digests)) != (writer.size, -(-writer.size // BLOCK)):
             raise ValueError(f"{len(digests)} digests of {found['size']} bytes")
     except (LookupError, TypeError, ValueError) as error:

@@ -12,7 +12,6 @@ import secrets
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,13 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.checkpoint.division import ArrayEntry, span_of
-from fshard.checkpoint.files import DigestWriter, attempt, bytes_of, disk, header_of, make_folder, write_file
+from fshard.checkpoint.files import DigestWriter, attempt, bytes_of, digest, disk, header_of, make_folder, write_file
 from fshard.checkpoint.index import (
     INDEX,
     Index,
     WriterFiles,
     as_text,
-    read_index,
     read_sealed,
     refuse_unstorable,
     sealed,
@@ -258,7 +256,7 @@ def _write_share(folder: Path, index: Index, device: int, parts: Sequence[Writte
         "device": device,
         "size": file.size,
         "header": len(header),
-        "index": zlib.crc32(text.encode()),
+        "index": digest(text.encode()),
         "digests": file.digests,
     }
     write_file(folder / f"{token}-{device}.json", sealed(as_text(manifest)))
@@ -299,17 +297,17 @@ def _write_index(folder: Path, index: Index, text: str, token: str, device: int)
     for number in range(index.devices):
         name = f"{token}-{number}"
         found = read_sealed(folder / f"{name}.json")
-        crc = zlib.crc32(as_text(found).encode())
-        writers.append(WriterFiles(f"{name}.safetensors", found["size"], found["header"], f"{name}.json", crc))
-        others += [number] * (found["index"] != zlib.crc32(text.encode()))
+        own = digest(as_text(found).encode())
+        writers.append(WriterFiles(f"{name}.safetensors", found["size"], found["header"], f"{name}.json", own))
+        others += [number] * (found["index"] != digest(text.encode()))
     if others:
         raise CheckpointError(
             f"{folder} is not saved: devices {', '.join(map(str, others))} have other names, shapes, layouts or values than "
             f"device {device}. Plain tensors and values must be equal on all."
         )
-    body = f'{text[:-1]},"writers":{as_text(writers)}}}'
+    disk.fsync_folder(folder)  # with the names of all files
     aside = folder / f"{token}-{device}.index"
-    write_file(aside, sealed(body))
+    write_file(aside, sealed(f'{text[:-1]},"writers":{as_text(writers)}}}'))
     disk.rename(aside, folder / INDEX)
     disk.fsync_folder(folder)
     with suppress(OSError):  # the next save removes them
@@ -318,10 +316,9 @@ def _write_index(folder: Path, index: Index, text: str, token: str, device: int)
 
 def is_committed(folder: Path, token: str) -> bool:
     """Return True if the index of a folder is that of the save with this token."""
-    try:
-        return any(one.data.startswith(f"{token}-") for one in read_index(folder).writers)
-    except CheckpointError:
-        return False
+    with suppress(FileNotFoundError):
+        return f'"{token}-0.json"'.encode() in (folder / INDEX).read_bytes()
+    return False
 
 
 def remove_others(folder: Path, token: str) -> None:
