@@ -63,6 +63,7 @@ class Checkpoints:
         self.path, self.keep, self.keep_every, self.best, self.every = Path(path), keep, keep_every, best, every
         self._timeout = timeout
         self._thread: threading.Thread | None = None
+        self._rooms: dict[int, torch.Tensor] = {}
         self._error: BaseException | None = None
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._is_stopping, self._marker = False, None
@@ -101,7 +102,10 @@ class Checkpoints:
             return
         self.wait()
         token = next_token()
-        taken = snapshot(tree, metrics, copy=not wait)
+        taken = snapshot(tree, metrics)
+        if not wait:
+            with torch.no_grad():
+                taken = taken.staged(self._rooms)
         arguments = step, taken, token
         if wait or is_last:
             self._write(*arguments)

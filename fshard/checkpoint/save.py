@@ -66,6 +66,18 @@ class TreeSnapshot:
     index: Index
     shares: Mapping[int, Sequence[WrittenRange]]
 
+    def staged(self, rooms: dict[int, Tensor]) -> TreeSnapshot:
+        """Return a copy on the host, in memory of each device that is kept for the next one."""
+        shares: dict[int, list[WrittenRange]] = {}
+        for device, ranges in self.shares.items():
+            size = sum(one.values.nbytes for one in ranges)
+            if device not in rooms or len(rooms[device]) < size:
+                rooms[device] = torch.empty(size, dtype=torch.uint8)
+            parts = rooms[device][:size].split([one.values.nbytes for one in ranges])
+            copies = [part.view(one.values.dtype).copy_(one.values) for part, one in zip(parts, ranges, strict=True)]
+            shares[device] = [one._replace(values=own) for one, own in zip(ranges, copies, strict=True)]
+        return TreeSnapshot(self.index, shares)
+
 
 class WritingDevices(NamedTuple):
     """The number of all devices, and those held here."""
@@ -104,8 +116,8 @@ def save(
 
 
 @torch.no_grad()
-def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None, *, copy: bool = False) -> TreeSnapshot:
-    """Return what is to be written; `copy`: in memory of its own, on the host."""
+def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeSnapshot:
+    """Return what is to be written."""
     leaves = [leaf for one in leaves_of(opened(tree)[0]) for leaf in _unfolded(one)]
     refuse_repeated(leaves, "save")
     refuse_unstorable(leaves)
@@ -124,7 +136,7 @@ def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None, *, copy: bo
         {name: float(x) for name, x in (metrics or {}).items()},
     )
     tensors = [x for _, _, x in stored]
-    return TreeSnapshot(index, {device: [*_share(index, tensors, device, copy)] for device in world.own})
+    return TreeSnapshot(index, {device: [*_share(index, tensors, device)] for device in world.own})
 
 
 def _unfolded(leaf: NamedLeaf) -> Iterable[NamedLeaf]:
@@ -163,7 +175,7 @@ def _entry(leaf: NamedLeaf, offset: tuple[int, ...], x: Any, world: WritingDevic
     return ArrayEntry(leaf.name, leaf.path, shape, x.dtype, layout, offset, tuple(leaf.value.shape))
 
 
-def _share(index: Index, tensors: Sequence[Any], device: int, copy: bool) -> Iterator[WrittenRange]:
+def _share(index: Index, tensors: Sequence[Any], device: int) -> Iterator[WrittenRange]:
     """Yield the ranges that one device writes."""
     column = index.division.column(device)
     for number in index.division.order.tolist():
@@ -175,7 +187,7 @@ def _share(index: Index, tensors: Sequence[Any], device: int, copy: bool) -> Ite
         is_full = (start, stop) == (span.start, span.stop) and not entry.layout.spec.is_flat
         shape = (span.lengths if entry.shape else ()) if is_full else (stop - start,)
         values = _shard(tensors[number], device).detach().reshape(-1)[start - span.start : stop - span.start]
-        yield WrittenRange(number, shape, values.to("cpu", copy=True) if copy else values)
+        yield WrittenRange(number, shape, values)
 
 
 def _shard(x: Any, device: int) -> Tensor:
