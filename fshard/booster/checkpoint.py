@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from fshard.booster.model import BoostedModel
 from fshard.booster.optimizer import BoostedOptimizer
+from fshard.checkpoint.foreign.export import export
 from fshard.checkpoint.names import is_object
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import restore
@@ -14,6 +15,8 @@ from fshard.checkpoint.save import save
 from fshard.mesh.layout import PyTree
 
 Folder = str | os.PathLike[str]
+_COUNTERS = ("_seed", "_steps", "_forwards", "_others")
+"""The attributes of a boosted model that decide its next random draws."""
 
 
 class StepFolder(Protocol):
@@ -21,19 +24,6 @@ class StepFolder(Protocol):
 
     def save(self, step: int, tree: PyTree, /, **options: Any) -> None: ...
     def restore(self, target: PyTree, /, **options: Any) -> PyTree: ...
-
-
-class Counters:
-    """The counts and the seed that decide the next random draws of a boosted model."""
-
-    def __init__(self, model: BoostedModel) -> None:
-        self._own = vars(model)
-
-    def state_dict(self) -> dict[str, int]:
-        return {name: self._own[f"_{name}"] for name in ("seed", "steps", "forwards", "others")}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._own.update({f"_{name}": x for name, x in state.items()})
 
 
 class Checkpointing:
@@ -60,7 +50,7 @@ class Checkpointing:
         if isinstance(folder, str | os.PathLike):
             save(folder, tree, **options)
         else:
-            folder.save(tree["counters"].state_dict()["steps"], tree, **options)
+            folder.save(tree["counters"]["_steps"], tree, **options)
 
     def load(
         self,
@@ -73,10 +63,9 @@ class Checkpointing:
         """Load what `save` has saved, the last of an `fs.Checkpoints`; of what is not given nothing is read."""
         tree = _tree(model, optimizer, lr_scheduler, dataloader)
         only = [f"{name}.**" for name in tree]
-        if isinstance(folder, str | os.PathLike):
-            restore(folder, tree, only=only)
-        else:
-            folder.restore(tree, only=only)
+        is_path = isinstance(folder, str | os.PathLike)
+        tree = restore(folder, tree, only=only) if is_path else folder.restore(tree, only=only)
+        vars(model).update(tree["counters"])
 
     def save_model(self, model: BoostedModel, checkpoint: Folder) -> None:
         """Save parameters and buffers."""
@@ -102,22 +91,22 @@ class Checkpointing:
         """Load a scheduler's state."""
         restore(checkpoint, lr_scheduler)
 
+    def save_lora_as_pretrained(self, model: BoostedModel, checkpoint: Folder) -> None:
+        """Write the weights that `enable_lora` has added as an adapter of peft: see `fs.export`."""
+        export(checkpoint, model, to="peft", model=model.module)
 
-def _tree(
-    model: BoostedModel, optimizer: BoostedOptimizer | None, lr_scheduler: Any, dataloader: Any
-) -> dict[str, Any]:
+
+def _tree(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> dict[str, Any]:
     """Return the tree of all that is given."""
     given = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
     kinds = {"model": BoostedModel, "optimizer": BoostedOptimizer | None}
     wrong = [
         f"{name} must be as boost has returned it" for name, kind in kinds.items() if not isinstance(given[name], kind)
     ]
+    given = {name: x for name, x in given.items() if x is not None}
     wrong += [
-        f"{name} must have a state_dict; got a {type(x).__name__}"
-        for name, x in given.items()
-        if x is not None and not is_object(x)
+        f"{name} must have a state_dict; got a {type(x).__name__}" for name, x in given.items() if not is_object(x)
     ]
     if wrong:
         raise TypeError(f"{'; '.join(wrong)}.")
-    own = {"counters": Counters(model), "random": RandomState()}
-    return {name: x for name, x in given.items() if x is not None} | own
+    return {**given, "counters": {name: getattr(model, name) for name in _COUNTERS}, "random": RandomState()}

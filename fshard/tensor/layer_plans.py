@@ -154,12 +154,12 @@ class LayerPlans:
 
 @cache
 def parts_class(dim: int, count: int) -> Any:
-    """Return the class of the parts of a fused weight along a dim: a checkpoint joins them, by its `joined_dim`.
+    """Return the class of the parts of a fused weight: a node of all trees, which checkpoints join along its `joined_dim`.
 
     >>> parts_class(1, 3)(1, 2, 3)
-    Parts(_0=1, _1=2, _2=3)
+    Parts(part0=1, part1=2, part2=3)
     """
-    made: Any = namedtuple("Parts", map(str, range(count)), rename=True)  # a node of all trees, without registration
+    made: Any = namedtuple("Parts", [f"part{i}" for i in range(count)])  # pyright: ignore[reportUntypedNamedTuple]
     made.joined_dim = dim
     made.__reduce__ = lambda parts: (_parts_of, (dim, *parts))
     return made
