@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Any
 
 from fshard.booster.model import BoostedModel
 from fshard.booster.optimizer import BoostedOptimizer
+from fshard.checkpoint.folder import Checkpoints
 from fshard.checkpoint.foreign.export import export
 from fshard.checkpoint.names import is_object
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import save
-from fshard.mesh.layout import PyTree
 
 Folder = str | os.PathLike[str]
 _COUNTERS = ("_seed", "_steps", "_forwards", "_others")
 """The attributes of a boosted model that decide its next random draws."""
-
-
-class StepFolder(Protocol):
-    """A folder of checkpoints by step, as `fs.Checkpoints` is one."""
-
-    def save(self, step: int, tree: PyTree, /, **options: Any) -> None: ...
-    def restore(self, target: PyTree, /, **options: Any) -> PyTree: ...
 
 
 class Checkpointing:
@@ -31,7 +24,7 @@ class Checkpointing:
 
     def save(
         self,
-        folder: Folder | StepFolder,
+        folder: Folder | Checkpoints,
         model: BoostedModel,
         optimizer: BoostedOptimizer | None = None,
         lr_scheduler: Any = None,
@@ -54,7 +47,7 @@ class Checkpointing:
 
     def load(
         self,
-        folder: Folder | StepFolder,
+        folder: Folder | Checkpoints,
         model: BoostedModel,
         optimizer: BoostedOptimizer | None = None,
         lr_scheduler: Any = None,
@@ -67,29 +60,21 @@ class Checkpointing:
         tree = restore(folder, tree, only=only) if is_path else folder.restore(tree, only=only)
         vars(model).update(tree["counters"])
 
-    def save_model(self, model: BoostedModel, checkpoint: Folder) -> None:
-        """Save parameters and buffers."""
-        save(checkpoint, model)
-
     def load_model(self, model: BoostedModel, checkpoint: Folder, strict: bool = True) -> None:
         """Load parameters and buffers from any source of `fs.restore`; those that have all names if `strict`."""
         restore(checkpoint, model, strict=strict)
 
-    def save_optimizer(self, optimizer: BoostedOptimizer, checkpoint: Folder) -> None:
-        """Save an optimizer's state and groups."""
-        save(checkpoint, optimizer)
+    def save_model(self, x: Any, /, checkpoint: Folder) -> None:
+        """Save the state of a model, an optimizer (with its groups) or a scheduler."""
+        save(checkpoint, x)
 
-    def load_optimizer(self, optimizer: BoostedOptimizer, checkpoint: Folder) -> None:
-        """Load an optimizer's state and groups."""
-        restore(checkpoint, optimizer)
+    save_optimizer = save_lr_scheduler = save_model
 
-    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: Folder) -> None:
-        """Save a scheduler's state."""
-        save(checkpoint, lr_scheduler)
+    def load_optimizer(self, x: Any, /, checkpoint: Folder) -> None:
+        """Load the state of an optimizer (with its groups) or a scheduler."""
+        restore(checkpoint, x)
 
-    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: Folder) -> None:
-        """Load a scheduler's state."""
-        restore(checkpoint, lr_scheduler)
+    load_lr_scheduler = load_optimizer
 
     def save_lora_as_pretrained(self, model: BoostedModel, checkpoint: Folder) -> None:
         """Write the weights that `enable_lora` has added as an adapter of peft: see `fs.export`."""

@@ -85,8 +85,13 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.optim, self._source, self._partitioned, self._model = optim, source, partitioned, model
         self._grads: PyTree | None = None
         self.state: PyTree = self._partitioned().init(model.params)
-        if isinstance(optim, torch.optim.Optimizer):  # options written to the groups count in the next step
-            self.param_groups, self.defaults = optim.param_groups, optim.defaults
+        if isinstance(optim, torch.optim.Optimizer):
+            self.defaults = optim.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The groups of the optimizer that was boosted: options written to them are used in the next step."""
+        return self.optim.param_groups
 
     @property
     def scale(self) -> float:
@@ -168,7 +173,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Use arrays of `sharded_state`, into which others have been written."""
         self.state = state["state"]
-        self._renew_groups()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: of an optimizer of torch in its form. All devices must call it."""
@@ -180,11 +184,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self._refuse_own_class()
         init = self._partitioned().init(self._model.params)
         self.state = loaded_state(self._source, init, self._model.first_names(), state_dict)
-        self._renew_groups()
-
-    def _renew_groups(self) -> None:
-        if isinstance(self.optim, torch.optim.Optimizer):  # torch makes new ones as it loads
-            self.param_groups = self.optim.param_groups
 
     def _refuse_own_class(self) -> None:
         if isinstance(self._source, InstanceSource):
