@@ -187,7 +187,7 @@ class Booster(Checkpointing):
         """
         plugin, source, opt = self._prepare("init", model, optimizer)
         options = plugin.gradient_options()
-        run, params, buffers, _ = shard_model(plugin, model, source)
+        run, params, buffers = shard_model(plugin, model, source)
 
         def loss(params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, PyTree]:
             args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch[:1], {})

@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Any
 
 from fshard.booster.model import BoostedModel
 from fshard.booster.optimizer import BoostedOptimizer
+from fshard.checkpoint.folder import Checkpoints
+from fshard.checkpoint.foreign.export import export
 from fshard.checkpoint.names import is_object
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import save
-from fshard.mesh.layout import PyTree
 
 Folder = str | os.PathLike[str]
-
-
-class StepFolder(Protocol):
-    """A folder of checkpoints by step, as `fs.Checkpoints` is one."""
-
-    def save(self, step: int, tree: PyTree, /, **options: Any) -> None: ...
-    def restore(self, target: PyTree, /, **options: Any) -> PyTree: ...
-
-
-class Counters:
-    """The counts and the seed that decide the next random draws of a boosted model."""
-
-    def __init__(self, model: BoostedModel) -> None:
-        self._own = vars(model)
-
-    def state_dict(self) -> dict[str, int]:
-        return {name: self._own[f"_{name}"] for name in ("seed", "steps", "forwards", "others")}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._own.update({f"_{name}": x for name, x in state.items()})
+_COUNTERS = ("_seed", "_steps", "_forwards", "_others")
+"""The attributes of a boosted model that decide its next random draws."""
 
 
 class Checkpointing:
@@ -41,7 +24,7 @@ class Checkpointing:
 
     def save(
         self,
-        folder: Folder | StepFolder,
+        folder: Folder | Checkpoints,
         model: BoostedModel,
         optimizer: BoostedOptimizer | None = None,
         lr_scheduler: Any = None,
@@ -60,11 +43,11 @@ class Checkpointing:
         if isinstance(folder, str | os.PathLike):
             save(folder, tree, **options)
         else:
-            folder.save(tree["counters"].state_dict()["steps"], tree, **options)
+            folder.save(tree["counters"]["_steps"], tree, **options)
 
     def load(
         self,
-        folder: Folder | StepFolder,
+        folder: Folder | Checkpoints,
         model: BoostedModel,
         optimizer: BoostedOptimizer | None = None,
         lr_scheduler: Any = None,
@@ -73,51 +56,42 @@ class Checkpointing:
         """Load what `save` has saved, the last of an `fs.Checkpoints`; of what is not given nothing is read."""
         tree = _tree(model, optimizer, lr_scheduler, dataloader)
         only = [f"{name}.**" for name in tree]
-        if isinstance(folder, str | os.PathLike):
-            restore(folder, tree, only=only)
-        else:
-            folder.restore(tree, only=only)
-
-    def save_model(self, model: BoostedModel, checkpoint: Folder) -> None:
-        """Save parameters and buffers."""
-        save(checkpoint, model)
+        is_path = isinstance(folder, str | os.PathLike)
+        tree = restore(folder, tree, only=only) if is_path else folder.restore(tree, only=only)
+        vars(model).update(tree["counters"])
 
     def load_model(self, model: BoostedModel, checkpoint: Folder, strict: bool = True) -> None:
         """Load parameters and buffers from any source of `fs.restore`; those that have all names if `strict`."""
         restore(checkpoint, model, strict=strict)
 
-    def save_optimizer(self, optimizer: BoostedOptimizer, checkpoint: Folder) -> None:
-        """Save an optimizer's state and groups."""
-        save(checkpoint, optimizer)
+    def save_model(self, x: Any, /, checkpoint: Folder) -> None:
+        """Save the state of a model, an optimizer (with its groups) or a scheduler."""
+        save(checkpoint, x)
 
-    def load_optimizer(self, optimizer: BoostedOptimizer, checkpoint: Folder) -> None:
-        """Load an optimizer's state and groups."""
-        restore(checkpoint, optimizer)
+    save_optimizer = save_lr_scheduler = save_model
 
-    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: Folder) -> None:
-        """Save a scheduler's state."""
-        save(checkpoint, lr_scheduler)
+    def load_optimizer(self, x: Any, /, checkpoint: Folder) -> None:
+        """Load the state of an optimizer (with its groups) or a scheduler."""
+        restore(checkpoint, x)
 
-    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: Folder) -> None:
-        """Load a scheduler's state."""
-        restore(checkpoint, lr_scheduler)
+    load_lr_scheduler = load_optimizer
+
+    def save_lora_as_pretrained(self, model: BoostedModel, checkpoint: Folder) -> None:
+        """Write the weights that `enable_lora` has added as an adapter of peft: see `fs.export`."""
+        export(checkpoint, model, to="peft", model=model.module)
 
 
-def _tree(
-    model: BoostedModel, optimizer: BoostedOptimizer | None, lr_scheduler: Any, dataloader: Any
-) -> dict[str, Any]:
+def _tree(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> dict[str, Any]:
     """Return the tree of all that is given."""
     given = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
     kinds = {"model": BoostedModel, "optimizer": BoostedOptimizer | None}
     wrong = [
         f"{name} must be as boost has returned it" for name, kind in kinds.items() if not isinstance(given[name], kind)
     ]
+    given = {name: x for name, x in given.items() if x is not None}
     wrong += [
-        f"{name} must have a state_dict; got a {type(x).__name__}"
-        for name, x in given.items()
-        if x is not None and not is_object(x)
+        f"{name} must have a state_dict; got a {type(x).__name__}" for name, x in given.items() if not is_object(x)
     ]
     if wrong:
         raise TypeError(f"{'; '.join(wrong)}.")
-    own = {"counters": Counters(model), "random": RandomState()}
-    return {name: x for name, x in given.items() if x is not None} | own
+    return {**given, "counters": {name: getattr(model, name) for name in _COUNTERS}, "random": RandomState()}

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fshard.booster.full_state import full_leaves, put
 from fshard.booster.plugins import Plugin
-from fshard.booster.stored import StoredForm, put
+from fshard.checkpoint.names import as_leaf
 from fshard.copying import copied
 from fshard.errors import ModuleError, ScopeError
 from fshard.mesh.layout import Layout, PyTree, map_leaves
-from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import is_outside
 from fshard.optim.torch_instances import OptimizerSource
 from fshard.tensor.plan import Plan
 from fshard.transforms.module.functionalize import module_function, refuse_hooks
-from fshard.transforms.module.lazy import draw, fill, reserved
+from fshard.transforms.module.lazy import draw, reserved
 from fshard.transforms.module.replica import give_up_memory
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import apply_rules
@@ -29,8 +28,8 @@ from fshard.transforms.stages.plan import has_stages, place_stages
 
 def shard_model(
     plugin: Plugin, model: nn.Module, source: OptimizerSource, *, in_place: bool = False
-) -> tuple[Any, PyTree, PyTree, Sequence[Plan | None]]:
-    """Return a model as a function, its sharded parameters, and its buffers; each a list for stages; and their plans.
+) -> tuple[Any, PyTree, PyTree]:
+    """Return a model as a function, its sharded parameters, and its buffers; each a list for stages.
 
     Lazy layers are built one at a time. A model that runs `in_place` gives up its memory.
     """
@@ -57,18 +56,10 @@ def shard_model(
         buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}
         trees = [params, buffers] if mesh.runtime != "abstract" else []
     tensors: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
-    known = {name: plan for plan in plans if plan is not None for name in plan.shapes}
-
-    def take(name: str, made: Tensor) -> None:
-        x = tensors[name]
-        pairs = zip(x, known[name].split({name: made})[name], strict=True) if isinstance(x, tuple) else [(x, made)]
-        for empty, own in pairs:
-            fill(empty, own)
-
-    draw(model, plugin.seed, tensors, take)
+    draw(model, plugin.seed, tensors, lambda name, made: put(as_leaf(tensors[name]), made))
     if in_place:
         give_up_memory([model, *stages], torch.device(mesh.device_type))
-    return run, params, buffers, plans
+    return run, params, buffers
 
 
 def planned(plan: Plan, module: nn.Module, **how: Any) -> tuple[Any, PyTree, PyTree]:
@@ -114,9 +105,7 @@ class BoostedModel(nn.Module):
         self.module, self.mesh, self.is_reproducible = module, plugin.default_mesh(), plugin.reproducible
         self._seed, self._steps, self._forwards, self._others = plugin.seed, 0, 0, 0
         self.refuse_outside()
-        self.function, self.params, self.module_buffers, self._plans = shard_model(
-            plugin, module, source, in_place=True
-        )
+        self.function, self.params, self.module_buffers = shard_model(plugin, module, source, in_place=True)
 
     def refuse_outside(self) -> None:
         """Raise unless the caller is one device of the mesh."""
@@ -146,16 +135,37 @@ class BoostedModel(nn.Module):
 
     def unwrap(self) -> nn.Module:
         """Return a copy of the module with full parameters; all devices must call it."""
-        pairs = zip_longest(unshard(self.trees()), self._plans)
-        values = {name: x for tree, plan in pairs for name, x in (tree if plan is None else plan.joined(tree)).items()}
+        tree = {name: x for tree in self.trees() for name, x in tree.items()}
+        values = {leaf.name: leaf.value for leaf in full_leaves(tree)}
         full: dict[int, Any] = {id(x): values.get(name, x).clone() for name, x in self.module.named_buffers()}
         for name, x in self.module.named_parameters():
-            full[id(x)] = nn.Parameter(values[name].detach().clone(), requires_grad=x.requires_grad)
+            full[id(x)] = nn.Parameter(values[name], requires_grad=x.requires_grad)
         return copied(self.module, full)
 
     def set_buffers(self, buffers: PyTree) -> None:
         """Replace the buffers; they are equal on all devices."""
         self.module_buffers = buffers
+
+    def first_names(self) -> dict[str, str]:
+        """Return the first name of each parameter and buffer, by all of its names."""
+        first, module = dict[int, str](), self.module
+        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        return {name: first.setdefault(id(x), name) for name, x in tensors}
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Return parameters and buffers by the names of `state_dict`, as they are sharded: `fs.save` stores these."""
+        trees = [
+            tree for own in (self.params, self.module_buffers) for tree in (own if isinstance(own, list) else [own])
+        ]
+        own, names = {name: x for tree in trees for name, x in tree.items()}, self.first_names()
+        state = self.module.state_dict(keep_vars=True)
+        return {key: own[names[key]] if key in names else x for key, x in state.items()}
+
+    def load_sharded_state(self, state: Mapping[str, Any]) -> None:
+        """Use arrays of `sharded_state`, into which others have been written, and extra state of modules."""
+        self.set_buffers(self.module_buffers)
+        for key in state.keys() - self.first_names().keys():
+            self.module.get_submodule(key.rpartition(".")[0]).set_extra_state(state[key])
 
     def state_dict(self, **options: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return full parameters and buffers, as the module's `state_dict`; all devices must call it."""
@@ -165,21 +175,12 @@ class BoostedModel(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> Any:
         """Load full parameters and buffers, as the module's `load_state_dict`; all devices must call it, with equal ones."""
-        module, form = self.unwrap(), StoredForm(self)
-        differences, state = module.load_state_dict(state_dict, strict=strict), form.module_state()
-        with torch.no_grad():
-            for key, value in module.state_dict().items():
-                put(state[key], value) if isinstance(value, Tensor) else state.update({key: value})
-        form.set_module_state(state)
+        module, own = self.unwrap(), self.sharded_state()
+        differences, values = module.load_state_dict(state_dict, strict=strict), module.state_dict()
+        for key in values.keys() & self.first_names().keys():
+            put(as_leaf(own[key]), values[key])
+        self.load_sharded_state(values)
         return differences
-
-    def sharded_state(self) -> dict[str, Any]:
-        """Return parameters and buffers by the names of `state_dict`, as they are sharded: `fs.save` stores these."""
-        return StoredForm(self).module_state()
-
-    def load_sharded_state(self, state: Mapping[str, Any]) -> None:
-        """Use arrays of `sharded_state`, into which others have been written."""
-        StoredForm(self).set_module_state(state)
 
     _apply = refusing(ModuleError, "a boosted model is sharded. Move or convert it before it is boosted.")
     __deepcopy__ = refusing(ModuleError, "a boosted model is sharded: model.unwrap() is a copy with full parameters.")

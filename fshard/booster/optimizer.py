@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.booster.full_state import full_state, loaded_state
 from fshard.booster.loop import LoopModel
 from fshard.booster.model import refusing
-from fshard.booster.optimizer_state import full_state, loaded_state, stored_state
 from fshard.booster.plugins import Plugin
 from fshard.booster.stages import StagedModel
-from fshard.booster.stored import StoredForm
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
@@ -27,7 +26,7 @@ from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.norms import exact_norms, global_norm
 from fshard.optim.partition import Partitioned, partition_optimizer
 from fshard.optim.scaling import loss_scaled
-from fshard.optim.torch_instances import OptimizerSource, TorchSource
+from fshard.optim.torch_instances import InstanceSource, OptimizerSource, TorchSource
 from fshard.uncompiled import uncompiled
 
 
@@ -86,8 +85,13 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.optim, self._source, self._partitioned, self._model = optim, source, partitioned, model
         self._grads: PyTree | None = None
         self.state: PyTree = self._partitioned().init(model.params)
-        if isinstance(optim, torch.optim.Optimizer):  # options written to the groups count in the next step
-            self.param_groups, self.defaults = optim.param_groups, optim.defaults
+        if isinstance(optim, torch.optim.Optimizer):
+            self.defaults = optim.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The groups of the optimizer that was boosted: options written to them are used in the next step."""
+        return self.optim.param_groups
 
     @property
     def scale(self) -> float:
@@ -160,21 +164,32 @@ class BoostedOptimizer(torch.optim.Optimizer):
             grown = self._source.grown(self._model.params, self.state, self._partitioned().init)
             self._model.params, self.state = grown
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the full state: of an optimizer of torch in its form. All devices must call it."""
-        return full_state(self._source, StoredForm(self._model), self.state)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a full state, such as that of the optimizer on one device; all devices must give equal ones."""
-        form, init = StoredForm(self._model), self._partitioned().init(self._model.params)
-        self.state = loaded_state(self._source, form, init, state_dict)
-
     def sharded_state(self) -> dict[str, Any]:
         """Return state and groups by the names of parameters, as they are sharded: `fs.save` stores these."""
-        return stored_state(self._source, StoredForm(self._model), self.state)
+        self._refuse_own_class()
+        groups = {"groups": self.optim} if isinstance(self._source, TorchSource) else {}  # its state is empty
+        return {"state": self.state, **groups}
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Use arrays of `sharded_state`, into which others have been written."""
-        self.state = StoredForm(self._model).own(state["state"], self.state)
+        self.state = state["state"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the full state: of an optimizer of torch in its form. All devices must call it."""
+        self._refuse_own_class()
+        return full_state(self._source, self.state, self._model.first_names())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a full state, such as that of the optimizer on one device; all devices must give equal ones."""
+        self._refuse_own_class()
+        init = self._partitioned().init(self._model.params)
+        self.state = loaded_state(self._source, init, self._model.first_names(), state_dict)
+
+    def _refuse_own_class(self) -> None:
+        if isinstance(self._source, InstanceSource):
+            raise OptimizerError(
+                f"{type(self.optim).__name__}, an optimizer of your own class, has its state on this device alone, and it "
+                "cannot be saved. Save optimizer.optim.state yourself, or write a pair: fs.optim.Optimizer(init, update)."
+            )
 
     __reduce_ex__ = refusing(OptimizerError, "a boosted optimizer is sharded, so it cannot be copied or pickled.")

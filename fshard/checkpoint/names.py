@@ -2,7 +2,7 @@
 
     {"state": {"exp_avg": {"blocks.3.w": x}}}     state.exp_avg.blocks.3.w
     [{"0.weight": x}, {"2.weight": y}]            0.weight, 2.weight      parameters of modules, in stages
-    Joined parts of one fused weight              one name, each part with its offset
+    {"qkv.w": Parts(q, k, v)}                     qkv.w: the parts of a fused weight are one array, their count one number
 
 A path is stored with the kinds of its entries, so that a tree can be built from it: a string is a key of a dict or a
 field, a number is a position, and a list of one entry is any other key of a dict.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from fshard.errors import CheckpointError
@@ -77,6 +78,38 @@ def stored_parts(x: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
         start += part.shape[x.dim]
 
 
+def as_leaf(x: Any) -> Any:
+    """Return what is stored of a node of parts, which has a `joined_dim`: see `LayerPlans.split`; any other is returned.
+
+    Parts are one array if they can be concatenated, and one value if all of them are it, such as the count of their steps.
+    """
+    dim = getattr(type(x), "joined_dim", None)
+    if dim is None:
+        return x
+    first = x[0]
+    if all(part is first for part in x):
+        return first
+    if not all(isinstance(part, Tensor | Sharded) for part in x):
+        return x
+    if all(part.ndim == 0 for part in x):
+        if all(torch.equal(a, b) for part in x for a, b in zip(_shards(part), _shards(first), strict=True)):
+            return first
+        raise CheckpointError("the numbers of the parts of one weight must be equal; they have made other steps.")
+    others = {(part.dtype, *part.shape[:dim], None, *part.shape[dim + 1 :]) for part in x}
+    return JoinedArray(x, dim) if len(others) == 1 and first.ndim > dim else x
+
+
+def _shards(x: Any) -> Sequence[Tensor]:
+    return x.shards if isinstance(x, Sharded) else (x,)
+
+
+def _as_node(own: Any, x: Any) -> Any:
+    """Return a leaf of the form of a node that `as_leaf` has replaced."""
+    if not hasattr(type(own), "joined_dim"):
+        return x
+    return type(own)(*(x.parts if isinstance(x, JoinedArray) else [x] * len(own)))
+
+
 def is_array(x: Any) -> bool:
     """Return True for a leaf that is stored as an array."""
     return isinstance(x, Tensor | Sharded | JoinedArray)
@@ -111,7 +144,7 @@ def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
 
 
 def _is_leaf(x: Any) -> bool:
-    return is_array(x) or is_object(x)
+    return is_array(x) or is_object(x) or as_leaf(x) is not x
 
 
 def leaves_of(tree: PyTree) -> list[NamedLeaf]:
@@ -123,13 +156,17 @@ def leaves_of(tree: PyTree) -> list[NamedLeaf]:
 def flattened(tree: PyTree) -> tuple[list[NamedLeaf], Callable[[Sequence[Any]], PyTree]]:
     """Return the leaves of a tree, without empty containers, and a function that puts others in their place."""
     leaves = [leaf for leaf in leaves_of(tree) if not (isinstance(leaf.value, dict | list) and not leaf.value)]
-    structure = optree.tree_structure(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    return leaves, lambda values: optree.tree_unflatten(structure, values)
+    one: Any = optree
+    own, structure = one.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    return leaves, lambda values: one.tree_unflatten(structure, map(_as_node, own, values))
 
 
 def _walk(node: Any, path: Path) -> Iterator[NamedLeaf]:
     if is_array(node) or isinstance(node, PLAIN) or is_object(node):
         yield NamedLeaf(path, node)
+        return
+    if (leaf := as_leaf(node)) is not node:
+        yield NamedLeaf(path, leaf)
         return
     if isinstance(node, list | tuple) and _are_stages(node):
         for stage in filter(None, node):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, P
@@ -38,22 +41,21 @@ class RandomState:
     takes_any_shape = True  # load_state_dict gets the rows of all devices
 
     def __init__(self, *generators: torch.Generator | np.random.Generator | random.Random) -> None:
-        self._given = generators
-        if wrong := [type(one).__name__ for one in generators if not isinstance(one, _KINDS)]:
-            raise TypeError(f"RandomState: generators must be of torch, numpy or Python; got {', '.join(wrong)}.")
+        self._given = [_generator(one) for one in generators]
 
-    def _generators(self) -> dict[str, Any]:
-        """Return the generators by kind and place."""
-        hidden: Any = np.random.mtrand, random
-        near = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_available() else []
-        own = [torch.default_generator, hidden[0]._rand, hidden[1]._inst, *self._given, *near]
-        return {f"{place}.{_kind(one)}": one for place, one in enumerate(own)}
+    def _generators(self) -> dict[str, _Generator]:
+        """Return all generators by place and kind; the current GPU may be another than before."""
+        gpu, hidden = torch.cuda, (np.random.mtrand, random)
+        near = [gpu.current_device()] if gpu.is_available() else []  # initialises the generators of GPUs
+        own = [torch.default_generator, hidden[0]._rand, hidden[1]._inst]  # pyright: ignore
+        found = [*map(_generator, own), *self._given, *[_generator(gpu.default_generators[one]) for one in near]]
+        return {f"{place}.{one.kind}": one for place, one in enumerate(found)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of bytes of each state, and the rows."""
-        states = {name: _bytes_of(one) for name, one in self._generators().items()}
-        rows: Any = torch.frombuffer(bytearray(b"".join(states.values())), dtype=torch.uint8)[None]
-        if (mesh := _devices()[0]) is not None:
+        states, mesh = {name: _as_bytes(one.get()) for name, one in self._generators().items()}, _devices()[0]
+        rows: Any = torch.cat([*states.values()])[None]
+        if mesh is not None:
             rows = Sharded((mesh.size, rows.numel()), Layout(mesh, P("device")), (rows,))
         return {"sizes": [[name, len(state)] for name, state in states.items()], "rows": rows}
 
@@ -62,20 +64,47 @@ class RandomState:
         own, rows, device = self._generators(), state["rows"], _devices()[1]
         if isinstance(rows, Sharded):  # as it was returned
             rows, device = rows.shards[0], 0
-        saved, wanted = ([name for name in names if not name.endswith("cuda")] for names in (dict(state["sizes"]), own))
+        sizes = dict(state["sizes"])
+        saved, wanted = ([name for name in names if not name.endswith("cuda")] for names in (sizes, own))
         if saved != wanted:
             raise CheckpointError(f"RandomState must have the generators {', '.join(saved)}; got {', '.join(wanted)}.")
-        columns = rows.split([size for _, size in state["sizes"]], 1)
-        for (name, _), column in zip(state["sizes"], columns, strict=True):
-            is_common = len(column) > 1 and bool((column == column[0]).all())
-            data = column[device % len(column)].numpy().tobytes()
-            if name in own and (device < len(column) or is_common):
-                _set(own[name], data)
+        for name, column in zip(sizes, rows.split([*sizes.values()], 1), strict=True):
+            row, is_common = column[device % len(column)].clone(), bool((column == column[0]).all())
+            if name in own and (device < len(column) or (is_common and len(column) > 1)):
+                own[name].set(row if name.endswith(("cpu", "cuda")) else json.loads(row.numpy().tobytes()))
             elif name in own:
-                _seed(own[name], folded(data.hex(), device, name) >> 1)
+                own[name].seed(folded(row.numpy().tobytes().hex(), device, name) >> 1)
 
 
-_KINDS = (torch.Generator, np.random.Generator, random.Random)
+class _Generator(NamedTuple):
+    """How to get and set the state of a generator, bytes or a value of JSON, and how to seed it."""
+
+    kind: str
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    seed: Callable[[int], Any]
+
+
+def _generator(one: Any) -> _Generator:
+    if isinstance(one, torch.Generator):
+        return _Generator(one.device.type, one.get_state, one.set_state, one.manual_seed)
+    if isinstance(one, random.Random):
+        return _Generator("Random", one.getstate, lambda x: one.setstate((x[0], tuple(x[1]), x[2])), one.seed)
+    if isinstance(one, np.random.RandomState):
+        get = partial(one.get_state, legacy=False)
+        return _Generator("RandomState", get, one.set_state, lambda seed: one.seed(seed % (1 << 32)))
+    if isinstance(one, np.random.Generator):
+        bits: Any = one.bit_generator
+        put = partial(setattr, bits, "state")
+        return _Generator(type(bits).__name__, lambda: bits.state, put, lambda seed: put(type(bits)(seed).state))
+    raise TypeError(f"RandomState: generators must be of torch, numpy or Python; got {type(one).__name__}.")
+
+
+def _as_bytes(state: Any) -> Tensor:
+    if isinstance(state, Tensor):
+        return state
+    text = json.dumps(state, default=lambda x: x.tolist(), separators=(",", ":"))
+    return torch.frombuffer(bytearray(text.encode().ljust(_ROOM)), dtype=torch.uint8)
 
 
 def _devices() -> tuple[Mesh | None, int]:
@@ -86,44 +115,3 @@ def _devices() -> tuple[Mesh | None, int]:
     if dist.is_initialized():
         return Mesh((("device", process_count()),), "process", "cpu"), process_index()
     return None, 0
-
-
-def _kind(one: Any) -> str:
-    return one.device.type if isinstance(one, torch.Generator) else type(getattr(one, "bit_generator", one)).__name__
-
-
-def _bytes_of(one: Any) -> bytes:
-    if isinstance(one, torch.Generator):
-        return one.get_state().numpy().tobytes()
-    state = one.getstate() if isinstance(one, random.Random) else _numpy(one)[0]()
-    return json.dumps(state, default=lambda x: x.tolist(), separators=(",", ":")).encode().ljust(_ROOM)
-
-
-def _numpy(one: Any) -> Any:
-    """Return functions that get and set a state of numpy."""
-    if isinstance(one, np.random.Generator):
-        return lambda: one.bit_generator.state, lambda state: setattr(one.bit_generator, "state", state)
-    return lambda: one.get_state(legacy=False), one.set_state
-
-
-def _set(one: Any, data: bytes) -> None:
-    if isinstance(one, torch.Generator):
-        one.set_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    elif isinstance(one, random.Random):
-        version, words, gauss = json.loads(data)
-        one.setstate((version, tuple(words), gauss))
-    else:
-        _numpy(one)[1](json.loads(data, object_hook=_with_arrays))
-
-
-def _with_arrays(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: np.array(x, np.uint64) if isinstance(x, list) else x for name, x in state.items()}
-
-
-def _seed(one: Any, seed: int) -> None:
-    if isinstance(one, torch.Generator):
-        one.manual_seed(seed)
-    elif isinstance(one, np.random.Generator):
-        one.bit_generator.state = type(one.bit_generator)(seed).state
-    else:
-        one.seed(seed % (1 << 32))

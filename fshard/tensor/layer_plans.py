@@ -7,9 +7,11 @@ words    a table of words, and the layer that scores them: rows by words
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import pairwise
 from math import gcd, prod
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -105,14 +107,15 @@ class LayerPlans:
         return ((), 0) if layer is None else (layer.parts, 0 if name in self.biases else layer.out)
 
     def split(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return parameters by name, of fused weights a tuple of their parts, which are leaves."""
+        """Return parameters by name, of fused weights a tuple of their parts, which are leaves: `parts_class`."""
 
         def parts(name: str, x: Tensor) -> Any:
             lengths, dim = self.parts_of(name)
             if len(lengths) < 2:
                 return x
             split = (part.clone() for part in x.detach().split(lengths, dim))
-            return tuple(y.requires_grad_() if x.requires_grad else nn.Parameter(y, requires_grad=False) for y in split)
+            made = [y.requires_grad_() if x.requires_grad else nn.Parameter(y, requires_grad=False) for y in split]
+            return parts_class(dim, len(made))(*made)
 
         return {name: parts(name, x) for name, x in params.items()}
 
@@ -147,6 +150,23 @@ class LayerPlans:
             return None
         mesh = scope.mesh[self.axes]
         return replace(mesh, zigzag=self.sequence) if self.how == "zigzag" else mesh
+
+
+@cache
+def parts_class(dim: int, count: int) -> Any:
+    """Return the class of the parts of a fused weight: a node of all trees, which checkpoints join along its `joined_dim`.
+
+    >>> parts_class(1, 3)(1, 2, 3)
+    Parts(part0=1, part1=2, part2=3)
+    """
+    made: Any = namedtuple("Parts", [f"part{i}" for i in range(count)])  # pyright: ignore[reportUntypedNamedTuple]
+    made.joined_dim = dim
+    made.__reduce__ = lambda parts: (_parts_of, (dim, *parts))
+    return made
+
+
+def _parts_of(dim: int, *parts: Any) -> Any:
+    return parts_class(dim, len(parts))(*parts)
 
 
 def decide(

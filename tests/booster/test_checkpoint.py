@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import fshard as fs
+from fshard.booster.full_state import full_leaves
 from fshard.errors import CheckpointError
 from fshard.optim.torch_classes import CLASSES
 
@@ -443,6 +444,27 @@ def test_names_of_colossal_ai(tmp_path):
     assert set(names) == set(wanted[0])
 
 
+@pytest.mark.parametrize("name", ["fsdp", "both"])
+def test_low_rank_differences_are_saved_for_peft(name, tmp_path):
+    """As from the model in one, under any plugin."""
+    plugin, axes = PLUGINS[name]
+
+    def adapted():
+        booster = fs.Booster(plugin())
+        return booster, booster.enable_lora(network(counts=False), fs.nn.LoraConfig(r=2, target_modules=["qkv", "out"]))
+
+    def main():
+        booster, module = adapted()
+        model, *_ = booster.boost(module, torch.optim.SGD([x for x in module.parameters() if x.requires_grad]))
+        booster.save_lora_as_pretrained(model, tmp_path / "boosted")
+
+    fs.run(main, mesh=fs.make_mesh(axes))
+    module = adapted()[1]
+    fs.export(tmp_path / "plain", dict(module.named_parameters()), to="peft", model=module)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "boosted" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+
+
 def test_what_cannot_be_saved_or_loaded_raises(tmp_path):
     class Own(torch.optim.SGD):
         pass
@@ -482,6 +504,28 @@ def test_functional_state_is_a_tree(tmp_path):
     for step in (3, 4):
         other, _ = booster.step(other, DATA[8 * step : 8 * step + 8])
     torch.testing.assert_close(fs.unshard(tuple(other)), fs.unshard(tuple(state)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("one", "other"), [("both", "ddp"), ("ddp", "both"), ("both", "tensor"), ("tensor", "stages")])
+def test_functional_state_loads_under_another_plan(one, other, tmp_path):
+    """Without stages and parts of fused weights in names; a tied weight has a second one in stages."""
+
+    def trained(name, steps):
+        plugin, axes = PLUGINS[name]
+        booster, module = fs.Booster(plugin(mesh=fs.make_mesh(axes))), PLAIN()
+        state = booster.init(module, adamw(module), nn.MSELoss())
+        for step in range(steps):
+            state, _ = booster.step(state, DATA[8 * step : 8 * step + 8])
+        return state
+
+    def by_name(state):
+        return {leaf.name: leaf.value for leaf in full_leaves(tuple(state)) if "4.weight" not in leaf.name}
+
+    saved = trained(one, 2)
+    fs.save(tmp_path, saved)
+    found = by_name(fs.restore(tmp_path, trained(other, 0)))
+    torch.testing.assert_close(found, by_name(saved), rtol=0, atol=0)
+    assert found["0.1.qkv.weight"].shape == (24, 8) and found["1.0.step.1.qkv.weight"] == 2
 
 
 def of_processes(path, before, after):
