@@ -233,7 +233,9 @@ def _below(source: Any, objects: Sequence[NamedLeaf]) -> dict[str, list[NamedLea
     return below
 
 
-def _compare(source: Any, wanted: Sequence[NamedLeaf], below: Mapping[str, Sequence[NamedLeaf]], cast: bool) -> Differences:
+def _compare(
+    source: Any, wanted: Sequence[NamedLeaf], below: Mapping[str, Sequence[NamedLeaf]], cast: bool
+) -> Differences:
     """Return the differences between what is stored and what is wanted."""
     names = {leaf.name: leaf.value for leaf in wanted if not is_object(leaf.value)}
     stored = {*source.arrays, *source.values}

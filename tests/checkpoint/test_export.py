@@ -92,7 +92,7 @@ def test_values_and_ties_are_kept_by_formats_that_have_them(tmp_path):
     assert [found["steps"], found["lr"]] == [3, [0.1, None, {"k": "text"}]]
     fs.export(tmp_path / "x.safetensors", tree["params"], to="safetensors")
     assert load_file(tmp_path / "x.safetensors").keys() == {"b", "part"}  # the first of the tied names
-    with pytest.raises(CheckpointError, match="steps is a int; lr.0 is a float"):
+    with pytest.raises(CheckpointError, match="lr.0 is a float; .*steps is a int"):
         fs.export(tmp_path / "y.safetensors", tree, to="safetensors")
 
 

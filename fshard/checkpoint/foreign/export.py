@@ -1,45 +1,42 @@
-"""Write parameters as files of other libraries: `fs.export`. One array at a time is unsharded, and one process writes it.
+"""Write parameters as files of other libraries: `fs.export`. A tree is saved beside the target, and then converted.
 
-content    names, shapes and dtypes, and how to load each array
-stream     the arrays in order; all processes unshard them, the writer of a format draws them
-commit     written aside, fsynced, renamed; the other processes wait for it
+export     all processes save the tree; the first converts it, the others wait
+convert    from any source: one array at a time, written aside, fsynced and renamed
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
+import secrets
 import shutil
-from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from fshard.checkpoint.files import attempt, bytes_of, disk
-from fshard.checkpoint.foreign.content import Content, ExportArray, adapters, content_of, merged
-from fshard.checkpoint.foreign.dcp import METADATA
-from fshard.checkpoint.foreign.formats import DTYPE_OF, PEFT, PEFT_CONFIG, SAFETENSORS, torch_file
-from fshard.checkpoint.names import build, name_of
-from fshard.checkpoint.save import next_token
+from fshard.checkpoint.files import attempt, bytes_of, disk, make_folder
+from fshard.checkpoint.foreign.content import ExportArray, adapters, arrays_of, grouped, loaded, merged, untied
+from fshard.checkpoint.foreign.formats import PEFT, PEFT_CONFIG, SAFETENSORS
+from fshard.checkpoint.foreign.mapped import DTYPE_OF, map_file, view
+from fshard.checkpoint.names import build, name_of, opened
+from fshard.checkpoint.save import next_token, snapshot, write
+from fshard.checkpoint.source import OwnFolder, Source
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import pmax
 from fshard.mesh.layout import PyTree
-from fshard.mesh.runtimes.launchers import process_index
+from fshard.mesh.runtimes.launchers import process_count, process_index
 from fshard.mesh.spmd.scope import here
 from fshard.transforms.options import integer, one_of
 
 Format = Literal["hf", "dcp", "torch", "safetensors", "peft"]
-Write = Callable[[Path, Content, Iterator[Tensor]], None]
 _DTYPES = {dtype: name for name, dtype in DTYPE_OF.items()}
-_failures: dict[str, str] = {}
 
 
 @torch.no_grad()
@@ -63,7 +60,7 @@ def export(
         model: of `fs.nn.lora`, with these parameters: its differences are merged into the weights; "peft" needs it.
         config: for "hf", of the model: transformers' object or a dict, written to config.json; by default `model.config`.
         shard_size: bytes per file, for "hf".
-        timeout: seconds to wait for the process that writes.
+        timeout: seconds to wait for other processes.
 
     >>> import tempfile, torch, fshard as fs
     >>> from fshard import P
@@ -79,155 +76,135 @@ def export(
     wrong += ["to='peft' needs model=, the module of fs.nn.lora"] if model is None and to == "peft" else []
     if wrong:
         raise ValueError(f"export: {'; '.join(wrong)}.")
-    content, adapter = content_of(params), {}
-    if model is not None:
-        if to == "peft":
-            content, adapter = adapters(content, model)
-        else:
-            content = merged(content, model)
-        own = getattr(model, "config", None)
-        config = own if config is None and hasattr(own, "save_pretrained") else config
-    write_content(path, content, to, config=config, shard_size=shard_size, adapter=adapter, timeout=timeout)
-
-
-def write_content(
-    path: str | os.PathLike[str],
-    content: Content,
-    to: Format,
-    *,
-    config: Any = None,
-    shard_size: int = 5 * 10**9,
-    adapter: Any = None,
-    timeout: float = 600,
-) -> None:
-    """Write content in a format, on one process; the others help to load it and wait."""
-    if to in ("hf", "safetensors", "peft"):
-        _refuse_others(content, to)
-        content = content._replace(entries=sorted(content.entries, key=lambda one: -one.dtype.itemsize))  # aligned
-    writers: dict[str, Write] = {
-        "hf": lambda at, given, xs: _write_hf(at, given.entries, xs, config, shard_size),
-        "dcp": _write_dcp,
-        "torch": _write_torch,
-        "safetensors": lambda at, given, xs: _write_safetensors(at, given.entries, xs),
-        "peft": lambda at, given, xs: _write_peft(at, given.entries, xs, adapter),
-    }
-    target, token = Path(path).absolute(), next_token()
-    aside = target.with_name(f".{target.name}.{token}")
-    stream, failed = (_on_host(one.load()) for one in content.entries), None
-    scope = here()
-    is_writer = (process_index() if scope is None else scope.device) == 0
-    if is_writer:
-        try:
-            attempt(
-                lambda: _write(target, aside, to, lambda: writers[to](aside, content, stream)),
-                f"{target} is not written",
-            )
-        except Exception as error:
-            failed = error
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.unlink(missing_ok=True)
-    deque(stream, maxlen=0)  # all processes unshard all arrays
-    _wait(token, is_writer, failed, timeout)
-
-
-def _write(target: Path, aside: Path, to: Format, write: Callable[[], None]) -> None:
-    is_file = to in ("torch", "safetensors")
-    if target.is_dir() if is_file else target.exists() and (target.is_file() or any(target.iterdir())):
-        raise CheckpointError(
-            f"{target} must be {'a file' if is_file else 'a new or empty folder'}; it is there already."
-        )
-    disk.make_folder(target.parent if is_file else aside)
-    write()
-    if not is_file:
-        disk.fsync_folder(aside)
-    disk.rename(aside, target)
-    disk.fsync_folder(target.parent)
-
-
-def _wait(token: str, is_writer: bool, failed: Exception | None, timeout: float) -> None:
-    """Wait until the writer is done, and raise everywhere if it failed."""
-    scope, text = here(), "" if failed is None else str(failed)
-    if scope is not None and scope.mesh.runtime == "virtual":
-        _failures.update({token: text} if text else {})  # devices are threads
-        pmax(torch.zeros(1), tuple(scope.axes))
-        text = _failures.get(token, "")
-    elif dist.is_initialized():
-        store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        key = f"fshard/export/{token}"
+    if config is None and hasattr(own := getattr(model, "config", None), "save_pretrained"):
+        config = own
+    target, token, tree, scope = Path(path).absolute(), next_token(), opened(params)[0], here()
+    order = [str(key) for key in tree] if isinstance(tree, dict) else []
+    taken, folder = snapshot(tree), target.with_name(f".{target.name}.{token}")
+    _content(OwnFolder(folder, taken.index), target, to, model, order)  # raises on all processes alike
+    is_writer, failed = (process_index() if scope is None else scope.device) == 0, None
+    try:
+        write(folder, taken, token, timeout)
         if is_writer:
-            store.set(key, text)
-        store.wait([key], timedelta(seconds=timeout))
-        text = store.get(key).decode()
-    if failed is not None:
-        raise failed
+            convert(OwnFolder(folder), target, to, model, order, config, shard_size)
+    except Exception as error:
+        failed = error
+    try:
+        text = _wait(token, "" if failed is None else str(failed) or repr(failed), timeout)
+    finally:
+        if is_writer:
+            shutil.rmtree(folder, ignore_errors=True)
+        if failed is not None:
+            raise failed
     if text:
         raise CheckpointError(text)
 
 
-def _on_host(x: Tensor) -> Tensor:
-    """Return a tensor in memory of its own on the host."""
-    x = x.detach().cpu().contiguous()
-    return x if x.untyped_storage().nbytes() == x.numel() * x.itemsize else x.clone()
+def _wait(token: str, failed: str, timeout: float) -> str:
+    """Wait until all processes are done; return how the first has failed."""
+    scope = here()
+    if scope is not None and scope.mesh.runtime == "virtual":
+        has_failed = pmax(torch.tensor(float(bool(failed))), tuple(scope.axes))
+        return "export failed on another device" if has_failed else ""
+    if not dist.is_initialized():
+        return failed
+    store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    keys = [f"fshard/export/{token}/{number}" for number in range(process_count())]
+    store.set(keys[process_index()], failed)
+    store.wait(keys, timedelta(seconds=timeout))
+    return store.get(keys[0]).decode()
 
 
-def _refuse_others(content: Content, to: Format) -> None:
-    """Raise, naming all leaves that safetensors cannot have."""
-    wrong = [f"{name_of(path)} is a {type(value).__name__}" for path, value in content.values]
-    wrong += [f"{one.name} has dtype {one.dtype}" for one in content.entries if one.dtype not in _DTYPES]
+def convert(
+    source: Source, target: Path, to: Format, model: nn.Module | None = None, order: Sequence[str] = (),
+    config: Any = None, shard_size: int = 5 * 10**9,
+) -> None:  # fmt: skip
+    """Write what a source has in a format, one array at a time: see `export`."""
+    arrays, adapter = _content(source, target, to, model, order)
+    folder = target.absolute().with_name(f".{target.name}.{secrets.token_hex(5)}")
+    made = folder / "made"
+    writers: dict[Format, Callable[[], None]] = {
+        "hf": lambda: _write_hf(made, source, arrays, config, shard_size),
+        "dcp": lambda: _write_dcp(made, _mapped_tree(folder / "arrays", source, arrays)),
+        "torch": lambda: _write_torch(made, _mapped_tree(folder / "arrays", source, arrays)),
+        "safetensors": lambda: _write_safetensors(made, source, arrays),
+        "peft": lambda: _write_peft(made, source, arrays, adapter),
+    }
+
+    def act() -> None:
+        make_folder(folder)
+        writers[to]()
+        for one in (*made.rglob("*"), made):
+            disk.fsync_folder(one)
+        disk.rename(made, target)
+        disk.fsync_folder(target.absolute().parent)
+
+    try:
+        attempt(act, f"{target} is not written")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _content(
+    source: Source, target: Path, to: Format, model: nn.Module | None, order: Sequence[str]
+) -> tuple[list[ExportArray], dict[str, Any] | None]:
+    """Return what to write, and peft's configuration; raise if the target is taken, or the format cannot have it."""
+    is_file = to in ("torch", "safetensors")
+    if target.is_dir() if is_file else target.exists() and (target.is_file() or any(target.iterdir())):
+        kind = "a file" if is_file else "a new or empty folder"
+        raise CheckpointError(f"{target} must be {kind}; it is there already.")
+    source.check()
+    arrays, adapter = arrays_of(source, order), None
+    if model is not None and to == "peft":
+        arrays, adapter = adapters(arrays, model)
+    elif model is not None:
+        arrays = merged(arrays, model)
+    if to in ("torch", "dcp"):
+        return arrays, None
+    values = source.values.values() if adapter is None else ()
+    wrong = [f"{name_of(path)} is a {type(value).__name__}" for path, value in values]
+    wrong += [f"{one.name} has dtype {one.dtype}" for one in arrays if one.dtype not in _DTYPES]
     if wrong:
-        raise CheckpointError(
-            f"export to {to!r}: arrays of the dtypes of safetensors are needed; {'; '.join(wrong[:20])}."
-        )
-
-
-@contextmanager
-def _created(path: Path) -> Generator[IO[bytes]]:
-    """Open a new file, and fsync it at the end."""
-    with os.fdopen(disk.open_new(path), "wb") as file:
-        yield file
-        file.flush()
-        disk.fsync(file.fileno())
-
-
-def _write_json(path: Path, x: Any) -> None:
-    with _created(path) as file:
-        file.write(json.dumps(x, indent=2).encode() + b"\n")
+        text = "; ".join(wrong[:20])
+        raise CheckpointError(f"export to {to!r}: arrays of the dtypes of safetensors are needed; {text}.")
+    return sorted(untied(arrays), key=lambda one: -one.dtype.itemsize), adapter  # aligned
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def _write_safetensors(path: Path, entries: Sequence[ExportArray], stream: Iterator[Tensor]) -> None:
+def _write_json(path: Path, x: Any) -> None:
+    path.write_text(f"{json.dumps(x, indent=2)}\n")
+
+
+def _write_arrays(path: Path, source: Source, arrays: Sequence[ExportArray], header: bytes = b"") -> list[int]:
+    """Write the bytes of arrays; return where each begins, and the end."""
+    with path.open("xb") as file:
+        file.writelines(chain([header], map(bytes_of, loaded(source, arrays))))
+    return [*accumulate((one.size for one in arrays), initial=len(header))]
+
+
+def _write_safetensors(path: Path, source: Source, arrays: Sequence[ExportArray]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for one in entries:
+    for one in arrays:
         place = [start, start := start + one.size]
         header[one.name] = {"dtype": _DTYPES[one.dtype], "shape": [*one.shape], "data_offsets": place}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _created(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _ in entries:
-            file.write(bytes_of(next(stream)))
+    _write_arrays(path, source, arrays, len(text).to_bytes(8, "little") + text)
 
 
-def _write_hf(
-    folder: Path, entries: Sequence[ExportArray], stream: Iterator[Tensor], config: Any, shard_size: int
-) -> None:
-    files, size = list[list[ExportArray]](), 0
-    for one in entries:
-        if not files or size + one.size > shard_size:
-            files.append([])
-            size = 0
-        files[-1].append(one)
-        size += one.size
+def _write_hf(folder: Path, source: Source, arrays: Sequence[ExportArray], config: Any, shard_size: int) -> None:
+    folder.mkdir()
+    files = grouped(arrays, shard_size) or [[]]
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
     names = names if len(files) > 1 else [SAFETENSORS]
-    for name, group in zip(names, files or [[]], strict=True):
-        _write_safetensors(folder / name, group, stream)
+    for name, group in zip(names, files, strict=True):
+        _write_safetensors(folder / name, source, group)
     if len(files) > 1:
         where = {one.name: name for name, group in zip(names, files, strict=True) for one in group}
-        total = {"total_size": sum(one.size for one in entries)}
+        total = {"total_size": sum(one.size for one in arrays)}
         _write_json(folder / f"{SAFETENSORS}.index.json", {"metadata": total, "weight_map": where})
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(folder)
@@ -235,57 +212,34 @@ def _write_hf(
         _write_json(folder / "config.json", config)
 
 
-def _write_peft(folder: Path, entries: Sequence[ExportArray], stream: Iterator[Tensor], config: Any) -> None:
-    _write_safetensors(folder / PEFT, entries, stream)
+def _write_peft(folder: Path, source: Source, arrays: Sequence[ExportArray], config: Any) -> None:
+    folder.mkdir()
+    _write_safetensors(folder / PEFT, source, arrays)
     _write_json(folder / PEFT_CONFIG, config)
 
 
-def _write_torch(path: Path, content: Content, stream: Iterator[Tensor]) -> None:
-    """Write a file of torch.save with room for the arrays, and then each into its place."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        arrays = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in content.entries}
-    items = [(one.path, arrays[one.name]) for one in content.entries]
-    items += [(tied, arrays[name]) for tied, name in content.ties]
-    with _created(path) as file, torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(build([*items, *content.values]), file)
-    places = {name_of(one.stored.path): one.chunks[0].start for one in torch_file(path)[0]}
-    with path.open("r+b") as file:
-        for one in content.entries:
-            file.seek(places[one.name])
-            file.write(bytes_of(next(stream)))
-        file.flush()
-        disk.fsync(file.fileno())
+def _mapped_tree(path: Path, source: Source, arrays: Sequence[ExportArray]) -> Any:
+    """Return a tree of tensors in a new file, which need no other memory, and values."""
+    own = untied(arrays)
+    starts, room = _write_arrays(path, source, own), map_file(path)
+    made = {
+        (one.parts, one.join): view(room, start, one.dtype, one.shape)
+        for one, start in zip(own, starts[:-1], strict=True)
+    }
+    return build([*((one.path, made[one.parts, one.join]) for one in arrays), *source.values.values()])
 
 
-def _write_dcp(folder: Path, content: Content, stream: Iterator[Tensor]) -> None:
-    """Write what `dcp.save` of one process writes; tied arrays share their bytes."""
-    from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
+def _write_torch(path: Path, tree: Any) -> None:
+    with path.open("xb") as file:
+        torch.save(tree, file)
 
-    tied = defaultdict[str, list[Any]](list)
-    for path, of in content.ties:
-        tied[of].append(path)
-    found, paths, places = dict[str, Any](), dict[str, Any](), dict[Any, Any]()
 
-    def add(path: Any, what: Any, start: int, size: int, key: Any) -> None:
-        plain = tuple([str(entry[0]) if isinstance(entry, list) else entry for entry in path])
-        found[name_of(path)], paths[name_of(path)] = what, plain
-        places[dcp.MetadataIndex(name_of(path), *key)] = _StorageInfo("__0_0.distcp", start, size)
+def _write_dcp(folder: Path, tree: Any) -> None:
+    from torch.distributed import checkpoint as dcp
 
-    with _created(folder / "__0_0.distcp") as file:
-        for one in content.entries:
-            start, zeros = file.tell(), torch.Size([0] * len(one.shape))
-            torch.save(next(stream), file)
-            chunk = dcp.ChunkStorageMetadata(zeros, torch.Size(one.shape))
-            for path in (one.path, *tied[one.name]):
-                what = dcp.TensorStorageMetadata(dcp.TensorProperties(one.dtype), torch.Size(one.shape), [chunk])
-                add(path, what, start, file.tell() - start, (zeros, 0))
-        for path, value in content.values:
-            start, data = file.tell(), io.BytesIO()
-            torch.save(value, data)
-            file.write(data.getvalue())
-            add(path, dcp.BytesStorageMetadata(), start, file.tell() - start, ())
-    with _created(folder / METADATA) as file:
-        pickle.dump(dcp.Metadata(found, paths, places, dcp.StorageMeta(), version="1.0.0"), file)
+    tree = tree if isinstance(tree, dict) else dict(enumerate(tree if isinstance(tree, list) else [tree]))
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that it is one process
+            dcp.save(tree, checkpoint_id=folder, no_dist=True)
+    except dcp.CheckpointException as error:
+        raise CheckpointError(f"{folder} is not written: {str(error).splitlines()[-1]}") from error
