@@ -11,31 +11,35 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate, chain
+from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from fshard.checkpoint.copying import Span
 from fshard.checkpoint.files import attempt, bytes_of, disk, make_folder
-from fshard.checkpoint.foreign.content import ExportArray, adapters, arrays_of, grouped, loaded, merged, untied
-from fshard.checkpoint.foreign.formats import PEFT, PEFT_CONFIG, SAFETENSORS
-from fshard.checkpoint.foreign.mapped import DTYPE_OF, map_file, view
+from fshard.checkpoint.foreign.formats import DTYPE_OF, PEFT, PEFT_CONFIG, SAFETENSORS, block_of, views
+from fshard.checkpoint.names import Path as TreePath
 from fshard.checkpoint.names import build, name_of, opened
 from fshard.checkpoint.save import next_token, snapshot, write
-from fshard.checkpoint.source import OwnFolder, Source
+from fshard.checkpoint.source import OwnFolder, Source, Target
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import pmax
 from fshard.mesh.layout import PyTree
 from fshard.mesh.runtimes.launchers import process_count, process_index
 from fshard.mesh.spmd.scope import here
+from fshard.transforms.module.lora import LowRank
 from fshard.transforms.options import integer, one_of
 
 Format = Literal["hf", "dcp", "torch", "safetensors", "peft"]
+_TOGETHER = 4 << 20
+"""Bytes of small arrays that are loaded at a time."""
 _DTYPES = {dtype: name for name, dtype in DTYPE_OF.items()}
 
 
@@ -124,11 +128,11 @@ def convert(
     folder = target.absolute().with_name(f".{target.name}.{secrets.token_hex(5)}")
     made = folder / "made"
     writers: dict[Format, Callable[[], None]] = {
-        "hf": lambda: _write_hf(made, source, arrays, config, shard_size),
+        "hf": lambda: _write_folder(made, source, _hf_files(arrays, shard_size), "config.json", config),
         "dcp": lambda: _write_dcp(made, _mapped_tree(folder / "arrays", source, arrays)),
         "torch": lambda: _write_torch(made, _mapped_tree(folder / "arrays", source, arrays)),
         "safetensors": lambda: _write_safetensors(made, source, arrays),
-        "peft": lambda: _write_peft(made, source, arrays, adapter),
+        "peft": lambda: _write_folder(made, source, {PEFT: arrays}, PEFT_CONFIG, adapter),
     }
 
     def act() -> None:
@@ -170,11 +174,67 @@ def _content(
     return sorted(untied(arrays), key=lambda one: -one.dtype.itemsize), adapter  # aligned
 
 
+class ExportArray(NamedTuple):
+    """An array to write: that of a source with a name, or what `join` makes of several. Tied ones differ in their path."""
+
+    path: TreePath
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[str, ...]
+    join: Callable[..., Tensor] | None = None
+
+    @property
+    def name(self) -> str:
+        return name_of(self.path)
+
+    @property
+    def key(self) -> Any:
+        return self.parts, self.join
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def arrays_of(source: Source, order: Sequence[str]) -> list[ExportArray]:
+    """Return the arrays of a source, by `order` of the first entries of their paths."""
+    numbers = {entry: number for number, entry in enumerate(order)}
+    ties = {name: of for name, of in source.ties.items() if of in source.arrays}
+    arrays = [ExportArray(*one, (ties.get(name, name),)) for name, one in source.arrays.items()]
+    return sorted(arrays, key=lambda one: numbers.get(name_of(one.path[:1]), 0))
+
+
+def untied(arrays: Iterable[ExportArray]) -> list[ExportArray]:
+    """Return the first of tied arrays."""
+    first: dict[Any, ExportArray] = {}
+    return [one for one in arrays if first.setdefault(one.key, one) is one]
+
+
+def grouped(arrays: Sequence[ExportArray], size: int) -> list[list[ExportArray]]:
+    """Return arrays in groups of at most some bytes, or of one."""
+    groups, room = list[list[ExportArray]](), 0
+    for one in arrays:
+        if not groups or one.size > room:
+            groups.append([])
+            room = size
+        groups[-1].append(one)
+        room -= one.size
+    return groups
+
+
+def loaded(source: Source, arrays: Sequence[ExportArray]) -> Iterator[Tensor]:
+    """Yield arrays in order, in memory."""
+    for group in grouped(arrays, _TOGETHER):
+        stored = {name: source.arrays[name] for one in group for name in one.parts}
+        made = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()}
+        source.read([Target(name, Span(block_of(x.shape), 0, x.numel()), x.view(-1)) for name, x in made.items()])
+        for one in group:
+            x = one.join(*[made[name] for name in one.parts]) if one.join else made[one.parts[0]]
+            yield x.contiguous()
+        made = x = None  # freed before the next ones
+
+
 # -- formats ----------------------------------------------------------------------------------------------------------
-
-
-def _write_json(path: Path, x: Any) -> None:
-    path.write_text(f"{json.dumps(x, indent=2)}\n")
 
 
 def _write_arrays(path: Path, source: Source, arrays: Sequence[ExportArray], header: bytes = b"") -> list[int]:
@@ -195,38 +255,38 @@ def _write_safetensors(path: Path, source: Source, arrays: Sequence[ExportArray]
     _write_arrays(path, source, arrays, len(text).to_bytes(8, "little") + text)
 
 
-def _write_hf(folder: Path, source: Source, arrays: Sequence[ExportArray], config: Any, shard_size: int) -> None:
+def _write_folder(
+    folder: Path, source: Source, files: Mapping[str, Sequence[ExportArray]], name: str, config: Any
+) -> None:
+    """Write safetensors files, with an index if they are several, and a configuration."""
     folder.mkdir()
-    files = grouped(arrays, shard_size) or [[]]
-    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-    names = names if len(files) > 1 else [SAFETENSORS]
-    for name, group in zip(names, files, strict=True):
-        _write_safetensors(folder / name, source, group)
+    where = {one.name: file for file, group in files.items() for one in group}
+    for file, group in files.items():
+        _write_safetensors(folder / file, source, group)
     if len(files) > 1:
-        where = {one.name: name for name, group in zip(names, files, strict=True) for one in group}
-        total = {"total_size": sum(one.size for one in arrays)}
-        _write_json(folder / f"{SAFETENSORS}.index.json", {"metadata": total, "weight_map": where})
+        total = {"total_size": sum(one.size for group in files.values() for one in group)}
+        index = json.dumps({"metadata": total, "weight_map": where}, indent=2)
+        (folder / f"{SAFETENSORS}.index.json").write_text(index)
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(folder)
     elif config is not None:
-        _write_json(folder / "config.json", config)
+        (folder / name).write_text(json.dumps(config, indent=2))
 
 
-def _write_peft(folder: Path, source: Source, arrays: Sequence[ExportArray], config: Any) -> None:
-    folder.mkdir()
-    _write_safetensors(folder / PEFT, source, arrays)
-    _write_json(folder / PEFT_CONFIG, config)
+def _hf_files(arrays: Sequence[ExportArray], size: int) -> dict[str, Sequence[ExportArray]]:
+    groups = grouped(arrays, size)
+    if len(groups) < 2:
+        return {SAFETENSORS: arrays}
+    return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
 def _mapped_tree(path: Path, source: Source, arrays: Sequence[ExportArray]) -> Any:
     """Return a tree of tensors in a new file, which need no other memory, and values."""
     own = untied(arrays)
-    starts, room = _write_arrays(path, source, own), map_file(path)
-    made = {
-        (one.parts, one.join): view(room, start, one.dtype, one.shape)
-        for one, start in zip(own, starts[:-1], strict=True)
-    }
-    return build([*((one.path, made[one.parts, one.join]) for one in arrays), *source.values.values()])
+    starts = _write_arrays(path, source, own)
+    places = [(start, one.dtype, one.shape) for start, one in zip(starts, own, strict=False)]
+    made = dict(zip([one.key for one in own], views(path, places), strict=True))
+    return build([*((one.path, made[one.key]) for one in arrays), *source.values.values()])
 
 
 def _write_torch(path: Path, tree: Any) -> None:
@@ -243,3 +303,59 @@ def _write_dcp(folder: Path, tree: Any) -> None:
             dcp.save(tree, checkpoint_id=folder, no_dist=True)
     except dcp.CheckpointException as error:
         raise CheckpointError(f"{folder} is not written: {str(error).splitlines()[-1]}") from error
+
+
+# -- LoRA -------------------------------------------------------------------------------------------------------------
+
+
+def merged(arrays: Sequence[ExportArray], model: nn.Module) -> list[ExportArray]:
+    """Return parameters with the differences of `fs.nn.lora` in their weights, by the names of `fs.nn.merge_lora`."""
+    known, modules = _of_model(arrays, model), dict(model.named_modules(remove_duplicate=False))
+    names, made = dict(model.named_parameters(remove_duplicate=False)), list[ExportArray]()
+    for name, x in names.items():
+        above, _, last = name.rpartition(".")
+        layer, own = modules[above.removesuffix("base_layer").removesuffix(".")], known[id(x)]
+        if isinstance(modules[above], LowRank):
+            continue
+        if isinstance(layer, LowRank):
+            name = name.removesuffix(f"base_layer.{last}") + last
+            if x is layer.base_layer.weight:
+                low = known[id(layer.lora_A)], known[id(layer.lora_B)]
+                own = own._replace(parts=(*own.parts, *low[0].parts, *low[1].parts), join=layer.merged)
+        made.append(own._replace(path=(name,)))
+    return untied([*made, *(one for one in arrays if one.name not in names)])
+
+
+def adapters(arrays: Sequence[ExportArray], model: nn.Module) -> tuple[list[ExportArray], dict[str, Any]]:
+    """Return the trained parameters by peft's names, and the configuration of their adapter."""
+    known, made = _of_model(arrays, model), list[ExportArray]()
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, LowRank)}
+    if not layers:
+        raise CheckpointError("export to peft: model must be one of fs.nn.lora; got one without LoRA weights.")
+    for name, x in model.named_parameters():
+        above, _, last = name.rpartition(".")
+        if above in layers:
+            is_embedding = isinstance(layers[above].base_layer, nn.Embedding)
+            name = f"{above}.{last.replace('lora_', 'lora_embedding_')}" if is_embedding else f"{name}.weight"
+        if above in layers or x.requires_grad:
+            made.append(known[id(x)]._replace(path=(f"base_model.model.{name}",)))
+    config = next(iter(layers.values())).config
+    targets = config.target_modules
+    return made, {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": getattr(getattr(model, "config", None), "_name_or_path", None) or None,
+        "inference_mode": True,
+        **{key: getattr(config, key) for key in ("r", "lora_alpha", "lora_dropout", "bias")},
+        "target_modules": targets if isinstance(targets, str) else [*(layers if targets is None else targets)],
+        "modules_to_save": [*config.modules_to_save] or None,
+        "fan_in_fan_out": any(type(one.base_layer).__name__ == "Conv1D" for one in layers.values()),
+    }
+
+
+def _of_model(arrays: Sequence[ExportArray], model: nn.Module) -> Mapping[int, ExportArray]:
+    """Return the arrays of a model's parameters, by the identity of each."""
+    known = {one.name: one for one in arrays}
+    if missing := [name for name, _ in model.named_parameters() if name not in known]:
+        raise CheckpointError(f"export: params must be those of model; {', '.join(missing[:20])} are missing.")
+    return {id(x): known[name] for name, x in model.named_parameters()}
