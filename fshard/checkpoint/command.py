@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from fshard.checkpoint.files import BLOCK, BlockReader
-from fshard.checkpoint.foreign.export import convert
+from fshard.checkpoint.foreign.export import Content, convert
 from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.index import read_manifest
 from fshard.checkpoint.names import name_of
@@ -40,7 +40,7 @@ def run(words: Sequence[str]) -> int:
         return _verify(options.path)
     source = open_source(options.path)
     if options.command == "convert":
-        convert(Renamed(source, options.only), options.out, options.to)
+        convert(Content(Renamed(source, options.only)), options.out, options.to)
         return 0
     sys.stdout.writelines(f"{line}\n" for line in _described(options.path, source))
     return 0

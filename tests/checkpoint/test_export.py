@@ -237,7 +237,8 @@ def test_adapters_of_another_form_are_refused(tmp_path):
 
 def test_processes_export_together_and_fail_together(tmp_path):
     errors = run_processes(export_all, 2, tmp_path)
-    assert errors[0] == errors[1] and len(errors[0]) == 2 and "must be a new or empty folder" in errors[0][0]
+    assert errors[0] == errors[1] and len(errors[0]) == 3 and "must be a new or empty folder" in errors[0][0]
+    assert "set is not JSON" in errors[0][2]  # raised by the first process alone
     want = {"a.w": torch.arange(12.0).reshape(4, 3), "b.w": torch.arange(7.0), "c": torch.tensor(3), "d": torch.ones(2)}
     for to, read in READERS.items():
         found = read(tmp_path / to, want)

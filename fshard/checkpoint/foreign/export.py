@@ -1,6 +1,6 @@
 """Write parameters as files of other libraries: `fs.export`. A tree is saved beside the target, and then converted.
 
-export     all processes save the tree; the first converts it, the others wait
+export     all processes save the tree, of LoRA under other names; the first converts it, the others wait
 convert    from any source: one array at a time, written aside, fsynced and renamed
 """
 
@@ -11,12 +11,14 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate, chain
+from functools import cached_property
+from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,8 +27,7 @@ from torch import Tensor, nn
 from fshard.checkpoint.copying import Span
 from fshard.checkpoint.files import attempt, bytes_of, disk, make_folder
 from fshard.checkpoint.foreign.formats import DTYPE_OF, PEFT, PEFT_CONFIG, SAFETENSORS, block_of, views
-from fshard.checkpoint.names import Path as TreePath
-from fshard.checkpoint.names import build, name_of, opened
+from fshard.checkpoint.names import build, leaves_of, name_of, opened
 from fshard.checkpoint.save import next_token, snapshot, write
 from fshard.checkpoint.source import OwnFolder, Source, Target
 from fshard.errors import CheckpointError
@@ -38,6 +39,8 @@ from fshard.transforms.module.lora import LowRank
 from fshard.transforms.options import integer, one_of
 
 Format = Literal["hf", "dcp", "torch", "safetensors", "peft"]
+Merging = tuple[LowRank, str, str]
+"""A layer whose difference is added to its weight, and the names of both parts."""
 _TOGETHER = 4 << 20
 """Bytes of small arrays that are loaded at a time."""
 _DTYPES = {dtype: name for name, dtype in DTYPE_OF.items()}
@@ -80,17 +83,24 @@ def export(
     wrong += ["to='peft' needs model=, the module of fs.nn.lora"] if model is None and to == "peft" else []
     if wrong:
         raise ValueError(f"export: {'; '.join(wrong)}.")
-    if config is None and hasattr(own := getattr(model, "config", None), "save_pretrained"):
+    tree, merging = opened(params)[0], dict[str, Merging]()
+    if model is not None:
+        known = {leaf.name: leaf.value for leaf in leaves_of(tree)}
+        if to == "peft":
+            tree, config = _adapters(known, model)
+        else:
+            tree, merging = _merged(known, model)
+    if to == "hf" and config is None and hasattr(own := getattr(model, "config", None), "save_pretrained"):
         config = own
-    target, token, tree, scope = Path(path).absolute(), next_token(), opened(params)[0], here()
+    target, token, taken, scope = Path(path).absolute(), next_token(), snapshot(tree), here()
+    folder = target.with_name(f".{target.name}.{token}")
     order = [str(key) for key in tree] if isinstance(tree, dict) else []
-    taken, folder = snapshot(tree), target.with_name(f".{target.name}.{token}")
-    _content(OwnFolder(folder, taken.index), target, to, model, order)  # raises on all processes alike
+    _refuse(target, to, Content(OwnFolder(folder, taken.index), order, merging))  # on all processes alike
     is_writer, failed = (process_index() if scope is None else scope.device) == 0, None
     try:
         write(folder, taken, token, timeout)
         if is_writer:
-            convert(OwnFolder(folder), target, to, model, order, config, shard_size)
+            convert(Content(OwnFolder(folder), order, merging), target, to, config, shard_size)
     except Exception as error:
         failed = error
     try:
@@ -119,20 +129,73 @@ def _wait(token: str, failed: str, timeout: float) -> str:
     return store.get(keys[0]).decode()
 
 
-def convert(
-    source: Source, target: Path, to: Format, model: nn.Module | None = None, order: Sequence[str] = (),
-    config: Any = None, shard_size: int = 5 * 10**9,
-) -> None:  # fmt: skip
-    """Write what a source has in a format, one array at a time: see `export`."""
-    arrays, adapter = _content(source, target, to, model, order)
+@dataclass(frozen=True)
+class Content:
+    """The arrays of a source to write: by `order` of the first entries of their paths, and weights with their differences."""
+
+    source: Source
+    order: Sequence[str] = ()
+    merging: Mapping[str, Merging] = field(default_factory=dict[str, Merging])
+
+    @cached_property
+    def names(self) -> list[str]:
+        numbers = {entry: number for number, entry in enumerate(self.order)}
+        low = {name for one in self.merging.values() for name in one[1:]}
+        names = [name for name in self.source.arrays if name not in low]
+        return sorted(names, key=lambda name: numbers.get(name_of(self.source.arrays[name].path[:1]), 0))
+
+    @cached_property
+    def stored(self) -> dict[str, str]:
+        """The first name of each array, by all names."""
+        first, ties, one = dict[Any, str](), self.source.ties, (None,)
+        keys = {name: (ties.get(name, name), self.merging.get(name, one)[0]) for name in self.names}
+        return {name: first.setdefault(key, name) for name, key in keys.items()}
+
+    @property
+    def own(self) -> list[str]:
+        """Names without tied ones."""
+        return [name for name, of in self.stored.items() if name == of]
+
+    def size(self, name: str) -> int:
+        return prod(self.source.arrays[name].shape) * self.source.arrays[name].dtype.itemsize
+
+    def grouped(self, names: Sequence[str], size: int) -> list[list[str]]:
+        """Return names in groups of at most some bytes, or of one."""
+        groups, room = list[list[str]](), 0
+        for name in names:
+            if not groups or self.size(name) > room:
+                groups.append([])
+                room = size
+            groups[-1].append(name)
+            room -= self.size(name)
+        return groups
+
+    def loaded(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """Yield arrays in order, in memory."""
+        for group in self.grouped(names, _TOGETHER):
+            parts = {name: self.source.arrays[name] for of in group for name in (of, *self.merging.get(of, ())[1:])}
+            made = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in parts.items()}
+            self.source.read(
+                [Target(name, Span(block_of(x.shape), 0, x.numel()), x.view(-1)) for name, x in made.items()]
+            )
+            for name in group:
+                layer, *low = self.merging.get(name, (None,))
+                yield layer.merged(made[name], *[made[one] for one in low]).contiguous() if layer else made[name]
+            del made
+
+
+def convert(content: Content, target: Path, to: Format, config: Any = None, shard_size: int = 5 * 10**9) -> None:
+    """Write content in a format, one array at a time: see `export`."""
+    _refuse(target, to, content)
     folder = target.absolute().with_name(f".{target.name}.{secrets.token_hex(5)}")
-    made = folder / "made"
+    made, scratch = folder / "made", folder / "arrays"
+    names = sorted(content.own, key=lambda name: -content.source.arrays[name].dtype.itemsize)  # aligned
     writers: dict[Format, Callable[[], None]] = {
-        "hf": lambda: _write_folder(made, source, _hf_files(arrays, shard_size), "config.json", config),
-        "dcp": lambda: _write_dcp(made, _mapped_tree(folder / "arrays", source, arrays)),
-        "torch": lambda: _write_torch(made, _mapped_tree(folder / "arrays", source, arrays)),
-        "safetensors": lambda: _write_safetensors(made, source, arrays),
-        "peft": lambda: _write_folder(made, source, {PEFT: arrays}, PEFT_CONFIG, adapter),
+        "hf": lambda: _write_folder(made, content, _hf_files(content, names, shard_size), "config.json", config),
+        "dcp": lambda: _write_dcp(made, _mapped_tree(scratch, content)),
+        "torch": lambda: _write_torch(made, _mapped_tree(scratch, content)),
+        "safetensors": lambda: _write_safetensors(made, content, names),
+        "peft": lambda: _write_folder(made, content, {PEFT: names}, PEFT_CONFIG, config),
     }
 
     def act() -> None:
@@ -149,144 +212,69 @@ def convert(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _content(
-    source: Source, target: Path, to: Format, model: nn.Module | None, order: Sequence[str]
-) -> tuple[list[ExportArray], dict[str, Any] | None]:
-    """Return what to write, and peft's configuration; raise if the target is taken, or the format cannot have it."""
-    is_file = to in ("torch", "safetensors")
+def _refuse(target: Path, to: Format, content: Content) -> None:
+    """Raise if the target is taken, or the format cannot have the content."""
+    is_file, source = to in ("torch", "safetensors"), content.source
     if target.is_dir() if is_file else target.exists() and (target.is_file() or any(target.iterdir())):
         kind = "a file" if is_file else "a new or empty folder"
         raise CheckpointError(f"{target} must be {kind}; it is there already.")
     source.check()
-    arrays, adapter = arrays_of(source, order), None
-    if model is not None and to == "peft":
-        arrays, adapter = adapters(arrays, model)
-    elif model is not None:
-        arrays = merged(arrays, model)
-    if to in ("torch", "dcp"):
-        return arrays, None
-    values = source.values.values() if adapter is None else ()
-    wrong = [f"{name_of(path)} is a {type(value).__name__}" for path, value in values]
-    wrong += [f"{one.name} has dtype {one.dtype}" for one in arrays if one.dtype not in _DTYPES]
-    if wrong:
+    wrong = [f"{name} is a {type(value).__name__}" for name, (_, value) in source.values.items()]
+    dtypes = {name: source.arrays[name].dtype for name in content.own}
+    wrong += [f"{name} has dtype {dtype}" for name, dtype in dtypes.items() if dtype not in _DTYPES]
+    if wrong and to not in ("torch", "dcp"):
         text = "; ".join(wrong[:20])
         raise CheckpointError(f"export to {to!r}: arrays of the dtypes of safetensors are needed; {text}.")
-    return sorted(untied(arrays), key=lambda one: -one.dtype.itemsize), adapter  # aligned
-
-
-class ExportArray(NamedTuple):
-    """An array to write: that of a source with a name, or what `join` makes of several. Tied ones differ in their path."""
-
-    path: TreePath
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: tuple[str, ...]
-    join: Callable[..., Tensor] | None = None
-
-    @property
-    def name(self) -> str:
-        return name_of(self.path)
-
-    @property
-    def key(self) -> Any:
-        return self.parts, self.join
-
-    @property
-    def size(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def arrays_of(source: Source, order: Sequence[str]) -> list[ExportArray]:
-    """Return the arrays of a source, by `order` of the first entries of their paths."""
-    numbers = {entry: number for number, entry in enumerate(order)}
-    ties = {name: of for name, of in source.ties.items() if of in source.arrays}
-    arrays = [ExportArray(*one, (ties.get(name, name),)) for name, one in source.arrays.items()]
-    return sorted(arrays, key=lambda one: numbers.get(name_of(one.path[:1]), 0))
-
-
-def untied(arrays: Iterable[ExportArray]) -> list[ExportArray]:
-    """Return the first of tied arrays."""
-    first: dict[Any, ExportArray] = {}
-    return [one for one in arrays if first.setdefault(one.key, one) is one]
-
-
-def grouped(arrays: Sequence[ExportArray], size: int) -> list[list[ExportArray]]:
-    """Return arrays in groups of at most some bytes, or of one."""
-    groups, room = list[list[ExportArray]](), 0
-    for one in arrays:
-        if not groups or one.size > room:
-            groups.append([])
-            room = size
-        groups[-1].append(one)
-        room -= one.size
-    return groups
-
-
-def loaded(source: Source, arrays: Sequence[ExportArray]) -> Iterator[Tensor]:
-    """Yield arrays in order, in memory."""
-    for group in grouped(arrays, _TOGETHER):
-        stored = {name: source.arrays[name] for one in group for name in one.parts}
-        made = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()}
-        source.read([Target(name, Span(block_of(x.shape), 0, x.numel()), x.view(-1)) for name, x in made.items()])
-        for one in group:
-            x = one.join(*[made[name] for name in one.parts]) if one.join else made[one.parts[0]]
-            yield x.contiguous()
-        made = x = None  # freed before the next ones
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def _write_arrays(path: Path, source: Source, arrays: Sequence[ExportArray], header: bytes = b"") -> list[int]:
-    """Write the bytes of arrays; return where each begins, and the end."""
-    with path.open("xb") as file:
-        file.writelines(chain([header], map(bytes_of, loaded(source, arrays))))
-    return [*accumulate((one.size for one in arrays), initial=len(header))]
-
-
-def _write_safetensors(path: Path, source: Source, arrays: Sequence[ExportArray]) -> None:
+def _write_safetensors(path: Path, content: Content, names: Sequence[str]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for one in arrays:
-        place = [start, start := start + one.size]
-        header[one.name] = {"dtype": _DTYPES[one.dtype], "shape": [*one.shape], "data_offsets": place}
+    for name in names:
+        _, shape, dtype = content.source.arrays[name]
+        place = [start, start := start + content.size(name)]
+        header[name] = {"dtype": _DTYPES[dtype], "shape": [*shape], "data_offsets": place}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    _write_arrays(path, source, arrays, len(text).to_bytes(8, "little") + text)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.writelines(map(bytes_of, content.loaded(names)))
 
 
-def _write_folder(
-    folder: Path, source: Source, files: Mapping[str, Sequence[ExportArray]], name: str, config: Any
-) -> None:
+def _write_folder(folder: Path, content: Content, files: Mapping[str, Sequence[str]], name: str, config: Any) -> None:
     """Write safetensors files, with an index if they are several, and a configuration."""
     folder.mkdir()
-    where = {one.name: file for file, group in files.items() for one in group}
-    for file, group in files.items():
-        _write_safetensors(folder / file, source, group)
+    for file, names in files.items():
+        _write_safetensors(folder / file, content, names)
     if len(files) > 1:
-        total = {"total_size": sum(one.size for group in files.values() for one in group)}
-        index = json.dumps({"metadata": total, "weight_map": where}, indent=2)
-        (folder / f"{SAFETENSORS}.index.json").write_text(index)
+        where = {one: file for file, names in files.items() for one in names}
+        index = {"metadata": {"total_size": sum(map(content.size, where))}, "weight_map": where}
+        (folder / f"{SAFETENSORS}.index.json").write_text(json.dumps(index, indent=2))
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(folder)
     elif config is not None:
         (folder / name).write_text(json.dumps(config, indent=2))
 
 
-def _hf_files(arrays: Sequence[ExportArray], size: int) -> dict[str, Sequence[ExportArray]]:
-    groups = grouped(arrays, size)
-    if len(groups) < 2:
-        return {SAFETENSORS: arrays}
-    return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
+def _hf_files(content: Content, names: Sequence[str], size: int) -> dict[str, Sequence[str]]:
+    groups = content.grouped(names, size)
+    named = {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
+    return {**named} if len(groups) > 1 else {SAFETENSORS: names}
 
 
-def _mapped_tree(path: Path, source: Source, arrays: Sequence[ExportArray]) -> Any:
+def _mapped_tree(path: Path, content: Content) -> Any:
     """Return a tree of tensors in a new file, which need no other memory, and values."""
-    own = untied(arrays)
-    starts = _write_arrays(path, source, own)
-    places = [(start, one.dtype, one.shape) for start, one in zip(starts, own, strict=False)]
-    made = dict(zip([one.key for one in own], views(path, places), strict=True))
-    return build([*((one.path, made[one.key]) for one in arrays), *source.values.values()])
+    own, arrays = content.own, content.source.arrays
+    with path.open("xb") as file:
+        file.writelines(map(bytes_of, content.loaded(own)))
+    starts = accumulate(map(content.size, own), initial=0)
+    places = [(start, arrays[name].dtype, arrays[name].shape) for start, name in zip(starts, own, strict=False)]
+    made = dict(zip(own, views(path, places), strict=True))
+    items = [(arrays[name].path, made[of]) for name, of in content.stored.items()]
+    return build([*items, *content.source.values.values()])
 
 
 def _write_torch(path: Path, tree: Any) -> None:
@@ -295,40 +283,47 @@ def _write_torch(path: Path, tree: Any) -> None:
 
 
 def _write_dcp(folder: Path, tree: Any) -> None:
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     tree = tree if isinstance(tree, dict) else dict(enumerate(tree if isinstance(tree, list) else [tree]))
     try:
         with warnings.catch_warnings(action="ignore"):  # that it is one process
-            dcp.save(tree, checkpoint_id=folder, no_dist=True)
-    except dcp.CheckpointException as error:
+            save(tree, checkpoint_id=folder, no_dist=True)
+    except CheckpointException as error:
         raise CheckpointError(f"{folder} is not written: {str(error).splitlines()[-1]}") from error
 
 
 # -- LoRA -------------------------------------------------------------------------------------------------------------
 
 
-def merged(arrays: Sequence[ExportArray], model: nn.Module) -> list[ExportArray]:
-    """Return parameters with the differences of `fs.nn.lora` in their weights, by the names of `fs.nn.merge_lora`."""
-    known, modules = _of_model(arrays, model), dict(model.named_modules(remove_duplicate=False))
-    names, made = dict(model.named_parameters(remove_duplicate=False)), list[ExportArray]()
+def _of_model(known: Mapping[str, Any], model: nn.Module) -> dict[int, Any]:
+    """Return the arrays of a model's parameters, by the identity of each."""
+    if missing := [name for name, _ in model.named_parameters() if name not in known]:
+        raise CheckpointError(f"export: params must be those of model; {', '.join(missing[:20])} are missing.")
+    return {id(x): known[name] for name, x in model.named_parameters()}
+
+
+def _merged(known: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], dict[str, Merging]]:
+    """Return parameters by the names of `fs.nn.merge_lora`, beside the differences, and what to merge."""
+    modules, arrays = dict(model.named_modules(remove_duplicate=False)), _of_model(known, model)
+    names, made, merging = dict(model.named_parameters(remove_duplicate=False)), dict[str, Any](), dict[str, Merging]()
     for name, x in names.items():
         above, _, last = name.rpartition(".")
-        layer, own = modules[above.removesuffix("base_layer").removesuffix(".")], known[id(x)]
-        if isinstance(modules[above], LowRank):
-            continue
-        if isinstance(layer, LowRank):
+        path = above.removesuffix("base_layer").removesuffix(".")
+        layer = modules[path]
+        if isinstance(layer, LowRank) and path != above:
             name = name.removesuffix(f"base_layer.{last}") + last
             if x is layer.base_layer.weight:
-                low = known[id(layer.lora_A)], known[id(layer.lora_B)]
-                own = own._replace(parts=(*own.parts, *low[0].parts, *low[1].parts), join=layer.merged)
-        made.append(own._replace(path=(name,)))
-    return untied([*made, *(one for one in arrays if one.name not in names)])
+                low = [f"{path}.{part}".removeprefix(".") for part in ("lora_A", "lora_B")]
+                merging[name] = layer, low[0], low[1]
+        made[name] = arrays[id(x)]
+    return {**made, **{name: x for name, x in known.items() if name not in names}}, merging
 
 
-def adapters(arrays: Sequence[ExportArray], model: nn.Module) -> tuple[list[ExportArray], dict[str, Any]]:
+def _adapters(known: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the trained parameters by peft's names, and the configuration of their adapter."""
-    known, made = _of_model(arrays, model), list[ExportArray]()
+    made, arrays = dict[str, Any](), _of_model(known, model)
     layers = {name: part for name, part in model.named_modules() if isinstance(part, LowRank)}
     if not layers:
         raise CheckpointError("export to peft: model must be one of fs.nn.lora; got one without LoRA weights.")
@@ -338,7 +333,7 @@ def adapters(arrays: Sequence[ExportArray], model: nn.Module) -> tuple[list[Expo
             is_embedding = isinstance(layers[above].base_layer, nn.Embedding)
             name = f"{above}.{last.replace('lora_', 'lora_embedding_')}" if is_embedding else f"{name}.weight"
         if above in layers or x.requires_grad:
-            made.append(known[id(x)]._replace(path=(f"base_model.model.{name}",)))
+            made[f"base_model.model.{name}"] = arrays[id(x)]
     config = next(iter(layers.values())).config
     targets = config.target_modules
     return made, {
@@ -351,11 +346,3 @@ def adapters(arrays: Sequence[ExportArray], model: nn.Module) -> tuple[list[Expo
         "modules_to_save": [*config.modules_to_save] or None,
         "fan_in_fan_out": any(type(one.base_layer).__name__ == "Conv1D" for one in layers.values()),
     }
-
-
-def _of_model(arrays: Sequence[ExportArray], model: nn.Module) -> Mapping[int, ExportArray]:
-    """Return the arrays of a model's parameters, by the identity of each."""
-    known = {one.name: one for one in arrays}
-    if missing := [name for name, _ in model.named_parameters() if name not in known]:
-        raise CheckpointError(f"export: params must be those of model; {', '.join(missing[:20])} are missing.")
-    return {id(x): known[name] for name, x in model.named_parameters()}

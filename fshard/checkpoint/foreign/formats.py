@@ -68,7 +68,7 @@ def open_source(path: Path) -> Source:
 
 @contextmanager
 def _refusing(path: Path, what: str) -> Generator[None]:
-    """Raise what goes wrong as an error that names a file and what it must be."""
+    """Raise any error as one that names a file and what it must be."""
     try:
         yield
     except CheckpointError:
