@@ -59,6 +59,8 @@ def export(
 ) -> None:
     """Write arrays in any layouts as a file or folder that other libraries read. Called by all processes.
 
+    Meanwhile the disk has a second copy of them beside the target, for "torch" and "dcp" a third.
+
     Args:
         path: a file ("torch", "safetensors"), which is replaced; else a folder, which must be new or empty.
         params: a tree of arrays; for "torch" and "dcp" with numbers and strings too.
@@ -138,18 +140,16 @@ class Content:
     merging: Mapping[str, Merging] = field(default_factory=dict[str, Merging])
 
     @cached_property
-    def names(self) -> list[str]:
-        numbers = {entry: number for number, entry in enumerate(self.order)}
-        low = {name for one in self.merging.values() for name in one[1:]}
-        names = [name for name in self.source.arrays if name not in low]
-        return sorted(names, key=lambda name: numbers.get(name_of(self.source.arrays[name].path[:1]), 0))
-
-    @cached_property
     def stored(self) -> dict[str, str]:
-        """The first name of each array, by all names."""
-        first, ties, one = dict[Any, str](), self.source.ties, (None,)
-        keys = {name: (ties.get(name, name), self.merging.get(name, one)[0]) for name in self.names}
-        return {name: first.setdefault(key, name) for name, key in keys.items()}
+        """All names in order, each with the first one of the same array."""
+        numbers, arrays = {entry: number for number, entry in enumerate(self.order)}, self.source.arrays
+        low = {name for one in self.merging.values() for name in one[1:]}
+        first, found = dict[Any, str](), dict[str, str]()
+        names = [name for name in arrays if name not in low]
+        for name in sorted(names, key=lambda name: numbers.get(name_of(arrays[name].path[:1]), 0)):
+            key = self.source.ties.get(name, name), name in self.merging and self.merging[name][0]
+            found[name] = first.setdefault(key, name)
+        return found
 
     @property
     def own(self) -> list[str]:
@@ -179,8 +179,8 @@ class Content:
                 [Target(name, Span(block_of(x.shape), 0, x.numel()), x.view(-1)) for name, x in made.items()]
             )
             for name in group:
-                layer, *low = self.merging.get(name, (None,))
-                yield layer.merged(made[name], *[made[one] for one in low]).contiguous() if layer else made[name]
+                one = self.merging.get(name)
+                yield one[0].merged(made[name], made[one[1]], made[one[2]]).contiguous() if one else made[name]
             del made
 
 
