@@ -9,8 +9,7 @@ from math import prod
 from pathlib import Path
 
 from fshard.checkpoint.files import BLOCK, BlockReader
-from fshard.checkpoint.foreign.content import content_of_source
-from fshard.checkpoint.foreign.export import write_content
+from fshard.checkpoint.foreign.export import Content, convert
 from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.index import read_manifest
 from fshard.checkpoint.names import name_of
@@ -25,12 +24,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="names, shapes, dtypes and layouts; step and metrics")
     verify = commands.add_parser("verify", help="compare every byte with the digests of when it was written")
-    convert = commands.add_parser("convert", help="write in another format, one array at a time")
-    for one in (inspect, verify, convert):
+    converting = commands.add_parser("convert", help="write in another format, one array at a time")
+    for one in (inspect, verify, converting):
         one.add_argument("path", type=Path, help="a folder of fs.save, or a file or folder that fs.restore reads")
-    convert.add_argument("out", type=Path, help="a new folder; for torch and safetensors a file")
-    convert.add_argument("--to", required=True, choices=("hf", "dcp", "torch", "safetensors"))
-    convert.add_argument("--only", help='a name: the part below it, such as "params"')
+    converting.add_argument("out", type=Path, help="a new folder; for torch and safetensors a file")
+    converting.add_argument("--to", required=True, choices=("hf", "dcp", "torch", "safetensors"))
+    converting.add_argument("--only", help='a name: the part below it, such as "params"')
     return parser
 
 
@@ -41,7 +40,7 @@ def run(words: Sequence[str]) -> int:
         return _verify(options.path)
     source = open_source(options.path)
     if options.command == "convert":
-        write_content(options.out, content_of_source(Renamed(source, options.only)), options.to)
+        convert(Content(Renamed(source, options.only)), options.out, options.to)
         return 0
     sys.stdout.writelines(f"{line}\n" for line in _described(options.path, source))
     return 0
@@ -63,13 +62,11 @@ def _verify(path: Path) -> int:
 def _described(path: Path, source: Source) -> Iterator[str]:
     """Yield the lines of a table of what a folder or file has."""
     index = source.index if isinstance(source, OwnFolder) else None
-    layouts = {name_of(one.path): one.layout for one in index.arrays} if index is not None else {}
+    layouts = {name: f"is {of}" for name, of in source.ties.items()}
+    layouts |= {name_of(one.path): str(one.layout.spec) for one in (index.arrays if index is not None else ())}
     rows = [("name", "shape", "dtype", "layout")]
     for name, one in source.arrays.items():
-        layout = (
-            str(layouts[name].spec) if name in layouts else f"is {source.ties[name]}" if name in source.ties else ""
-        )
-        rows.append((name, str(list(one.shape)), dtype_name(one.dtype), layout))
+        rows.append((name, str(list(one.shape)), dtype_name(one.dtype), layouts.get(name, "")))
     rows += [(name, "", type(value).__name__, repr(value)) for name, (_, value) in source.values.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -93,9 +90,8 @@ def _wrong(source: OwnFolder) -> Iterator[str]:
             yield str(error)
             continue
         for number in range(-(-one.size // BLOCK)):
-            room = memoryview(bytearray(min(BLOCK, one.size - number * BLOCK)))
             try:
-                reader.read(number, [room])
+                reader.read(number, [memoryview(bytearray(reader.length(number)))])
             except CheckpointError as error:
                 yield str(error)
         reader.close()

@@ -101,7 +101,7 @@ class Renamed:
     """A part of a source, under the target's names."""
 
     def __init__(self, source: Source, only: Names = None, rename: Renaming = None) -> None:
-        self.source = source
+        self.source, self.partial = source, source.partial
         under = only if isinstance(only, str) and "*" not in only else None
         self.patterns = None if under is not None else [only] if isinstance(only, str) else only or source.partial
         self.arrays: dict[str, Stored] = {}

@@ -1,45 +1,49 @@
-"""Write parameters as files of other libraries: `fs.export`. One array at a time is unsharded, and one process writes it.
+"""Write parameters as files of other libraries: `fs.export`. A tree is saved beside the target, and then converted.
 
-content    names, shapes and dtypes, and how to load each array
-stream     the arrays in order; all processes unshard them, the writer of a format draws them
-commit     written aside, fsynced, renamed; the other processes wait for it
+export     all processes save the tree, of LoRA under other names; the first converts it, the others wait
+convert    from any source: one array at a time, written aside, fsynced and renamed
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
+import secrets
 import shutil
-from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
+from itertools import accumulate
+from math import prod
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fshard.checkpoint.files import attempt, bytes_of, disk
-from fshard.checkpoint.foreign.content import Content, ExportArray, adapters, content_of, merged
-from fshard.checkpoint.foreign.dcp import METADATA
-from fshard.checkpoint.foreign.formats import DTYPE_OF, PEFT, PEFT_CONFIG, SAFETENSORS, torch_file
-from fshard.checkpoint.names import build, name_of
-from fshard.checkpoint.save import next_token
+from fshard.checkpoint.copying import Span
+from fshard.checkpoint.files import attempt, bytes_of, disk, make_folder
+from fshard.checkpoint.foreign.formats import DTYPE_OF, PEFT, PEFT_CONFIG, SAFETENSORS, block_of, views
+from fshard.checkpoint.names import build, leaves_of, name_of, opened
+from fshard.checkpoint.save import next_token, snapshot, write
+from fshard.checkpoint.source import OwnFolder, Source, Target
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import pmax
 from fshard.mesh.layout import PyTree
-from fshard.mesh.runtimes.launchers import process_index
+from fshard.mesh.runtimes.launchers import process_count, process_index
 from fshard.mesh.spmd.scope import here
+from fshard.transforms.module.lora import LowRank
 from fshard.transforms.options import integer, one_of
 
 Format = Literal["hf", "dcp", "torch", "safetensors", "peft"]
-Write = Callable[[Path, Content, Iterator[Tensor]], None]
+Merging = tuple[LowRank, str, str]
+"""A layer whose difference is added to its weight, and the names of both parts."""
+_TOGETHER = 4 << 20
+"""Bytes of small arrays that are loaded at a time."""
 _DTYPES = {dtype: name for name, dtype in DTYPE_OF.items()}
-_failures: dict[str, str] = {}
 
 
 @torch.no_grad()
@@ -55,6 +59,8 @@ def export(
 ) -> None:
     """Write arrays in any layouts as a file or folder that other libraries read. Called by all processes.
 
+    Meanwhile the disk has a second copy of them beside the target, for "torch" and "dcp" a third.
+
     Args:
         path: a file ("torch", "safetensors"), which is replaced; else a folder, which must be new or empty.
         params: a tree of arrays; for "torch" and "dcp" with numbers and strings too.
@@ -63,7 +69,7 @@ def export(
         model: of `fs.nn.lora`, with these parameters: its differences are merged into the weights; "peft" needs it.
         config: for "hf", of the model: transformers' object or a dict, written to config.json; by default `model.config`.
         shard_size: bytes per file, for "hf".
-        timeout: seconds to wait for the process that writes.
+        timeout: seconds to wait for other processes.
 
     >>> import tempfile, torch, fshard as fs
     >>> from fshard import P
@@ -79,213 +85,264 @@ def export(
     wrong += ["to='peft' needs model=, the module of fs.nn.lora"] if model is None and to == "peft" else []
     if wrong:
         raise ValueError(f"export: {'; '.join(wrong)}.")
-    content, adapter = content_of(params), {}
+    tree, merging = opened(params)[0], dict[str, Merging]()
     if model is not None:
+        known = {leaf.name: leaf.value for leaf in leaves_of(tree)}
         if to == "peft":
-            content, adapter = adapters(content, model)
+            tree, config = _adapters(known, model)
         else:
-            content = merged(content, model)
-        own = getattr(model, "config", None)
-        config = own if config is None and hasattr(own, "save_pretrained") else config
-    write_content(path, content, to, config=config, shard_size=shard_size, adapter=adapter, timeout=timeout)
-
-
-def write_content(
-    path: str | os.PathLike[str],
-    content: Content,
-    to: Format,
-    *,
-    config: Any = None,
-    shard_size: int = 5 * 10**9,
-    adapter: Any = None,
-    timeout: float = 600,
-) -> None:
-    """Write content in a format, on one process; the others help to load it and wait."""
-    if to in ("hf", "safetensors", "peft"):
-        _refuse_others(content, to)
-        content = content._replace(entries=sorted(content.entries, key=lambda one: -one.dtype.itemsize))  # aligned
-    writers: dict[str, Write] = {
-        "hf": lambda at, given, xs: _write_hf(at, given.entries, xs, config, shard_size),
-        "dcp": _write_dcp,
-        "torch": _write_torch,
-        "safetensors": lambda at, given, xs: _write_safetensors(at, given.entries, xs),
-        "peft": lambda at, given, xs: _write_peft(at, given.entries, xs, adapter),
-    }
-    target, token = Path(path).absolute(), next_token()
-    aside = target.with_name(f".{target.name}.{token}")
-    stream, failed = (_on_host(one.load()) for one in content.entries), None
-    scope = here()
-    is_writer = (process_index() if scope is None else scope.device) == 0
-    if is_writer:
-        try:
-            attempt(
-                lambda: _write(target, aside, to, lambda: writers[to](aside, content, stream)),
-                f"{target} is not written",
-            )
-        except Exception as error:
-            failed = error
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.unlink(missing_ok=True)
-    deque(stream, maxlen=0)  # all processes unshard all arrays
-    _wait(token, is_writer, failed, timeout)
-
-
-def _write(target: Path, aside: Path, to: Format, write: Callable[[], None]) -> None:
-    is_file = to in ("torch", "safetensors")
-    if target.is_dir() if is_file else target.exists() and (target.is_file() or any(target.iterdir())):
-        raise CheckpointError(
-            f"{target} must be {'a file' if is_file else 'a new or empty folder'}; it is there already."
-        )
-    disk.make_folder(target.parent if is_file else aside)
-    write()
-    if not is_file:
-        disk.fsync_folder(aside)
-    disk.rename(aside, target)
-    disk.fsync_folder(target.parent)
-
-
-def _wait(token: str, is_writer: bool, failed: Exception | None, timeout: float) -> None:
-    """Wait until the writer is done, and raise everywhere if it failed."""
-    scope, text = here(), "" if failed is None else str(failed)
-    if scope is not None and scope.mesh.runtime == "virtual":
-        _failures.update({token: text} if text else {})  # devices are threads
-        pmax(torch.zeros(1), tuple(scope.axes))
-        text = _failures.get(token, "")
-    elif dist.is_initialized():
-        store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        key = f"fshard/export/{token}"
+            tree, merging = _merged(known, model)
+    if to == "hf" and config is None and hasattr(own := getattr(model, "config", None), "save_pretrained"):
+        config = own
+    target, token, taken, scope = Path(path).absolute(), next_token(), snapshot(tree), here()
+    folder = target.with_name(f".{target.name}.{token}")
+    order = [str(key) for key in tree] if isinstance(tree, dict) else []
+    _refuse(target, to, Content(OwnFolder(folder, taken.index), order, merging))  # on all processes alike
+    is_writer, failed = (process_index() if scope is None else scope.device) == 0, None
+    try:
+        write(folder, taken, token, timeout)
         if is_writer:
-            store.set(key, text)
-        store.wait([key], timedelta(seconds=timeout))
-        text = store.get(key).decode()
-    if failed is not None:
-        raise failed
+            convert(Content(OwnFolder(folder), order, merging), target, to, config, shard_size)
+    except Exception as error:
+        failed = error
+    try:
+        text = _wait(token, "" if failed is None else str(failed) or repr(failed), timeout)
+    finally:
+        if is_writer:
+            shutil.rmtree(folder, ignore_errors=True)
+        if failed is not None:
+            raise failed
     if text:
         raise CheckpointError(text)
 
 
-def _on_host(x: Tensor) -> Tensor:
-    """Return a tensor in memory of its own on the host."""
-    x = x.detach().cpu().contiguous()
-    return x if x.untyped_storage().nbytes() == x.numel() * x.itemsize else x.clone()
+def _wait(token: str, failed: str, timeout: float) -> str:
+    """Wait until all processes are done; return how the first has failed."""
+    scope = here()
+    if scope is not None and scope.mesh.runtime == "virtual":
+        has_failed = pmax(torch.tensor(float(bool(failed))), tuple(scope.axes))
+        return "export failed on another device" if has_failed else ""
+    if not dist.is_initialized():
+        return failed
+    store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    keys = [f"fshard/export/{token}/{number}" for number in range(process_count())]
+    store.set(keys[process_index()], failed)
+    store.wait(keys, timedelta(seconds=timeout))
+    return store.get(keys[0]).decode()
 
 
-def _refuse_others(content: Content, to: Format) -> None:
-    """Raise, naming all leaves that safetensors cannot have."""
-    wrong = [f"{name_of(path)} is a {type(value).__name__}" for path, value in content.values]
-    wrong += [f"{one.name} has dtype {one.dtype}" for one in content.entries if one.dtype not in _DTYPES]
-    if wrong:
-        raise CheckpointError(
-            f"export to {to!r}: arrays of the dtypes of safetensors are needed; {'; '.join(wrong[:20])}."
-        )
+@dataclass(frozen=True)
+class Content:
+    """The arrays of a source to write: by `order` of the first entries of their paths, and weights with their differences."""
+
+    source: Source
+    order: Sequence[str] = ()
+    merging: Mapping[str, Merging] = field(default_factory=dict[str, Merging])
+
+    @cached_property
+    def stored(self) -> dict[str, str]:
+        """All names in order, each with the first one of the same array."""
+        numbers, arrays = {entry: number for number, entry in enumerate(self.order)}, self.source.arrays
+        low = {name for one in self.merging.values() for name in one[1:]}
+        first, found = dict[Any, str](), dict[str, str]()
+        names = [name for name in arrays if name not in low]
+        for name in sorted(names, key=lambda name: numbers.get(name_of(arrays[name].path[:1]), 0)):
+            key = self.source.ties.get(name, name), name in self.merging and self.merging[name][0]
+            found[name] = first.setdefault(key, name)
+        return found
+
+    @property
+    def own(self) -> list[str]:
+        """Names without tied ones."""
+        return [name for name, of in self.stored.items() if name == of]
+
+    def size(self, name: str) -> int:
+        return prod(self.source.arrays[name].shape) * self.source.arrays[name].dtype.itemsize
+
+    def grouped(self, names: Sequence[str], size: int) -> list[list[str]]:
+        """Return names in groups of at most some bytes, or of one."""
+        groups, room = list[list[str]](), 0
+        for name in names:
+            if not groups or self.size(name) > room:
+                groups.append([])
+                room = size
+            groups[-1].append(name)
+            room -= self.size(name)
+        return groups
+
+    def loaded(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """Yield arrays in order, in memory."""
+        for group in self.grouped(names, _TOGETHER):
+            parts = {name: self.source.arrays[name] for of in group for name in (of, *self.merging.get(of, ())[1:])}
+            made = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in parts.items()}
+            self.source.read(
+                [Target(name, Span(block_of(x.shape), 0, x.numel()), x.view(-1)) for name, x in made.items()]
+            )
+            for name in group:
+                one = self.merging.get(name)
+                yield one[0].merged(made[name], made[one[1]], made[one[2]]).contiguous() if one else made[name]
+            del made
 
 
-@contextmanager
-def _created(path: Path) -> Generator[IO[bytes]]:
-    """Open a new file, and fsync it at the end."""
-    with os.fdopen(disk.open_new(path), "wb") as file:
-        yield file
-        file.flush()
-        disk.fsync(file.fileno())
+def convert(content: Content, target: Path, to: Format, config: Any = None, shard_size: int = 5 * 10**9) -> None:
+    """Write content in a format, one array at a time: see `export`."""
+    _refuse(target, to, content)
+    folder = target.absolute().with_name(f".{target.name}.{secrets.token_hex(5)}")
+    made, scratch = folder / "made", folder / "arrays"
+    names = sorted(content.own, key=lambda name: -content.source.arrays[name].dtype.itemsize)  # aligned
+    writers: dict[Format, Callable[[], None]] = {
+        "hf": lambda: _write_folder(made, content, _hf_files(content, names, shard_size), "config.json", config),
+        "dcp": lambda: _write_dcp(made, _mapped_tree(scratch, content)),
+        "torch": lambda: _write_torch(made, _mapped_tree(scratch, content)),
+        "safetensors": lambda: _write_safetensors(made, content, names),
+        "peft": lambda: _write_folder(made, content, {PEFT: names}, PEFT_CONFIG, config),
+    }
+
+    def act() -> None:
+        make_folder(folder)
+        writers[to]()
+        for one in (*made.rglob("*"), made):
+            disk.fsync_folder(one)
+        disk.rename(made, target)
+        disk.fsync_folder(target.absolute().parent)
+
+    try:
+        attempt(act, f"{target} is not written")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_json(path: Path, x: Any) -> None:
-    with _created(path) as file:
-        file.write(json.dumps(x, indent=2).encode() + b"\n")
+def _refuse(target: Path, to: Format, content: Content) -> None:
+    """Raise if the target is taken, or the format cannot have the content."""
+    is_file, source = to in ("torch", "safetensors"), content.source
+    if target.is_dir() if is_file else target.exists() and (target.is_file() or any(target.iterdir())):
+        kind = "a file" if is_file else "a new or empty folder"
+        raise CheckpointError(f"{target} must be {kind}; it is there already.")
+    source.check()
+    wrong = [f"{name} is a {type(value).__name__}" for name, (_, value) in source.values.items()]
+    dtypes = {name: source.arrays[name].dtype for name in content.own}
+    wrong += [f"{name} has dtype {dtype}" for name, dtype in dtypes.items() if dtype not in _DTYPES]
+    if wrong and to not in ("torch", "dcp"):
+        text = "; ".join(wrong[:20])
+        raise CheckpointError(f"export to {to!r}: arrays of the dtypes of safetensors are needed; {text}.")
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def _write_safetensors(path: Path, entries: Sequence[ExportArray], stream: Iterator[Tensor]) -> None:
+def _write_safetensors(path: Path, content: Content, names: Sequence[str]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for one in entries:
-        place = [start, start := start + one.size]
-        header[one.name] = {"dtype": _DTYPES[one.dtype], "shape": [*one.shape], "data_offsets": place}
+    for name in names:
+        _, shape, dtype = content.source.arrays[name]
+        place = [start, start := start + content.size(name)]
+        header[name] = {"dtype": _DTYPES[dtype], "shape": [*shape], "data_offsets": place}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _created(path) as file:
+    with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _ in entries:
-            file.write(bytes_of(next(stream)))
+        file.writelines(map(bytes_of, content.loaded(names)))
 
 
-def _write_hf(
-    folder: Path, entries: Sequence[ExportArray], stream: Iterator[Tensor], config: Any, shard_size: int
-) -> None:
-    files, size = list[list[ExportArray]](), 0
-    for one in entries:
-        if not files or size + one.size > shard_size:
-            files.append([])
-            size = 0
-        files[-1].append(one)
-        size += one.size
-    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-    names = names if len(files) > 1 else [SAFETENSORS]
-    for name, group in zip(names, files or [[]], strict=True):
-        _write_safetensors(folder / name, group, stream)
+def _write_folder(folder: Path, content: Content, files: Mapping[str, Sequence[str]], name: str, config: Any) -> None:
+    """Write safetensors files, with an index if they are several, and a configuration."""
+    folder.mkdir()
+    for file, names in files.items():
+        _write_safetensors(folder / file, content, names)
     if len(files) > 1:
-        where = {one.name: name for name, group in zip(names, files, strict=True) for one in group}
-        total = {"total_size": sum(one.size for one in entries)}
-        _write_json(folder / f"{SAFETENSORS}.index.json", {"metadata": total, "weight_map": where})
+        where = {one: file for file, names in files.items() for one in names}
+        index = {"metadata": {"total_size": sum(map(content.size, where))}, "weight_map": where}
+        (folder / f"{SAFETENSORS}.index.json").write_text(json.dumps(index, indent=2))
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(folder)
     elif config is not None:
-        _write_json(folder / "config.json", config)
+        (folder / name).write_text(json.dumps(config, indent=2))
 
 
-def _write_peft(folder: Path, entries: Sequence[ExportArray], stream: Iterator[Tensor], config: Any) -> None:
-    _write_safetensors(folder / PEFT, entries, stream)
-    _write_json(folder / PEFT_CONFIG, config)
+def _hf_files(content: Content, names: Sequence[str], size: int) -> dict[str, Sequence[str]]:
+    groups = content.grouped(names, size)
+    named = {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
+    return {**named} if len(groups) > 1 else {SAFETENSORS: names}
 
 
-def _write_torch(path: Path, content: Content, stream: Iterator[Tensor]) -> None:
-    """Write a file of torch.save with room for the arrays, and then each into its place."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        arrays = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in content.entries}
-    items = [(one.path, arrays[one.name]) for one in content.entries]
-    items += [(tied, arrays[name]) for tied, name in content.ties]
-    with _created(path) as file, torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(build([*items, *content.values]), file)
-    places = {name_of(one.stored.path): one.chunks[0].start for one in torch_file(path)[0]}
-    with path.open("r+b") as file:
-        for one in content.entries:
-            file.seek(places[one.name])
-            file.write(bytes_of(next(stream)))
-        file.flush()
-        disk.fsync(file.fileno())
+def _mapped_tree(path: Path, content: Content) -> Any:
+    """Return a tree of tensors in a new file, which need no other memory, and values."""
+    own, arrays = content.own, content.source.arrays
+    with path.open("xb") as file:
+        file.writelines(map(bytes_of, content.loaded(own)))
+    starts = accumulate(map(content.size, own), initial=0)
+    places = [(start, arrays[name].dtype, arrays[name].shape) for start, name in zip(starts, own, strict=False)]
+    made = dict(zip(own, views(path, places), strict=True))
+    items = [(arrays[name].path, made[of]) for name, of in content.stored.items()]
+    return build([*items, *content.source.values.values()])
 
 
-def _write_dcp(folder: Path, content: Content, stream: Iterator[Tensor]) -> None:
-    """Write what `dcp.save` of one process writes; tied arrays share their bytes."""
-    from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
+def _write_torch(path: Path, tree: Any) -> None:
+    with path.open("xb") as file:
+        torch.save(tree, file)
 
-    tied = defaultdict[str, list[Any]](list)
-    for path, of in content.ties:
-        tied[of].append(path)
-    found, paths, places = dict[str, Any](), dict[str, Any](), dict[Any, Any]()
 
-    def add(path: Any, what: Any, start: int, size: int, key: Any) -> None:
-        plain = tuple([str(entry[0]) if isinstance(entry, list) else entry for entry in path])
-        found[name_of(path)], paths[name_of(path)] = what, plain
-        places[dcp.MetadataIndex(name_of(path), *key)] = _StorageInfo("__0_0.distcp", start, size)
+def _write_dcp(folder: Path, tree: Any) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    with _created(folder / "__0_0.distcp") as file:
-        for one in content.entries:
-            start, zeros = file.tell(), torch.Size([0] * len(one.shape))
-            torch.save(next(stream), file)
-            chunk = dcp.ChunkStorageMetadata(zeros, torch.Size(one.shape))
-            for path in (one.path, *tied[one.name]):
-                what = dcp.TensorStorageMetadata(dcp.TensorProperties(one.dtype), torch.Size(one.shape), [chunk])
-                add(path, what, start, file.tell() - start, (zeros, 0))
-        for path, value in content.values:
-            start, data = file.tell(), io.BytesIO()
-            torch.save(value, data)
-            file.write(data.getvalue())
-            add(path, dcp.BytesStorageMetadata(), start, file.tell() - start, ())
-    with _created(folder / METADATA) as file:
-        pickle.dump(dcp.Metadata(found, paths, places, dcp.StorageMeta(), version="1.0.0"), file)
+    tree = tree if isinstance(tree, dict) else dict(enumerate(tree if isinstance(tree, list) else [tree]))
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that it is one process
+            save(tree, checkpoint_id=folder, no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} is not written: {str(error).splitlines()[-1]}") from error
+
+
+# -- LoRA -------------------------------------------------------------------------------------------------------------
+
+
+def _of_model(known: Mapping[str, Any], model: nn.Module) -> dict[int, Any]:
+    """Return the arrays of a model's parameters, by the identity of each."""
+    if missing := [name for name, _ in model.named_parameters() if name not in known]:
+        raise CheckpointError(f"export: params must be those of model; {', '.join(missing[:20])} are missing.")
+    return {id(x): known[name] for name, x in model.named_parameters()}
+
+
+def _merged(known: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], dict[str, Merging]]:
+    """Return parameters by the names of `fs.nn.merge_lora`, beside the differences, and what to merge."""
+    modules, arrays = dict(model.named_modules(remove_duplicate=False)), _of_model(known, model)
+    names, made, merging = dict(model.named_parameters(remove_duplicate=False)), dict[str, Any](), dict[str, Merging]()
+    for name, x in names.items():
+        above, _, last = name.rpartition(".")
+        path = above.removesuffix("base_layer").removesuffix(".")
+        layer = modules[path]
+        if isinstance(layer, LowRank) and path != above:
+            name = name.removesuffix(f"base_layer.{last}") + last
+            if x is layer.base_layer.weight:
+                low = [f"{path}.{part}".removeprefix(".") for part in ("lora_A", "lora_B")]
+                merging[name] = layer, low[0], low[1]
+        made[name] = arrays[id(x)]
+    return {**made, **{name: x for name, x in known.items() if name not in names}}, merging
+
+
+def _adapters(known: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the trained parameters by peft's names, and the configuration of their adapter."""
+    made, arrays = dict[str, Any](), _of_model(known, model)
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, LowRank)}
+    if not layers:
+        raise CheckpointError("export to peft: model must be one of fs.nn.lora; got one without LoRA weights.")
+    for name, x in model.named_parameters():
+        above, _, last = name.rpartition(".")
+        if above in layers:
+            is_embedding = isinstance(layers[above].base_layer, nn.Embedding)
+            name = f"{above}.{last.replace('lora_', 'lora_embedding_')}" if is_embedding else f"{name}.weight"
+        if above in layers or x.requires_grad:
+            made[f"base_model.model.{name}"] = arrays[id(x)]
+    config = next(iter(layers.values())).config
+    targets = config.target_modules
+    return made, {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": getattr(getattr(model, "config", None), "_name_or_path", None) or None,
+        "inference_mode": True,
+        **{key: getattr(config, key) for key in ("r", "lora_alpha", "lora_dropout", "bias")},
+        "target_modules": targets if isinstance(targets, str) else [*(layers if targets is None else targets)],
+        "modules_to_save": [*config.modules_to_save] or None,
+        "fan_in_fan_out": any(type(one.base_layer).__name__ == "Conv1D" for one in layers.values()),
+    }
