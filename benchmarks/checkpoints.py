@@ -287,9 +287,8 @@ def main() -> None:
             times = run_processes(background, 2, rounds, base, timeout=580)[0]
             plain, beside, save = (median(times[name]) for name in ("steps", "save, steps", "save"))
             longer = median(b - a for a, b in zip(times["steps"], times["save, steps"], strict=True)) / save
-            print(
-                f"{base}: 3 steps {plain:.2f} s, beside a save {beside:.2f} s, a save {save:.2f} s: longer by {longer:.0%} of it"
-            )
+            print(f"{base}: 3 steps {plain:.2f} s, with a save in the background {beside:.2f} s, a save {save:.2f} s")
+            print(f"longer by {longer:.0%} of a save")
     elif what == "memory":
         for name, size in run_processes(memory, 2, tempfile.gettempdir(), timeout=580)[0].items():
             print(f"{name}: {size:.0f} MiB")
