@@ -122,7 +122,7 @@ class LayerPlans:
     def joined(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return parameters by name, whose parts are concatenated."""
         both = {name: (x, self.parts_of(name)[1]) for name, x in params.items()}
-        return {name: torch.cat(x, dim) if isinstance(x, tuple) else x for name, (x, dim) in both.items()}
+        return {name: torch.cat([*x], dim) if isinstance(x, tuple) else x for name, (x, dim) in both.items()}
 
     def __str__(self) -> str:
         rows = [(name, x.style, " + ".join(map(str, x.parts)), x.why) for name, x in self.layers.items()]

@@ -103,6 +103,7 @@ def legal_dims(x, n, is_zigzag):
     return [None, *(dim for dim, length in enumerate(x.shape) if is_legal(length))]
 
 
+@pytest.mark.filterwarnings("ignore:reduction:UserWarning")
 @given(st.sampled_from(sorted({*CASES} - RANDOM)), st.sampled_from([(2, True), (3, False)]), st.data())
 def test_dims_in_zigzag_order_and_uneven_ones_are_exact(name, how, data):
     """Values and gradients of every operation, in a loss."""
