@@ -83,7 +83,7 @@ class Job:
         return found
 
     def trained(self, processes, after, steps=1):
-        """Wait until so many processes have trained since a time, and some steps in all; return their numbers."""
+        """Wait until a number of processes have each trained some steps since a time; return their numbers."""
         end = time.time() + 100
         while time.time() < end:
             own = [

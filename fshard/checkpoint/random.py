@@ -77,7 +77,7 @@ class RandomState:
 
 
 class _Generator(NamedTuple):
-    """How to get and set the state of a generator, bytes or a value of JSON, and how to seed it."""
+    """A generator by three functions: get and set its state, bytes or a value of JSON; seed it."""
 
     kind: str
     get: Callable[[], Any]

@@ -68,7 +68,7 @@ def options_of(plugin):
 
 
 class Loop:
-    """What a loop has, on one device."""
+    """The boosted parts of a loop on one device."""
 
     def __init__(self, plugin, make=network, optimizer=adamw, reproducible=True, **options):
         staged = options_of(plugin).get("pipeline", 1) > 1

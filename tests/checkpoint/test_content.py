@@ -1,4 +1,4 @@
-"""What a run has besides arrays: random generators, and objects of torch as leaves of a tree."""
+"""Random generators, and objects of torch as leaves of a tree."""
 
 import copy
 import random

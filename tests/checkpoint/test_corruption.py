@@ -57,7 +57,7 @@ def written(path, contents):
 
 
 def outcome(path):
-    """What is restored; None if it is refused."""
+    """Return the restored tree; None if it is refused."""
     try:
         return flat(fs.restore(path))
     except CheckpointError as error:

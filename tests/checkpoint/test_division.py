@@ -1,4 +1,4 @@
-"""Who writes and reads which bytes: against element-by-element oracles."""
+"""The bytes that each device writes and reads, against element-by-element oracles."""
 
 from math import prod
 

@@ -1,6 +1,6 @@
 """Folders of earlier versions: their names and bytes are frozen.
 
-`python -m tests.checkpoint.test_golden` writes the folder of this version again: by hand, when the format has a new version.
+`python -m tests.checkpoint.test_golden` writes the folder again, once for each new version of the format.
 """
 
 import shutil

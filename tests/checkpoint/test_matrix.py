@@ -15,6 +15,7 @@ from fshard.checkpoint.names import is_array, leaves_of
 from fshard.mesh.layout import map_leaves
 from fshard.mesh.spmd.run import local_devices
 from fshard.testing.processes import run_processes
+from tests.transforms.stages.test_stages_zero import Head
 
 # -- trees of all kinds of leaves -------------------------------------------------------------------------------------
 
@@ -188,15 +189,6 @@ def test_processes_restore_what_others_and_virtual_devices_saved(folder):
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-
-
-class Head(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.weight, self.scale = weight, nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return self.scale * x @ self.weight.T
 
 
 def model():

@@ -11,6 +11,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.checkpoint.names import leaves_of
+from tests.transforms.stages.test_stages_zero import Head
 
 
 class Moments(NamedTuple):
@@ -109,15 +110,6 @@ def test_dicts_of_equal_keys_are_no_stages(tmp_path):
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------
-
-
-class Head(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.weight, self.scale = weight, nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return self.scale * x @ self.weight.T
 
 
 def tied_model():
