@@ -271,10 +271,10 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
     devices = local_devices(arrays[0].mesh) if local is not None else ()
     for number, shards in enumerate(zip(*columns, strict=True)):
         own = iter(shards)
-        given = tuple([next(own) if type(x) is Sharded else _replaced(x, own) for x in args])
+        given = [next(own) if type(x) is Sharded else x if type(x) in _ATOMS else _replaced(x, own) for x in args]
         named = {name: _replaced(x, own) for name, x in kwargs.items()} if kwargs else kwargs
         found.append(
-            func(*given, **named) if local is None else local(_where(call, devices[number]), func, given, named)
+            func(*given, **named) if local is None else local(_where(call, devices[number]), func, tuple(given), named)
         )
     columns = [found] if call.rebuild is None else zip(*found, strict=True)
     results = [Sharded(*one) for one in zip(call.shapes, call.choice.layouts, map(tuple, columns), strict=True)]

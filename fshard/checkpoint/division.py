@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -45,7 +45,8 @@ class ArrayEntry(NamedTuple):
         return self.dtype.itemsize
 
 
-def span_of(layout: Layout, shape: Sequence[int], device: int) -> Span:
+@lru_cache(maxsize=4096)
+def span_of(layout: Layout, shape: tuple[int, ...], device: int) -> Span:
     """Return the block that the shard of a device is taken from, and the range of it that is stored.
 
     >>> from fshard.mesh.layout import P
@@ -193,6 +194,7 @@ def _along(mesh: Mesh, device: int, axes: Sequence[str]) -> int:
     return ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
 
 
-def _number(mesh: Mesh, axes: Sequence[str], index: int) -> int:
+@lru_cache(maxsize=4096)
+def _number(mesh: Mesh, axes: tuple[str, ...], index: int) -> int:
     """Return the number of the device at an index along some axes, and at 0 along the others."""
     return mesh.index(dict(zip(axes, unravel(index, [mesh.shape[axis] for axis in axes]), strict=True))) if axes else 0

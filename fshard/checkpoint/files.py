@@ -23,6 +23,8 @@ BLOCK = 1 << 22
 """Bytes per digest."""
 _SMALL = 1 << 16
 """Bytes from which on a tensor is written directly from its memory."""
+_CACHED = 1 << 18
+"""Bytes that are digested and then written at a time, so that the processor's cache still has them."""
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -116,7 +118,7 @@ class DigestWriter:
 
     def _write(self, data: memoryview) -> None:
         while len(data):
-            part = data[: BLOCK - self.size % BLOCK]
+            part = data[: min(_CACHED, BLOCK - self.size % BLOCK)]
             self._hash.update(part)
             self.size += len(part)
             if self.size % BLOCK == 0:

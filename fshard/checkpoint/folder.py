@@ -29,6 +29,8 @@ class Checkpoints:
     On SIGTERM the next `save` is made, whatever `every` is, and ends the process: a job that is preempted loses no step.
     With several processes it is the one after, which all make.
 
+    A run that continues from an earlier step keeps the later checkpoints of the run before.
+
     Args:
         path: the folder, which is made.
         keep: number of the last checkpoints to keep.
@@ -140,18 +142,18 @@ class Checkpoints:
         write(self.path / str(step), taken, token, self._timeout)
         if 0 in taken.shares:
             self._metrics[step] = taken.index.metrics
-            self._remove()
+            self._remove(step)
 
     # -- retention ------------------------------------------------------------------------------------------------------
 
-    def _remove(self) -> None:
-        """Remove the checkpoints that are not to be kept, and what earlier saves left that did not end."""
-        steps = self.steps
+    def _remove(self, last: int) -> None:
+        """Remove the checkpoints before the last one that are not to be kept, and what saves left that did not end."""
+        steps = [step for step in self.steps if step <= last]
         kept = {*steps[-self.keep :], *(step for step in steps if self.keep_every and step % self.keep_every == 0)}
         if self.best is not None:
             kept |= {*self._best(steps)}
         for name in sorted(os.listdir(self.path)):
-            if name.isdecimal() and int(name) not in kept and int(name) < steps[-1]:
+            if name.isdecimal() and int(name) not in kept and int(name) < last:
                 remove(self.path / name)
 
     def _best(self, steps: list[int]) -> list[int]:

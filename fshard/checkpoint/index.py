@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -212,6 +212,7 @@ def _layout(written: Any) -> Layout:
     return Layout(mesh, P(*map(tuple, dims), flat=flat, at={tuple(names): place for names, place in at}))
 
 
+@lru_cache(maxsize=1024)
 def storable(layout: Layout) -> Layout:
     """Return a layout as an index has it: on the full mesh, without units and memory."""
     mesh = Mesh(layout.mesh.parent or layout.mesh.axes, "abstract", "meta")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import optree
@@ -35,7 +36,7 @@ class NamedLeaf:
     path: Path
     value: Any
 
-    @property
+    @cached_property
     def name(self) -> str:
         return name_of(self.path)
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard.checkpoint.division import ArrayEntry, span_of
+from fshard.checkpoint.division import ArrayEntry
 from fshard.checkpoint.files import DigestWriter, attempt, bytes_of, digest, disk, header_of, make_folder, write_file
 from fshard.checkpoint.index import (
     INDEX,
@@ -182,12 +182,9 @@ def _share(index: Index, tensors: Sequence[Any], device: int) -> Iterator[Writte
         start, stop = column.starts[number], column.stops[number]
         if start == stop:
             continue
-        entry = index.arrays[number]
-        span = span_of(entry.layout, entry.shape, device)
-        is_full = (start, stop) == (span.start, span.stop) and not entry.layout.spec.is_flat
-        shape = (span.lengths if entry.shape else ()) if is_full else (stop - start,)
-        values = _shard(tensors[number], device).detach().reshape(-1)[start - span.start : stop - span.start]
-        yield WrittenRange(number, shape, values)
+        shard, first = _shard(tensors[number], device).detach(), column.firsts[number]
+        shape = tuple(shard.shape) if stop - start == shard.numel() else (stop - start,)
+        yield WrittenRange(number, shape, shard.reshape(-1)[start - first : stop - first])
 
 
 def _shard(x: Any, device: int) -> Tensor:

@@ -85,6 +85,16 @@ def test_saves_that_did_not_end_are_removed_by_a_later_one(tmp_path):
     assert os.listdir(tmp_path) == ["2"]
 
 
+def test_a_run_from_an_earlier_step_keeps_its_own_checkpoints_and_the_later_ones(tmp_path):
+    for step in (1, 2, 8, 9):
+        fs.Checkpoints(tmp_path, keep=2).save(step, tree(step))
+    folder = fs.Checkpoints(tmp_path, keep=2)
+    for step in (2, 3, 4, 5):
+        folder.save(step, tree(-step))
+    assert folder.steps == [4, 5, 8, 9]
+    assert folder.restore(tree(0), step=5)["steps"] == -5
+
+
 def test_every(tmp_path):
     folder = fs.Checkpoints(tmp_path, keep=9, every=3)
     for step in range(8):

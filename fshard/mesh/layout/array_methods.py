@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def _operator(method: Any) -> Any:
-    def operator(self: ArrayMethods, *args: Any) -> Any:
-        return self.operations(method, (self, *args), {})
+    def operator(self: ArrayMethods, *args: Any, **kwargs: Any) -> Any:
+        return self.operations(method, (self, *args), kwargs)
 
     return operator
 
@@ -37,13 +37,14 @@ class ArrayMethods:
         return cls.operations(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method or an attribute that tensors have."""
+        """Return a method or an attribute that tensors have; methods become those of the class when they are first used."""
         method = None if name.startswith("_") else getattr(Tensor, name, None)
         if method is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if not callable(method):
             return self.operations(name, (self,), {})
-        return lambda *args, **kwargs: self.operations(method, (self, *args), kwargs)
+        setattr(ArrayMethods, name, _operator(method))
+        return getattr(self, name)
 
     @property
     def _version(self) -> int:
