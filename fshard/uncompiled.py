@@ -7,25 +7,16 @@ seconds to find that out. `torch.compiler.disable` does the same, but imports Dy
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch.utils._contextlib import _DecoratorContextManager  # pyright: ignore[reportPrivateUsage]
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 _frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 _set_compiler = _frames.set_eval_frame
-
-
-class _Uncompiled(_DecoratorContextManager):
-    """Run without torch.compile for a while; Dynamo does not look into the decorators of torch either."""
-
-    def __enter__(self) -> None:
-        self._before = _set_compiler(None)
-
-    def __exit__(self, *_: object) -> None:
-        _set_compiler(self._before)
+_SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
 
 
 def uncompiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
@@ -38,6 +29,15 @@ def uncompiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
     >>> torch.compile(lambda x: is_compiled(x) * 2, backend="eager")(torch.ones(2))
     tensor([2., 2.])
     """
-    run: Any = _Uncompiled()(function)
-    run._torchdynamo_disable = True  # Dynamo breaks the graph before it
+
+    @wraps(function)
+    def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        before = _set_compiler(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _set_compiler(before)
+
+    _frames.set_code_exec_strategy(run.__code__, _SKIP)
+    cast("Any", run)._torchdynamo_disable = True  # Dynamo breaks the graph before it
     return run
