@@ -276,8 +276,8 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
         found.append(
             func(*given, **named) if local is None else local(_where(call, devices[number]), func, tuple(given), named)
         )
-    columns = [found] if call.rebuild is None else zip(*found, strict=True)
-    results = [Sharded(*one) for one in zip(call.shapes, call.choice.layouts, map(tuple, columns), strict=True)]
+    columns = [tuple(found)] if call.rebuild is None else zip(*found, strict=True)
+    results = [Sharded(*one) for one in zip(call.shapes, call.choice.layouts, columns, strict=True)]
     if call.is_view:
         for y in results:
             y.viewed = (arrays[0], arrays[0].version)
