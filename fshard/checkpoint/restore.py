@@ -196,7 +196,8 @@ def fill(source: Any, tree: PyTree, *, strict: bool, cast: bool, what: str) -> t
     for leaf in leaves:
         if leaf.name in below:
             found = [(one.path[len(leaf.path) :], one.value) for one in below[leaf.name] if one.name not in unfit]
-            leaf.value.load_state_dict(shaped(build(found), leaf.value.state_dict()))
+            if found:
+                leaf.value.load_state_dict(shaped(build(found), leaf.value.state_dict()))
         is_value = leaf.name in source.values and leaf.name not in unfit | below.keys()
         result.append(source.values[leaf.name][1] if is_value else leaf.value)
     return closed(unflatten(result)), differences
