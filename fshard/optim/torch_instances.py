@@ -248,7 +248,8 @@ class InstanceSource(TorchSource):
 
     def _localize(self, at: Leaves) -> dict[str, int]:
         """Replace the parameters in the groups by local shards; return the index of the leaf of each."""
-        found = [(self.name_at(path), i) for i, path in enumerate(at.paths) if at.leaves[i] is not None]
+        firsts = [first for i, first in enumerate(at.firsts) if i == first and at.leaves[i] is not None]
+        found = [(self.name_at(at.paths[i]), i) for i in firsts]
         if fused := [name for name, count in Counter(name for name, _ in found).items() if count > 1]:
             raise OptimizerError(
                 f"{type(self.given).__name__}, an optimizer of your own class, must get each parameter as one tensor; "
