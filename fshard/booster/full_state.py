@@ -20,8 +20,9 @@ from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
+from fshard.optim.instance_state import ByKey
 from fshard.optim.torch_classes import CLASSES
-from fshard.optim.torch_instances import GroupsSource, OptimizerSource
+from fshard.optim.torch_instances import GroupsSource, InstanceSource, OptimizerSource, TorchSource
 from fshard.transforms.module.lazy import fill
 
 FirstNames = Mapping[str, str]
@@ -50,6 +51,9 @@ def put(x: Any, value: Tensor) -> None:
 def full_state(source: OptimizerSource, state: PyTree, names: FirstNames) -> dict[str, Any]:
     """Return what an optimizer's `state_dict` returns; all devices must call it."""
     leaves = [*{leaf.name: leaf for leaf in _by_first_name(full_leaves(state), names)}.values()]
+    if isinstance(source, InstanceSource):
+        scale = {leaf.name: leaf.value for leaf in leaves if is_array(leaf.value)}
+        return {**source.state_dict(), "state": _of_instance(source)} | ({"loss_scale": scale} if scale else {})
     if not isinstance(source, GroupsSource):
         return {"state": build([(leaf.path, leaf.value) for leaf in leaves])}
     kind, (slots, others), made = type(source.given), _by_number(source, leaves), dict[int, dict[str, Any]]()
@@ -58,16 +62,17 @@ def full_state(source: OptimizerSource, state: PyTree, names: FirstNames) -> dic
         if own and (kind is torch.optim.Adagrad or int(step.value) > 0):
             made[number] = {slot: leaf.value for slot, leaf in own.items()}
     scale = {leaf.name: leaf.value for leaf in others if leaf.path[-1] != "count"}
-    groups = source.given.state_dict()["param_groups"]
-    return {"state": made, "param_groups": groups} | ({"loss_scale": scale} if scale else {})
+    return {**source.state_dict(), "state": made} | ({"loss_scale": scale} if scale else {})
 
 
 def loaded_state(source: OptimizerSource, init: PyTree, names: FirstNames, given: Mapping[str, Any]) -> PyTree:
     """Return the state that `full_state` has returned, in the layouts of an initial one, whose memory it takes."""
     leaves, unflatten = flattened(init)
     leaves = _by_first_name(leaves, names)
-    own = {leaf.name: leaf.value for leaf in leaves}
-    if isinstance(source, GroupsSource):
+    own, of_instance = {leaf.name: leaf.value for leaf in leaves}, ByKey()
+    if isinstance(source, InstanceSource):
+        values, (of_instance, wrong) = dict(given.get("loss_scale", {})), _to_instance(source, given["state"])
+    elif isinstance(source, GroupsSource):
         values, wrong = _of_torch(source, leaves, given)
     else:
         values = {leaf.name: leaf.value for leaf in leaves_of(given["state"])}
@@ -80,8 +85,10 @@ def loaded_state(source: OptimizerSource, init: PyTree, names: FirstNames, given
     ]
     if wrong:
         raise OptimizerError(f"load_state_dict: the state must be that of this optimizer: {'; '.join(wrong)}.")
-    if isinstance(source, GroupsSource):
-        source.given.load_state_dict({"state": {}, "param_groups": given["param_groups"]})
+    if isinstance(source, TorchSource):
+        source.load_state_dict(given)
+    if isinstance(source, InstanceSource):
+        source.state.load_state_dict(of_instance)
     return unflatten([_written(leaf.value, values.get(leaf.name, leaf.value)) for leaf in leaves])
 
 
@@ -141,3 +148,29 @@ def _of_torch(
         steps[group] = max(steps[group], int(found["step"]))
     values |= {leaf.name: torch.tensor(steps[name_of(leaf.path[:-1])]) for leaf in others if leaf.path[-1] == "count"}
     return values, wrong
+
+
+# -- of an instance, in torch's form ----------------------------------------------------------------------------------
+
+
+def _of_instance(source: InstanceSource) -> dict[int, dict[Any, Any]]:
+    """Return full tensors and values by the numbers of parameters."""
+    numbers, made = {name: number for number, name in enumerate(chain(*source.groups()))}, dict[int, dict[Any, Any]]()
+    for key, own in unshard(source.state.state_dict()).items():
+        for name, x in own.items():
+            made.setdefault(numbers[name], {})[key] = x.detach().clone() if isinstance(x, Tensor) else x
+    return dict(sorted(made.items()))
+
+
+def _to_instance(source: InstanceSource, given: Mapping[int, Mapping[Any, Any]]) -> tuple[ByKey, list[str]]:
+    """Return arrays and values by the names of parameters; and what does not fit these."""
+    names, made, wrong = dict(enumerate(chain(*source.groups()))), ByKey(), list[str]()
+    for number, key, x in [(number, key, x) for number, own in given.items() for key, x in own.items()]:
+        name, value = names.get(number, ""), x
+        if isinstance(x, Tensor) and (value := source.state.state_memory(name, x.shape, x.dtype)) is not None:
+            if tuple(value.shape) == tuple(x.shape):
+                put(value, x)
+            else:
+                wrong.append(f"{key} of {name} must have shape {tuple(value.shape)}; got {tuple(x.shape)}")
+        made.setdefault(key, {})[name] = value
+    return made, wrong + [f"parameter {number} is unknown" for number in given.keys() - names.keys()]

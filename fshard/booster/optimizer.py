@@ -26,7 +26,7 @@ from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.norms import exact_norms, global_norm
 from fshard.optim.partition import Partitioned, partition_optimizer
 from fshard.optim.scaling import loss_scaled
-from fshard.optim.torch_instances import InstanceSource, OptimizerSource, TorchSource
+from fshard.optim.torch_instances import OptimizerSource, TorchSource
 from fshard.uncompiled import uncompiled
 
 
@@ -166,8 +166,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def sharded_state(self) -> dict[str, Any]:
         """Return state and groups by the names of parameters, as they are sharded: `fs.save` stores these."""
-        self._refuse_own_class()
-        groups = {"groups": self.optim} if isinstance(self._source, TorchSource) else {}  # its state is empty
+        groups = {"groups": self._source} if isinstance(self._source, TorchSource) else {}
         return {"state": self.state, **groups}
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
@@ -176,20 +175,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: of an optimizer of torch in its form. All devices must call it."""
-        self._refuse_own_class()
         return full_state(self._source, self.state, self._model.first_names())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full state, such as that of the optimizer on one device; all devices must give equal ones."""
-        self._refuse_own_class()
         init = self._partitioned().init(self._model.params)
         self.state = loaded_state(self._source, init, self._model.first_names(), state_dict)
-
-    def _refuse_own_class(self) -> None:
-        if isinstance(self._source, InstanceSource):
-            raise OptimizerError(
-                f"{type(self.optim).__name__}, an optimizer of your own class, has its state on this device alone, and it "
-                "cannot be saved. Save optimizer.optim.state yourself, or write a pair: fs.optim.Optimizer(init, update)."
-            )
 
     __reduce_ex__ = refusing(OptimizerError, "a boosted optimizer is sharded, so it cannot be copied or pickled.")

@@ -196,7 +196,9 @@ def fill(source: Any, tree: PyTree, *, strict: bool, cast: bool, what: str) -> t
     for leaf in leaves:
         if leaf.name in below:
             found = [(one.path[len(leaf.path) :], one.value) for one in below[leaf.name] if one.name not in unfit]
-            leaf.value.load_state_dict(shaped(build(found), leaf.value.state_dict()))
+            if found:
+                like = {} if hasattr(leaf.value, "state_memory") else leaf.value.state_dict()
+                leaf.value.load_state_dict(shaped(build(found), like))
         is_value = leaf.name in source.values and leaf.name not in unfit | below.keys()
         result.append(source.values[leaf.name][1] if is_value else leaf.value)
     return closed(unflatten(result)), differences
@@ -217,17 +219,22 @@ def _below(source: Any, objects: Sequence[NamedLeaf]) -> dict[str, list[NamedLea
     """Return what is stored of the state of each object, with memory for its arrays: the object's own, or new."""
     below: dict[str, list[NamedLeaf]] = {}
     for leaf in objects:
-        state = leaf.value.state_dict(keep_vars=True) if isinstance(leaf.value, nn.Module) else leaf.value.state_dict()
+        memory = getattr(leaf.value, "state_memory", None)  # of an object whose own state may be empty
+        options: Any = {"keep_vars": True} if isinstance(leaf.value, nn.Module) else {}
+        state = {} if memory is not None else leaf.value.state_dict(**options)
         inner = [NamedLeaf((*leaf.path, *one.path), one.value) for one in leaves_of(state)]
         own = {one.name: one.value for one in inner}
         found = below.setdefault(leaf.name, [])
         for name, (path, *_) in {**source.arrays, **source.values}.items():
             if path[: len(leaf.path)] == leaf.path:
                 value = source.values[name][1] if name in source.values else own.get(name)
-                is_free = getattr(leaf.value, "takes_any_shape", False)
-                if name in source.arrays and (is_free or not is_array(value)):
-                    value = torch.empty(source.arrays[name].shape, dtype=source.arrays[name].dtype)
-                found.append(NamedLeaf(path, value))
+                stored, is_free = source.arrays.get(name), getattr(leaf.value, "takes_any_shape", False)
+                if stored is not None and memory is not None:
+                    value = memory(name_of(path[len(leaf.path) + 1 :]), stored.shape, stored.dtype)
+                elif stored is not None and (is_free or not is_array(value)):
+                    value = torch.empty(stored.shape, dtype=stored.dtype)
+                if stored is None or value is not None:  # else it is unexpected
+                    found.append(NamedLeaf(path, value))
         known, tied = {one.name for one in found}, {_key(one.value) for one in found if is_array(one.value)}
         found += [one for one in inner if one.name not in known and is_array(one.value) and _key(one.value) in tied]
     return below

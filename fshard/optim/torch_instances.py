@@ -26,6 +26,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import device_put
 from fshard.optim.by_label import NOTHING, by_label
 from fshard.optim.contract import Optimizer, check_optimizer, copied, differences
+from fshard.optim.instance_state import InstanceState
 from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable
 from fshard.optim.rules.adam import adam, adamw
 from fshard.optim.rules.sgd import sgd
@@ -102,6 +103,16 @@ class TorchSource(OptimizerSource):
         for group, names in zip(self.given.param_groups, self.groups(), strict=True):
             group["params"] = [params[name] for name in names]
         self._names, self._frozen = WeakIdKeyDictionary({x: name for name, x in params.items()}), WeakIdKeyDictionary()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups, and all else that the class saves, but for the state of parameters."""
+        return {**self.given.state_dict(), "state": {}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returns; the state of parameters stays."""
+        kept = dict(self.given.state)
+        self.given.load_state_dict({**state_dict, "state": {}})
+        self.given.state.update(kept)
 
     def grown(self, params: PyTree, state: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, PyTree]:
         """Return parameters of which those in groups that were added are trained, and the state with theirs.
@@ -222,11 +233,15 @@ class InstanceSource(TorchSource):
 
     Each parameter is stored in full by its owner, and elsewhere has no elements and no gradient; if the class has
     `elementwise = True`, each device has a flat shard of it. Its state is `state[param]` and its groups.
+
+    Checkpoints store tensors, numbers and strings of `state[param]`, and what else the class's `state_dict` returns. Of an
+    elementwise class tensors have the shape of the shard, or are one number.
     """
 
     def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         super().__init__(given, params)
-        self._local: dict[str, nn.Parameter] = {}  # whose data is this device's shard; replaced in each step
+        self._local: dict[str, Sharded] = {}  # the data of whose shards, `nn.Parameter`s, is replaced in each step
+        self.state = InstanceState(given, self._local)
         elementwise = bool(getattr(type(given), "elementwise", False))
         self._opt = Optimizer(self._init, self._update, self._step, elementwise, arrays=True)
 
@@ -248,7 +263,8 @@ class InstanceSource(TorchSource):
 
     def _localize(self, at: Leaves) -> dict[str, int]:
         """Replace the parameters in the groups by local shards; return the index of the leaf of each."""
-        found = [(self.name_at(path), i) for i, path in enumerate(at.paths) if at.leaves[i] is not None]
+        firsts = [first for i, first in enumerate(at.firsts) if i == first and at.leaves[i] is not None]
+        found = [(self.name_at(at.paths[i]), i) for i in firsts]
         if fused := [name for name, count in Counter(name for name, _ in found).items() if count > 1]:
             raise OptimizerError(
                 f"{type(self.given).__name__}, an optimizer of your own class, must get each parameter as one tensor; "
@@ -257,12 +273,13 @@ class InstanceSource(TorchSource):
         index = dict(found)
         for group, names in zip(self.given.param_groups, self.groups(), strict=True):
             for i, (x, name) in enumerate(zip(group["params"], names, strict=True)):
-                if x is self._local.get(name):
+                if name in self._local and x is self._local[name].shards[0]:
                     continue
                 if name in self._local:
                     raise OptimizerError(f"{type(self.given).__name__}: {name} is in a group already. Leave it out.")
-                local = nn.Parameter(torch.empty_like(shards_of(at.leaves[index[name]])[0]))
-                self._local[name] = group["params"][i] = local
+                leaf = at.leaves[index[name]]
+                group["params"][i] = local = nn.Parameter(torch.empty_like(leaf.shards[0]))
+                self._local[name] = Sharded(leaf.shape, leaf.layout, (local,))
                 self._names[local] = name
                 self._rename(x, local)
         return {name: index[name] for name in self._local}
@@ -275,9 +292,10 @@ class InstanceSource(TorchSource):
                 f"{type(self.given).__name__}, an optimizer of your own class, must step on one device; got the shards of "
                 "several. Train inside of fs.run(main, mesh=mesh), or under torchrun."
             )
+        before = {*self._local}
         for param, i in self._localize(at).items():
-            leaf, state = at.leaves[i], self.given.state.get(self._local[param], {})
-            for name, x in state.items() if isinstance(leaf, Sharded) else ():
+            leaf, state = at.leaves[i], self.given.state.get(self._local[param].shards[0], {})
+            for name, x in state.items() if param not in before else ():
                 if not isinstance(x, Tensor) or x.shape != leaf.shape or not x.numel():
                     continue
                 if x.is_meta and not leaf.shards[0].is_meta:
@@ -286,13 +304,13 @@ class InstanceSource(TorchSource):
                         f"constructor; got {name!r} without memory."
                     )
                 state[name] = device_put(x, leaf.layout).shards[0]
-        return ()
+        return self.state
 
     @torch.no_grad()
     def _step(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         at = Leaves.of(params)
         given = at.gradients(grads)
-        steps = [(self._local[name], at.leaves[i], given[i]) for name, i in self._localize(at).items()]
+        steps = [(self._local[name].shards[0], at.leaves[i], given[i]) for name, i in self._localize(at).items()]
         for local, leaf, grad in steps:
             (shard,) = shards_of(leaf)
             local.grad, local.data = None, shard.detach()

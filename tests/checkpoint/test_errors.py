@@ -54,6 +54,13 @@ def test_not_strict_returns_the_differences(folder):
     assert restored["a"].tolist() == [0] * 4 and restored["b"].tolist() == [0] * 3 and restored["new"] == 5
 
 
+def test_not_strict_leaves_objects_that_are_not_stored(folder):
+    params = [torch.ones(1, requires_grad=True)]
+    opt = torch.optim.SGD(params, lr=0.5)
+    _, found = fs.restore(folder, {"opt": opt}, strict=False)
+    assert found.missing == ("opt",) and opt.param_groups[0]["lr"] == 0.5
+
+
 def test_long_lists_of_names_are_cut(tmp_path):
     fs.save(tmp_path, {f"w{number}": number for number in range(50)})
     assert "and 30 more" in message(fs.restore, tmp_path, {})

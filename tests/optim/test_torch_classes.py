@@ -300,7 +300,8 @@ def test_boosted_class_in_stages_equals_torch_loop(name, zero_stage):
 
     def start():
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 5)).double()
+        model[4].weight = model[0].weight  # of the first stage
         return model, make.get(name, torch.optim.Adadelta)(model.parameters(), lr=0.05)
 
     model, opt = start()

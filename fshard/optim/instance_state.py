@@ -1,0 +1,128 @@
+"""The state of an optimizer class of one's own as arrays, which checkpoints store in any layout.
+
+    state[w]    on the owner of w, elsewhere none    {"row": f32[4], "step": 3}
+    as arrays   on all devices                       {"row": {"w": f32[4]{at:data=1}}, "step": {"w": 3}}
+
+Only the device that steps a parameter knows the keys, shapes and numbers of its state. Devices exchange these, no data.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fshard.errors import OptimizerError
+from fshard.mesh.collectives.api import all_gather, pmax
+from fshard.mesh.layout import Mesh
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.run import run_on_devices
+from fshard.optim.leaves import assembled_state, is_unsharded, shape_of_shard
+
+ByKey = dict[Any, dict[str, Any]]
+"""State by its key, and then by the name of the parameter."""
+
+
+class InstanceState:
+    """The state of an instance as a leaf of the state of training: an object that `fs.save` and `fs.restore` take.
+
+    Args:
+        given: the instance.
+        params: its parameters by name, whose shards are the keys of its state; others may be added.
+    """
+
+    def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Sharded]) -> None:
+        self.given, self.params = given, params
+
+    def state_dict(self) -> ByKey:
+        """Return arrays, and values that are equal on all devices; all devices must call it."""
+        held = {name: param for name, param in self.params.items() if param.shards[0].numel()}
+        states = {name: self.given.state.get(param.shards[0], {}) for name, param in held.items()}
+        entries = {(key, name): _entry(held[name], x) for name, own in states.items() for key, x in own.items()}
+        others = [key for key in self.given.state if not isinstance(key, Tensor)]
+        entries |= {(key, "no parameter"): "must be that of a parameter" for key in others}
+        found, wrong = dict[tuple[Any, str], Any](), dict[str, None]()
+        for row in _gathered(entries, next(iter(self.params.values())).mesh):
+            for (key, name), entry in row.items():
+                known = found.setdefault((key, name), entry)
+                if isinstance(entry, str):
+                    wrong[f"{key!r} of {name} {entry}"] = None
+                elif repr(known) != repr(entry):
+                    wrong[f"{key!r} of {name} must be equal on all devices; got {known[2]} and {entry[2]}"] = None
+        if wrong:
+            raise OptimizerError(
+                f"{type(self.given).__name__}: this state cannot be saved: {'; '.join(wrong)}. Keep all else in attributes, or "
+                "leave out elementwise = True: an owner then has full parameters."
+            )
+        made = ByKey()
+        for (key, name), (shape, dtype, value) in found.items():
+            if shape is not None:
+                value = self._array(name, shape, dtype, states.get(name, {}).get(key))
+            elif dtype is not None:
+                value = torch.tensor(value, dtype=dtype)
+            made.setdefault(key, {})[name] = value
+        return made
+
+    def state_memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Sharded | Tensor | None:
+        """Return memory for saved state of a parameter; None if there is no such parameter."""
+        if name not in self.params:
+            return None
+        is_number = not shape and self.params[name].shape
+        return torch.empty((), dtype=dtype) if is_number else self._array(name, tuple(shape), dtype, None)
+
+    def _array(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, own: Tensor | None) -> Sharded:
+        """Return state with this device's tensor, or new memory: that of a split parameter has its shape."""
+        param = self.params[name]
+        like = (
+            shape_of_shard(param)
+            if shape == param.shape or not is_unsharded(param)
+            else torch.empty(shape, device="meta")
+        )
+        return assembled_state(param, [None if own is None else own.detach(), like.to(dtype)])
+
+    def load_state_dict(self, state_dict: ByKey) -> None:
+        """Replace the state by what `state_dict` returns, whose memory it takes."""
+        moves_step = any(group.get("fused") or group.get("capturable") for group in self.given.param_groups)  # as torch
+
+        def local(key: Any, x: Any, near: torch.device) -> Any:
+            if isinstance(x, Tensor) and (moves_step or key != "step"):
+                return x.to(near)
+            return x.shards[0] if isinstance(x, Sharded) else x
+
+        for name, param in self.params.items():
+            (shard,) = param.shards
+            self.given.state.pop(shard, None)
+            own = {key: local(key, x[name], shard.device) for key, x in dict(state_dict).items() if name in x}
+            if own and shard.numel():
+                self.given.state[shard] = own
+
+
+def _entry(param: Sharded, x: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None, Any] | str:
+    """Describe state by its global shape, its dtype and, for a number, its value; or return why it cannot be saved."""
+    if x is None or isinstance(x, int | float | str):
+        return None, None, x
+    if not isinstance(x, Tensor):
+        return f"must be a tensor, a number, a string or None; got a {type(x).__name__}"
+    if x.shape == (local := param.shards[0].shape):
+        return param.shape, x.dtype, None
+    if x.ndim == 0:
+        return None, x.dtype, x.item()
+    if not is_unsharded(param):
+        return f"must have the shape of the shard, {tuple(local)}, or of a number; got {tuple(x.shape)}"
+    return tuple(x.shape), x.dtype, None
+
+
+def _gathered(x: Any, mesh: Mesh) -> list[Any]:
+    """Return the object that each device of a mesh has."""
+    own = torch.frombuffer(bytearray(pickle.dumps(x)), dtype=torch.uint8)
+
+    def gather(_: int) -> Tensor:
+        longest = int(pmax(torch.tensor([len(own)]), mesh.axis_names))
+        return all_gather(pad(own, (0, longest - len(own))), mesh.axis_names)
+
+    (rows,) = run_on_devices(mesh, gather)
+    return [pickle.loads(row.numpy().tobytes()) for row in rows.view(mesh.size, -1)]

@@ -1,0 +1,322 @@
+"""Checkpoints of optimizers of one's own class: the steps after are those of the run that was not interrupted."""
+
+import copy
+from functools import partial
+from itertools import product
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fshard as fs
+from fshard.errors import CheckpointError, OptimizerError
+from tests.optim.test_torch_classes import PLUGINS, Factored, Lars, MyAdagrad, groups_of, net, x_of
+
+
+class Lion(torch.optim.Optimizer):
+    """Elementwise; the rate falls with a number of steps, and a number in a tensor grows."""
+
+    elementwise = True
+
+    def __init__(self, params, lr=0.02):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(steps=0, exp_avg=torch.zeros_like(p), damping=torch.ones(()), note="begun", none=None)
+                state["steps"] += 1
+                state["damping"] *= 0.9
+                update = torch.sign(state["exp_avg"] * first + p.grad * (1 - first))
+                p.sub_(update * state["damping"], alpha=group["lr"] / state["steps"])
+                state["exp_avg"].lerp_(p.grad, 1 - second)
+
+
+class CountingLars(Lars):
+    """Saves its attribute."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.steps = state_dict["steps"]
+
+
+KINDS = {kind.__name__: kind for kind in (Lion, Factored, MyAdagrad, CountingLars)}
+
+
+def train(kind, plugin, n, steps, load=None, save=None, **options):
+    """Return parameters and optimizer state, of each device, after some steps; load and save before and after them.
+
+    `load` is a folder, or what another call has returned.
+    """
+
+    def main():
+        return train_here(kind, PLUGINS[plugin], n, steps, load, save, **options)
+
+    return fs.run(main, mesh=fs.make_mesh({"data": n}))
+
+
+def train_here(kind, plugin, n, steps, load=None, save=None, **options):
+    model = net()
+    given = KINDS[kind](groups_of(model))
+    booster = fs.Booster(plugin(**options))
+    model, opt, *_ = booster.boost(model, given)
+    if isinstance(load, tuple):
+        model.load_state_dict(load[0])
+        opt.load_state_dict(load[1])
+    elif load is not None:
+        booster.load(load, model, opt)
+    for step in steps:
+        x = x_of(step).chunk(n)[dist.get_rank() if dist.is_initialized() else fs.axis_index("data")]
+        booster.backward(model(x, deep=step != 0).square().mean(), opt)
+        opt.step(), opt.zero_grad()
+        opt.param_groups[1]["lr"] *= 0.5
+    if save is not None:
+        booster.save(save, model, opt)
+    return copy.deepcopy((model.state_dict(), opt.state_dict()))
+
+
+def by_torch(kind, steps, load=None):
+    model = net()
+    opt = KINDS[kind](groups_of(model))
+    if load is not None:
+        model.load_state_dict(load[0])
+        opt.load_state_dict(load[1])
+    for step in steps:
+        model(x_of(step), deep=step != 0).square().mean().backward()
+        opt.step(), opt.zero_grad()
+        opt.param_groups[1]["lr"] *= 0.5
+    return copy.deepcopy((model.state_dict(), opt.state_dict()))
+
+
+def close(found, wanted, tolerance=1e-9):
+    (leaves, structure), (known, known_structure) = map(optree.tree_flatten, (found, wanted))
+    assert structure == known_structure
+    for one, other in zip(leaves, known, strict=True):
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+        else:
+            assert one == other and type(one) is type(other)
+
+
+equal = partial(close, tolerance=0)
+EXACT = {"reproducible": True, "slices": 4}
+CHAINS = [
+    [("ddp", 1), ("zero 1", 4), ("zero 2", 2)],
+    [("zero 2", 4), ("fsdp", 2), ("ddp", 1)],
+    [("fsdp", 4), ("ddp", 2), ("zero 1", 1)],
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "chain"), [*product(["Lion", "Factored"], CHAINS), ("MyAdagrad", CHAINS[0]), ("CountingLars", CHAINS[1])]
+)
+def test_run_continues_on_other_meshes_with_equal_bits(kind, chain, tmp_path):
+    """Two steps on each mesh; the first does not use all layers."""
+    (wanted,) = train(kind, "ddp", 1, range(6), **EXACT)
+    found, load = [], None
+    for part, (plugin, n) in enumerate(chain):
+        found = train(kind, plugin, n, range(2 * part, 2 * part + 2), load, tmp_path / f"{part}", **EXACT)
+        load = tmp_path / f"{part}"
+    for one in found:
+        equal(one, wanted)
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dict_is_that_of_torch(kind, plugin):
+    """Keys, shapes and values; and each continues from the other's."""
+    wanted = by_torch(kind, range(2))
+    found = train(kind, plugin, 2, range(2))
+    for one in found:
+        close(one, wanted)
+    close(train(kind, plugin, 4, range(2, 4), wanted)[3], by_torch(kind, range(4)))
+    if kind != "Factored":  # torch loads state in the parameter's dtype, which its step refuses
+        close(by_torch(kind, range(2, 4), found[0]), by_torch(kind, range(2, 4), wanted))
+
+
+@pytest.mark.parametrize("by", ["folder", "state_dict"])
+@pytest.mark.parametrize("kind", ["Lion", "Factored"])
+def test_load_replaces_the_state_of_later_steps(kind, by, tmp_path):
+    """A parameter that had no state when it was saved has none after it is loaded."""
+    saved = train(kind, "zero 1", 2, range(1), save=tmp_path)[0]
+    assert len(saved[1]["state"]) < len(by_torch(kind, range(2))[1]["state"])
+
+    def main():
+        model = net()
+        booster = fs.Booster(fs.ZeroPlugin(stage=1))
+        model, opt, *_ = booster.boost(model, KINDS[kind](groups_of(model)))
+        booster.backward(model(x_of(5)).square().mean(), opt)
+        opt.step(), opt.zero_grad()
+        if by == "folder":
+            booster.load(tmp_path, model, opt)
+        else:
+            model.load_state_dict(saved[0])
+            opt.load_state_dict(saved[1])
+        return copy.deepcopy((model.state_dict(), opt.state_dict()))
+
+    for one in fs.run(main, mesh=fs.make_mesh({"data": 2})):
+        equal(one, saved)
+
+
+@pytest.mark.parametrize("kind", ["Lion", "Factored"])
+def test_loss_scale_is_saved_beside_the_state(kind, tmp_path):
+    saved = train(kind, "fsdp", 2, range(3), save=tmp_path, precision="fp16")[0]
+    wanted = train(kind, "fsdp", 2, range(5), precision="fp16")[0]
+    assert saved[1]["loss_scale"]["finite"] == 3
+    for load in (tmp_path, saved):
+        equal(train(kind, "fsdp", 2, range(3, 5), load, precision="fp16")[0], wanted)
+        equal(train(kind, "zero 1", 4, [], load, precision="fp16")[3], saved)
+
+
+# -- other layouts ----------------------------------------------------------------------------------------------------
+
+
+def tied():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    model[4].weight = model[0].weight  # of the first and the last stage
+    return model
+
+
+def x_of_stages(step):
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def in_stages(kind, zero_stage, steps, load=None, save=None, tensor=1):
+    plugin = fs.HybridParallelPlugin(
+        pipeline=2, microbatches=2, zero_stage=zero_stage, tensor=tensor, sample=x_of_stages(0)[:2]
+    )
+
+    def main():
+        model = tied()
+        booster = fs.Booster(plugin)
+        model, opt, *_ = booster.boost(model, KINDS[kind](model.parameters(), lr=0.05))
+        if load is not None:
+            booster.load(load, model, opt)
+        for step in steps:
+            booster.execute_pipeline(iter([x_of_stages(step)]), model, lambda y, _: y.square().mean(), opt)
+            opt.step(), opt.zero_grad()
+        if save is not None:
+            booster.save(save, model, opt)
+        return copy.deepcopy((model.state_dict(), opt.state_dict()))
+
+    return fs.run(main, mesh=fs.make_mesh({"pipe": 2, "data": 2 // tensor, "model": tensor}))
+
+
+@pytest.mark.parametrize("kind", ["Lion", "Factored", "MyAdagrad"])
+def test_stages_with_tied_weights_continue_as_torch_does(kind, tmp_path):
+    """In stages with ZeRO 1, then with tensor parallelism and ZeRO 0, then with ZeRO 3."""
+    model = tied()
+    opt = KINDS[kind](model.parameters(), lr=0.05)
+    for step in range(6):
+        model(x_of_stages(step)).square().mean().backward()
+        opt.step(), opt.zero_grad()
+    in_stages(kind, 1, range(2), save=tmp_path / "1")
+    in_stages(kind, 0, range(2, 4), tmp_path / "1", tmp_path / "2", tensor=2)
+    for one in in_stages(kind, 3, range(4, 6), tmp_path / "2"):
+        close(one, (model.state_dict(), opt.state_dict()))
+
+
+def test_functional_state_is_saved(tmp_path):
+    def main(plugin, steps, load=None, save=None):
+        module = net()
+        booster = fs.Booster(plugin(**EXACT))
+        state = booster.init(module, Factored(groups_of(module)), lambda y, _: y.square().mean())
+        state = state if load is None else fs.restore(load, state)
+        for step in steps:
+            state, _ = booster.step(state, (x_of(step), x_of(step)))
+        if save is not None:
+            fs.save(save, state)
+        return fs.unshard(state.params)
+
+    (wanted,) = fs.run(main, fs.DDPPlugin, range(4), mesh=fs.make_mesh({"data": 1}))
+    fs.run(main, fs.FSDPPlugin, range(2), None, tmp_path, mesh=fs.make_mesh({"data": 2}))
+    for found in fs.run(main, PLUGINS["zero 1"], range(2, 4), tmp_path, mesh=fs.make_mesh({"data": 4})):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def of_processes(folder):
+    for kind in ("Lion", "Factored"):
+        load, save = folder / kind / "1", folder / kind / "2"
+        train_here(kind, PLUGINS["zero 1"], 2, range(2, 4), load, save, **EXACT)
+
+
+def test_processes_continue_what_virtual_devices_saved(tmp_path):
+    for kind in ("Lion", "Factored"):
+        train(kind, "fsdp", 4, range(2), save=tmp_path / kind / "1", **EXACT)
+    fs.launch(of_processes, tmp_path, processes=2)
+    for kind in ("Lion", "Factored"):
+        (wanted,) = train(kind, "ddp", 1, range(6), **EXACT)
+        for one in train(kind, "zero 2", 4, range(4, 6), tmp_path / kind / "2", **EXACT):
+            equal(one, wanted)
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+class Hoarder(Lars):
+    """Has state that is no tensor or number, and some that is of no parameter."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state["history"] = [1.0]
+        self.state["global"] = {"steps": 1}
+
+
+class Averager(Lion):
+    """Claims to be elementwise, and has a mean and rows of its shards."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p, state in self.state.items():
+            state |= {"mean": float(p.mean()), "row": torch.zeros(3, 7)}
+
+
+def test_state_that_cannot_be_saved_raises(tmp_path, monkeypatch):
+    for kind in (Hoarder, Averager):
+        monkeypatch.setitem(KINDS, kind.__name__, kind)
+    with pytest.raises(OptimizerError, match="Hoarder: this state cannot be saved: ") as error:
+        train("Hoarder", "zero 1", 2, range(2), save=tmp_path)
+    assert "'global' of no parameter must be that of a parameter" in str(error.value)
+    for name in ("first.weight", "third.bias"):  # of different owners
+        assert f"'history' of {name} must be a tensor, a number, a string or None; got a list" in str(error.value)
+    with pytest.raises(OptimizerError, match=r"'mean' of first.weight must be equal on all devices; got .*\d and .*\d"):
+        train("Averager", "zero 1", 2, range(1), save=tmp_path)
+    with pytest.raises(OptimizerError, match=r"'row' of \S+ must have the shape of the shard, \(8,\), or of a number"):
+        train("Averager", "fsdp", 2, range(1))
+
+
+def test_state_of_another_shape_raises(tmp_path):
+    """A shard of another class's rows and columns is none."""
+    saved = train("Factored", "ddp", 1, range(2), save=tmp_path)[0]
+    with pytest.raises(CheckpointError, match=r"optimizer.state.row.first.weight must have shape \(5, 3\); got \(5,\)"):
+        train("Lion", "zero 1", 2, [], tmp_path)
+    with pytest.raises(OptimizerError, match=r"row of first.weight must have shape \(5, 3\); got \(5,\); column of"):
+        train("Lion", "zero 1", 2, [], saved)
+    saved[1]["state"][50] = {"row": torch.ones(2)}
+    with pytest.raises(OptimizerError, match="parameter 50 is unknown"):
+        train("Factored", "zero 1", 2, [], saved)
+
+
+def test_state_of_unknown_parameters_raises(tmp_path):
+    train("Lion", "ddp", 1, range(1), save=tmp_path)
+
+    def main():
+        module = nn.Linear(3, 5).double()
+        _, opt, *_ = fs.Booster().boost(module, Lion(module.parameters()))
+        fs.restore(tmp_path, opt, only="optimizer")
+
+    with pytest.raises(CheckpointError, match=r"unexpected in the checkpoint: state.damping.first.bias, state.damping"):
+        fs.run(main, mesh=fs.make_mesh({"data": 1}))
