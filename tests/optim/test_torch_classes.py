@@ -56,6 +56,19 @@ def test_every_torch_class_is_listed_or_refused(cls):
             check_elementwise(optim.from_torch(cls)._replace(elementwise=True), {"w": torch.ones(6, 5)})
 
 
+@pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD], ids=lambda cls: cls.__name__)
+def test_numbers_of_state_are_equal_on_devices_with_an_empty_shard(cls):
+    mesh = fs.make_mesh({"data": 4})
+    opt = fs.partition_optimizer(optim.from_torch(cls, lr=0.1), mesh=mesh, axis="data", stage=1)
+    params = fs.shard_params({"w": torch.ones(3)}, P(), mesh=mesh)
+    step = fs.train_step(lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"))
+    state = opt.init(params)
+    for _ in range(2):
+        params, state, _ = step(params, state, torch.ones(4, 3))
+    numbers = [x["w"] for x in state.values() if isinstance(x, dict) and isinstance(x["w"], fs.Sharded) and not x["w"].shape]
+    assert numbers and all(len({float(shard) for shard in x.shards}) == 1 for x in numbers)
+
+
 MODES = ({"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": True}, {"maximize": True})
 
 

@@ -77,8 +77,9 @@ class ShardLists:
         return ShardLists(leaves, params, grads, steps, {name: taken(column) for name, column in self.state.items()})
 
     def nonempty(self) -> ShardLists:
-        """Return the shards that have elements: empty ones are stored by other devices, such as those of other stages."""
-        some = [i for i, param in enumerate(self.params) if param.numel()]
+        """Return the shards that have elements, or a number of state; others are those of other stages' devices."""
+        columns = [self.params, *self.state.values()]
+        some = [i for i in range(len(self.params)) if any(x[i] is not None and x[i].numel() for x in columns)]
         return self if len(some) == len(self.params) else self.only(some)
 
     def real(self) -> ShardLists:
