@@ -16,7 +16,7 @@ import torch
 from fshard.checkpoint.files import disk
 from fshard.checkpoint.index import INDEX, read_index
 from fshard.checkpoint.restore import restore
-from fshard.checkpoint.save import next_token, run_token, snapshot, write
+from fshard.checkpoint.save import meet, next_token, run_token, snapshot, write
 from fshard.checkpoint.source import what_is_there
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import PyTree
@@ -123,6 +123,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until what was saved last is on the disk; raise its errors."""
         if self._thread is not None:
+            meet()  # so that all devices have begun to write
             self._thread.join()
             self._thread = None
         if self._error is not None:

@@ -235,14 +235,19 @@ def write(folder: Path, taken: TreeSnapshot, token: str, timeout: float) -> None
                 if not (folder / f"{name}.json").exists():
                     disk.unlink(folder / f"{name}.safetensors")
             (folder / f"{token}-{min(taken.shares)}.failed").write_text(str(error))
-    scope = here()
-    if scope is not None and scope.mesh.runtime == "virtual":  # the other devices run only if this one waits
-        pmax(torch.zeros(1), tuple(scope.axes))
+    meet()
     if failed is not None:
         raise failed
     attempt(
         lambda: _commit(folder, taken.index, text, token, min(taken.shares), timeout), f"{folder} cannot be committed"
     )
+
+
+def meet() -> None:
+    """Wait for the other devices of a virtual mesh, which run only if this one waits."""
+    scope = here()
+    if scope is not None and scope.mesh.runtime == "virtual":
+        pmax(torch.zeros(1), tuple(scope.axes))
 
 
 def _write_share(folder: Path, index: Index, device: int, parts: Sequence[WrittenRange], token: str, text: str) -> None:

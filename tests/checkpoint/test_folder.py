@@ -274,6 +274,21 @@ def late(path):
     return str(error.value)
 
 
+def test_virtual_devices_save_in_the_background(tmp_path):
+    mesh = fs.make_mesh({"data": 4})
+
+    def loop():
+        x = fs.device_put(torch.arange(8.0), fs.Layout(mesh, P("data")))
+        folder = fs.Checkpoints(tmp_path, timeout=20)
+        for step in range(3):
+            folder.save(step, {"x": x * step}, wait=False)
+        folder.wait()
+        return folder.steps
+
+    assert fs.run(loop, mesh=mesh) == [[0, 1, 2]] * 4
+    assert torch.equal(fs.restore(tmp_path / "2")["x"], 2 * torch.arange(8.0))
+
+
 def test_a_late_writer_does_not_commit_what_others_have_given_up(tmp_path):
     first, second = run_processes(late, 2, tmp_path / "x")
     assert "after 0.5 s there is no manifest of devices 1" in first and "another device failed: after 0.5 s" in second
