@@ -1,11 +1,12 @@
-"""Train a Llama of transformers on a mesh of three axes: data, tokens and layers, with ZeRO-3.
+"""Train a Llama of transformers on a mesh of four axes: stages, data, tokens and layers, with ZeRO-3.
 
-    python examples/tensor_llama.py                                      eight virtual devices: 2 x 2 x 2
+    python examples/tensor_llama.py                                      eight virtual devices: 1 x 2 x 2 x 2
+    python examples/tensor_llama.py --pipeline 2                         two stages of its blocks: 2 x 1 x 2 x 2
     python examples/tensor_llama.py --seq 4 --model 1                    tokens over four, each layer on one
-    fshard run --processes 4 examples/tensor_llama.py                    four processes: 1 x 2 x 2
-    torchrun --nproc-per-node 2 examples/tensor_llama.py --model 1       two processes: 1 x 2 x 1
+    fshard run --processes 4 examples/tensor_llama.py                    four processes: 1 x 1 x 2 x 2
+    torchrun --nproc-per-node 2 examples/tensor_llama.py --model 1       two processes: 1 x 1 x 2 x 1
 
-The model is unchanged. A plan shards its layers over `model` and its tokens over `seq`, in zigzag order; `fsdp` shards
+The model is unchanged. A plan shards its layers over `model` and its tokens over `seq`, in zigzag order; ZeRO shards
 over `data` what is left. It learns to count on: 3 5 7 9 ... in steps of any size, around a clock. Nothing is downloaded.
 """
 
@@ -16,7 +17,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fshard as fs
-from fshard import P
 
 HOURS, LENGTH = 24, 32
 
@@ -24,52 +24,47 @@ HOURS, LENGTH = 24, 32
 def llama():
     torch.manual_seed(0)  # all processes draw the same numbers
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
     return LlamaForCausalLM(LlamaConfig(vocab_size=HOURS, pad_token_id=0, initializer_range=0.1, **sizes, **heads))
 
 
 def batch_of(number, size):
-    """Draw ways to count: hours, and for each the one that follows. Every process draws the same global batch."""
+    """Draw ways to count. Every process draws the same global batch."""
     draw = torch.Generator().manual_seed(number)
     start, step = torch.randint(HOURS, (2, size, 1), generator=draw)
-    hours = (start + step * torch.arange(LENGTH + 1)) % HOURS
-    return {"ids": hours[:, :-1], "labels": hours[:, 1:]}  # (size, length) each
+    hours = (start + step * torch.arange(LENGTH)) % HOURS
+    return {"input_ids": hours, "labels": hours}  # the model's loss compares with the hour that follows
 
 
 def main():
     args = options()
     devices = fs.mesh.process_count(default=args.devices)
-    mesh = fs.make_mesh({"data": devices // (args.seq * args.model), "seq": args.seq, "model": args.model})
+    data = devices // (args.pipeline * args.seq * args.model)
+    mesh = fs.make_mesh({"pipe": args.pipeline, "data": data, "seq": args.seq, "model": args.model})
     is_first = fs.mesh.process_index() == 0
     show = print if is_first else lambda *_: None
 
-    model = llama()
-    sample = {"input_ids": batch_of(0, 2)["ids"]}
-    plan = fs.tensor_parallel(model, axis="model", sequence="seq", sequence_mode="zigzag", sample=sample)
-    show(f"{mesh}\n\n{plan}\n")
-
-    apply, params, buffers = fs.functionalize(model, plan=plan)
-
-    def loss_fn(params, batch):
-        output, _ = apply(params, buffers, input_ids=batch["ids"])
-        return plan.cross_entropy(output.logits, batch["labels"])  # logits stay sharded: tokens, words
-
-    params = fs.shard_params(params, fs.fsdp("data", within=plan.rules), mesh=mesh)
+    shared = {"tensor": args.model, "sequence": args.seq, "sequence_mode": "zigzag"}
+    stages = {"pipeline": args.pipeline, "blocks": "model.layers", "microbatches": 2}
+    plugin = fs.HybridParallelPlugin(mesh=mesh, sample=batch_of(0, 2), zero_stage=3, **shared, **stages)
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-2))
-    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3)
-    state = opt.init(params)
-    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), local=plan.axes)
-    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight"):
+    booster = fs.Booster(plugin)
+    state = booster.init(llama(), opt)  # the loss is the model's own
+
+    show(f"{mesh}\n")
+    trees = state.params if args.pipeline > 1 else [state.params]
+    params = {name: x for tree in trees for name, x in tree.items()}
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
         show(f"{name:38} {fs.typeof(params[name])}")
 
     show()
     for number in range(1, args.steps + 1):
-        params, state, metrics = step(params, state, batch_of(number, args.batch))
+        state, metrics = booster.step(state, batch_of(number, args.batch))
         if number in (1, args.steps) or number % 10 == 0:
             show(f"step {number:3}   loss {metrics['loss'].item():.4f}")
 
     with fs.ledger() as comm:
-        step(params, state, batch_of(0, args.batch))
+        booster.step(state, batch_of(0, args.batch))
     sent = Counter()
     for (kind, axes), (_, count) in comm.by_collective().items():
         sent["+".join(sorted(axes)), kind] += int(count)
@@ -81,6 +76,7 @@ def main():
 def options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=8, help="virtual ones; processes are as many as were started")
+    parser.add_argument("--pipeline", type=int, default=1, help="stages of blocks")
     parser.add_argument("--seq", type=int, default=2, help="devices that share the tokens")
     parser.add_argument("--model", type=int, default=2, help="devices that share each layer")
     parser.add_argument("--steps", type=int, default=30)

@@ -112,7 +112,14 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    row = TABLE.get(name)
+    row, given = TABLE.get(name), arrays_in(args, kwargs)
+    mesh = next(x.mesh for x in given if isinstance(x, Sharded))
+    if (
+        state.plan is not None
+        and mesh.device_type != "meta"
+        and any(isinstance(x, Tensor) and x.is_meta for x in given)
+    ):
+        return func(*map_arrays(_as_meta, args), **map_arrays(_as_meta, kwargs))  # of a stage, before its blocks
     if row is None and name.endswith("_") and name[:-1] in TABLE:
         pure = getattr(Tensor, name[:-1], None) or getattr(torch.nn.functional, name[:-1], None)
         value = operate(pure, args, kwargs) if pure else _first_run(name[:-1], None, args, kwargs)
@@ -220,17 +227,17 @@ def _on_mesh(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     return map_arrays(place, args), map_arrays(place, kwargs)
 
 
+def _as_meta(x: Sharded | Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
 # A call.
 
 
 def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwargs: dict[str, Any]) -> CachedCall:
     """Apply the rule to the global shapes and choose layouts."""
     mesh = arrays[0].mesh
-
-    def as_meta(x: Sharded) -> Tensor:
-        return torch.empty(x.shape, dtype=x.dtype, device="meta")
-
-    given, named = map_arrays(as_meta, args), map_arrays(as_meta, kwargs)
+    given, named = map_arrays(_as_meta, args), map_arrays(_as_meta, kwargs)
     with torch.no_grad():
         made = func(*given, **named)
     results = arrays_in(made if isinstance(made, Tensor) else [*made])

@@ -6,14 +6,11 @@ shards    stages     batch, ZeRO     tokens       layers, by a plan: see `tensor
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, cast, get_args
 
-import torch
 from torch import Tensor, nn
 
 from fshard.booster.plugins import Plugin
@@ -85,8 +82,8 @@ class HybridParallelPlugin(Plugin):
         microbatches: number of microbatches of each device's part of a batch.
         schedule: a name of `pipeline_schedule`.
         chunks: number of stages per device; None: one, or two where the schedule needs them.
-        balance, sample, blocks: how the model is split into stages: see `split_stages`. With tensor or sequence the layers
-            are planned on the sample too, and the plan is checked: see `tensor_parallel`.
+        balance, sample, blocks: how the model is split into stages: see `split_stages`. With tensor or sequence the model
+            is planned on the sample before, and the plan is checked: see `tensor_parallel`.
         recompute: which activations are recomputed: see `stage_functions`.
         pipeline_axis: the axis of the stages.
     """
@@ -143,11 +140,6 @@ class HybridParallelPlugin(Plugin):
             )
         if not wrong and self.inner_axes():
             wrong += ["sync_batchnorm=True must have tensor=1 and sequence=1"] * self.sync_batchnorm
-            if self.pipeline != 1 and self.blocks is not None:
-                wrong.append(
-                    f"pipeline={self.pipeline} with tensor={self.tensor} and sequence={self.sequence} must have an "
-                    f"nn.Sequential, without blocks=; got blocks={self.blocks!r}"
-                )
         return wrong
 
     def zero(self) -> Stage:
@@ -204,10 +196,10 @@ class HybridParallelPlugin(Plugin):
             return {**super().own_options(), **local}
         return {"schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute, **local}
 
-    def plans_of(self, stages: Sequence[nn.Module]) -> Sequence[Plan | None]:
-        """Return the plan of each stage, which runs on the result of the one before."""
+    def plans_of(self, model: nn.Module, stages: Sequence[nn.Module]) -> Sequence[Plan | None]:
+        """Plan the model, and return for each stage the plan of its parameters."""
         if not (inner := self.inner_axes()):
-            return super().plans_of(stages)
+            return super().plans_of(model, stages)
         if self.sample is None:
             raise ValueError(
                 f"HybridParallelPlugin: tensor={self.tensor} and sequence={self.sequence} must have sample=, the model's "
@@ -216,23 +208,15 @@ class HybridParallelPlugin(Plugin):
         scope, axes, x = here(), MODEL_AXES[self.tensor_mode], self.sample
         sequence = "seq" if self.sequence > 1 else axes[0] if self.sequence_mode == "megatron" else None
         how: Any = {"axis": axes, "mode": self.tensor_mode, "size": inner[axes[-1]], "sequence": sequence}
-        how |= {"sequence_mode": self.sequence_mode if sequence is not None else "gather", "check": False}
-        if is_meta := any(map(without_memory, stages)):
+        how |= {"sequence_mode": self.sequence_mode if sequence is not None else "gather"}
+        if self.in_stages():
+            x = (x,) if self.blocks is None else tuple(x) if isinstance(x, list) else x
+        if is_meta := bool(without_memory(model)):
             x = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, x)
         is_checked = not is_meta and (scope is None or scope.mesh.runtime == "process" or scope.device == 0)
-        uses, plans = Counter(id(tensor) for stage in stages for tensor in stage.parameters()), list[Plan]()
-        with outside(), keyed_random(self.seed):
-            for stage in stages:
-                model, sample = copy_on_meta(stage) if is_meta else stage, (x,) if self.in_stages() else x
-                plan = tensor_parallel(model, sample=sample, **how)
-                tied = {name for name, tensor in stage.named_parameters() if uses[id(tensor)] > 1}
-                plans.append(replace(plan, layers={name: x for name, x in plan.layers.items() if name not in tied}))
-                if plans[-1].layers and is_checked:  # by one of the devices that share the work
-                    plans[-1].check(sample)
-                if len(stages) > 1:
-                    with torch.no_grad():
-                        x = deepcopy(model).eval()(x)
-        return plans
+        with outside(), keyed_random(self.seed):  # checked by one of the devices that share the work
+            plan = tensor_parallel(copy_on_meta(model) if is_meta else model, sample=x, check=is_checked, **how)
+        return plan.of_stages(stages)
 
     def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
         if not self.in_stages():

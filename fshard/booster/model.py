@@ -17,6 +17,7 @@ from fshard.errors import ModuleError, ScopeError
 from fshard.mesh.layout import Layout, PyTree, map_leaves
 from fshard.mesh.spmd.run import is_outside
 from fshard.optim.torch_instances import OptimizerSource
+from fshard.tensor.joined import concatenated
 from fshard.tensor.plan import Plan
 from fshard.transforms.module.functionalize import module_function, refuse_hooks
 from fshard.transforms.module.lazy import draw, reserved
@@ -34,12 +35,14 @@ def shard_model(
     Lazy layers are built one at a time. A model that runs `in_place` gives up its memory.
     """
     mesh, stages = plugin.default_mesh(), plugin.stages_of(model)
-    plans = plugin.plans_of(stages)
+    plans = plugin.plans_of(model, stages)
     pairs, within = [*zip(stages, plans, strict=True)], [None if plan is None else plan.rules for plan in plans]
     if plugin.in_stages():
         for stage in stages:
             refuse_hooks(stage)
-        run = tuple(s if plan is None else planned(plan, s, in_place=in_place)[0] for s, plan in pairs)
+        run = tuple(
+            s if plan is None else planned(plan, s, is_last=s is stages[-1], in_place=in_place)[0] for s, plan in pairs
+        )
         options = plugin.gradient_options()
         where: Any = {name: options[name] for name in ("mesh", "schedule", "axis")}
         trained = [_split(plan, source.trained(dict(stage.named_parameters()))) for stage, plan in pairs]
@@ -62,13 +65,13 @@ def shard_model(
     return run, params, buffers
 
 
-def planned(plan: Plan, module: nn.Module, **how: Any) -> tuple[Any, PyTree, PyTree]:
-    """Return a module as a function by its plan, its parameters and buffers; its outputs are full tensors."""
+def planned(plan: Plan, module: nn.Module, *, is_last: bool = True, **how: Any) -> tuple[Any, PyTree, PyTree]:
+    """Return a module as a function by its plan, its parameters and buffers; the outputs of the last are full tensors."""
     apply, params, buffers = plan.functionalize(module, **how)
 
     def run(params: PyTree, buffers: PyTree, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         output, after = apply(params, buffers, *args, **kwargs)
-        return map_leaves(plan.full, output), after
+        return map_leaves(plan.full if is_last else concatenated, output), after
 
     return run, params, buffers
 

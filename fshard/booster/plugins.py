@@ -111,7 +111,7 @@ class Plugin:
         """Return the axes along which ZeRO shards."""
         return self.axes(mesh)
 
-    def plans_of(self, stages: Sequence[nn.Module]) -> Sequence[Plan | None]:
+    def plans_of(self, model: nn.Module, stages: Sequence[nn.Module]) -> Sequence[Plan | None]:
         """Return the plan of layers of each stage that are sharded."""
         return [None] * len(stages)
 

@@ -64,8 +64,12 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _of_result(name, first, func, args[1:], kwargs)
         if found is not None:
             return found
-    args = tuple(x.full() if isinstance(x, Joined) else x for x in args)
-    return func(*args, **{key: x.full() if isinstance(x, Joined) else x for key, x in kwargs.items()})
+    return func(*map(concatenated, args), **{key: concatenated(x) for key, x in kwargs.items()})
+
+
+def concatenated(x: Any) -> Any:
+    """Return the array that parts are; anything else unchanged."""
+    return x.full() if isinstance(x, Joined) else x
 
 
 def _of_result(name: str, x: Joined, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,14 +7,14 @@ words    a table of words, and the layer that scores them: rows by words
 
 from __future__ import annotations
 
-from collections import namedtuple
-from collections.abc import Mapping
+from collections import Counter, namedtuple
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import pairwise
 from math import gcd, prod
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,17 @@ class LayerPlans:
         """Return the lengths of the parts of a parameter, and their dim."""
         layer = self.layers.get(self.biases.get(name, name))
         return ((), 0) if layer is None else (layer.parts, 0 if name in self.biases else layer.out)
+
+    def of_stages(self, stages: Sequence[nn.Module]) -> list[Self]:
+        """Return the plan of each stage of the model, by its own names. A fused weight of several stages is one part."""
+        first = {id(x): name for name, x in self.model.named_parameters()}
+        first = {name: first[id(x)] for name, x in self.model.named_parameters(remove_duplicate=False)}
+        shapes = [{name: tuple(x.shape) for name, x in stage.named_parameters()} for stage in stages]
+        uses = Counter(first[name] for own in shapes for name in own)
+        found = {name: x._replace(parts=()) if uses[name] > 1 else x for name, x in self.layers.items()}
+        layers = {name: found[own] for name, own in first.items() if own in found}
+        biases = {name: self.biases[own] for name, own in first.items() if own in self.biases}
+        return [replace(self, layers=layers, biases=biases, shapes=own) for own in shapes]
 
     def split(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return parameters by name, of fused weights a tuple of their parts, which are leaves: `parts_class`."""

@@ -22,6 +22,7 @@ from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
 from fshard.tensor.follow import follow
+from fshard.tensor.joined import concatenated
 from fshard.tensor.layer_plans import LayerPlans, SequenceMode, decide, override
 from fshard.tensor.modes import abstract_mode
 from fshard.tensor.run import PlannedModule, running, sharded_inputs
@@ -82,6 +83,7 @@ class Plan(LayerPlans):
 
     def full(self, x: Any) -> Any:
         """Return a result of the model as a tensor, equal on all devices along the axes."""
+        x = concatenated(x)
         return constrain(x, P()).local if isinstance(x, Sharded) else x
 
     def cross_entropy(self, logits: Any, labels: Tensor, **options: Any) -> Tensor:

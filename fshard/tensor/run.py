@@ -169,8 +169,13 @@ DIRECT["scaled_dot_product_attention"] = _attention
 
 
 def sharded_inputs(plan: LayerPlans, given: Any, mesh: Mesh) -> Any:
-    """Return the inputs of a module as arrays: dim 0 over the axes of the mode's tokens, dim 1 over the sequence's."""
-    paths, leaves, structure = flatten_with_paths(given)
+    """Return the inputs of a module as arrays: dim 0 over the axes of the mode's tokens, dim 1 over the sequence's.
+
+    The result of an earlier stage, which has arrays, is unchanged.
+    """
+    paths, leaves, structure = flatten_with_paths(given, sharded_is_leaf=True)
+    if any(isinstance(x, Sharded) for x in leaves):
+        return given
     with collected("inputs of a planned module") as attempt:
         for place, (path, x) in enumerate(zip(paths, leaves, strict=True)):
             if isinstance(x, Tensor):

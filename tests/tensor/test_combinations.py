@@ -113,6 +113,73 @@ def test_reproducible_mode_has_equal_bits_for_one_size_of_model(data, stages):
             assert [key for key, x in expected.items() if not torch.equal(x, found[key])] == []
 
 
+# Stages that a plan does not follow.
+
+
+class Attend(nn.Module):
+    def forward(self, qkv):
+        q, k, v = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in qkv.chunk(3, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def layers_of_pairs():
+    """Return a model whose fused weight, and that of an MLP, are each the last one of a stage."""
+    torch.manual_seed(0)
+    heads = nn.LayerNorm(8), nn.Linear(8, 24), Attend(), nn.Linear(8, 8)
+    return nn.Sequential(
+        Words(),
+        *heads,
+        nn.LayerNorm(8),
+        nn.Linear(8, 16),
+        nn.GELU(),
+        nn.Linear(16, 8),
+        nn.LayerNorm(8),
+        nn.Linear(8, 11),
+    ).double()
+
+
+def shared_layers():
+    """Return a model with one layer, of a fused weight, in two stages."""
+    torch.manual_seed(0)
+    layer = Layer()
+    return nn.Sequential(Words(), layer, nn.GELU(), layer, nn.Linear(8, 11)).double()
+
+
+@pytest.mark.parametrize(
+    ("make", "balance"), [(layers_of_pairs, [3, 8]), (layers_of_pairs, [7, 4]), (shared_layers, [3, 2])]
+)
+def test_layers_of_a_pair_and_shared_ones_in_two_stages(make, balance):
+    assert_learnt(planned(STAGES, make, balance=balance, zero_stage=1), by_torch_alone(make))
+
+
+class Blocks(nn.Module):
+    """The small model with a forward of its own; with `skips` its head needs a value from before the blocks."""
+
+    def __init__(self, skips):
+        super().__init__()
+        self.skips, (self.first, *layers, self.head) = skips, gpt()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, ids):
+        x = before = self.first(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + before if self.skips else x)
+
+
+@pytest.mark.parametrize("zero_stage", ZERO)
+def test_blocks_of_a_module_equal_one_device(zero_stage):
+    """The second stage has the table of words, and runs the code before its blocks without values."""
+    make = lambda: Blocks(skips=False)  # noqa: E731
+    found = planned(STAGES, make, blocks="layers", zero_stage=zero_stage)
+    assert_learnt(found, by_torch_alone(make))
+
+
+def test_value_from_before_the_blocks_raises():
+    with pytest.raises(ValueError, match="must be given values; got float64.* A value that a later stage uses must be"):
+        planned(STAGES, lambda: Blocks(skips=True), blocks="layers")
+
+
 # Precision.
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import _pop_mode_temporarily  # pyright: ignore[reportPrivateUsage]
 
 from fshard.mesh.layout import PyTree, flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout.sharded import Sharded
 from fshard.pipeline.split.valueless import (
     Described,
     MissingValueError,
@@ -30,6 +31,7 @@ from fshard.pipeline.split.valueless import (
 
 PLAIN = (
     Tensor,
+    Sharded,
     Described,
     str,
     bytes,
@@ -69,11 +71,11 @@ class StageMessage(NamedTuple):
 
 def without_floats(inputs: Arguments) -> Arguments:
     """Return the part of a microbatch that later stages receive: floating tensors are described."""
-    return map_leaves(lambda x: x if not isinstance(x, Tensor) or _is_integer(x) else Described.of(x), inputs)
+    return map_leaves(lambda x: Described.of(x) if _is_floating(x) else x, inputs)
 
 
-def _is_integer(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex())
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor | Sharded) and (x.dtype.is_floating_point or x.dtype.is_complex)
 
 
 def device_of(tree: PyTree) -> torch.device:
@@ -141,9 +143,9 @@ class StageRun:
     def _first_arguments(self, given: Arguments) -> Arguments:
         """Return the received arguments, and remember which meta tensors they replace."""
         own = _by_path(given)
-        paths, received, structure = flatten_with_paths(self._received, none_is_leaf=True)
+        paths, received, structure = flatten_with_paths(self._received, sharded_is_leaf=True, none_is_leaf=True)
         pairs = [(own.get(path), x) for path, x in zip(paths, received, strict=True)]
-        self._values = {id(meta): (meta, x) for meta, x in pairs if is_valueless(meta) and isinstance(x, Tensor)}
+        self._values = {id(meta): (meta, x) for meta, x in pairs if is_valueless(meta) and not isinstance(x, Described)}
         return unflatten(structure, [meta if isinstance(x, Described) else x for meta, x in pairs])
 
     def _with_values(self, given: Arguments) -> Arguments:
@@ -176,7 +178,7 @@ _active: ContextVar[StageRun | None] = ContextVar("active", default=None)
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
-    paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
+    paths, leaves, _ = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
     return dict(zip(paths, leaves, strict=True))
 
 
@@ -248,7 +250,7 @@ class AbsentBlock(nn.Module):
 
     def _result(self, given: Arguments) -> Any:
         """Return meta tensors as results; its inputs are passed through."""
-        leaves, structure = flatten(given, none_is_leaf=True)
+        leaves, structure = flatten(given, sharded_is_leaf=True, none_is_leaf=True)
         described = [*map(Described.of, leaves)]
         key = None
         if all(isinstance(x, PLAIN) for x in described):

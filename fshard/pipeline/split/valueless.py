@@ -5,7 +5,7 @@
     after                                                                   blocks[2] ──> norm ──> ...
 
 Weights of other stages are meta tensors, and so are all results that depend on them. Integer tensors are computed as
-usual. Once values have arrived, an operation on a meta tensor and another one raises.
+usual. Once values have arrived, an operation on a meta tensor and another one raises. Arrays are tensors with values.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.mesh.layout.sharded import Sharded
 
 _tensor: Any = Tensor
 _DEVICE = _tensor.device.__get__
@@ -34,16 +35,16 @@ class Described:
 
     @staticmethod
     def of(x: Any) -> Any:
-        """Describe a tensor; return anything else."""
-        return Described(x.shape, x.dtype) if isinstance(x, Tensor) else x
+        """Describe a tensor or an array; return anything else."""
+        return Described(torch.Size(x.shape), x.dtype) if isinstance(x, Tensor | Sharded) else x
 
     def __repr__(self) -> str:
         return f"{str(self.dtype)[6:]}{[*self.shape]}"
 
 
 def as_meta(x: Any) -> Any:
-    """Return a meta tensor like a tensor or its description; return anything else."""
-    if isinstance(x, Tensor | Described):
+    """Return a meta tensor like a tensor, an array or a description; return anything else."""
+    if isinstance(x, Tensor | Sharded | Described):
         return x if is_valueless(x) else torch.empty(x.shape, dtype=x.dtype, device=_META)
     return x
 
@@ -54,8 +55,8 @@ def is_valueless(x: object) -> bool:
 
 
 def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> Any:
-    """Apply a function to every leaf of a tree, None included."""
-    leaves, structure = flatten(tree, none_is_leaf=True)
+    """Apply a function to every leaf of a tree, None included; an array is one."""
+    leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
     return unflatten(structure, [*map(f, leaves)])
 
 
@@ -94,7 +95,7 @@ class ValuelessMode(TorchFunctionMode):
 
 
 def _as_meta_argument(x: Any) -> Any:
-    return _META if isinstance(x, torch.device) else as_meta(x) if isinstance(x, Tensor) else x
+    return _META if isinstance(x, torch.device) else as_meta(x) if isinstance(x, Tensor | Sharded) else x
 
 
 class MissingValueError(ValueError):
