@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -38,6 +38,7 @@ def uncompiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
         finally:
             _set_compiler(before)
 
-    _frames.set_code_exec_strategy(run.__code__, _SKIP)
-    cast("Any", run)._torchdynamo_disable = True  # Dynamo breaks the graph before it
-    return run
+    made: Any = run
+    _frames.set_code_exec_strategy(made.__code__, _SKIP)
+    made._torchdynamo_disable = True  # Dynamo breaks the graph before it
+    return made

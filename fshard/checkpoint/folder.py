@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from fshard.checkpoint.files import disk
 from fshard.checkpoint.index import INDEX, read_index
 from fshard.checkpoint.restore import restore
-from fshard.checkpoint.save import meet, next_token, run_token, snapshot, write
+from fshard.checkpoint.save import OWN_FILE, meet, next_token, run_token, snapshot, write
 from fshard.checkpoint.source import what_is_there
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import PyTree
@@ -27,7 +28,7 @@ class Checkpoints:
     """A folder with a checkpoint for each saved step. All processes make one, and call it alike.
 
     On SIGTERM the next `save` is made, whatever `every` is, and ends the process: a job that is preempted loses no step.
-    With several processes it is the one after, which all make.
+    With several processes it is the one after, which all make. A second SIGTERM, or one after `wait()`, ends it at once.
 
     A run that continues from an earlier step keeps the later checkpoints of the run before.
 
@@ -35,7 +36,8 @@ class Checkpoints:
         path: the folder, which is made.
         keep: number of the last checkpoints to keep.
         keep_every: steps that this divides are kept too.
-        best: a metric; the checkpoint where it is smallest is kept too. "-accuracy": where it is largest.
+        best: a metric, "aux.loss" in a tree of them; the checkpoint where it is smallest is kept too. "-accuracy": where
+            it is largest.
         every: `save` saves at steps that this divides.
         timeout: seconds to wait for other processes.
 
@@ -62,20 +64,26 @@ class Checkpoints:
         wrong = [text for name, value in counts.items() for text in integer(name, value)]
         if wrong:
             raise ValueError(f"Checkpoints: {'; '.join(wrong)}.")
-        self.path, self.keep, self.keep_every, self.best, self.every = Path(path), keep, keep_every, best, every
+        self.path, self.keep, self.keep_every, self.best, self.every = (
+            Path(path).absolute(),
+            keep,
+            keep_every,
+            best,
+            every,
+        )
         self._timeout = timeout
         self._thread: threading.Thread | None = None
         self._rooms: dict[int, torch.Tensor] = {}
         self._error: BaseException | None = None
         self._metrics: dict[int, Mapping[str, float]] = {}
-        self._is_stopping, self._marker = False, None
+        self._is_stopping, self._marker = False, Path()
         self._before: Any = signal.SIG_DFL
 
     @property
     def steps(self) -> list[int]:
         """The steps of all checkpoints, read from the folder."""
         names = os.listdir(self.path) if self.path.is_dir() else []
-        return sorted(int(name) for name in names if name.isdecimal() and (self.path / name / INDEX).is_file())
+        return sorted(int(name) for name in names if _is_step(name) and (self.path / name / INDEX).is_file())
 
     @property
     def latest(self) -> int | None:
@@ -84,7 +92,7 @@ class Checkpoints:
 
     def restore(self, target: PyTree = None, *, step: int | None = None, **options: Any) -> Any:
         """Return the checkpoint of a step, by default the last: see `fs.restore` for the target and the options."""
-        self.wait()
+        self._join()
         step = self.latest if step is None else step
         if step is None:
             raise CheckpointError(f"{self.path} has no checkpoint: {what_is_there(self.path)}.")
@@ -102,9 +110,12 @@ class Checkpoints:
         is_last = self._ends_at(step)
         if step % self.every and not is_last:
             return
-        self.wait()
+        self._join()
         token = next_token()
-        taken = snapshot(tree, metrics)
+        taken = snapshot(self.path / str(step), token, tree, metrics)
+        if metrics and self.best is not None and self.best.removeprefix("-") not in taken.index.metrics:
+            found = ", ".join(taken.index.metrics) or "no numbers"
+            raise ValueError(f"Checkpoints.save: metrics must have {self.best!r}, which is `best`; got {found}.")
         if not wait:
             with torch.no_grad():
                 taken = taken.staged(self._rooms)
@@ -113,7 +124,7 @@ class Checkpoints:
             self._write(*arguments)
         else:
             if self._thread is None:
-                atexit.register(self.wait)  # prints its errors
+                atexit.register(self._join)  # prints its errors
             self._thread = threading.Thread(target=self._in_background, args=arguments, name="fshard checkpoint")
             self._thread.start()
         if is_last:
@@ -121,7 +132,12 @@ class Checkpoints:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def wait(self) -> None:
-        """Wait until what was saved last is on the disk; raise its errors."""
+        """Wait until what was saved last is on the disk; raise its errors. From now on SIGTERM acts as before."""
+        self._join()
+        if signal.getsignal(signal.SIGTERM) == self._stop:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _join(self) -> None:
         if self._thread is not None:
             meet()  # so that all devices have begun to write
             self._thread.join()
@@ -154,7 +170,7 @@ class Checkpoints:
         if self.best is not None:
             kept |= {*self._best(steps)}
         for name in sorted(os.listdir(self.path)):
-            if name.isdecimal() and int(name) not in kept and int(name) < last:
+            if _is_step(name) and int(name) not in kept and int(name) < last and (self.path / name).is_dir():
                 remove(self.path / name)
 
     def _best(self, steps: list[int]) -> list[int]:
@@ -163,20 +179,26 @@ class Checkpoints:
             if step not in self._metrics:
                 self._metrics[step] = read_index(self.path / str(step)).metrics
         found = [(sign * self._metrics[step][name], step) for step in steps if name in self._metrics[step]]
+        found = [one for one in found if not isnan(one[0])]
         return [min(found)[1]] if found else []
 
     # -- the end --------------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Note SIGTERM from now on, in a process of its own."""
-        if self._marker is None and threading.current_thread() is threading.main_thread():
-            self._marker = self.path / f"stop-{run_token()}"
-            self._before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_is_stopping", True))
+        if self._is_stopping or threading.current_thread() is not threading.main_thread():
+            return
+        if (before := signal.getsignal(signal.SIGTERM)) != self._stop:
+            self._marker, self._before = self.path / f"stop-{run_token()}", before or signal.SIG_DFL
+            signal.signal(signal.SIGTERM, self._stop)
+
+    def _stop(self, *_: Any) -> None:
+        """Handle SIGTERM; the next one is handled as before."""
+        self._is_stopping = True
+        signal.signal(signal.SIGTERM, self._before)
 
     def _ends_at(self, step: int) -> bool:
         """Return True if this save is the last one: all processes see the marker that one of them has left a step before."""
-        if self._marker is None:
-            return False
         if not self._marker.name.removeprefix("stop-"):
             return self._is_stopping
         if self._marker.exists():
@@ -189,10 +211,18 @@ class Checkpoints:
         return False
 
 
+def _is_step(name: str) -> bool:
+    return name.isdecimal() and name == str(int(name))
+
+
 def remove(path: Path) -> None:
-    """Remove a checkpoint: its index first, so that it is none from then on."""
-    disk.unlink(path / INDEX)
-    disk.fsync_folder(path)
-    for name in sorted(os.listdir(path)):
+    """Remove a checkpoint: its index first, so that it is none from then on. Other files, and their folder, stay."""
+    names = sorted(os.listdir(path))
+    if INDEX in names:
+        disk.unlink(path / INDEX)
+        disk.fsync_folder(path)
+    own = [name for name in names if OWN_FILE.fullmatch(name)]
+    for name in own:
         disk.unlink(path / name)
-    disk.remove_folder(path)
+    if {*names} <= {INDEX, *own}:
+        disk.remove_folder(path)

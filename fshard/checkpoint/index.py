@@ -1,7 +1,7 @@
 """The index of a checkpoint, and the manifest of each writer: JSON with a digest of itself.
 
-    index.json      version, devices, layouts, arrays (path, shape, dtype, layout), ties, values, metrics; all writers
-    A-3.json        the manifest of device 3: its data file A-3.safetensors, the size, the digests of every 4 MiB
+    index.json      version, devices, layouts, arrays (path, shape, dtype, layout), ties, values; metrics, all writers
+    A-3.json        the manifest of device 3: its data file A-3.safetensors, the size, the digests of every 4 MiB, metrics
 
 `A` is the token of one save, so that no save writes to a file of another. A folder without an index is no checkpoint.
 """
@@ -53,7 +53,7 @@ class Index:
         arrays: in the order of the tree.
         ties: the paths of arrays that are stored under another name, and that name.
         values: the other leaves and their paths.
-        metrics: of the step.
+        metrics: of the step; those of device 0 are stored.
         writers: by device; empty until all have written.
     """
 
@@ -69,7 +69,7 @@ class Index:
         return Division(self.arrays)
 
     def body(self) -> str:
-        """Return the part that all writers know, as text."""
+        """Return the part that all writers must have in common, as text."""
         layouts: dict[Layout, int] = {}
         arrays = [
             [
@@ -89,7 +89,6 @@ class Index:
                 "arrays": arrays,
                 "ties": [[[*path], name] for path, name in self.ties],
                 "values": [[[*path], value] for path, value in self.values],
-                "metrics": self.metrics,
             }
         )
 

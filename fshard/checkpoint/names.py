@@ -18,13 +18,20 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import PyTree, flatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.layout.tree import NAMESPACE
 
+_register: Any = optree.register_pytree_node
+_register(
+    Counter,
+    lambda x: ([*x.values()], [*x], [*x]),
+    lambda keys, x: Counter(dict(zip(keys, x, strict=True))),
+    namespace=NAMESPACE,
+)
 Path = tuple[Any, ...]
 PLAIN = (int, float, str, bool, type(None))
 
@@ -124,24 +131,35 @@ def is_object(x: Any) -> bool:
 
 
 def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Replace objects that have a `sharded_state` by it; return the tree, and a function that gives them such a state again."""
+    """Replace modules by their tensors, and objects that have a `sharded_state` by it.
+
+    Return the tree, and a function that gives the objects such a state again.
+    """
     flatten(tree)  # registers the dataclasses in it
     one: Any = optree
     leaves, structure = one.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    has_one = [is_object(x) and hasattr(x, "sharded_state") for x in leaves]
-    if not any(has_one):
+    states = [_state(x) if is_object(x) else x for x in leaves]
+    if all(x is state for x, state in zip(leaves, states, strict=True)):
         return tree, lambda result: result
 
     def closed(result: PyTree) -> PyTree:
         found = structure.flatten_up_to(result)
-        for place, (x, own) in enumerate(zip(leaves, found, strict=True)):
-            if has_one[place]:
-                x.load_sharded_state(own)
+        for place, (x, state, own) in enumerate(zip(leaves, states, found, strict=True)):
+            if x is not state:
                 found[place] = x
+                if hasattr(x, "sharded_state"):
+                    x.load_sharded_state(own)
         return one.tree_unflatten(structure, found)
 
-    states = [x.sharded_state() if yes else x for x, yes in zip(leaves, has_one, strict=True)]
     return one.tree_unflatten(structure, states), closed
+
+
+def _state(x: Any) -> Any:
+    """Return the tree of arrays that is the state of an object; the object itself if its state is no such tree."""
+    if hasattr(x, "sharded_state"):
+        return x.sharded_state()
+    state = dict(x.state_dict(keep_vars=True)) if isinstance(x, nn.Module) else {}
+    return state if state and all(map(is_array, state.values())) else x
 
 
 def _is_leaf(x: Any) -> bool:
@@ -159,7 +177,9 @@ def flattened(tree: PyTree) -> tuple[list[NamedLeaf], Callable[[Sequence[Any]], 
     leaves = [leaf for leaf in leaves_of(tree) if not (isinstance(leaf.value, dict | list) and not leaf.value)]
     one: Any = optree
     own, structure = one.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    return leaves, lambda values: one.tree_unflatten(structure, map(_as_node, own, values))
+    return leaves, lambda values: one.tree_unflatten(
+        structure, [_as_node(x, value) for x, value in zip(own, values, strict=True)]
+    )
 
 
 def _walk(node: Any, path: Path) -> Iterator[NamedLeaf]:
@@ -174,7 +194,7 @@ def _walk(node: Any, path: Path) -> Iterator[NamedLeaf]:
             yield from _walk(stage, path)
         return
     try:
-        children, _, entries, _ = _one_level(dict(node) if isinstance(node, Counter) else node)
+        children, _, entries, _ = _one_level(node)
     except ValueError:  # not a container
         yield NamedLeaf(path, node)
         return

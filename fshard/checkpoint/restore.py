@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fshard.checkpoint.copying import Span
 from fshard.checkpoint.division import span_of
@@ -103,7 +103,9 @@ class Renamed:
     def __init__(self, source: Source, only: Names = None, rename: Renaming = None) -> None:
         self.source, self.partial = source, source.partial
         under = only if isinstance(only, str) and "*" not in only else None
-        self.patterns = None if under is not None else [only] if isinstance(only, str) else only or source.partial
+        self.patterns = (
+            None if under is not None else [only] if isinstance(only, str) else source.partial if only is None else only
+        )
         self.arrays: dict[str, Stored] = {}
         self.values: dict[str, tuple[TreePath, Any]] = {}
         self._stored: dict[str, str] = {}
@@ -183,10 +185,10 @@ def fill(source: Any, tree: PyTree, *, strict: bool, cast: bool, what: str) -> t
     leaves = _apart(source, leaves)
     below = _below(source, [leaf for leaf in leaves if is_object(leaf.value)])
     wanted = [*leaves, *(one for found in below.values() for one in found)]
-    differences = _compare(source, wanted, below, cast)
+    differences, misshaped = _compare(source, wanted, below, cast)
     if strict and differences:
         raise CheckpointError(f"{what}: {_explained(differences)}")
-    unfit = {*differences.missing, *(text.partition(" ")[0] for text in differences.misshaped)}
+    unfit = {*differences.missing, *misshaped}
     fit, after = [leaf for leaf in wanted if leaf.name not in unfit], list[Callable[[], object]]()
     once = {_key(leaf.value): leaf for leaf in fit if is_array(leaf.value) and leaf.name in source.arrays}
     source.read([one for leaf in once.values() for one in _targets(leaf, after)])
@@ -220,8 +222,7 @@ def _below(source: Any, objects: Sequence[NamedLeaf]) -> dict[str, list[NamedLea
     below: dict[str, list[NamedLeaf]] = {}
     for leaf in objects:
         memory = getattr(leaf.value, "state_memory", None)  # of an object whose own state may be empty
-        options: Any = {"keep_vars": True} if isinstance(leaf.value, nn.Module) else {}
-        state = {} if memory is not None else leaf.value.state_dict(**options)
+        state = {} if memory is not None else leaf.value.state_dict()
         inner = [NamedLeaf((*leaf.path, *one.path), one.value) for one in leaves_of(state)]
         own = {one.name: one.value for one in inner}
         found = below.setdefault(leaf.name, [])
@@ -242,8 +243,8 @@ def _below(source: Any, objects: Sequence[NamedLeaf]) -> dict[str, list[NamedLea
 
 def _compare(
     source: Any, wanted: Sequence[NamedLeaf], below: Mapping[str, Sequence[NamedLeaf]], cast: bool
-) -> Differences:
-    """Return the differences between what is stored and what is wanted."""
+) -> tuple[Differences, set[str]]:
+    """Return the differences between what is stored and what is wanted, and the names of misshaped leaves."""
     names = {leaf.name: leaf.value for leaf in wanted if not is_object(leaf.value)}
     stored = {*source.arrays, *source.values}
     tied = {_key(x) for name, x in names.items() if name in stored and is_array(x)}
@@ -253,8 +254,9 @@ def _compare(
     filled = {source.ties.get(name, name) for name in names}
     filled |= {name for name, (_, value) in source.values.items() if value in (None, {}, [])}  # nothing to restore
     unexpected = [name for name in stored - names.keys() if source.ties.get(name, name) not in filled]
-    misshaped = [text for name, x in names.items() if name in stored and (text := _unfit(source, name, x, cast))]
-    return Differences(tuple(filter(source.is_chosen, missing)), tuple(sorted(unexpected)), tuple(misshaped))
+    texts = {name: text for name, x in names.items() if name in stored and (text := _unfit(source, name, x, cast))}
+    missing = tuple(filter(source.is_chosen, missing))
+    return Differences(missing, tuple(sorted(unexpected)), tuple(texts.values())), {*texts}
 
 
 def _key(x: Any) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ commit       the index aside, fsync, rename, fsync   by whichever device first s
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sys
 import threading
@@ -45,6 +46,8 @@ from fshard.mesh.runtimes.launchers import process_count, process_index
 from fshard.mesh.spmd.run import device_of, is_outside
 from fshard.mesh.spmd.scope import here
 
+OWN_FILE = re.compile(r"[0-9a-f]{11,}-[0-9]+\.(safetensors|json|failed|index)(\.tmp)?")
+"""The names of the files of a save: they begin with its token."""
 PAUSE = 0.002
 """Seconds between two looks at the folder."""
 _STEP = 16 << 20
@@ -72,7 +75,7 @@ class TreeSnapshot:
         for device, ranges in self.shares.items():
             size = sum(one.values.nbytes for one in ranges)
             if device not in rooms or len(rooms[device]) < size:
-                rooms[device] = torch.empty(size, dtype=torch.uint8)
+                rooms[device] = torch.empty(size, dtype=torch.uint8, device="cpu")
             parts = rooms[device][:size].split([one.values.nbytes for one in ranges])
             copies = [part.view(one.values.dtype).copy_(one.values) for part, one in zip(parts, ranges, strict=True)]
             shares[device] = [one._replace(values=own) for one, own in zip(ranges, copies, strict=True)]
@@ -99,7 +102,7 @@ def save(
         path: a folder, which is made.
         tree: arrays in any layouts; plain tensors, which are equal on all processes; values of JSON; objects with
             `state_dict` and `load_state_dict`.
-        metrics: numbers that are saved with it.
+        metrics: a tree, of which the numbers are saved with it; those of device 0 if they differ.
         timeout: seconds to wait for the other processes.
 
     >>> import tempfile, torch, fshard as fs
@@ -112,12 +115,21 @@ def save(
     {'x': tensor([0., 1., 2., 3., 4., 5., 6., 7.]), 'steps': 3}
     """
     token = next_token()
-    write(Path(path), snapshot(tree, metrics), token, timeout)
+    write(Path(path), snapshot(Path(path), token, tree, metrics), token, timeout)
 
 
 @torch.no_grad()
-def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeSnapshot:
-    """Return what is to be written."""
+def snapshot(folder: Path, token: str, tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeSnapshot:
+    """Return what is to be written. If it cannot be, other processes find a mark in the folder."""
+    try:
+        return _snapshot(tree, metrics)
+    except BaseException as error:
+        if run_token():
+            _mark_failed(folder, token, process_index(), error)
+        raise
+
+
+def _snapshot(tree: PyTree, metrics: Mapping[str, Any] | None) -> TreeSnapshot:
     leaves = [leaf for one in leaves_of(opened(tree)[0]) for leaf in _unfolded(one)]
     refuse_repeated(leaves, "save")
     refuse_unstorable(leaves)
@@ -133,10 +145,14 @@ def snapshot(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeSnap
         [_entry(leaf, at, x, world) for leaf, at, x in stored],
         [*ties.values()],
         [(leaf.path, leaf.value) for leaf in values],
-        {name: float(x) for name, x in (metrics or {}).items()},
+        {one.name: float(one.value) for one in leaves_of(dict(metrics or {})) if _is_number(one.value)},
     )
     tensors = [x for _, _, x in stored]
     return TreeSnapshot(index, {device: [*_share(index, tensors, device)] for device in world.own})
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) or (isinstance(x, Tensor) and x.ndim == 0 and not x.is_complex())
 
 
 def _unfolded(leaf: NamedLeaf) -> Iterable[NamedLeaf]:
@@ -182,7 +198,7 @@ def _share(index: Index, tensors: Sequence[Any], device: int) -> Iterator[Writte
         start, stop = column.starts[number], column.stops[number]
         if start == stop:
             continue
-        shard, first = _shard(tensors[number], device).detach(), column.firsts[number]
+        shard, first = _shard(tensors[number], device).detach().resolve_conj().resolve_neg(), column.firsts[number]
         shape = tuple(shard.shape) if stop - start == shard.numel() else (stop - start,)
         yield WrittenRange(number, shape, shard.reshape(-1)[start - first : stop - first])
 
@@ -211,7 +227,7 @@ def next_token() -> str:
     scope = here()
     if scope is not None and scope.mesh.runtime == "virtual":
         number = torch.tensor([int(secrets.token_hex(7), 16)])
-        return f"{int(broadcast(number, tuple(scope.axes))):x}"
+        return f"{int(broadcast(number, tuple(scope.axes))):014x}"
     run = run_token()
     return f"{run}{next(_counts.setdefault(run, count())):x}" if run else secrets.token_hex(7)
 
@@ -221,6 +237,7 @@ def write(folder: Path, taken: TreeSnapshot, token: str, timeout: float) -> None
     text, failed = taken.index.body(), None
     try:
         attempt(lambda: make_folder(folder), f"{folder} cannot be made")
+        _refuse_foreign(folder / INDEX)
         for device, parts in taken.shares.items():
             what = f"{folder}: device {device} cannot write"
             attempt(
@@ -230,11 +247,10 @@ def write(folder: Path, taken: TreeSnapshot, token: str, timeout: float) -> None
     except BaseException as error:
         failed = error
         with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
             for name in [f"{token}-{device}" for device in taken.shares]:  # a full disk needs the room
                 if not (folder / f"{name}.json").exists():
                     disk.unlink(folder / f"{name}.safetensors")
-            (folder / f"{token}-{min(taken.shares)}.failed").write_text(str(error))
+        _mark_failed(folder, token, min(taken.shares), error)
     meet()
     if failed is not None:
         raise failed
@@ -243,11 +259,24 @@ def write(folder: Path, taken: TreeSnapshot, token: str, timeout: float) -> None
     )
 
 
+def _mark_failed(folder: Path, token: str, device: int, error: BaseException | str) -> None:
+    """Leave a file from which the other devices learn that one has failed."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{token}-{device}.failed").write_text(str(error))
+
+
 def meet() -> None:
     """Wait for the other devices of a virtual mesh, which run only if this one waits."""
     scope = here()
     if scope is not None and scope.mesh.runtime == "virtual":
         pmax(torch.zeros(1), tuple(scope.axes))
+
+
+def _refuse_foreign(index: Path) -> None:
+    """Raise for an index that no save has written: a commit would replace it."""
+    if index.is_file() and not index.read_bytes().startswith(b'{"xxh3":'):
+        raise CheckpointError(f"{index} must be that of a checkpoint, or absent; got another file. Save elsewhere.")
 
 
 def _write_share(folder: Path, index: Index, device: int, parts: Sequence[WrittenRange], token: str, text: str) -> None:
@@ -272,6 +301,7 @@ def _write_share(folder: Path, index: Index, device: int, parts: Sequence[Writte
         "header": len(header),
         "index": digest(text.encode()),
         "digests": file.digests,
+        "metrics": index.metrics,
     }
     write_file(folder / f"{token}-{device}.json", sealed(as_text(manifest)))
 
@@ -299,7 +329,7 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
         if time.monotonic() > end:
             late = ", ".join(str(number) for name, number in wanted.items() if name in missing)
             text = f"after {timeout} s there is no manifest of devices {late}."
-            (folder / f"{token}-{device}.failed").write_text(text)  # so that those do not commit it later
+            _mark_failed(folder, token, device, text)  # so that those do not commit it later
             raise CheckpointError(f"{folder} is not saved: {text}")
         time.sleep(PAUSE)
     if not is_committed(folder, token):
@@ -307,13 +337,14 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
 
 
 def _write_index(folder: Path, index: Index, text: str, token: str, device: int) -> None:
-    writers, others = list[WriterFiles](), list[int]()
+    writers, others, metrics = list[WriterFiles](), list[int](), dict[str, float]()
     for number in range(index.devices):
         name = f"{token}-{number}"
         found = read_sealed(folder / f"{name}.json")
         own = digest(as_text(found).encode())
         writers.append(WriterFiles(f"{name}.safetensors", found["size"], found["header"], f"{name}.json", own))
         others += [number] * (found["index"] != digest(text.encode()))
+        metrics = found["metrics"] if number == 0 else metrics
     if others:
         raise CheckpointError(
             f"{folder} is not saved: devices {', '.join(map(str, others))} have other names, shapes, layouts or values than "
@@ -321,7 +352,7 @@ def _write_index(folder: Path, index: Index, text: str, token: str, device: int)
         )
     disk.fsync_folder(folder)  # with the names of all files
     aside = folder / f"{token}-{device}.index"
-    write_file(aside, sealed(f'{text[:-1]},"writers":{as_text(writers)}}}'))
+    write_file(aside, sealed(f'{text[:-1]},"metrics":{as_text(metrics)},"writers":{as_text(writers)}}}'))
     disk.rename(aside, folder / INDEX)
     disk.fsync_folder(folder)
     with suppress(OSError):  # the next save removes them
@@ -338,11 +369,5 @@ def is_committed(folder: Path, token: str) -> bool:
 def remove_others(folder: Path, token: str) -> None:
     """Remove the files of earlier saves, and of those that did not end."""
     for name in sorted(os.listdir(folder)):
-        stem, mark, _ = name.partition("-")
-        ours = name.endswith((".safetensors", ".json", ".failed", ".index", ".tmp"))
-        if mark and ours and stem != token and _is_token(stem):
+        if OWN_FILE.fullmatch(name) and not name.startswith(f"{token}-"):
             disk.unlink(folder / name)
-
-
-def _is_token(text: str) -> bool:
-    return len(text) >= 8 and all(one in "0123456789abcdef" for one in text)

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -290,3 +291,21 @@ def test_patterns_report_what_the_target_lacks(tmp_path):
     with pytest.raises(CheckpointError, match=r"unexpected in the checkpoint: a\.b\."):
         fs.restore(tmp_path, {"a": {"w": torch.zeros(1)}}, only=["a.**"])
     assert fs.restore(tmp_path, {"a": {"w": torch.zeros(1)}}, only=["a.w"])["a"]["w"] == 1
+
+
+def test_a_counter_is_a_node_of_the_tree(tmp_path):
+    fs.save(tmp_path, {"seen": Counter("aab"), "steps": 7, "w": torch.ones(2)})
+    found = fs.restore(tmp_path, {"seen": Counter("ab"), "steps": 0, "w": torch.zeros(2)})
+    assert found["seen"] == Counter("aab") and found["steps"] == 7 and torch.equal(found["w"], torch.ones(2))
+
+
+def test_modules_that_differ_are_reported_before_anything_is_written(tmp_path):
+    fs.save(tmp_path, {"w": torch.ones(2), "my m": torch.nn.Linear(2, 2)})
+    target = {"w": torch.zeros(2), "my m": torch.nn.Linear(3, 2, bias=False)}
+    before = target["my m"].weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"unexpected in the checkpoint: my m.bias. my m.weight must have shape"):
+        fs.restore(tmp_path, target)
+    assert torch.equal(target["w"], torch.zeros(2))
+    _, differences = fs.restore(tmp_path, target, strict=False)
+    assert differences.unexpected == ("my m.bias",) and torch.equal(target["my m"].weight, before)
+    assert torch.equal(target["w"], torch.ones(2))

@@ -95,6 +95,40 @@ def test_a_run_from_an_earlier_step_keeps_its_own_checkpoints_and_the_later_ones
     assert folder.restore(tree(0), step=5)["steps"] == -5
 
 
+def test_other_files_and_folders_stay(tmp_path):
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "rank0.log").write_text("mine")
+    (tmp_path / "2").write_text("mine")
+    folder = fs.Checkpoints(tmp_path, keep=1)
+    folder.save(1, tree(1))
+    fs.export(tmp_path / "1" / "hf", tree(1)["w"], to="torch")
+    for step in (5, 6):
+        folder.save(step, tree(step))
+        (tmp_path / str(step) / "20240101-results.json").write_text("mine")
+        fs.save(tmp_path / str(step), tree(step))
+    assert folder.steps == [6] and (tmp_path / "6" / "20240101-results.json").exists()
+    assert {*map(str, (tmp_path / "1").iterdir())} == {str(tmp_path / "1" / "hf")}
+    assert (tmp_path / "0" / "rank0.log").exists() and (tmp_path / "2").exists()
+
+
+def test_an_index_of_another_program_stays(tmp_path):
+    (tmp_path / "index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="must be that of a checkpoint, or absent"):
+        fs.save(tmp_path, tree(1))
+    assert (tmp_path / "index.json").read_text() == "{}"
+
+
+def test_the_best_of_metrics_in_a_tree_and_not_nan(tmp_path):
+    folder = fs.Checkpoints(tmp_path, keep=1, best="aux.loss")
+    for step, loss in enumerate([float("nan"), 0.5, 0.2, 0.9]):
+        folder.save(
+            step, tree(step), metrics={"aux": {"loss": torch.tensor(loss), "logits": torch.ones(2), "text": "x"}}
+        )
+    assert folder.steps == [2, 3]
+    with pytest.raises(ValueError, match="metrics must have 'aux.loss', which is `best`; got los"):
+        folder.save(4, tree(4), metrics={"los": 1.0})
+
+
 def test_every(tmp_path):
     folder = fs.Checkpoints(tmp_path, keep=9, every=3)
     for step in range(8):

@@ -57,7 +57,7 @@ def tree():
 
 
 def store(path):
-    write(path, snapshot(tree(), {"loss": 0.25}), TOKEN, 60)
+    write(path, snapshot(path, TOKEN, tree(), {"loss": 0.25}), TOKEN, 60)
 
 
 NAMES = {
@@ -68,19 +68,20 @@ NAMES = {
 }
 
 
-def test_golden_folder_restores_bit_for_bit():
+@pytest.mark.parametrize("folder", sorted(GOLDEN.parent.iterdir()), ids=lambda folder: folder.name)
+def test_golden_folder_restores_bit_for_bit(folder):
     into, expected = tree(), {one.name: fs.unshard(one.value) for one in leaves_of(tree())}
     assert sorted(expected) == [f"{top}.{name}" for top, names in NAMES.items() for name in names]
     for leaf in leaves_of(into):
         for x in getattr(leaf.value, "shards", [leaf.value] if isinstance(leaf.value, torch.Tensor) else []):
             x.fill_(1)
-    for found in (fs.restore(GOLDEN, into), fs.restore(GOLDEN)):
+    for found in (fs.restore(folder, into), fs.restore(folder)):
         leaves = {one.name: fs.unshard(one.value) for one in leaves_of(found)}
         assert leaves.keys() == expected.keys()
         for name, x in leaves.items():
             same = torch.equal(x, expected[name]) if isinstance(x, torch.Tensor) else x == expected[name]
             assert same and type(x) is type(expected[name]), name
-    assert read_index(GOLDEN).metrics == {"loss": 0.25}
+    assert read_index(folder).metrics == {"loss": 0.25}
 
 
 def test_todays_files_are_those_of_the_golden_folder(tmp_path):

@@ -65,7 +65,9 @@ def test_numbers_of_state_are_equal_on_devices_with_an_empty_shard(cls):
     state = opt.init(params)
     for _ in range(2):
         params, state, _ = step(params, state, torch.ones(4, 3))
-    numbers = [x["w"] for x in state.values() if isinstance(x, dict) and isinstance(x["w"], fs.Sharded) and not x["w"].shape]
+    numbers = [
+        x["w"] for x in state.values() if isinstance(x, dict) and isinstance(x["w"], fs.Sharded) and not x["w"].shape
+    ]
     assert numbers and all(len({float(shard) for shard in x.shards}) == 1 for x in numbers)
 
 

@@ -94,8 +94,9 @@ def export(
             tree, merging = _merged(known, model)
     if to == "hf" and config is None and hasattr(own := getattr(model, "config", None), "save_pretrained"):
         config = own
-    target, token, taken, scope = Path(path).absolute(), next_token(), snapshot(tree), here()
+    target, token, scope = Path(path).absolute(), next_token(), here()
     folder = target.with_name(f".{target.name}.{token}")
+    taken = snapshot(folder, token, tree)
     order = [str(key) for key in tree] if isinstance(tree, dict) else []
     _refuse(target, to, Content(OwnFolder(folder, taken.index), order, merging))  # on all processes alike
     is_writer, failed = (process_index() if scope is None else scope.device) == 0, None
