@@ -76,7 +76,7 @@ class Checkpoints:
         self._rooms: dict[int, torch.Tensor] = {}
         self._error: BaseException | None = None
         self._metrics: dict[int, Mapping[str, float]] = {}
-        self._is_stopping, self._marker = False, Path()
+        self._is_listening, self._is_stopping, self._marker = False, False, Path()
         self._before: Any = signal.SIG_DFL
 
     @property
@@ -136,6 +136,7 @@ class Checkpoints:
         self._join()
         if signal.getsignal(signal.SIGTERM) == self._stop:
             signal.signal(signal.SIGTERM, self._before)
+            self._is_listening = False
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -186,11 +187,10 @@ class Checkpoints:
 
     def _listen(self) -> None:
         """Note SIGTERM from now on, in a process of its own."""
-        if self._is_stopping or threading.current_thread() is not threading.main_thread():
+        if self._is_listening or threading.current_thread() is not threading.main_thread():
             return
-        if (before := signal.getsignal(signal.SIGTERM)) != self._stop:
-            self._marker, self._before = self.path / f"stop-{run_token()}", before or signal.SIG_DFL
-            signal.signal(signal.SIGTERM, self._stop)
+        self._is_listening, self._marker = True, self.path / f"stop-{run_token()}"
+        self._before = signal.signal(signal.SIGTERM, self._stop) or signal.SIG_DFL
 
     def _stop(self, *_: Any) -> None:
         """Handle SIGTERM; the next one is handled as before."""

@@ -249,6 +249,28 @@ def test_sigterm_saves_at_the_end_of_the_next_step(tmp_path):
     assert step >= 3 and folder.restore()["steps"] == step
 
 
+def test_sigterm_ends_a_process_of_two_folders_and_acts_as_before_after_wait(tmp_path):
+    ended = []
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
+    try:
+        one, two = (fs.Checkpoints(tmp_path / name, every=1_000_000) for name in "ab")
+        for step in range(1, 9):
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            for folder in (one, two):
+                if not ended:
+                    folder.save(step, tree(step))
+        assert ended and (one.steps, two.steps) == ([4], [3])
+        last = fs.Checkpoints(tmp_path / "c", every=1_000_000)
+        last.save(1, tree(1))
+        last.wait()
+        ended.clear()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def stopped(path):
     """Train until this process is stopped by a signal that only the first one gets; the steps must be equal."""
     mesh = fs.make_mesh({"data": 2})
@@ -321,6 +343,21 @@ def test_virtual_devices_save_in_the_background(tmp_path):
 
     assert fs.run(loop, mesh=mesh) == [[0, 1, 2]] * 4
     assert torch.equal(fs.restore(tmp_path / "2")["x"], 2 * torch.arange(8.0))
+
+
+def bad(path):
+    """Save a leaf that the second process cannot save."""
+    fs.make_mesh({"data": 2})
+    began, leaf = time.monotonic(), object() if torch.distributed.get_rank() else 1.0
+    with pytest.raises(CheckpointError) as error:
+        fs.save(path, {"x": leaf}, timeout=60)
+    return str(error.value), time.monotonic() - began
+
+
+def test_a_leaf_that_one_process_cannot_save_fails_the_others_at_once(tmp_path):
+    (first, seconds), (second, _) = run_processes(bad, 2, tmp_path / "x")
+    assert "another device failed: These leaves cannot be saved: x must be" in first and second in first
+    assert seconds < 30
 
 
 def test_a_late_writer_does_not_commit_what_others_have_given_up(tmp_path):
