@@ -78,8 +78,11 @@ class ShardLists:
 
     def nonempty(self) -> ShardLists:
         """Return the shards that have elements, or a number of state; others are those of other stages' devices."""
-        columns = [self.params, *self.state.values()]
-        some = [i for i in range(len(self.params)) if any(x[i] is not None and x[i].numel() for x in columns)]
+
+        def has_number(i: int) -> bool:
+            return any(column[i] is not None and column[i].ndim == 0 for column in self.state.values())
+
+        some = [i for i, param in enumerate(self.params) if param.numel() or has_number(i)]
         return self if len(some) == len(self.params) else self.only(some)
 
     def real(self) -> ShardLists:
