@@ -64,14 +64,8 @@ class Checkpoints:
         wrong = [text for name, value in counts.items() for text in integer(name, value)]
         if wrong:
             raise ValueError(f"Checkpoints: {'; '.join(wrong)}.")
-        self.path, self.keep, self.keep_every, self.best, self.every = (
-            Path(path).absolute(),
-            keep,
-            keep_every,
-            best,
-            every,
-        )
-        self._timeout = timeout
+        self.path, self.best, self.every, self._timeout = Path(path).absolute(), best, every, timeout
+        self.keep, self.keep_every = keep, keep_every
         self._thread: threading.Thread | None = None
         self._rooms: dict[int, torch.Tensor] = {}
         self._error: BaseException | None = None

@@ -103,9 +103,7 @@ class Renamed:
     def __init__(self, source: Source, only: Names = None, rename: Renaming = None) -> None:
         self.source, self.partial = source, source.partial
         under = only if isinstance(only, str) and "*" not in only else None
-        self.patterns = (
-            None if under is not None else [only] if isinstance(only, str) else source.partial if only is None else only
-        )
+        self.patterns = None if under is not None else [only] if isinstance(only, str) else only or source.partial
         self.arrays: dict[str, Stored] = {}
         self.values: dict[str, tuple[TreePath, Any]] = {}
         self._stored: dict[str, str] = {}

@@ -1,6 +1,6 @@
 """Save a tree: `fs.save`. Each device writes its share of its shards to a file of its own; nothing is sent.
 
-snapshot     the share of each device held here, and the index, which all devices compute alike
+snapshot     the share of each device held here, and the index: `TreeSnapshot`
 write        data, fsync, manifest, fsync            by each device
 commit       the index aside, fsync, rename, fsync   by whichever device first sees all manifests; the others wait for it
 """
@@ -13,16 +13,14 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fshard.checkpoint.division import ArrayEntry
 from fshard.checkpoint.files import DigestWriter, attempt, bytes_of, digest, disk, header_of, make_folder, write_file
@@ -32,18 +30,13 @@ from fshard.checkpoint.index import (
     WriterFiles,
     as_text,
     read_sealed,
-    refuse_unstorable,
     sealed,
-    storable,
 )
-from fshard.checkpoint.names import NamedLeaf, is_array, is_object, leaves_of, opened, refuse_repeated, stored_parts
+from fshard.checkpoint.snapshot import TreeSnapshot, WrittenRange, snapshot_of
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import broadcast, pmax
-from fshard.mesh.layout import Layout, PyTree
-from fshard.mesh.layout.mesh import Mesh
-from fshard.mesh.layout.sharded import Sharded, key_of
-from fshard.mesh.runtimes.launchers import process_count, process_index
-from fshard.mesh.spmd.run import device_of, is_outside
+from fshard.mesh.layout import PyTree
+from fshard.mesh.runtimes.launchers import process_index
 from fshard.mesh.spmd.scope import here
 
 OWN_FILE = re.compile(r"[0-9a-f]{11,}-[0-9]+\.(safetensors|json|failed|index)(\.tmp)?")
@@ -52,41 +45,6 @@ PAUSE = 0.002
 """Seconds between two looks at the folder."""
 _STEP = 16 << 20
 """Bytes of a tensor that are copied from a GPU at a time."""
-
-
-class WrittenRange(NamedTuple):
-    """A range of a shard, in the file of one device: the index of its array, and its elements."""
-
-    array: int
-    shape: tuple[int, ...]
-    values: Tensor
-
-
-@dataclass(frozen=True)
-class TreeSnapshot:
-    """The ranges that the devices held here are to write, in the order of their files."""
-
-    index: Index
-    shares: Mapping[int, Sequence[WrittenRange]]
-
-    def staged(self, rooms: dict[int, Tensor]) -> TreeSnapshot:
-        """Return a copy on the host, in memory of each device that is kept for the next one."""
-        shares: dict[int, list[WrittenRange]] = {}
-        for device, ranges in self.shares.items():
-            size = sum(one.values.nbytes for one in ranges)
-            if device not in rooms or len(rooms[device]) < size:
-                rooms[device] = torch.empty(size, dtype=torch.uint8, device="cpu")
-            parts = rooms[device][:size].split([one.values.nbytes for one in ranges])
-            copies = [part.view(one.values.dtype).copy_(one.values) for part, one in zip(parts, ranges, strict=True)]
-            shares[device] = [one._replace(values=own) for one, own in zip(ranges, copies, strict=True)]
-        return TreeSnapshot(self.index, shares)
-
-
-class WritingDevices(NamedTuple):
-    """The number of all devices, and those held here."""
-
-    size: int
-    own: Sequence[int]
 
 
 @torch.no_grad()
@@ -122,94 +80,12 @@ def save(
 def snapshot(folder: Path, token: str, tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeSnapshot:
     """Return what is to be written. If it cannot be, other processes find a mark in the folder."""
     try:
-        return _snapshot(tree, metrics)
+        return snapshot_of(tree, metrics)
     except BaseException as error:
         if run_token():
             _mark_failed(folder, token, process_index(), error)
         raise
 
-
-def _snapshot(tree: PyTree, metrics: Mapping[str, Any] | None) -> TreeSnapshot:
-    leaves = [leaf for one in leaves_of(opened(tree)[0]) for leaf in _unfolded(one)]
-    refuse_repeated(leaves, "save")
-    refuse_unstorable(leaves)
-    arrays = [leaf for leaf in leaves if is_array(leaf.value)]
-    values = [leaf for leaf in leaves if not is_array(leaf.value)]
-    world = _world([x for leaf in arrays for _, x in stored_parts(leaf.value)])
-    kept = dict[Any, NamedLeaf]()
-    first = [kept.setdefault(tuple([key_of(x) for _, x in stored_parts(leaf.value)]), leaf) for leaf in arrays]
-    ties = {leaf.name: (leaf.path, one.name) for leaf, one in zip(arrays, first, strict=True) if leaf.name != one.name}
-    stored = [(leaf, at, x) for leaf in kept.values() for at, x in stored_parts(leaf.value)]
-    index = Index(
-        world.size,
-        [_entry(leaf, at, x, world) for leaf, at, x in stored],
-        [*ties.values()],
-        [(leaf.path, leaf.value) for leaf in values],
-        {one.name: float(one.value) for one in leaves_of(dict(metrics or {})) if _is_number(one.value)},
-    )
-    tensors = [x for _, _, x in stored]
-    return TreeSnapshot(index, {device: [*_share(index, tensors, device)] for device in world.own})
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) or (isinstance(x, Tensor) and x.ndim == 0 and not x.is_complex())
-
-
-def _unfolded(leaf: NamedLeaf) -> Iterable[NamedLeaf]:
-    if not is_object(leaf.value):
-        return [leaf]
-    return [
-        inner
-        for one in leaves_of(leaf.value.state_dict())
-        for inner in _unfolded(NamedLeaf((*leaf.path, *one.path), one.value))
-    ]
-
-
-def _world(arrays: Sequence[Any]) -> WritingDevices:
-    """Return the devices that write; raise if arrays are on meshes of different devices, or not made here."""
-    for x in arrays:
-        if isinstance(x, Sharded):
-            x.check()
-    meshes = {x.mesh: None for x in arrays if isinstance(x, Sharded)}
-    if len({(mesh.root_size, mesh.runtime) for mesh in meshes}) > 1 or any(m.runtime == "abstract" for m in meshes):
-        found = ", ".join(map(str, meshes))
-        raise CheckpointError(f"save: all arrays must be on the same devices, which have values; got {found}.")
-    if meshes:
-        mesh = next(iter(meshes))
-        return WritingDevices(mesh.root_size, range(mesh.root_size) if is_outside(mesh) else [device_of(mesh)])
-    scope = here()
-    if scope is not None:
-        return WritingDevices(scope.mesh.root_size, [scope.device])
-    return WritingDevices(process_count(), [process_index()]) if dist.is_initialized() else WritingDevices(1, [0])
-
-
-def _entry(leaf: NamedLeaf, offset: tuple[int, ...], x: Any, world: WritingDevices) -> ArrayEntry:
-    shape = tuple(x.shape)
-    layout = (
-        storable(x.layout) if isinstance(x, Sharded) else Layout(Mesh((("device", world.size),), "abstract", "meta"))
-    )
-    return ArrayEntry(leaf.name, leaf.path, shape, x.dtype, layout, offset, tuple(leaf.value.shape))
-
-
-def _share(index: Index, tensors: Sequence[Any], device: int) -> Iterator[WrittenRange]:
-    """Yield the ranges that one device writes."""
-    column = index.division.column(device)
-    for number in index.division.order.tolist():
-        start, stop = column.starts[number], column.stops[number]
-        if start == stop:
-            continue
-        shard, first = _shard(tensors[number], device).detach().resolve_conj().resolve_neg(), column.firsts[number]
-        shape = tuple(shard.shape) if stop - start == shard.numel() else (stop - start,)
-        yield WrittenRange(number, shape, shard.reshape(-1)[start - first : stop - first])
-
-
-def _shard(x: Any, device: int) -> Tensor:
-    if not isinstance(x, Sharded):
-        return x
-    return x.shards[x.mesh.local_index(device)] if is_outside(x.mesh) else x.shards[0]
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
 
 _counts: dict[str, Iterator[int]] = {}
 
