@@ -55,7 +55,7 @@ class Checkpointing:
     ) -> None:
         """Load what `save` has saved, the last of an `fs.Checkpoints`; of what is not given nothing is read."""
         tree = _tree(model, optimizer, lr_scheduler, dataloader)
-        only = [f"{name}.**" for name in tree]
+        only = [*tree]
         is_path = isinstance(folder, str | os.PathLike)
         tree = restore(folder, tree, only=only) if is_path else folder.restore(tree, only=only)
         vars(model).update(tree["counters"])

@@ -121,21 +121,28 @@ class Renamed:
                 self.values[new] = path, source.values[name][1]
         if several := [f"{' and '.join(names)} to {new}" for new, names in sources.items() if len(names) > 1]:
             raise CheckpointError(f"restore: rename must give each leaf a name of its own; got {', '.join(several)}.")
-        if not self._stored and only is not None:
+        chosen, given = self._stored.values(), [only] if isinstance(only, str) else only or []
+        if unmatched := [repr(one) for one in given if not any(_is_within(one, name) for name in chosen)]:
             known = ", ".join([*source.arrays, *source.values][:8])
-            raise CheckpointError(f"restore: only={only!r} matches no leaf. The names begin with {known}.")
+            raise CheckpointError(
+                f"restore: only={', '.join(unmatched)} matches no leaf. The names begin with {known}."
+            )
         found = {old: new for new, old in self._stored.items()}
         self.ties = {found[old]: found[of] for old, of in source.ties.items() if old in found and of in found}
 
     def is_chosen(self, name: str) -> bool:
         """Return True if a pattern matches a name, or is the name of a tree above it."""
-        return self.patterns is None or any(matches(one, name) or name.startswith(f"{one}.") for one in self.patterns)
+        return self.patterns is None or any(_is_within(one, name) for one in self.patterns)
 
     def check(self) -> None:
         self.source.check()
 
     def read(self, targets: Sequence[Target]) -> None:
         self.source.read([target._replace(name=self._stored[target.name]) for target in targets])
+
+
+def _is_within(pattern: str, name: str) -> bool:
+    return matches(pattern, name) or name.startswith(f"{pattern}.")
 
 
 def _below_name(path: TreePath, name: str | None) -> TreePath | None:

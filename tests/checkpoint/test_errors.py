@@ -153,6 +153,8 @@ def test_file_in_the_place_of_a_folder_is_named(tmp_path):
 
 def test_wrong_selection_is_named(folder):
     assert "only='c' matches no leaf. The names begin with a, b, steps." in message(fs.restore, folder, only="c")
+    text = message(fs.restore, folder, tree(), only=["a", "sate.**", "p*"])
+    assert "only='sate.**', 'p*' matches no leaf. The names begin with a, b, steps." in text
     text = message(fs.restore, folder, rename={"a": "x", "b": "x"})
     assert "rename must give each leaf a name of its own; got a and b to x." in text
     text = message(fs.restore, folder, rename=lambda name: "b" if name == "steps" else name)
