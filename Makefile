@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 WORKERS ?= 2
+# Tests start some hundred Python processes, which import torch in half the time if it is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test conformance bench check format notebooks docs clean

@@ -1,7 +1,9 @@
 """How much hypothesis tries, and processes that the tests share."""
 
+import gc
 import multiprocessing.forkserver
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -16,6 +18,9 @@ pytest_plugins = ["pytester"]
 # Several workers share the processors: more threads in each would only wait for each other. Programs that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in jobs of a shell's background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On CI a run must give what the run before gave; elsewhere every run looks at new examples and keeps its failures.
 ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
@@ -35,7 +40,9 @@ PRELOADED = ["__main__", "fshard.launching.worker", "hypothesis", "pytest", "tor
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the process that others are forked from, if any chosen test starts processes."""
+    """Keep what is imported from the garbage collector; start the process that others are forked from, if tests need it."""
+    gc.collect()
+    gc.freeze()
     starts = any(
         {"link", "run_processes", "Processes"} & {*item.fixturenames, *vars(item.module)}
         for item in session.items
@@ -44,6 +51,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if sys.platform == "linux" and starts:
         multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
         multiprocessing.forkserver.ensure_running()
+    # The threads of virtual devices stay on the processor of their caller: those of two workers must not be on one.
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and sys.platform == "linux":
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {processors[int(worker.removeprefix("gw")) % len(processors)]})
 
 
 LINKS = {"direct": {}, "gloo": {"FSHARD_DIRECT": "0"}}

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fshard as fs
+from tests.sampled import in_pairs
 
 PLUGINS = {
     "ddp": fs.DDPPlugin,
@@ -196,14 +197,12 @@ def by_torch(name, count=48, batch_size=16):
     return model.state_dict()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_reproducible_loop_has_equal_bits_on_all_meshes(name, plugin):
+@pytest.mark.parametrize(("name", "plugin", "n"), in_pairs(MODELS, PLUGINS, (2, 4)))
+def test_reproducible_loop_has_equal_bits_on_all_meshes(name, plugin, n):
     expected, output, _ = on_one_device(name)
-    for n in (2, 4):
-        for state, same, _ in trained(n, name, plugin, reproducible=True):
-            assert all(torch.equal(x, expected[key]) for key, x in state.items())
-            assert torch.equal(output, same)
+    for state, same, _ in trained(n, name, plugin, reproducible=True):
+        assert all(torch.equal(x, expected[key]) for key, x in state.items())
+        assert torch.equal(output, same)
 
 
 @pytest.mark.parametrize("count", [48, 39, 33], ids="{} samples".format)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 
-STEPS = 3
+STEPS = 2
 
 
 def token_ids(rows=4):

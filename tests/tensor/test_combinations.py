@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import optim
+from tests.sampled import in_pairs
 from tests.tensor.small_gpt import (
     IDS,
     Layer,
@@ -53,9 +54,7 @@ def planned(mesh, *args, **how):
     return trained(mesh, *args, pipeline=mesh["pipe"], **{"tensor": mesh.get("model", 1), **how})
 
 
-@pytest.mark.parametrize("zero_stage", ZERO)
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "stages", "zero_stage"), in_pairs(MODES, (1, 2), ZERO))
 def test_modes_stages_and_zero_on_8_and_16_devices_equal_one_device(mode, stages, zero_stage):
     axes, how = MODES[mode]
     devices = 8 if how["tensor"] == 2 or (mode, stages) == ("2d", 1) else 16

@@ -225,7 +225,7 @@ class Drawn:
         assert same(found, whole)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(st.randoms(use_true_random=False))
 def test_staged_training_has_bits_of_the_full_model(source):
     Drawn(source.choice).check(reproducible=True)
