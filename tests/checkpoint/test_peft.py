@@ -1,0 +1,61 @@
+"""Adapters and peft itself: it reads ours, and we read its, with the same bits of logits."""
+
+import pytest
+import torch
+
+import fshard as fs
+from tests.checkpoint.test_export import CONFIGS, mesh, tiny, trained
+from tests.transforms.module.third_party import reachable
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of peft's own
+TOKENS = torch.arange(6).reshape(1, 6)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def plain(model):
+    """Return GPT-2 without LoRA layers, with the frozen weights of a model that has them."""
+    base, own = tiny("gpt2"), dict(model.named_parameters())
+    for name, x in base.named_parameters():
+        above, _, last = name.rpartition(".")
+        x.data = own.get(f"{above}.base_layer.{last}", own.get(name)).data.clone()
+    return base
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_peft_reads_our_adapters(name, tmp_path):
+    model, params = trained(CONFIGS[name])
+    fs.export(tmp_path / "adapter", params, to="peft", model=model)
+    with reachable("peft"):
+        from peft import PeftModel
+
+        theirs = PeftModel.from_pretrained(plain(model), tmp_path / "adapter")
+        assert torch.equal(logits(theirs), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("linear", ()), ("embedding", ()), ("tied head", ("lm_head.base_layer.weight",))]
+)
+def test_adapters_of_peft_are_restored(name, more, tmp_path):
+    """Of a tied head peft also saves the frozen weight, which is another parameter's here."""
+    config = CONFIGS[name]
+    base = tiny("gpt2")
+    with reachable("peft"):
+        from peft import LoraConfig, get_peft_model
+
+        options = {key: getattr(config, key) for key in ("r", "lora_alpha", "bias", "target_modules")}
+        theirs = get_peft_model(plain(base), LoraConfig(**options, modules_to_save=[*config.modules_to_save] or None))
+        for x in theirs.parameters():
+            if x.requires_grad:
+                torch.nn.init.normal_(x)
+        theirs.save_pretrained(tmp_path)
+        want = logits(theirs)
+    model = fs.nn.lora(base, config)
+    params = fs.shard_params(fs.functionalize(model)[1], fs.fsdp("data"), mesh=mesh())
+    params, differences = fs.restore(tmp_path, params, strict=False)
+    assert differences == ((), more, ())
+    model.load_state_dict(fs.unshard(params), strict=False)
+    assert torch.equal(logits(model), want)
