@@ -2,6 +2,8 @@
 
     python benchmarks/checkpoints.py speed [rounds] [folder ...]     save and restore of 400 MB: a GPT and its state in ZeRO-3
     python benchmarks/checkpoints.py step [rounds]                   training steps beside a save in the background
+    python benchmarks/checkpoints.py limits [rounds]                 the same beside its parts, and a bare write of the bytes
+    python benchmarks/checkpoints.py digests [rounds]                a save with and without digests
     python benchmarks/checkpoints.py leaves [rounds]                 100,000 leaves of 1 KB, one process
     python benchmarks/checkpoints.py plan                            1,000 leaves on 4,096 abstract devices
     python benchmarks/checkpoints.py memory                          memory beside the arrays
@@ -12,9 +14,11 @@ processes the slower.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from itertools import count
@@ -34,8 +38,10 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
+from fshard.checkpoint import files
 from fshard.checkpoint.division import ArrayEntry, span_of
 from fshard.checkpoint.index import Index, sealed
+from fshard.checkpoint.snapshot import snapshot_of
 from fshard.checkpoint.source import OwnFolder, Target
 from fshard.testing.processes import run_processes
 
@@ -197,6 +203,97 @@ def background(rounds: int, base: str) -> dict[str, list[float]]:
     return times
 
 
+@torch.no_grad()
+def limits(rounds: int, base: str) -> dict[str, list[float]]:
+    """Return the seconds of three steps, alone and after each part of a save in the background, and of a save."""
+    torch.set_num_threads(1)
+    step, run = trained(fs.make_mesh({"data": 2}))
+    folder, number, staging = fs.Checkpoints(Path(base, "fshard-limits"), keep=1), count(), dict[int, torch.Tensor]()
+    path, writing = Path(base, f"fshard-bare-{dist.get_rank()}"), list[threading.Thread]()
+
+    def write(shares: Any) -> None:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for one in (one for ranges in shares.values() for one in ranges):
+            data = files.bytes_of(one.values)
+            while data:
+                data = data[os.write(file, data[: files.BLOCK]) :]
+        os.fsync(file)
+        os.close(file)
+
+    def bare() -> None:
+        writing.append(threading.Thread(target=write, args=(snapshot_of(run).staged(staging).shares,)))
+        writing[-1].start()
+
+    def then_steps(begin: Callable[[], Any]) -> Callable[[], None]:
+        def call() -> None:
+            nonlocal run
+            begin()
+            with torch.enable_grad():
+                for _ in range(3):
+                    run = step(run)
+
+        return call
+
+    def ready() -> None:
+        folder.wait()
+        while writing:
+            writing.pop().join()
+        dist.barrier()
+
+    calls: dict[str, Callable[[], Any]] = {
+        "steps": then_steps(lambda: None),
+        "names": then_steps(lambda: snapshot_of(run)),
+        "names, copy": then_steps(lambda: snapshot_of(run).staged(staging)),
+        "names, copy, bare write": then_steps(bare),
+        "save(wait=False)": then_steps(lambda: folder.save(next(number), run, wait=False)),
+        "save": lambda: folder.save(next(number), run),
+    }
+    times = slowest(interleaved(calls, rounds, warm_up=1, ready=ready))
+    ready()
+    path.unlink()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder.path)
+    return times
+
+
+class NoDigest:
+    """A hash that looks at no bytes."""
+
+    def update(self, data: Any) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def hexdigest(self) -> str:
+        """Return a digest of the usual length."""
+        return "0" * 16
+
+
+def digests(rounds: int, base: str) -> dict[str, list[float]]:
+    """Return the seconds of a save of 400 MB with and without digests of the data."""
+    torch.set_num_threads(1)
+    layout, path = fs.Layout(fs.make_mesh({"data": 2}), P.flat("data")), Path(base, "fshard-digests")
+    mine = {one: fs.device_put(weights(), layout) for one in KINDS}
+    real: Any = files.xxhash.xxh3_64
+
+    def saving(kind: Any) -> Callable[[], None]:
+        def call() -> None:
+            files.xxhash.xxh3_64 = kind
+            fs.save(path, mine)
+            files.xxhash.xxh3_64 = real
+
+        return call
+
+    def ready() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        dist.barrier()
+
+    times = slowest(interleaved({"with": saving(real), "without": saving(NoDigest)}, rounds, warm_up=1, ready=ready))
+    ready()
+    return times
+
+
 def memory(base: str) -> dict[str, float]:
     """Return the MiB that a process takes beside its arrays."""
     torch.set_num_threads(1)
@@ -274,6 +371,23 @@ def table(times: dict[str, list[float]]) -> None:
         print(f"| {name} | {1e3 * median(one):.0f} | {1e3 * median(other):.0f} | {paired(one, other):.2f} |")
 
 
+def list_longer(base: str, times: dict[str, list[float]]) -> None:
+    """Print by how much three steps are longer than alone, in shares of a save."""
+    save = median(times.pop("save"))
+    print(f"{base}: 3 steps {median(times['steps']):.2f} s, a save {save:.2f} s; longer, in shares of a save:")
+    for name, one in times.items():
+        print(f"{name}: {median(b - a for a, b in zip(times['steps'], one, strict=True)) / save:.0%}")
+
+
+def list_digests(base: str, times: dict[str, list[float]]) -> None:
+    """Print the share of digests."""
+    share = median((a - b) / a for a, b in zip(times["with"], times["without"], strict=True))
+    print(f"{base}: a save {1e3 * median(times['with']):.0f} ms, digests {share:.0%} of it")
+
+
+LISTS = {"step": (background, list_longer), "limits": (limits, list_longer), "digests": (digests, list_digests)}
+
+
 def main() -> None:
     """Run a benchmark."""
     what, *rest = sys.argv[1:] or ["speed"]
@@ -282,13 +396,10 @@ def main() -> None:
         for base in rest[1:] or [tempfile.gettempdir(), "/dev/shm"]:
             print(f"\nin {base}")
             table(run_processes(speed, 2, rounds, base, timeout=580)[0])
-    elif what == "step":
+    elif what in LISTS:
+        call, show = LISTS[what]
         for base in [tempfile.gettempdir(), "/dev/shm"]:
-            times = run_processes(background, 2, rounds, base, timeout=580)[0]
-            plain, beside, save = (median(times[name]) for name in ("steps", "save, steps", "save"))
-            longer = median(b - a for a, b in zip(times["steps"], times["save, steps"], strict=True)) / save
-            print(f"{base}: 3 steps {plain:.2f} s, with a save in the background {beside:.2f} s, a save {save:.2f} s")
-            print(f"longer by {longer:.0%} of a save")
+            show(base, run_processes(call, 2, rounds, base, timeout=580)[0])
     elif what == "memory":
         for name, size in run_processes(memory, 2, tempfile.gettempdir(), timeout=580)[0].items():
             print(f"{name}: {size:.0f} MiB")

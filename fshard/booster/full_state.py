@@ -49,7 +49,7 @@ def put(x: Any, value: Tensor) -> None:
 
 
 def full_state(source: OptimizerSource, state: PyTree, names: FirstNames) -> dict[str, Any]:
-    """Return what an optimizer's `state_dict` returns; all devices must call it."""
+    """Return the full state of an optimizer in torch's form; all devices must call it."""
     leaves = [*{leaf.name: leaf for leaf in _by_first_name(full_leaves(state), names)}.values()]
     if isinstance(source, InstanceSource):
         scale = {leaf.name: leaf.value for leaf in leaves if is_array(leaf.value)}

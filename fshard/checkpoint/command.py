@@ -13,7 +13,7 @@ from fshard.checkpoint.foreign.export import Content, convert
 from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.index import read_manifest
 from fshard.checkpoint.names import name_of
-from fshard.checkpoint.restore import Renamed
+from fshard.checkpoint.restore import RenamedSource
 from fshard.checkpoint.source import OwnFolder, Source
 from fshard.errors import CheckpointError
 from fshard.mesh.layout.layout import dtype_name
@@ -40,7 +40,7 @@ def run(words: Sequence[str]) -> int:
         return _verify(options.path)
     source = open_source(options.path)
     if options.command == "convert":
-        convert(Content(Renamed(source, options.only)), options.out, options.to)
+        convert(Content(RenamedSource(source, options.only)), options.out, options.to)
         return 0
     sys.stdout.writelines(f"{line}\n" for line in _described(options.path, source))
     return 0

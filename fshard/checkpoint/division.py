@@ -69,7 +69,7 @@ class Column(NamedTuple):
 
     starts: list[int]
     stops: list[int]
-    places: list[int]
+    bytes_before: list[int]
     begins: list[int]
     totals: list[int]
     firsts: list[int]
@@ -103,7 +103,7 @@ class Division:
         return np.argsort(-self._sizes, kind="stable")
 
     def column(self, device: int) -> Column:
-        """Return what a device writes."""
+        """Return the ranges that a device writes."""
         if device not in self._columns:
             self._columns[device] = self._column(device)
         return self._columns[device]
@@ -122,9 +122,9 @@ class Division:
             for target, part in ((starts, rank), (stops, rank + 1)):
                 target[numbers] = firsts[numbers] + np.clip(-((begin - total * part // replicas) // size), 0, count)
         written = ((stops - starts) * self._sizes)[self.order]
-        places = np.empty_like(written)
-        places[self.order] = np.cumsum(written) - written
-        return Column(*(one.tolist() for one in (starts, stops, places, begins, totals, firsts)))
+        bytes_before = np.empty_like(written)
+        bytes_before[self.order] = np.cumsum(written) - written
+        return Column(*(one.tolist() for one in (starts, stops, bytes_before, begins, totals, firsts)))
 
     def ranges(self, number: int, wanted: Span) -> Iterator[tuple[int, int, Span]]:
         """Yield the parts of an array that have elements of a span: the device, the byte of the first, and its range."""
@@ -145,7 +145,7 @@ class Division:
                 part = Span(block, own.starts[number], own.stops[number])
                 low, high = overlap(part.part(start, stop), wanted) if part.start < part.stop else (0, 0)
                 if low < high:
-                    yield device, own.places[number] + (low - part.start) * size, Span(block, low, high)
+                    yield device, own.bytes_before[number] + (low - part.start) * size, Span(block, low, high)
 
 
 def _ranges(layout: Layout, shapes: Numbers, device: int) -> tuple[Numbers, Numbers]:

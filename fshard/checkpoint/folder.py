@@ -67,7 +67,7 @@ class Checkpoints:
         self.path, self.best, self.every, self._timeout = Path(path).absolute(), best, every, timeout
         self.keep, self.keep_every = keep, keep_every
         self._thread: threading.Thread | None = None
-        self._rooms: dict[int, torch.Tensor] = {}
+        self._staging: dict[int, torch.Tensor] = {}
         self._error: BaseException | None = None
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._is_listening, self._is_stopping, self._marker = False, False, Path()
@@ -112,7 +112,7 @@ class Checkpoints:
             raise ValueError(f"Checkpoints.save: metrics must have {self.best!r}, which is `best`; got {found}.")
         if not wait:
             with torch.no_grad():
-                taken = taken.staged(self._rooms)
+                taken = taken.staged(self._staging)
         arguments = step, taken, token
         if wait or is_last:
             self._write(*arguments)

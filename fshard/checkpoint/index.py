@@ -218,7 +218,7 @@ def storable(layout: Layout) -> Layout:
     return Layout(mesh, layout.spec.shapeless)
 
 
-def refuse_unstorable(leaves: Sequence[NamedLeaf]) -> None:
+def validate_storable(leaves: Sequence[NamedLeaf]) -> None:
     """Raise, naming all leaves that a checkpoint cannot have."""
     arrays = [(one.name, x) for one in leaves if is_array(one.value) for _, x in stored_parts(one.value)]
     values = [(one.name, one.value) for one in leaves if not is_array(one.value)]

@@ -10,7 +10,7 @@ field, a number is a position, and a list of one entry is any other key of a dic
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,7 +87,7 @@ def stored_parts(x: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
 
 
 def as_leaf(x: Any) -> Any:
-    """Return what is stored of a node of parts, which has a `joined_dim`: see `LayerPlans.split`; any other is returned.
+    """Return the leaf that is stored of a node of parts, which has a `joined_dim`: see `LayerPlans.split`; else the node.
 
     Parts are one array if they can be concatenated, and one value if all of them are it, such as the count of their steps.
     """
@@ -246,7 +246,7 @@ def build(items: Sequence[tuple[Path, Any]]) -> PyTree:
 
 
 def shaped(tree: PyTree, like: PyTree) -> PyTree:
-    """Return a tree of dicts and lists with the tuples and kinds of dicts of another one, as far as that has their keys.
+    """Return a tree of dicts and lists with the tuples and Counters of another one, as far as that has their keys.
 
     >>> shaped({"betas": [1, 2], "lr": [3]}, {"betas": (0, 0)})
     {'betas': (1, 2), 'lr': [3]}
@@ -254,7 +254,7 @@ def shaped(tree: PyTree, like: PyTree) -> PyTree:
     if isinstance(tree, dict):
         own = like if isinstance(like, dict) else {}
         made = {key: shaped(x, own.get(key)) for key, x in tree.items()}
-        return type(like)(made) if isinstance(like, Counter | OrderedDict) else made
+        return type(like)(made) if isinstance(like, Counter) else made
     if isinstance(tree, list):
         own = like if isinstance(like, list | tuple) and len(like) == len(tree) else [None] * len(tree)
         made = [shaped(x, one) for x, one in zip(tree, own, strict=True)]
@@ -262,7 +262,7 @@ def shaped(tree: PyTree, like: PyTree) -> PyTree:
     return tree
 
 
-def refuse_repeated(leaves: Sequence[NamedLeaf], what: str) -> None:
+def validate_unique(leaves: Sequence[NamedLeaf], what: str) -> None:
     """Raise if leaves that are different have one name."""
     seen: dict[str, NamedLeaf] = {}
     repeated: dict[str, None] = {}

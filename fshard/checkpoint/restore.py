@@ -35,7 +35,7 @@ from fshard.checkpoint.names import (
     stored_parts,
 )
 from fshard.checkpoint.names import Path as TreePath
-from fshard.checkpoint.source import Source, Stored, Target
+from fshard.checkpoint.source import Source, StoredArray, Target
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Mesh, P, PyTree
 from fshard.mesh.layout.layout import dtype_name
@@ -72,7 +72,7 @@ def restore(
     strict: bool = True,
     cast: bool = False,
 ) -> Any:
-    """Return what is stored in a folder or file, in the layouts of `target`.
+    """Return the content of a folder or file, in the layouts of `target`.
 
     Args:
         path: a folder of `fs.save`, a model of Hugging Face or peft, safetensors, torch.distributed.checkpoint, torch.save.
@@ -87,7 +87,7 @@ def restore(
     """
     if mesh is None and isinstance(target, P | Fsdp):
         raise ValueError("restore: mesh must be that of the rules; got None. Give mesh=, or a tree to restore into.")
-    source = Renamed(open_source(Path(path)), only, rename)
+    source = RenamedSource(open_source(Path(path)), only, rename)
     source.check()
     if mesh is not None:
         target = _tree_of(source, lambda tree: apply_rules(tree, target, mesh, put=reserved))
@@ -97,14 +97,14 @@ def restore(
     return result if strict else (result, differences)
 
 
-class Renamed:
+class RenamedSource:
     """A part of a source, under the target's names."""
 
     def __init__(self, source: Source, only: Names = None, rename: Renaming = None) -> None:
         self.source, self.partial = source, source.partial
         under = only if isinstance(only, str) and "*" not in only else None
         self.patterns = None if under is not None else [only] if isinstance(only, str) else only or source.partial
-        self.arrays: dict[str, Stored] = {}
+        self.arrays: dict[str, StoredArray] = {}
         self.values: dict[str, tuple[TreePath, Any]] = {}
         self._stored: dict[str, str] = {}
         sources: dict[str, list[str]] = defaultdict(list)
@@ -146,7 +146,7 @@ def _is_within(pattern: str, name: str) -> bool:
 
 
 def _below_name(path: TreePath, name: str | None) -> TreePath | None:
-    """Return what follows a name in a path; None if the path does not begin with it."""
+    """Return the rest of a path after a name; None if the path does not begin with it."""
     if name is None:
         return path
     return next((path[n:] for n in range(len(path) + 1) if name_of(path[:n]) == name), None)
@@ -170,7 +170,7 @@ def _renamed(name: str, rename: Renaming) -> str:
     return name
 
 
-def _tree_of(source: Renamed, place: Callable[[PyTree], PyTree] | None = None) -> PyTree:
+def _tree_of(source: RenamedSource, place: Callable[[PyTree], PyTree] | None = None) -> PyTree:
     """Return a tree of what is stored: of plain tensors, or of the arrays that `place` makes of those without memory."""
     where = "cpu" if place is None else "meta"
     own = {name: one for name, one in source.arrays.items() if source.ties.get(name, name) == name}
@@ -223,7 +223,7 @@ def _apart(source: Any, leaves: Sequence[NamedLeaf]) -> list[NamedLeaf]:
 
 
 def _below(source: Any, objects: Sequence[NamedLeaf]) -> dict[str, list[NamedLeaf]]:
-    """Return what is stored of the state of each object, with memory for its arrays: the object's own, or new."""
+    """Return the stored leaves of the state of each object, with memory for its arrays: the object's own, or new."""
     below: dict[str, list[NamedLeaf]] = {}
     for leaf in objects:
         memory = getattr(leaf.value, "state_memory", None)  # of an object whose own state may be empty
@@ -315,9 +315,9 @@ def _targets(leaf: NamedLeaf, after: list[Callable[[], object]]) -> Iterator[Tar
         if not shard.numel():
             continue
         if not shard.is_contiguous():
-            room = torch.empty(shard.numel(), dtype=shard.dtype, device=shard.device)
-            after.append(lambda shard=shard, room=room: shard.copy_(room.view(shard.shape)))
-            yield Target(leaf.name, span, room)
+            buffer = torch.empty(shard.numel(), dtype=shard.dtype, device=shard.device)
+            after.append(lambda shard=shard, buffer=buffer: shard.copy_(buffer.view(shard.shape)))
+            yield Target(leaf.name, span, buffer)
         else:
             yield Target(leaf.name, span, shard.view(-1))
 

@@ -78,7 +78,7 @@ def save(
 
 @torch.no_grad()
 def snapshot(folder: Path, token: str, tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeSnapshot:
-    """Return what is to be written. If it cannot be, other processes find a mark in the folder."""
+    """Return the snapshot of a tree. If that raises, a mark in the folder stops the other processes."""
     try:
         return snapshot_of(tree, metrics)
     except BaseException as error:
@@ -113,7 +113,7 @@ def write(folder: Path, taken: TreeSnapshot, token: str, timeout: float) -> None
     text, failed = taken.index.body(), None
     try:
         attempt(lambda: make_folder(folder), f"{folder} cannot be made")
-        _refuse_foreign(folder / INDEX)
+        _validate_index_is_ours(folder / INDEX)
         for device, parts in taken.shares.items():
             what = f"{folder}: device {device} cannot write"
             attempt(
@@ -123,7 +123,7 @@ def write(folder: Path, taken: TreeSnapshot, token: str, timeout: float) -> None
     except BaseException as error:
         failed = error
         with suppress(OSError):
-            for name in [f"{token}-{device}" for device in taken.shares]:  # a full disk needs the room
+            for name in [f"{token}-{device}" for device in taken.shares]:  # to free a full disk
                 if not (folder / f"{name}.json").exists():
                     disk.unlink(folder / f"{name}.safetensors")
         _mark_failed(folder, token, min(taken.shares), error)
@@ -149,7 +149,7 @@ def meet() -> None:
         pmax(torch.zeros(1), tuple(scope.axes))
 
 
-def _refuse_foreign(index: Path) -> None:
+def _validate_index_is_ours(index: Path) -> None:
     """Raise for an index that no save has written: a commit would replace it."""
     if index.is_file() and not index.read_bytes().startswith(b'{"xxh3":'):
         raise CheckpointError(f"{index} must be that of a checkpoint, or absent; got another file. Save elsewhere.")

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.checkpoint.division import ArrayEntry
-from fshard.checkpoint.index import Index, refuse_unstorable, storable
-from fshard.checkpoint.names import NamedLeaf, is_array, is_object, leaves_of, opened, refuse_repeated, stored_parts
+from fshard.checkpoint.index import Index, storable, validate_storable
+from fshard.checkpoint.names import NamedLeaf, is_array, is_object, leaves_of, opened, stored_parts, validate_unique
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, PyTree
 from fshard.mesh.layout.mesh import Mesh
@@ -37,14 +37,14 @@ class TreeSnapshot:
     index: Index
     shares: Mapping[int, Sequence[WrittenRange]]
 
-    def staged(self, rooms: dict[int, Tensor]) -> TreeSnapshot:
+    def staged(self, staging: dict[int, Tensor]) -> TreeSnapshot:
         """Return a copy on the host, in memory of each device that is kept for the next one."""
         shares: dict[int, list[WrittenRange]] = {}
         for device, ranges in self.shares.items():
             size = sum(one.values.nbytes for one in ranges)
-            if device not in rooms or len(rooms[device]) < size:
-                rooms[device] = torch.empty(size, dtype=torch.uint8, device="cpu")
-            parts = rooms[device][:size].split([one.values.nbytes for one in ranges])
+            if device not in staging or len(staging[device]) < size:
+                staging[device] = torch.empty(size, dtype=torch.uint8, device="cpu")
+            parts = staging[device][:size].split([one.values.nbytes for one in ranges])
             copies = [part.view(one.values.dtype).copy_(one.values) for part, one in zip(parts, ranges, strict=True)]
             shares[device] = [one._replace(values=own) for one, own in zip(ranges, copies, strict=True)]
         return TreeSnapshot(self.index, shares)
@@ -60,8 +60,8 @@ class WritingDevices(NamedTuple):
 def snapshot_of(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeSnapshot:
     """Return the ranges that the devices held here write, and the index of the tree."""
     leaves = [leaf for one in leaves_of(opened(tree)[0]) for leaf in _unfolded(one)]
-    refuse_repeated(leaves, "save")
-    refuse_unstorable(leaves)
+    validate_unique(leaves, "save")
+    validate_storable(leaves)
     arrays = [leaf for leaf in leaves if is_array(leaf.value)]
     values = [leaf for leaf in leaves if not is_array(leaf.value)]
     world = _world([x for leaf in arrays for _, x in stored_parts(leaf.value)])

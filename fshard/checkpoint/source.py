@@ -31,7 +31,7 @@ DIRECT = 1 << 14
 """Bytes from which on a range of a file is read directly into its target."""
 
 
-class Stored(NamedTuple):
+class StoredArray(NamedTuple):
     """An array of a source."""
 
     path: TreePath
@@ -60,7 +60,7 @@ class Source(Protocol):
     def partial(self) -> Sequence[str] | None: ...
 
     @property
-    def arrays(self) -> Mapping[str, Stored]: ...
+    def arrays(self) -> Mapping[str, StoredArray]: ...
 
     @property
     def values(self) -> Mapping[str, tuple[TreePath, Any]]: ...
@@ -75,7 +75,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class ReadRange:
     """A range of a file that a target needs some of: of an array's block, from one byte after the header on."""
 
     byte: int
@@ -109,7 +109,7 @@ class OwnFolder:
         for number, one in enumerate(self.index.arrays):
             self._entries[one.name].append(number)
         first = {name: self.index.arrays[numbers[0]] for name, numbers in self._entries.items()}
-        self.arrays = {name: Stored(one.path, one.full_shape, one.dtype) for name, one in first.items()}
+        self.arrays = {name: StoredArray(one.path, one.full_shape, one.dtype) for name, one in first.items()}
         self.arrays |= {name_of(path): self.arrays[of]._replace(path=path) for path, of in self.index.ties}
         self.values = {name_of(path): (path, value) for path, value in self.index.values}
         self.ties, self.partial = {name_of(path): of for path, of in self.index.ties}, None
@@ -126,14 +126,14 @@ class OwnFolder:
         if wrong:
             raise CheckpointError(f"{self.folder} is not complete: {'; '.join(wrong)}. Restore another checkpoint.")
 
-    def parts(self, targets: Sequence[Target]) -> dict[int, list[Part]]:
-        """Return what to read of the file of each writer."""
-        found: dict[int, list[Part]] = defaultdict(list)
+    def parts(self, targets: Sequence[Target]) -> dict[int, list[ReadRange]]:
+        """Return the ranges to read of the file of each writer."""
+        found: dict[int, list[ReadRange]] = defaultdict(list)
         for target in targets:
             for number in self._entries[self.ties.get(target.name, target.name)]:
                 dtype = self.index.arrays[number].dtype
                 for device, byte, span in self.index.division.ranges(number, target.span):
-                    found[device].append(Part(byte, dtype, span, target))
+                    found[device].append(ReadRange(byte, dtype, span, target))
         return found
 
     def read(self, targets: Sequence[Target]) -> None:
@@ -144,10 +144,10 @@ class OwnFolder:
             raise CheckpointError("\n".join(map(str, failed))) from failed[0]
 
     @torch.no_grad()
-    def _read_file(self, device: int, parts: Sequence[Part]) -> None:
+    def _read_file(self, device: int, parts: Sequence[ReadRange]) -> None:
         """Read what targets need of the file of one writer."""
         writer = self.index.writers[device]
-        in_block: dict[int, list[Part]] = defaultdict(list)
+        in_block: dict[int, list[ReadRange]] = defaultdict(list)
         for part in parts:
             begin = writer.header + part.byte
             if begin + part.size > writer.size:
@@ -155,33 +155,33 @@ class OwnFolder:
             for number in range(begin // BLOCK, (begin + part.size - 1) // BLOCK + 1):
                 in_block[number].append(part)
         reader = BlockReader(self.folder / writer.data, writer.size, read_manifest(self.folder, writer))
-        room = memoryview(bytearray(min(BLOCK, writer.size)))
+        buffer = memoryview(bytearray(min(BLOCK, writer.size)))
         try:
             for number, inside in sorted(in_block.items()):
-                _read_block(reader, number, inside, room, number * BLOCK - writer.header)
+                _read_block(reader, number, inside, buffer, number * BLOCK - writer.header)
         finally:
             reader.close()
 
 
-def _read_block(reader: BlockReader, number: int, parts: list[Part], room: memoryview, begin: int) -> None:
+def _read_block(reader: BlockReader, number: int, parts: list[ReadRange], buffer: memoryview, begin: int) -> None:
     """Read the block of a file from a byte after the header on: large parts into their targets, others are copied."""
-    length, at, views, copied = reader.length(number), 0, list[memoryview](), list[Part]()
+    length, at, views, copied = reader.length(number), 0, list[memoryview](), list[ReadRange]()
     parts = sorted(parts, key=lambda part: part.byte)
     are_apart = all(one.byte + one.size <= other.byte for one, other in pairwise(parts))
     for part in parts:
         start, stop = max(part.byte - begin, 0), min(part.byte + part.size - begin, length)
         if are_apart and stop - start >= DIRECT and part.is_direct:
             first = start + begin - part.byte
-            views += [room[at:start], part.memory[first : first + stop - start]]
+            views += [buffer[at:start], part.memory[first : first + stop - start]]
             at = stop
         else:
             copied.append(part)
-    reader.read(number, [*views, room[at:length]])
+    reader.read(number, [*views, buffer[at:length]])
     for part in copied:
-        _copy_from(room[:length], begin, part)
+        _copy_from(buffer[:length], begin, part)
 
 
-def _copy_from(block: memoryview, begin: int, part: Part) -> None:
+def _copy_from(block: memoryview, begin: int, part: ReadRange) -> None:
     """Copy what a block of a file has of a part."""
     each = part.dtype.itemsize
     first = max(0, (begin - part.byte) // each)
@@ -192,7 +192,7 @@ def _copy_from(block: memoryview, begin: int, part: Part) -> None:
 
 
 def what_is_there(path: Path) -> str:
-    """Return what a path is instead of a checkpoint, for messages."""
+    """Describe a path that is no checkpoint, for messages."""
     if not path.exists():
         near = path.parent
         while not near.exists():

@@ -81,7 +81,7 @@ def test_places_fill_each_file_without_gaps_and_aligned(division):
     for column in division[1]:
         end = 0
         for number, size in zip(order, sizes, strict=True):
-            assert column.places[number] == end and end % size == 0
+            assert column.bytes_before[number] == end and end % size == 0
             end += (column.stops[number] - column.starts[number]) * size
 
 
@@ -128,7 +128,7 @@ def test_pieces_have_every_element_of_a_range_once(division, data):
     found = []
     for device, byte, span in division[0].ranges(number, wanted):
         mine = inside[written(*division, number, device)]
-        first = (byte - columns[device].places[number]) // one.itemsize
+        first = (byte - columns[device].bytes_before[number]) // one.itemsize
         numbers = elements(full, span)
         assert np.array_equal(mine[first : first + len(numbers)], numbers)
         found.append(np.intersect1d(numbers, expected))

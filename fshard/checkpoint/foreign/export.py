@@ -98,7 +98,7 @@ def export(
     folder = target.with_name(f".{target.name}.{token}")
     taken = snapshot(folder, token, tree)
     order = [str(key) for key in tree] if isinstance(tree, dict) else []
-    _refuse(target, to, Content(OwnFolder(folder, taken.index), order, merging))  # on all processes alike
+    _validate_export(target, to, Content(OwnFolder(folder, taken.index), order, merging))  # on all processes alike
     is_writer, failed = (process_index() if scope is None else scope.device) == 0, None
     try:
         write(folder, taken, token, timeout)
@@ -162,13 +162,13 @@ class Content:
 
     def grouped(self, names: Sequence[str], size: int) -> list[list[str]]:
         """Return names in groups of at most some bytes, or of one."""
-        groups, room = list[list[str]](), 0
+        groups, left = list[list[str]](), 0
         for name in names:
-            if not groups or self.size(name) > room:
+            if not groups or self.size(name) > left:
                 groups.append([])
-                room = size
+                left = size
             groups[-1].append(name)
-            room -= self.size(name)
+            left -= self.size(name)
         return groups
 
     def loaded(self, names: Sequence[str]) -> Iterator[Tensor]:
@@ -187,7 +187,7 @@ class Content:
 
 def convert(content: Content, target: Path, to: Format, config: Any = None, shard_size: int = 5 * 10**9) -> None:
     """Write content in a format, one array at a time: see `export`."""
-    _refuse(target, to, content)
+    _validate_export(target, to, content)
     folder = target.absolute().with_name(f".{target.name}.{secrets.token_hex(5)}")
     made, scratch = folder / "made", folder / "arrays"
     names = sorted(content.own, key=lambda name: -content.source.arrays[name].dtype.itemsize)  # aligned
@@ -213,7 +213,7 @@ def convert(content: Content, target: Path, to: Format, config: Any = None, shar
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _refuse(target: Path, to: Format, content: Content) -> None:
+def _validate_export(target: Path, to: Format, content: Content) -> None:
     """Raise if the target is taken, or the format cannot have the content."""
     is_file, source = to in ("torch", "safetensors"), content.source
     if target.is_dir() if is_file else target.exists() and (target.is_file() or any(target.iterdir())):

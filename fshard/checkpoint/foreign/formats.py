@@ -1,6 +1,6 @@
 """Folders and files of any format as sources: safetensors, Hugging Face, peft, torch.save, torch.distributed.checkpoint.
 
-Arrays are mapped into memory: only what is copied is read. No file is trusted: places are compared with the size of a file,
+Arrays are mapped into memory: only what is copied is read. No file is trusted: offsets are compared with the size of a file,
 what torch.save wrote is read with `weights_only`, and a pickle of metadata as plain records, so that no code runs.
 """
 
@@ -25,8 +25,8 @@ from fshard.checkpoint.copying import Block, Span, copy, overlap
 from fshard.checkpoint.files import DTYPES
 from fshard.checkpoint.index import INDEX
 from fshard.checkpoint.names import Path as TreePath
-from fshard.checkpoint.names import is_array, leaves_of, name_of, refuse_repeated
-from fshard.checkpoint.source import OwnFolder, Source, Stored, Target, what_is_there
+from fshard.checkpoint.names import is_array, leaves_of, name_of, validate_unique
+from fshard.checkpoint.source import OwnFolder, Source, StoredArray, Target, what_is_there
 from fshard.errors import CheckpointError
 
 SAFETENSORS, TORCH, DCP = "model.safetensors", "pytorch_model.bin", ".metadata"
@@ -41,7 +41,7 @@ _KINDS = {
     PEFT: f"an adapter of peft, beside {PEFT_CONFIG}",
 }
 _Values = list[tuple[TreePath, Any]]
-_Place = tuple[Path, int, int]
+_FileRange = tuple[Path, int, int]
 """A file, the first byte, and the number of bytes."""
 
 
@@ -57,17 +57,17 @@ def open_source(path: Path) -> Source:
         PEFT: _peft,
     }
     if path.is_file():
-        with _refusing(path, "a safetensors file"):
+        with _named_errors(path, "a safetensors file"):
             return readers[TORCH if _read(path, 0, 4) == b"PK\3\4" else SAFETENSORS](path)
     for name, read in readers.items():
         if (path / name).is_file():
-            with _refusing(path / name, _KINDS.get(name, "a safetensors file")):
+            with _named_errors(path / name, _KINDS.get(name, "a safetensors file")):
                 return read(path / name)
     raise CheckpointError(f"{path} is no checkpoint: {what_is_there(path)}.")
 
 
 @contextmanager
-def _refusing(path: Path, what: str) -> Generator[None]:
+def _named_errors(path: Path, what: str) -> Generator[None]:
     """Raise any error as one that names a file and what it must be."""
     try:
         yield
@@ -80,10 +80,10 @@ def _refusing(path: Path, what: str) -> Generator[None]:
         raise CheckpointError(f"{path} must be {what}; got {type(error).__name__}: {text}.") from None
 
 
-class Found(NamedTuple):
+class ForeignArray(NamedTuple):
     """An array and its blocks: one mapped tensor, or functions that load them."""
 
-    stored: Stored
+    stored: StoredArray
     blocks: Sequence[tuple[Block, Tensor | Callable[[], Tensor]]]
 
 
@@ -91,7 +91,7 @@ class ForeignFiles:
     """A source: arrays in files that were checked when they were opened, and values."""
 
     def __init__(
-        self, found: Iterable[Found], values: _Values | None = None, partial: Sequence[str] | None = None
+        self, found: Iterable[ForeignArray], values: _Values | None = None, partial: Sequence[str] | None = None
     ) -> None:
         known = {name_of(one.stored.path): one for one in found}
         self.arrays = {name: one.stored for name, one in known.items()}
@@ -116,8 +116,8 @@ class ForeignFiles:
                     copy(span, flat, target.span, target.into)
 
 
-def _mapped(path: TreePath, x: Tensor) -> Found:
-    return Found(Stored(path, tuple(x.shape), x.dtype), [(block_of(x.shape), x)])
+def _mapped(path: TreePath, x: Tensor) -> ForeignArray:
+    return ForeignArray(StoredArray(path, tuple(x.shape), x.dtype), [(block_of(x.shape), x)])
 
 
 def block_of(shape: Sequence[int]) -> Block:
@@ -127,10 +127,10 @@ def block_of(shape: Sequence[int]) -> Block:
 
 def views(path: Path, arrays: Iterable[tuple[int, torch.dtype, Sequence[int]]]) -> list[Tensor]:
     """Return the arrays from some bytes of a file on, mapped."""
-    room: Any = UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    mapped: Any = UntypedStorage.from_file(str(path), False, path.stat().st_size)
     made = list[Tensor]()
     for start, dtype, shape in arrays:
-        part = room[start : start + prod(shape) * dtype.itemsize]
+        part = mapped[start : start + prod(shape) * dtype.itemsize]
         x: Any = torch.empty(0, dtype=dtype)
         made.append(x.set_(part, 0, shape) if len(part) else x.reshape(shape))
     return made
@@ -142,7 +142,7 @@ def _read(path: Path, start: int = 0, size: int = -1) -> bytes:
         return file.read(size)
 
 
-def _refuse_outside(by: Path, files: Iterable[Any]) -> None:
+def _validate_inside(by: Path, files: Iterable[Any]) -> None:
     """Raise if names are not those of files in the folder of the file that has them."""
     outside = [file for file in files if not isinstance(file, str) or file in ("", ".", "..") or {*"/\\\0"} & {*file}]
     if outside:
@@ -152,7 +152,7 @@ def _refuse_outside(by: Path, files: Iterable[Any]) -> None:
 # -- safetensors, Hugging Face, peft ----------------------------------------------------------------------------------
 
 
-def _safetensors(path: Path) -> list[Found]:
+def _safetensors(path: Path) -> list[ForeignArray]:
     length, size = int.from_bytes(_read(path, 0, 8), "little"), path.stat().st_size
     if not 2 <= length <= min(size - 8, _HEADER):
         raise CheckpointError(f"{path} is no safetensors file: a header of {length} bytes in a file of {size}.")
@@ -162,24 +162,24 @@ def _safetensors(path: Path) -> list[Found]:
     if wrong:
         text = f"{'; '.join(wrong[:20])} in {size} bytes"
         raise CheckpointError(f"{path}: arrays must have a known dtype and be within the file; got {text}.")
-    places = [(begin + one["data_offsets"][0], DTYPE_OF[one["dtype"]], one["shape"]) for one in header.values()]
-    return [_mapped((name,), x) for name, x in zip(header, views(path, places), strict=True)]
+    ranges = [(begin + one["data_offsets"][0], DTYPE_OF[one["dtype"]], one["shape"]) for one in header.values()]
+    return [_mapped((name,), x) for name, x in zip(header, views(path, ranges), strict=True)]
 
 
-def _fits(entry: Any, room: int) -> bool:
+def _fits(entry: Any, available: int) -> bool:
     """Return True if an entry of a header is well formed and within the bytes after the header."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, stop]} if dtype in DTYPE_OF:
             are_counts = all(type(x) is int and x >= 0 for x in (*shape, start, stop))
-            return are_counts and stop <= room and stop - start == prod(shape) * DTYPE_OF[dtype].itemsize
+            return are_counts and stop <= available and stop - start == prod(shape) * DTYPE_OF[dtype].itemsize
         case _:
             return False
 
 
-def _indexed(index: Path, read: Callable[[Path], Sequence[Found]]) -> list[Found]:
+def _indexed(index: Path, read: Callable[[Path], Sequence[ForeignArray]]) -> list[ForeignArray]:
     """Return the arrays of all files that an index of Hugging Face names."""
     where: dict[str, str] = json.loads(_read(index))["weight_map"]
-    _refuse_outside(index, where.values())
+    _validate_inside(index, where.values())
     files = dict.fromkeys(where.values())
     lost = [file for file in files if not (index.parent / file).is_file()]
     found = {(file, name_of(one.stored.path)): one for file in files if not lost for one in read(index.parent / file)}
@@ -197,11 +197,11 @@ def _peft(path: Path) -> ForeignFiles:
     if config["peft_type"] != "LORA" or unfit:
         text = f"{path.parent} must be a LoRA adapter of one rank, with alpha / r as its scale"
         raise CheckpointError(f"{text}; got {', '.join([str(config['peft_type']), *unfit])}.")
-    found = list[Found]()
+    found = list[ForeignArray]()
     for stored, blocks in _safetensors(path):
         name = name_of(stored.path).removeprefix("base_model.model.").replace(".lora_embedding_", ".lora_")
         name = name.removesuffix(".weight") if name.endswith((".lora_A.weight", ".lora_B.weight")) else name
-        found.append(Found(stored._replace(path=(name,)), blocks))
+        found.append(ForeignArray(stored._replace(path=(name,)), blocks))
     return ForeignFiles(found, partial=["**.lora_A", "**.lora_B", *(one.stored.path[0] for one in found)])
 
 
@@ -209,8 +209,8 @@ def _peft(path: Path) -> ForeignFiles:
 
 
 def _torch_load(path: Path, start: int = 0, size: int | None = None) -> Any:
-    """Return what torch.save wrote to a file, mapped; or to a range of it, in memory."""
-    with _refusing(path, "a file that torch.load reads with weights_only=True, of tensors and plain values"):
+    """Load a file of torch.save, mapped; or a range of it, in memory."""
+    with _named_errors(path, "a file that torch.load reads with weights_only=True, of tensors and plain values"):
         part: Any = path if size is None else io.BytesIO(_read(path, start, size))
         with zipfile.ZipFile(part) as archive:
             if any(one.compress_type or one.file_size > path.stat().st_size for one in archive.infolist()):
@@ -220,9 +220,9 @@ def _torch_load(path: Path, start: int = 0, size: int | None = None) -> Any:
         return torch.load(part, map_location="cpu", weights_only=True, mmap=size is None)
 
 
-def _torch_file(path: Path) -> tuple[list[Found], _Values]:
+def _torch_file(path: Path) -> tuple[list[ForeignArray], _Values]:
     leaves, size = leaves_of(_torch_load(path)), path.stat().st_size
-    refuse_repeated(leaves, str(path))
+    validate_unique(leaves, str(path))
     arrays = [(leaf.path, leaf.value) for leaf in leaves if is_array(leaf.value)]
     for at, x in arrays:
         if x.layout != torch.strided or x.is_quantized or x.device.type != "cpu" or x.numel() * x.itemsize > size:
@@ -233,42 +233,42 @@ def _torch_file(path: Path) -> tuple[list[Found], _Values]:
 
 
 def _dcp(path: Path) -> ForeignFiles:
-    found, arrays, values = _records(_read(path)), list[Found](), list[tuple[TreePath, Any]]()
-    places, paths = _places(path, found.storage_data), found.planner_data or {}
+    found, arrays, values = _records(_read(path)), list[ForeignArray](), list[tuple[TreePath, Any]]()
+    ranges, paths = _ranges_of(path, found.storage_data), found.planner_data or {}
     for name, one in found.state_dict_metadata.items():
         at = tuple([entry for entry in paths.get(name, (name,)) if isinstance(entry, str | int)])
         if hasattr(one, "chunks"):
-            arrays.append(_dcp_array(at, one, places[name]))
+            arrays.append(_dcp_array(at, one, ranges[name]))
         else:
-            values += [((*at, *leaf.path), leaf.value) for leaf in leaves_of(_torch_load(*places[name][()]))]
+            values += [((*at, *leaf.path), leaf.value) for leaf in leaves_of(_torch_load(*ranges[name][()]))]
     return ForeignFiles(arrays, values)
 
 
-def _places(path: Path, found: Mapping[Any, Any]) -> Mapping[str, Mapping[Any, _Place]]:
+def _ranges_of(path: Path, found: Mapping[Any, Any]) -> Mapping[str, Mapping[Any, _FileRange]]:
     """Return where the chunks of each array are, by their first index."""
     names, wrong = {at.relative_path for at in found.values()}, list[str]()
-    _refuse_outside(path, names)
+    _validate_inside(path, names)
     sizes = {name: (path.parent / name).stat().st_size if (path.parent / name).is_file() else 0 for name in names}
-    places: dict[str, dict[Any, _Place]] = defaultdict(dict)
+    ranges: dict[str, dict[Any, _FileRange]] = defaultdict(dict)
     for key, at in found.items():
-        (start, size), room = _counts((at.offset, at.length)), sizes[at.relative_path]
-        places[key.fqn][tuple(getattr(key, "offset", None) or ())] = path.parent / at.relative_path, start, size
-        if start + size > room or getattr(at, "transform_descriptors", None):
-            wrong.append(f"{key.fqn} at {start} of {at.relative_path}, {size} of {room} bytes")
+        (start, size), available = _counts((at.offset, at.length)), sizes[at.relative_path]
+        ranges[key.fqn][tuple(getattr(key, "offset", None) or ())] = path.parent / at.relative_path, start, size
+        if start + size > available or getattr(at, "transform_descriptors", None):
+            wrong.append(f"{key.fqn} at {start} of {at.relative_path}, {size} of {available} bytes")
     if wrong:
         text = "; ".join(wrong[:20])
         raise CheckpointError(f"{path.parent}: data must be in its files as torch.save writes it; got {text}.")
-    return places
+    return ranges
 
 
-def _dcp_array(path: TreePath, one: Any, places: Mapping[Any, _Place]) -> Found:
+def _dcp_array(path: TreePath, one: Any, ranges: Mapping[Any, _FileRange]) -> ForeignArray:
     """Return an array whose chunks fill it."""
     dtype, shape = one.properties.fields[0], _counts(one.size)
     chunks, count = list[Any](), 0
     for each in one.chunks:
         offsets, sizes = _counts(each.offsets), _counts(each.sizes)
         block = tuple([(at, at + size) for at, size in zip(offsets, sizes, strict=True)])
-        place = places[offsets if offsets in places else ()]
+        place = ranges[offsets if offsets in ranges else ()]
         is_outside = any(stop > length for (_, stop), length in zip(block, shape, strict=True))
         if is_outside or prod(sizes) * dtype.itemsize > place[2]:
             raise ValueError(f"a chunk of {path} at {offsets} of {sizes} in {place[2]} bytes")
@@ -276,14 +276,14 @@ def _dcp_array(path: TreePath, one: Any, places: Mapping[Any, _Place]) -> Found:
         count += prod(sizes)
     if count != prod(shape):
         raise ValueError(f"{path} of {shape} with the chunks {[block for block, _ in chunks]}")
-    return Found(Stored(path, shape, dtype), chunks)
+    return ForeignArray(StoredArray(path, shape, dtype), chunks)
 
 
-def _chunk(place: _Place, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _chunk(at: _FileRange, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Load the elements of a chunk."""
-    x = _torch_load(*place)
+    x = _torch_load(*at)
     if not isinstance(x, Tensor) or (x.dtype, x.shape, x.layout) != (dtype, shape, torch.strided):
-        raise CheckpointError(f"{place[0]}: at byte {place[1]} must be {dtype} {shape}; got {x}.")
+        raise CheckpointError(f"{at[0]}: at byte {at[1]} must be {dtype} {shape}; got {x}.")
     return x
 
 
