@@ -1,8 +1,7 @@
 """`Sharded`: the global array, as the shards that this process holds.
 
-On a virtual mesh that is a shard for every device, on a process mesh one.  A `Sharded` is an optree node in namespace
-"fshard" whose children are its shards, so elementwise code need not know that anything is sharded. Its operations are
-those of a global tensor: see `fshard.array`.
+On a virtual mesh that is a shard for every device, on a process mesh one. A `Sharded` is a leaf of trees, and its
+operations are those of a global tensor: see `fshard.array`. `map_shards` and `flatten_shards` reach its shards.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -20,7 +20,8 @@ from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.layout import Layout, Memory, ShardType, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import P
-from fshard.mesh.layout.tree import register_node
+from fshard.mesh.layout.tree import NAMESPACE, PyTree, Structure, flatten, unflatten
+from fshard.mesh.spmd.global_inputs import compare_along
 from fshard.mesh.spmd.run import agree, inside, local_devices, resolve_mesh, without_values
 from fshard.uncompiled import uncompiled
 
@@ -37,14 +38,13 @@ class Sharded(ArrayMethods):
     It may be pickled and saved with `torch.save`: each process saves its own shards. To load it, name its classes:
     `with torch.serialization.safe_globals(fs.mesh.SAFE_GLOBALS): x = torch.load(file)`.
 
-    >>> import optree, torch, fshard as fs
+    >>> import torch, fshard as fs
     >>> from fshard import P
     >>> x = fs.device_put(torch.arange(4.0), fs.Layout(fs.make_mesh({"data": 2}), P("data")))
     >>> x
     Sharded f32[4@data] on Mesh(data=2; virtual, cpu)
-    >>> doubled = optree.tree_map(lambda shard: shard * 2, x, namespace="fshard")
-    >>> fs.unshard(doubled)
-    tensor([0., 2., 4., 6.])
+    >>> torch.utils._pytree.tree_map(lambda array: float(array.sum()), {"x": x})
+    {'x': 6.0}
     """
 
     shape: tuple[int, ...]
@@ -113,15 +113,44 @@ def _local_shapes(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ..
     return tuple(layout.local_shape(shape, device) for device in devices)
 
 
-def _flatten(x: Sharded) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], Layout], None]:
-    return x.shards, (x.shape, x.layout), None
+@dataclass(frozen=True, eq=False)
+class ArrayNode:
+    """An array as a node of trees: its shards are leaves."""
+
+    array: Sharded
+
+    def flatten(self) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], Layout]]:
+        """Return the shards, and the shape and layout that they are of."""
+        return self.array.shards, (self.array.shape, self.array.layout)
 
 
-def _unflatten(of: tuple[tuple[int, ...], Layout], shards: Sequence[Any]) -> Sharded:
-    return Sharded(of[0], of[1], tuple(shards))
+_o: Any = optree
+_o.register_pytree_node(
+    ArrayNode, ArrayNode.flatten, lambda kept, shards: Sharded(*kept, tuple(shards)), namespace=NAMESPACE
+)
 
 
-register_node(Sharded, _flatten, _unflatten)
+def flatten_shards(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:
+    """Return the leaves of a tree with the shards of arrays in their place, and the structure, which has the arrays."""
+    leaves, structure = flatten(tree, none_is_leaf=none_is_leaf)
+    if Sharded not in map(type, leaves):
+        return leaves, structure
+    opened = unflatten(structure, [ArrayNode(x) if isinstance(x, Sharded) else x for x in leaves])
+    return flatten(opened, none_is_leaf=none_is_leaf)
+
+
+def map_shards(f: Callable[..., Any], *trees: PyTree) -> PyTree:
+    """Apply a function to the tensors of trees of one structure; of an array to each of its shards.
+
+    A `Sharded` itself is a leaf of trees. Only an elementwise function of shards is that of the array.
+
+    >>> import torch, fshard as fs
+    >>> x = fs.device_put(torch.arange(4.0), fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
+    >>> fs.mesh.map_shards(torch.add, {"w": x}, {"w": x})["w"].shards
+    (tensor([0., 2.]), tensor([4., 6.]))
+    """
+    flat = [flatten_shards(tree) for tree in trees]
+    return unflatten(flat[0][1], [f(*column) for column in zip(*(leaves for leaves, _ in flat), strict=True)])
 
 
 def key_of(x: Any) -> tuple[int, ...]:
@@ -149,9 +178,10 @@ def typeof(x: Sharded | Tensor) -> ShardType:
 
 @uncompiled
 def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None) -> Sharded:
-    """Build a global array from each device's local shard, without communication.
+    """Build a global array from each device's local shard.
 
-    Processes compare their shapes only under `FSHARD_CHECK=1`.
+    Nothing is sent, but along axes that `layout` does not name: replicas are compared there by a hash, in one small
+    collective, and different ones raise. Processes compare their shapes only under `FSHARD_CHECK=1`.
 
     Args:
         shard: this process's shard, on a process mesh or inside `run`; on a virtual mesh from outside, a function of
@@ -191,6 +221,8 @@ def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
         )
     made = Sharded(full_shape, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in shards_))
     agree(layout.mesh, f"from_local of {typeof(made)}")
+    replicas = tuple(axis for axis in layout.mesh.axis_names if axis not in layout.spec.axes)
+    compare_along("from_local", layout.mesh, replicas, {"": made.shards})
     return made
 
 

@@ -6,6 +6,7 @@ caller. `plan` chooses the steps, `execute` runs them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,10 +32,12 @@ from fshard.mesh.layout import (
     is_dense,
     map_leaves,
     no_dense,
+    paths_of,
     unflatten,
 )
 from fshard.mesh.layout.sharded import Sharded, in_memory, key_of
 from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
+from fshard.mesh.spmd.global_inputs import compare_global
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.run import inside, is_outside, local_devices, resolve_mesh
 from fshard.source import Site, call_site
@@ -103,7 +106,7 @@ def _each_leaf(
     what: str, tree: PyTree, layouts: PyTree, act: Callable[[int, Any, Layout], Any]
 ) -> tuple[list[Any], Structure]:
     """Apply a prefix tree of layouts to the leaves; `unit` and `frozen` are kept where the layout has none."""
-    paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
+    paths, leaves, structure = flatten_with_paths(tree, none_is_leaf=True)
     try:
         chosen = broadcast_prefix(layouts, tree, none_is_leaf=True)
     except ValueError:
@@ -134,7 +137,10 @@ def refuse_unfit(leaf: Any, layout: Layout) -> None:
 
 @uncompiled
 def device_put(tree: PyTree, layout: PyTree) -> PyTree:
-    """Shard global values. Nothing is sent: every process has the full value and keeps its shard.
+    """Shard global values: every process has the full values and keeps its shards.
+
+    All processes of the mesh must call it. One small collective for a call compares a hash of the plain tensors, and
+    different ones raise. A step shards its batch without this; inside `shard_map` and loss functions nothing is compared.
 
     Args:
         tree: a tensor or tree of tensors, the same on every process. A `Sharded` is resharded; one of another mesh is
@@ -150,9 +156,20 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     >>> fs.typeof(x), x.shards[2]
     (f32[8@data], tensor([2., 3.]))
     """
-    site = call_site()
+    result, tensors = _put_tree(tree, layout)
+    for mesh, own in tensors.items():
+        compare_global("device_put", mesh, own)
+    return result
 
-    done: dict[object, Sharded] = {}
+
+def put_equal(tree: PyTree, layout: PyTree) -> PyTree:
+    """Shard global values as `device_put` does, without comparing those of the processes: nothing is sent."""
+    return _put_tree(tree, layout)[0]
+
+
+def _put_tree(tree: PyTree, layout: PyTree) -> tuple[PyTree, dict[Mesh, dict[str, Tensors]]]:
+    """Shard global values; return also the plain tensors among them, by mesh and path."""
+    site, done, tensors = call_site(), dict[object, Sharded](), defaultdict[Mesh, dict[int, Tensor]](dict)
 
     def put(place: int, x: Any, to: Layout) -> Sharded:
         refuse_unfit(x, to)
@@ -160,10 +177,15 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
         if key not in done:
             stays = isinstance(x, Sharded) and x.mesh == to.mesh
             done[key] = reshard_all([_movable(x, to)], [to], site)[0] if stays else _put(unshard(x), to, site)
+            if isinstance(x, Tensor):
+                tensors[to.mesh][place] = x
         return done[key]
 
     leaves, structure = _each_leaf("device_put", tree, layout, put)
-    return unflatten(structure, leaves)
+    paths = paths_of(structure) if tensors else ()
+    return unflatten(structure, leaves), {
+        mesh: {paths[place]: (x,) for place, x in own.items()} for mesh, own in tensors.items()
+    }
 
 
 def layouts(tree: PyTree) -> PyTree:
@@ -207,7 +229,7 @@ def reshard(tree: PyTree, layout: PyTree) -> PyTree:
     """
     site = call_site()
     given: dict[int, tuple[Sharded, Layout]] = {}
-    has_sharded = any(isinstance(x, Sharded) for x in flatten(tree, sharded_is_leaf=True)[0])
+    has_sharded = any(isinstance(x, Sharded) for x in flatten(tree)[0])
 
     def note(place: int, x: Any, to: Layout) -> Any:
         if isinstance(x, Sharded) or not has_sharded:
@@ -322,7 +344,7 @@ def unshard(tree: PyTree) -> PyTree:
     >>> unshard(fs.device_put(torch.arange(4), fs.Layout(mesh, P("data"))))
     tensor([0, 1, 2, 3])
     """
-    leaves, structure = flatten(tree, sharded_is_leaf=True)
+    leaves, structure = flatten(tree)
     places = [place for place, x in enumerate(leaves) if isinstance(x, Sharded)]
     given: list[Sharded] = [leaves[place] for place in places]
     for x in given:
