@@ -15,7 +15,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import ArrayNode, Sharded, typeof
 from fshard.mesh.reshard.device_put import put_equal
-from fshard.mesh.spmd.global_inputs import compare_global, plain_tensors
+from fshard.mesh.spmd.global_inputs import compare_global, samples_of
 
 Rules = Mapping[str, P] | Callable[[str, Tensor], P]
 """Patterns of parameters' names and their specs, the first that matches counts; or a function of name and tensor."""
@@ -40,7 +40,7 @@ def shard_module(module: nn.Module, rules: Rules, *, mesh: Mesh) -> nn.Module:
     (f32[6@model, 4], f32[8@data, 6@model])
     """
     made: dict[int, Any] = {}
-    tensors = plain_tensors(dict([*module.named_parameters(), *module.named_buffers()]))
+    tensors = samples_of(dict([*module.named_parameters(), *module.named_buffers()]))
     used: set[str] = set()
     for prefix, part in module.named_modules():
         for held in (part._parameters, part._buffers):  # pyright: ignore[reportPrivateUsage]
