@@ -14,8 +14,7 @@ from fshard.array.communicate import state
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import ArrayNode, Sharded, typeof
-from fshard.mesh.reshard.device_put import put_equal
-from fshard.mesh.spmd.global_inputs import compare_global, samples_of
+from fshard.mesh.reshard.device_put import device_put
 
 Rules = Mapping[str, P] | Callable[[str, Tensor], P]
 """Patterns of parameters' names and their specs, the first that matches counts; or a function of name and tensor."""
@@ -40,7 +39,6 @@ def shard_module(module: nn.Module, rules: Rules, *, mesh: Mesh) -> nn.Module:
     (f32[6@model, 4], f32[8@data, 6@model])
     """
     made: dict[int, Any] = {}
-    tensors = samples_of(dict([*module.named_parameters(), *module.named_buffers()]))
     used: set[str] = set()
     for prefix, part in module.named_modules():
         for held in (part._parameters, part._buffers):  # pyright: ignore[reportPrivateUsage]
@@ -49,7 +47,7 @@ def shard_module(module: nn.Module, rules: Rules, *, mesh: Mesh) -> nn.Module:
                     continue
                 if id(x) not in made:  # tied ones stay tied
                     path = f"{prefix}.{name}" if prefix else name
-                    array = put_equal(x.detach(), Layout(mesh, _spec_of(path, x, rules, used)))
+                    array = device_put({path: x.detach()}, Layout(mesh, _spec_of(path, x, rules, used)))[path]
                     made[id(x)] = array.requires_grad_() if x.requires_grad else array, x
                 held[name] = made[id(x)][0]
     unused = [] if callable(rules) else [pattern for pattern in rules if pattern not in used]
@@ -57,7 +55,6 @@ def shard_module(module: nn.Module, rules: Rules, *, mesh: Mesh) -> nn.Module:
         raise LayoutError(
             f"rules must match names of {type(module).__name__}; {unused} match none. See named_parameters()."
         )
-    compare_global("shard_module", mesh, tensors)
     outer: list[bool] = []
 
     def enter(*_: Any) -> None:
@@ -125,24 +122,14 @@ def _lifted(tree: Any, *, to_nodes: bool) -> Any:
 
     def convert(x: Any) -> Any:
         if callable(x):
+            return lambda *args, **kwargs: _lifted(apply(x, (args, kwargs)), to_nodes=to_nodes)
+        if isinstance(x, ArrayNode):
+            x.array.check()  # vmap gives shards of fewer dims
+            return x.array
+        return ArrayNode(x) if to_nodes and isinstance(x, Sharded) else x
 
-            def call(*args: Any, **kwargs: Any) -> Any:
-                args, kwargs = _lifted((args, kwargs), to_nodes=not to_nodes)
-                return _lifted(x(*args, **kwargs), to_nodes=to_nodes)
-
-            return call
-        if to_nodes:
-            return ArrayNode(x) if isinstance(x, Sharded) else x
-        return x.array if isinstance(x, ArrayNode) else x
+    def apply(function: Callable[..., Any], given: Any) -> Any:
+        args, kwargs = _lifted(given, to_nodes=not to_nodes)
+        return function(*args, **kwargs)
 
     return torch_trees.tree_map(convert, tree, is_leaf=lambda x: isinstance(x, ArrayNode))
-
-
-def _node(shards: Any, kept: tuple[tuple[int, ...], Layout]) -> ArrayNode:
-    width = 1 if kept[1].spec.is_flat else len(kept[0])
-    if any(isinstance(shard, Tensor) and shard.ndim != width for shard in shards):
-        raise LayoutError("torch.func.vmap does not map over arrays. Use it in fs.shard_map, on local tensors.")
-    return ArrayNode(Sharded(*kept, tuple(shards)))
-
-
-torch_trees.register_pytree_node(ArrayNode, ArrayNode.flatten, _node)

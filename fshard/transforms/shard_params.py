@@ -28,7 +28,7 @@ from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, as_axes, broadcast_prefix, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import key_of
 from fshard.mesh.reshard.device_put import collected, put_equal, refuse_unfit
-from fshard.mesh.spmd.global_inputs import compare_global, samples_of
+from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.optim.leaves import is_frozen, without_static
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.patterns import Choice, chosen, default_units, listed, matches, matches_parts, named, parts_of
@@ -153,8 +153,7 @@ def shard_params(
 ) -> PyTree:
     """Shard parameters on a mesh by rules: every process has the full values and keeps its shards.
 
-    All processes must call it. One small collective compares a hash of each plain tensor, of a large one
-    that of evenly spaced blocks, and different ones raise.
+    All processes must call it: their tensors are compared, by hashes in one collective, and different ones raise.
 
     Args:
         params: a tree of tensors, the same on every process; a tied tensor is sharded once. A `Sharded`, of this or another
@@ -179,12 +178,12 @@ def shard_params(
             )
         tensors, restore = without_static(params)
         sharded = apply_rules(tensors, rules, mesh, frozen)
-        compare_global("shard_params", mesh, samples_of(tensors))
+        compare_inputs("shard_params", mesh, samples_of(tensors))
         return restore(sharded)
-    tree, is_drawn = dict(params.named_parameters()), seed is not None and mesh.runtime != "abstract"
-    sharded = apply_rules(tree, rules, mesh, frozen, reserved if is_drawn else put_equal)
-    compare_global("shard_params", mesh, samples_of(tree))
-    if seed is not None and is_drawn:
+    tree = dict(params.named_parameters())
+    sharded = apply_rules(tree, rules, mesh, frozen, put_equal if seed is None else reserved)
+    compare_inputs("shard_params", mesh, samples_of(tree))
+    if seed is not None and mesh.runtime != "abstract":
         draw(params, seed, tree.keys(), lambda name, x: fill(sharded[name], x), "shard_params")
     return sharded
 

@@ -1,7 +1,7 @@
 """`Sharded`: the global array, as the shards that this process holds.
 
 On a virtual mesh that is a shard for every device, on a process mesh one. A `Sharded` is a leaf of trees, and its
-operations are those of a global tensor: see `fshard.array`. `map_shards` and `flatten_shards` reach its shards.
+operations are those of a global tensor: see `fshard.array`. `flatten_shards` reaches its shards.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import optree
 import torch
+import torch.utils._pytree as torch_trees
 from torch import Tensor
 
 from fshard.errors import LayoutError
@@ -21,7 +22,7 @@ from fshard.mesh.layout.layout import Layout, Memory, ShardType, dtype_name, is_
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import P
 from fshard.mesh.layout.tree import NAMESPACE, PyTree, Structure, flatten, unflatten
-from fshard.mesh.spmd.global_inputs import compare_along
+from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.run import agree, inside, local_devices, resolve_mesh, without_values
 from fshard.uncompiled import uncompiled
 
@@ -119,38 +120,30 @@ class ArrayNode:
 
     array: Sharded
 
-    def flatten(self) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], Layout]]:
-        """Return the shards, and the shape and layout that they are of."""
-        return self.array.shards, (self.array.shape, self.array.layout)
+
+def _shards_of(node: ArrayNode) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], Layout]]:
+    return node.array.shards, (node.array.shape, node.array.layout)
 
 
 _o: Any = optree
-_o.register_pytree_node(
-    ArrayNode, ArrayNode.flatten, lambda kept, shards: Sharded(*kept, tuple(shards)), namespace=NAMESPACE
-)
+_o.register_pytree_node(ArrayNode, _shards_of, lambda kept, xs: Sharded(*kept, tuple(xs)), namespace=NAMESPACE)
+torch_trees.register_pytree_node(ArrayNode, _shards_of, lambda xs, kept: ArrayNode(Sharded(*kept, tuple(xs))))
 
 
 def flatten_shards(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:
-    """Return the leaves of a tree with the shards of arrays in their place, and the structure, which has the arrays."""
+    """Return the leaves of a tree, with shards in place of arrays, and its structure, which puts arrays together again.
+
+    >>> import torch, fshard as fs
+    >>> x = fs.device_put(torch.arange(4.0), fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
+    >>> leaves, structure = fs.mesh.flatten_shards({"w": x})
+    >>> fs.unshard(structure.unflatten([shard * 2 for shard in leaves]))
+    {'w': tensor([0., 2., 4., 6.])}
+    """
     leaves, structure = flatten(tree, none_is_leaf=none_is_leaf)
     if Sharded not in map(type, leaves):
         return leaves, structure
     opened = unflatten(structure, [ArrayNode(x) if isinstance(x, Sharded) else x for x in leaves])
     return flatten(opened, none_is_leaf=none_is_leaf)
-
-
-def map_shards(f: Callable[..., Any], *trees: PyTree) -> PyTree:
-    """Apply a function to the tensors of trees of one structure; of an array to each of its shards.
-
-    A `Sharded` itself is a leaf of trees. Only an elementwise function of shards is that of the array.
-
-    >>> import torch, fshard as fs
-    >>> x = fs.device_put(torch.arange(4.0), fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
-    >>> fs.mesh.map_shards(torch.add, {"w": x}, {"w": x})["w"].shards
-    (tensor([0., 2.]), tensor([4., 6.]))
-    """
-    flat = [flatten_shards(tree) for tree in trees]
-    return unflatten(flat[0][1], [f(*column) for column in zip(*(leaves for leaves, _ in flat), strict=True)])
 
 
 def key_of(x: Any) -> tuple[int, ...]:
@@ -222,7 +215,8 @@ def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
     made = Sharded(full_shape, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in shards_))
     agree(layout.mesh, f"from_local of {typeof(made)}")
     replicas = tuple(axis for axis in layout.mesh.axis_names if axis not in layout.spec.axes)
-    compare_along("from_local", layout.mesh, replicas, {"": made.shards})
+    if replicas:
+        compare_inputs("from_local", layout.mesh, {"": made.shards}, replicas)
     return made
 
 

@@ -1,7 +1,7 @@
 """Trees of tensors, by optree, in a namespace of fshard.
 
 A `Sharded` is a leaf, the global array: for optree in any namespace and for torch's pytrees. Code that needs its shards
-names them: `x.shards`, `map_shards`, `flatten_shards`, and `fs.array.lift` for torch.func. Dataclasses and the node
+names them: `x.shards`, `flatten_shards`, and `fs.array.lift` for torch.func. Dataclasses and the node
 types of torch's pytrees are nodes without registration; a field with `metadata={"static": True}` (or
 `{"pytree_node": False}`) is part of the structure.
 """

@@ -6,7 +6,6 @@ caller. `plan` chooses the steps, `execute` runs them.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,12 +31,11 @@ from fshard.mesh.layout import (
     is_dense,
     map_leaves,
     no_dense,
-    paths_of,
     unflatten,
 )
 from fshard.mesh.layout.sharded import Sharded, in_memory, key_of
 from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
-from fshard.mesh.spmd.global_inputs import compare_global
+from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.run import inside, is_outside, local_devices, resolve_mesh
 from fshard.source import Site, call_site
@@ -156,20 +154,18 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     >>> fs.typeof(x), x.shards[2]
     (f32[8@data], tensor([2., 3.]))
     """
-    result, tensors = _put_tree(tree, layout)
-    for mesh, own in tensors.items():
-        compare_global("device_put", mesh, own)
+    result = put_equal(tree, layout)
+    paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
+    pairs = zip(paths, leaves, flatten(result, none_is_leaf=True)[0], strict=True)
+    tensors = [(path, x, y.mesh) for path, x, y in pairs if isinstance(x, Tensor) and isinstance(y, Sharded)]
+    for mesh in dict.fromkeys([mesh for *_, mesh in tensors]):
+        compare_inputs("device_put", mesh, {path: (x,) for path, x, own in tensors if own == mesh})
     return result
 
 
 def put_equal(tree: PyTree, layout: PyTree) -> PyTree:
     """Shard global values as `device_put` does, without comparing those of the processes: nothing is sent."""
-    return _put_tree(tree, layout)[0]
-
-
-def _put_tree(tree: PyTree, layout: PyTree) -> tuple[PyTree, dict[Mesh, dict[str, Tensors]]]:
-    """Shard global values; return also the plain tensors among them, by mesh and path."""
-    site, done, tensors = call_site(), dict[object, Sharded](), defaultdict[Mesh, dict[int, Tensor]](dict)
+    site, done = call_site(), dict[object, Sharded]()
 
     def put(place: int, x: Any, to: Layout) -> Sharded:
         refuse_unfit(x, to)
@@ -177,15 +173,10 @@ def _put_tree(tree: PyTree, layout: PyTree) -> tuple[PyTree, dict[Mesh, dict[str
         if key not in done:
             stays = isinstance(x, Sharded) and x.mesh == to.mesh
             done[key] = reshard_all([_movable(x, to)], [to], site)[0] if stays else _put(unshard(x), to, site)
-            if isinstance(x, Tensor):
-                tensors[to.mesh][place] = x
         return done[key]
 
     leaves, structure = _each_leaf("device_put", tree, layout, put)
-    paths = paths_of(structure) if tensors else ()
-    return unflatten(structure, leaves), {
-        mesh: {paths[place]: (x,) for place, x in own.items()} for mesh, own in tensors.items()
-    }
+    return unflatten(structure, leaves)
 
 
 def layouts(tree: PyTree) -> PyTree:

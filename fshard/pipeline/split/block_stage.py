@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _pop_mode_temporarily  # pyright: ignore[reportPrivateUsage]
 
-from fshard.mesh.layout import PyTree, flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout import PyTree, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
 from fshard.pipeline.split.valueless import (
     Described,
@@ -26,7 +26,6 @@ from fshard.pipeline.split.valueless import (
     ValuelessMode,
     as_meta,
     is_valueless,
-    map_leaves,
 )
 
 PLAIN = (

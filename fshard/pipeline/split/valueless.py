@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.mesh.layout import map_leaves
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
 
 _tensor: Any = Tensor
@@ -52,12 +52,6 @@ def as_meta(x: Any) -> Any:
 def is_valueless(x: object) -> bool:
     """Return True for a tensor without values."""
     return isinstance(x, Tensor) and x.is_meta
-
-
-def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> Any:
-    """Apply a function to every leaf of a tree, None included; an array is one."""
-    leaves, structure = flatten(tree, none_is_leaf=True)
-    return unflatten(structure, [*map(f, leaves)])
 
 
 class ValuelessMode(TorchFunctionMode):

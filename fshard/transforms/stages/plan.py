@@ -23,7 +23,7 @@ from fshard.mesh.layout import Layout, Mesh, P, PyTree, Structure, flatten, flat
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
-from fshard.mesh.spmd.global_inputs import compare_global, samples_of
+from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.mesh.spmd.run import local_devices
 from fshard.optim.leaves import trainable
 from fshard.pipeline.execution.leaves import Stage
@@ -229,8 +229,7 @@ def shard_stages(
 ) -> list[PyTree]:
     """Place the parameters of stages on the devices that have them: every process keeps its shards.
 
-    All processes must call it. One small collective compares a hash of each plain tensor, of a large one
-    that of evenly spaced blocks, and different ones raise.
+    All processes must call it: their tensors are compared, by hashes in one collective, and different ones raise.
 
     Args:
         stages: modules, whose parameters are taken by their names; or trees of parameters.
@@ -254,7 +253,7 @@ def shard_stages(
     modules = all(isinstance(one, nn.Module) for one in stages)  # other tensors have no initializer
     put = put_equal if seed is None or not modules else reserved
     result = place_stages(trees, rules, **where, frozen=frozen, put=put)
-    compare_global("shard_stages", mesh, samples_of(trees))
+    compare_inputs("shard_stages", mesh, samples_of(trees))
     seen: set[tuple[int, ...]] = set()
     for stage, tree, sharded, own in zip(stages, trees, result, has_stages(**where), strict=True):
         if isinstance(stage, nn.Module) and seed is not None and put is reserved and own:

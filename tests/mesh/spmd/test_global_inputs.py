@@ -37,7 +37,7 @@ CALLS = {
     "device_put, order": lambda mesh, x: fs.device_put({"weight": torch.tensor([x, 1 - x])}, fs.Layout(mesh, P())),
     "shard_params": lambda mesh, x: fs.shard_params(tree(x), fs.fsdp("data"), mesh=mesh),
     "shard_params, module": lambda mesh, x: fs.shard_params(linear(x), P(), mesh=mesh),
-    "shard_module": lambda mesh, x: fs.array.shard_module(linear(x), {}, mesh=mesh),
+    "device_put, shard_module": lambda mesh, x: fs.array.shard_module(linear(x), {}, mesh=mesh),
     "shard_stages": shard_stages,
     "boost": boost,
     "from_local": lambda mesh, x: fs.from_local(torch.tensor([x]), fs.Layout(mesh, P())),
