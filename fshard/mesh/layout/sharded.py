@@ -121,13 +121,17 @@ class ArrayNode:
     array: Sharded
 
 
-def _shards_of(node: ArrayNode) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], Layout]]:
+def _shards_of(node: ArrayNode) -> Any:
     return node.array.shards, (node.array.shape, node.array.layout)
+
+
+def _as_node(shards: Any, kept: Any) -> ArrayNode:
+    return ArrayNode(Sharded(*kept, tuple(shards)))
 
 
 _o: Any = optree
 _o.register_pytree_node(ArrayNode, _shards_of, lambda kept, xs: Sharded(*kept, tuple(xs)), namespace=NAMESPACE)
-torch_trees.register_pytree_node(ArrayNode, _shards_of, lambda xs, kept: ArrayNode(Sharded(*kept, tuple(xs))))
+torch_trees.register_pytree_node(ArrayNode, _shards_of, _as_node)
 
 
 def flatten_shards(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:

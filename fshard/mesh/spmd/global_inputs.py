@@ -7,6 +7,7 @@ would be mixed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import xxhash
@@ -24,7 +25,8 @@ from fshard.source import call_site
 def digest(x: Tensor) -> int:
     """Return a hash of 63 bits of the dtype, the shape and the bits of a tensor."""
     found = xxhash.xxh3_64(f"{x.dtype} {tuple(x.shape)}".encode())
-    found.update(x.detach().resolve_conj().resolve_neg().cpu().reshape(-1).contiguous().view(torch.uint8).numpy())
+    row: Any = x.detach().resolve_conj().resolve_neg().cpu().reshape(-1).contiguous()
+    found.update(row.view(torch.uint8).numpy())
     return found.intdigest() >> 1
 
 
