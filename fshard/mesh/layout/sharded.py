@@ -125,12 +125,16 @@ def _shards_of(node: ArrayNode) -> Any:
     return node.array.shards, (node.array.shape, node.array.layout)
 
 
+def _as_array(kept: Any, shards: Any) -> Sharded:
+    return Sharded(kept[0], kept[1], tuple(shards))
+
+
 def _as_node(shards: Any, kept: Any) -> ArrayNode:
-    return ArrayNode(Sharded(*kept, tuple(shards)))
+    return ArrayNode(_as_array(kept, shards))
 
 
 _o: Any = optree
-_o.register_pytree_node(ArrayNode, _shards_of, lambda kept, xs: Sharded(*kept, tuple(xs)), namespace=NAMESPACE)
+_o.register_pytree_node(ArrayNode, _shards_of, _as_array, namespace=NAMESPACE)
 torch_trees.register_pytree_node(ArrayNode, _shards_of, _as_node)
 
 

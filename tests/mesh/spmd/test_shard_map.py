@@ -347,9 +347,10 @@ def test_sharded_is_a_leaf_of_trees(mesh):
 
 def test_shards_of_trees_by_name(mesh):
     x = fs.device_put(torch.arange(4.0), fs.Layout(mesh, P("data")))
-    summed = fs.mesh.map_shards(torch.add, {"x": x, "y": torch.ones(1)}, {"x": x, "y": torch.ones(1)})
-    assert fs.unshard(summed["x"]).tolist() == [0, 2, 4, 6] and summed["y"].tolist() == [2]
-    counts = fs.mesh.map_shards(torch.numel, x)
+    leaves, structure = fs.mesh.flatten_shards({"x": x, "y": torch.ones(1)})
+    doubled = structure.unflatten([2 * leaf for leaf in leaves])
+    assert fs.unshard(doubled["x"]).tolist() == [0, 2, 4, 6] and doubled["y"].tolist() == [2]
+    counts = structure.unflatten([leaf.numel() for leaf in leaves])["x"]
     assert counts.shards == (2, 2, 2, 2) and "int" in repr(counts)
 
 
