@@ -164,7 +164,7 @@ def size(tree):
 
 def held(tree):
     """Return the bytes of a tree that one device holds."""
-    leaves = tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, fs.Sharded), namespace="fshard")
+    leaves = tree_leaves(tree, namespace="fshard")
     return sum(leaf.shards[0].nbytes for leaf in leaves if isinstance(leaf, fs.Sharded))
 
 

@@ -14,13 +14,12 @@ import torch
 
 from fshard.array.communicate import in_loss, in_zigzag_order
 from fshard.array.rules import compose
-from fshard.errors import LayoutError, MismatchError
-from fshard.mesh.collectives.api import all_gather
-from fshard.mesh.collectives.ledger import uncounted
+from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import shard_of
-from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
+from fshard.mesh.spmd.global_inputs import compare_inputs
+from fshard.mesh.spmd.run import local_devices, resolve_mesh
 
 DType = torch.dtype | None
 
@@ -88,7 +87,9 @@ def _drawn(shape: Sequence[int], layout: Layout, draw: Callable[[Any], Any], gen
     """Draw an array in full, and keep the shards of the devices held here."""
     made = zeros(shape, layout=layout, dtype=dtype)
     if made.mesh.runtime != "abstract":
-        _agree_on_state(made.layout, generator)
+        if made.mesh.runtime == "process" and not in_loss():  # all devices of a step draw by one key
+            state = (generator or torch.default_generator).get_state()
+            compare_inputs("fs.array", made.mesh, {"the state of the random generator": (state,)})
         values = draw(torch.empty(made.shape, dtype=made.dtype))
         for dim, axes in enumerate(() if layout.spec.is_flat else made.spec.dims(made.ndim)):
             values = in_zigzag_order(values, made.mesh, axes, dim)
@@ -96,21 +97,6 @@ def _drawn(shape: Sequence[int], layout: Layout, draw: Callable[[Any], Any], gen
             if shard.numel():
                 shard.copy_(shard_of(values, made.layout, device))
     return made
-
-
-def _agree_on_state(layout: Layout, generator: torch.Generator | None) -> None:
-    """Raise unless all processes are about to draw the same numbers."""
-    if layout.mesh.runtime != "process" or in_loss():  # all devices of a step draw by one key
-        return
-    state = (generator or torch.default_generator).get_state()
-    own = (state.to(torch.int64) * torch.arange(1, len(state) + 1)).sum().reshape(1)
-    with uncounted():
-        found = run_on_devices(layout.mesh, lambda device: all_gather(own, layout.mesh.axis_names))[0]
-    if (found != own).any():
-        raise MismatchError(
-            "Processes would draw different random numbers: their generators differ. Call torch.manual_seed(0) on every "
-            "process, or give a generator with one seed."
-        )
 
 
 def _like(

@@ -13,7 +13,7 @@ from torch.utils import _pytree as torch_trees
 from fshard.array.communicate import state
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P
-from fshard.mesh.layout.sharded import Sharded, typeof
+from fshard.mesh.layout.sharded import ArrayNode, Sharded, typeof
 from fshard.mesh.reshard.device_put import device_put
 
 Rules = Mapping[str, P] | Callable[[str, Tensor], P]
@@ -47,7 +47,7 @@ def shard_module(module: nn.Module, rules: Rules, *, mesh: Mesh) -> nn.Module:
                     continue
                 if id(x) not in made:  # tied ones stay tied
                     path = f"{prefix}.{name}" if prefix else name
-                    array = device_put(x.detach(), Layout(mesh, _spec_of(path, x, rules, used)))
+                    array = device_put({path: x.detach()}, Layout(mesh, _spec_of(path, x, rules, used)))[path]
                     made[id(x)] = array.requires_grad_() if x.requires_grad else array, x
                 held[name] = made[id(x)][0]
     unused = [] if callable(rules) else [pattern for pattern in rules if pattern not in used]
@@ -104,18 +104,32 @@ class ShardedBackend(TorchBackend):
         return isinstance(tensor, Sharded)
 
 
-def _from_shards(shards: Any, kept: tuple[tuple[int, ...], Layout]) -> Sharded:
-    width = 1 if kept[1].spec.is_flat else len(kept[0])
-    if any(isinstance(shard, Tensor) and shard.ndim != width for shard in shards):
-        raise LayoutError("torch.func.vmap does not map over arrays. Use it in fs.shard_map, on local tensors.")
-    return Sharded(kept[0], kept[1], tuple(shards))
+def lift(transform: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a transform of torch.func take functions of arrays, and trees of them: it sees their shards.
+
+    It works for `grad`, `vjp`, `jvp` and `linearize`; `vmap`, and so `hessian`, do not map over arrays.
+
+    >>> import torch, fshard as fs
+    >>> x = fs.array.ones(4, layout=fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
+    >>> fs.unshard(fs.array.lift(torch.func.grad)(lambda x: fs.unshard((x**2).sum()))(x))
+    tensor([2., 2., 2., 2.])
+    """
+    return _lifted(transform, to_nodes=False)
 
 
-def register_trees() -> None:
-    """Make arrays nodes of torch's pytrees, so that torch.func's transforms find their shards."""
-    torch_trees.register_pytree_node(
-        Sharded,
-        lambda x: ([*x.shards], (x.shape, x.layout)),
-        _from_shards,
-        serialized_type_name="fshard.Sharded",
-    )
+def _lifted(tree: Any, *, to_nodes: bool) -> Any:
+    """Replace the arrays of a tree by nodes, or nodes by arrays; the arguments of functions in it are replaced back."""
+
+    def convert(x: Any) -> Any:
+        if callable(x):
+            return lambda *args, **kwargs: _lifted(apply(x, (args, kwargs)), to_nodes=to_nodes)
+        if isinstance(x, ArrayNode):
+            x.array.check()  # vmap gives shards of fewer dims
+            return x.array
+        return ArrayNode(x) if to_nodes and isinstance(x, Sharded) else x
+
+    def apply(function: Callable[..., Any], given: Any) -> Any:
+        args, kwargs = _lifted(given, to_nodes=not to_nodes)
+        return function(*args, **kwargs)
+
+    return torch_trees.tree_map(convert, tree, is_leaf=lambda x: isinstance(x, ArrayNode))

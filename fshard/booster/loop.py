@@ -133,7 +133,7 @@ class LoopModel(BoostedModel):
 
     def _begin(self) -> _Step:
         """Begin a step: make the parameters available."""
-        leaves, structure = flatten(self.params, sharded_is_leaf=True)
+        leaves, structure = flatten(self.params)
         own, at = numbered(leaves)
         mesh = resolve_mesh(self.mesh)
         plans = self._gradient.plans_of(structure, leaves, at, mesh, self._axes)

@@ -15,6 +15,7 @@ from fshard.checkpoint.names import as_leaf
 from fshard.copying import copied
 from fshard.errors import ModuleError, ScopeError
 from fshard.mesh.layout import Layout, PyTree, map_leaves
+from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.mesh.spmd.run import is_outside
 from fshard.optim.torch_instances import OptimizerSource
 from fshard.tensor.joined import concatenated
@@ -58,6 +59,7 @@ def shard_model(
         params = apply_rules(_split(plan, trained), plugin.rules(mesh, rules), mesh, put=reserved)
         buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}
         trees = [params, buffers] if mesh.runtime != "abstract" else []
+    compare_inputs("boost", mesh, samples_of(dict([*model.named_parameters(), *model.named_buffers()])))
     tensors: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
     draw(model, plugin.seed, tensors, lambda name, made: put(as_leaf(tensors[name]), made))
     if in_place:

@@ -17,7 +17,7 @@ from fshard.booster.stages import StagedModel
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import device_put
+from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.run import one_thread
 from fshard.optim.arguments import validate, within
 from fshard.optim.chain import clipped, shrunk
@@ -53,7 +53,7 @@ def _with_zeros(opt: Partitioned) -> Partitioned:
 
     def filled(x: Leaf, grad: Leaf) -> Leaf:
         is_unused = grad is None and isinstance(x, Sharded) and trainable(x)
-        return device_put(torch.zeros(x.shape, dtype=x.dtype), opt.gradients(x.layout)) if is_unused else grad
+        return put_equal(torch.zeros(x.shape, dtype=x.dtype), opt.gradients(x.layout)) if is_unused else grad
 
     def after(update: Update) -> Update:
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:

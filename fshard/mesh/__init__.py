@@ -5,7 +5,7 @@ from fshard.mesh.collectives.on_trees import Handle
 from fshard.mesh.layout import Layout, Mesh, P, ShardType
 from fshard.mesh.layout.dtensor import from_dtensor, to_dtensor
 from fshard.mesh.layout.make import from_device_mesh, to_device_mesh
-from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.layout.sharded import Sharded, flatten_shards
 from fshard.mesh.reshard.device_put import layouts
 from fshard.mesh.runtimes.launchers import process_count, process_index
 
@@ -17,6 +17,7 @@ __all__ = [
     "Handle",
     "Ledger",
     "ShardType",
+    "flatten_shards",
     "from_device_mesh",
     "from_dtensor",
     "layouts",

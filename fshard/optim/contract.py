@@ -137,7 +137,7 @@ def pure_step(opt: Optimizer) -> Update:
 @torch.no_grad()
 def copied(tree: PyTree) -> PyTree:
     """Return a tree of copies; tied tensors stay tied. Frozen ones are not copied, since they are never written."""
-    leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
+    leaves, structure = flatten(tree, none_is_leaf=True)
     xs = {id(x): x for leaf in leaves if not is_frozen(leaf) for x in shards_of(leaf) if isinstance(x, Tensor)}
     new = {name: x.clone() for name, x in xs.items()}
 

@@ -38,7 +38,7 @@ class Leaves:
     @staticmethod
     def of(tree: PyTree) -> Leaves:
         """Take a tree apart."""
-        leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
+        leaves, structure = flatten(tree, none_is_leaf=True)
         return Leaves(leaves, structure, _hidden(leaves))
 
     @property
@@ -72,7 +72,7 @@ class Leaves:
 
     def beside(self, tree: PyTree, name: str) -> list[Leaf]:
         """Return the leaves of another tree, which must have this structure."""
-        leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
+        leaves, structure = flatten(tree, none_is_leaf=True)
         if structure != self.structure:
             raise OptimizerError(
                 f"{name} must be a tree of the structure of params, {self.structure}; got {structure}. Give one leaf for "
@@ -154,7 +154,7 @@ def without_static(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
         return tree, lambda other: other
 
     def restore(other: PyTree) -> PyTree:
-        return at.rebuild(flatten(other, sharded_is_leaf=True, none_is_leaf=True)[0])
+        return at.rebuild(flatten(other, none_is_leaf=True)[0])
 
     return unflatten(at.structure, at.leaves), restore
 

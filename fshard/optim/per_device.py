@@ -260,14 +260,11 @@ class _State(NamedTuple):
         def is_like(x: Any) -> bool:
             if is_single:  # a number is not like a single parameter
                 return bool(getattr(x, "ndim", 0))
-            return not isinstance(x, Tensor) and flatten(x, sharded_is_leaf=True, none_is_leaf=True)[1] == params
+            return not isinstance(x, Tensor) and flatten(x, none_is_leaf=True)[1] == params
 
         subtrees, structure = _optree.tree_flatten(state, is_leaf=is_like, none_is_leaf=True, namespace=NAMESPACE)
         found = [is_like(x) for x in subtrees]
-        entries = [
-            flatten(x, sharded_is_leaf=True, none_is_leaf=True)[0] if like else x
-            for x, like in zip(subtrees, found, strict=True)
-        ]
+        entries = [flatten(x, none_is_leaf=True)[0] if like else x for x, like in zip(subtrees, found, strict=True)]
         return _State(structure, entries, found)
 
 

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import device_put
+from fshard.mesh.reshard.device_put import put_equal
 from fshard.optim.by_label import NOTHING, by_label
 from fshard.optim.contract import Optimizer, check_optimizer, copied, differences
 from fshard.optim.instance_state import InstanceState
@@ -303,7 +303,7 @@ class InstanceSource(TorchSource):
                         f"{type(self.given).__name__}: state of a lazy parameter must be made in step(), not by the "
                         f"constructor; got {name!r} without memory."
                     )
-                state[name] = device_put(x, leaf.layout).shards[0]
+                state[name] = put_equal(x, leaf.layout).shards[0]
         return self.state
 
     @torch.no_grad()

@@ -175,7 +175,7 @@ class _DimFollower:
 
     def finish(self, output: Any) -> None:
         """Note the products that the model returns."""
-        leaves, _ = flatten(dict(output) if isinstance(output, Mapping) else output, sharded_is_leaf=True)
+        leaves, _ = flatten(dict(output) if isinstance(output, Mapping) else output)
         for y in leaves:
             for part in self._origins(y)[-1] if isinstance(y, Sharded) and y.ndim else NOTHING:
                 self.products[part.weight].is_output = True

@@ -58,7 +58,7 @@ class Plan(LayerPlans):
         def loss_fn(params: Any, sample: Any) -> Tensor:
             args, kwargs = _arguments(sample)
             output, _ = apply(params, buffers, *args, **kwargs)
-            leaves, _ = flatten(dict(output) if isinstance(output, Mapping) else output, sharded_is_leaf=True)
+            leaves, _ = flatten(dict(output) if isinstance(output, Mapping) else output)
             values = [x for x in leaves if isinstance(x, Tensor | Sharded) and x.is_floating_point()]
             return self.full(sum((x * x).mean() for x in values))
 

@@ -173,7 +173,7 @@ def sharded_inputs(plan: LayerPlans, given: Any, mesh: Mesh) -> Any:
 
     The result of an earlier stage, which has arrays, is unchanged.
     """
-    paths, leaves, structure = flatten_with_paths(given, sharded_is_leaf=True)
+    paths, leaves, structure = flatten_with_paths(given)
     if any(isinstance(x, Sharded) for x in leaves):
         return given
     with collected("inputs of a planned module") as attempt:

@@ -42,7 +42,7 @@ from fshard.mesh.layout import (
 )
 from fshard.mesh.layout.arithmetic import Range, balanced_range, ravel
 from fshard.mesh.layout.sharded import Sharded, in_memory
-from fshard.mesh.reshard.device_put import device_put, unshard
+from fshard.mesh.reshard.device_put import put_equal, unshard
 from fshard.mesh.spmd.run import local_devices
 
 
@@ -225,7 +225,7 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     """Shard a batch on a mesh by a P, or a prefix tree of Ps."""
     if isinstance(batch, BatchPart):
         return batch.on(mesh)
-    leaves, structure = flatten(batch, sharded_is_leaf=True, none_is_leaf=True)
+    leaves, structure = flatten(batch, none_is_leaf=True)
     try:
         chosen = [specs] * len(leaves) if isinstance(specs, P) else broadcast_prefix(specs, batch, none_is_leaf=True)
     except ValueError:
@@ -281,14 +281,14 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
     cut, layout = _how(mesh, spec, tuple(leaf.shape))
     is_even = cut is None or cut.is_even
     if isinstance(leaf, Sharded) and is_even:
-        return cut, (leaf if leaf.layout == layout else device_put(leaf, layout)).shards
+        return cut, (leaf if leaf.layout == layout else put_equal(leaf, layout)).shards
     x = leaf if type(leaf) is Tensor else unshard(leaf)
     is_plain = not x.requires_grad and is_dense(x)
     if cut is not None and mesh.size > 1 and (not is_even or is_plain):
         return cut, _samples(x, cut, layout)
     is_cut = mesh.size > 1 and (layout.spec.is_flat or layout.spec.axes)
     if is_cut or not is_plain or not x.is_contiguous():
-        return cut, device_put(x, layout).shards
+        return cut, put_equal(x, layout).shards
     copy_ = in_memory(x, mesh, "device")
     return cut, tuple(lazy_copy(copy_) for _ in local_devices(mesh))  # it is only read, as a rule
 

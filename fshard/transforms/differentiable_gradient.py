@@ -19,7 +19,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard, unshard
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.scope import owning, require
-from fshard.optim.leaves import trainable, without_static
+from fshard.optim.leaves import like, trainable, without_static
 from fshard.transforms.batch import placed
 from fshard.transforms.device_step import StepOptions, one_loss
 from fshard.transforms.means import weight_of
@@ -39,7 +39,7 @@ def differentiable_gradient(
 ) -> tuple[Tensor, PyTree]:
     """Return the mean loss and its gradient, as functions of the parameters that can be differentiated again."""
     params, restore = without_static(params)
-    leaves, structure = flatten(params, sharded_is_leaf=True)
+    leaves, structure = flatten(params)
     refuse_unplaced(leaves, structure, mesh)
     parts, key, dtype = placed(batch, specs, mesh), drawn_key(), how.unit_options.compute
     fixed = chosen(frozen, [*paths_of(structure)], "frozen")
@@ -63,18 +63,18 @@ def differentiable_gradient(
         total = psum(weight, mesh.axis_names)
         return (psum(loss * weight, mesh.axis_names) / total,)
 
-    def mean_loss(chosen: list[Sharded]) -> tuple[Tensor, Tensor]:
+    def mean_loss(chosen: list[Tensors]) -> tuple[Tensor, Tensor]:
         given = [*leaves]
-        for place, x in zip(trained, chosen, strict=True):
-            given[place] = x
+        for place, shards in zip(trained, chosen, strict=True):
+            given[place] = like(leaves[place], shards)
         columns = [reshard(x, Layout(mesh)).shards for x in given]
         columns += [tuple(part.leaves[place] for part in slices) for place in tensors]
         (losses,) = run_mapped(mesh, on_device, columns, mapped=mesh.axis_names)
         loss = unshard(Sharded((), Layout(mesh), losses))
         return loss, loss.detach()
 
-    found, loss = torch.func.grad(mean_loss, has_aux=True)([leaves[place] for place in trained])
+    found, loss = torch.func.grad(mean_loss, has_aux=True)([leaves[place].shards for place in trained])
     grads: list[Any] = [None] * len(leaves)
-    for place, x in zip(trained, found, strict=True):
-        grads[place] = reshard(x, gradients(x.layout))
+    for place, shards in zip(trained, found, strict=True):
+        grads[place] = reshard(like(leaves[place], shards), gradients(leaves[place].layout))
     return loss, unflatten(structure, grads)

@@ -181,7 +181,7 @@ class GradientFunction:
             )
         mesh = resolve_mesh(self.mesh)
         params, restore = without_static(params)
-        leaves, structure = flatten(params, sharded_is_leaf=True)
+        leaves, structure = flatten(params)
         self._refuse_swapped(leaves, batch)
         self.check_params(params, leaves, structure, mesh)
         parts = placed(batch, self.specs, mesh)
@@ -232,7 +232,7 @@ class GradientFunction:
         """Raise if the parameters were given as the batch, and the batch as the parameters."""
         if any(isinstance(x, Sharded) for x in leaves) or isinstance(batch, Tensor | BatchPart):
             return
-        if any(isinstance(x, Sharded) for x in flatten(batch, sharded_is_leaf=True)[0]):
+        if any(isinstance(x, Sharded) for x in flatten(batch)[0]):
             raise ValueError(
                 f"{self.how.caller}: params must be sharded parameters; got plain tensors, and sharded ones as the batch. "
                 "Swap the two: the order is (params, batch), in a step (params, state, batch)."

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves  # it has the output classes of othe
 from torch.utils.checkpoint import CheckpointFunction
 
 from fshard.errors import ModuleError
+from fshard.optim.leaves import shards_of
 from fshard.transforms.fsdp.lazy_param import PARAM_NODES
 
 _REENTRANT: Any = cast("Any", CheckpointFunction)._backward_cls
@@ -35,7 +36,7 @@ def refuse_unreached(output: Any) -> None:
 
 def nodes_behind(tree: Any, is_end: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
     """Yield the nodes of a tree's graph, including the given ends, not those behind these."""
-    leaves = [tree] if type(tree) is Tensor else tree_leaves(tree)
+    leaves = [tree] if type(tree) is Tensor else [x for leaf in tree_leaves(tree) for x in shards_of(leaf)]
     left = [x.grad_fn or get_gradient_edge(x).node for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     seen = set[Any]()
     while left:

@@ -103,9 +103,9 @@ def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:
     def is_distant(x: Any) -> bool:
         return isinstance(x, Sharded) and len(x.shards) != (count if x.mesh is mesh else len(local_devices(x.mesh)))
 
-    if not any(map(is_distant, flatten([*trees.values()], sharded_is_leaf=True)[0])):
+    if not any(map(is_distant, flatten([*trees.values()])[0])):
         return
-    found = ((name, *flatten_with_paths(tree, sharded_is_leaf=True)[:2]) for name, tree in trees.items())
+    found = ((name, *flatten_with_paths(tree)[:2]) for name, tree in trees.items())
     wrong = [
         named((name, *parts_of(path)))
         for name, paths, leaves in found

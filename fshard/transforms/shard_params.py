@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, as_axes, broadcast_prefix, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import key_of
-from fshard.mesh.reshard.device_put import collected, device_put, refuse_unfit
+from fshard.mesh.reshard.device_put import collected, put_equal, refuse_unfit
+from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.optim.leaves import is_frozen, without_static
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.patterns import Choice, chosen, default_units, listed, matches, matches_parts, named, parts_of
@@ -150,7 +151,9 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
 def shard_params(
     params: nn.Module | PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = None, seed: int | None = None
 ) -> PyTree:
-    """Shard parameters on a mesh by rules. Nothing is sent: every process has the full value and keeps its shards.
+    """Shard parameters on a mesh by rules: every process has the full values and keeps its shards.
+
+    All processes must call it: their tensors are compared, by hashes in one collective, and different ones raise.
 
     Args:
         params: a tree of tensors, the same on every process; a tied tensor is sharded once. A `Sharded`, of this or another
@@ -174,20 +177,22 @@ def shard_params(
                 "shard_params: seed= draws lazy layers of a module; a tree of tensors has none. Leave it out."
             )
         tensors, restore = without_static(params)
-        return restore(apply_rules(tensors, rules, mesh, frozen))
+        sharded = apply_rules(tensors, rules, mesh, frozen)
+        compare_inputs("shard_params", mesh, samples_of(tensors))
+        return restore(sharded)
     tree = dict(params.named_parameters())
-    if seed is None or mesh.runtime == "abstract":
-        return apply_rules(tree, rules, mesh, frozen)
-    sharded = apply_rules(tree, rules, mesh, frozen, reserved)
-    draw(params, seed, tree.keys(), lambda name, x: fill(sharded[name], x), "shard_params")
+    sharded = apply_rules(tree, rules, mesh, frozen, put_equal if seed is None else reserved)
+    compare_inputs("shard_params", mesh, samples_of(tree))
+    if seed is not None and mesh.runtime != "abstract":
+        draw(params, seed, tree.keys(), lambda name, x: fill(sharded[name], x), "shard_params")
     return sharded
 
 
 def apply_rules(
-    params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice = None, put: Callable[[Any, Layout], Any] = device_put
+    params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice = None, put: Callable[[Any, Layout], Any] = put_equal
 ) -> PyTree:
     """Give parameters their layouts by rules, each by `put`."""
-    _, leaves, structure = flatten_with_paths(params, sharded_is_leaf=True)
+    _, leaves, structure = flatten_with_paths(params)
     done: dict[tuple[int, ...], Any] = {}
     for leaf, layout in zip(leaves, layouts_of(params, rules, mesh, frozen), strict=True):
         if key_of(leaf) not in done:
@@ -197,7 +202,7 @@ def apply_rules(
 
 def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: str = "shard_params") -> list[Layout]:
     """Return the layout of every leaf, or raise naming all that cannot have theirs."""
-    paths, leaves, _ = flatten_with_paths(params, sharded_is_leaf=True)
+    paths, leaves, _ = flatten_with_paths(params)
     if isinstance(rules, P | Fsdp):
         mesh.check_axes(rules.axes, f"{what} with {rules}")
     units, fixed, specs = default_units(paths), chosen(frozen, paths, "frozen"), _specs(params, rules, paths, leaves)
@@ -286,7 +291,7 @@ def init_params(
         frozen: parameters that are not trained: see `shard_params`.
         seed: draw as after `torch.manual_seed(seed)`, and restore the generator; None: draw from its current state.
 
-    Nothing is sent: every process draws all numbers on the host and keeps its shards. A model that no host can hold is
+    Every process draws all numbers on the host and keeps its shards; different ones raise. A model that no host can hold is
     made of `lazy` layers.
 
     >>> import torch, fshard as fs

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
+from fshard.array import lift
 from fshard.errors import LayoutError, MeshError
 
 # torch itself uses torch.jit.script in its first jvp
@@ -180,17 +181,18 @@ def test_torch_func_transforms():
     x, w = put(full, "data", "model"), put(weights, "model")
     f = lambda w: (x @ w).sin().sum()  # noqa: E731
     g = lambda w: (full @ w).sin().sum()  # noqa: E731
-    torch.testing.assert_close(fs.unshard(torch.func.grad(lambda w: fs.unshard(f(w)))(w)), torch.func.grad(g)(weights))
-    value, pull = torch.func.vjp(lambda w: (x @ w).sin(), w)
+    gradient = lift(torch.func.grad)(lambda w: fs.unshard(f(w)))
+    torch.testing.assert_close(fs.unshard(gradient(w)), torch.func.grad(g)(weights))
+    value, pull = lift(torch.func.vjp)(lambda w: (x @ w).sin(), w)
     ones = put(torch.ones(8, 4, dtype=torch.float64), "data")
     torch.testing.assert_close(fs.unshard(pull(ones)[0]), torch.func.grad(g)(weights))
-    value, tangent = torch.func.jvp(f, (w,), (w * 2,))
+    value, tangent = lift(torch.func.jvp)(f, (w,), (w * 2,))
     expected = torch.func.jvp(g, (weights,), (weights * 2,))
     torch.testing.assert_close((fs.unshard(value), fs.unshard(tangent)), expected)
     h = lambda v: fs.unshard((fs.device_put(v, fs.Layout(MESH, P("data"))) ** 3).sum())  # noqa: E731
     torch.testing.assert_close(torch.func.hessian(h)(weights[:, 0]), torch.diag(6 * weights[:, 0]))
-    with pytest.raises(LayoutError, match="vmap does not map over arrays"):
-        torch.func.vmap(lambda row: row.sin())(x)
+    with pytest.raises(LayoutError, match="shards of this Sharded have shapes"):
+        lift(torch.func.vmap)(lambda row: row.sin())(x)
 
 
 def test_plain_tensors_numbers_and_0d_tensors():
@@ -263,8 +265,8 @@ def test_jvp_of_gradients_over_trees_of_arrays():
     x = torch.randn(8, 6)
     wanted = torch.func.jvp(torch.func.grad(lambda p: loss(p, x)), (params,), (tangents,))
     arrays = [{"w": put(tree["w"], "model"), "b": put(tree["b"])} for tree in (params, tangents)]
-    gradient = torch.func.grad(lambda p: fs.unshard(loss(p, put(x, "data"))))
-    found = torch.func.jvp(gradient, (arrays[0],), (arrays[1],))
+    gradient = lift(torch.func.grad)(lambda p: fs.unshard(loss(p, put(x, "data"))))
+    found = lift(torch.func.jvp)(gradient, (arrays[0],), (arrays[1],))
     assert found[1]["w"].spec == P("model")
     torch.testing.assert_close([{k: fs.unshard(v) for k, v in tree.items()} for tree in found], list(wanted))
 

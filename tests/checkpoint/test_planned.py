@@ -10,7 +10,7 @@ import fshard as fs
 from fshard import P
 from fshard.checkpoint.names import leaves_of
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import flatten
+from fshard.mesh.layout.sharded import flatten_shards
 from fshard.tensor.layer_plans import parts_class
 from tests.tensor.hugging_face import inputs_of, model_of
 
@@ -50,7 +50,7 @@ def full_by_name(tree):
 
 
 def cleared(tree):
-    for x in flatten(tree)[0]:
+    for x in flatten_shards(tree)[0]:
         x.detach().zero_()
     return tree
 

@@ -81,7 +81,7 @@ ELEMENTWISE = {
     "masked transformation": optim.masked(optim.scale(-1.0), lambda path, leaf: leaf.ndim > 1),
     "by_label": optim.by_label(
         {"a": optim.adam(0.1, fused=False), "b": optim.sgd(0.1)},
-        lambda path, leaf: "a" if "a" in path else "b",
+        lambda path, leaf: "a" if leaf.ndim > 1 else "b",  # ties must have one label
         every=False,
     ),
     "skip_if_not_finite": optim.skip_if_not_finite(optim.adamw(0.1, fused=False)),

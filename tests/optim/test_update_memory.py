@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import optim
-from fshard.mesh.layout import flatten
+from fshard.mesh.layout.sharded import flatten_shards
 from tests.transforms.test_zero import placed
 
 N, SIZE, COUNT = 4, 64, 64
@@ -41,7 +41,7 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for x in flatten(result)[0]:
+        for x in flatten_shards(result)[0]:
             if isinstance(x, torch.Tensor):
                 self.note(x)
         return result
@@ -56,7 +56,7 @@ def beyond(unit, stage):
     params = placed({str(i): torch.empty(SIZE, SIZE, device="meta") for i in range(COUNT)}, stage, mesh)
     state = opt.init(params)
     grads = {k: fs.device_put(torch.empty(x.shape, device="meta"), opt.gradients(x.layout)) for k, x in params.items()}
-    with Peak(flatten((params, grads, state))[0]) as peak:
+    with Peak(flatten_shards((params, grads, state))[0]) as peak:
         before = peak.now
         params, state = opt.step(grads, state, params)
     return peak.most - before, peak.now - before

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout.sharded import flatten_shards
 from fshard.testing import certify, check_elementwise, gpt
 from fshard.testing.certify import dyadic_like
 from fshard.transforms import train_step as step_module
@@ -425,9 +426,9 @@ def wrong_gradients(monkeypatch, of_leaf, leaf="down"):
         axes = tuple(axis for axis in right.mesh.axis_names if right.mesh.shape[axis] > 1)
         summands = replace(right, gradients=lambda layout: fs.Layout(right.mesh, P(unreduced=axes)))
         local = summands.run(*given)[1]
-        paths, leaves, structure = flatten_with_paths(grads, sharded_is_leaf=True)
+        paths, leaves, structure = flatten_with_paths(grads)
         place = paths.index(f'["{leaf}"]')
-        leaves[place] = of_leaf(leaves[place], flatten(local, sharded_is_leaf=True)[0][place])
+        leaves[place] = of_leaf(leaves[place], flatten(local)[0][place])
         return value, unflatten(structure, leaves)
 
     def made(*args, **options):
@@ -512,7 +513,7 @@ def stepping(monkeypatch, change):
 
         def on_other_gradients(act):
             def run(grads, state, params):
-                leaves, structure = flatten(grads)
+                leaves, structure = flatten_shards(grads)
                 return act(unflatten(structure, [change(g) for g in leaves]), state, params)
 
             return run

@@ -416,9 +416,10 @@ def started_from(what, n):
     """Return the error of a step where each process starts from something of its own, and whether a step before went well."""
     mesh = fs.make_mesh({"data": n})
     rank = torch.distributed.get_rank()
-    made = params() if what != "parameters" else params() | {"w": params()["w"] + rank, "u": params()["u"] + rank // 2}
-    stage = 0 if what == "parameters" else 3
-    own = fs.shard_params(made, fs.fsdp("data") if stage else P(), mesh=mesh)
+    own = fs.shard_params(params(), P() if what == "parameters" else fs.fsdp("data"), mesh=mesh)
+    if what == "parameters":
+        own["w"].local.add_(rank)
+        own["u"].local.add_(rank // 2)
     run = fs.value_and_grad(
         errors, mesh=mesh, batch=P("data"), reproducible=what == "seed", slices=n if what == "seed" else None
     )

@@ -134,7 +134,7 @@ def test_rules_match_dataclass_fields(kind):
     if kind is Strict:
         return
     laid = fs.shard_params(params, Model([P("data"), P()], kind(w=P(None, "data"), b=P())), mesh=mesh)
-    assert [x.spec for x in flatten(laid, sharded_is_leaf=True)[0]] == [P("data"), P("data"), P(), P(None, "data"), P()]
+    assert [x.spec for x in flatten(laid)[0]] == [P("data"), P("data"), P(), P(None, "data"), P()]
 
 
 def test_batch_and_aux_may_be_dataclasses():

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.layout import flatten
+from fshard.mesh.layout.sharded import flatten_shards
 from fshard.transforms.fsdp.lazy_param import LazyParam
 
 PACKAGE = Path(fs.__file__).parent
@@ -64,7 +64,7 @@ def memory(x):
 
 
 def tensors(tree):
-    return flatten(tree)[0]
+    return flatten_shards(tree)[0]
 
 
 def loss_fn(params, batch):

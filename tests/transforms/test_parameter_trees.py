@@ -77,7 +77,7 @@ def test_linear_training_has_equal_bits_in_any_layout(model, run):
 
 def held(tree, place):
     """The bytes of all memory that one device holds of a tree, however many leaves lie in it."""
-    leaves = [leaf for leaf in flatten(tree, sharded_is_leaf=True)[0] if isinstance(leaf, fs.Sharded)]
+    leaves = [leaf for leaf in flatten(tree)[0] if isinstance(leaf, fs.Sharded)]
     memory = [leaf.shards[place].untyped_storage() for leaf in leaves]
     return sum({one._cdata: one.nbytes() for one in memory}.values())
 

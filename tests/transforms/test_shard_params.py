@@ -10,7 +10,7 @@ from fshard.mesh.layout import flatten
 
 def lying(params, rules):
     mesh = fs.make_mesh({"data": 2})
-    leaves, _ = flatten(fs.shard_params(params, rules, mesh=mesh), sharded_is_leaf=True)
+    leaves, _ = flatten(fs.shard_params(params, rules, mesh=mesh))
     return [(str(fs.typeof(x)), x.layout.unit) for x in leaves]
 
 

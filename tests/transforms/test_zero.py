@@ -167,7 +167,7 @@ def test_any_tree_has_gradient_of_one_device(params, n, stage, accumulate):
     run = fs.value_and_grad(any_loss, mesh=mesh, batch=P("data"), gradients=gradients, accumulate=accumulate)
     ours, grads = run(placed(params, stage, mesh), {"x": x})
     torch.testing.assert_close(ours, loss.detach(), rtol=1e-5, atol=1e-5)
-    found = flatten(grads, sharded_is_leaf=True, none_is_leaf=True)[0]
+    found = flatten(grads, none_is_leaf=True)[0]
     for own, g in zip(found, expected, strict=True):
         assert (own is None) == (g is None)
         if g is not None:
@@ -278,9 +278,7 @@ def test_reproducible_bits_are_equal_for_repeated_uses(uses, n, live_units, opti
 
     def gradients(n, stage, **options):
         run = fs.grad(loss_fn, mesh=fs.make_mesh({"data": n}), batch=P("data"), reproducible=True, slices=4, **options)
-        found = flatten(
-            run(placed(params, stage, fs.make_mesh({"data": n})), xs), sharded_is_leaf=True, none_is_leaf=True
-        )[0]
+        found = flatten(run(placed(params, stage, fs.make_mesh({"data": n})), xs), none_is_leaf=True)[0]
         return [None if g is None else fs.unshard(g) for g in found]
 
     compute = {key: x for key, x in options.items() if key == "compute"}
@@ -486,11 +484,7 @@ def test_device_memory_equals_theory(stage, n):
 
     def held(tree):
         return [
-            sum(
-                x.shards[device].numel()
-                for x in flatten(tree, sharded_is_leaf=True)[0]
-                if isinstance(x, fs.Sharded) and x.ndim
-            )
+            sum(x.shards[device].numel() for x in flatten(tree)[0] if isinstance(x, fs.Sharded) and x.ndim)
             for device in range(n)
         ]
 
@@ -960,7 +954,7 @@ def test_unreduced_parameter_layout_raises():
 def test_units_may_be_blocks_sizes_or_patterns():
     def units(unit):
         own = fs.shard_params(TREE, fs.fsdp("data", unit=unit), mesh=fs.make_mesh({"data": 2}))
-        return [x.layout.unit for x in flatten(own, sharded_is_leaf=True)[0]]
+        return [x.layout.unit for x in flatten(own)[0]]
 
     assert units(None) == ["blocks[0]", "blocks[0]", "blocks[1]", "blocks[1]", "emb"]
     assert units(80) == ["unit 0", "unit 0", "unit 1", "unit 1", "unit 2"]

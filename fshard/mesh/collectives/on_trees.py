@@ -315,7 +315,7 @@ def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]
     """Return the leaves of a tree, as plain tensors, and its structure, or raise naming all leaves that are no dense ones."""
     if type(tree) is Tensor and is_dense(tree):
         return [tree], None
-    leaves, structure = ([tree], None) if isinstance(tree, Tensor) else flatten(tree, sharded_is_leaf=True)
+    leaves, structure = ([tree], None) if isinstance(tree, Tensor) else flatten(tree)
     if not all(isinstance(leaf, Tensor) and is_dense(leaf) for leaf in leaves):
         raise _no_tensors(what, tree)
     return [_bare(leaf) for leaf in leaves], structure
@@ -323,7 +323,7 @@ def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]
 
 def _no_tensors(what: str, tree: PyTree) -> Exception:
     wrong, hint = list[str](), ""
-    for path, leaf in zip(*flatten_with_paths(tree, sharded_is_leaf=True)[:2], strict=True):
+    for path, leaf in zip(*flatten_with_paths(tree)[:2], strict=True):
         named = f"leaf {path}" if path else "the argument"
         if not isinstance(leaf, Tensor):
             wrong.append(f"{named} is {type(leaf).__name__}")

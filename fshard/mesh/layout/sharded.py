@@ -1,8 +1,7 @@
 """`Sharded`: the global array, as the shards that this process holds.
 
-On a virtual mesh that is a shard for every device, on a process mesh one.  A `Sharded` is an optree node in namespace
-"fshard" whose children are its shards, so elementwise code need not know that anything is sharded. Its operations are
-those of a global tensor: see `fshard.array`.
+On a virtual mesh that is a shard for every device, on a process mesh one. A `Sharded` is a leaf of trees, and its
+operations are those of a global tensor: see `fshard.array`. `flatten_shards` reaches its shards.
 """
 
 from __future__ import annotations
@@ -12,7 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import optree
 import torch
+import torch.utils._pytree as torch_trees
 from torch import Tensor
 
 from fshard.errors import LayoutError
@@ -20,7 +21,8 @@ from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.layout import Layout, Memory, ShardType, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import P
-from fshard.mesh.layout.tree import register_node
+from fshard.mesh.layout.tree import NAMESPACE, PyTree, Structure, flatten, unflatten
+from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.run import agree, inside, local_devices, resolve_mesh, without_values
 from fshard.uncompiled import uncompiled
 
@@ -37,14 +39,13 @@ class Sharded(ArrayMethods):
     It may be pickled and saved with `torch.save`: each process saves its own shards. To load it, name its classes:
     `with torch.serialization.safe_globals(fs.mesh.SAFE_GLOBALS): x = torch.load(file)`.
 
-    >>> import optree, torch, fshard as fs
+    >>> import torch, fshard as fs
     >>> from fshard import P
     >>> x = fs.device_put(torch.arange(4.0), fs.Layout(fs.make_mesh({"data": 2}), P("data")))
     >>> x
     Sharded f32[4@data] on Mesh(data=2; virtual, cpu)
-    >>> doubled = optree.tree_map(lambda shard: shard * 2, x, namespace="fshard")
-    >>> fs.unshard(doubled)
-    tensor([0., 2., 4., 6.])
+    >>> torch.utils._pytree.tree_map(lambda array: float(array.sum()), {"x": x})
+    {'x': 6.0}
     """
 
     shape: tuple[int, ...]
@@ -113,15 +114,44 @@ def _local_shapes(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ..
     return tuple(layout.local_shape(shape, device) for device in devices)
 
 
-def _flatten(x: Sharded) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], Layout], None]:
-    return x.shards, (x.shape, x.layout), None
+@dataclass(frozen=True, eq=False)
+class ArrayNode:
+    """An array as a node of trees: its shards are leaves."""
+
+    array: Sharded
 
 
-def _unflatten(of: tuple[tuple[int, ...], Layout], shards: Sequence[Any]) -> Sharded:
-    return Sharded(of[0], of[1], tuple(shards))
+def _shards_of(node: ArrayNode) -> Any:
+    return node.array.shards, (node.array.shape, node.array.layout)
 
 
-register_node(Sharded, _flatten, _unflatten)
+def _as_array(kept: Any, shards: Any) -> Sharded:
+    return Sharded(kept[0], kept[1], tuple(shards))
+
+
+def _as_node(shards: Any, kept: Any) -> ArrayNode:
+    return ArrayNode(_as_array(kept, shards))
+
+
+_o: Any = optree
+_o.register_pytree_node(ArrayNode, _shards_of, _as_array, namespace=NAMESPACE)
+torch_trees.register_pytree_node(ArrayNode, _shards_of, _as_node)
+
+
+def flatten_shards(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:
+    """Return the leaves of a tree, with shards in place of arrays, and its structure, which puts arrays together again.
+
+    >>> import torch, fshard as fs
+    >>> x = fs.device_put(torch.arange(4.0), fs.Layout(fs.make_mesh({"data": 2}), fs.P("data")))
+    >>> leaves, structure = fs.mesh.flatten_shards({"w": x})
+    >>> fs.unshard(structure.unflatten([shard * 2 for shard in leaves]))
+    {'w': tensor([0., 2., 4., 6.])}
+    """
+    leaves, structure = flatten(tree, none_is_leaf=none_is_leaf)
+    if Sharded not in map(type, leaves):
+        return leaves, structure
+    opened = unflatten(structure, [ArrayNode(x) if isinstance(x, Sharded) else x for x in leaves])
+    return flatten(opened, none_is_leaf=none_is_leaf)
 
 
 def key_of(x: Any) -> tuple[int, ...]:
@@ -149,9 +179,10 @@ def typeof(x: Sharded | Tensor) -> ShardType:
 
 @uncompiled
 def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: Sequence[int] | None = None) -> Sharded:
-    """Build a global array from each device's local shard, without communication.
+    """Build a global array from each device's local shard.
 
-    Processes compare their shapes only under `FSHARD_CHECK=1`.
+    Nothing is sent, but along axes that `layout` does not name: replicas are compared there by a hash, in one small
+    collective, and different ones raise. Processes compare their shapes only under `FSHARD_CHECK=1`.
 
     Args:
         shard: this process's shard, on a process mesh or inside `run`; on a virtual mesh from outside, a function of
@@ -191,6 +222,9 @@ def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
         )
     made = Sharded(full_shape, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in shards_))
     agree(layout.mesh, f"from_local of {typeof(made)}")
+    replicas = tuple(axis for axis in layout.mesh.axis_names if axis not in layout.spec.axes)
+    if replicas:
+        compare_inputs("from_local", layout.mesh, {"": made.shards}, replicas)
     return made
 
 

@@ -1,8 +1,9 @@
 """Trees of tensors, by optree, in a namespace of fshard.
 
-A `Sharded` is a node whose children are its shards (so elementwise code works on it) or, with `sharded_is_leaf`, a
-leaf: the global array. Dataclasses and the node types of torch's pytrees are nodes without registration; a field with
-`metadata={"static": True}` (or `{"pytree_node": False}`) is part of the structure.
+A `Sharded` is a leaf, the global array: for optree in any namespace and for torch's pytrees. Code that needs its shards
+names them: `x.shards`, `flatten_shards`, and `fs.array.lift` for torch.func. Dataclasses and the node
+types of torch's pytrees are nodes without registration; a field with `metadata={"static": True}` (or
+`{"pytree_node": False}`) is part of the structure.
 """
 
 from __future__ import annotations
@@ -26,23 +27,14 @@ PyTree = Any
 Structure = optree.PyTreeSpec
 _o: Any = optree  # its annotations have no type for any tree
 
-_is_global: list[Callable[[Any], bool]] = []
 
-
-def register_node(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
-    """Make the class of global arrays a node of trees."""
-    _o.register_pytree_node(kind, flatten, unflatten, namespace=NAMESPACE)
-    _is_global.append(kind.__instancecheck__)  # runs for every node of every tree: avoids a Python frame
-
-
-def flatten(tree: PyTree, *, sharded_is_leaf: bool = False, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:
+def flatten(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:
     """Return the leaves of a tree and its structure."""
     if type(tree) is Tensor:
         return [tree], _LEAVES[none_is_leaf]
-    is_leaf = _is_global[0] if sharded_is_leaf else None
-    leaves, structure = _o.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+    leaves, structure = _o.tree_flatten(tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
     while learn(leaves, NAMESPACE):
-        leaves, structure = _o.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+        leaves, structure = _o.tree_flatten(tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
     return leaves, structure
 
 
@@ -50,11 +42,9 @@ _LEAVES = [cast("Structure", _o.tree_structure(0, none_is_leaf=one, namespace=NA
 """The structure of a single leaf: most messages and results are one tensor."""
 
 
-def flatten_with_paths(
-    tree: PyTree, *, sharded_is_leaf: bool = False, none_is_leaf: bool = False
-) -> tuple[list[str], list[Any], Structure]:
+def flatten_with_paths(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[str], list[Any], Structure]:
     """Return the path of each leaf as an expression (`["w"][3]`), the leaves and the structure."""
-    leaves, structure = flatten(tree, sharded_is_leaf=sharded_is_leaf, none_is_leaf=none_is_leaf)
+    leaves, structure = flatten(tree, none_is_leaf=none_is_leaf)
     return [*paths_of(structure)], leaves, structure
 
 
@@ -82,13 +72,13 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> PyTree:
 
 def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """Apply a function to every leaf; a `Sharded` is one."""
-    leaves, structure = flatten(tree, sharded_is_leaf=True)
+    leaves, structure = flatten(tree)
     return unflatten(structure, [f(leaf) for leaf in leaves])
 
 
 def broadcast_prefix(prefix: PyTree, tree: PyTree, *, none_is_leaf: bool = False) -> list[Any]:
     """Return, for every leaf of a tree, its value in a prefix of the tree; ValueError if it is not a prefix."""
-    return _o.broadcast_prefix(prefix, tree, is_leaf=_is_global[0], none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+    return _o.broadcast_prefix(prefix, tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from fshard.mesh.layout import (
 )
 from fshard.mesh.layout.sharded import Sharded, in_memory, key_of
 from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
+from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.run import inside, is_outside, local_devices, resolve_mesh
 from fshard.source import Site, call_site
@@ -103,7 +104,7 @@ def _each_leaf(
     what: str, tree: PyTree, layouts: PyTree, act: Callable[[int, Any, Layout], Any]
 ) -> tuple[list[Any], Structure]:
     """Apply a prefix tree of layouts to the leaves; `unit` and `frozen` are kept where the layout has none."""
-    paths, leaves, structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
+    paths, leaves, structure = flatten_with_paths(tree, none_is_leaf=True)
     try:
         chosen = broadcast_prefix(layouts, tree, none_is_leaf=True)
     except ValueError:
@@ -134,7 +135,10 @@ def refuse_unfit(leaf: Any, layout: Layout) -> None:
 
 @uncompiled
 def device_put(tree: PyTree, layout: PyTree) -> PyTree:
-    """Shard global values. Nothing is sent: every process has the full value and keeps its shard.
+    """Shard global values: every process has the full values and keeps its shards.
+
+    All processes of the mesh must call it. One small collective for a call compares a hash of the plain tensors, and
+    different ones raise. A step shards its batch without this; inside `shard_map` and loss functions nothing is compared.
 
     Args:
         tree: a tensor or tree of tensors, the same on every process. A `Sharded` is resharded; one of another mesh is
@@ -150,9 +154,18 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     >>> fs.typeof(x), x.shards[2]
     (f32[8@data], tensor([2., 3.]))
     """
-    site = call_site()
+    result = put_equal(tree, layout)
+    paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
+    pairs = zip(paths, leaves, flatten(result, none_is_leaf=True)[0], strict=True)
+    tensors = [(path, x, y.mesh) for path, x, y in pairs if isinstance(x, Tensor) and isinstance(y, Sharded)]
+    for mesh in dict.fromkeys([mesh for *_, mesh in tensors]):
+        compare_inputs("device_put", mesh, {path: (x,) for path, x, own in tensors if own == mesh})
+    return result
 
-    done: dict[object, Sharded] = {}
+
+def put_equal(tree: PyTree, layout: PyTree) -> PyTree:
+    """Shard global values as `device_put` does, without comparing those of the processes: nothing is sent."""
+    site, done = call_site(), dict[object, Sharded]()
 
     def put(place: int, x: Any, to: Layout) -> Sharded:
         refuse_unfit(x, to)
@@ -207,7 +220,7 @@ def reshard(tree: PyTree, layout: PyTree) -> PyTree:
     """
     site = call_site()
     given: dict[int, tuple[Sharded, Layout]] = {}
-    has_sharded = any(isinstance(x, Sharded) for x in flatten(tree, sharded_is_leaf=True)[0])
+    has_sharded = any(isinstance(x, Sharded) for x in flatten(tree)[0])
 
     def note(place: int, x: Any, to: Layout) -> Any:
         if isinstance(x, Sharded) or not has_sharded:
@@ -322,7 +335,7 @@ def unshard(tree: PyTree) -> PyTree:
     >>> unshard(fs.device_put(torch.arange(4), fs.Layout(mesh, P("data"))))
     tensor([0, 1, 2, 3])
     """
-    leaves, structure = flatten(tree, sharded_is_leaf=True)
+    leaves, structure = flatten(tree)
     places = [place for place, x in enumerate(leaves) if isinstance(x, Sharded)]
     given: list[Sharded] = [leaves[place] for place in places]
     for x in given:

@@ -127,7 +127,7 @@ class Recipes:
     ) -> tuple[ArgumentRecipe, list[Any]]:
         """Return the recipe for these arguments, and their leaves."""
         given = [*args, *kwargs.values()]
-        leaves, structure = flatten(given, sharded_is_leaf=True, none_is_leaf=True)
+        leaves, structure = flatten(given, none_is_leaf=True)
         key = mesh, is_outside(mesh), structure, tuple(kwargs), tuple(map(_signature, leaves))
         recipe = self._arguments.get(key)
         if recipe is None:
@@ -142,7 +142,7 @@ class Recipes:
         index = 0
         with collected(f"shard_map of {self.name}") as attempt:
             for name, value, spec in zip(names, given, specs, strict=True):
-                paths, leaves, _ = flatten_with_paths(value, sharded_is_leaf=True, none_is_leaf=True)
+                paths, leaves, _ = flatten_with_paths(value, none_is_leaf=True)
                 own: list[Any] = []
                 with attempt(f"argument {name}"):
                     own = _broadcast(spec, value)
@@ -221,7 +221,7 @@ class Recipes:
         return recipe, structure, leaves
 
     def _result(self, mesh: Mesh, result: PyTree) -> ResultRecipe:
-        paths, leaves, _ = flatten_with_paths(result, sharded_is_leaf=True, none_is_leaf=True)
+        paths, leaves, _ = flatten_with_paths(result, none_is_leaf=True)
         entries: list[PlannedTensor] = []
         with collected(f"shard_map of {self.name}") as attempt:
             specs: list[Any] = []
@@ -288,5 +288,5 @@ def _broadcast(specs: PyTree, tree: PyTree) -> list[Any]:
     try:
         return broadcast_prefix(specs, tree, none_is_leaf=True)
     except ValueError:
-        _, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
+        _, structure = flatten(tree, none_is_leaf=True)
         raise ValueError(f"the specs {specs!r} are no prefix of the tree {structure}.") from None

@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 from fshard.errors import LayoutError, PromiseError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, transformed
 from fshard.mesh.collectives.moves import Wired, WireKind
-from fshard.mesh.layout import Mesh, as_written, flatten
+from fshard.mesh.layout import Mesh, as_written
+from fshard.mesh.layout.sharded import flatten_shards
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 
@@ -154,8 +155,8 @@ class RefuseTransformed(TorchFunctionMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         given: Any = (args, kwargs or {})
-        lost = [x for x in flatten(given)[0] if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)]
-        if lost and not transformed() and any(isinstance(x, Tensor) for x in flatten(found)[0]):
+        lost = [x for x in flatten_shards(given)[0] if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)]
+        if lost and not transformed() and any(isinstance(x, Tensor) for x in flatten_shards(found)[0]):
             raise LayoutError(
                 f"The function uses a tensor from outside (shape {tuple(lost[0].shape)}, {lost[0].dtype}) that a transform of "
                 "torch.func looks at and that is not one of its arguments, so its derivative would be lost. Pass it as an "

@@ -24,6 +24,7 @@ from torch.utils._device import _device_constructors  # pyright: ignore[reportPr
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply
 from fshard.mesh.layout import Mesh, flatten, refuse_no_mesh, unflatten
+from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.runtimes.abstract import AbstractWorld
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.runtimes.virtual import VirtualWorld
@@ -188,8 +189,8 @@ class Valueless(TorchFunctionMode):
             return func(*args, **named | {"device": "meta"})
         given: Any = (args, named)
         leaves, structure = flatten(given)
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if not any(x.is_meta for x in tensors):
+        tensors = [x for x in leaves if isinstance(x, Tensor | ArrayMethods)]
+        if not any(isinstance(x, ArrayMethods) or x.is_meta for x in tensors):
             return func(*args, **(kwargs or {}))
         if len(tensors) > 1:
             args, named = unflatten(structure, [without_values(x) if isinstance(x, Tensor) else x for x in leaves])

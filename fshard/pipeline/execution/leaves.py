@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.mesh.layout import PyTree, unflatten
+from fshard.mesh.layout.sharded import flatten_shards
 
 _unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
@@ -27,7 +28,7 @@ class StageValue(NamedTuple):
 
     def as_input(self) -> tuple[PyTree, list[GradientEdge]]:
         """Return a copy of the tree for a stage, which may modify it in place, and the edges of its gradients."""
-        leaves, structure = flatten(self.tree, none_is_leaf=True)
+        leaves, structure = flatten_shards(self.tree, none_is_leaf=True)
         leaves = [x.data if isinstance(x, Tensor) else x for x in leaves]  # changes are not counted together
         edges: list[GradientEdge] = []
         if torch.is_grad_enabled():
@@ -40,7 +41,7 @@ class StageValue(NamedTuple):
 
 def as_output(tree: PyTree) -> tuple[StageValue, list[GradientEdge]]:
     """Return the output of a stage, to be sent, and the edges where its gradients enter."""
-    leaves, structure = flatten(tree, none_is_leaf=True)
+    leaves, structure = flatten_shards(tree, none_is_leaf=True)
     differentiable = tuple([isinstance(x, Tensor) and x.requires_grad for x in leaves])
     edges = [_edge_of(x) for x, needed in zip(leaves, differentiable, strict=True) if needed]
     detached = unflatten(structure, [x.detach() if isinstance(x, Tensor) else x for x in leaves])
@@ -58,7 +59,7 @@ class Params:
     """
 
     def __init__(self, tree: PyTree, trained: bool) -> None:
-        leaves, self._structure = flatten(tree, none_is_leaf=True)
+        leaves, self._structure = flatten_shards(tree, none_is_leaf=True)
         detached = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
         self._indices = [at for at, x in enumerate(leaves) if trained and isinstance(x, Tensor) and _is_trained(x)]
         self.own: list[Tensor] = [detached[at].requires_grad_() for at in self._indices]
@@ -80,7 +81,7 @@ def _is_trained(x: Tensor) -> bool:
 
 def map_tensors(f: Callable[[Tensor], Any], tree: PyTree) -> PyTree:
     """Apply a function to every tensor of a tree."""
-    leaves, structure = flatten(tree, none_is_leaf=True)
+    leaves, structure = flatten_shards(tree, none_is_leaf=True)
     return unflatten(structure, [f(x) if isinstance(x, Tensor) else x for x in leaves])
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fshard.mesh.collectives.ledger import active
 from fshard.mesh.collectives.send_recv import dispatch
-from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
+from fshard.mesh.layout import PyTree, Structure, unflatten
+from fshard.mesh.layout.sharded import flatten_shards
 from fshard.mesh.spmd.scope import Group, Lane, Pending
 from fshard.pipeline.execution.route import Message
 from fshard.source import Site
@@ -122,7 +123,7 @@ class Mailbox:
             if lane is None or not lane.send(x):
                 self._send((x,), to)
             return
-        leaves, structure = flatten(tree, none_is_leaf=True)
+        leaves, structure = flatten_shards(tree, none_is_leaf=True)
         described = _described(leaves)
         if form is None:
             form = self._learn(message, to, structure, described)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
+from fshard.mesh.layout.sharded import flatten_shards
 from fshard.pipeline.execution.gradient_sums import tree_mean
 
 _keys: dict[Hashable, int] = {}
@@ -18,7 +19,7 @@ _numbers = itertools.count(1)
 
 def shape_key(microbatch: PyTree) -> int:
     """Return a number that identifies the shapes of a microbatch: it is looked up for every message."""
-    leaves, structure = flatten(microbatch, none_is_leaf=True)
+    leaves, structure = flatten_shards(microbatch, none_is_leaf=True)
     shapes = structure, tuple([(x.shape, x.dtype) for x in leaves if isinstance(x, Tensor)])
     return _keys.get(shapes) or _keys.setdefault(shapes, next(_numbers))
 
@@ -26,7 +27,9 @@ def shape_key(microbatch: PyTree) -> int:
 def weights_of(microbatches: Sequence[PyTree], weights: Sequence[float] | None) -> list[float]:
     """Return the given weights of microbatches, or their numbers of rows."""
     if weights is None:
-        counts = [{x.shape[0] for x in flatten(one)[0] if isinstance(x, Tensor) and x.ndim} for one in microbatches]
+        counts = [
+            {x.shape[0] for x in flatten_shards(one)[0] if isinstance(x, Tensor) and x.ndim} for one in microbatches
+        ]
         if several := next((rows for rows in counts if len(rows) > 1), None):
             raise ValueError(
                 f"The tensors of a microbatch must have one number of rows; got {' and '.join(map(str, sorted(several)))}. "
@@ -54,7 +57,7 @@ class MicrobatchResult(NamedTuple):
         """Return the loss with its graph, and the detached result."""
         loss, (leaves, structure) = returned, _NO_METRICS
         if isinstance(returned, tuple) and len(returned) == 2:
-            loss, (leaves, structure) = returned[0], flatten(returned[1], none_is_leaf=True)
+            loss, (leaves, structure) = returned[0], flatten_shards(returned[1], none_is_leaf=True)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             found = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return one floating number, or it and metrics; got {found}.")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from fshard.mesh.layout import PyTree, flatten
+from fshard.mesh.layout import PyTree
+from fshard.mesh.layout.sharded import flatten_shards
 from fshard.pipeline.execution.leaves import StageValue, as_output, map_tensors
 from fshard.pipeline.execution.split_backward import run_backward
 
@@ -100,7 +101,7 @@ def _seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
             began = time.perf_counter()
             y = layer(x)
             result, outputs = as_output(y)
-            gs = [torch.ones_like(one) for one in flatten(y)[0] if isinstance(one, Tensor) and one.requires_grad]
+            gs = [torch.ones_like(one) for one in flatten_shards(y)[0] if isinstance(one, Tensor) and one.requires_grad]
             run_backward(outputs, gs, inputs, weights)
             seconds.append(time.perf_counter() - began)
         value = result
@@ -127,7 +128,7 @@ def _bytes(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
 
 
 def _first_value(sample: PyTree) -> StageValue:
-    return StageValue(sample, (False,) * len(flatten(sample, none_is_leaf=True)[0])).copied()
+    return StageValue(sample, (False,) * len(flatten_shards(sample, none_is_leaf=True)[0])).copied()
 
 
 # -- the best split ---------------------------------------------------------------------------------------------

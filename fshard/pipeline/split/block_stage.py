@@ -18,15 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _pop_mode_temporarily  # pyright: ignore[reportPrivateUsage]
 
-from fshard.mesh.layout import PyTree, flatten, flatten_with_paths, unflatten
-from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.layout import PyTree, flatten, flatten_with_paths, map_leaves, unflatten
+from fshard.mesh.layout.sharded import Sharded, flatten_shards
 from fshard.pipeline.split.valueless import (
     Described,
     MissingValueError,
     ValuelessMode,
     as_meta,
     is_valueless,
-    map_leaves,
 )
 
 PLAIN = (
@@ -80,7 +79,7 @@ def _is_floating(x: Any) -> bool:
 
 def device_of(tree: PyTree) -> torch.device:
     """Return the device of the tensors of a tree."""
-    tensors = (x for x in flatten(tree)[0] if isinstance(x, Tensor) and not is_valueless(x))
+    tensors = (x for x in flatten_shards(tree)[0] if isinstance(x, Tensor) and not is_valueless(x))
     return next((x.device for x in tensors), torch.device("cpu"))
 
 
@@ -143,7 +142,7 @@ class StageRun:
     def _first_arguments(self, given: Arguments) -> Arguments:
         """Return the received arguments, and remember which meta tensors they replace."""
         own = _by_path(given)
-        paths, received, structure = flatten_with_paths(self._received, sharded_is_leaf=True, none_is_leaf=True)
+        paths, received, structure = flatten_with_paths(self._received, none_is_leaf=True)
         pairs = [(own.get(path), x) for path, x in zip(paths, received, strict=True)]
         self._values = {id(meta): (meta, x) for meta, x in pairs if is_valueless(meta) and not isinstance(x, Described)}
         return unflatten(structure, [meta if isinstance(x, Described) else x for meta, x in pairs])
@@ -178,7 +177,7 @@ _active: ContextVar[StageRun | None] = ContextVar("active", default=None)
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
-    paths, leaves, _ = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
+    paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
     return dict(zip(paths, leaves, strict=True))
 
 
@@ -250,7 +249,7 @@ class AbsentBlock(nn.Module):
 
     def _result(self, given: Arguments) -> Any:
         """Return meta tensors as results; its inputs are passed through."""
-        leaves, structure = flatten(given, sharded_is_leaf=True, none_is_leaf=True)
+        leaves, structure = flatten(given, none_is_leaf=True)
         described = [*map(Described.of, leaves)]
         key = None
         if all(isinstance(x, PLAIN) for x in described):

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fshard.mesh.layout import PyTree, flatten, unflatten
-from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.layout import map_leaves
+from fshard.mesh.layout.sharded import Sharded, flatten_shards
 
 _tensor: Any = Tensor
 _DEVICE = _tensor.device.__get__
@@ -54,12 +54,6 @@ def is_valueless(x: object) -> bool:
     return isinstance(x, Tensor) and x.is_meta
 
 
-def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> Any:
-    """Apply a function to every leaf of a tree, None included; an array is one."""
-    leaves, structure = flatten(tree, sharded_is_leaf=True, none_is_leaf=True)
-    return unflatten(structure, [*map(f, leaves)])
-
-
 class ValuelessMode(TorchFunctionMode):
     """Propagates meta tensors until values have `arrived`; from then on raises where the two meet.
 
@@ -76,7 +70,7 @@ class ValuelessMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        tensors = [x for x in flatten((args, named))[0] if isinstance(x, Tensor)]
+        tensors = [x for x in flatten_shards((args, named))[0] if isinstance(x, Tensor)]
         self._observe(tensors)
         valueless = [x for x in tensors if x.is_meta]
         if valueless and func == _DEVICE:

@@ -281,7 +281,7 @@ def _validate_serial(opt: Optimizer, **trees: PyTree) -> None:
     wrong = [
         name + path
         for name, tree in trees.items()
-        for path, leaf in zip(*flatten_with_paths(tree, sharded_is_leaf=True)[:2], strict=True)
+        for path, leaf in zip(*flatten_with_paths(tree)[:2], strict=True)
         if isinstance(leaf, Sharded)
     ]
     wrong += ["the optimizer"] if isinstance(opt, Partitioned) else []

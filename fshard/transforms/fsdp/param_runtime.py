@@ -248,7 +248,7 @@ def with_unsharded_params(fn: Callable[..., Any], *, keep: bool = False) -> Call
 
     @wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = flatten((args, kwargs), sharded_is_leaf=True, none_is_leaf=True)
+        leaves, structure = flatten((args, kwargs), none_is_leaf=True)
         units = {id(leaf.unit): leaf.unit for leaf in leaves if type(leaf) is LazyParam}
         own_args, own_kwargs = unflatten(structure, [unsharded(leaf) for leaf in leaves])
         try:

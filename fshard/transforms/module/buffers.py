@@ -24,7 +24,7 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, PyTree, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import device_put
+from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 from fshard.transforms.agree import summed
@@ -57,7 +57,7 @@ class Buffers:
     """The buffers that a step is given, replicated unless `layout_of` returns other layouts by path."""
 
     def __init__(self, tree: PyTree, mesh: Mesh, layout_of: Callable[[str], Layout] | None = None) -> None:
-        paths, leaves, self._structure = flatten_with_paths(tree, sharded_is_leaf=True, none_is_leaf=True)
+        paths, leaves, self._structure = flatten_with_paths(tree, none_is_leaf=True)
         self._layouts = {path: Layout(mesh) if layout_of is None else layout_of(path) for path in paths}
         wrong = [
             f"{named(parts_of(path))} has {x.spec} on {x.mesh}"
@@ -69,7 +69,7 @@ class Buffers:
                 f"buffers must be replicated on {mesh}; {'; '.join(wrong)}. Replicate them, P(), or give plain tensors."
             )
         self._given = dict(zip(paths, leaves, strict=True))
-        placed = [device_put(x, self._layouts[path]) if isinstance(x, Tensor) else x for path, x in self._given.items()]
+        placed = [put_equal(x, self._layouts[path]) if isinstance(x, Tensor) else x for path, x in self._given.items()]
         self._columns = [x.shards if isinstance(x, Sharded) else (x,) * mesh.size for x in placed]
         self.paths = [path for path, x in self._given.items() if isinstance(x, Tensor | Sharded | int | float)]
 

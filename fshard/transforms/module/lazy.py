@@ -25,7 +25,7 @@ from fshard.copying import copied
 from fshard.errors import ModuleError
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import device_put
+from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.run import local_devices
 from fshard.transforms.reproducible.randomness import folded, keyed_random
 
@@ -158,7 +158,7 @@ def _drawn_by(seed: int, path: str) -> Generator[None]:
 def reserved(x: Any, layout: Layout) -> Sharded:
     """Shard a leaf on a mesh; one on the meta device gets empty shards, see `fill`."""
     if not (isinstance(x, Tensor) and x.is_meta and layout.mesh.runtime != "abstract"):
-        return device_put(x, layout)
+        return put_equal(x, layout)
     shapes = [layout.local_shape(x.shape, device) for device in local_devices(layout.mesh)]
     near = layout.mesh.device_type
     return Sharded(tuple(x.shape), layout, tuple(torch.empty(shape, dtype=x.dtype, device=near) for shape in shapes))
@@ -166,7 +166,7 @@ def reserved(x: Any, layout: Layout) -> Sharded:
 
 def fill(x: Sharded, made: Tensor) -> None:
     """Copy a full tensor's values into empty shards."""
-    for own, shard in zip(x.shards, device_put(made, x.layout).shards, strict=True):
+    for own, shard in zip(x.shards, put_equal(made, x.layout).shards, strict=True):
         own.copy_(shard)
 
 

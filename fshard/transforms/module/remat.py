@@ -130,7 +130,7 @@ def _policy(policy: str | Policy) -> Policy:
 
 def _checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run fn in torch's checkpoint.  Only plain tensors are its arguments: it would look into handles."""
-    leaves, structure = flatten((args, kwargs), sharded_is_leaf=True, none_is_leaf=True)
+    leaves, structure = flatten((args, kwargs), none_is_leaf=True)
     places = [place for place, x in enumerate(leaves) if type(x) in (Tensor, nn.Parameter)]
     tensors = [leaves[place] for place in places]
     for place in places:

@@ -44,7 +44,7 @@ def stage_buffers(caller: str, trees: PyTree, mesh: Mesh, axis: str, placement: 
     def layout_of(path: str) -> Layout:
         return on_place(Layout(mesh), axis, placement[stage_of(path)])
 
-    found = zip(*flatten_with_paths(trees, sharded_is_leaf=True, none_is_leaf=True)[:2], strict=True)
+    found = zip(*flatten_with_paths(trees, none_is_leaf=True)[:2], strict=True)
     wrong = [
         f"{named(parts_of(path))} is {x.spec if isinstance(x, Sharded) else type(x).__name__}"
         for path, x in found

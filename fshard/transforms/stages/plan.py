@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, Structure, flatten, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded, key_of
-from fshard.mesh.reshard.device_put import device_put
+from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
+from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.mesh.spmd.run import local_devices
 from fshard.optim.leaves import trainable
 from fshard.pipeline.execution.leaves import Stage
@@ -226,7 +227,9 @@ def shard_stages(
     frozen: Choice = None,
     seed: int | None = None,
 ) -> list[PyTree]:
-    """Place the parameters of stages on the devices that have them. Nothing is sent: every process keeps its shards.
+    """Place the parameters of stages on the devices that have them: every process keeps its shards.
+
+    All processes must call it: their tensors are compared, by hashes in one collective, and different ones raise.
 
     Args:
         stages: modules, whose parameters are taken by their names; or trees of parameters.
@@ -248,8 +251,9 @@ def shard_stages(
     trees = [dict(one.named_parameters()) if isinstance(one, nn.Module) else one for one in stages]
     where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
     modules = all(isinstance(one, nn.Module) for one in stages)  # other tensors have no initializer
-    put = device_put if seed is None or not modules else reserved
+    put = put_equal if seed is None or not modules else reserved
     result = place_stages(trees, rules, **where, frozen=frozen, put=put)
+    compare_inputs("shard_stages", mesh, samples_of(trees))
     seen: set[tuple[int, ...]] = set()
     for stage, tree, sharded, own in zip(stages, trees, result, has_stages(**where), strict=True):
         if isinstance(stage, nn.Module) and seed is not None and put is reserved and own:
@@ -261,7 +265,7 @@ def shard_stages(
                 lambda name, x, sharded=sharded: fill(sharded[name], x),
                 "shard_stages",
             )
-        seen |= {key_of(x) for x in flatten(tree, sharded_is_leaf=True)[0]}
+        seen |= {key_of(x) for x in flatten(tree)[0]}
     return result
 
 
@@ -273,7 +277,7 @@ def place_stages(
     schedule: Schedule,
     axis: str,
     frozen: Choice = None,
-    put: Callable[[Any, Layout], Any] = device_put,
+    put: Callable[[Any, Layout], Any] = put_equal,
 ) -> list[PyTree]:
     """Place the parameters of stages on the devices that have them, each by `put`."""
     refuse_unfit("shard_stages", len(trees), mesh, schedule, axis)
@@ -281,7 +285,7 @@ def place_stages(
     _refuse_placed(trees, found, mesh, axis, schedule.placement)
     layouts, done, result = iter(found), dict[tuple[int, ...], Any](), list[PyTree]()
     for place, tree in zip(schedule.placement, trees, strict=True):
-        leaves, structure = flatten(tree, sharded_is_leaf=True)
+        leaves, structure = flatten(tree)
         for leaf in leaves:
             layout = on_place(next(layouts), axis, place)
             if key_of(leaf) not in done:
@@ -302,11 +306,11 @@ def _refuse_placed(
     trees: Sequence[PyTree], layouts: Sequence[Layout], mesh: Mesh, axis: str, placement: Sequence[int]
 ) -> None:
     """Raise if rules contradict the placement of stages, naming the parameters."""
-    paths, first = flatten_with_paths(trees, sharded_is_leaf=True)[0], dict[tuple[int, ...], int]()
+    paths, first = flatten_with_paths(trees)[0], dict[tuple[int, ...], int]()
     places = [
         first.setdefault(key_of(leaf), at)
         for tree, at in zip(trees, placement, strict=True)
-        for leaf in flatten(tree, sharded_is_leaf=True)[0]
+        for leaf in flatten(tree)[0]
     ]
     wrong = [
         f"{named(parts_of(path))} as {layout.spec}"

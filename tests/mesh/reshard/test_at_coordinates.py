@@ -151,7 +151,7 @@ def test_optimizer_at_coordinates_equals_one_without(data):
     specs = [rest.with_at({"pipe": data.draw(st.sampled_from([0, 1]))}) for _ in shapes]
     params, state = trained(fs.make_mesh(MESH), name, stage, wholes, specs)
     assert [x.spec for x in params] == specs
-    lying = [x for x in flatten(state, sharded_is_leaf=True)[0] if isinstance(x, fs.Sharded)]
+    lying = [x for x in flatten(state)[0] if isinstance(x, fs.Sharded)]
     assert lying and all("pipe" in x.spec.at_axes for x in lying)
     alone, _ = trained(fs.make_mesh({"data": 2}), name, stage, wholes, [rest for _ in shapes])
     for x, y, z in zip(params, alone, by_itself(name, wholes), strict=True):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P, optim
 from fshard.mesh.layout import flatten
+from fshard.mesh.layout.sharded import flatten_shards
 from fshard.optim.contract import copied, pure_step
 from fshard.optim.partition import assign_owners
 from fshard.testing import gpt
@@ -151,7 +152,7 @@ def loss_fn(params, x):
 
 
 def types(tree):
-    leaves, structure = flatten(tree, sharded_is_leaf=True)
+    leaves, structure = flatten(tree)
     return structure, [fs.typeof(x) for x in leaves]
 
 
@@ -213,19 +214,19 @@ def test_optimizer_state_at_owners_or_in_flat_ranges(stage):
     params = placed(gpt.init(), stage, mesh)
     opt = fs.partition_optimizer(matrices_and_others(optim.muon(), optim.adamw()), mesh=mesh, axis="data", stage=stage)
     state = opt.init(params)
-    leaves = flatten(params, sharded_is_leaf=True)[0]
+    leaves = flatten(params)[0]
     sizes = [prod(x.shape) for x in leaves if x.ndim == 2]
     owners = assign_owners(sizes, n)
-    matrices = flatten(state[True]["momentum_buffer"], sharded_is_leaf=True)[0]
+    matrices = flatten(state[True]["momentum_buffer"])[0]
     assert [x.spec for x in matrices] == [P(at={"data": owner}) for owner in owners]
     for device in range(n):
         held = sum(x.shards[device].numel() for x in matrices)
         assert held == sum(size for size, owner in zip(sizes, owners, strict=True) if owner == device)
         for name in ("exp_avg", "exp_avg_sq"):
-            others = flatten(state[False][name], sharded_is_leaf=True)[0]
+            others = flatten(state[False][name])[0]
             expected = sum(P_flat_size(prod(x.shape), n, device) for x in leaves if x.ndim != 2)
             assert sum(x.shards[device].numel() for x in others) == expected
-    tensors = flatten(state)[0]
+    tensors = flatten_shards(state)[0]
     assert sum(x.untyped_storage().nbytes() for x in tensors) == sum(x.nbytes for x in tensors)
 
 

@@ -321,17 +321,36 @@ def test_shards_of_several_dtypes_raise(mesh):
             use(numbers)
 
 
-def test_sharded_is_an_optree_node(mesh):
+def test_sharded_is_a_leaf_of_trees(mesh):
+    """A mapped function gets the global array: its norm, its maximum and its transpose are those of the tensor."""
     import optree
+    from torch.utils import _pytree as torch_trees
 
+    full = torch.arange(8.0).reshape(4, 2)
+    x, copies = (fs.device_put(full, fs.Layout(mesh, spec)) for spec in (P("data"), P()))
+    maps = {
+        "torch": torch_trees.tree_map,
+        "optree": optree.tree_map,
+        "fshard": lambda f, tree: optree.tree_map(f, tree, namespace="fshard"),
+        "only": lambda f, tree: torch_trees.tree_map_only(fs.Sharded, f, tree),
+    }
+    for tree_map in maps.values():
+        for f in (lambda g: g / g.norm(), lambda g: g.clamp(max=g.mean()), lambda g: g.t()):
+            torch.testing.assert_close(fs.unshard(tree_map(f, {"x": x})["x"]), f(full))
+    for leaves in (
+        torch_trees.tree_leaves,
+        optree.tree_leaves,
+        lambda tree: optree.tree_leaves(tree, namespace="fshard"),
+    ):
+        assert leaves([copies]) == [copies]
+
+
+def test_shards_of_trees_by_name(mesh):
     x = fs.device_put(torch.arange(4.0), fs.Layout(mesh, P("data")))
-    doubled = optree.tree_map(lambda shard: shard * 2, {"x": x}, namespace="fshard")["x"]
-    assert isinstance(doubled, fs.Sharded) and fs.unshard(doubled).tolist() == [0, 2, 4, 6]
-    summed = optree.tree_map(torch.add, x, doubled, namespace="fshard")
-    assert fs.unshard(summed).tolist() == [0, 3, 6, 9]
-    halves = optree.tree_map(lambda shard: shard.bfloat16(), x, namespace="fshard")
-    assert str(fs.typeof(halves)) == "bf16[4@data]"
-    counts = optree.tree_map(torch.numel, x, namespace="fshard")
+    leaves, structure = fs.mesh.flatten_shards({"x": x, "y": torch.ones(1)})
+    doubled = structure.unflatten([2 * leaf for leaf in leaves])
+    assert fs.unshard(doubled["x"]).tolist() == [0, 2, 4, 6] and doubled["y"].tolist() == [2]
+    counts = structure.unflatten([leaf.numel() for leaf in leaves])["x"]
     assert counts.shards == (2, 2, 2, 2) and "int" in repr(counts)
 
 

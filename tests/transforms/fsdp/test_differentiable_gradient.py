@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from torch.func import grad, jvp, vjp
+from torch.func import grad
 
 import fshard as fs
 from fshard import P
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch itself uses it in its first jvp
 
+jvp, vjp = fs.array.lift(torch.func.jvp), fs.array.lift(torch.func.vjp)
 TORCH = torch.Generator().manual_seed(0)
 SERIAL = {
     "w": torch.randn(6, 4, generator=TORCH, dtype=torch.float64),

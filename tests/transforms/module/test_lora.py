@@ -184,7 +184,7 @@ def test_lora_frozen_weights_have_no_state_nor_gradient():
         model, opt, *_ = booster.boost(model, opt)
         booster.backward(model(torch.ones(2, 100)).mean(), opt)
         opt.step()
-        leaves, *_ = flatten(opt.state, sharded_is_leaf=True)
+        leaves, *_ = flatten(opt.state)
         return sum(x.shards[0].numel() for x in leaves if isinstance(x, fs.Sharded) and x.shape)
 
     with fs.ledger() as comm:

@@ -269,7 +269,7 @@ def test_frozen_parameters_have_no_state_nor_messages(stage, n):
     state = opt.init(own)
     trained = sum(x.numel() for x in head.parameters())
     everything = trained + sum(x.numel() for x in base.parameters())
-    pieces = [x for x in flatten(state, sharded_is_leaf=True)[0] if isinstance(x, fs.Sharded) and x.ndim]
+    pieces = [x for x in flatten(state)[0] if isinstance(x, fs.Sharded) and x.ndim]
     for device in range(n):
         assert sum(x.shards[device].numel() for x in own.values()) == everything // (n if stage == 3 else 1)
         assert sum(x.shards[device].numel() for x in pieces) == 2 * trained // (n if stage else 1)
