@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
@@ -64,13 +65,18 @@ class PlannedTensor:
         return x
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ArgumentRecipe:
-    """The tensors among the arguments of a call, and how to call with others instead."""
+    """The tensors among the arguments of a call, and how to call with others instead.
+
+    `checked`: the callers that have made a checked call, each a device's scope, or the recipe where there is none;
+    True once its gradients have been audited too.
+    """
 
     entries: tuple[PlannedTensor, ...]
     structure: Structure
     keywords: tuple[str, ...]
+    checked: WeakKeyDictionary[object, bool] = field(default_factory=WeakKeyDictionary[object, bool], repr=False)
 
     def shards(self, leaves: list[Any], site: Site, *, recorded: bool) -> list[Tensors]:
         """Return the shards of each tensor in its layout inside, on the devices held here."""
@@ -114,13 +120,11 @@ class Recipes:
         in_specs: PyTree,
         out_specs: PyTree,
         mapped: tuple[str, ...],
-        checked: bool,
     ) -> None:
-        self.f, self.name, self.mapped, self.checked = f, name, mapped, checked
+        self.f, self.name, self.mapped = f, name, mapped
         self.in_specs, self.out_specs = in_specs, out_specs
         self._arguments: dict[Any, ArgumentRecipe] = {}
         self._results: dict[Any, ResultRecipe] = {}
-        self.audited: set[int] = set()  # the recipes of arguments, by id, whose gradients have been audited
 
     def of_arguments(
         self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -183,7 +187,7 @@ class Recipes:
             isinstance(value, Tensor) and is_outside(mesh),
         )
         return PlannedTensor(
-            index, path, shape, layout, self._equal(spec),
+            index, path, shape, layout, unnamed(self.mapped, spec),
             "" if is_one else f"{what} must be equal along {{axes}}, but its values differ. Shard it in its spec, or make "
             "it equal",
             f"{what} is equal along {{axes}}, so its gradient must be; but it was used with each device's own data. "
@@ -206,10 +210,6 @@ class Recipes:
         if foreign:
             raise LayoutError(f"{spec} names {', '.join(foreign)}, which this shard_map is not mapped over.")
         return Layout(mesh, spec)
-
-    def _equal(self, spec: P) -> tuple[str, ...]:
-        """Return the axes along which values of a spec are compared."""
-        return unnamed(self.mapped, spec) if self.checked else ()
 
     def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultRecipe, Structure, list[Any]]:
         """Return the recipe for one device's result, its structure and its leaves."""
@@ -243,7 +243,7 @@ class Recipes:
         layout = self._checked(mesh, leaf, spec, "out_spec")
         what = f"result{path} of {self.name}, with out_spec {spec}, must be equal along {{axes}}, but"
         return PlannedTensor(
-            index, path, layout.global_shape(leaf.shape), layout, self._equal(spec),
+            index, path, layout.global_shape(leaf.shape), layout, unnamed(self.mapped, spec),
             f"{what} its values differ. Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with "
             "fs.pvary where its use begins), or shard it in its out_spec. fs.replicated declares a result that is equal by "
             "construction",

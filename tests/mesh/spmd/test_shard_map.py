@@ -561,7 +561,7 @@ def test_numpy_argument_raises(mesh):
 def test_recipe_cache_is_bounded(mesh):
     from fshard.mesh.spmd.call_plan import Recipes
 
-    recipes = Recipes(lambda x: x, "f", P(), P(), ("data", "model"), False)
+    recipes = Recipes(lambda x: x, "f", P(), P(), ("data", "model"))
     for size in range(600):
         recipes.of_arguments(mesh, (torch.empty(size),), {})
     assert len(recipes._arguments) <= 512
