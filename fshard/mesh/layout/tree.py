@@ -40,7 +40,10 @@ def flatten(tree: PyTree, *, sharded_is_leaf: bool = False, none_is_leaf: bool =
     if type(tree) is Tensor:
         return [tree], _LEAVES[none_is_leaf]
     is_leaf = _is_global[0] if sharded_is_leaf else None
-    leaves, structure = _o.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+    try:
+        leaves, structure = _o.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+    except RecursionError:
+        raise ValueError(f"a tree must not contain itself; got a {type(tree).__name__} that does.") from None
     while learn(leaves, NAMESPACE):
         leaves, structure = _o.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
     return leaves, structure

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 from torch import Tensor
 
 from fshard.errors import LayoutError
@@ -31,7 +30,7 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import moves, reshard_all, sliced, spread
+from fshard.mesh.reshard.device_put import is_static, moves, reshard_all, sliced, spread
 from fshard.mesh.spmd.check_equal import Guard
 from fshard.mesh.spmd.run import is_outside
 from fshard.mesh.spmd.scope import require
@@ -54,11 +53,11 @@ class PlannedTensor:
     value: str = ""
     gradient: str = ""
 
-    def checked(self, x: Tensor, site: Site, *, value: bool = True) -> Tensor:
+    def checked(self, x: Tensor, site: Site) -> Tensor:
         """Compare a device's shard with others that must be equal: by `value` now, by cotangent in the backward."""
         if self.equal and (scope := require("fs.shard_map")).world.has_values:
             group = scope.group(self.equal, "fs.shard_map")
-            if self.value and value:
+            if self.value:
                 (x,) = apply(Guard(group, site, self.value, forward=True), (x,))
             if x.is_floating_point() or x.is_complex():
                 (x,) = apply(Guard(group, site, self.gradient), (x,))
@@ -122,7 +121,8 @@ class Recipes:
         mapped: tuple[str, ...],
     ) -> None:
         self.f, self.name, self.mapped = f, name, mapped
-        self.in_specs, self.out_specs = in_specs, out_specs
+        self.in_specs = _validate_specs(f"shard_map of {name}: in_specs", in_specs)
+        self.out_specs = _validate_specs(f"shard_map of {name}: out_specs", out_specs)
         self._arguments: dict[Any, ArgumentRecipe] = {}
         self._results: dict[Any, ResultRecipe] = {}
 
@@ -154,8 +154,11 @@ class Recipes:
                     with attempt(f"argument {name}{at}"):
                         if isinstance(leaf, Tensor | Sharded):
                             entries.append(self._argument(mesh, index, name + at, leaf, leaf_spec))
-                        elif isinstance(leaf, np.ndarray) and isinstance(leaf_spec, P):
-                            raise TypeError("it is a numpy array, which is not cut. Give torch.from_numpy(...) of it.")
+                        elif isinstance(leaf_spec, P) and not is_static(leaf, leaf_spec):
+                            raise TypeError(
+                                f"it is a {type(leaf).__name__}, which is not sharded. Write torch.as_tensor(...) around it, "
+                                "or give None as its spec to pass it unchanged."
+                            )
                     index += 1
             for at, spec in zip(*flatten_with_paths(self.out_specs)[:2], strict=True):
                 if isinstance(spec, P):
@@ -178,16 +181,17 @@ class Recipes:
         return list(specs)
 
     def _argument(self, mesh: Mesh, index: int, path: str, value: Tensor | Sharded, spec: Any) -> PlannedTensor:
-        layout, shape = self._checked(mesh, value, spec, "spec"), tuple(value.shape)
+        inferred = value.spec if spec is None and isinstance(value, Sharded) else spec
+        layout, shape = self._checked(mesh, value, inferred, "spec"), tuple(value.shape)
         if isinstance(value, Sharded) and value.mesh != mesh:
             raise LayoutError(f"it is on {value.mesh}, but shard_map runs on {mesh}. Unshard it first: fs.unshard(x).")
         layout.check(shape)
         what, is_one = (
-            f"argument {path} of {self.name}, with spec {spec},",
+            f"argument {path} of {self.name}, with spec {layout.spec},",
             isinstance(value, Tensor) and is_outside(mesh),
         )
         return PlannedTensor(
-            index, path, shape, layout, unnamed(self.mapped, spec),
+            index, path, shape, layout, unnamed(self.mapped, layout.spec),
             "" if is_one else f"{what} must be equal along {{axes}}, but its values differ. Shard it in its spec, or make "
             "it equal",
             f"{what} is equal along {{axes}}, so its gradient must be; but it was used with each device's own data. "
@@ -197,9 +201,7 @@ class Recipes:
     def _checked(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, what: str) -> Layout:
         """Return the layout of a tensor with this spec, or raise."""
         if not isinstance(spec, P):
-            raise TypeError(
-                f"is a tensor, but its {what} is {spec!r}. Give P() for one that is the same on all devices."
-            )
+            raise TypeError(f"is a tensor, but its {what} is None. Give P() for one that is the same on all devices.")
         if isinstance(value, Tensor) and not is_dense(value):
             raise LayoutError(f"{no_dense(value)}.")
         return self._layout(mesh, spec)
@@ -249,6 +251,16 @@ class Recipes:
             "construction",
             f"the gradient of {what} differs",
         )  # fmt: skip
+
+
+def _validate_specs(what: str, specs: PyTree) -> PyTree:
+    """Return a tree of Ps and Nones, with the specs of its Layouts; raise if it has other leaves."""
+    paths, leaves, structure = flatten_with_paths(specs, none_is_leaf=True)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, P | Layout | None):
+            hint = f" Write P({leaf!r})." if isinstance(leaf, str) else ""
+            raise TypeError(f"{what}{path} must be a P, a Layout or None; got {leaf!r}.{hint}")
+    return unflatten(structure, [leaf.spec if isinstance(leaf, Layout) else leaf for leaf in leaves])
 
 
 def unnamed(mapped: tuple[str, ...], spec: P) -> tuple[str, ...]:

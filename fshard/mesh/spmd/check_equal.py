@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,23 +73,6 @@ class Guard(LinearMap):
 def gather_all(row: Tensor, group: Group, site: Site) -> Tensor:
     """Gather a row of every device of a group, uncounted. (numbers) -> (devices, numbers)"""
     return group.world.current().start(AllGather(0, True), (row[None],), group, site).wait()[0].cpu()
-
-
-def compare_shards(mesh: Mesh, axes: tuple[str, ...], xs: Tensors, site: Site, broken: str) -> None:
-    """Raise unless the shards of all devices are equal along some axes."""
-    for members in _groups_along(mesh, axes):
-        verdict = [_equal(xs[device], xs[members[0]]) for device in members]
-        if not all(verdict):
-            raise PromiseError(_complaint(broken, axes, str(site), verdict))
-
-
-@lru_cache(maxsize=256)
-def _groups_along(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
-    groups: dict[object, list[int]] = {}
-    for device in range(mesh.size):
-        others = tuple(index for axis, index in mesh.coordinates(device).items() if axis not in axes)
-        groups.setdefault(others, []).append(device)
-    return [*groups.values()]
 
 
 def _complaint(broken: str, axes: tuple[str, ...], where: str, verdict: list[bool]) -> str:

@@ -17,7 +17,7 @@ check pairs only with a check.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -25,24 +25,24 @@ from torch import Tensor
 
 from fshard.errors import LayoutError, MeshError, MismatchError
 from fshard.mesh.collectives.autograd import Tensors, apply, recorded, transformed
-from fshard.mesh.layout import Axes, Mesh, PyTree, Structure, refuse_no_mesh, unflatten
+from fshard.mesh.layout import Axes, Mesh, PyTree, Structure, require_mesh, unflatten
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.runtimes.watch import watching
 from fshard.mesh.spmd.call_plan import ArgumentRecipe, PlannedTensor, Recipes, ResultRecipe
-from fshard.mesh.spmd.check_equal import compare_shards
 from fshard.mesh.spmd.gradient_audit import Audit
 from fshard.mesh.spmd.outer_autograd import run_mapped
-from fshard.mesh.spmd.run import inside, is_outside, local_devices, resolve_mesh, without_values
+from fshard.mesh.spmd.run import inside, local_devices, resolve_mesh, without_values
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
 
 @uncompiled
 def shard_map(
-    f: Callable[..., PyTree],
+    f: Callable[..., PyTree] | None = None,
     *,
-    mesh: Mesh,
-    in_specs: PyTree,
+    mesh: Mesh | None = None,
+    in_specs: PyTree = None,
     out_specs: PyTree,
     axes: Axes | None = None,
     check: bool | None = None,
@@ -50,14 +50,18 @@ def shard_map(
     """Return a function of global arrays that runs `f` once per device, on local tensors.
 
     Args:
-        f: a pure function of local tensors; it may call collectives over `axes`.
-        mesh: the devices. Some axes of a mesh, `mesh["data"]`, mean the full mesh with `axes="data"`.
+        f: a pure function of local tensors; it may call collectives over `axes`. Without it, return a decorator.
+        mesh: the devices; by default those of `fs.use_mesh`. Some axes of a mesh, `mesh["data"]`, mean the full mesh with
+            `axes="data"`.
         in_specs: a P for all arguments, or a tuple with one per argument (keywords last); each may be a tree of Ps that is
-            a prefix of its argument. Arguments that are not tensors are passed on unchanged, whatever their spec.
+            a prefix of its argument. None, the default: a `Sharded` keeps its spec. A Layout counts as its spec. Arguments
+            that are not tensors are passed on unchanged, numbers with the spec P() or None only.
         out_specs: a P, or a tree of Ps that is a prefix of the result.
         axes: the axes that f is mapped over, by default all. The others are left to a `shard_map` inside f.
-        check: compare by value where equality is promised. Default: on virtual meshes only. There the first backward of
-            each kind of call also audits the gradient, which runs f twice more per device.
+        check: compare by value where equality is promised, forward and backward, and audit gradients at the first call that
+            autograd records, which runs f twice more per device. Default: at the first call of each kind (structure,
+            shapes and layouts of arguments), or at all calls with FSHARD_CHECK=1. True: at all calls. False: never. A new
+            mapped function is checked anew: make it once, outside of loops.
 
     Arguments are plain tensors (the global value, the same on every process) or `Sharded`, which are resharded if
     their layout differs. Results are `Sharded`. Random draws inside f are equal on all devices; see `fs.keyed_random`.
@@ -72,7 +76,9 @@ def shard_map(
     >>> fs.unshard(dot(torch.ones(4, 6), torch.ones(6, 2)))[0]
     tensor([6., 6.])
     """
-    refuse_no_mesh("shard_map", mesh)
+    if f is None:
+        return partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axes=axes, check=check)
+    mesh = require_mesh("shard_map", mesh)
     if not callable(f):
         raise TypeError(f"shard_map: f must be a function of local tensors; got {type(f).__name__}.")
     mapped = mesh.axis_names if axes is None else mesh.check_axes(axes, "shard_map(axes=)")
@@ -119,8 +125,9 @@ def _call(recipes: Recipes, recipe: ArgumentRecipe, leaves: list[Any], mesh: Mes
     columns = recipe.shards(leaves, site, recorded=followed)  # (2)
     scope = inside(mesh)
     caller: object = scope or recipe
-    is_first = recipe.checked.get(caller, -1) < followed and not (scope and scope.own) and check is not False
-    audits = is_first and followed and bool(recipe.entries) and mesh.size > 1 and mesh.runtime != "abstract"
+    audited = followed and not batches_nested()  # the vmap of autograd shows no plain tensor
+    is_first = check is not False and recipe.checked.get(caller, -1) < audited and not (scope and scope.own)
+    audits = is_first and audited and bool(recipe.entries) and mesh.size > 1 and mesh.runtime != "abstract"
     checked = bool(check or (check is None and watching()) or (is_first and not audits))
     outputs = _Outputs(recipes, mesh, site, checked)
 
@@ -151,7 +158,7 @@ def _call(recipes: Recipes, recipe: ArgumentRecipe, leaves: list[Any], mesh: Mes
         )
     results = outputs.assemble(shards)  # (7)
     if is_first:
-        recipe.checked[caller] = followed
+        recipe.checked[caller] = audited
     return results
 
 
@@ -177,8 +184,6 @@ class _Outputs:
         self.recipes = recipes
         self.mesh = mesh
         self.checked = checked
-        self.compares = checked and is_outside(mesh) and not transformed()
-        """True if values are compared by the caller, which has all of them: without another collective."""
         self.taken: dict[int, tuple[ResultRecipe, Structure, list[Any]]] = {}
 
     def take(self, device: int, result: PyTree) -> Tensors:
@@ -189,9 +194,9 @@ class _Outputs:
             tensors = tuple(map(without_values, tensors))
         if self.checked:
             pairs = zip(tensors, recipe.entries, strict=True)
-            tensors = tuple([entry.checked(x, self.site, value=not self.compares) for x, entry in pairs])
+            tensors = tuple([entry.checked(x, self.site) for x, entry in pairs])
         for entry in recipe.entries:
-            leaves[entry.index] = None
+            leaves[entry.index] = Tensor
         self.taken[device] = recipe, structure, leaves
         first, (_, known, values) = next(iter(self.taken.items()))
         if structure != known or not all(map(_same, values, leaves)):
@@ -209,8 +214,6 @@ class _Outputs:
         for entry, own in zip(recipe.entries, shards, strict=True):
             if may_differ:
                 self._check_shards(own, entry)
-            if self.compares and entry.equal:
-                compare_shards(self.mesh, entry.equal, own, self.site, entry.value)
             leaves[entry.index] = Sharded(entry.shape, entry.layout, own)
         return unflatten(structure, leaves)
 
