@@ -16,12 +16,13 @@ from fshard.testing.processes import Processes
 MESH = fs.make_mesh({"data": 2})
 SHARDED = fs.Layout(MESH, P("data"))
 X = torch.arange(4.0)
+DATA = P("data")
 ARRAY = fs.device_put(X, SHARDED)
 CYCLE: dict[str, Any] = {}
 CYCLE["self"] = CYCLE
 
 
-def map_data(f: Callable[..., Any], *args: Any, in_specs: Any = P("data"), out_specs: Any = P("data")) -> Any:
+def map_data(f: Callable[..., Any], *args: Any, in_specs: Any = DATA, out_specs: Any = DATA) -> Any:
     return fs.shard_map(f, mesh=MESH, in_specs=in_specs, out_specs=out_specs)(*args)
 
 
