@@ -171,7 +171,8 @@ def _ratio(x: Tensor, y: Tensor) -> float:
 
 def _close(x: Tensor, y: Tensor) -> bool:
     """Return True if two tensors differ at most by rounding; non-finite elements are ignored."""
-    x, y = (one.detach().to(torch.complex128 if one.is_complex() else torch.float64) for one in (x, y))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x, y = x.detach().to(dtype), y.detach().to(dtype)
     if not (x.isfinite().all() and y.isfinite().all()):
         return True
     return bool((x - y).norm() <= TOLERANCE * torch.maximum(x.norm(), y.norm()))
