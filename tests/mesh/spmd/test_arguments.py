@@ -13,6 +13,7 @@ from fshard import P
 from fshard.errors import LayoutError, MismatchError
 from fshard.testing.processes import Processes
 
+UNTYPED: Any = fs
 MESH = fs.make_mesh({"data": 2})
 SHARDED = fs.Layout(MESH, P("data"))
 X = torch.arange(4.0)
@@ -39,7 +40,7 @@ def gradient(**options: Any) -> Any:
 
 
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "axes of P.flat in a tuple": (lambda: P.flat(("data",)), TypeError, "Write P.flat(*axes)"),
+    "axes of P.flat in a tuple": (lambda: UNTYPED.P.flat(("data",)), TypeError, "Write P.flat(*axes)"),
     "a name as in_specs": (lambda: map_data(same, X, in_specs="data"), TypeError, "Write P('data')"),
     "a name in in_specs": (lambda: map_data(same, X, in_specs=("data",)), TypeError, "in_specs[0] must be a P"),
     "a name as out_specs": (lambda: map_data(same, X, out_specs="data"), TypeError, "Write P('data')"),
@@ -61,11 +62,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a result that is None": (lambda: differ(lambda x: (x, x), lambda x: (x, None)), MismatchError, "different trees"),
     "options without names": (
-        lambda: map_data(lambda x: fs.all_to_all(x, "data", 0, 0), X),
+        lambda: map_data(lambda x: UNTYPED.all_to_all(x, "data", 0, 0), X),
         TypeError,
         "Write fs.all_to_all(tree, axis, split_dim=0, concat_dim=0)",
     ),
-    "a dim without its name": (lambda: map_data(lambda x: fs.psum_scatter(x, "data", 0), X), TypeError, "dim=0)"),
+    "a dim without its name": (lambda: map_data(lambda x: UNTYPED.psum_scatter(x, "data", 0), X), TypeError, "dim=0)"),
     "an array in the closure": (lambda: map_data(lambda x: x * ARRAY, X), LayoutError, "pass the array as an argument"),
     "an array in the closure alone": (
         lambda: map_data(lambda x: ARRAY.sin(), X),
@@ -75,7 +76,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "device_put without a mesh": (lambda: fs.device_put(X, P("data")), TypeError, "with fs.use_mesh"),
     "shard_map without a mesh": (lambda: fs.shard_map(same, out_specs=P()), TypeError, "with fs.use_mesh"),
     "shard_params without a mesh": (lambda: fs.shard_params({"w": X}, P()), TypeError, "with fs.use_mesh"),
-    "use_mesh without a mesh": (lambda: fs.use_mesh(None).__enter__(), TypeError, "use_mesh: mesh must be a Mesh"),
+    "use_mesh without a mesh": (lambda: UNTYPED.use_mesh(None).__enter__(), TypeError, "use_mesh: mesh must be a Mesh"),
 }
 
 
