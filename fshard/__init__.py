@@ -37,7 +37,7 @@ from fshard.mesh.collectives.api import (
 )
 from fshard.mesh.collectives.ledger import ledger
 from fshard.mesh.collectives.send_recv import recv, send
-from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout import Layout, Mesh, P, use_mesh
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded, from_local, typeof
 from fshard.mesh.reshard.device_put import device_put, reshard, unshard
@@ -70,6 +70,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     # meshes and layouts
     "make_mesh",
+    "use_mesh",
     "Mesh",
     "P",
     "Layout",

@@ -50,7 +50,7 @@ class MismatchError(FshardError, RuntimeError):
 
 
 class PromiseError(FshardError, RuntimeError):
-    """Values that were promised to be equal on all devices are not (`check=True`)."""
+    """Values that were promised to be equal on all devices are not, or a gradient has a wrong type."""
 
 
 class CollectiveTimeoutError(FshardError, RuntimeError):

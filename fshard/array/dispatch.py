@@ -220,7 +220,7 @@ def _on_mesh(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         if x.ndim and not (state.constants and not x.requires_grad):
             raise LayoutError(
                 f"{name}: a plain tensor of shape {tuple(x.shape)} meets arrays on {mesh}. Put it on the mesh: "
-                "fs.device_put(x, fs.Layout(mesh, P()))."
+                "fs.device_put(x, fs.Layout(mesh, P())). In shard_map, pass the array as an argument, or take array.local."
             )
         return spread(x, Layout(mesh))
 

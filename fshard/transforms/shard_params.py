@@ -25,7 +25,17 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import LayoutError, ModuleError
-from fshard.mesh.layout import Layout, Mesh, P, PyTree, as_axes, broadcast_prefix, flatten_with_paths, unflatten
+from fshard.mesh.layout import (
+    Layout,
+    Mesh,
+    P,
+    PyTree,
+    as_axes,
+    broadcast_prefix,
+    flatten_with_paths,
+    require_mesh,
+    unflatten,
+)
 from fshard.mesh.layout.sharded import key_of
 from fshard.mesh.reshard.device_put import collected, put_equal, refuse_unfit
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
@@ -149,7 +159,12 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
 
 @uncompiled
 def shard_params(
-    params: nn.Module | PyTree, rules: Rules, *, mesh: Mesh, frozen: Choice = None, seed: int | None = None
+    params: nn.Module | PyTree,
+    rules: Rules,
+    *,
+    mesh: Mesh | None = None,
+    frozen: Choice = None,
+    seed: int | None = None,
 ) -> PyTree:
     """Shard parameters on a mesh by rules: every process has the full values and keeps its shards.
 
@@ -160,7 +175,7 @@ def shard_params(
             mesh, is resharded and stays frozen if it was. Strings, numbers and functions (a dataclass's configuration) pass
             through. Or a module, whose parameters are taken by their names.
         rules: see the module: a P, a tree of Ps, patterns, a function, or `fsdp(...)`.
-        mesh: the devices.
+        mesh: the devices; by default those of `fs.use_mesh`.
         frozen: parameters that are not trained: a path pattern, several, or a function of the path. They are sharded as
             the others, and never have a gradient or optimizer state. Parameters that do not require grad are frozen anyway.
         seed: of the `lazy` layers of a module, which are built one at a time; each device keeps its shards.
@@ -171,6 +186,7 @@ def shard_params(
     >>> fs.typeof(params["w"]), [tuple(shard.shape) for shard in params["w"].shards]
     (f32[3, 3]{flat:data}, [(3,), (3,), (3,), (0,)])
     """
+    mesh = require_mesh("shard_params", mesh)
     if not isinstance(params, nn.Module):
         if seed is not None:
             raise ValueError(

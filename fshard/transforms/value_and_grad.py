@@ -159,6 +159,8 @@ def gradient_of(
         when = "Without a schedule" if schedule is None else "With a schedule"
         raise ValueError(f"{caller} has no option {', '.join(unknown)}. {when} it has: {', '.join(known)}.")
     refuse_no_mesh(caller, mesh)
+    if batch is None or isinstance(batch, str):
+        raise TypeError(f'{caller}: batch must be a P or a tree of Ps, as in batch=P("data"); got {batch!r}.')
     axes = dict.fromkeys(axis for spec in flatten(batch)[0] if isinstance(spec, P) for axis in spec.axes)
     mesh.check_axes(tuple(axes), f"{caller}(batch=)")
     local = mesh.check_axes(options.get("local", ()), f"{caller}(local=)")

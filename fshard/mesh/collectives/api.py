@@ -159,7 +159,7 @@ def pvary(tree: PyTree, axis: Axes) -> CollectiveCall:
 def replicated(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Declare a value that is equal on all devices along `axis` by construction as replicated. Sends nothing.
 
-    Under `check=True` it is compared by value. Backward: the cotangent on the first device, zeros on the others. In a
+    A checked call compares it by value. Backward: the cotangent on the first device, zeros on the others. In a
     loss function of `value_and_grad` it does nothing.
 
     >>> import torch, fshard as fs

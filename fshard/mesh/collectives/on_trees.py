@@ -150,10 +150,11 @@ class Collective(Protocol[Params]):
 def collective(plan: Callable[Params, CollectiveCall]) -> Collective[Params]:
     """Turn the plan of a collective into the function that users call."""
     name, signature = f"fs.{plan.__name__}", inspect.signature(plan).replace(return_annotation=PyTree)
+    most = sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in signature.parameters.values())
 
     def run(*args: Params.args, **kwargs: Params.kwargs) -> PyTree:
-        if kwargs:
-            _validate_keywords(name, signature, args, kwargs)
+        if kwargs or len(args) > most:
+            _validate_call(name, signature, most, args, kwargs)
         scope = here()
         if scope is None or scope.fast_paths is None or not args or not _plain(x := args[0]):
             return plan(*args, **kwargs).run()
@@ -166,7 +167,7 @@ def collective(plan: Callable[Params, CollectiveCall]) -> Collective[Params]:
         return plan(*args, **kwargs).run() if fast_path is None else fast_path(x)
 
     def start(*args: Params.args, **kwargs: Params.kwargs) -> Handle:
-        _validate_keywords(name, signature, args, kwargs)
+        _validate_call(name, signature, most, args, kwargs)
         return plan(*args, **kwargs).start()
 
     def public(function: Callable[..., object], returns: object) -> Any:
@@ -196,11 +197,16 @@ _HINTS = {
 """Keywords of JAX's and torch's collectives, and their names here."""
 
 
-def _validate_keywords(
-    name: str, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
+def _validate_call(
+    name: str, signature: inspect.Signature, most: int, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> None:
-    """Raise if a keyword does not exist or is given twice, with the name that it has here."""
+    """Raise if a keyword does not exist or is given twice, with the name that it has here, or if an option has no name."""
     names = list(signature.parameters)
+    if len(args) > most:
+        options = "".join(f", {option}={value!r}" for option, value in zip(names[most:], args[most:], strict=False))
+        raise TypeError(
+            f"{name} takes {most} positional arguments; got {len(args)}. Write {name}({', '.join(names[:most])}{options})."
+        )
     wrong = [
         f"{key} is not an argument. {_HINTS.get(key, '')}".rstrip() if key not in names else f"{key} is given twice."
         for key in kwargs

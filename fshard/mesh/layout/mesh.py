@@ -10,7 +10,9 @@ numbered row-major: the last axis is the fastest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -133,6 +135,40 @@ class Mesh(CachedHash):
         return f"Mesh({grid}{cut}; {self.runtime}, {self.device_type}{order})"
 
     __repr__ = __str__
+
+
+_context: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
+
+
+@contextmanager
+def use_mesh(mesh: Mesh) -> Generator[Mesh]:
+    """Use a mesh for the calls in the block that name none: `shard_map`, `run`, `shard_params`, and a P as a layout.
+
+    It reaches the threads of virtual devices. `mesh=` in a call and the mesh of a `Layout` take precedence.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> with use_mesh(fs.make_mesh({"data": 2})):
+    ...     print(fs.typeof(fs.device_put(torch.zeros(4), P("data"))))
+    f32[4@data]
+    """
+    refuse_no_mesh("use_mesh", mesh)
+    token = _context.set(mesh)
+    try:
+        yield mesh
+    finally:
+        _context.reset(token)
+
+
+def require_mesh(what: str, mesh: object = None) -> Mesh:
+    """Return a mesh, by default that of `use_mesh`; raise if there is none."""
+    mesh = _context.get() if mesh is None else mesh
+    if isinstance(mesh, Mesh):
+        return mesh
+    hint = "" if mesh is not None else " Write mesh=, or call it in a block: with fs.use_mesh(mesh)."
+    raise TypeError(
+        f'{what}: mesh must be a Mesh, such as fs.make_mesh({{"data": 4}}); got {type(mesh).__name__}.{hint}'
+    )
 
 
 def refuse_no_mesh(what: str, mesh: object) -> None:

@@ -89,7 +89,10 @@ class Sharded(ArrayMethods):
         devices = local_devices(self.mesh)
         if len(self.shards) != len(devices):
             was, used = ("outside of", "inside") if len(self.shards) > 1 else ("inside of", "outside")
-            raise LayoutError(f"{self!r} was made {was} fs.run and is used {used}. Make it where it is used.")
+            raise LayoutError(
+                f"{self!r} was made {was} fs.run and is used {used}. Make it where it is used. In shard_map, pass it as an "
+                "argument, or take its local shard: x.local."
+            )
         dtypes = {shard.dtype if isinstance(shard, Tensor) else None for shard in self.shards}
         if len(dtypes) > 1 or None in dtypes:
             kinds = sorted({dtype_name(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in self.shards})

@@ -125,6 +125,10 @@ class P(CachedHash):
         >>> P.flat("data", at={"pipe": 2})
         P.flat("data", at={"pipe": 2})
         """
+        if any(isinstance(axis, tuple | list) for axis in axes):
+            raise TypeError(
+                f'P.flat: axes must be names, as in P.flat("data", "model"); got {axes}. Write P.flat(*axes).'
+            )
         if not axes:
             raise ValueError('P.flat() names no axis. Write P.flat("data"), or P() for a replicated tensor.')
         return cls(flat=axes, unreduced=unreduced, at=at, shape=shape)

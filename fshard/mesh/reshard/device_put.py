@@ -6,9 +6,10 @@ caller. `plan` chooses the steps, `execute` runs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from fshard.mesh.layout import (
     Layout,
     Memory,
     Mesh,
+    P,
     PyTree,
     Structure,
     broadcast_prefix,
@@ -31,6 +33,7 @@ from fshard.mesh.layout import (
     is_dense,
     map_leaves,
     no_dense,
+    require_mesh,
     unflatten,
 )
 from fshard.mesh.layout.sharded import Sharded, in_memory, key_of
@@ -109,14 +112,17 @@ def _each_leaf(
         chosen = broadcast_prefix(layouts, tree, none_is_leaf=True)
     except ValueError:
         raise ValueError(f"{what}: the layouts {layouts!r} are no prefix of the tree {structure}.") from None
+    chosen = [Layout(require_mesh(what), layout) if isinstance(layout, P) else layout for layout in chosen]
     results = list(leaves)
     with collected(what) as attempt:
         for place, (path, leaf, layout) in enumerate(zip(paths, leaves, chosen, strict=True)):
-            if layout is None or leaf is None or (path and not isinstance(leaf, Tensor | Sharded | np.ndarray)):
-                continue  # a static leaf of a tree, such as a string, a function or a number
+            if layout is None or leaf is None:
+                continue
             with attempt(path):
                 if not isinstance(layout, Layout):
                     raise TypeError(f"a layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}.")
+                if path and is_static(leaf, layout.spec):
+                    continue
                 known = leaf.layout if isinstance(leaf, Sharded) else layout
                 unit, frozen = layout.unit or known.unit, layout.frozen or known.frozen
                 own = Layout(resolve_mesh(layout.mesh), layout.spec, layout.memory, unit, frozen)
@@ -124,10 +130,19 @@ def _each_leaf(
     return results, structure
 
 
+def is_static(leaf: Any, spec: P) -> bool:
+    """Return True for a leaf that passes unchanged: a string, a function, a number that is replicated."""
+    has_elements = isinstance(leaf, Number | np.generic | Set | Iterator)
+    return not isinstance(leaf, Tensor | Sharded | np.ndarray) and not (has_elements and spec != P())
+
+
 def refuse_unfit(leaf: Any, layout: Layout) -> None:
     """Raise if a leaf cannot have its layout."""
     if not isinstance(leaf, Tensor | Sharded):
-        raise TypeError(f"a tensor is needed; got {type(leaf).__name__}. Write torch.as_tensor(...) around it.")
+        raise TypeError(
+            f"a tensor is needed; got {type(leaf).__name__}. Write torch.as_tensor(...) around it, or give None for what is "
+            "not sharded."
+        )
     if isinstance(leaf, Tensor) and not is_dense(leaf):
         raise LayoutError(f"{no_dense(leaf)}.")
     layout.check(leaf.shape)
@@ -143,9 +158,10 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     Args:
         tree: a tensor or tree of tensors, the same on every process. A `Sharded` is resharded; one of another mesh is
             unsharded first. Tied tensors stay tied.
-        layout: a layout, or a tree of layouts that is a prefix of `tree`; None leaves a leaf unchanged.
+        layout: a layout, or a tree of layouts that is a prefix of `tree`; None leaves a leaf unchanged. A P is a layout on
+            the mesh of `fs.use_mesh`.
 
-    Leaves that are no tensors, such as strings, functions and numbers, are unchanged.
+    Leaves that are no tensors, such as strings and functions, are unchanged; numbers must be replicated, P().
 
     >>> import torch, fshard as fs
     >>> from fshard import P

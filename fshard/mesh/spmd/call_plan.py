@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import numpy as np
 from torch import Tensor
 
 from fshard.errors import LayoutError
@@ -30,7 +30,7 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import moves, reshard_all, sliced, spread
+from fshard.mesh.reshard.device_put import is_static, moves, reshard_all, sliced, spread
 from fshard.mesh.spmd.check_equal import Guard
 from fshard.mesh.spmd.run import is_outside
 from fshard.mesh.spmd.scope import require
@@ -53,24 +53,29 @@ class PlannedTensor:
     value: str = ""
     gradient: str = ""
 
-    def checked(self, x: Tensor, site: Site, *, value: bool = True) -> Tensor:
+    def checked(self, x: Tensor, site: Site) -> Tensor:
         """Compare a device's shard with others that must be equal: by `value` now, by cotangent in the backward."""
         if self.equal and (scope := require("fs.shard_map")).world.has_values:
             group = scope.group(self.equal, "fs.shard_map")
-            if self.value and value:
+            if self.value:
                 (x,) = apply(Guard(group, site, self.value, forward=True), (x,))
             if x.is_floating_point() or x.is_complex():
                 (x,) = apply(Guard(group, site, self.gradient), (x,))
         return x
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ArgumentRecipe:
-    """The tensors among the arguments of a call, and how to call with others instead."""
+    """The tensors among the arguments of a call, and how to call with others instead.
+
+    `checked`: the callers that have made a checked call, each a device's scope, or the recipe where there is none;
+    True once its gradients have been audited too.
+    """
 
     entries: tuple[PlannedTensor, ...]
     structure: Structure
     keywords: tuple[str, ...]
+    checked: WeakKeyDictionary[object, bool] = field(default_factory=WeakKeyDictionary[object, bool], repr=False)
 
     def shards(self, leaves: list[Any], site: Site, *, recorded: bool) -> list[Tensors]:
         """Return the shards of each tensor in its layout inside, on the devices held here."""
@@ -114,13 +119,12 @@ class Recipes:
         in_specs: PyTree,
         out_specs: PyTree,
         mapped: tuple[str, ...],
-        checked: bool,
     ) -> None:
-        self.f, self.name, self.mapped, self.checked = f, name, mapped, checked
-        self.in_specs, self.out_specs = in_specs, out_specs
+        self.f, self.name, self.mapped = f, name, mapped
+        self.in_specs = _validate_specs(f"shard_map of {name}: in_specs", in_specs)
+        self.out_specs = _validate_specs(f"shard_map of {name}: out_specs", out_specs)
         self._arguments: dict[Any, ArgumentRecipe] = {}
         self._results: dict[Any, ResultRecipe] = {}
-        self.audited: set[int] = set()  # the recipes of arguments, by id, whose gradients have been audited
 
     def of_arguments(
         self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -150,8 +154,11 @@ class Recipes:
                     with attempt(f"argument {name}{at}"):
                         if isinstance(leaf, Tensor | Sharded):
                             entries.append(self._argument(mesh, index, name + at, leaf, leaf_spec))
-                        elif isinstance(leaf, np.ndarray) and isinstance(leaf_spec, P):
-                            raise TypeError("it is a numpy array, which is not cut. Give torch.from_numpy(...) of it.")
+                        elif isinstance(leaf_spec, P) and not is_static(leaf, leaf_spec):
+                            raise TypeError(
+                                f"it is a {type(leaf).__name__}, which is not sharded. Write torch.as_tensor(...) around it, "
+                                "or give None as its spec to pass it unchanged."
+                            )
                     index += 1
             for at, spec in zip(*flatten_with_paths(self.out_specs)[:2], strict=True):
                 if isinstance(spec, P):
@@ -174,16 +181,17 @@ class Recipes:
         return list(specs)
 
     def _argument(self, mesh: Mesh, index: int, path: str, value: Tensor | Sharded, spec: Any) -> PlannedTensor:
-        layout, shape = self._checked(mesh, value, spec, "spec"), tuple(value.shape)
+        inferred = value.spec if spec is None and isinstance(value, Sharded) else spec
+        layout, shape = self._checked(mesh, value, inferred, "spec"), tuple(value.shape)
         if isinstance(value, Sharded) and value.mesh != mesh:
             raise LayoutError(f"it is on {value.mesh}, but shard_map runs on {mesh}. Unshard it first: fs.unshard(x).")
         layout.check(shape)
         what, is_one = (
-            f"argument {path} of {self.name}, with spec {spec},",
+            f"argument {path} of {self.name}, with spec {layout.spec},",
             isinstance(value, Tensor) and is_outside(mesh),
         )
         return PlannedTensor(
-            index, path, shape, layout, self._equal(spec),
+            index, path, shape, layout, unnamed(self.mapped, layout.spec),
             "" if is_one else f"{what} must be equal along {{axes}}, but its values differ. Shard it in its spec, or make "
             "it equal",
             f"{what} is equal along {{axes}}, so its gradient must be; but it was used with each device's own data. "
@@ -193,9 +201,7 @@ class Recipes:
     def _checked(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, what: str) -> Layout:
         """Return the layout of a tensor with this spec, or raise."""
         if not isinstance(spec, P):
-            raise TypeError(
-                f"is a tensor, but its {what} is {spec!r}. Give P() for one that is the same on all devices."
-            )
+            raise TypeError(f"is a tensor, but its {what} is None. Give P() for one that is the same on all devices.")
         if isinstance(value, Tensor) and not is_dense(value):
             raise LayoutError(f"{no_dense(value)}.")
         return self._layout(mesh, spec)
@@ -206,10 +212,6 @@ class Recipes:
         if foreign:
             raise LayoutError(f"{spec} names {', '.join(foreign)}, which this shard_map is not mapped over.")
         return Layout(mesh, spec)
-
-    def _equal(self, spec: P) -> tuple[str, ...]:
-        """Return the axes along which values of a spec are compared."""
-        return unnamed(self.mapped, spec) if self.checked else ()
 
     def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultRecipe, Structure, list[Any]]:
         """Return the recipe for one device's result, its structure and its leaves."""
@@ -243,12 +245,22 @@ class Recipes:
         layout = self._checked(mesh, leaf, spec, "out_spec")
         what = f"result{path} of {self.name}, with out_spec {spec}, must be equal along {{axes}}, but"
         return PlannedTensor(
-            index, path, layout.global_shape(leaf.shape), layout, self._equal(spec),
+            index, path, layout.global_shape(leaf.shape), layout, unnamed(self.mapped, spec),
             f"{what} its values differ. Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with "
             "fs.pvary where its use begins), or shard it in its out_spec. fs.replicated declares a result that is equal by "
             "construction",
             f"the gradient of {what} differs",
         )  # fmt: skip
+
+
+def _validate_specs(what: str, specs: PyTree) -> PyTree:
+    """Return a tree of Ps and Nones, with the specs of its Layouts; raise if it has other leaves."""
+    paths, leaves, structure = flatten_with_paths(specs, none_is_leaf=True)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, P | Layout | None):
+            hint = f" Write P({leaf!r})." if isinstance(leaf, str) else ""
+            raise TypeError(f"{what}{path} must be a P, a Layout or None; got {leaf!r}.{hint}")
+    return unflatten(structure, [leaf.spec if isinstance(leaf, Layout) else leaf for leaf in leaves])
 
 
 def unnamed(mapped: tuple[str, ...], spec: P) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""Check by value that arrays promised equal are equal (`check=True`), and reject tensors captured from outside.
+"""Check by value that arrays promised equal are equal, and reject tensors captured from outside.
 
 Types state where values are equal on all devices: a replicated argument and its gradient, the result of `psum` and its
-gradient. Under `check=True` an identity that compares is inserted there. It is a linear map whose transpose compares
-in backward. Errors that values do not show are found by `gradient_audit` on virtual meshes.
+gradient. In a checked call an identity that compares with the first device's value is inserted there. It is a linear
+map whose transpose compares in backward. Errors that values do not show are found by `gradient_audit`.
 
 A mapped function is one operation of its arguments. A tensor that it captures from a closure would be a constant to
 autograd and torch.func, so a captured tensor that requires grad raises.
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fshard.errors import LayoutError, PromiseError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, transformed
-from fshard.mesh.collectives.moves import Wired, WireKind
+from fshard.mesh.collectives.moves import AllGather, Broadcast
 from fshard.mesh.layout import Mesh, as_written
 from fshard.mesh.layout.sharded import flatten_shards
 from fshard.mesh.spmd.scope import Group
@@ -31,22 +29,11 @@ from fshard.source import Site
 
 
 @dataclass(frozen=True)
-class Compare(Wired):
-    """Compare each device's tensors with the first device's; return a bool per device."""
+class FirstOf(Broadcast):
+    """The broadcast of a check, which has a name of its own: it never pairs with a broadcast of the program."""
 
+    source: int = 0
     name = "check"
-    wire: ClassVar[WireKind] = "gather"
-
-    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        same = torch.tensor([_equal(x, xs[0]) for x in xs])
-        return [same for _ in xs]
-
-    def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
-        return self.meaning(list(rows.reshape(n, rows.numel() // n)))[0]
-
-    def sent(self, size: int, index: int | None, n: int) -> Fraction:
-        """Count nothing: a check is no part of the program."""
-        return Fraction(0)
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
@@ -69,10 +56,12 @@ class Guard(LinearMap):
     def run(self, xs: Tensors) -> Tensors:
         if self.forward:
             plain = tuple(x.detach() for x in xs)
-            verdicts = self.group.world.current().start(Compare(), plain, self.group, self.site).wait()
-            for place, verdict in enumerate(verdicts):
+            firsts = self.group.world.current().start(FirstOf(), plain, self.group, self.site).wait()
+            equal = [float(_equal(x, first)) for x, first in zip(plain, firsts, strict=True)]
+            verdicts = gather_all(torch.tensor(equal, device=xs[0].device), self.group, self.site)
+            for index, verdict in enumerate(verdicts.T):
                 if not bool(verdict.all()):
-                    which = f" (tensor {place} of {len(xs)})" if len(xs) > 1 else ""
+                    which = f" (tensor {index} of {len(xs)})" if len(xs) > 1 else ""
                     raise PromiseError(
                         _complaint(self.broken, self.group.axes, f"{self.site}{which}", verdict.tolist())
                     )
@@ -82,21 +71,9 @@ class Guard(LinearMap):
         return replace(self, forward=not self.forward)
 
 
-def compare_shards(mesh: Mesh, axes: tuple[str, ...], xs: Tensors, site: Site, broken: str) -> None:
-    """Raise unless the shards of all devices are equal along some axes."""
-    for members in _groups_along(mesh, axes):
-        verdict = [_equal(xs[device], xs[members[0]]) for device in members]
-        if not all(verdict):
-            raise PromiseError(_complaint(broken, axes, str(site), verdict))
-
-
-@lru_cache(maxsize=256)
-def _groups_along(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
-    groups: dict[object, list[int]] = {}
-    for device in range(mesh.size):
-        others = tuple(index for axis, index in mesh.coordinates(device).items() if axis not in axes)
-        groups.setdefault(others, []).append(device)
-    return [*groups.values()]
+def gather_all(row: Tensor, group: Group, site: Site) -> Tensor:
+    """Gather a row of every device of a group, uncounted. (numbers) -> (devices, numbers)"""
+    return group.world.current().start(AllGather(0, True), (row[None],), group, site).wait()[0].cpu()
 
 
 def _complaint(broken: str, axes: tuple[str, ...], where: str, verdict: list[bool]) -> str:

@@ -1,33 +1,38 @@
-"""Audit the gradient of a mapped function (`check=True`, virtual meshes).
+"""Audit the gradients of a mapped function, at the first call of each signature that autograd records.
 
 A program that breaks the types of gradients (it adds a replicated bias without `pvary`, or sums a value that is equal
-already) gets a wrong gradient, which its values need not show. So the first backward of each kind of call is computed
-in two ways, on random cotangents:
+already) gets a wrong gradient, which its values need not show. So the gradient of that call is computed in two ways
+beforehand, on random cotangents:
 
     by types       as in the program, with checks of equality: a broken promise raises and is named
     by devices     every value is varying: results promised equal are followed by `pvary`, and `pvary` itself does nothing;
                    an argument's gradient is summed over the devices that received it. Right for any program
+
+Every device runs both. Their verdicts are gathered, so that all raise the same error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from math import nan, prod
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from fshard.errors import LayoutError, PromiseError
-from fshard.mesh.collectives.autograd import Bound, Tensors, transformed
+from fshard.mesh.collectives.autograd import Bound, LinearMap, Tensors
 from fshard.mesh.collectives.ledger import uncounted
 from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.layout import PyTree, as_written
 from fshard.mesh.reshard.device_put import shard_of
-from fshard.mesh.runtimes.thread_state import batches_nested
+from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.spmd.call_plan import ArgumentRecipe, PlannedTensor, Recipes, unnamed
-from fshard.mesh.spmd.outer_autograd import MappedRun, backward
-from fshard.mesh.spmd.scope import owning, require
+from fshard.mesh.spmd.check_equal import gather_all
+from fshard.mesh.spmd.outer_autograd import backward, saving_is_watched
+from fshard.mesh.spmd.scope import entered, require
 from fshard.source import Site
 
 TOLERANCE = 0.05
@@ -35,79 +40,94 @@ TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
-class Audit:
-    """The check of one call's gradients; `call` runs the function on some arguments' shards."""
+class Audit(LinearMap):
+    """The check of one call's gradients: an identity on a device's arguments, which reach it as plain tensors.
+
+    `call` runs the function on some arguments' shards. `depth`: number of leading dims that `vmap` added; the first
+    entry is audited. `done`: devices that have run it; derivatives of the call run it again.
+    """
 
     recipes: Recipes
     recipe: ArgumentRecipe
     call: Callable[[Tensors], PyTree]
     site: Site
+    depth: int = 0
+    done: set[int] = field(default_factory=set[int])
 
-    def __call__(self, run: MappedRun, inputs: list[Tensors]) -> None:
-        """Raise if the gradient with regard to some argument, given to the devices as `inputs`, is wrong."""
-        known = self.recipes.audited
-        if transformed() or batches_nested() or id(self.recipe) in known:
+    def run(self, xs: Tensors) -> Tensors:
+        """Raise on all devices if the gradient with regard to some argument is wrong."""
+        scope = require("shard_map")
+        if scope.device not in self.done:
+            self.done.add(scope.device)
+            kind = scope.mesh.device_type
+            random = random_state(kind)
+            unwatched = saved_tensors_hooks(_same, _same) if saving_is_watched() else nullcontext()
+            with uncounted(), unwatched, torch.enable_grad():
+                self._compare(tuple([x[(0,) * self.depth] for x in xs]), random)
+            set_random_state(kind, random)
+        return xs
+
+    def transposed(self) -> Audit:
+        return self
+
+    def batched(self) -> Audit:
+        return replace(self, depth=self.depth + 1)
+
+    def _compare(self, xs: Tensors, random: Tensor) -> None:
+        scope = require("shard_map")
+        with entered(scope.twin(checked=True)):
+            typed, results = self._by_types(_leaves(xs))
+        set_random_state(scope.mesh.device_type, random)
+        try:
+            with entered(scope.twin(own=self.recipes.mapped)):
+                own, others = self._by_devices(_leaves(xs))
+        except LayoutError:  # it reshards, which relies on types
             return
-        known.add(id(self.recipe))
-        again = replace(run, derived=True, audit=None)
-        with uncounted():
-            typed = again.devices(inputs, self._by_types)
-            try:
-                own = replace(again, checked=False).devices(inputs, self._by_devices)
-            except LayoutError:  # it reshards, which relies on types
-                return
-        width = len(self.recipe.entries)
-        if all(
-            _close(x, y) for xs, ys in zip(typed, own, strict=True) for x, y in zip(xs[width:], ys[width:], strict=True)
-        ):
-            self._compare(run, [xs[:width] for xs in typed], [xs[:width] for xs in own])
+        same = all(map(_close, results, others))
+        row = [float(same), *(nan if _close(x, y) else _ratio(x, y) for x, y in zip(typed, own, strict=True))]
+        group = scope.group(self.recipes.mapped, "shard_map")
+        table = gather_all(torch.tensor(row, dtype=torch.float64, device=xs[0].device), group, self.site)
+        if table[:, 0].all():
+            self._validate(table[:, 1:])
 
-    def _by_types(self, device: int, xs: Tensors) -> Tensors:
-        entries, shards = self.recipe.entries, _leaves(xs)
-        with torch.enable_grad():
-            own = [entry.checked(x, self.site) for x, entry in zip(shards, entries, strict=True)]
-            recipe, _, leaves = self.recipes.of_results(require("shard_map").mesh, self.call(tuple(own)))
-            ys = [entry.checked(leaves[entry.index], self.site) for entry in recipe.entries]
-            gs = [
-                _cotangent(place, y, entry, device)
-                for place, (y, entry) in enumerate(zip(ys, recipe.entries, strict=True))
-            ]
-            return *_gradients(ys, shards, gs), *(y.detach() for y in ys)
+    def _by_types(self, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the gradients of the program as it is, and its results."""
+        arguments = [entry.checked(x, self.site) for x, entry in zip(shards, self.recipe.entries, strict=True)]
+        ys, entries = self._results(arguments)
+        ys = [entry.checked(y, self.site) for y, entry in zip(ys, entries, strict=True)]
+        gs = [_cotangent(index, y, entry) for index, (y, entry) in enumerate(zip(ys, entries, strict=True))]
+        return _gradients(ys, shards, gs), [y.detach() for y in ys]
 
-    def _by_devices(self, device: int, xs: Tensors) -> Tensors:
-        scope, shards = require("shard_map"), _leaves(xs)
-        with torch.enable_grad(), owning(self.recipes.mapped):
-            recipe, _, leaves = self.recipes.of_results(scope.mesh, self.call(tuple(shards)))
-            ys = [leaves[entry.index] for entry in recipe.entries]
-            gs = [
-                _cotangent(place, y, entry, device) / prod(scope.mesh.shape[axis] for axis in self._alike(entry))
-                for place, (y, entry) in enumerate(zip(ys, recipe.entries, strict=True))
-            ]
-            found = _gradients(ys, shards, gs)
+    def _by_devices(self, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the gradients of the program whose values are all varying, and its results."""
+        scope = require("shard_map")
+        ys, entries = self._results(shards)
+        gs = [
+            _cotangent(index, y, entry) / prod(scope.mesh.shape[axis] for axis in self._alike(entry))
+            for index, (y, entry) in enumerate(zip(ys, entries, strict=True))
+        ]
         sums = list[Tensor]()
-        for g, entry in zip(found, self.recipe.entries, strict=True):
+        for g, entry in zip(_gradients(ys, shards, gs), self.recipe.entries, strict=True):
             over = self._alike(entry)
             sums += Bound(Psum(), scope.group(over, "shard_map"), self.site).run((g,)) if over else (g,)
-        return *sums, *(y.detach() for y in ys)
+        return sums, [y.detach() for y in ys]
+
+    def _results(self, arguments: list[Tensor]) -> tuple[list[Tensor], tuple[PlannedTensor, ...]]:
+        recipe, _, leaves = self.recipes.of_results(require("shard_map").mesh, self.call(tuple(arguments)))
+        return [leaves[entry.index] for entry in recipe.entries], recipe.entries
 
     def _alike(self, entry: PlannedTensor) -> tuple[str, ...]:
         """Return the mapped axes along which a shard is promised to be equal."""
         return unnamed(self.recipes.mapped, entry.layout.spec)
 
-    def _compare(self, run: MappedRun, typed: Sequence[Tensors], own: Sequence[Tensors]) -> None:
+    def _validate(self, ratios: Tensor) -> None:
+        """Raise if a gradient is not what it should be on some device: its ratio to that is not nan. (devices, arguments)"""
         wrong: list[str] = []
-        for place, entry in enumerate(self.recipe.entries):
-            off = [
-                device
-                for device, (xs, ys) in enumerate(zip(typed, own, strict=True))
-                if not _close(xs[place], ys[place])
-            ]
-            if off:
-                x, y = typed[off[0]][place].flatten(), own[off[0]][place].flatten()
-                times = float(torch.vdot(y, x).real / torch.vdot(y, y).real.clamp(min=1e-30))
+        for entry, column in zip(self.recipe.entries, ratios.T, strict=True):
+            for ratio in column[~column.isnan()][:1].tolist():
                 axes = as_written(self._alike(entry) or self.recipes.mapped)
                 wrong.append(
-                    f"that of argument {entry.path}, equal along {axes}, is {times:.3g} times what it should be"
+                    f"that of argument {entry.path}, equal along {axes}, is {ratio:.3g} times what it should be"
                 )
         if wrong:
             raise PromiseError(
@@ -124,8 +144,14 @@ def _leaves(xs: Tensors) -> list[Tensor]:
     return [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in xs]
 
 
-def _cotangent(index: int, y: Tensor, entry: PlannedTensor, device: int) -> Tensor:
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _cotangent(index: int, y: Tensor, entry: PlannedTensor) -> Tensor:
     """Return the device's shard of a random array, which is the same on all."""
+    scope = require("shard_map")
+    device = entry.layout.mesh.local_index(scope.device)
     generator = torch.Generator().manual_seed(index)
     full = torch.randn(entry.shape, generator=generator, dtype=torch.complex128 if y.is_complex() else torch.float64)
     return shard_of(full, entry.layout, device).to(y.device, y.dtype)
@@ -137,9 +163,16 @@ def _gradients(ys: Sequence[Tensor], xs: Sequence[Tensor], gs: Sequence[Tensor])
     return [next(found) if x.requires_grad else torch.zeros_like(x) for x in xs]
 
 
+def _ratio(x: Tensor, y: Tensor) -> float:
+    """Return the factor by which x is y, in least squares."""
+    x, y = x.flatten(), y.flatten()
+    return float(torch.vdot(y, x).real / torch.vdot(y, y).real.clamp(min=1e-30))
+
+
 def _close(x: Tensor, y: Tensor) -> bool:
     """Return True if two tensors differ at most by rounding; non-finite elements are ignored."""
-    x, y = (one.detach().to(torch.complex128 if one.is_complex() else torch.float64) for one in (x, y))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x, y = x.detach().to(dtype), y.detach().to(dtype)
     if not (x.isfinite().all() and y.isfinite().all()):
         return True
     return bool((x - y).norm() <= TOLERANCE * torch.maximum(x.norm(), y.norm()))

@@ -37,8 +37,7 @@ class MappedRun:
     """A program and where to run it.
 
     `grad` and `within`: whether grad mode was on and a torch.func transform active in the caller. `derived`: whether
-    the program is another one's derivative. `random`: the initial random state of a repeated forward. `audit` inspects
-    the inputs of every device before a backward.
+    the program is another one's derivative. `random`: the initial random state of a repeated forward.
     """
 
     mesh: Mesh
@@ -49,7 +48,6 @@ class MappedRun:
     within: bool = False
     derived: bool = False
     random: Tensor | None = None
-    audit: Callable[[MappedRun, list[Tensors]], None] | None = None
 
     def devices(self, xs: list[Tensors], program: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
         """Run a program on every device, each with its own tensors."""
@@ -78,7 +76,6 @@ def run_mapped(
     *,
     mapped: tuple[str, ...] = (),
     checked: bool = False,
-    audit: Callable[[MappedRun, list[Tensors]], None] | None = None,
 ) -> list[Tensors]:
     """Run `program` on every device of the caller; return the shards of each result.
 
@@ -89,7 +86,7 @@ def run_mapped(
         (results,) = run_on_devices(mesh, lambda device: program(device, own), mapped=mapped, checked=checked)
         return [(result,) for result in results]
     random = random_state(mesh.device_type)
-    run = MappedRun(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random, audit=audit)
+    run = MappedRun(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random)
     return _columns(_apply(run, tuple([x for column in columns for x in column])), mesh.size)
 
 
@@ -106,12 +103,12 @@ def _apply(run: MappedRun, flat: Tensors) -> Tensors:
     if transformed():
         return _Mapped.apply(run, None, *flat)
     needs = tuple(any(x.requires_grad for x in column) for column in _columns(flat, run.mesh.size))
-    if run.grad and any(needs) and not _saving_is_watched():
+    if run.grad and any(needs) and not saving_is_watched():
         return _Mapped.apply(run, Tape(needs), *flat)
     return _Mapped.apply(run, None, *flat) if recorded(flat) else _values(run, None, flat)
 
 
-def _saving_is_watched() -> bool:
+def saving_is_watched() -> bool:
     """Return True if saved-tensor hooks are active, as in a checkpoint: then only the inputs are kept."""
     return _C._autograd._top_saved_tensors_default_hooks(True) is not None
 
@@ -145,8 +142,6 @@ def _apart(x: Tensor) -> Tensor:
 def _pull_back(run: MappedRun, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:
     """Run the backward of each device's own graph, once."""
     n = run.mesh.size
-    if run.audit is not None:
-        run.audit(run, tape.inputs)
     wanted = [place for place, need in enumerate(tape.needs) if need]
 
     def back(device: int, _: Tensors) -> Tensors:
@@ -196,7 +191,7 @@ def _vjp(run: MappedRun, wanted: tuple[int, ...], width: int) -> MappedRun:
             ys = run.program(device, _replaced(xs, wanted, tuple(chosen)))
             return backward(ys, chosen, gs, create_graph=higher)
 
-    return replace(run, program=program, derived=True, audit=None)
+    return replace(run, program=program, derived=True)
 
 
 def _pull_by_func(f: Callable[..., Tensors], xs: Tensors, wanted: tuple[int, ...], gs: Tensors) -> Tensors:
@@ -222,7 +217,7 @@ def _jvp(run: MappedRun, width: int, moving: tuple[int, ...]) -> MappedRun:
 
         return torch.func.jvp(of_moving, tuple(_apart(xs[place]) for place in moving), tangents)[1]
 
-    return replace(run, program=program, derived=True, audit=None)
+    return replace(run, program=program, derived=True)
 
 
 def _vmap(run: MappedRun, dims: tuple[int | None, ...], randomness: str) -> MappedRun:
@@ -234,7 +229,7 @@ def _vmap(run: MappedRun, dims: tuple[int | None, ...], randomness: str) -> Mapp
 
         return torch.func.vmap(of_one, in_dims=dims, randomness=randomness)(*xs)
 
-    return replace(run, program=program, derived=True, audit=None)
+    return replace(run, program=program, derived=True)
 
 
 def _mapped_over(derived: MappedRun, flat: Tensors, moved: Tensors) -> Tensors:
@@ -263,8 +258,6 @@ class _Mapped(Function):
         if tape is not None and tape.outputs and not torch.is_grad_enabled() and not transformed():
             return None, None, *_pull_back(run, tape, cotangents)
         flat: Tensors = ctx.saved_tensors
-        if run.audit is not None:
-            run.audit(run, [flat[device::n] for device in range(n)])
         firsts = flat[::n]
         wanted = tuple(place for place, x in enumerate(firsts) if x.is_floating_point() or x.is_complex())
         pulled = replace(_vjp(run, wanted, len(firsts)), grad=torch.is_grad_enabled())

@@ -23,7 +23,7 @@ from torch.utils._device import _device_constructors  # pyright: ignore[reportPr
 
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply
-from fshard.mesh.layout import Mesh, flatten, refuse_no_mesh, unflatten
+from fshard.mesh.layout import Mesh, flatten, require_mesh, unflatten
 from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.runtimes.abstract import AbstractWorld
 from fshard.mesh.runtimes.process import ProcessWorld
@@ -158,10 +158,13 @@ def one_thread(wanted: bool) -> Generator[None]:
 
 
 @uncompiled
-def run(main: Callable[..., Any], *args: Any, mesh: Mesh, check: bool = False, **kwargs: Any) -> list[Any]:
+def run(
+    main: Callable[..., Any], *args: Any, mesh: Mesh | None = None, check: bool = False, **kwargs: Any
+) -> list[Any]:
     """Run `main(*args, **kwargs)` as each device of the mesh, as torchrun would; return the results of local devices.
 
-    Some axes of a mesh run on the entire mesh. With `check`, values that collectives promise to be equal are compared.
+    Some axes of a mesh run on the entire mesh; the default is that of `fs.use_mesh`. With `check`, values that
+    collectives promise to be equal are compared.
 
     >>> import fshard as fs
     >>> def main(greeting):
@@ -169,7 +172,7 @@ def run(main: Callable[..., Any], *args: Any, mesh: Mesh, check: bool = False, *
     >>> run(main, "hello", mesh=fs.make_mesh({"data": 2}))
     ['hello from 0 of 2', 'hello from 1 of 2']
     """
-    refuse_no_mesh("fs.run", mesh)
+    mesh = require_mesh("fs.run", mesh)
     if not callable(main):
         raise TypeError(f"fs.run: main must be a function, called as each device; got {type(main).__name__}.")
     return run_on_devices(resolve_mesh(mesh), lambda device: main(*args, **kwargs), checked=check, keep=False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -91,6 +92,12 @@ class Scope:
         self.inner: dict[object, Scope] = {}
         self.own: frozenset[str] = outer.own if outer else frozenset()
         self.notice: Notice | None = None
+
+    def twin(self, *, checked: bool = False, own: Iterable[str] = ()) -> Scope:
+        """Return a scope of the same device and axes, with checks or with values that are its own along more axes."""
+        scope = copy(self)
+        scope.checked, scope.own, scope.fast_paths, scope.inner = checked, self.own.union(own), None, {}
+        return scope
 
     def group(self, axes: Axes, what: str) -> Group:
         """Return the group along `axes` through this device."""

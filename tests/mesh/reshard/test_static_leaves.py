@@ -20,8 +20,8 @@ class Block:
     weight: Any
     activation: Callable[..., Any] = torch.relu
     name: str = "block"
-    heads: int = 4
-    rate: float = 0.5
+    heads: int = dataclasses.field(default=4, metadata={"static": True})
+    rate: float = dataclasses.field(default=0.5, metadata={"static": True})
     bias: Any = None
 
 

@@ -36,9 +36,9 @@ WRONG: dict[str, tuple[Body, P, str]] = {
 }
 
 
-def loss_of(body: Body, out: P, x: Tensor, b: Tensor) -> Tensor:
+def loss_of(body: Body, out: P, x: Tensor, b: Tensor, mesh: fs.Mesh = TWO, check: bool | None = None) -> Tensor:
     """Return a sum, whose cotangents are equal everywhere."""
-    return fs.unshard(fs.shard_map(body, mesh=TWO, in_specs=(P("d"), P()), out_specs=out)(x, b)).sum()
+    return fs.unshard(fs.shard_map(body, mesh=mesh, in_specs=(P("d"), P()), out_specs=out, check=check)(x, b)).sum()
 
 
 def given_tensors() -> tuple[Tensor, Tensor]:
