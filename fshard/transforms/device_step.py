@@ -54,7 +54,7 @@ class StepOptions:
     Args:
         loss_fn: of (params, batch).
         has_buffers: True if it takes and returns buffers: (params, buffers, batch) -> (loss, buffers).
-        has_aux: True if it returns metrics too.
+        has_aux: True if it returns metrics too, and `aux` how they are combined.
         weight: the weight of a part of the batch.
         accumulate: number of slices per device.
         once: True accumulates gradients over the slices before they are reduced.
@@ -76,6 +76,7 @@ class StepOptions:
     backward: bool = True
     caller: str = "value_and_grad"
     local: tuple[str, ...] = ()
+    aux: PyTree = None
 
     def used(self, layout: Layout) -> Layout:
         """Return the layout in which a parameter is used: sharded along local axes, as it is stored, else replicated."""
@@ -231,7 +232,7 @@ class DeviceStep:
         if keep is None:
             runtime.reductions.end()
         written = self.buffers.changed(self.place, buffers, loss.device)
-        return SliceOutput(*slice_results(loss, count, aux, slice.samples), written)
+        return SliceOutput(*slice_results(loss, count, aux, slice.samples, self.how.aux), written)
 
     def _forward(self, slice: Slice) -> tuple[Tensor, PyTree, PyTree]:
         how, runtime = self.how, self.runtime

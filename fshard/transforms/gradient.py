@@ -53,6 +53,7 @@ def unstaged(
     batch: PyTree,
     has_buffers: bool = False,
     has_aux: bool = False,
+    aux: PyTree = None,
     weight: Weight | None = None,
     accumulate: int = 1,
     reduce_once: bool = True,
@@ -72,15 +73,26 @@ def unstaged(
 ) -> Gradient:
     """Return the gradient of a loss function of the full model; for its options see `value_and_grad`."""
     numbers = {"accumulate": accumulate, "slices": slices, "live_units": live_units, "bucket": bucket}
-    numbers |= {"in_flight": in_flight, "prefetch": prefetch, "reduce": reduce, "compute": compute}
+    numbers |= {"in_flight": in_flight, "prefetch": prefetch, "reduce": reduce, "compute": compute, "aux": aux}
     if wrong := wrong_options(reproducible, numbers):
         raise ValueError(f"value_and_grad: {'; '.join(wrong)}.")
     count = 8 if slices is None else slices
     unit_options = UnitOptions(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
     once = reduce_once or reproducible
     slices = count if reproducible else None
+    returns_aux = has_aux or aux is not None
     how = StepOptions(
-        loss_fn, has_buffers, has_aux, weight, accumulate, once, slices, unit_options, backward, local=as_axes(local)
+        loss_fn,
+        has_buffers,
+        returns_aux,
+        weight,
+        accumulate,
+        once,
+        slices,
+        unit_options,
+        backward,
+        local=as_axes(local),
+        aux=aux,
     )
     return Gradient(how, mesh, batch, gradients or same_layouts, frozen)
 
@@ -196,7 +208,7 @@ class GradientFunction:
         first = results[0]
         grads = gradient_tree(plans.leaves, [result.gradients for result in results], structure, at)
         after = memory.after([result.buffers for result in results])
-        aux = global_aux([result.aux for result in results], parts) if self.how.has_aux else ()
+        aux = global_aux([result.aux for result in results], parts, self.how.aux) if self.how.has_aux else ()
         value = StepValue(first.loss, first.weight, parts.samples, after, aux)
         return value, grads
 

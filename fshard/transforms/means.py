@@ -8,15 +8,14 @@ adds nothing, even if its loss is not finite; the result of an idle slice is dro
 
 The second vector is on the host, so it does not wait for the first.
 
-Metrics (`has_aux`):
+Metrics are combined as `aux=` says; without a word, numbers are averaged and other tensors raise:
 
-    0-d, floating        the mean, weighted as the loss is
-    0-d, integer         a count: the sum over all slices
-    a row per sample     the rows of the global batch, in its order: a `Sharded` with the batch's layout, replicated
-                         where the batch is uneven
+    "mean"    the mean over slices, weighted as the loss is
+    "sum"     the sum over slices
+    "rows"    a row per sample: those of the global batch, in its order, as a `Sharded` with the batch's layout,
+              replicated where the batch is uneven; a number has none, and is averaged
 
-So each is the function's result for the global batch, if that is a mean, a count or one row per sample. Devices with
-the same samples, along other axes, are averaged; rows of integers or bools are the first one's.
+Devices with the same samples, along other axes, are averaged; rows of integers or bools are the first one's.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ import threading
 from collections.abc import Callable, Sequence
 from math import inf
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.moves import AllGather, Broadcast, Psum
-from fshard.mesh.layout import Layout, P, PyTree, Structure, flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout import Layout, P, PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
@@ -183,52 +182,80 @@ class idle_slice:
         _here.idle = self._before
 
 
+AuxReduction = Literal["mean", "sum", "rows"]
+
+
 class AuxLeaves(NamedTuple):
-    """The metrics of a slice, or of all together: numbers, and tensors with a row for each sample."""
+    """The metrics of a slice, and how each is combined with those of other slices."""
 
     leaves: list[Tensor]
     structure: Structure
+    reductions: list[AuxReduction]
 
 
-def aux_leaves(aux: PyTree, samples: int | None, near: torch.device) -> AuxLeaves:
-    """Return the metrics of a slice with this number of samples; raise with all that are invalid."""
+def aux_leaves(aux: PyTree, samples: int | None, near: torch.device, prefix: PyTree) -> AuxLeaves:
+    """Return the metrics of a slice with this number of samples; raise with all that are invalid.
+
+    `prefix`: their reductions, as a prefix tree.
+    """
     if isinstance(aux, tuple) and not aux:
         return _NOTHING
     paths, leaves, structure = flatten_with_paths(aux)
     leaves = [torch.full((), x, device=near) if isinstance(x, bool | int | float) else x for x in leaves]
+    reductions = aux_reductions(leaves, prefix, aux)
     wrong = [
         f"{named(parts_of(path)) or 'it'} is {kind}"
-        for path, x in zip(paths, leaves, strict=True)
-        if (kind := _complaint(x, samples)) is not None
+        for path, x, reduction in zip(paths, leaves, reductions, strict=True)
+        if (kind := _complaint(x, samples, reduction)) is not None
     ]
     if wrong:
         raise ValueError(
-            f"value_and_grad: what is returned beside the loss is a number, or has a row for each sample; {'; '.join(wrong)}. "
-            "Write x.float() for the share of a bool, or x.sum() for a count, and x.unbind() for several numbers."
+            f"value_and_grad: metrics beside the loss must be numbers, or be named in aux=; {'; '.join(wrong)}. "
+            'Give aux="mean", "sum" or "rows" (a row per sample), or a tree of these.'
         )
-    return AuxLeaves([x.detach() for x in leaves], structure)
+    pairs = zip(leaves, reductions, strict=True)
+    return AuxLeaves([_as_summand(x.detach(), reduction) for x, reduction in pairs], structure, reductions)
 
 
-_NOTHING = AuxLeaves([], flatten_with_paths(())[2])
+_NOTHING = AuxLeaves([], flatten_with_paths(())[2], [])
 
 
-def _complaint(x: Any, samples: int | None) -> str | None:
+def aux_reductions(leaves: Sequence[Any], prefix: PyTree, aux: PyTree) -> list[Any]:
+    """Return how each leaf of metrics is combined: as the prefix tree says; numbers without rows by their mean."""
+    try:
+        words = [None] * len(leaves) if prefix is None else broadcast_prefix(prefix, aux)
+    except ValueError:
+        raise ValueError(f"aux={prefix!r} must be a prefix of the metrics {flatten(aux)[1]}. Name each.") from None
+    is_number = [not getattr(x, "ndim", 1) for x in leaves]
+    return ["mean" if number and word != "sum" else word for word, number in zip(words, is_number, strict=True)]
+
+
+def _complaint(x: Any, samples: int | None, reduction: AuxReduction | None) -> str | None:
     """Return the error of a leaf."""
     if not isinstance(x, Tensor):
         return f"a {type(x).__name__}"
-    if x.ndim == 0:
-        return "a bool" if x.dtype == torch.bool else "complex" if x.is_complex() else None
-    if x.shape[0] == samples:
-        return None
-    return f"of shape {tuple(x.shape)}" + ("" if samples is None else f", but there are {samples} samples")
+    if reduction is None:
+        return f"of shape {tuple(x.shape)}"
+    if reduction == "rows":
+        return None if x.shape[0] == samples else f"of shape {tuple(x.shape)}, but there are {samples} samples"
+    return "complex" if x.is_complex() else None
 
 
-def slice_results(loss: Tensor, count: Count, aux: PyTree, samples: int | None) -> tuple[LossSums, AuxLeaves]:
+def _as_summand(x: Tensor, reduction: AuxReduction) -> Tensor:
+    """Convert integers and bools to floating numbers for a mean, and bools to integers for a sum."""
+    if reduction == "mean" and not x.is_floating_point():
+        return x.to(torch.get_default_dtype())
+    return x.long() if reduction == "sum" and x.dtype is torch.bool else x
+
+
+def slice_results(
+    loss: Tensor, count: Count, aux: PyTree, samples: int | None, prefix: PyTree
+) -> tuple[LossSums, AuxLeaves]:
     """Return the results of a slice: its loss and numbers with their weight, and its metrics."""
-    metrics = aux_leaves(aux, samples, loss.device)
-    numbers = [x for x in metrics.leaves if not x.ndim]
-    means, counts = [x for x in numbers if x.is_floating_point()], [x for x in numbers if not x.is_floating_point()]
-    return LossSums(loss.detach(), count.weight, means, counts), metrics
+    metrics = aux_leaves(aux, samples, loss.device, prefix)
+    pairs = [*zip(metrics.leaves, metrics.reductions, strict=True)]
+    means, sums = ([x for x, reduction in pairs if reduction == word] for word in ("mean", "sum"))
+    return LossSums(loss.detach(), count.weight, means, sums), metrics
 
 
 def combine_aux(
@@ -244,13 +271,13 @@ def combine_aux(
     """
     means, counts = iter(mean.means), iter(mean.counts)
 
-    def combined(column: Sequence[Tensor]) -> Tensor:
-        if column[0].ndim:
+    def combined(reduction: AuxReduction, column: Sequence[Tensor]) -> Tensor:
+        if reduction == "rows":
             return collect([x[:count] for x, count in zip(column, rows, strict=True)])
-        return next(means if column[0].is_floating_point() else counts)
+        return next(means if reduction == "mean" else counts)
 
     columns = zip(*(metrics.leaves for metrics in each), strict=True)
-    return unflatten(each[-1].structure, [combined(column) for column in columns])
+    return unflatten(each[-1].structure, [*map(combined, each[-1].reductions, columns)])
 
 
 def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: Group | None, site: Site) -> Tensor:
@@ -278,17 +305,17 @@ def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: G
     return torch.cat([part[:length] for part, length in zip(every.split(longest), cut.lengths(), strict=True)])
 
 
-def global_aux(found: Sequence[PyTree], batch: Batch) -> PyTree:
+def global_aux(found: Sequence[PyTree], batch: Batch, prefix: PyTree) -> PyTree:
     """Return the metrics of a step from those of the local devices: rows have the batch's layout, if that is even."""
-    cut, structure = batch.cut, flatten(found[0])[1]
+    cut, (leaves, structure) = batch.cut, flatten(found[0])
 
-    def joined(shards: tuple[Tensor, ...]) -> Tensor | Sharded:
+    def joined(reduction: AuxReduction, shards: tuple[Tensor, ...]) -> Tensor | Sharded:
         x = shards[0]
-        if not x.ndim:
+        if reduction != "rows":
             return x
         if cut is None or not cut.is_even:
             return Sharded(tuple(x.shape), Layout(batch.mesh), shards)
         return Sharded((cut.length, *x.shape[1:]), Layout(batch.mesh, P(cut.axes)), shards)
 
     columns = zip(*(flatten(aux)[0] for aux in found), strict=True)
-    return unflatten(structure, [joined(shards) for shards in columns])
+    return unflatten(structure, [*map(joined, aux_reductions(leaves, prefix, found[0]), columns)])

@@ -67,6 +67,19 @@ def test_batch_of_another_dtype_runs_with_compute():
     assert loss == 16
 
 
+STAGES = {"schedule": fs.pipeline_schedule("1f1b", stages=2, microbatches=2), "loss": loss_fn}
+
+
+@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("name", ["reduce", "compute"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.complex64, torch.float8_e5m2])
+def test_dtype_that_is_not_floating_raises(name, dtype, stages):
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    given, options = ([loss_fn] * 2, STAGES) if stages else (loss_fn, {})
+    with pytest.raises(ValueError, match=f"{name} must be a floating dtype of at least 16 bits, got {dtype}"):
+        fs.value_and_grad(given, mesh=mesh, batch=P("data"), **{name: dtype}, **options)
+
+
 @pytest.mark.parametrize("caller", ["train_step", "value_and_grad", "evaluate"])
 def test_module_as_loss_function_raises(caller):
     options = {"mesh": MESH, "batch": P("data")}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,30 @@ from fshard.mesh.spmd.scope import here
 from fshard.transforms.means import is_idle
 
 
+class Moments(NamedTuple):
+    """The running statistics of a layer, their weight for one batch, and the sums of that batch (`sums_of`)."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    weight: float | Tensor
+    sums: Tensor
+
+
+class MomentRecorder(threading.local):
+    """Records the moments of every BatchNorm in training that the thread calls, where it has a list."""
+
+    moments: list[Moments] | None = None
+
+    def record(self, layer: Any, x: Tensor) -> None:
+        """Record the moments of a layer's input, after its forward."""
+        if self.moments is not None and layer.training and layer.running_mean is not None:
+            weight = 1 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
+            self.moments.append(Moments(layer.running_mean, layer.running_var, weight, sums_of(x.detach())))
+
+
+recorder = MomentRecorder()
+
+
 def synchronise(module: nn.Module, axis: Axes | None) -> Callable[..., Any] | None:
     """Return a forward that takes a BatchNorm's statistics over all devices along `axis`; None for other modules."""
     if axis is not None and isinstance(module, _BatchNorm):
@@ -27,7 +52,11 @@ def synchronise(module: nn.Module, axis: Axes | None) -> Callable[..., Any] | No
 
 
 def _by_itself(reference: weakref.ref[_NormBase], x: Tensor) -> Tensor:
-    return by_itself(reference(), x)
+    layer = reference()
+    y = by_itself(layer, x)
+    if isinstance(layer, _BatchNorm):
+        recorder.record(layer, x)
+    return y
 
 
 def by_itself(layer: Any, x: Tensor) -> Tensor:
@@ -54,6 +83,7 @@ def _synchronised(reference: weakref.ref[_BatchNorm], axis: Axes, x: Tensor) -> 
     mean, variance, count = moments(x, axis)  # (channels), (channels), ()
     if layer.training and layer.track_running_stats and layer.running_mean is not None:
         _track(layer, mean.detach(), variance.detach(), count)
+        recorder.record(layer, x)
     mean, variance = pvary((mean, variance), axis)
     compute = torch.promote_types(x.dtype, torch.float32)
     shape = [1, -1] + [1] * (x.ndim - 2)

@@ -40,6 +40,7 @@ from fshard.transforms.means import (
     slice_results,
     tree_sum,
 )
+from fshard.transforms.module.batchnorm import recorder
 from fshard.transforms.module.buffers import written_paths
 from fshard.transforms.origin import inputs_of
 from fshard.transforms.patterns import named, parts_of
@@ -204,8 +205,12 @@ class StageStep:
             if self.writes is None:
                 y = called(params, x, **skips)
             else:
-                y, after = called((params, self.writes.parts[stage]), x, **skips)
-                self.writes.record(stage, microbatch, after)
+                recorder.moments = moments = []
+                try:
+                    y, after = called((params, self.writes.parts[stage]), x, **skips)
+                finally:
+                    recorder.moments = None
+                self.writes.record(stage, microbatch, after, moments)
         if self.fresh:
             refuse_unreached(y)
         return y
@@ -226,7 +231,7 @@ class StageStep:
                     raise ValueError(f"the loss function must return (loss, aux); got a {type(returned).__name__}.")
                 returned, aux = returned
             loss = one_loss(how, returned, slice)
-        self.parts[microbatch] = slice_results(loss, count, aux, slice.samples)
+        self.parts[microbatch] = slice_results(loss, count, aux, slice.samples, how.aux)
         self.scaled = finite_scale(loss.dtype, self.scale)
         return loss
 

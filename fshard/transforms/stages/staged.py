@@ -59,6 +59,7 @@ def staged(
     axis: str = "pipe",
     has_buffers: bool = False,
     has_aux: bool = False,
+    aux: PyTree = None,
     weight: Weight | None = None,
     gradients: Callable[[Layout], Layout] | None = None,
     frozen: Choice = None,
@@ -76,7 +77,13 @@ def staged(
     """Return the gradient of stages that run by a schedule; for its options see `train_step`."""
     given: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
     complaints = _complaints(given, mesh, batch, axis, loss)
-    options: dict[str, Any] = {"live_units": live_units, "reduce": reduce, "compute": compute, "dynamic": dynamic}
+    options: dict[str, Any] = {
+        "live_units": live_units,
+        "reduce": reduce,
+        "compute": compute,
+        "dynamic": dynamic,
+        "aux": aux,
+    }
     complaints += wrong_options(reproducible, {**options, "recompute": recompute, "skips": skips, "inputs": inputs})
     complaints += [f"the axis of the stages, {axis}, is local, but shards no parameter"] * (axis in as_axes(local))
     refuse_unfit(caller, len(given), mesh, schedule, axis, *complaints)
@@ -93,7 +100,7 @@ def staged(
     how = StepOptions(
         loss,
         has_buffers,
-        has_aux,
+        has_aux or aux is not None,
         weight,
         schedule.microbatches,
         True,
@@ -102,6 +109,7 @@ def staged(
         backward,
         caller,
         as_axes(local),
+        aux,
     )
     route = Route(schedule, skips or {}, backward, units=True)
     functions = given
