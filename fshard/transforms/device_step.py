@@ -41,7 +41,7 @@ from fshard.transforms.means import (
     weight_of,
 )
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
-from fshard.transforms.origin import Inputs, bits, inputs_of
+from fshard.transforms.origin import Inputs, bits, inputs_of, refuse_different_samples, samples_mark
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
@@ -324,6 +324,7 @@ class DeviceStep:
         if runtime.fresh and len(found) > 1:
             runtime.warn_of_attributes()
         written = [Written(one.weight, own) for one, own in zip(found, changed, strict=True)]
+        along = self.collectives.along
         given, near, inputs = self.buffers.before(self.place), found[0].loss.device, self._inputs()
         wrote, others = written_paths(written), irregular(written, given)
         several_shapes = len({entry.path for entry in others}) < len(others)
@@ -333,6 +334,7 @@ class DeviceStep:
             "several": [float(several_shapes)] if paths else [],
             "kept": [float(unit.accumulated is not None) for unit in runtime.units],
             "used": [*map(float, runtime.reductions.used)],
+            "samples": [samples_mark(self.batch, self.place, self._along(along), fresh=runtime.fresh)],
         }
         row = [number for column in columns.values() for number in column]
         mean, row = averaged_results(found, row, self.everyone, self.collectives.many, runtime.site)
@@ -340,6 +342,7 @@ class DeviceStep:
         sums = {name: [next(rest) for _ in column] for name, column in columns.items()}
         differing, used = unlike(sums["marks"]), sums["used"]
         self._refuse_different(inputs, differing)
+        refuse_different_samples(self.how.caller, sums["samples"][0], along)
         if any(leaf.trained for leaf in runtime.leaves):
             refuse_detached([times for times, leaf in zip(used, runtime.leaves, strict=True) if leaf.trained])
         runtime.reductions.rest(sums["kept"], used)

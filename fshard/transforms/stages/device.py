@@ -42,7 +42,7 @@ from fshard.transforms.means import (
 )
 from fshard.transforms.module.batchnorm import recorder
 from fshard.transforms.module.buffers import written_paths
-from fshard.transforms.origin import inputs_of
+from fshard.transforms.origin import inputs_of, refuse_different_samples, samples_mark
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import folded, keyed_apart
 from fshard.transforms.stages.buffers import StageWrites
@@ -77,7 +77,7 @@ class StageStep:
         site: Site,
     ) -> None:
         self.plan, self.batch, self.key, self.scale, self.fresh, self.site = plan, batch, key, scale, plan.fresh, site
-        self.number, self.scaled, self.writes, how = device, scale, writes, plan.how
+        self.at, self.number, self.scaled, self.writes, how = at, device, scale, writes, plan.how
         self.scope = require(how.caller)
         self.pipe = self.scope.group(plan.axis, how.caller)
         self.local = tuple([axis for axis, size in batch.mesh.shape.items() if size > 1 and axis in how.local])
@@ -301,11 +301,14 @@ class StageStep:
         written = [] if writes is None else writes.written([turn.weight.weight for turn in self.turns])
         paths = [] if writes is None else writes.paths
         wrote, own = written_paths(written), marks([*inputs])
-        row = [*own, *(float(path in wrote) for path in paths), *map(float, self.totals.reduced.used)]
+        along = (self.plan.axis, *self.local)
+        row = [samples_mark(self.batch, self.at, self._along(along), fresh=self.fresh)]
+        row += [*own, *(float(path in wrote) for path in paths), *map(float, self.totals.reduced.used)]
         (sums,) = summed((on_host(row, torch.device("cpu")),), self.everyone, self.site)
-        found = sums.tolist()
+        different, *found = sums.tolist()
         if unlike(found[: len(own)]):
             inputs.refuse(how.caller, self.everyone, self.site)
+        refuse_different_samples(how.caller, different, along)
         flags, used = found[len(own) :][: len(paths)], found[len(own) + len(paths) :]
         if how.backward:
             refuse_detached(used)
