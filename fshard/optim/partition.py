@@ -75,6 +75,9 @@ def partition_optimizer(
         unit: every leaf as flat ranges ("elementwise"), or the leaves in full at owners of about equal total size
             ("matrix"). None: flat where the optimizer is elementwise, in `by_label` leaf by leaf, else at owners.
 
+    In stages 1 to 3 an own `update` of plain tensors sees the device's shards or the leaves that it owns, so a norm of its
+    gradients would be wrong: `fs.optim.global_norm(grads)` there is that of all. `fs.testing.check_elementwise` tests it.
+
     `update` and `step` send an all_gather of the parameters in stages 1 and 2; and for leaves at owners an all_to_all
     of the device's gradient shards, one of the parameters after the update, and in stage 3 one before.
 

@@ -36,7 +36,7 @@ _CURES = {
     "params": "The optimizer draws random numbers or counts its calls. Keep in its state what it counts.",
 }
 _HINTS: dict[Field, str] = {
-    "params": ". The gradient agrees: is the optimizer elementwise?",
+    "params": ". A norm of all leaves is fs.optim.global_norm(tree). The gradient agrees: is the optimizer elementwise?",
     "buffers": ". It must not depend on each device's own samples: BatchNorm needs sync_batchnorm=axis",
 }
 
