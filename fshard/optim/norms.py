@@ -69,7 +69,7 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
     """
     unfit = ["exact=True is for order=2"] * bool(exact and order != 2)
     validate("global_norm", within("(0, inf]", order=order), unfit)
-    arrays = _arrays.get()
+    arrays = local_arrays.get()
     at = Leaves.of(tree if arrays is None else arrays(tree))
     check_summable("global_norm", at)
     leaves = _counted(at)
@@ -80,17 +80,8 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
 
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
-_arrays: ContextVar[Callable[[PyTree], list[Leaf]] | None] = ContextVar("arrays", default=None)
-
-
-@contextmanager
-def local_trees(arrays: Callable[[PyTree], list[Leaf]]) -> Generator[None]:
-    """Run a device's update of plain tensors: `global_norm` takes local trees, which `arrays` converts to global arrays."""
-    token = _arrays.set(arrays)
-    try:
-        yield
-    finally:
-        _arrays.reset(token)
+local_arrays: ContextVar[Callable[[PyTree], list[Leaf]] | None] = ContextVar("local_arrays", default=None)
+"""Converts a local tree to global arrays, in a device's update of plain tensors."""
 
 
 @contextmanager

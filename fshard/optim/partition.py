@@ -57,12 +57,7 @@ class Partitioned(NamedTuple):
 
 
 def partition_optimizer(
-    opt: Optimizer,
-    *,
-    mesh: Mesh,
-    axis: str | tuple[str, ...],
-    stage: Stage,
-    unit: Unit | None = None,
+    opt: Optimizer, *, mesh: Mesh, axis: str | tuple[str, ...], stage: Stage, unit: Unit | None = None
 ) -> Partitioned:
     """Shard an optimizer's state and work over the devices along `axis`.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import optree
@@ -37,7 +38,7 @@ from fshard.optim.leaves import (
     shape_of_shard,
     trainable,
 )
-from fshard.optim.norms import local_trees
+from fshard.optim.norms import local_arrays
 
 _optree: Any = optree
 
@@ -150,8 +151,9 @@ def _act(act: Update, grads: PyTree, state: PyTree, at: Leaves, *, writes: bool)
         own = local(at.leaves)
         structure = flatten(own, none_is_leaf=True)[1]
         entries = [local(x) if like else x for x, like in zip(before.entries, before.is_like, strict=True)]
-        with local_trees(arrays):
-            result, after = act(local(given), unflatten(before.structure, entries), own)
+        context = copy_context()
+        context.run(local_arrays.set, arrays)
+        result, after = context.run(act, local(given), unflatten(before.structure, entries), own)
         entries = zip(before.structure.flatten_up_to(after), before.is_like, strict=True)
         after = [_by_index(x, structure, held, "state") if like else x for x, like in entries]
         return _by_index(result, structure, held, "updates"), after

@@ -133,10 +133,6 @@ class Batch:
         """True if other processes may have been given something else."""
         return len(self.devices) < self.mesh.size and self.mesh.runtime != "abstract"
 
-    def index(self, place: int) -> int:
-        """Return the index along the batch's axes of the device at index `place`."""
-        return _index(self.axes, self.mesh, self.devices[place])
-
     @property
     def samples(self) -> int | None:
         """The number of samples."""

@@ -34,10 +34,10 @@ from fshard.transforms.means import (
     averaged_results,
     collected,
     combine_aux,
-    idle_slice,
     nonzero_weight,
     refuse_weights,
     slice_results,
+    slice_state,
     weight_of,
 )
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
@@ -222,7 +222,7 @@ class DeviceStep:
         """Take the forward and backward of one slice; `keep` takes its gradients if they are not to be reduced yet."""
         runtime, (slice, count, number) = self.runtime, turn
         runtime.begin()
-        with self.running(number), idle_slice(not slice.rows):
+        with self.running(number), slice_state(idle=not slice.rows):
             loss, buffers, aux = self._forward(slice)
             self.agree_on_axes(loss.device)
             share = count.share if self.how.slices is None else 1.0  # else sums are weighted, in 32 bits
@@ -305,6 +305,14 @@ class DeviceStep:
             dtype = str(dtypes.pop())
             note += f"; params are {dtype.removeprefix('torch.')}, {', '.join(other)}"
             note += f". Where they meet, convert the batch, x.to({dtype}), or give compute={dtype} for floating ones"
+        if ("'str'" in str(error) or "not str" in str(error)) and not isinstance(batch, Mapping):
+            note += (
+                f". It indexes the batch, a {type(batch).__name__}, by a string: swap its arguments if params are last"
+            )
+        if "saved tensor hooks" in str(error):
+            note += (
+                ". Mark the part that calls torch.func.grad, vjp or jacrev: fs.with_unsharded_params(part, keep=True)"
+            )
         error.add_note(f"{self.how.caller}: {note}.")
 
     def together(

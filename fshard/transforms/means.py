@@ -3,8 +3,8 @@
 Every slice has a weight, computed on the host: its number of samples, or the result of `weight=`. A slice of weight 0
 adds nothing, even if its loss is not finite; the result of an idle slice is dropped.
 
-    (loss x weight, means x weight, counts)  of each slice  ->  one tree of sums  ->  psum  ->  divided by the total weight
-    (weight, more numbers)                                  ->  one tree of sums  ->  psum  ->  a list
+    (loss x weight, means x weight)  of each slice  ->  one tree of sums  ->  psum  ->  divided by the total weight
+    (weight, more numbers)                          ->  one tree of sums  ->  psum  ->  a list
 
 The second vector is on the host, so it does not wait for the first.
 
@@ -21,7 +21,8 @@ Devices with the same samples, along other axes, are averaged; rows of integers 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from math import inf
 from numbers import Real
 from typing import Any, Literal, NamedTuple
@@ -41,12 +42,11 @@ from fshard.transforms.patterns import named, parts_of
 
 
 class LossSums(NamedTuple):
-    """The loss, means and sums of one slice, or of all together, and their weight."""
+    """The loss and means of one slice, or of all together, and their weight."""
 
     loss: Tensor
     weight: float
     means: list[Tensor]
-    counts: list[Tensor]
 
 
 def averaged_results(
@@ -66,21 +66,15 @@ def averaged_results(
     if not alone:
         sums, known = summed((sums, on_host([weight, *more], near)), group, site)
         weight, *more = [weight, *more] if known.is_meta else known.tolist()
-    loss, *rest = sums.split([1, *(x.numel() for x in (*first.means, *first.counts))])
-    means = [_like(x, total / weight) for x, total in zip(first.means, rest, strict=False)]
-    counts = [_like(x, total / many) for x, total in zip(first.counts, rest[len(means) :], strict=True)]
+    loss, *rest = sums.split([1, *(x.numel() for x in first.means)])
+    means = [(total / weight).reshape(x.shape).to(x) for x, total in zip(first.means, rest, strict=True)]
     loss = (loss / weight).reshape(()).to(torch.promote_types(first.loss.dtype, torch.float32))
-    return LossSums(loss, weight / many, means, counts), more
-
-
-def _like(x: Tensor, value: Tensor) -> Tensor:
-    """Return a value in its original shape and dtype; integers are rounded."""
-    return (value if x.is_floating_point() else value.round()).reshape(x.shape).to(x)
+    return LossSums(loss, weight / many, means), more
 
 
 def _rows(found: Sequence[LossSums], near: torch.device) -> Tensor:
     """Return a row of numbers for each slice, times its weight; those of weight 0 are 0, finite or not."""
-    if len(found) == 1 and not found[0].means and not found[0].counts:
+    if len(found) == 1 and not found[0].means:
         row = found[0].loss.to(near, torch.float64).reshape(1, 1)
         return row * found[0].weight if found[0].weight else torch.zeros_like(row)
     rows = _columns([[one.loss, *one.means] for one in found], near)
@@ -89,8 +83,6 @@ def _rows(found: Sequence[LossSums], near: torch.device) -> Tensor:
         rows = rows * weights.pop()
     else:
         rows = torch.stack([row * one.weight for row, one in zip(rows, found, strict=True)])
-    if found[0].counts:
-        rows = torch.cat([rows, _columns([one.counts for one in found], near)], 1)
     if all(one.weight for one in found):
         return rows
     return torch.stack([row if one.weight else torch.zeros_like(row) for row, one in zip(rows, found, strict=True)])
@@ -150,36 +142,30 @@ def weight_of(weight: Any) -> Tensor:
     return torch.as_tensor(weight, dtype=torch.float64).reshape(())
 
 
-class _IdleState(threading.local):
+class SliceState(threading.local):
+    """The slice that the calling device runs: True if it is idle, and a list to which BatchNorm layers add their moments."""
+
     idle: bool = False
+    moments: list[Any] | None = None
 
 
-_here = _IdleState()
+current_slice = SliceState()
 
 
-def is_idle() -> bool:
-    """Return True if the calling device runs an idle slice."""
-    return _here.idle
+@contextmanager
+def slice_state(*, idle: bool, moments: list[Any] | None = None) -> Generator[None]:
+    """Set the state of the current slice within the context.
 
-
-class idle_slice:
-    """Mark the calling device as idle within the context.
-
-    >>> with idle_slice(True):
-    ...     is_idle()
+    >>> with slice_state(idle=True):
+    ...     current_slice.idle
     True
     """
-
-    __slots__ = ("_before", "_idle")
-
-    def __init__(self, idle: bool) -> None:
-        self._idle = idle
-
-    def __enter__(self) -> None:
-        self._before, _here.idle = _here.idle, self._idle
-
-    def __exit__(self, *_: object) -> None:
-        _here.idle = self._before
+    now = current_slice
+    before, now.idle, now.moments = (now.idle, now.moments), idle, moments
+    try:
+        yield
+    finally:
+        now.idle, now.moments = before
 
 
 AuxReduction = Literal["mean", "sum", "rows"]
@@ -213,8 +199,7 @@ def aux_leaves(aux: PyTree, samples: int | None, near: torch.device, prefix: PyT
             f"value_and_grad: metrics beside the loss must be numbers, or be named in aux=; {'; '.join(wrong)}. "
             'Give aux="mean", "sum" or "rows" (a row per sample), or a tree of these.'
         )
-    pairs = zip(leaves, reductions, strict=True)
-    return AuxLeaves([_as_summand(x.detach(), reduction) for x, reduction in pairs], structure, reductions)
+    return AuxLeaves([x.detach() for x in leaves], structure, reductions)
 
 
 _NOTHING = AuxLeaves([], flatten_with_paths(())[2], [])
@@ -241,21 +226,20 @@ def _complaint(x: Any, samples: int | None, reduction: AuxReduction | None) -> s
     return "complex" if x.is_complex() else None
 
 
-def _as_summand(x: Tensor, reduction: AuxReduction) -> Tensor:
-    """Convert integers and bools to floating numbers for a mean, and bools to integers for a sum."""
-    if reduction == "mean" and not x.is_floating_point():
-        return x.to(torch.get_default_dtype())
-    return x.long() if reduction == "sum" and x.dtype is torch.bool else x
-
-
 def slice_results(
     loss: Tensor, count: Count, aux: PyTree, samples: int | None, prefix: PyTree
 ) -> tuple[LossSums, AuxLeaves]:
-    """Return the results of a slice: its loss and numbers with their weight, and its metrics."""
-    metrics = aux_leaves(aux, samples, loss.device, prefix)
-    pairs = [*zip(metrics.leaves, metrics.reductions, strict=True)]
-    means, sums = ([x for x, reduction in pairs if reduction == word] for word in ("mean", "sum"))
-    return LossSums(loss.detach(), count.weight, means, sums), metrics
+    """Return the results of a slice: its loss and means with their weight, and its metrics.
+
+    A sum is the total weight times the mean of x / weight.
+    """
+    metrics, means = aux_leaves(aux, samples, loss.device, prefix), list[Tensor]()
+    for x, reduction in zip(metrics.leaves, metrics.reductions, strict=True):
+        if reduction == "sum":
+            means.append(x.double() / (count.weight or 1.0))
+        elif reduction == "mean":
+            means.append(x if x.is_floating_point() else x.to(torch.get_default_dtype()))
+    return LossSums(loss.detach(), count.weight, means), metrics
 
 
 def combine_aux(
@@ -269,12 +253,15 @@ def combine_aux(
         mean: over all slices of all devices.
         collect: concatenates the rows of slices.
     """
-    means, counts = iter(mean.means), iter(mean.counts)
+    means = iter(mean.means)
 
     def combined(reduction: AuxReduction, column: Sequence[Tensor]) -> Tensor:
         if reduction == "rows":
             return collect([x[:count] for x, count in zip(column, rows, strict=True)])
-        return next(means if reduction == "mean" else counts)
+        x, dtype = next(means), column[0].dtype
+        if reduction == "sum":
+            x = (x * mean.weight).to(dtype) if dtype.is_floating_point else (x * mean.weight).round().long()
+        return x
 
     columns = zip(*(metrics.leaves for metrics in each), strict=True)
     return unflatten(each[-1].structure, [*map(combined, each[-1].reductions, columns)])

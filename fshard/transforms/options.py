@@ -53,14 +53,7 @@ OF_LOSSES = [*_BOTH[:4], *OF_LOSSES_ALONE, *_BOTH[4:]]
 OF_STAGES = [*OF_STAGES_ALONE, *_BOTH]
 
 _LEAST = {"live_units": 1, "accumulate": 1, "slices": 1, "prefetch": 0, "in_flight": 0, "bucket": 0}
-_FLAGS = (
-    "has_buffers",
-    "has_aux",
-    "reproducible",
-    "reduce_once",
-    "reshard_after_forward",
-    "dynamic",
-)
+_FLAGS = ("has_buffers", "has_aux", "reproducible", "reduce_once", "reshard_after_forward", "dynamic")
 _FUNCTIONS = ("weight", "gradients", "loss", "inputs")
 
 

@@ -52,17 +52,16 @@ def samples_mark(batch: Batch, place: int, same: Group | None, *, fresh: bool) -
     """
     if same is None or same.size == 1 or not batch.alone:
         return 0.0
-    columns = zip(batch.columns, batch.has_samples, strict=True)
-    tensors = [column[place] for column, has_samples in columns if has_samples or fresh]
-    digests = [_digest(x, fresh) for x in tensors if isinstance(x, Tensor) and (fresh or x.device.type == "cpu")]
-    number = mark([batch.index(place), *digests])  # with the index, groups that exchange samples differ
+    pairs = [(column[place], rows) for column, rows in zip(batch.columns, batch.has_samples, strict=True)]
+    tensors = [x for x, rows in pairs if isinstance(x, Tensor) and (fresh or (rows and x.device.type == "cpu"))]
+    at = batch.mesh.coordinates(batch.devices[place])  # groups that exchange samples differ by them
+    number = mark([*(at[axis] for axis in batch.axes), *(_digest(x, full=fresh) for x in tensors)])
     return number * (same.size - 1 if same.index == 0 else -1)
 
 
-def _digest(x: Tensor, full: bool) -> int:
-    x = x.detach().reshape(-1)
-    x = x if full else x[:: 1 + x.nbytes // (1 << 16)]
-    return zlib.crc32(x.cpu().contiguous().resolve_conj().resolve_neg().view(torch.uint8).numpy())
+def _digest(x: Tensor, *, full: bool) -> int:
+    x = x.detach().reshape(-1)[:: 1 if full else 1 + x.nbytes // (1 << 16)]
+    return zlib.crc32(x.cpu().contiguous().resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes())
 
 
 class Inputs(NamedTuple):

@@ -80,7 +80,7 @@ def train_step(
         options: those of `value_and_grad`: accumulate, weight, aux, frozen, reproducible, ... With `has_buffers`, a step
             takes (params, state, buffers, batch) and returns (params, state, buffers, metrics). With a schedule, those below.
 
-    The step itself is not compiled, and `torch.compile(step)` runs it as it is: compile the loss function,
+    The step itself is not compiled, and `torch.compile(step)` runs it as it is, with a warning: compile the loss function,
     `train_step(torch.compile(loss_fn), ...)`.
 
     The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `aux` also
@@ -155,7 +155,6 @@ def train_step(
     if how.slices is not None:  # torch's fused kernels round differently where a shard ends; updates do without them
         write = step_of(Optimizer(opt.init, opt.update, arrays=True))
 
-    @uncompiled
     def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
         if len(given) != 1 + how.has_buffers:
             takes = "params, state, buffers, batch" if how.has_buffers else "params, state, batch"
@@ -173,7 +172,8 @@ def train_step(
             norm = norm_of() / scale
         return params, state, *((value.buffers,) if how.has_buffers else ()), _metrics(how, value, norm)
 
-    return step
+    warning = "torch.compile(step) has no effect. Compile the loss function: train_step(torch.compile(loss_fn), ...)."
+    return uncompiled(step, warning=warning)
 
 
 def _metrics(how: StepOptions, value: StepValue, norm: Tensor) -> Metrics:

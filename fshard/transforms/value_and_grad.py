@@ -22,12 +22,7 @@ from fshard.uncompiled import uncompiled
 
 @uncompiled
 def value_and_grad(
-    loss_fn: Any,
-    *,
-    mesh: Mesh,
-    batch: PyTree,
-    schedule: Schedule | None = None,
-    **options: Unpack[Options],
+    loss_fn: Any, *, mesh: Mesh, batch: PyTree, schedule: Schedule | None = None, **options: Unpack[Options]
 ) -> GradientFunction:
     """Return a function of (params, batch) that gives the mean loss over the entire batch and its gradient.
 
@@ -160,6 +155,10 @@ def gradient_of(
         when = "Without a schedule" if schedule is None else "With a schedule"
         raise ValueError(f"{caller} has no option {', '.join(unknown)}. {when} it has: {', '.join(known)}.")
     refuse_no_mesh(caller, mesh)
+    if batch is None or isinstance(batch, str):
+        raise TypeError(
+            f'{caller}: batch must be a P, or a prefix tree of Ps; got {batch!r}. Write batch=P("data"), or P() for none.'
+        )
     axes = dict.fromkeys(axis for spec in flatten(batch)[0] if isinstance(spec, P) for axis in spec.axes)
     mesh.check_axes(tuple(axes), f"{caller}(batch=)")
     local = mesh.check_axes(options.get("local", ()), f"{caller}(local=)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,12 +36,11 @@ from fshard.transforms.means import (
     averaged_results,
     collected,
     combine_aux,
-    idle_slice,
     nonzero_weight,
     slice_results,
+    slice_state,
     tree_sum,
 )
-from fshard.transforms.module.batchnorm import recorder
 from fshard.transforms.module.buffers import written_paths
 from fshard.transforms.origin import inputs_of, refuse_different_samples, samples_mark
 from fshard.transforms.patterns import named, parts_of
@@ -200,17 +200,14 @@ class StageStep:
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; its random draws depend on the samples and the layer."""
-        with self._draws(microbatch, part=stage), self._idle(microbatch):
+        moments = None if self.writes is None else list[Any]()
+        with self._draws(microbatch, part=stage), self._slice_state(microbatch, moments):
             called, params = stage_for(self.plan.stages[stage], microbatch), self.units[stage].tree
             if self.writes is None:
                 y = called(params, x, **skips)
             else:
-                recorder.moments = moments = []
-                try:
-                    y, after = called((params, self.writes.parts[stage]), x, **skips)
-                finally:
-                    recorder.moments = None
-                self.writes.record(stage, microbatch, after, moments)
+                y, after = called((params, self.writes.parts[stage]), x, **skips)
+                self.writes.record(stage, microbatch, after, moments or [])
         if self.fresh:
             refuse_unreached(y)
         return y
@@ -218,13 +215,13 @@ class StageStep:
     def _draws(self, microbatch: int, part: int) -> AbstractContextManager[None]:
         return keyed_apart(folded(self.key, 0, self.turns[microbatch].number), part)
 
-    def _idle(self, microbatch: int) -> idle_slice:
-        return idle_slice(not self.turns[microbatch].slice.rows)
+    def _slice_state(self, microbatch: int, moments: list[Any] | None = None) -> AbstractContextManager[None]:
+        return slice_state(idle=not self.turns[microbatch].slice.rows, moments=moments)
 
     def end(self, microbatch: int, y: PyTree) -> Tensor:
         """Return the loss of the last stage's result."""
         how, (slice, count, _) = self.plan.how, self.turns[microbatch]
-        with self._draws(microbatch, part=0), self._idle(microbatch):
+        with self._draws(microbatch, part=0), self._slice_state(microbatch):
             returned, aux = how.loss_fn(y, self._tree(microbatch)), ()
             if how.has_aux:
                 if not isinstance(returned, tuple | list) or len(returned) != 2:
