@@ -8,7 +8,7 @@ adds nothing, even if its loss is not finite; the result of an idle slice is dro
 
 The second vector is on the host, so it does not wait for the first.
 
-Metrics are combined as `aux=` says; without a word, numbers are averaged and other tensors raise:
+Metrics are combined by `aux=`; without a word, numbers are averaged and other tensors raise:
 
     "mean"    the mean over slices, weighted as the loss is
     "sum"     the sum over slices
@@ -180,10 +180,7 @@ class AuxLeaves(NamedTuple):
 
 
 def aux_leaves(aux: PyTree, samples: int | None, near: torch.device, prefix: PyTree) -> AuxLeaves:
-    """Return the metrics of a slice with this number of samples; raise with all that are invalid.
-
-    `prefix`: their reductions, as a prefix tree.
-    """
+    """Return the metrics of a slice with the reductions of a prefix tree; raise with all that are invalid."""
     if isinstance(aux, tuple) and not aux:
         return _NOTHING
     paths, leaves, structure = flatten_with_paths(aux)
@@ -229,14 +226,11 @@ def _complaint(x: Any, samples: int | None, reduction: AuxReduction | None) -> s
 def slice_results(
     loss: Tensor, count: Count, aux: PyTree, samples: int | None, prefix: PyTree
 ) -> tuple[LossSums, AuxLeaves]:
-    """Return the results of a slice: its loss and means with their weight, and its metrics.
-
-    A sum is the total weight times the mean of x / weight.
-    """
+    """Return the results of a slice: its loss and means with their weight, and its metrics."""
     metrics, means = aux_leaves(aux, samples, loss.device, prefix), list[Tensor]()
     for x, reduction in zip(metrics.leaves, metrics.reductions, strict=True):
         if reduction == "sum":
-            means.append(x.double() / (count.weight or 1.0))
+            means.append(x.double() / (count.weight or 1.0))  # their mean times the total weight is the sum
         elif reduction == "mean":
             means.append(x if x.is_floating_point() else x.to(torch.get_default_dtype()))
     return LossSums(loss.detach(), count.weight, means), metrics

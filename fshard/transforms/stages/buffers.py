@@ -81,10 +81,7 @@ class StageWrites:
         return [*self._given]
 
     def record(self, stage: int, microbatch: int, after: PyTree, moments: Sequence[Moments]) -> None:
-        """Record the buffers that a stage returned; raise unless they are the given ones, of their shapes and dtypes.
-
-        `moments` are those of its BatchNorm layers; of a layer that is called twice, buffers are averaged.
-        """
+        """Record the buffers that a stage returned; raise unless they are the given ones, of their shapes and dtypes."""
         paths, leaves, _ = flatten_with_paths(after, none_is_leaf=True)
         found = {f"[{stage}]{path}": x for path, x in zip(paths, leaves, strict=True)}
         own = {path for path in self._given if stage_of(path) == stage}
@@ -104,7 +101,7 @@ class StageWrites:
             )
         self._written.setdefault(microbatch, {}).update(new)
         names, calls = {id(x): path for path, x in new.items()}, [id(each.running_mean) for each in moments]
-        for each in moments:
+        for each in moments:  # of a layer that is called twice, the mean over microbatches is kept
             paths = names.get(id(each.running_mean), ""), names.get(id(each.running_var), "")
             if all(paths) and calls.count(id(each.running_mean)) == 1:
                 self._moments.setdefault(paths, {})[microbatch] = each
