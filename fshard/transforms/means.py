@@ -203,7 +203,7 @@ _NOTHING = AuxLeaves([], flatten_with_paths(())[2], [])
 
 
 def aux_reductions(leaves: Sequence[Any], prefix: PyTree, aux: PyTree) -> list[Any]:
-    """Return how each leaf of metrics is combined: as the prefix tree says; numbers without rows by their mean."""
+    """Return the reduction of each leaf of metrics from a prefix tree; numbers that are not summed are averaged."""
     try:
         words = [None] * len(leaves) if prefix is None else broadcast_prefix(prefix, aux)
     except ValueError:
