@@ -2,7 +2,8 @@
 
 As without stages, every microbatch starts from the same ones, and the next step's are the mean over all that wrote to them,
 weighted as the loss is (see `buffers`). Running statistics of BatchNorm are not means over microbatches, whose variance
-would be too small, but move once, towards those of all samples together (torchgpipe's deferred BatchNorm).
+would be too small, but move once, towards those of all samples together (torchgpipe's deferred BatchNorm); in
+reproducible mode they are means, with the bits of a step without stages.
 """
 
 from __future__ import annotations

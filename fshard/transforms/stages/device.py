@@ -200,7 +200,8 @@ class StageStep:
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; its random draws depend on the samples and the layer."""
-        moments = None if self.writes is None else list[Any]()
+        is_moved = self.writes is not None and self.plan.how.slices is None
+        moments = list[Any]() if is_moved else None
         with self._draws(microbatch, part=stage), self._slice_state(microbatch, moments):
             called, params = stage_for(self.plan.stages[stage], microbatch), self.units[stage].tree
             if self.writes is None:
