@@ -6,6 +6,7 @@ seconds to find that out. `torch.compiler.disable` does the same, but imports Dy
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -19,8 +20,10 @@ _set_compiler = _frames.set_eval_frame
 _SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
 
 
-def uncompiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
+def uncompiled(function: Callable[Args, Result], *, warning: str = "") -> Callable[Args, Result]:
     """Return a function that runs without torch.compile, as does all that it calls; the code around it is compiled.
+
+    Where it is called by compiled code it gives the warning, once.
 
     >>> import torch
     >>> @uncompiled
@@ -30,9 +33,15 @@ def uncompiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
     tensor([2., 2.])
     """
 
+    warned = not warning
+
     @wraps(function)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        nonlocal warned
         before = _set_compiler(None)
+        if before and not warned:
+            warned = True
+            warnings.warn(warning, stacklevel=2)
         try:
             return function(*args, **kwargs)
         finally:

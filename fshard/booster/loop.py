@@ -231,7 +231,7 @@ class LoopModel(BoostedModel):
     def _agree(self, step: _Step) -> PyTree:
         """Reduce the remaining gradients, and average buffers: the one time in a step that all devices agree."""
         device, near = step.done, torch.zeros((), device=step.runtime.reductions.device)
-        found = [LossSums(near, sum(weights), [], []) for weights in zip(*step.backwards, strict=True)]
+        found = [LossSums(near, sum(weights), []) for weights in zip(*step.backwards, strict=True)]
         changed = [self._agreed.changed(0, tree, near.device) for tree in self._written_by(len(found))]
         mean, used, after = device.together(found, changed)
         if not self.is_reproducible and abs(mean.weight - len(step.backwards)) > 1e-6:

@@ -56,7 +56,7 @@ class StagedModel(BoostedModel):
             found = loss_of(self._criterion, y, microbatch)
             return (found, y) if outputs else found
 
-        how: dict[str, Any] = {**self._options, "loss": loss, "has_aux": outputs}
+        how: dict[str, Any] = {**self._options, "loss": loss, "aux": "rows" if outputs else None}
         return gradient_of("execute_pipeline", self.function, backward=backward, in_place=True, **how)
 
     def run(self, criterion: Criterion | None, batch: PyTree, scale: float, *, outputs: bool) -> StepValue:

@@ -45,7 +45,8 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
     """Return the norm of all elements of a tree, (sum of |x|^order)^(1 / order), as a float64 number.
 
     Args:
-        tree: tensors and `Sharded`s.
+        tree: tensors and `Sharded`s. In an `update` of plain tensors, a tree like its parameters, such as its gradients:
+            then parameters of other devices count too, in every stage of ZeRO.
         order: above 0; inf for the largest |x|.
         exact: of order 2. True: the same bits for any layout, by exact sums: about 20 ns an element on a CPU.
             None: so only if a leaf is of float64, and in a reproducible step; else squares are added in float64: two
@@ -68,7 +69,8 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
     """
     unfit = ["exact=True is for order=2"] * bool(exact and order != 2)
     validate("global_norm", within("(0, inf]", order=order), unfit)
-    at = Leaves.of(tree)
+    arrays = local_arrays.get()
+    at = Leaves.of(tree if arrays is None else arrays(tree))
     check_summable("global_norm", at)
     leaves = _counted(at)
     if order == inf:
@@ -78,6 +80,8 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
 
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
+local_arrays: ContextVar[Callable[[PyTree], list[Leaf]] | None] = ContextVar("local_arrays", default=None)
+"""Converts a local tree to global arrays, in a device's update of plain tensors."""
 
 
 @contextmanager

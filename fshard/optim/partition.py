@@ -57,12 +57,7 @@ class Partitioned(NamedTuple):
 
 
 def partition_optimizer(
-    opt: Optimizer,
-    *,
-    mesh: Mesh,
-    axis: str | tuple[str, ...],
-    stage: Stage,
-    unit: Unit | None = None,
+    opt: Optimizer, *, mesh: Mesh, axis: str | tuple[str, ...], stage: Stage, unit: Unit | None = None
 ) -> Partitioned:
     """Shard an optimizer's state and work over the devices along `axis`.
 
@@ -74,6 +69,9 @@ def partition_optimizer(
             of `shard_params`: one that is replicated along `axis` is treated in stage 3 as in 2.
         unit: every leaf as flat ranges ("elementwise"), or the leaves in full at owners of about equal total size
             ("matrix"). None: flat where the optimizer is elementwise, in `by_label` leaf by leaf, else at owners.
+
+    In stages 1 to 3 an own `update` of plain tensors sees the device's shards or the leaves that it owns, so a norm of its
+    gradients would be wrong: `fs.optim.global_norm(grads)` there is that of all. `fs.testing.check_elementwise` tests it.
 
     `update` and `step` send an all_gather of the parameters in stages 1 and 2; and for leaves at owners an all_to_all
     of the device's gradient shards, one of the parameters after the update, and in stage 3 one before.

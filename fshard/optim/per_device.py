@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import optree
@@ -24,7 +25,7 @@ from torch import Tensor
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import NAMESPACE, PyTree, Structure, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.spmd.run import local_devices
+from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.optim.contract import Optimizer, Update, check_optimizer
 from fshard.optim.leaves import (
     Leaf,
@@ -33,9 +34,11 @@ from fshard.optim.leaves import (
     check_unsharded,
     is_unsharded,
     kind_of,
+    like,
     shape_of_shard,
     trainable,
 )
+from fshard.optim.norms import local_arrays
 
 _optree: Any = optree
 
@@ -104,11 +107,10 @@ def _init(init: Callable[[PyTree], PyTree], at: Leaves) -> PyTree:
     trees = [{i: _local(at.leaves[i], place) for i in held} for place, held in _devices(at, moved)]
     if elsewhere := {i: shape_of_shard(at.leaves[i]) for i in set(moved).difference(*trees)}:
         trees.append(elsewhere)  # the state that other processes own: its shapes
-    states: list[_State] = []
-    for tree in trees:
-        local = _only(at, tree)
-        states.append(_State.of(init(local), flatten(local, none_is_leaf=True)[1]))
-    first = states[0]
+    made = [init(_only(at, tree)) for tree in trees]
+    states = [_State.of(x, flatten(_only(at, tree), none_is_leaf=True)[1]) for x, tree in zip(made, trees, strict=True)]
+    first = next((state for state, tree in zip(states, trees, strict=True) if tree), states[0])
+    states = [state if tree else first.beside(x) for state, x, tree in zip(states, made, trees, strict=True)]
     if any((state.structure, state.is_like) != (first.structure, first.is_like) for state in states):
         raise OptimizerError(
             "init must make the same state on all devices, but for subtrees with the structure of the parameters that it is "
@@ -133,20 +135,36 @@ def _act(act: Update, grads: PyTree, state: PyTree, at: Leaves, *, writes: bool)
     """Run an update, or a step (`writes`), of plain tensors on each device; return arrays."""
     given, before = at.gradients(grads), _State.of(state, at.structure)
     moved = [i for i in _trained(at) if given[i] is not None]
-    results: list[dict[int, Any]] = []
-    states: list[list[Any]] = []
-    for place, held in _devices(at, moved):
+    devices = _devices(at, moved)
 
-        def local(leaves: list[Leaf], held: list[int] = held, place: int = place) -> PyTree:
+    def on_device(place: int) -> tuple[dict[int, Any], list[Any]]:
+        held = devices[place][1]
+
+        def local(leaves: list[Leaf]) -> PyTree:
             return _only(at, {i: _local(leaves[i], place) for i in held})
+
+        def arrays(tree: PyTree) -> list[Leaf]:
+            """Return a local tree as arrays; shards of those that the device does not hold are empty."""
+            shards = _by_index(tree, structure, held, "the tree of global_norm")
+            return [like(at.leaves[i], [shards.get(i, _local(at.leaves[i], place))]) for i in moved]
 
         own = local(at.leaves)
         structure = flatten(own, none_is_leaf=True)[1]
         entries = [local(x) if like else x for x, like in zip(before.entries, before.is_like, strict=True)]
-        result, after = act(local(given), unflatten(before.structure, entries), own)
-        results.append(_by_index(result, structure, held, "updates"))
+        context = copy_context()
+        context.run(local_arrays.set, arrays)
+        result, after = context.run(act, local(given), unflatten(before.structure, entries), own)
         entries = zip(before.structure.flatten_up_to(after), before.is_like, strict=True)
-        states.append([_by_index(x, structure, held, "state") if like else x for x, like in entries])
+        after = [_by_index(x, structure, held, "state") if like else x for x, like in entries]
+        return _by_index(result, structure, held, "updates"), after
+
+    mesh = next((leaf.mesh for leaf in at.leaves if isinstance(leaf, Sharded)), None)
+    if mesh is None:
+        found = [on_device(0)]
+    else:
+        numbers = local_devices(mesh)
+        found = run_on_devices(mesh, lambda device: on_device(numbers.index(device)))
+    results, states = zip(*found, strict=True)
     new = {i: _joined(at.leaves[i], [row.get(i) for row in results], "update") for i in moved}
     leaves = [new.get(first, at.leaves[i] if writes else None) for i, first in enumerate(at.firsts)]
     columns = zip(before.is_like, before.entries, zip(*states, strict=True), strict=True)
@@ -266,6 +284,14 @@ class _State(NamedTuple):
         found = [is_like(x) for x in subtrees]
         entries = [flatten(x, none_is_leaf=True)[0] if like else x for x, like in zip(subtrees, found, strict=True)]
         return _State(structure, entries, found)
+
+    def beside(self, state: PyTree) -> _State:
+        """Take the state of a device without parameters apart, whose empty trees may be like the parameters or not."""
+        try:
+            entries = self.structure.flatten_up_to(state)
+        except ValueError:
+            return _State(self.structure, [], [])
+        return self._replace(entries=[[] if like else x for x, like in zip(entries, self.is_like, strict=True)])
 
 
 def _by_index(tree: PyTree, structure: Structure, indices: list[int], what: str) -> dict[int, Any]:

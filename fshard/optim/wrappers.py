@@ -96,11 +96,7 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
         return params, {"ema": averaged(state, params, lambda a, p: a.lerp_(p, 1 - decay)), "inner": inner}
 
     return Optimizer(
-        lambda params: {"ema": copied(params), "inner": opt.init(params)},
-        update,
-        step,
-        opt.elementwise,
-        arrays=True,
+        lambda params: {"ema": copied(params), "inner": opt.init(params)}, update, step, opt.elementwise, arrays=True
     )
 
 

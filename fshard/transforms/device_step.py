@@ -34,14 +34,14 @@ from fshard.transforms.means import (
     averaged_results,
     collected,
     combine_aux,
-    idle_slice,
     nonzero_weight,
     refuse_weights,
     slice_results,
+    slice_state,
     weight_of,
 )
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
-from fshard.transforms.origin import Inputs, bits, inputs_of
+from fshard.transforms.origin import Inputs, bits, inputs_of, refuse_different_samples, samples_mark
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
@@ -54,7 +54,7 @@ class StepOptions:
     Args:
         loss_fn: of (params, batch).
         has_buffers: True if it takes and returns buffers: (params, buffers, batch) -> (loss, buffers).
-        has_aux: True if it returns metrics too.
+        has_aux: True if it returns metrics too, and `aux` how they are combined.
         weight: the weight of a part of the batch.
         accumulate: number of slices per device.
         once: True accumulates gradients over the slices before they are reduced.
@@ -76,6 +76,7 @@ class StepOptions:
     backward: bool = True
     caller: str = "value_and_grad"
     local: tuple[str, ...] = ()
+    aux: PyTree = None
 
     def used(self, layout: Layout) -> Layout:
         """Return the layout in which a parameter is used: sharded along local axes, as it is stored, else replicated."""
@@ -221,7 +222,7 @@ class DeviceStep:
         """Take the forward and backward of one slice; `keep` takes its gradients if they are not to be reduced yet."""
         runtime, (slice, count, number) = self.runtime, turn
         runtime.begin()
-        with self.running(number), idle_slice(not slice.rows):
+        with self.running(number), slice_state(idle=not slice.rows):
             loss, buffers, aux = self._forward(slice)
             self.agree_on_axes(loss.device)
             share = count.share if self.how.slices is None else 1.0  # else sums are weighted, in 32 bits
@@ -231,7 +232,7 @@ class DeviceStep:
         if keep is None:
             runtime.reductions.end()
         written = self.buffers.changed(self.place, buffers, loss.device)
-        return SliceOutput(*slice_results(loss, count, aux, slice.samples), written)
+        return SliceOutput(*slice_results(loss, count, aux, slice.samples, self.how.aux), written)
 
     def _forward(self, slice: Slice) -> tuple[Tensor, PyTree, PyTree]:
         how, runtime = self.how, self.runtime
@@ -304,6 +305,14 @@ class DeviceStep:
             dtype = str(dtypes.pop())
             note += f"; params are {dtype.removeprefix('torch.')}, {', '.join(other)}"
             note += f". Where they meet, convert the batch, x.to({dtype}), or give compute={dtype} for floating ones"
+        if ("'str'" in str(error) or "not str" in str(error)) and not isinstance(batch, Mapping):
+            note += (
+                f". It indexes the batch, a {type(batch).__name__}, by a string: swap its arguments if params are last"
+            )
+        if "saved tensor hooks" in str(error):
+            note += (
+                ". Mark the part that calls torch.func.grad, vjp or jacrev: fs.with_unsharded_params(part, keep=True)"
+            )
         error.add_note(f"{self.how.caller}: {note}.")
 
     def together(
@@ -323,6 +332,7 @@ class DeviceStep:
         if runtime.fresh and len(found) > 1:
             runtime.warn_of_attributes()
         written = [Written(one.weight, own) for one, own in zip(found, changed, strict=True)]
+        along = self.collectives.along
         given, near, inputs = self.buffers.before(self.place), found[0].loss.device, self._inputs()
         wrote, others = written_paths(written), irregular(written, given)
         several_shapes = len({entry.path for entry in others}) < len(others)
@@ -332,6 +342,7 @@ class DeviceStep:
             "several": [float(several_shapes)] if paths else [],
             "kept": [float(unit.accumulated is not None) for unit in runtime.units],
             "used": [*map(float, runtime.reductions.used)],
+            "samples": [samples_mark(self.batch, self.place, self._along(along), fresh=runtime.fresh)],
         }
         row = [number for column in columns.values() for number in column]
         mean, row = averaged_results(found, row, self.everyone, self.collectives.many, runtime.site)
@@ -339,6 +350,7 @@ class DeviceStep:
         sums = {name: [next(rest) for _ in column] for name, column in columns.items()}
         differing, used = unlike(sums["marks"]), sums["used"]
         self._refuse_different(inputs, differing)
+        refuse_different_samples(self.how.caller, sums["samples"][0], along)
         if any(leaf.trained for leaf in runtime.leaves):
             refuse_detached([times for times, leaf in zip(used, runtime.leaves, strict=True) if leaf.trained])
         runtime.reductions.rest(sums["kept"], used)

@@ -19,7 +19,7 @@ from fshard.transforms.origin import refuse_distant
 from fshard.transforms.value_and_grad import gradient_of, refuse_unscheduled
 from fshard.uncompiled import uncompiled
 
-_BOTH = {"has_buffers", "has_aux", "weight", "local", "reproducible", "live_units", "compute"}
+_BOTH = {"has_buffers", "has_aux", "aux", "weight", "local", "reproducible", "live_units", "compute"}
 _OF_LOSSES = _BOTH | {"accumulate", "slices", "prefetch"}
 _OF_STAGES = _BOTH | {"loss", "inputs", "skips", "axis", "dynamic"}
 
@@ -28,7 +28,7 @@ _OF_STAGES = _BOTH | {"loss", "inputs", "skips", "axis", "dynamic"}
 def evaluate(
     loss_fn: Any, *, mesh: Mesh, batch: PyTree, schedule: Schedule | None = None, **options: Unpack[Options]
 ) -> Callable[..., Any]:
-    """Return a function of (params, batch) that gives the mean loss over the entire batch, or with `has_aux` (loss,
+    """Return a function of (params, batch) that gives the mean loss over the entire batch, or with `aux` (loss,
     aux).
 
     Args:
@@ -37,7 +37,7 @@ def evaluate(
         mesh: the devices.
         batch: the sharding of the batch.
         schedule: of a model in stages, of which the forwards are run.
-        options: `has_buffers`, `has_aux`, `weight`, `local`, `reproducible`, `live_units` and `compute`, as in
+        options: `has_buffers`, `has_aux`, `aux`, `weight`, `local`, `reproducible`, `live_units` and `compute`, as in
             `value_and_grad`; without a schedule also `accumulate`, `slices` and `prefetch`, with one `loss`, `inputs`,
             `skips`, `axis` and `dynamic`. New buffers are dropped. Dropout and BatchNorm are those of the module's mode:
             call `module.eval()` before, which `functionalize`'s apply follows.

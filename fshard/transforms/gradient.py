@@ -27,7 +27,19 @@ from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
 from fshard.mesh.collectives.autograd import transformed
-from fshard.mesh.layout import Axes, Layout, Mesh, PyTree, Structure, as_axes, as_written, flatten, paths_of, unflatten
+from fshard.mesh.layout import (
+    Axes,
+    Layout,
+    Mesh,
+    P,
+    PyTree,
+    Structure,
+    as_axes,
+    as_written,
+    flatten,
+    paths_of,
+    unflatten,
+)
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
 from fshard.optim.leaves import trainable, without_static
@@ -53,6 +65,7 @@ def unstaged(
     batch: PyTree,
     has_buffers: bool = False,
     has_aux: bool = False,
+    aux: PyTree = None,
     weight: Weight | None = None,
     accumulate: int = 1,
     reduce_once: bool = True,
@@ -72,16 +85,15 @@ def unstaged(
 ) -> Gradient:
     """Return the gradient of a loss function of the full model; for its options see `value_and_grad`."""
     numbers = {"accumulate": accumulate, "slices": slices, "live_units": live_units, "bucket": bucket}
-    numbers |= {"in_flight": in_flight, "prefetch": prefetch, "reduce": reduce, "compute": compute}
+    numbers |= {"in_flight": in_flight, "prefetch": prefetch, "reduce": reduce, "compute": compute, "aux": aux}
     if wrong := wrong_options(reproducible, numbers):
         raise ValueError(f"value_and_grad: {'; '.join(wrong)}.")
     count = 8 if slices is None else slices
     unit_options = UnitOptions(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
     once = reduce_once or reproducible
     slices = count if reproducible else None
-    how = StepOptions(
-        loss_fn, has_buffers, has_aux, weight, accumulate, once, slices, unit_options, backward, local=as_axes(local)
-    )
+    returned = loss_fn, has_buffers, has_aux or aux is not None, weight
+    how = StepOptions(*returned, accumulate, once, slices, unit_options, backward, local=as_axes(local), aux=aux)
     return Gradient(how, mesh, batch, gradients or same_layouts, frozen)
 
 
@@ -196,7 +208,7 @@ class GradientFunction:
         first = results[0]
         grads = gradient_tree(plans.leaves, [result.gradients for result in results], structure, at)
         after = memory.after([result.buffers for result in results])
-        aux = global_aux([result.aux for result in results], parts) if self.how.has_aux else ()
+        aux = global_aux([result.aux for result in results], parts, self.how.aux) if self.how.has_aux else ()
         value = StepValue(first.loss, first.weight, parts.samples, after, aux)
         return value, grads
 
@@ -205,12 +217,7 @@ class GradientFunction:
         raise TypeError(f"{self.how.caller} of stages must not be called within a torch.func transform.")
 
     def plans_of(
-        self,
-        structure: Structure,
-        leaves: Sequence[Sharded],
-        at: Sequence[int],
-        mesh: Mesh,
-        axes: tuple[str, ...],
+        self, structure: Structure, leaves: Sequence[Sharded], at: Sequence[int], mesh: Mesh, axes: tuple[str, ...]
     ) -> Any:
         """Return the cached plans for parameters of this structure, these ties, shapes, dtypes and layouts.
 
@@ -230,6 +237,10 @@ class GradientFunction:
 
     def _refuse_swapped(self, leaves: Sequence[Any], batch: PyTree) -> None:
         """Raise if the parameters were given as the batch, and the batch as the parameters."""
+        if batch is None and isinstance(self.specs, P) and self.specs.axes:
+            raise TypeError(
+                f"{self.how.caller}: the batch must be a tree of tensors, sharded by {self.specs}; got None."
+            )
         if any(isinstance(x, Sharded) for x in leaves) or isinstance(batch, Tensor | BatchPart):
             return
         if any(isinstance(x, Sharded) for x in flatten(batch)[0]):

@@ -3,36 +3,36 @@
 Every slice has a weight, computed on the host: its number of samples, or the result of `weight=`. A slice of weight 0
 adds nothing, even if its loss is not finite; the result of an idle slice is dropped.
 
-    (loss x weight, means x weight, counts)  of each slice  ->  one tree of sums  ->  psum  ->  divided by the total weight
-    (weight, more numbers)                                  ->  one tree of sums  ->  psum  ->  a list
+    (loss x weight, means x weight)  of each slice  ->  one tree of sums  ->  psum  ->  divided by the total weight
+    (weight, more numbers)                          ->  one tree of sums  ->  psum  ->  a list
 
 The second vector is on the host, so it does not wait for the first.
 
-Metrics (`has_aux`):
+Metrics are combined by `aux=`; without a word, numbers are averaged and other tensors raise:
 
-    0-d, floating        the mean, weighted as the loss is
-    0-d, integer         a count: the sum over all slices
-    a row per sample     the rows of the global batch, in its order: a `Sharded` with the batch's layout, replicated
-                         where the batch is uneven
+    "mean"    the mean over slices, weighted as the loss is
+    "sum"     the sum over slices
+    "rows"    a row per sample: those of the global batch, in its order, as a `Sharded` with the batch's layout,
+              replicated where the batch is uneven; a number has none, and is averaged
 
-So each is the function's result for the global batch, if that is a mean, a count or one row per sample. Devices with
-the same samples, along other axes, are averaged; rows of integers or bools are the first one's.
+Devices with the same samples, along other axes, are averaged; rows of integers or bools are the first one's.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from math import inf
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.moves import AllGather, Broadcast, Psum
-from fshard.mesh.layout import Layout, P, PyTree, Structure, flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout import Layout, P, PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
@@ -42,12 +42,11 @@ from fshard.transforms.patterns import named, parts_of
 
 
 class LossSums(NamedTuple):
-    """The loss, means and sums of one slice, or of all together, and their weight."""
+    """The loss and means of one slice, or of all together, and their weight."""
 
     loss: Tensor
     weight: float
     means: list[Tensor]
-    counts: list[Tensor]
 
 
 def averaged_results(
@@ -67,21 +66,15 @@ def averaged_results(
     if not alone:
         sums, known = summed((sums, on_host([weight, *more], near)), group, site)
         weight, *more = [weight, *more] if known.is_meta else known.tolist()
-    loss, *rest = sums.split([1, *(x.numel() for x in (*first.means, *first.counts))])
-    means = [_like(x, total / weight) for x, total in zip(first.means, rest, strict=False)]
-    counts = [_like(x, total / many) for x, total in zip(first.counts, rest[len(means) :], strict=True)]
+    loss, *rest = sums.split([1, *(x.numel() for x in first.means)])
+    means = [(total / weight).reshape(x.shape).to(x) for x, total in zip(first.means, rest, strict=True)]
     loss = (loss / weight).reshape(()).to(torch.promote_types(first.loss.dtype, torch.float32))
-    return LossSums(loss, weight / many, means, counts), more
-
-
-def _like(x: Tensor, value: Tensor) -> Tensor:
-    """Return a value in its original shape and dtype; integers are rounded."""
-    return (value if x.is_floating_point() else value.round()).reshape(x.shape).to(x)
+    return LossSums(loss, weight / many, means), more
 
 
 def _rows(found: Sequence[LossSums], near: torch.device) -> Tensor:
     """Return a row of numbers for each slice, times its weight; those of weight 0 are 0, finite or not."""
-    if len(found) == 1 and not found[0].means and not found[0].counts:
+    if len(found) == 1 and not found[0].means:
         row = found[0].loss.to(near, torch.float64).reshape(1, 1)
         return row * found[0].weight if found[0].weight else torch.zeros_like(row)
     rows = _columns([[one.loss, *one.means] for one in found], near)
@@ -90,8 +83,6 @@ def _rows(found: Sequence[LossSums], near: torch.device) -> Tensor:
         rows = rows * weights.pop()
     else:
         rows = torch.stack([row * one.weight for row, one in zip(rows, found, strict=True)])
-    if found[0].counts:
-        rows = torch.cat([rows, _columns([one.counts for one in found], near)], 1)
     if all(one.weight for one in found):
         return rows
     return torch.stack([row if one.weight else torch.zeros_like(row) for row, one in zip(rows, found, strict=True)])
@@ -151,84 +142,98 @@ def weight_of(weight: Any) -> Tensor:
     return torch.as_tensor(weight, dtype=torch.float64).reshape(())
 
 
-class _IdleState(threading.local):
+class SliceState(threading.local):
+    """The slice that the calling device runs: True if it is idle, and a list to which BatchNorm layers add their moments."""
+
     idle: bool = False
+    moments: list[Any] | None = None
 
 
-_here = _IdleState()
+current_slice = SliceState()
 
 
-def is_idle() -> bool:
-    """Return True if the calling device runs an idle slice."""
-    return _here.idle
+@contextmanager
+def slice_state(*, idle: bool, moments: list[Any] | None = None) -> Generator[None]:
+    """Set the state of the current slice within the context.
 
-
-class idle_slice:
-    """Mark the calling device as idle within the context.
-
-    >>> with idle_slice(True):
-    ...     is_idle()
+    >>> with slice_state(idle=True):
+    ...     current_slice.idle
     True
     """
+    now = current_slice
+    before, now.idle, now.moments = (now.idle, now.moments), idle, moments
+    try:
+        yield
+    finally:
+        now.idle, now.moments = before
 
-    __slots__ = ("_before", "_idle")
 
-    def __init__(self, idle: bool) -> None:
-        self._idle = idle
-
-    def __enter__(self) -> None:
-        self._before, _here.idle = _here.idle, self._idle
-
-    def __exit__(self, *_: object) -> None:
-        _here.idle = self._before
+AuxReduction = Literal["mean", "sum", "rows"]
 
 
 class AuxLeaves(NamedTuple):
-    """The metrics of a slice, or of all together: numbers, and tensors with a row for each sample."""
+    """The metrics of a slice, and how each is combined with those of other slices."""
 
     leaves: list[Tensor]
     structure: Structure
+    reductions: list[AuxReduction]
 
 
-def aux_leaves(aux: PyTree, samples: int | None, near: torch.device) -> AuxLeaves:
-    """Return the metrics of a slice with this number of samples; raise with all that are invalid."""
+def aux_leaves(aux: PyTree, samples: int | None, near: torch.device, prefix: PyTree) -> AuxLeaves:
+    """Return the metrics of a slice with the reductions of a prefix tree; raise with all that are invalid."""
     if isinstance(aux, tuple) and not aux:
         return _NOTHING
     paths, leaves, structure = flatten_with_paths(aux)
     leaves = [torch.full((), x, device=near) if isinstance(x, bool | int | float) else x for x in leaves]
+    reductions = aux_reductions(leaves, prefix, aux)
     wrong = [
         f"{named(parts_of(path)) or 'it'} is {kind}"
-        for path, x in zip(paths, leaves, strict=True)
-        if (kind := _complaint(x, samples)) is not None
+        for path, x, reduction in zip(paths, leaves, reductions, strict=True)
+        if (kind := _complaint(x, samples, reduction)) is not None
     ]
     if wrong:
         raise ValueError(
-            f"value_and_grad: what is returned beside the loss is a number, or has a row for each sample; {'; '.join(wrong)}. "
-            "Write x.float() for the share of a bool, or x.sum() for a count, and x.unbind() for several numbers."
+            f"value_and_grad: metrics beside the loss must be numbers, or be named in aux=; {'; '.join(wrong)}. "
+            'Give aux="mean", "sum" or "rows" (a row per sample), or a tree of these.'
         )
-    return AuxLeaves([x.detach() for x in leaves], structure)
+    return AuxLeaves([x.detach() for x in leaves], structure, reductions)
 
 
-_NOTHING = AuxLeaves([], flatten_with_paths(())[2])
+_NOTHING = AuxLeaves([], flatten_with_paths(())[2], [])
 
 
-def _complaint(x: Any, samples: int | None) -> str | None:
+def aux_reductions(leaves: Sequence[Any], prefix: PyTree, aux: PyTree) -> list[Any]:
+    """Return the reduction of each leaf of metrics from a prefix tree; numbers that are not summed are averaged."""
+    try:
+        words = [None] * len(leaves) if prefix is None else broadcast_prefix(prefix, aux)
+    except ValueError:
+        raise ValueError(f"aux={prefix!r} must be a prefix of the metrics {flatten(aux)[1]}. Name each.") from None
+    is_number = [not getattr(x, "ndim", 1) for x in leaves]
+    return ["mean" if number and word != "sum" else word for word, number in zip(words, is_number, strict=True)]
+
+
+def _complaint(x: Any, samples: int | None, reduction: AuxReduction | None) -> str | None:
     """Return the error of a leaf."""
     if not isinstance(x, Tensor):
         return f"a {type(x).__name__}"
-    if x.ndim == 0:
-        return "a bool" if x.dtype == torch.bool else "complex" if x.is_complex() else None
-    if x.shape[0] == samples:
-        return None
-    return f"of shape {tuple(x.shape)}" + ("" if samples is None else f", but there are {samples} samples")
+    if reduction is None:
+        return f"of shape {tuple(x.shape)}"
+    if reduction == "rows":
+        return None if x.shape[0] == samples else f"of shape {tuple(x.shape)}, but there are {samples} samples"
+    return "complex" if x.is_complex() else None
 
 
-def slice_results(loss: Tensor, count: Count, aux: PyTree, samples: int | None) -> tuple[LossSums, AuxLeaves]:
-    """Return the results of a slice: its loss and numbers with their weight, and its metrics."""
-    metrics = aux_leaves(aux, samples, loss.device)
-    numbers = [x for x in metrics.leaves if not x.ndim]
-    means, counts = [x for x in numbers if x.is_floating_point()], [x for x in numbers if not x.is_floating_point()]
-    return LossSums(loss.detach(), count.weight, means, counts), metrics
+def slice_results(
+    loss: Tensor, count: Count, aux: PyTree, samples: int | None, prefix: PyTree
+) -> tuple[LossSums, AuxLeaves]:
+    """Return the results of a slice: its loss and means with their weight, and its metrics."""
+    metrics, means = aux_leaves(aux, samples, loss.device, prefix), list[Tensor]()
+    for x, reduction in zip(metrics.leaves, metrics.reductions, strict=True):
+        if reduction == "sum":
+            means.append(x.double() / (count.weight or 1.0))  # their mean times the total weight is the sum
+        elif reduction == "mean":
+            means.append(x if x.is_floating_point() else x.to(torch.get_default_dtype()))
+    return LossSums(loss.detach(), count.weight, means), metrics
 
 
 def combine_aux(
@@ -242,15 +247,18 @@ def combine_aux(
         mean: over all slices of all devices.
         collect: concatenates the rows of slices.
     """
-    means, counts = iter(mean.means), iter(mean.counts)
+    means = iter(mean.means)
 
-    def combined(column: Sequence[Tensor]) -> Tensor:
-        if column[0].ndim:
+    def combined(reduction: AuxReduction, column: Sequence[Tensor]) -> Tensor:
+        if reduction == "rows":
             return collect([x[:count] for x, count in zip(column, rows, strict=True)])
-        return next(means if column[0].is_floating_point() else counts)
+        x, dtype = next(means), column[0].dtype
+        if reduction == "sum":
+            x = (x * mean.weight).to(dtype) if dtype.is_floating_point else (x * mean.weight).round().long()
+        return x
 
     columns = zip(*(metrics.leaves for metrics in each), strict=True)
-    return unflatten(each[-1].structure, [combined(column) for column in columns])
+    return unflatten(each[-1].structure, [*map(combined, each[-1].reductions, columns)])
 
 
 def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: Group | None, site: Site) -> Tensor:
@@ -278,17 +286,17 @@ def collected(rows: Sequence[Tensor], batch: Batch, same: Group | None, group: G
     return torch.cat([part[:length] for part, length in zip(every.split(longest), cut.lengths(), strict=True)])
 
 
-def global_aux(found: Sequence[PyTree], batch: Batch) -> PyTree:
+def global_aux(found: Sequence[PyTree], batch: Batch, prefix: PyTree) -> PyTree:
     """Return the metrics of a step from those of the local devices: rows have the batch's layout, if that is even."""
-    cut, structure = batch.cut, flatten(found[0])[1]
+    cut, (leaves, structure) = batch.cut, flatten(found[0])
 
-    def joined(shards: tuple[Tensor, ...]) -> Tensor | Sharded:
+    def joined(reduction: AuxReduction, shards: tuple[Tensor, ...]) -> Tensor | Sharded:
         x = shards[0]
-        if not x.ndim:
+        if reduction != "rows":
             return x
         if cut is None or not cut.is_even:
             return Sharded(tuple(x.shape), Layout(batch.mesh), shards)
         return Sharded((cut.length, *x.shape[1:]), Layout(batch.mesh, P(cut.axes)), shards)
 
     columns = zip(*(flatten(aux)[0] for aux in found), strict=True)
-    return unflatten(structure, [joined(shards) for shards in columns])
+    return unflatten(structure, [*map(joined, aux_reductions(leaves, prefix, found[0]), columns)])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
 from reprlib import repr as shown
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
 from fshard.errors import FshardError
-from fshard.mesh.layout import Axes, Layout, PyTree
-from fshard.transforms.means import Weight
+from fshard.mesh.layout import Axes, Layout, PyTree, flatten
+from fshard.transforms.means import AuxReduction, Weight
 from fshard.transforms.patterns import Choice
 
 
@@ -20,6 +20,7 @@ class Options(TypedDict, total=False):
 
     has_buffers: bool
     has_aux: bool
+    aux: PyTree
     weight: Weight | None
     gradients: Callable[[Layout], Layout] | None
     frozen: Choice
@@ -48,18 +49,11 @@ class Options(TypedDict, total=False):
 OF_STAGES_ALONE = ("loss", "inputs", "skips", "axis", "dynamic", "recompute")
 OF_LOSSES_ALONE = ("accumulate", "reduce_once", "slices", "reshard_after_forward", "prefetch", "in_flight", "bucket")
 _BOTH = [name for name in Options.__annotations__ if name not in OF_LOSSES_ALONE + OF_STAGES_ALONE]
-OF_LOSSES = [*_BOTH[:3], *OF_LOSSES_ALONE, *_BOTH[3:]]
+OF_LOSSES = [*_BOTH[:4], *OF_LOSSES_ALONE, *_BOTH[4:]]
 OF_STAGES = [*OF_STAGES_ALONE, *_BOTH]
 
 _LEAST = {"live_units": 1, "accumulate": 1, "slices": 1, "prefetch": 0, "in_flight": 0, "bucket": 0}
-_FLAGS = (
-    "has_buffers",
-    "has_aux",
-    "reproducible",
-    "reduce_once",
-    "reshard_after_forward",
-    "dynamic",
-)
+_FLAGS = ("has_buffers", "has_aux", "reproducible", "reduce_once", "reshard_after_forward", "dynamic")
 _FUNCTIONS = ("weight", "gradients", "loss", "inputs")
 
 
@@ -72,7 +66,14 @@ def wrong_options(reproducible: bool, given: Mapping[str, Any]) -> list[str]:
         elif name in _FLAGS:
             wrong += flag(name, x)
         elif name in ("compute", "reduce"):
-            wrong += must_be(name, "a torch.dtype or None", x, x is None or isinstance(x, torch.dtype))
+            is_dtype = isinstance(x, torch.dtype)
+            wrong += must_be(name, "a torch.dtype or None", x, x is None or is_dtype)
+            is_wide = not is_dtype or (x.is_floating_point and x.itemsize > 1)
+            wrong += must_be(name, "a floating dtype of at least 16 bits", x, is_wide)
+        elif name == "aux":
+            leaves = flatten(x)[0]
+            ok = all(isinstance(leaf, str) and leaf in get_args(AuxReduction) for leaf in leaves)
+            wrong += must_be(name, '"mean", "sum" or "rows", or a tree of these', x, ok)
         elif name in _FUNCTIONS:
             wrong += must_be(name, "a function or None", x, x is None or callable(x))
         elif name == "recompute":

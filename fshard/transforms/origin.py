@@ -8,12 +8,14 @@ inside               the calling device's own     its own
     the initial key of random draws          in every step, in reproducible mode
     replicated parameters                    in the first step: a hash of each leaf's bits
     batches that are given in full           in the first step, likewise
+    the samples of devices with the same     in the first step; then of tensors in host memory, up to 64 KiB of each
 
 A mark of all these is added to numbers that are summed anyway; only if it differs do devices compare each kind.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,7 +28,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
-from fshard.transforms.agree import marks, on_host, summed, unlike
+from fshard.transforms.agree import mark, marks, on_host, summed, unlike
 from fshard.transforms.batch import Batch
 from fshard.transforms.patterns import named, parts_of
 
@@ -41,6 +43,25 @@ def bits(x: Tensor) -> int:
     x = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
     words = x.view(torch.uint8 if x.nbytes % 4 else torch.int32) if x.numel() else x.to(torch.int64)
     return int(words.sum(dtype=torch.int64).item()) % (1 << 40)
+
+
+def samples_mark(batch: Batch, place: int, same: Group | None, *, fresh: bool) -> float:
+    """Return a number whose sum over devices is 0 if those of each group along other axes have the same samples.
+
+    `same`: the group of the device at index `place`. An accelerator is waited for in the first step only.
+    """
+    if same is None or same.size == 1 or not batch.alone:
+        return 0.0
+    pairs = [(column[place], rows) for column, rows in zip(batch.columns, batch.has_samples, strict=True)]
+    tensors = [x for x, rows in pairs if isinstance(x, Tensor) and (fresh or (rows and x.device.type == "cpu"))]
+    at = batch.mesh.coordinates(batch.devices[place])  # groups that exchange samples differ by them
+    number = mark([*(at[axis] for axis in batch.axes), *(_digest(x, full=fresh) for x in tensors)])
+    return number * (same.size - 1 if same.index == 0 else -1)
+
+
+def _digest(x: Tensor, *, full: bool) -> int:
+    x = x.detach().reshape(-1)[:: 1 if full else 1 + x.nbytes // (1 << 16)]
+    return zlib.crc32(x.cpu().contiguous().resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes())
 
 
 class Inputs(NamedTuple):
@@ -83,6 +104,15 @@ _DIFFERENT = (
     'part. If this process has loaded its own part: fs.from_local(x, fs.Layout(mesh, P("data"))).',
 )
 """The errors of `Inputs`, in their order."""
+
+
+def refuse_different_samples(caller: str, total: float, axes: Sequence[str]) -> None:
+    """Raise unless the sum of `samples_mark` over devices is 0."""
+    if total:
+        raise MismatchError(
+            f"{caller}: devices along {', '.join(axes)} must have the same samples, since they compute one loss together; got "
+            "different ones. Load them by the coordinate along the batch's axes: seed and shard a loader by these alone."
+        )
 
 
 def refuse_distant(mesh: Mesh, what: str, **trees: PyTree) -> None:

@@ -36,7 +36,7 @@ Metrics = dict[str, Any]
     finite             True if both are finite
     samples            number of samples, unless the batch's tensors disagree
     weight             with `weight=`: the weight of the entire batch, such as its number of tokens
-    aux                with `has_aux`: the loss function's metrics: means, sums of counts, rows of samples
+    aux                with `has_aux` or `aux`: the loss function's metrics: means, sums, rows of samples
 """
 
 
@@ -77,13 +77,13 @@ def train_step(
             Parameters are gathered in 16 bits; gradients are reduced in them (bf16) or in float32 (fp16), unless `reduce`
             names another dtype. "fp16" needs `fs.optim.loss_scaled(opt)`.
         schedule: placement and order of the stages' work: see `pipeline_schedule`.
-        options: those of `value_and_grad`: accumulate, weight, has_aux, frozen, reproducible, ... With `has_buffers`, a step
+        options: those of `value_and_grad`: accumulate, weight, aux, frozen, reproducible, ... With `has_buffers`, a step
             takes (params, state, buffers, batch) and returns (params, state, buffers, metrics). With a schedule, those below.
 
-    The step itself is not compiled, and `torch.compile(step)` runs it as it is: compile the loss function,
+    The step itself is not compiled, and `torch.compile(step)` runs it as it is, with a warning: compile the loss function,
     `train_step(torch.compile(loss_fn), ...)`.
 
-    The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `has_aux` also
+    The metrics are "loss", "grad_norm", "finite" and "samples"; with `weight` also "weight", with `aux` also
     "aux". The host waits for no device before it has launched the update, unless the optimizer does: `loss_scaled` and
     `skip_if_not_finite` once, Adafactor as in torch once per leaf. The norm of the metrics is a psum of 8 bytes, in
     the gradients' dtype.
@@ -126,7 +126,7 @@ def train_step(
                          stage that is a function is then (params, buffers, x) -> (y, buffers)
         recompute        which activations are computed again instead of being kept: see `stage_functions`
         dynamic          whether shapes depend on more than those of the microbatch
-        weight, has_aux, gradients, frozen, compute, reduce      as in `value_and_grad`
+        weight, has_aux, aux, gradients, frozen, compute, reduce      as in `value_and_grad`
 
     >>> mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
     >>> stages = fs.pipeline.split_stages(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1)), 2)
@@ -155,7 +155,6 @@ def train_step(
     if how.slices is not None:  # torch's fused kernels round differently where a shard ends; updates do without them
         write = step_of(Optimizer(opt.init, opt.update, arrays=True))
 
-    @uncompiled
     def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
         if len(given) != 1 + how.has_buffers:
             takes = "params, state, buffers, batch" if how.has_buffers else "params, state, batch"
@@ -173,7 +172,8 @@ def train_step(
             norm = norm_of() / scale
         return params, state, *((value.buffers,) if how.has_buffers else ()), _metrics(how, value, norm)
 
-    return step
+    warning = "torch.compile(step) has no effect. Compile the loss function: train_step(torch.compile(loss_fn), ...)."
+    return uncompiled(step, warning=warning)
 
 
 def _metrics(how: StepOptions, value: StepValue, norm: Tensor) -> Metrics:

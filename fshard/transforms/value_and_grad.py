@@ -22,20 +22,13 @@ from fshard.uncompiled import uncompiled
 
 @uncompiled
 def value_and_grad(
-    loss_fn: Any,
-    *,
-    mesh: Mesh,
-    batch: PyTree,
-    schedule: Schedule | None = None,
-    **options: Unpack[Options],
+    loss_fn: Any, *, mesh: Mesh, batch: PyTree, schedule: Schedule | None = None, **options: Unpack[Options]
 ) -> GradientFunction:
     """Return a function of (params, batch) that gives the mean loss over the entire batch and its gradient.
 
     Args:
         loss_fn: `loss_fn(params, batch)` of one device: the mean loss over its samples, or the loss of each; with
-            `has_aux`, a pair of that and a tree of metrics: floating numbers, which are averaged as the loss is, integers,
-            which are counts and are summed, and tensors with a row per sample, which are returned for the entire batch,
-            as a `Sharded`. With a schedule, the stages: see below.
+            `has_aux` or `aux`, a pair of that and a tree of metrics. With a schedule, the stages: see below.
         mesh: the devices.
         batch: the sharding of the batch: a P, or a prefix tree of Ps. Gradients are summed over its axes. Other inputs of
             the loss, such as a second network, are leaves with P(), which may be `Sharded`: these are unsharded, all
@@ -43,7 +36,10 @@ def value_and_grad(
         schedule: placement and order of the stages' work: see `pipeline_schedule`.
         has_buffers: True if loss_fn has buffers, such as BatchNorm's: it is then `loss_fn(params, buffers, batch)` and
             returns (loss, new buffers), and so does the result: see `buffers`.
-        has_aux: True if loss_fn returns metrics, last.
+        has_aux: True if loss_fn returns metrics, last: numbers, which are averaged as the loss is.
+        aux: how metrics are combined, in place of `has_aux`: "mean", "sum" (counts), or "rows": tensors with a row per
+            sample, which are returned for the entire batch, as a `Sharded`; or a prefix tree of these, as in
+            `{"correct": "sum", "logits": "rows"}`. A tensor with dims and without a word raises.
         weight: the weight of a part of the batch: `weight(part)`, such as its number of tokens. Default: the length of
             the first dim, where the batch is sharded along it. A part of weight 0 adds nothing, even if its loss is not
             finite, unless the loss calls a collective; negative weights and a total of 0 raise. The loss is then one number.
@@ -160,7 +156,9 @@ def gradient_of(
         raise ValueError(f"{caller} has no option {', '.join(unknown)}. {when} it has: {', '.join(known)}.")
     refuse_no_mesh(caller, mesh)
     if batch is None or isinstance(batch, str):
-        raise TypeError(f'{caller}: batch must be a P or a tree of Ps, as in batch=P("data"); got {batch!r}.')
+        raise TypeError(
+            f'{caller}: batch must be a P, or a prefix tree of Ps; got {batch!r}. Write batch=P("data"), or P() for none.'
+        )
     axes = dict.fromkeys(axis for spec in flatten(batch)[0] if isinstance(spec, P) for axis in spec.axes)
     mesh.check_axes(tuple(axes), f"{caller}(batch=)")
     local = mesh.check_axes(options.get("local", ()), f"{caller}(local=)")

@@ -33,6 +33,10 @@ INVALID = {
     "unknown option": (lambda: fs.DDPPlugin(options={"buckt": 1}), "options has no 'buckt'; legal: bucket, in_flight"),
     "bucket": (lambda: fs.ZeroPlugin(options={"bucket": -1}), "bucket must be an integer >= 0, got -1"),
     "dtype": (lambda: fs.DDPPlugin(options={"reduce": "fp32"}), "reduce must be a torch.dtype or None, got 'fp32'"),
+    "integers": (
+        lambda: fs.DDPPlugin(options={"reduce": torch.int8}),
+        "reduce must be a floating dtype .*, got torch.int8",
+    ),
     "stage": (lambda: fs.ZeroPlugin(stage=3), "stage must be 1 or 2, got 3: stage 0 is DDPPlugin, stage 3 FSDPPlugin"),
     "unit": (lambda: fs.FSDPPlugin(unit=0), "unit must be a path pattern"),
     "shard axis": (lambda: fs.FSDPPlugin(mesh=MESH, shard_axis="rows"), 'shard_axis=: .* has no axis "rows"'),

@@ -295,3 +295,79 @@ def test_pair_with_unsuitable_layouts_raises():
         optim.chain(ROWS).init(params)
     with pytest.raises(optim.OptimizerError, match="state of an elementwise optimizer must have the shape"):
         optim.chain(ROWS._replace(elementwise=True)).init(params)
+
+
+# -- updates that couple leaves, and pairs without state ------------------------------------------------------------
+
+
+def by_norm(norm):
+    def update(grads, state, params):
+        total = norm(grads)
+        return tree_map(lambda g: -0.1 * g / total, grads), state
+
+    return update
+
+
+def own_norm(grads):
+    return torch.stack([x.norm() for x in flatten(grads)[0]] or [torch.ones(())]).norm()
+
+
+def by_global_norm(devices, elementwise, stage):
+    """Train two steps; return the parameters, of which the first device owns one."""
+    mesh = fs.make_mesh({"data": devices, "model": 2})
+    pair = optim.Optimizer(lambda params: (), by_norm(lambda g: optim.global_norm(g).float()), elementwise=elementwise)
+    draw = torch.Generator().manual_seed(0)
+    params = {name: torch.randn(shape, generator=draw) for name, shape in {"w": (5, 4), "v": (7,), "u": (3,)}.items()}
+    params["tie"], frozen = params["v"], {"frozen": torch.ones(2)}
+    opt = fs.partition_optimizer(pair, mesh=mesh, axis="data", stage=stage)
+    laid = fs.shard_params({**params, **frozen}, fs.fsdp("data") if stage == 3 else P(), mesh=mesh, frozen="frozen")
+
+    def loss_fn(p, x):
+        return (x @ p["w"]).square().mean() + (p["v"] + p["tie"]).square().sum() + p["u"].sin().sum()
+
+    step, state = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data")), opt.init(laid)
+    for seed in range(2):
+        laid, state, _ = step(laid, state, torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)))
+    return fs.unshard(laid)
+
+
+COUPLED = [(None, stage) for stage in range(4)] + [(True, 1), (True, 3), (False, 2)]
+
+
+def coupled_on_processes():
+    return [by_global_norm(2, *row) for row in COUPLED]
+
+
+def test_global_norm_in_an_update_is_right_in_every_stage(four):
+    expected = by_global_norm(1, False, 0)
+    for found in (coupled_on_processes(), *four.run(coupled_on_processes)):
+        for params in found:
+            torch.testing.assert_close(params, expected)
+
+
+@pytest.mark.parametrize("elementwise", [None, False])
+def test_check_elementwise_detects_coupled_leaves(elementwise):
+    pair = optim.Optimizer(lambda params: (), by_norm(own_norm), elementwise=elementwise)
+    with pytest.raises(AssertionError, match=r"must update each leaf by itself.*\n?.*global_norm\(tree\)"):
+        check_elementwise(pair)
+    check_elementwise(pair._replace(update=by_norm(optim.global_norm)))
+    check_elementwise(ROWS._replace(elementwise=elementwise))
+    with pytest.raises(optim.OptimizerError, match="the tree of global_norm must be a tree like the parameters"):
+        check_elementwise(pair._replace(update=by_norm(lambda grads: optim.global_norm([*grads.values()]))))
+
+
+@pytest.mark.parametrize("state", [(), None, {}], ids=str)
+@pytest.mark.parametrize("params", [{"w": torch.ones(4)}, (torch.ones(4),), [torch.ones(4)], torch.ones(4)], ids=type)
+def test_pair_without_state_trains(params, state):
+    for stage, elementwise in [(0, False), (1, False), (3, False), (3, True)]:
+        opt = optim.Optimizer(lambda p: state, lambda g, s, p: (tree_map(torch.neg, g), s), elementwise=elementwise)
+        after = trained_once(optim.ema(opt, 0.9), params, stage)
+        assert all(torch.equal(x, torch.full((4,), -3.0)) for x in flatten(after)[0])
+
+
+def trained_once(opt, params, stage):
+    mesh = fs.make_mesh({"data": 2})
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+    laid = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    step = fs.train_step(lambda p, x: (x * flatten(p)[0][0].sum()).mean(), opt, mesh=mesh, batch=P("data"))
+    return fs.unshard(step(laid, opt.init(laid), torch.full((4,), 4.0))[0])

@@ -121,7 +121,7 @@ def on_processes(n):
 def rows_on(n, size):
     mesh = fs.make_mesh({"data": n})
     own = fs.shard_params(params(), P(), mesh=mesh)
-    run = fs.value_and_grad(lambda *given: (mean(*given), per_sample(*given)), mesh=mesh, batch=P("data"), has_aux=True)
+    run = fs.value_and_grad(lambda *given: (mean(*given), per_sample(*given)), mesh=mesh, batch=P("data"), aux="rows")
     return fs.unshard(run(own, batch_of(size))[0][1])
 
 
@@ -295,7 +295,8 @@ def test_aux_equals_that_of_the_global_batch(stage, size, options):
 
     mesh = fs.make_mesh({"data": 4})
     own = fs.shard_params(params(), fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), has_aux=True, **options)
+    words = {"mean": "mean", "rows": "rows", "count": "sum"}
+    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), aux=words, **options)
     (_, aux), _ = run(own, batch_of(size))
     _, expected = loss_fn(params(), batch_of(size))
     assert [str(fs.typeof(x)) for x in aux["rows"]] == (
@@ -316,34 +317,69 @@ def test_aux_rows_of_equal_samples_are_averaged():
 
     for size in (4, 3):
         x = torch.arange(4.0 * size).reshape(size, 4)
-        run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data", "seq"), has_aux=True)
+        run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data", "seq"), aux="rows")
         (loss, aux), _ = run(own, x)
         mean, large = fs.unshard(aux)
         assert (loss, mean.tolist(), large.tolist()) == (x.mean(), x.mean(1).tolist(), (x[:, 0] > 6).tolist())
 
 
-def test_aux_of_invalid_leaves_raises_all():
-    mesh = fs.make_mesh({"data": 2})
-    own = fs.shard_params({"w": torch.ones(())}, P(), mesh=mesh)
+@pytest.mark.parametrize("size", [4, 3, 8])
+@pytest.mark.parametrize("options", ACCUMULATED, ids=str)
+def test_aux_matrix_is_combined_as_its_word_says(size, options):
+    """A square matrix that may have as many rows as a device has samples."""
+    batch = {"x": torch.arange(4.0 * size).reshape(size, 4)}
 
-    def loss_fn(p, x):
-        return (p["w"] * x).mean(), {
-            "any": x.sum() > 0,
-            "best": x.mean(0),
-            "name": "x",
-            "z": torch.tensor(1j),
-            "fine": 1,
+    def loss_fn(p, batch):
+        x = batch["x"]
+        return p["w"] * x.mean(), {
+            "mean": x.mean(0) + torch.zeros(4, 4),
+            "sum": x.T @ x,
+            "rows": x,
+            "share": x[:, 0] > 4,
         }
 
-    message = (
-        r"any is a bool; best is of shape \(3,\), but there are 2 samples; name is a str; z is complex. Write x.float"
-    )
+    words = {"mean": "mean", "sum": "sum", "rows": "rows", "share": "rows"}
+    found = fs.unshard(metrics_of(loss_fn, batch, aux=words, **options)["aux"])
+    expected = loss_fn({"w": torch.ones(())}, batch)[1]
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match=r"in aux=; mean is of shape \(4, 4\); rows is .*Give aux="):
+        metrics_of(loss_fn, batch, has_aux=True, **options)
+
+
+def test_aux_numbers_are_averaged_by_default():
+    def loss_fn(p, x):
+        return p["w"] * x.mean(), {"mean": x.mean(), "share": (x > 1).any(), "count": len(x), "rows": x.sum()}
+
+    assert metrics_of(loss_fn, torch.arange(4.0), has_aux=True)["aux"] == {
+        "mean": 1.5,
+        "share": 0.5,
+        "count": 2,
+        "rows": 3,
+    }
+    assert metrics_of(loss_fn, torch.arange(4.0), aux="rows")["aux"]["rows"] == 3
+    assert metrics_of(loss_fn, torch.arange(4.0), aux="sum")["aux"] == {"mean": 3, "share": 1, "count": 4, "rows": 6}
+
+
+@pytest.mark.parametrize(
+    ("aux", "message"),
+    [
+        ("rows", r"best is of shape \(3,\), but there are 2 samples; name is a str"),
+        ("mean", "name is a str; z is complex"),
+        ({"best": "mean"}, "must be a prefix of the metrics"),
+        ("median", 'aux must be "mean", "sum" or "rows", or a tree of these, got .median'),
+    ],
+    ids=str,
+)
+def test_aux_of_invalid_leaves_raises_all(aux, message):
+    def loss_fn(p, x):
+        return (p["w"] * x).mean(), {"best": x.mean(0), "name": "x", "z": torch.tensor(1j), "fine": 1}
+
     with pytest.raises(ValueError, match=message):
-        fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), has_aux=True)(own, torch.ones(4, 3))
+        metrics_of(loss_fn, torch.ones(4, 3), aux=aux)
 
 
 def test_replicated_batch_accepts_per_sample_losses():
-    metrics = metrics_of(lambda p, x: (p["w"] * x, {"rows": x}), torch.arange(4.0), spec=P(), has_aux=True)
+    metrics = metrics_of(lambda p, x: (p["w"] * x, {"rows": x}), torch.arange(4.0), spec=P(), aux="rows")
     assert (metrics["loss"], metrics["samples"], fs.unshard(metrics["aux"]["rows"]).tolist()) == (1.5, 4, [0, 1, 2, 3])
     assert "samples" not in metrics_of(
         lambda p, x: p["w"] * x["a"].mean(), {"a": torch.ones(4), "b": torch.ones(2)}, spec=P()
@@ -356,7 +392,7 @@ def test_replicated_batch_splits_into_slices():
         return p["w"] * batch["x"] + batch["rate"], {"rows": batch["x"]}
 
     batch = {"x": torch.arange(5.0), "rate": torch.tensor(0.5), "name": "a"}
-    metrics = metrics_of(loss_fn, batch, spec=P(), has_aux=True, accumulate=2)
+    metrics = metrics_of(loss_fn, batch, spec=P(), aux="rows", accumulate=2)
     assert (metrics["loss"], metrics["samples"], metrics["grad_norm"]) == (2.5, 5, 2.0)
     assert fs.unshard(metrics["aux"]["rows"]).tolist() == [0, 1, 2, 3, 4]
 

@@ -242,7 +242,8 @@ def test_evaluate_aux_equals_that_of_the_global_batch():
         rows = x @ params["w"]
         return rows.mean(), {"rows": rows, "right": (rows > 0).sum(), "mean": rows.mean()}
 
-    loss, beside = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"), has_aux=True)(params, x)
+    aux = {"rows": "rows", "right": "sum", "mean": "mean"}
+    loss, beside = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"), aux=aux)(params, x)
     expected, serial = loss_fn({"w": torch.ones(3)}, x)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(fs.unshard(beside), serial)

@@ -39,6 +39,39 @@ def test_loss_with_swapped_arguments_names_the_order():
     assert "value_and_grad: The loss function is called as loss_fn(params, batch)." in notes(error)
 
 
+@pytest.mark.parametrize("name", ["train_step", "value_and_grad", "evaluate"])
+def test_loss_that_indexes_the_batch_as_params_says_swap(name):
+    opt = {"opt": fs.optim.sgd(0.1)} if name == "train_step" else {}
+    run = getattr(fs, name)(lambda x, params: (x @ params["w"]).mean(), mesh=MESH, batch=P("data"), **opt)
+    for batch in (torch.ones(4, 4), [torch.ones(4, 4)]):
+        with pytest.raises(
+            (TypeError, IndexError), match=r"loss_fn\(params, batch\). It indexes the batch, .*swap its arg"
+        ):
+            run(sharded(), *([()] if opt else []), batch)
+
+
+@pytest.mark.parametrize("name", ["train_step", "value_and_grad", "evaluate"])
+def test_batch_of_none_raises(name):
+    opt = {"opt": fs.optim.sgd(0.1)} if name == "train_step" else {}
+    for spec in (None, "data"):
+        with pytest.raises(TypeError, match=f"{name}: batch must be a P, .*; got {spec!r}. Write batch=P"):
+            getattr(fs, name)(loss_fn, mesh=MESH, batch=spec, **opt)
+    run = getattr(fs, name)(loss_fn, mesh=MESH, batch=P("data"), **opt)
+    with pytest.raises(TypeError, match=r"the batch must be a tree of tensors, sharded by P\(.data.\); got None"):
+        run(sharded(), *([()] if opt else []), None)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_torch_func_on_resharded_params_names_the_fix(transform):
+    def inner(params, x):
+        return transform(loss_fn)(params, x)["w"].square().sum()
+
+    with pytest.raises(RuntimeError, match=r"saved tensor hooks[\s\S]*fs.with_unsharded_params\(part, keep=True\)"):
+        value_and_grad(inner)(sharded(), torch.ones(4, 4))
+    loss, _ = value_and_grad(fs.with_unsharded_params(inner, keep=True))(sharded(), torch.ones(4, 4))
+    assert loss == inner({"w": torch.ones(4, 2)}, torch.ones(2, 4))
+
+
 def test_errors_of_fshard_get_no_note():
     with pytest.raises(ValueError) as error:
         value_and_grad(lambda params, x: params["w"])(sharded(), torch.ones(4, 4))
@@ -67,6 +100,19 @@ def test_batch_of_another_dtype_runs_with_compute():
     assert loss == 16
 
 
+STAGES = {"schedule": fs.pipeline_schedule("1f1b", stages=2, microbatches=2), "loss": loss_fn}
+
+
+@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("name", ["reduce", "compute"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.complex64, torch.float8_e5m2])
+def test_dtype_that_is_not_floating_raises(name, dtype, stages):
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    given, options = ([loss_fn] * 2, STAGES) if stages else (loss_fn, {})
+    with pytest.raises(ValueError, match=f"{name} must be a floating dtype of at least 16 bits, got {dtype}"):
+        fs.value_and_grad(given, mesh=mesh, batch=P("data"), **{name: dtype}, **options)
+
+
 @pytest.mark.parametrize("caller", ["train_step", "value_and_grad", "evaluate"])
 def test_module_as_loss_function_raises(caller):
     options = {"mesh": MESH, "batch": P("data")}
@@ -88,7 +134,11 @@ def test_compiled_step_runs_as_the_step():
     step = fs.train_step(loss_fn, opt, mesh=MESH, batch=P("data"))
     params, x = sharded(), torch.ones(4, 4)
     state = opt.init(params)
-    plain, compiled = step(params, state, x), torch.compile(step, backend="eager")(params, state, x)
+    plain = step(params, state, x)
+    compiled_step = torch.compile(step, backend="eager")
+    with pytest.warns(UserWarning, match=r"torch.compile\(step\) has no effect"):
+        compiled_step(params, state, x)
+    compiled = compiled_step(params, state, x)  # a warning is an error: there is no second one
     assert torch.equal(fs.unshard(plain[0]["w"]), fs.unshard(compiled[0]["w"]))
     assert "torch.compile(step)" in fs.train_step.__doc__
 

@@ -1,8 +1,7 @@
-"""A check of optimizers: does an element's update depend on that element alone?"""
+"""A check of optimizers: does an element's update depend on that element alone, or on that leaf alone?"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.errors import OptimizerError
-from fshard.mesh.layout import Layout, Mesh, P, PyTree
+from fshard.mesh.layout import Layout, Mesh, PyTree
 from fshard.optim.contract import Optimizer, elementwise_leaves, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.per_device import on_arrays
@@ -19,14 +18,14 @@ from fshard.transforms.patterns import named, parts_of
 
 
 def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, seed: int = 0) -> None:
-    """Train with an optimizer that has `elementwise=True` on full tensors and on flat shards; raise if they differ.
+    """Train with an optimizer on full tensors, and partitioned over virtual meshes of several sizes; raise if they differ.
 
-    Parameters are sharded flat (in a `by_label`, those of elementwise optimizers) over virtual meshes of several
-    sizes. The gradients are random and differ in size from shard to shard. An optimizer may communicate, as
-    `clip_by_global_norm` does.
+    With `elementwise=True` each device updates a flat shard of every leaf, else the leaves that it owns (in a `by_label`,
+    leaf by leaf). The gradients are random and differ in size from shard to shard. An optimizer may communicate, as
+    `clip_by_global_norm` does, and `global_norm` in an own `update`.
 
     Args:
-        opt: an optimizer, or a transformation of gradients.
+        opt: an optimizer, or a transformation of gradients; if of arrays, elementwise for some leaves.
         params: default: a few leaves of odd shapes.
         steps: number of steps.
         seed: of the gradients.
@@ -44,26 +43,24 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
     draw = torch.Generator().manual_seed(seed)
     shapes = {"bias": (7,), "matrix": (6, 5), "scale": (), "stack": (2, 3, 4)}
     params = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} if params is None else params
-    opt = on_arrays(opt if opt.elementwise is not None else opt._replace(elementwise=True), "check_elementwise")
-    promised = elementwise_leaves(opt.elementwise, params)
-    if not any(promised):
+    promised, at = elementwise_leaves(opt.elementwise, params), Leaves.of(params)
+    if opt.arrays and not any(promised):
         raise OptimizerError("check_elementwise: this optimizer is not elementwise, so there is nothing to compare.")
-    at = Leaves.of(params)
+    opt = on_arrays(opt, "check_elementwise")
     grads = [at.mapped(lambda x: _uneven(x, draw)) for _ in range(steps)]
     expected = _train(opt, params, grads)
     for axes in ({"data": 2}, {"data": 3}, {"data": 2, "model": 2}, {"data": 7}):
         mesh = Mesh(tuple(axes.items()), "virtual", "cpu")
-        found = _train(opt, _shard(params, mesh, promised), [_shard(each, mesh, promised) for each in grads])
+        parted = fs.partition_optimizer(opt, mesh=mesh, axis=mesh.axis_names, stage=1)
+        replicated, shards = Layout(mesh), parted.gradients(Layout(mesh))
+        found = _train(parted, _put(params, replicated), [_put(each, shards) for each in grads])
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            for path, a, b in zip(at.paths, ours, theirs, strict=True):
-                _compare(named(parts_of(path)) or "params", a, b, step, mesh)
+            for path, flat, a, b in zip(at.paths, promised, ours, theirs, strict=True):
+                _compare(named(parts_of(path)) or "params", a, b, step, mesh, flat)
 
 
-def _shard(tree: PyTree, mesh: Mesh, promised: Sequence[bool]) -> PyTree:
-    layouts = {True: Layout(mesh, P.flat(*mesh.axis_names)), False: Layout(mesh)}
-    at = Leaves.of(tree)
-    by = {id(x): layouts[one] for x, one in zip(at.leaves, promised, strict=True)}
-    return at.mapped(lambda x: fs.device_put(x, by[id(x)]) if isinstance(x, Tensor) else x)
+def _put(tree: PyTree, layout: Layout) -> PyTree:
+    return Leaves.of(tree).mapped(lambda x: fs.device_put(x, layout) if isinstance(x, Tensor) else x)
 
 
 def _uneven(x: Any, draw: torch.Generator) -> Any:
@@ -73,7 +70,7 @@ def _uneven(x: Any, draw: torch.Generator) -> Any:
     return (torch.randn(x.shape, generator=draw) * torch.logspace(-2, 2, x.numel(), base=4).reshape(x.shape)).to(x)
 
 
-def _train(opt: Optimizer, params: PyTree, grads: list[PyTree]) -> list[list[Leaf]]:
+def _train(opt: Any, params: PyTree, grads: list[PyTree]) -> list[list[Leaf]]:
     step, state, found = pure_step(opt), opt.init(params), list[list[Leaf]]()
     for each in grads:
         params, state = step(each, state, params)
@@ -81,13 +78,16 @@ def _train(opt: Optimizer, params: PyTree, grads: list[PyTree]) -> list[list[Lea
     return found
 
 
-def _compare(name: str, found: Leaf, expected: Leaf, step: int, mesh: Mesh) -> None:
+def _compare(name: str, found: Leaf, expected: Leaf, step: int, mesh: Mesh, flat: bool) -> None:
     if expected is None:
         return
     tolerance = 1e-3 if expected.dtype.itemsize < 4 else 1e-5
     if not all(largest(pair.error) <= tolerance * largest(expected) for pair in pair_shards(found, expected)):
+        where = f"{name} first differs at {first_difference(found, expected, tolerance)}, step {step}"
         raise AssertionError(
-            f"the optimizer has elementwise=True, but on {mesh.size} flat shards {name} first differs at "
-            f"{first_difference(found, expected, tolerance)}, step {step}. Use elementwise=False, or communicate "
-            "with the other shards, as clip_by_global_norm does."
+            f"the optimizer has elementwise=True, but on {mesh.size} flat shards {where}. Use elementwise=False, or "
+            "communicate with the other shards, as clip_by_global_norm does."
+            if flat
+            else f"the optimizer must update each leaf by itself, but with leaves at {mesh.size} owners {where}. Take a "
+            "norm of all by fs.optim.global_norm(tree)."
         )

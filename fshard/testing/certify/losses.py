@@ -36,7 +36,7 @@ _CURES = {
     "params": "The optimizer draws random numbers or counts its calls. Keep in its state what it counts.",
 }
 _HINTS: dict[Field, str] = {
-    "params": ". The gradient agrees: is the optimizer elementwise?",
+    "params": ". A norm of all leaves is fs.optim.global_norm(tree). The gradient agrees: is the optimizer elementwise?",
     "buffers": ". It must not depend on each device's own samples: BatchNorm needs sync_batchnorm=axis",
 }
 
@@ -229,7 +229,7 @@ class _Trainer:
         def loss_and_grads() -> tuple[Sequence[Tensor | None], PyTree]:
             batch, buffers = Leaves.of(self._batch).mapped(self._computed), [self._buffers] * program.has_buffers
             result = program.loss_fn(at.mapped(used), *buffers, batch)
-            loss, *more = result if program.has_buffers or program.options.get("has_aux") else (result,)
+            loss, *more = result if program.has_buffers or {"has_aux", "aux"} & program.options.keys() else (result,)
             loss = loss.mean()  # of one number, or of one for each sample
             after = more[0] if program.has_buffers else None
             if not loss.requires_grad:

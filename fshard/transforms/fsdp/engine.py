@@ -206,12 +206,7 @@ class GradientSums:
     """
 
     def __init__(
-        self,
-        leaves: Sequence[ParamPlan],
-        device: torch.device,
-        options: UnitOptions,
-        reducer: Reducer,
-        wide: bool,
+        self, leaves: Sequence[ParamPlan], device: torch.device, options: UnitOptions, reducer: Reducer, wide: bool
     ) -> None:
         self.leaves, self.device, self.options, self.reducer, self.wide = leaves, device, options, reducer, wide
         self.along: Along = ()

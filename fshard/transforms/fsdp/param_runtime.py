@@ -32,15 +32,7 @@ from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
 from fshard.mesh.spmd.scope import Group, require
 from fshard.optim.leaves import firsts_of
 from fshard.source import Site
-from fshard.transforms.fsdp.engine import (
-    Along,
-    ParamPlan,
-    Reducer,
-    Storage,
-    UnitOptions,
-    plan_reduction,
-    versions_of,
-)
+from fshard.transforms.fsdp.engine import Along, ParamPlan, Reducer, Storage, UnitOptions, plan_reduction, versions_of
 from fshard.transforms.fsdp.lazy_param import (
     WRITES,
     LazyParam,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,24 @@ from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.collectives.on_trees import call
 from fshard.mesh.layout import Axes
 from fshard.mesh.spmd.scope import here
-from fshard.transforms.means import is_idle
+from fshard.transforms.means import current_slice
+
+
+class Moments(NamedTuple):
+    """The running statistics of a layer, their weight for one batch, and the sums of that batch (`sums_of`)."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    weight: float | Tensor
+    sums: Tensor
+
+
+def _record(layer: Any, x: Tensor) -> None:
+    """Record the moments of a layer's input, after its forward."""
+    moments = current_slice.moments
+    if moments is not None and layer.training and layer.running_mean is not None:
+        weight = 1 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
+        moments.append(Moments(layer.running_mean, layer.running_var, weight, sums_of(x.detach())))
 
 
 def synchronise(module: nn.Module, axis: Axes | None) -> Callable[..., Any] | None:
@@ -27,7 +44,11 @@ def synchronise(module: nn.Module, axis: Axes | None) -> Callable[..., Any] | No
 
 
 def _by_itself(reference: weakref.ref[_NormBase], x: Tensor) -> Tensor:
-    return by_itself(reference(), x)
+    layer = reference()
+    y = by_itself(layer, x)
+    if isinstance(layer, _BatchNorm):
+        _record(layer, x)
+    return y
 
 
 def by_itself(layer: Any, x: Tensor) -> Tensor:
@@ -54,6 +75,7 @@ def _synchronised(reference: weakref.ref[_BatchNorm], axis: Axes, x: Tensor) -> 
     mean, variance, count = moments(x, axis)  # (channels), (channels), ()
     if layer.training and layer.track_running_stats and layer.running_mean is not None:
         _track(layer, mean.detach(), variance.detach(), count)
+        _record(layer, x)
     mean, variance = pvary((mean, variance), axis)
     compute = torch.promote_types(x.dtype, torch.float32)
     shape = [1, -1] + [1] * (x.ndim - 2)
@@ -85,7 +107,7 @@ def moments(x: Tensor, axis: Axes) -> tuple[Tensor, Tensor, Tensor]:
 
 def sums_of(x: Tensor) -> Tensor:
     """Return n m and n (v + m^2) of every channel, and n, in float64."""
-    x = x[:0] if is_idle() else x
+    x = x[:0] if current_slice.idle else x
     n = x.numel() // max(x.shape[1], 1)
     if n == 0:
         own = x.sum(dim=[0, *range(2, x.ndim)]).double()  # zeros connected to the graph

@@ -206,12 +206,7 @@ def _counts_from(given: Any, entry: BufferEntry) -> bool:
     return isinstance(given, Tensor) and given.dtype is torch.int64 and entry_of(entry.path, given) == entry
 
 
-def _row(
-    one: Written,
-    entries: Sequence[BufferEntry],
-    begun: Mapping[str, Tensor],
-    near: torch.device,
-) -> Tensor:
+def _row(one: Written, entries: Sequence[BufferEntry], begun: Mapping[str, Tensor], near: torch.device) -> Tensor:
     """Return all numbers of a slice, times its weight, and for each entry the weight itself."""
     wrote = one.changed if one.weight else {}
     weights = [one.weight * (entry.path in wrote) for entry in entries]

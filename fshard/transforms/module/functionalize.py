@@ -36,11 +36,7 @@ class ModulePlan(Protocol):
 
 
 def functionalize(
-    module: nn.Module,
-    *,
-    buffers: Choice = None,
-    sync_batchnorm: Axes | None = None,
-    plan: ModulePlan | None = None,
+    module: nn.Module, *, buffers: Choice = None, sync_batchnorm: Axes | None = None, plan: ModulePlan | None = None
 ) -> tuple[Apply, Tensors, Tensors]:
     """Turn a module into a pure function; return `(apply, params, buffers)`.
 

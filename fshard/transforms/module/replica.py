@@ -179,11 +179,7 @@ class Replicas:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        adapt: Callable[[nn.Module], Callable[..., Any] | None],
-        *,
-        in_place: bool,
+        self, module: nn.Module, adapt: Callable[[nn.Module], Callable[..., Any] | None], *, in_place: bool
     ) -> None:
         self._names, self._adapt = slot_names(module), adapt
         self._original = weakref.ref(module)

@@ -220,9 +220,7 @@ class Layers:
     """
 
     def __init__(
-        self,
-        modules: Iterable[tuple[str, nn.Module]],
-        adapt: Callable[[nn.Module], Callable[..., Any] | None],
+        self, modules: Iterable[tuple[str, nn.Module]], adapt: Callable[[nn.Module], Callable[..., Any] | None]
     ) -> None:
         self._now: list[Calls] = []  # at most one
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any] | None, Callable[..., Any]]] = []

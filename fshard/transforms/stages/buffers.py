@@ -1,7 +1,9 @@
 """The buffers of stages, on the devices that have the stage.
 
 As without stages, every microbatch starts from the same ones, and the next step's are the mean over all that wrote to them,
-weighted as the loss is (see `buffers`).
+weighted as the loss is (see `buffers`). Running statistics of BatchNorm are not means over microbatches, whose variance
+would be too small, but move once, towards those of all samples together (torchgpipe's deferred BatchNorm); in
+reproducible mode they are means, with the bits of a step without stages.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.scope import Group
 from fshard.pipeline.execution.leaves import Stage
 from fshard.source import Site
+from fshard.transforms.agree import summed
+from fshard.transforms.means import sum_of_rows
+from fshard.transforms.module.batchnorm import Moments
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entry_of, number_of
 from fshard.transforms.module.functionalize import module_function
 from fshard.transforms.patterns import named, parts_of
@@ -69,13 +74,14 @@ class StageWrites:
     def __init__(self, caller: str, given: Buffers, place: int) -> None:
         self.parts, self._caller, self._given = given.part(place), caller, given.before(place)
         self._written: dict[int, dict[str, Tensor]] = {}
+        self._moments: dict[tuple[str, str], dict[int, Moments]] = {}
 
     @property
     def paths(self) -> list[str]:
         """The buffers of all stages."""
         return [*self._given]
 
-    def record(self, stage: int, microbatch: int, after: PyTree) -> None:
+    def record(self, stage: int, microbatch: int, after: PyTree, moments: Sequence[Moments]) -> None:
         """Record the buffers that a stage returned; raise unless they are the given ones, of their shapes and dtypes."""
         paths, leaves, _ = flatten_with_paths(after, none_is_leaf=True)
         found = {f"[{stage}]{path}": x for path, x in zip(paths, leaves, strict=True)}
@@ -95,6 +101,11 @@ class StageWrites:
                 f"{'; '.join(sorted(wrong))}."
             )
         self._written.setdefault(microbatch, {}).update(new)
+        names, calls = {id(x): path for path, x in new.items()}, [id(each.running_mean) for each in moments]
+        for each in moments:  # of a layer that is called twice, the mean over microbatches is kept
+            paths = names.get(id(each.running_mean), ""), names.get(id(each.running_var), "")
+            if all(paths) and calls.count(id(each.running_mean)) == 1:
+                self._moments.setdefault(paths, {})[microbatch] = each
 
     def written(self, weights: Sequence[float]) -> list[Written]:
         """Return the buffers that each microbatch has written to, with its weight."""
@@ -112,8 +123,25 @@ class StageWrites:
             group: the devices that have the same stages.
             site: the source line of the step.
         """
-        entries = [entry_of(path, self._given[path]) for path in flagged if stage_of(path) in stages]
-        return averaged(written, entries, group, self._given, torch.device("cpu"), site)
+        moved = self._moved([one.weight for one in written], group, site)
+        paths = [path for path in flagged if stage_of(path) in stages and path not in moved]
+        entries = [entry_of(path, self._given[path]) for path in paths]
+        return moved | averaged(written, entries, group, self._given, torch.device("cpu"), site)
+
+    def _moved(self, weights: Sequence[float], group: Group | None, site: Site) -> dict[str, Tensor]:
+        """Return running statistics moved towards those of all microbatches; those of weight 0 add nothing."""
+        result = dict[str, Tensor]()
+        for paths, moments in sorted(self._moments.items()):
+            zero = torch.zeros_like(next(iter(moments.values())).sums)
+            rows = [moments[at].sums if weight and at in moments else zero for at, weight in enumerate(weights)]
+            (sums,) = summed((sum_of_rows(torch.stack(rows)),), group, site)
+            total, squares = sums[:-1].chunk(2)
+            n, mean, given = sums[-1], total / sums[-1], [self._given[path] for path in paths]
+            unbiased = (squares - n * mean * mean) / (n - 1).clamp(min=1)
+            weight = next(iter(moments.values())).weight
+            for path, old, new in zip(paths, given, (mean, unbiased), strict=True):
+                result[path] = (old + weight * (new - old)).to(old.dtype)
+        return result
 
 
 def stage_of(path: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,13 +36,13 @@ from fshard.transforms.means import (
     averaged_results,
     collected,
     combine_aux,
-    idle_slice,
     nonzero_weight,
     slice_results,
+    slice_state,
     tree_sum,
 )
 from fshard.transforms.module.buffers import written_paths
-from fshard.transforms.origin import inputs_of
+from fshard.transforms.origin import inputs_of, refuse_different_samples, samples_mark
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import folded, keyed_apart
 from fshard.transforms.stages.buffers import StageWrites
@@ -76,7 +77,7 @@ class StageStep:
         site: Site,
     ) -> None:
         self.plan, self.batch, self.key, self.scale, self.fresh, self.site = plan, batch, key, scale, plan.fresh, site
-        self.number, self.scaled, self.writes, how = device, scale, writes, plan.how
+        self.at, self.number, self.scaled, self.writes, how = at, device, scale, writes, plan.how
         self.scope = require(how.caller)
         self.pipe = self.scope.group(plan.axis, how.caller)
         self.local = tuple([axis for axis, size in batch.mesh.shape.items() if size > 1 and axis in how.local])
@@ -199,13 +200,15 @@ class StageStep:
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; its random draws depend on the samples and the layer."""
-        with self._draws(microbatch, part=stage), self._idle(microbatch):
+        is_moved = self.writes is not None and self.plan.how.slices is None
+        moments = list[Any]() if is_moved else None
+        with self._draws(microbatch, part=stage), self._slice_state(microbatch, moments):
             called, params = stage_for(self.plan.stages[stage], microbatch), self.units[stage].tree
             if self.writes is None:
                 y = called(params, x, **skips)
             else:
                 y, after = called((params, self.writes.parts[stage]), x, **skips)
-                self.writes.record(stage, microbatch, after)
+                self.writes.record(stage, microbatch, after, moments or [])
         if self.fresh:
             refuse_unreached(y)
         return y
@@ -213,20 +216,20 @@ class StageStep:
     def _draws(self, microbatch: int, part: int) -> AbstractContextManager[None]:
         return keyed_apart(folded(self.key, 0, self.turns[microbatch].number), part)
 
-    def _idle(self, microbatch: int) -> idle_slice:
-        return idle_slice(not self.turns[microbatch].slice.rows)
+    def _slice_state(self, microbatch: int, moments: list[Any] | None = None) -> AbstractContextManager[None]:
+        return slice_state(idle=not self.turns[microbatch].slice.rows, moments=moments)
 
     def end(self, microbatch: int, y: PyTree) -> Tensor:
         """Return the loss of the last stage's result."""
         how, (slice, count, _) = self.plan.how, self.turns[microbatch]
-        with self._draws(microbatch, part=0), self._idle(microbatch):
+        with self._draws(microbatch, part=0), self._slice_state(microbatch):
             returned, aux = how.loss_fn(y, self._tree(microbatch)), ()
             if how.has_aux:
                 if not isinstance(returned, tuple | list) or len(returned) != 2:
                     raise ValueError(f"the loss function must return (loss, aux); got a {type(returned).__name__}.")
                 returned, aux = returned
             loss = one_loss(how, returned, slice)
-        self.parts[microbatch] = slice_results(loss, count, aux, slice.samples)
+        self.parts[microbatch] = slice_results(loss, count, aux, slice.samples, how.aux)
         self.scaled = finite_scale(loss.dtype, self.scale)
         return loss
 
@@ -296,11 +299,14 @@ class StageStep:
         written = [] if writes is None else writes.written([turn.weight.weight for turn in self.turns])
         paths = [] if writes is None else writes.paths
         wrote, own = written_paths(written), marks([*inputs])
-        row = [*own, *(float(path in wrote) for path in paths), *map(float, self.totals.reduced.used)]
+        along = (self.plan.axis, *self.local)
+        row = [samples_mark(self.batch, self.at, self._along(along), fresh=self.fresh)]
+        row += [*own, *(float(path in wrote) for path in paths), *map(float, self.totals.reduced.used)]
         (sums,) = summed((on_host(row, torch.device("cpu")),), self.everyone, self.site)
-        found = sums.tolist()
+        different, *found = sums.tolist()
         if unlike(found[: len(own)]):
             inputs.refuse(how.caller, self.everyone, self.site)
+        refuse_different_samples(how.caller, different, along)
         flags, used = found[len(own) :][: len(paths)], found[len(own) + len(paths) :]
         if how.backward:
             refuse_detached(used)

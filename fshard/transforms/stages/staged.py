@@ -59,6 +59,7 @@ def staged(
     axis: str = "pipe",
     has_buffers: bool = False,
     has_aux: bool = False,
+    aux: PyTree = None,
     weight: Weight | None = None,
     gradients: Callable[[Layout], Layout] | None = None,
     frozen: Choice = None,
@@ -77,7 +78,8 @@ def staged(
     given: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
     complaints = _complaints(given, mesh, batch, axis, loss)
     options: dict[str, Any] = {"live_units": live_units, "reduce": reduce, "compute": compute, "dynamic": dynamic}
-    complaints += wrong_options(reproducible, {**options, "recompute": recompute, "skips": skips, "inputs": inputs})
+    options |= {"recompute": recompute, "skips": skips, "inputs": inputs, "aux": aux}
+    complaints += wrong_options(reproducible, options)
     complaints += [f"the axis of the stages, {axis}, is local, but shards no parameter"] * (axis in as_axes(local))
     refuse_unfit(caller, len(given), mesh, schedule, axis, *complaints)
     assert loss is not None
@@ -90,19 +92,9 @@ def staged(
     verify(schedule)
     slices = prod(mesh.shape[name] for name in _cut_over(batch, mesh)) * schedule.microbatches
     unit_options = UnitOptions(live=live_units, in_flight=len(given), compute=compute, reduce=reduce)
-    how = StepOptions(
-        loss,
-        has_buffers,
-        has_aux,
-        weight,
-        schedule.microbatches,
-        True,
-        slices if reproducible else None,
-        unit_options,
-        backward,
-        caller,
-        as_axes(local),
-    )
+    returned = loss, has_buffers, has_aux or aux is not None, weight
+    slicing = schedule.microbatches, True, slices if reproducible else None
+    how = StepOptions(*returned, *slicing, unit_options, backward, caller, as_axes(local), aux)
     route = Route(schedule, skips or {}, backward, units=True)
     functions = given
     if has_buffers:
@@ -114,13 +106,7 @@ def staged(
     return Staged(how, mesh, batch, layouts, frozen, axis, called, first, route, dynamic)
 
 
-def _complaints(
-    stages: Sequence[Any],
-    mesh: Mesh,
-    batch: PyTree,
-    axis: str,
-    loss: object,
-) -> list[str]:
+def _complaints(stages: Sequence[Any], mesh: Mesh, batch: PyTree, axis: str, loss: object) -> list[str]:
     """Return the errors of the arguments."""
     wrong = [
         f"stage {number} is {type(one).__name__}, which is not called"

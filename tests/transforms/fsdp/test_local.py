@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
+from fshard.mesh.spmd.run import device_of
 
 # -- a GPT: two blocks and tied embeddings of 51 words, which neither two nor four devices divide ----------------------
 
@@ -349,3 +350,56 @@ def test_layouts_that_are_not_local_raise_together():
         fs.train_step([first, last], CLIPPED, mesh=mesh, batch=P("data"), local="model", **how)
     with pytest.raises(fs.errors.LayoutError, match="muon needs full matrices"):
         fs.optim.muon(0.1).init(own)
+
+
+# -- devices that compute one loss have the same samples -----------------------------------------------------------
+
+
+def samples_of(data, model, step, kind):
+    """Return the samples of a device in a step: right, or other ones along "model" in one of four ways."""
+    if kind == "right" or model == 0 or (kind == "late" and step == 0):
+        return torch.arange(4.0).reshape(2, 2) + 10 * data + 100 * step
+    if kind == "exchanged":  # by the groups
+        return samples_of(1 - data, 0, step, "right")
+    x = samples_of(data, 0, step, "right")
+    return x.flip(0) if kind == "order" else x + 1
+
+
+def steps_with_samples(mesh, kind, stages=False):
+    """Train three steps as one device; return the error."""
+    coordinates = mesh.coordinates(device_of(mesh))
+    layout = fs.Layout(mesh, P("data"))
+    if stages:
+        schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+        options = {"schedule": schedule, "loss": lambda y, x: y.square().mean()}
+        w, given = fs.shard_stages([torch.ones(2), torch.ones(2)], mesh=mesh, schedule=schedule), [torch.mul] * 2
+    else:
+        options, w = {"local": "model"}, fs.shard_params(torch.ones(2, 2), P(None, "model"), mesh=mesh)
+
+        def given(w, x):
+            return fs.psum((x @ w).square().mean(), "model")
+
+    run, along = (
+        fs.value_and_grad(given, mesh=mesh, batch=P("data"), **options),
+        coordinates["pipe" if stages else "model"],
+    )
+    try:
+        for step in range(3):
+            run(w, fs.from_local(samples_of(coordinates["data"], along, step, kind), layout))
+    except fs.errors.MismatchError as error:
+        return str(error)
+
+
+def samples_on_processes(stages):
+    mesh = fs.make_mesh({"data": 2, "pipe" if stages else "model": 2})
+    return [steps_with_samples(mesh, kind, stages) for kind in ("right", "values", "order", "late", "exchanged")]
+
+
+@pytest.mark.parametrize("stages", [False, True], ids=["local", "stages"])
+def test_different_samples_in_a_group_raise(four, stages):
+    """Of devices along a local axis, and along that of stages: other values, another order, later, or exchanged."""
+    mesh = fs.make_mesh({"data": 2, "pipe" if stages else "model": 2}, runtime="virtual")
+    found = [fs.run(steps_with_samples, mesh, kind, stages, mesh=mesh)[0] for kind in ("right", "late")]
+    for right, *others in [*four.run(samples_on_processes, stages), found]:
+        assert right is None
+        assert all("must have the same samples" in str(error) for error in others)

@@ -144,7 +144,7 @@ def trained(model, n, stage, unit=None, **options):
         output, _ = apply(params, buffers, input_ids=tokens, labels=tokens, use_cache=False)
         return output.loss, output
 
-    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), has_aux=True, **options)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), aux="rows", **options)
     torch.manual_seed(1)
     state, losses = opt.init(laid), []
     for turn in range(STEPS):

@@ -66,6 +66,9 @@ def of_words(y, batch):
     return losses.sum() / words(batch), beside
 
 
+AUX = {"sure": "mean", "right": "sum", "best": "rows", "last": "rows"}
+
+
 def words(batch):
     return (batch[1] != 0).sum()
 
@@ -113,12 +116,12 @@ def in_stages(
     return {name: found[name] for name, _ in model.named_parameters()}, metrics
 
 
-def by_hand(stages, opt, *, precision=None, donate=False, has_aux=False, **options):
+def by_hand(stages, opt, *, precision=None, donate=False, aux=None, **options):
     """Return what `fs.train_step` does, of its pieces; the only metrics are the loss, and what there is beside it."""
     if precision is not None:
         options["compute"] = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         options["reduce"] = {"bf16": None, "fp16": torch.float32}[precision]
-    gradient = fs.value_and_grad(stages, has_aux=has_aux, gradients=getattr(opt, "gradients", None), **options)
+    gradient = fs.value_and_grad(stages, aux=aux, gradients=getattr(opt, "gradients", None), **options)
 
     def step(params, state, batch):
         scale = None if opt.loss_scale is None else opt.loss_scale(state)
@@ -188,7 +191,7 @@ class Drawn:
         self.opt = choose(sorted(OPTIMIZERS))
         self.schedule = fs.pipeline_schedule(name, stages=stages, microbatches=self.microbatches)
         self.options = choose(
-            [{}, {"precision": "bf16"}, {"donate": True}, {"loss": of_words, "weight": words, "has_aux": True}]
+            [{}, {"precision": "bf16"}, {"donate": True}, {"loss": of_words, "weight": words, "aux": AUX}]
         )
         self.recompute = choose(["never", "never", "always", "except_last", 1])
         self.options = {"precision": "fp16"} if self.opt == "scaled" else self.options
@@ -465,11 +468,41 @@ def normalised(seed=0):
 
 @pytest.mark.parametrize("recompute", ["never", "always", 1])
 def test_stage_buffers_are_means_over_microbatches(recompute):
-    """As without stages, to the bit; two steps."""
+    """In reproducible mode: as without stages, to the bit; two steps."""
     model, schedule = normalised(), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
     batches = [torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
     expected = memory(model, batches, None, slices=4)
     assert same_trees(memory(model, batches, schedule, recompute=recompute), expected)
+
+
+def running_statistics(data, microbatches, momentum=0.1, sync=None, samples=12):
+    """Train two steps in stages, of which the first is a BatchNorm; return its buffers, and those of torch's."""
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=microbatches)
+    mesh, layer = fs.make_mesh({"pipe": 2, "data": data}), nn.BatchNorm2d(3, momentum=momentum).double()
+    apply, params, buffers = fs.functionalize(layer, sync_batchnorm=sync)
+    trees = [fs.shard_stages([tree, {}], mesh=mesh, schedule=schedule) for tree in (params, buffers)]
+    stages = [lambda params, buffers, x: apply(params, buffers, x), lambda params, buffers, x: (x, buffers)]
+    options = {"batch": P("data"), "mesh": mesh, "schedule": schedule, "loss": mean_square, "has_buffers": True}
+    step, state = fs.train_step(stages, fs.optim.sgd(0.1), **options), fs.optim.sgd(0.1).init(trees[0])
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        x = torch.randn(samples, 3, 2, 2, dtype=torch.float64, generator=draw)
+        x += 10 * torch.arange(samples)[:, None, None, None]
+        layer(x)
+        trees[0], state, trees[1], _ = step(trees[0], state, trees[1], x)
+    return fs.unshard(trees[1][0]), dict(layer.named_buffers())
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"sync": "data"}, {"samples": 7, "sync": "data"}], ids=str)
+def test_stage_batchnorm_has_running_statistics_of_the_batch(options):
+    for data, microbatches in [(1, 1), (1, 4), (2, 2)]:
+        found, expected = running_statistics(data, microbatches, **options)
+        torch.testing.assert_close(found, expected)
+
+
+def test_stage_batchnorm_on_processes_has_running_statistics_of_the_batch(two):
+    for found, expected in two.run(running_statistics, 1, 4):
+        torch.testing.assert_close(found, expected)
 
 
 def memory(model, batches, schedule, **options):
@@ -517,7 +550,7 @@ def test_evaluate_runs_stages_forward_only(zero):
         "schedule": schedule,
         "loss": of_words,
         "weight": words,
-        "has_aux": True,
+        "aux": AUX,
     }
     before = torch.random.get_rng_state()
     with fs.ledger() as comm, torch.inference_mode():
