@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.copying import copied, lazy_copy, untouched
+from fshard.errors import ModuleError
 from fshard.mesh.spmd.scope import here
 from fshard.transforms.reproducible.randomness import Layers
 
@@ -144,7 +145,7 @@ def _keys(entries: Mapping[str, Any], names: Mapping[int, str]) -> Names:
 
 
 def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
-    """Replace the modules' own parameters by ones without memory: same shapes, dtypes and devices, all nan.
+    """Replace the modules' own parameters by placeholders of the same shapes, dtypes and devices.
 
     Tied parameters stay tied. Those on the meta device are replaced by the given one.
     """
@@ -163,10 +164,31 @@ def _alias(part: Any) -> None:
     part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
 
 
+_NO_VALUES = (
+    "the model must be the first value that boost returned; got the module that was boosted, whose parameters have no values "
+    "between steps. Write model, optimizer, *_ = booster.boost(model, optimizer); model.unwrap() is a copy with values."
+)
+
+
+class Placeholder(nn.Parameter):
+    """A parameter without values between the steps of a boosted model: shape, dtype and device are those before."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # by `state_dict`
+            return _without_memory(args[0], None)
+        raise ModuleError(_NO_VALUES)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModuleError(_NO_VALUES)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Placeholder({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
+
+
 def _without_memory(x: Tensor, device: torch.device | None) -> nn.Parameter:
-    value = torch.nan if x.is_floating_point() or x.is_complex() else 0
-    one = torch.full((), value, dtype=x.dtype, device=device if x.is_meta and device is not None else x.device)
-    return nn.Parameter(one.expand(x.shape), requires_grad=x.requires_grad)
+    element = torch.zeros((), dtype=x.dtype, device=device if x.is_meta and device is not None else x.device)
+    return Placeholder(element.expand(x.shape), requires_grad=x.requires_grad)
 
 
 class Replicas:
