@@ -13,13 +13,17 @@ MESH = fs.make_mesh({"data": 2, "pipe": 2})
 
 
 def staged(**options):
-    return fs.HybridParallelPlugin(**{"pipeline": 2, **options})
+    return fs.HybridParallelPlugin(**{"pipeline": 2, "microbatches": 2, **options})
 
 
 INVALID = {
     "precision": (
         lambda: fs.DDPPlugin(precision="fp8"),
         "DDPPlugin: precision must be 'bf16', 'fp16' or None, got 'fp8'",
+    ),
+    "dtype of precision": (
+        lambda: fs.DDPPlugin(precision=torch.float32),
+        "must be 'bf16', 'fp16' or None, got torch.f",
     ),
     "unused": (lambda: fs.DDPPlugin(unused="none"), "unused must be 'skip' or 'zero', got 'none'"),
     "mesh": (
@@ -39,6 +43,7 @@ INVALID = {
     "zero stage": (lambda: staged(zero_stage=4), "zero_stage must be 0, 1, 2 or 3, got 4"),
     "pipeline": (lambda: staged(pipeline=0), "pipeline must be an integer >= 1, got 0"),
     "microbatches": (lambda: staged(microbatches="4"), "microbatches must be an integer >= 1, got '4'"),
+    "no microbatches": (lambda: staged(microbatches=None), "microbatches must be given with pipeline > 1, got None"),
     "chunks": (lambda: staged(chunks=0), "chunks must be an integer >= 1, got 0"),
     "schedule": (lambda: staged(schedule="1b1f"), "There is no schedule .1b1f."),
     "balance": (lambda: staged(balance="even"), "got 'even'"),
@@ -69,6 +74,12 @@ def test_invalid_plugin_raises(name):
     make, message = INVALID[name]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_precision_may_be_a_dtype(dtype, name):
+    assert fs.FSDPPlugin(precision=dtype) == fs.FSDPPlugin(precision=name)
+    assert fs.FSDPPlugin(precision=dtype).gradient_options()["compute"] is dtype
 
 
 def test_plugin_error_lists_all_invalid_fields():
