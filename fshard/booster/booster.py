@@ -28,7 +28,7 @@ from fshard.mesh.spmd.run import resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_instances import OptimizerSource, optimizer_source
-from fshard.pipeline.split.stages import Layer, as_sequential
+from fshard.pipeline.split.stages import Layer, split_stages
 from fshard.transforms.fsdp.lazy_param import LazyParam
 from fshard.transforms.module.lora import LoraConfig, lora
 from fshard.transforms.module.replica import Placeholder
@@ -72,7 +72,7 @@ class Booster(Checkpointing):
         self, who: str, model: Any, optimizer: Any
     ) -> tuple[nn.Module, Plugin, OptimizerSource, Callable[[], Partitioned]]:
         """Return a module, its plugin, whose draws differ from those of the models before, and its optimizer."""
-        model = as_sequential(model) if isinstance(model, list) else model
+        model = split_stages(model, 1)[0] if isinstance(model, list) else model
         source, own, plugin = _source_of(who, model, optimizer), self._own, self.plugin.on_mesh()
         number, own.models = own.models, own.models + 1
         plugin = replace(plugin, seed=folded(plugin.seed, number)) if number else plugin
@@ -91,9 +91,8 @@ class Booster(Checkpointing):
         """Return the boosted five, in this order; None stays None.
 
         Args:
-            model: any module, or a list of layers, modules and functions, which then runs in place: each device makes its
-                own. One that no device can hold is made of `lazy` layers: each device builds one at a time, by the plugin's
-                seed, and keeps its shards.
+            model: any module, or list of layers, which then runs in place: each device makes its own. One that no device can
+                hold is made of `lazy` layers: each device builds one at a time, by the plugin's seed, and keeps its shards.
             optimizer: of torch, or of `fs.optim`.
             criterion: returned unchanged.
             dataloader: of torch, whose batches are then those of all devices together; anything else is unchanged.
@@ -144,10 +143,9 @@ class Booster(Checkpointing):
             x = torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64, device=mesh.device_type)
             return x.detach() * samples if samples else torch.zeros_like(x)
 
-        sums = {"tree": map_leaves(scaled, tree), "samples": scaled(1.0)}
-        if axes:
-            (sums,) = run_on_devices(resolve_mesh(mesh), lambda device: psum(sums, axes))
-        return map_leaves(lambda x: x / float(sums["samples"]), sums["tree"])
+        sums = map_leaves(scaled, tree), scaled(1.0)
+        ((total, count),) = run_on_devices(resolve_mesh(mesh), lambda device: psum(sums, axes) if axes else sums)
+        return map_leaves(lambda x: x / float(count), total)
 
     def clip_grad_norm(
         self, optimizer: BoostedOptimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -203,7 +201,7 @@ class Booster(Checkpointing):
         """Return the state to begin with.
 
         Args:
-            model: any module, as for `boost`; it is not changed.
+            model: any module or list of layers, as for `boost`; it is not changed.
             optimizer: of torch, or of `fs.optim`.
             criterion: of the output and the labels of a batch (inputs, labels), or the batch, if it is a dict of the
                 model's arguments. Default: `output.loss`.
@@ -263,13 +261,11 @@ def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
     return optimizer_source(optimizer, dict(model.named_parameters()), caller)
 
 
-_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}
-
-
 def _is_wrapped(part: nn.Module) -> bool:
     """Return True if torch reduces the gradients of a module or has sharded its parameters."""
+    wrappers = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}
     kinds = {*type(part).__mro__, *map(type, part.parameters(recurse=False))}
-    return not _WRAPPERS.isdisjoint(kind.__name__ for kind in kinds)
+    return not wrappers.isdisjoint(kind.__name__ for kind in kinds)
 
 
 def _is_compiled(part: nn.Module) -> bool:

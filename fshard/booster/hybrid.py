@@ -79,7 +79,7 @@ class HybridParallelPlugin(Plugin):
         sequence_mode: the algorithm of their attention: see `fs.tensor.attention`; or "megatron": norms and dropout on
             shards of tokens, along the axis of the layers, with sequence=1.
         zero_stage: 0 to 3, of the devices that have the same stages.
-        microbatches: number of microbatches of each device's part of a batch; stages must have it.
+        microbatches: number of microbatches of each device's part of a batch; required with stages.
         schedule: a name of `pipeline_schedule`.
         chunks: number of stages per device; None: one, or two where the schedule needs them.
         balance, sample, blocks: how the model is split into stages: see `split_stages`. With tensor or sequence the model
@@ -107,12 +107,11 @@ class HybridParallelPlugin(Plugin):
 
     def errors(self) -> list[str]:
         counts = {name: getattr(self, name) for name in _COUNTS}
-        absent = {name for name in ("data", "chunks", "microbatches") if counts[name] is None}
+        optional = ("data", "chunks") if self.in_stages() else ("data", "chunks", "microbatches")
+        absent = {name for name in optional if counts[name] is None}
         sizes = [text for name, count in counts.items() if name not in absent for text in integer(name, count)]
         sizes += one_of("tensor_mode", self.tensor_mode, *MODEL_AXES)
         sizes += one_of("sequence_mode", self.sequence_mode, *get_args(How), "megatron")
-        if self.in_stages() and self.microbatches is None:
-            sizes.append("microbatches must be given with pipeline > 1, got None: a schedule needs several, such as 4")
         wrong = integer("pipeline", self.pipeline) + one_of("zero_stage", self.zero_stage, 0, 1, 2, 3)
         wrong += wrong_options(False, {"recompute": self.recompute}) + (sizes or self._unfit_layers())
         if not wrong and self.in_stages():

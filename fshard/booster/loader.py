@@ -81,8 +81,7 @@ _SAME = (
 class Loader:
     """The batches of a torch loader, as one device gets them; global ones where the caller runs all devices.
 
-    Iterating continues from the position, then with the next epoch; every returned batch counts as taken. `sample = 0`
-    restarts an epoch.
+    Iterating continues from the position, then with the next epoch; every returned batch counts as taken.
 
     Args:
         loader: its batches are those of all devices together, in order or shuffled.
@@ -175,6 +174,6 @@ class Loader:
         self.epoch, self.sample, self.seed = state["epoch"], state["sample"], state["seed"]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; the position in the present one stays."""
+        """Begin an epoch; the position in the present one stays: `sample = 0` restarts it."""
         if epoch != self.epoch:
             self.epoch, self.sample = epoch, 0

@@ -5,8 +5,6 @@ state = opt.init(params)
 params, state = opt.step(grads, state, params)
 """
 
-from typing import Any
-
 from fshard.errors import OptimizerError
 from fshard.foreign_names import hint
 from fshard.optim import schedules
@@ -25,7 +23,7 @@ from fshard.optim.torch_classes import adafactor, from_torch, muon
 from fshard.optim.wrappers import accumulate, ema, ema_params, with_master_weights
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Raise, naming the word for an optimizer or a schedule of another library."""
     raise AttributeError(f"module 'fshard.optim' has no attribute {name!r}.{hint(name)}")
 

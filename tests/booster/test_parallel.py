@@ -49,7 +49,7 @@ WRONG = {
     "depth of another": ({"tensor": {"size": 4, "mode": "2d", "depth": 2}}, "tensor_depth=2 has no meaning"),
     "depth of a sequence": ({"tensor": {"size": 4, "mode": "sequence", "depth": 2}}, "depth has no meaning for mode="),
     "mode": ({"tensor": {"size": 4, "mode": "4d"}}, "the mode of tensor must be '1d', .* or 'sequence', got '4d'"),
-    "no microbatches": ({"pipeline": 2}, "microbatches must be given with pipeline > 1, got None"),
+    "no microbatches": ({"pipeline": 2}, "microbatches must be an integer >= 1, got None"),
     "no table": ({"parallel": 2}, "must be a dict of data, pipeline and tensor, got 2"),
     "many": (
         {"pipe": 2, "data": 0, "pipeline": {"size": "2", "n": 1}, "tensor": {"size": 6, "mode": "2d", "rows": 2}},

@@ -110,11 +110,6 @@ def _check_count(count: int, n: int) -> None:
         raise ValueError(f"n must be from 1 to the number of layers, {count}; got {n}.")
 
 
-def as_sequential(layers: Iterable[Layer]) -> nn.Sequential:
-    """Put layers, modules and functions of one value, into a sequence."""
-    return nn.Sequential(OrderedDict(_named_layers(layers)))
-
-
 def _named_layers(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
     if isinstance(layers, nn.Module) and (lost := _beside_layers(layers)):
         raise TypeError(
