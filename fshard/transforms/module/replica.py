@@ -62,7 +62,7 @@ class Replica:
         self._buffers = [
             ModuleSlot(p._buffers, *item) for p, (_, own) in zip(parts, names, strict=True) for item in own.items()
         ]
-        self._recurrent = [p for p in parts if isinstance(p, nn.RNNBase)]
+        self._recurrent: list[Any] = [p for p in parts if isinstance(p, nn.RNNBase)]
         self.layers = Layers(self.modules.items(), adapt)
         self._resting: list[Any] | None = None
         self._installed_at: dict[str, dict[str, Any]] | None = None
@@ -77,7 +77,7 @@ class Replica:
         for entries, key, name in self._buffers:
             entries[key] = tensors[name]
         for part in self._recurrent:
-            _alias(part)
+            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
 
     def take(self, given: Mapping[str, Any], installed: Mapping[str, Any]) -> Tensors:
         """Return the buffers after a call; those not written to are the given ones.
@@ -160,8 +160,8 @@ def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = N
 
 
 def _alias(part: Any) -> None:
-    """Let a recurrent layer's list of weights have those that are installed."""
-    part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+    """Let a recurrent layer's list of weights have its parameters; those of a parametrization are computed in a call."""
+    part._flat_weights = [part._parameters.get(name) for name in part._flat_weights_names]
 
 
 _NO_VALUES = (
