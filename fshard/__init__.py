@@ -19,6 +19,7 @@ from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import save
 from fshard.explore.picture import visualize
+from fshard.foreign_names import hint
 from fshard.launching.launch import launch
 from fshard.mesh.collectives.api import (
     all_gather,
@@ -64,7 +65,7 @@ def __getattr__(name: str) -> Any:
         return import_module("fshard.testing")
     if name == "__version__":
         return version("fshard")
-    raise AttributeError(f"module 'fshard' has no attribute {name!r}")
+    raise AttributeError(f"module 'fshard' has no attribute {name!r}.{hint(name)}")
 
 
 __all__ = [

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,22 @@ from torch.utils.data import DataLoader
 from fshard.booster.checkpoint import Checkpointing
 from fshard.booster.loader import DeviceState, Loader
 from fshard.booster.loop import LoopModel
-from fshard.booster.model import BoostedModel, shard_model
+from fshard.booster.model import BoostedModel, refuse_outside, shard_model
 from fshard.booster.optimizer import BoostedOptimizer, partitioned
 from fshard.booster.plugins import DDPPlugin, Plugin
 from fshard.booster.stages import Criterion, StagedModel, loss_of
 from fshard.errors import ModuleError, OptimizerError
-from fshard.mesh.layout import PyTree
+from fshard.mesh.collectives.api import psum
+from fshard.mesh.layout import PyTree, map_leaves
 from fshard.mesh.reshard.device_put import unshard
+from fshard.mesh.spmd.run import resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_instances import OptimizerSource, optimizer_source
+from fshard.pipeline.split.stages import Layer, split_stages
+from fshard.transforms.fsdp.lazy_param import LazyParam
 from fshard.transforms.module.lora import LoraConfig, lora
+from fshard.transforms.module.replica import Placeholder
 from fshard.transforms.reproducible.randomness import folded, keyed_random
 from fshard.transforms.train_step import Metrics, train_step
 
@@ -65,18 +70,19 @@ class Booster(Checkpointing):
 
     def _prepare(
         self, who: str, model: Any, optimizer: Any
-    ) -> tuple[Plugin, OptimizerSource, Callable[[], Partitioned]]:
-        """Return the plugin of the next model, whose draws differ from those of the models before, and its optimizer."""
+    ) -> tuple[nn.Module, Plugin, OptimizerSource, Callable[[], Partitioned]]:
+        """Return a module, its plugin, whose draws differ from those of the models before, and its optimizer."""
+        model = split_stages(model, 1)[0] if isinstance(model, list) else model
         source, own, plugin = _source_of(who, model, optimizer), self._own, self.plugin.on_mesh()
         number, own.models = own.models, own.models + 1
         plugin = replace(plugin, seed=folded(plugin.seed, number)) if number else plugin
-        return plugin, source, partitioned(plugin, source)
+        return model, plugin, source, partitioned(plugin, source)
 
     # -- torch's loop -------------------------------------------------------------------------------------------------
 
     def boost(
         self,
-        model: nn.Module,
+        model: nn.Module | list[Layer],
         optimizer: Any = None,
         criterion: Callable[..., Tensor] | None = None,
         dataloader: Any = None,
@@ -85,19 +91,18 @@ class Booster(Checkpointing):
         """Return the boosted five, in this order; None stays None.
 
         Args:
-            model: any module, which then runs in place: each device makes its own. One that no device can hold is made of
-                `lazy` layers: each device builds one at a time, by the plugin's seed, and keeps its shards.
+            model: any module, or list of layers, which then runs in place: each device makes its own. One that no device can
+                hold is made of `lazy` layers: each device builds one at a time, by the plugin's seed, and keeps its shards.
             optimizer: of torch, or of `fs.optim`.
             criterion: returned unchanged.
             dataloader: of torch, whose batches are then those of all devices together; anything else is unchanged.
             lr_scheduler: returned unchanged: values that it writes to the optimizer's groups are used.
         """
-        plugin, source, opt = self._prepare("boost", model, optimizer)
+        model, plugin, source, opt = self._prepare("boost", model, optimizer)
         if plugin.in_stages():
             boosted = StagedModel(model, plugin, source, opt())
         else:
             boosted = LoopModel(model, plugin, source, opt(), self._own)
-        _BOOSTED.add(model)
         source.point_at(dict(model.named_parameters()))
         if optimizer is not None:
             optimizer = BoostedOptimizer(optimizer, source, opt, boosted)
@@ -125,6 +130,22 @@ class Booster(Checkpointing):
             yield
         finally:
             own.sync = before
+
+    def mean(self, tree: PyTree, samples: float = 1.0) -> PyTree:
+        """Return the mean of a tree of numbers over all devices that have other samples; all devices must call it.
+
+        `samples` weights this device: the number that its numbers are means of, such as `loader.samples`.
+        """
+        mesh, axes = self._own.mesh, self.plugin.axes(self._own.mesh)
+        refuse_outside(mesh)
+
+        def scaled(x: Any) -> Tensor:
+            x = torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64, device=mesh.device_type)
+            return x.detach() * samples if samples else torch.zeros_like(x)
+
+        sums = map_leaves(scaled, tree), scaled(1.0)
+        ((total, count),) = run_on_devices(resolve_mesh(mesh), lambda device: psum(sums, axes) if axes else sums)
+        return map_leaves(lambda x: x / float(count), total)
 
     def clip_grad_norm(
         self, optimizer: BoostedOptimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -176,16 +197,16 @@ class Booster(Checkpointing):
 
     # -- the functional form ------------------------------------------------------------------------------------------
 
-    def init(self, model: nn.Module, optimizer: Any, criterion: Criterion | None = None) -> TrainState:
+    def init(self, model: nn.Module | list[Layer], optimizer: Any, criterion: Criterion | None = None) -> TrainState:
         """Return the state to begin with.
 
         Args:
-            model: any module, as for `boost`; it is not changed.
+            model: any module or list of layers, as for `boost`; it is not changed.
             optimizer: of torch, or of `fs.optim`.
             criterion: of the output and the labels of a batch (inputs, labels), or the batch, if it is a dict of the
                 model's arguments. Default: `output.loss`.
         """
-        plugin, source, opt = self._prepare("init", model, optimizer)
+        model, plugin, source, opt = self._prepare("init", model, optimizer)
         options = plugin.gradient_options()
         run, params, buffers = shard_model(plugin, model, source)
 
@@ -214,9 +235,6 @@ class Booster(Checkpointing):
 
 # -- arguments ----------------------------------------------------------------------------------------------------------
 
-_BOOSTED = WeakSet[nn.Module]()
-"""Modules that run in place."""
-
 
 def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
     """Return the source of an optimizer for a model's parameters; raise if one of them is invalid."""
@@ -224,10 +242,16 @@ def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
         raise ModuleError(
             f"{caller}: the model is a module, not {type(model).__name__}: for a function there is fs.train_step."
         )
-    if model in _BOOSTED or isinstance(model, BoostedModel) or isinstance(optimizer, BoostedOptimizer):
+    in_place = any(isinstance(x, Placeholder | LazyParam) for x in model.parameters())
+    if in_place or isinstance(model, BoostedModel) or isinstance(optimizer, BoostedOptimizer):
         raise ModuleError(
             f"{caller}: the model or the optimizer has been boosted already, perhaps by another device. Each device makes "
             "its own, inside of main."
+        )
+    if wrapped := [f"{type(part).__name__} at {path!r}" for path, part in model.named_modules() if _is_wrapped(part)]:
+        raise ModuleError(
+            f"{caller}: the model must be a module that no library has sharded; got {', '.join(wrapped)}. Give the module "
+            "before fully_shard, of DDP model.module: fs.FSDPPlugin() and fs.DDPPlugin() do this."
         )
     if compiled := [path or "the model" for path, part in model.named_modules() if _is_compiled(part)]:
         raise ModuleError(
@@ -235,6 +259,13 @@ def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
             "functions that it calls, those of parameters as fs.with_unsharded_params(torch.compile(fn))."
         )
     return optimizer_source(optimizer, dict(model.named_parameters()), caller)
+
+
+def _is_wrapped(part: nn.Module) -> bool:
+    """Return True if torch reduces the gradients of a module or has sharded its parameters."""
+    wrappers = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}
+    kinds = {*type(part).__mro__, *map(type, part.parameters(recurse=False))}
+    return not wrappers.isdisjoint(kind.__name__ for kind in kinds)
 
 
 def _is_compiled(part: nn.Module) -> bool:

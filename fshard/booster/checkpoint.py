@@ -13,6 +13,7 @@ from fshard.checkpoint.names import is_object
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import save
+from fshard.transforms.options import unknown
 
 Folder = str | os.PathLike[str]
 _COUNTERS = ("_seed", "_steps", "_forwards", "_others")
@@ -64,8 +65,10 @@ class Checkpointing:
         """Load parameters and buffers from any source of `fs.restore`; those that have all names if `strict`."""
         restore(checkpoint, model, strict=strict)
 
-    def save_model(self, x: Any, /, checkpoint: Folder) -> None:
-        """Save the state of a model, an optimizer (with its groups) or a scheduler."""
+    def save_model(self, x: Any, /, checkpoint: Folder, **options: Any) -> None:
+        """Save the state of a model, an optimizer (with its groups) or a scheduler; there are no options."""
+        if errors := unknown("save_model, save_optimizer", options, ["checkpoint"]):
+            raise TypeError(f"{errors[0]}.")
         save(checkpoint, x)
 
     save_optimizer = save_lr_scheduler = save_model

@@ -79,7 +79,7 @@ class HybridParallelPlugin(Plugin):
         sequence_mode: the algorithm of their attention: see `fs.tensor.attention`; or "megatron": norms and dropout on
             shards of tokens, along the axis of the layers, with sequence=1.
         zero_stage: 0 to 3, of the devices that have the same stages.
-        microbatches: number of microbatches of each device's part of a batch.
+        microbatches: number of microbatches of each device's part of a batch; required with stages.
         schedule: a name of `pipeline_schedule`.
         chunks: number of stages per device; None: one, or two where the schedule needs them.
         balance, sample, blocks: how the model is split into stages: see `split_stages`. With tensor or sequence the model
@@ -96,7 +96,7 @@ class HybridParallelPlugin(Plugin):
     sequence: int = 1
     sequence_mode: SequenceMode = "gather"
     zero_stage: Stage = 0
-    microbatches: int = 1
+    microbatches: int | None = None
     schedule: str = "1f1b"
     chunks: int | None = None
     balance: Balance = "parameters"
@@ -107,7 +107,8 @@ class HybridParallelPlugin(Plugin):
 
     def errors(self) -> list[str]:
         counts = {name: getattr(self, name) for name in _COUNTS}
-        absent = {name for name in ("data", "chunks") if counts[name] is None}
+        optional = ("data", "chunks") if self.in_stages() else ("data", "chunks", "microbatches")
+        absent = {name for name in optional if counts[name] is None}
         sizes = [text for name, count in counts.items() if name not in absent for text in integer(name, count)]
         sizes += one_of("tensor_mode", self.tensor_mode, *MODEL_AXES)
         sizes += one_of("sequence_mode", self.sequence_mode, *get_args(How), "megatron")
@@ -152,9 +153,8 @@ class HybridParallelPlugin(Plugin):
         """Return the schedule."""
         chunks = self.chunks or (1 if self.schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2)
         devices = self.pipeline if self.schedule in ("interleaved", "bfs") else None
-        return pipeline_schedule(
-            self.schedule, stages=chunks * self.pipeline, microbatches=self.microbatches, devices=devices
-        )
+        count = cast(int, self.microbatches)
+        return pipeline_schedule(self.schedule, stages=chunks * self.pipeline, microbatches=count, devices=devices)
 
     def default_mesh(self) -> Mesh:
         """Return the mesh: that which was given, or all devices or processes, the layers along the last axes."""

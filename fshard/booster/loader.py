@@ -49,7 +49,6 @@ class DeviceState:
     def add(self, cut: Cut) -> None:
         """Record a batch."""
         self._cuts = [cut, *(other for other in self._cuts if other != cut)]
-        self.is_iterating = True
 
     def part_of(self, tree: PyTree) -> BatchPart:
         """Return what a loop gives to its model as this device's part of a batch."""
@@ -109,13 +108,13 @@ class Loader:
         self.epoch = self.sample = self.samples = 0
         self._outside, self._state = is_outside(state.mesh), state
         self._own_batches: list[list[int]] = []  # the samples of this device, replaced in each loop
+        self._loop: list[list[int]] = []  # the batches of the loop in progress
         options: Any = {name: getattr(loader, name) for name in _SAME}
         self._by_torch = DataLoader(self.dataset, batch_sampler=self._own_batches, **options)
 
     def __len__(self) -> int:
-        """Return the number of batches per epoch."""
-        full, left = divmod(len(self.dataset), self.batch_size)
-        return full + (left > 0 and not self.drop_last)
+        """Return the number of batches of the loop in progress, else of the next: of an epoch, or those that are left of it."""
+        return len(self._loop or self._batches())
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches from the position to the end of the epoch; of the next epoch if none is left."""
@@ -125,31 +124,46 @@ class Loader:
                 "a loader that was made outside of fs.run and used inside has one position for all devices. Make it inside, "
                 "where each device has its own."
             )
-        batches = self._batches()
-        if self.sample and not batches:
-            self.set_epoch(self.epoch + 1)
-            batches = self._batches()
+        self._loop = batches = self._batches()
         cuts = [state.cut(len(batch)) for batch in batches]
         owns = [cut.own(state.mesh) for cut in cuts]
         self._own_batches[:] = [
             batch[slice(*filled(own, len(batch)))] for batch, own in zip(batches, owns, strict=True)
         ]
-        for cut, (start, stop), part in zip(cuts, owns, self._by_torch, strict=True):
-            self.sample, self.samples = self.sample + cut.length, stop - start
-            if cut is cuts[-1]:
-                self.set_epoch(self.epoch + 1)
-            state.add(cut)
-            yield part
-        state.is_iterating = False
+        try:
+            for cut, (start, stop), part in zip(cuts, owns, self._by_torch, strict=True):
+                self.sample, self.samples = self.sample + cut.length, stop - start
+                if cut is cuts[-1]:
+                    self.set_epoch(self.epoch + 1)
+                state.add(cut)
+                state.is_iterating = True
+                yield part
+            state.is_iterating = False
+        finally:
+            if self._loop is batches:
+                self._loop = []
+
+    def peek(self) -> Any:
+        """Return the batch at the position, without taking it."""
+        batch = self._batches()[0]
+        cut = self._state.cut(len(batch))
+        self._state.add(cut)
+        own = batch[slice(*filled(cut.own(self._state.mesh), len(batch)))]
+        options: Any = {"collate_fn": self._by_torch.collate_fn, "generator": torch.Generator()}
+        return next(iter(DataLoader(self.dataset, batch_sampler=[own], **options)))
 
     def _batches(self) -> list[list[int]]:
-        """Return the samples of each batch from the position on."""
+        """Return the samples of each batch from the position on; if none is left, of the next epoch."""
         order = list(range(len(self.dataset)))
         if self.shuffle:
             draw = torch.Generator().manual_seed((self.seed + self.epoch) % (1 << 63))
             order = torch.randperm(len(self.dataset), generator=draw).tolist()
         batches = [order[at : at + self.batch_size] for at in range(self.sample, len(order), self.batch_size)]
-        return [batch for batch in batches if len(batch) == self.batch_size or not self.drop_last]
+        batches = [batch for batch in batches if len(batch) == self.batch_size or not self.drop_last]
+        if batches or not self.sample:
+            return batches
+        self.set_epoch(self.epoch + 1)
+        return self._batches()
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: it means the same on any mesh."""
@@ -160,5 +174,6 @@ class Loader:
         self.epoch, self.sample, self.seed = state["epoch"], state["sample"], state["seed"]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch anew."""
-        self.epoch, self.sample = epoch, 0
+        """Begin an epoch; the position in the present one stays: `sample = 0` restarts it."""
+        if epoch != self.epoch:
+            self.epoch, self.sample = epoch, 0

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.booster.loader import DeviceState
-from fshard.booster.model import BoostedModel
+from fshard.booster.model import BoostedModel, refuse_outside
 from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
 from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
@@ -95,7 +95,7 @@ class LoopModel(BoostedModel):
         return [self.params, self._agreed.after([changed])]
 
     def _on_device(self, body: Callable[[], Any]) -> Any:
-        self.refuse_outside()
+        refuse_outside(self.mesh)
         with one_thread(self.is_reproducible):
             (result,) = run_on_devices(resolve_mesh(self.mesh), lambda _: body(), mapped=self.mesh.axis_names)
         return result

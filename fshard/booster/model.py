@@ -14,7 +14,7 @@ from fshard.booster.plugins import Plugin
 from fshard.checkpoint.names import as_leaf
 from fshard.copying import copied
 from fshard.errors import ModuleError, ScopeError
-from fshard.mesh.layout import Layout, PyTree, map_leaves
+from fshard.mesh.layout import Layout, Mesh, PyTree, map_leaves
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.mesh.spmd.run import is_outside
 from fshard.optim.torch_instances import OptimizerSource
@@ -85,10 +85,18 @@ def _split(plan: Plan | None, params: dict[str, Tensor]) -> dict[str, Any]:
 def refusing(kind: type[Exception], text: str) -> Any:
     """Return a method that raises."""
 
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
         raise kind(text)
 
     return refuse
+
+
+def refuse_outside(mesh: Mesh) -> None:
+    """Raise unless the caller is one device of the mesh."""
+    if is_outside(mesh):
+        raise ScopeError(
+            f"a loop must run as one device of {mesh}. Call it inside of fs.run(main, mesh=mesh), or under torchrun."
+        )
 
 
 class BoostedModel(nn.Module):
@@ -109,15 +117,8 @@ class BoostedModel(nn.Module):
         super().__init__()
         self.module, self.mesh, self.is_reproducible = module, plugin.default_mesh(), plugin.reproducible
         self._seed, self._steps, self._forwards, self._others = plugin.seed, 0, 0, 0
-        self.refuse_outside()
+        refuse_outside(self.mesh)
         self.function, self.params, self.module_buffers = shard_model(plugin, module, source, in_place=True)
-
-    def refuse_outside(self) -> None:
-        """Raise unless the caller is one device of the mesh."""
-        if is_outside(self.mesh):
-            raise ScopeError(
-                f"a loop must run as one device of {self.mesh}. Call it inside of fs.run(main, mesh=mesh), or under torchrun."
-            )
 
     def trees(self) -> list[PyTree]:
         """Return the trees of parameters and buffers by name."""

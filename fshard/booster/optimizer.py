@@ -65,6 +65,14 @@ def _with_zeros(opt: Partitioned) -> Partitioned:
     return opt._replace(update=after(opt.update), step=None if opt.step is None else after(opt.step))
 
 
+_stale_step = refusing(
+    OptimizerError,
+    "the optimizer must be the second value that boost returned; got step() of the optimizer that was boosted, which has no "
+    "gradients. Write model, optimizer, *_ = booster.boost(model, optimizer).",
+)
+_stale_step._wrapped_by_lr_sched = True  # schedulers warn of a step that they have not wrapped
+
+
 class BoostedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is sharded by the plugin; its groups are those of the optimizer that was boosted.
 
@@ -87,6 +95,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.state: PyTree = self._partitioned().init(model.params)
         if isinstance(optim, torch.optim.Optimizer):
             self.defaults = optim.defaults
+            vars(optim)["step"] = _stale_step
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]

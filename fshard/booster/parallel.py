@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fshard.booster.hybrid import MODEL_AXES, HybridParallelPlugin
+from fshard.foreign_names import hint
 from fshard.mesh.runtimes.launchers import process_count
 from fshard.mesh.spmd.scope import here
 from fshard.transforms.options import integer, must_be, one_of, refusal, unknown
@@ -25,13 +26,15 @@ def parallel(config: Mapping[str, Any] | str | PathLike[str], **plugin_options: 
             sizes must be the number of devices; elsewhere this is checked when a model is boosted.
         plugin_options: further ones of `HybridParallelPlugin`: sample=, zero_stage=, microbatches=, ...
 
-    >>> plugin = parallel(dict(pipeline=2, tensor=dict(size=4, mode="2d")))
+    >>> plugin = parallel(dict(pipeline=2, tensor=dict(size=4, mode="2d")), microbatches=4)
     >>> plugin.pipeline, plugin.tensor, plugin.tensor_mode
     (2, 4, '2d')
-    >>> parallel(dict(pipeline=2, tensor=4))
+    >>> parallel(dict(tensor=4))
     Traceback (most recent call last):
     ValueError: parallel: tensor=4 must have a mode: write tensor=dict(size=4, mode="1d"), or "2d", "2.5d", "3d", "sequence".
     """
+    if not isinstance(config, Mapping) and Path(config).suffix == ".py":
+        raise ValueError(f"parallel: config must be a dict or a TOML file; got {str(config)!r}.{hint('a Python file')}")
     table: Any = config if isinstance(config, Mapping) else tomllib.loads(Path(config).read_text(encoding="utf-8"))
     table = table.get("parallel", table)
     if wrong := must_be("parallel", "a dict of data, pipeline and tensor", table, isinstance(table, Mapping)):

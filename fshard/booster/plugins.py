@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, cast
 import torch
 from torch import nn
 
+from fshard.foreign_names import NAMES
 from fshard.mesh.layout import Mesh, P
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.launchers import process_count
@@ -31,6 +32,7 @@ from fshard.transforms.value_and_grad import OF_LOSSES, OF_STAGES
 
 _OPTIONS = {"bucket", "in_flight", "prefetch", "live_units", "reduce", "reduce_once", "skips", "inputs", "dynamic"}
 """The options of `value_and_grad` that no field of a plugin sets."""
+_PRECISIONS: dict[Any, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class Plugin:
     Args:
         mesh: the devices; None: that of `fs.run`, or all processes, along one axis "data".
         axis: that shards the batch; None: all axes of the mesh.
-        precision: "bf16" or "fp16" computes in that dtype; parameters and state stay in their own.
+        precision: "bf16" or "fp16", or the dtype, computes in it; parameters and state stay in their own.
         unused: a parameter that no device has used gets: "skip", nothing, as in torch.optim, so that neither its state
             nor its count of steps changes; "zero", a gradient of zeros, as in JAX.
         sync_batchnorm: BatchNorm takes mean and variance over all devices.
@@ -53,7 +55,7 @@ class Plugin:
 
     mesh: Mesh | None = None
     axis: str | Sequence[str] | None = None
-    precision: Precision | None = None
+    precision: Precision | torch.dtype | None = None
     unused: Literal["skip", "zero"] = "skip"
     sync_batchnorm: bool = False
     reproducible: bool = False
@@ -62,7 +64,15 @@ class Plugin:
     buffers: Choice = None
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        foreign = {name: x for name, x in options.items() if name in NAMES}
+        if errors := unknown(cls.__name__, foreign, cls.__dataclass_fields__):
+            raise TypeError(f"{errors[0]}.")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        if isinstance(self.precision, torch.dtype):
+            object.__setattr__(self, "precision", _PRECISIONS.get(self.precision, self.precision))
         if wrong := self.errors():
             raise ValueError(f"{type(self).__name__}: {'; '.join(wrong)}.")
 
@@ -126,7 +136,7 @@ class Plugin:
             "mesh": mesh,
             "batch": P(axes) if (axes := self.axes(mesh)) else P(),
             "has_buffers": True,
-            "compute": {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[self.precision],
+            "compute": next((dtype for dtype, name in _PRECISIONS.items() if name == self.precision), None),
             "reduce": torch.float32 if self.precision == "fp16" else None,
             "reproducible": self.reproducible,
             **self.own_options(),

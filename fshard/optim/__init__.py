@@ -6,6 +6,7 @@ params, state = opt.step(grads, state, params)
 """
 
 from fshard.errors import OptimizerError
+from fshard.foreign_names import hint
 from fshard.optim import schedules
 from fshard.optim.by_label import by_label, masked
 from fshard.optim.chain import add_decayed_weights, chain, clip_by_global_norm, clip_by_value, scale
@@ -20,6 +21,12 @@ from fshard.optim.scaling import all_finite, loss_scaled, skip_if_not_finite
 from fshard.optim.schedules import Rate, Schedule
 from fshard.optim.torch_classes import adafactor, from_torch, muon
 from fshard.optim.wrappers import accumulate, ema, ema_params, with_master_weights
+
+
+def __getattr__(name: str) -> object:
+    """Raise, naming the word for an optimizer or a schedule of another library."""
+    raise AttributeError(f"module 'fshard.optim' has no attribute {name!r}.{hint(name)}")
+
 
 __all__ = [
     "Optimizer",

@@ -242,6 +242,7 @@ class InstanceSource(TorchSource):
         super().__init__(given, params)
         self._local: dict[str, Sharded] = {}  # the data of whose shards, `nn.Parameter`s, is replaced in each step
         self.state = InstanceState(given, self._local)
+        self._step_instance = given.step  # `boost` replaces it by one that raises
         elementwise = bool(getattr(type(given), "elementwise", False))
         self._opt = Optimizer(self._init, self._update, self._step, elementwise, arrays=True)
 
@@ -316,7 +317,7 @@ class InstanceSource(TorchSource):
             local.grad, local.data = None, shard.detach()
             if grad is not None and trainable(leaf) and shard.numel():
                 local.grad = shards_of(grad)[0].to(shard.dtype)
-        self.given.step()
+        self._step_instance()
         for local, leaf, _ in steps:
             local.grad = None
             if local.data_ptr() != shards_of(leaf)[0].data_ptr():  # the class has written `param.data = ...`

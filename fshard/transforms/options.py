@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 
 from fshard.errors import FshardError
+from fshard.foreign_names import NAMES
 from fshard.mesh.layout import Axes, Layout, PyTree, flatten
 from fshard.transforms.means import AuxReduction, Weight
 from fshard.transforms.patterns import Choice
@@ -126,13 +127,13 @@ def flag(name: str, x: Any) -> list[str]:
 
 
 def unknown(name: str, given: Mapping[str, Any], legal: Iterable[str]) -> list[str]:
-    """Complain of keys that a mapping must not have, naming the legal ones.
+    """Complain of keys that a mapping must not have, naming the legal ones, and the words for names of other libraries.
 
-    >>> unknown("options", {"buckt": 1}, ["bucket", "reduce"])
-    ["options has no 'buckt'; legal: bucket, reduce"]
+    >>> unknown("options", {"buckt": 1, "tp_size": 2}, ["bucket", "reduce"])
+    ["options has no 'buckt', 'tp_size' (use tensor=2, sample=batch); legal: bucket, reduce"]
     """
     legal = [*legal]
-    wrong = [repr(key) for key in given if key not in legal]
+    wrong = [f"{key!r} (use {NAMES[key]})" if key in NAMES else repr(key) for key in given if key not in legal]
     return [f"{name} has no {', '.join(wrong)}; legal: {', '.join(legal)}"] if wrong else []
 
 

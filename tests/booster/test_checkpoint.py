@@ -99,8 +99,7 @@ class Loop:
         losses = []
         while len(losses) < count:
             batches = iter(self.loader)
-            left = len(self.loader) - self.loader.sample // 8
-            losses += [self.step(batches) for _ in range(min(count - len(losses), left))]
+            losses += [self.step(batches) for _ in range(min(count - len(losses), len(self.loader)))]
         state = {name: x.detach().clone() for name, x in self.model.unwrap().state_dict().items()}
         return losses, state, torch.rand(2), self.schedule.get_last_lr(), self.loader.state_dict()
 

@@ -198,7 +198,7 @@ def test_recomputed_stages_have_equal_bits(recompute):
         fs.ZeroPlugin(stage=2),
         fs.FSDPPlugin(),
         fs.DDPPlugin(reproducible=True, slices=2),
-        fs.HybridParallelPlugin(pipeline=2, balance="uniform"),
+        fs.HybridParallelPlugin(pipeline=2, microbatches=1, balance="uniform"),
     ],
 )
 @pytest.mark.parametrize("n", [1, 2])
@@ -236,3 +236,71 @@ def test_unwrap_returns_independent_copy(plugin, n):
 
     pipe = {"pipe": 2} if plugin.in_stages() else {}
     assert all(fs.run(main, mesh=fs.make_mesh({"data": n} | pipe)))
+
+
+def join_layers():
+    """Return the layers of DeepSpeed's page on pipelines: a list with a function among them."""
+    torch.manual_seed(0)
+    return [nn.Conv2d(1, 2, 3), nn.ReLU(), lambda x: torch.flatten(x, 1), nn.Linear(8, 2)]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_list_of_layers_trains_as_a_sequence(pipeline):
+    x, y = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 2
+    plain = nn.Sequential(*[layer if isinstance(layer, nn.Module) else nn.Flatten() for layer in join_layers()])
+
+    def opt_of(layers):
+        return torch.optim.SGD([x for one in layers if isinstance(one, nn.Module) for x in one.parameters()], lr=0.1)
+
+    opt = opt_of(plain)
+    nn.functional.cross_entropy(plain(x), y).backward()
+    opt.step()
+    plugin = fs.HybridParallelPlugin(pipeline=pipeline, microbatches=3)
+    mesh = fs.make_mesh({"pipe": pipeline, "data": 1})
+
+    def main(functional):
+        layers, booster = join_layers(), fs.Booster(plugin)
+        opt, criterion = opt_of(layers), nn.CrossEntropyLoss()
+        if functional:
+            state, _ = booster.step(booster.init(layers, opt, criterion), (x, y))
+            params = fs.unshard(state.params)
+            return {name: leaf for stage in ([params] if pipeline == 1 else params) for name, leaf in stage.items()}
+        model, opt, *_ = booster.boost(layers, opt)
+        if pipeline == 1:
+            booster.backward(criterion(model(x), y), opt)
+        else:
+            booster.execute_pipeline(iter([(x, y)]), model, criterion, opt)
+        opt.step()
+        return {name: leaf.detach() for name, leaf in model.unwrap().named_parameters()}
+
+    for functional in (False, True):
+        for found in fs.run(main, functional, mesh=mesh):
+            expected = {name: leaf.detach() for name, leaf in plain.named_parameters()}
+            torch.testing.assert_close(found, expected)
+    with pytest.raises(TypeError, match=r"layers must be modules and functions; got layers\[1\] is int"):
+        fs.run(lambda: fs.Booster().boost([nn.ReLU(), 3]), mesh=fs.make_mesh({"data": 1}))
+
+
+def means(plugin, index_of):
+    """Return means over the devices that have other samples."""
+    booster, index = fs.Booster(plugin), float(index_of())
+    tree = {"loss": torch.tensor(index), "rows": (index, torch.tensor([index, 1.0]))}
+    weighted = booster.mean(torch.tensor(index), samples=[3, 0][int(index)])
+    return booster.mean(tree), weighted
+
+
+def assert_means(found):
+    for tree, weighted in found:
+        assert tree["loss"] == 0.5 and tree["loss"].dtype == torch.float32
+        assert tree["rows"][0] == 0.5 and tree["rows"][0].dtype == torch.float64
+        assert tree["rows"][1].tolist() == [0.5, 1.0] and weighted == 0.0
+
+
+def test_mean_is_over_devices_that_have_other_samples(two):
+    plugin = fs.HybridParallelPlugin(tensor=2, sample=rows(2, 4))
+    assert_means(fs.run(means, plugin, lambda: fs.axis_index("data"), mesh=fs.make_mesh({"data": 2, "model": 2})))
+    assert_means(two.run(means, fs.FSDPPlugin(), fs.mesh.process_index))
+    alone = fs.HybridParallelPlugin(mesh=fs.make_mesh({"model": 2}, runtime="virtual"), tensor=2, sample=rows(2, 4))
+    assert fs.run(lambda: fs.Booster(alone).mean({"loss": 3}), mesh=alone.mesh) == [{"loss": 3.0}] * 2
+    with pytest.raises(fs.errors.ScopeError, match="must run as one device"):
+        fs.Booster(fs.DDPPlugin(mesh=fs.make_mesh({"data": 2}, runtime="virtual"))).mean(torch.ones(()))

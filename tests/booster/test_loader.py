@@ -52,8 +52,7 @@ def half_copied(x, y):
 
 
 def after_a_look(loader):
-    next(iter(loader))
-    loader.set_epoch(0)
+    loader.peek()
     for batch in loader:
         yield copied(*batch)
 
@@ -300,6 +299,55 @@ def test_torch_loader_keeps_its_options():
         return len(loader), [tuple(x.shape) for x in loader]
 
     assert alone(main) == (4, [(4, 3)] * 4)
+
+
+@pytest.mark.parametrize("how", [{}, {"drop_last": True}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_loader_length_is_that_of_its_loop(how):
+    """An iterator that yields nothing more has yielded as many batches as `len` has said."""
+
+    def main():
+        loader = fs.Booster().prepare_dataloader(samples(22), 4, **how)
+        count, found = (5 if "drop_last" in how else 6), [len(loader)]
+        next(iter(loader))
+        found.append(len(loader))
+        loop = iter(loader)
+        next(loop)
+        found += [len(loader), 1 + sum(len(loader) == count - 1 for _ in loop), loader.epoch, len(loader)]
+        loader.load_state_dict({"epoch": 1, "sample": 20, "seed": 1024})
+        return found == [count, count - 1, count - 1, count - 1, 1, count], len(loader), len(list(loader))
+
+    assert alone(main) == (True, *([5, 5] if "drop_last" in how else [1, 1]))
+
+
+def test_peek_returns_next_batch_and_takes_nothing():
+    def main():
+        loader = fs.Booster().prepare_dataloader(TensorDataset(torch.arange(11)), 4, shuffle=True, num_workers=1)
+        torch.manual_seed(0)
+        before, first, state = torch.get_rng_state(), loader.peek()[0], loader.state_dict()
+        same = torch.equal(before, torch.get_rng_state())
+        pairs, last = [], first
+        for (x,) in loader:
+            pairs.append(torch.equal(x, last))
+            last = loader.peek()[0]
+        return same, state["sample"], pairs, torch.equal(last, next(iter(loader))[0])
+
+    assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [(True, 0, [True] * 3, True)] * 2
+
+
+def test_set_epoch_of_present_epoch_keeps_resumed_position():
+    def main():
+        loader = fs.Booster().prepare_dataloader(samples(22), 4)
+        loader.load_state_dict({"epoch": 3, "sample": 8, "seed": 1024})
+        counts = []
+        for epoch in (3, 4, 4):
+            loader.set_epoch(epoch)
+            counts.append(len(list(loader)))
+        loader.set_epoch(7)
+        next(iter(loader))
+        loader.sample = 0
+        return counts, len(loader)
+
+    assert alone(main) == ([4, 6, 6], 6)
 
 
 def test_interrupted_loop_is_continued_by_next():

@@ -326,7 +326,7 @@ def test_batch_norm_statistics_stay_float32_in_16_bits(precision, pipeline):
         nn.functional.cross_entropy(model(x), y).backward()
         opt.step(), opt.zero_grad()
     plain = {"mesh": fs.make_mesh({"data": 1, "pipe": pipeline} if pipeline else {"data": 1}), "precision": precision}
-    plugin = fs.HybridParallelPlugin(pipeline=pipeline, **plain) if pipeline else fs.FSDPPlugin(**plain)
+    plugin = fs.HybridParallelPlugin(pipeline=pipeline, microbatches=1, **plain) if pipeline else fs.FSDPPlugin(**plain)
 
     def main():
         booster, criterion = fs.Booster(plugin), nn.CrossEntropyLoss()

@@ -3,14 +3,17 @@
 import copy
 import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import distribute_module
 
 import fshard as fs
 
-MESH = fs.make_mesh({"data": 2, "pipe": 2})
+MESH = fs.make_mesh({"data": 2, "pipe": 2}, runtime="virtual")
 
 
 def model():
@@ -158,3 +161,126 @@ def test_boosting_twice_or_uninitialized_module_raises(name):
     act, message = TWICE[name]
     with pytest.raises(fs.errors.ModuleError, match=re.escape(message)):
         fs.run(lambda: act(*with_optimizer()), mesh=fs.make_mesh({"data": 1}))
+
+
+class Sign(torch.optim.Optimizer):
+    """An optimizer of one's own class, which steps itself."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for x in self.param_groups[0]["params"]:
+            if x.grad is not None:
+                x.add_(x.grad.sign(), alpha=-0.1)
+
+
+def two_linears():
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def fsdp_by_torch(path):
+    """Return a module as `fully_shard` leaves it: with another class."""
+    wrapped = two_linears()
+    part = wrapped.get_submodule(path)
+    part.__class__ = type("FSDPPart", (FSDPModule, type(part)), {})
+    return wrapped
+
+
+def by_data_parallel():
+    return nn.Sequential(nn.DataParallel(two_linears()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (partial(fsdp_by_torch, ""), r"got FSDPPart at ''\. Give the module before fully_shard"),
+        (partial(fsdp_by_torch, "1"), r"got FSDPPart at '1'\."),
+        (by_data_parallel, r"got DataParallel at '0'\. .* model.module"),
+    ],
+    ids=["fully_shard", "fully_shard of a layer", "parallel"],
+)
+def test_boosting_a_module_wrapped_by_torch_raises(make, message):
+    for act in (fs.Booster().boost, lambda one: fs.Booster().init(one, sgd(one), nn.MSELoss())):
+        with pytest.raises(fs.errors.ModuleError, match=message):
+            fs.run(lambda act=act: act(make()), mesh=fs.make_mesh({"data": 1}))
+
+
+def wrapped_on_processes():
+    """Return the errors of modules that torch has wrapped by its own process group."""
+    mesh = fs.mesh.to_device_mesh(fs.make_mesh({"data": 2}))
+    sharded = two_linears()
+    fully_shard(sharded[0], mesh=mesh)
+    modules = [nn.parallel.DistributedDataParallel(two_linears()), sharded, two_linears()]
+    distribute_module(modules[2], mesh)
+    return [text_of(lambda one=one: fs.Booster().boost(one)) for one in modules]
+
+
+def text_of(act):
+    with pytest.raises(fs.errors.ModuleError) as error:
+        act()
+    return str(error.value)
+
+
+def test_boosting_a_module_wrapped_on_processes_raises(two):
+    expected = "DistributedDataParallel at ''", "FSDPLinear at '0'", "Linear at '0', Linear at '1'"
+    for texts in two.run(wrapped_on_processes):
+        assert all(f"got {part}. Give" in text for part, text in zip(expected, texts, strict=True))
+
+
+STALE = {
+    "call": (lambda old, opt: old(torch.ones(2, 3)), fs.errors.ModuleError, "the first value that boost returned"),
+    "layer": (lambda old, opt: old[2](torch.ones(2, 4)), fs.errors.ModuleError, "the first value that boost returned"),
+    "copy": (lambda old, opt: copy.deepcopy(old), fs.errors.ModuleError, "model.unwrap() is a copy"),
+    "save": (lambda old, opt: pickle.dumps(old.state_dict()), fs.errors.ModuleError, "model.unwrap() is a copy"),
+    "write": (lambda old, opt: nn.init.zeros_(old[0].weight), fs.errors.ModuleError, "the first value that boost"),
+    "step": (lambda old, opt: opt.step(), fs.errors.OptimizerError, "the second value that boost returned"),
+}
+
+
+def use_stale_values(plugin, kind):
+    """Return the errors of the values given to `boost`, before the first step and after two."""
+    old = model()
+    before = copy.deepcopy(old)
+    old_opt = kind(old.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(old_opt, 1)
+    booster = fs.Booster(plugin)
+    boosted, opt, *_ = booster.boost(old, old_opt)
+    found = [errors_of_stale(old, old_opt)]
+    for _ in range(2):
+        if plugin.in_stages():
+            booster.execute_pipeline(iter([(torch.ones(4, 3), None)]), boosted, lambda y, _: y.mean(), opt)
+        else:
+            booster.backward(boosted(torch.ones(2, 3)).mean(), opt)
+        opt.step(), opt.zero_grad(), schedule.step()
+    assert [*old.state_dict()] == [*before.state_dict()]
+    assert "Placeholder(float32[4, 3])" in repr(old[0].weight)
+    assert sum(x.numel() for x in old.parameters()) == sum(x.numel() for x in before.parameters())
+    assert not torch.equal(boosted.unwrap()[2].bias, before[2].bias)
+    return [*found, errors_of_stale(old, old_opt)]
+
+
+def errors_of_stale(old, opt):
+    found = {}
+    for name, (use, kind, message) in STALE.items():
+        with pytest.raises(kind, match=re.escape(message)):
+            use(old, opt)
+        found[name] = True
+    return found
+
+
+@pytest.mark.parametrize("kind", [partial(torch.optim.SGD, lr=0.1), Sign], ids=["torch", "own class"])
+@pytest.mark.parametrize(
+    "plugin",
+    [fs.DDPPlugin(), fs.FSDPPlugin(), fs.HybridParallelPlugin(pipeline=2, microbatches=2)],
+    ids=["ddp", "fsdp", "stages"],
+)
+def test_values_given_to_boost_raise_and_name_those_returned(plugin, kind):
+    mesh = fs.make_mesh({"data": 1, "pipe": 2} if plugin.in_stages() else {"data": 2})
+    found = fs.run(use_stale_values, plugin, kind, mesh=mesh)
+    assert found == [[dict.fromkeys(STALE, True)] * 2] * 2
+
+
+def test_values_given_to_boost_raise_on_processes(two):
+    assert two.run(use_stale_values, fs.FSDPPlugin(), Sign) == [[dict.fromkeys(STALE, True)] * 2] * 2

@@ -135,9 +135,11 @@ class OnGraphs(nn.Module):
 class Recurrent(nn.Module):
     """An LSTM, which keeps a list of its weights besides."""
 
-    def __init__(self):
+    def __init__(self, norm=None):
         super().__init__()
         self.lstm = nn.LSTM(3, 4, batch_first=True)
+        if norm is not None:
+            norm(self.lstm, "weight_hh_l0")
 
     def forward(self, x):
         return self.lstm(x[:, None].expand(-1, 5, -1))[0][:, -1]
@@ -173,6 +175,7 @@ CASES = {
     "wasteful": Case(Wasteful, taken=lambda y: y["wanted"].square().mean()),
     "objects": Case(OnGraphs, given=lambda x: Graph(x, ["a", "b"])),
     "recurrent": Case(Recurrent),
+    "recurrent parametrization": Case(partial(Recurrent, parametrizations.weight_norm)),
     "fewer than devices": Case(lambda: nn.PReLU()),
     "spectral norm": Case(partial(normed, spectral_norm)),
     "spectral parametrization": Case(partial(normed, parametrizations.spectral_norm)),

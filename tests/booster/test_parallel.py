@@ -31,7 +31,7 @@ def sizes(plugin):
 @pytest.mark.parametrize("name", OK)
 def test_samples_of_the_page(name):
     config, wanted = OK[name]
-    plugin = fs.parallel(config, zero_stage=1)
+    plugin = fs.parallel(config, zero_stage=1, microbatches=4)
     assert (sizes(plugin), plugin.zero_stage) == (wanted, 1)
     assert plugin.sequence_mode == ("rsa" if plugin.sequence > 1 else "gather")
 
@@ -49,6 +49,7 @@ WRONG = {
     "depth of another": ({"tensor": {"size": 4, "mode": "2d", "depth": 2}}, "tensor_depth=2 has no meaning"),
     "depth of a sequence": ({"tensor": {"size": 4, "mode": "sequence", "depth": 2}}, "depth has no meaning for mode="),
     "mode": ({"tensor": {"size": 4, "mode": "4d"}}, "the mode of tensor must be '1d', .* or 'sequence', got '4d'"),
+    "no microbatches": ({"pipeline": 2}, "microbatches must be an integer >= 1, got None"),
     "no table": ({"parallel": 2}, "must be a dict of data, pipeline and tensor, got 2"),
     "many": (
         {"pipe": 2, "data": 0, "pipeline": {"size": "2", "n": 1}, "tensor": {"size": 6, "mode": "2d", "rows": 2}},
@@ -76,9 +77,14 @@ def test_toml(tmp_path, head):
         assert (sizes(plugin), plugin.tensor_depth, plugin.data) == ((2, 8, "2.5d", 1), 2, 1)
 
 
+def test_python_file_raises_and_names_the_dict(tmp_path):
+    with pytest.raises(ValueError, match=r"must be a dict or a TOML file; got .*config.py.*Use fs.parallel\(dict\("):
+        fs.parallel(tmp_path / "config.py")
+
+
 def test_data_is_inferred_from_the_devices():
     def mesh_of(config):
-        return fs.run(lambda: fs.parallel(config).default_mesh(), mesh=fs.make_mesh({"all": 16}))[0]
+        return fs.run(lambda: fs.parallel(config, microbatches=4).default_mesh(), mesh=fs.make_mesh({"all": 16}))[0]
 
     found = mesh_of({"pipeline": 2, "tensor": {"size": 4, "mode": "2d"}})
     assert [*found.shape.items()] == [("pipe", 2), ("data", 2), ("model_i", 2), ("model_j", 2)]

@@ -1,6 +1,10 @@
-"""Fields of plugins: one error that names all that are wrong, before anything is sharded."""
+"""Fields of plugins: one error that names all that are wrong; and the words for names of other libraries."""
 
+import inspect
+import re
 from contextlib import nullcontext
+from operator import attrgetter
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,18 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fshard as fs
+from fshard.foreign_names import NAMES
 
 MESH = fs.make_mesh({"data": 2, "pipe": 2})
 
 
 def staged(**options):
-    return fs.HybridParallelPlugin(**{"pipeline": 2, **options})
+    return fs.HybridParallelPlugin(**{"pipeline": 2, "microbatches": 2, **options})
 
 
 INVALID = {
     "precision": (
         lambda: fs.DDPPlugin(precision="fp8"),
         "DDPPlugin: precision must be 'bf16', 'fp16' or None, got 'fp8'",
+    ),
+    "dtype of precision": (
+        lambda: fs.DDPPlugin(precision=torch.float32),
+        "must be 'bf16', 'fp16' or None, got torch.f",
     ),
     "unused": (lambda: fs.DDPPlugin(unused="none"), "unused must be 'skip' or 'zero', got 'none'"),
     "mesh": (
@@ -43,6 +52,7 @@ INVALID = {
     "zero stage": (lambda: staged(zero_stage=4), "zero_stage must be 0, 1, 2 or 3, got 4"),
     "pipeline": (lambda: staged(pipeline=0), "pipeline must be an integer >= 1, got 0"),
     "microbatches": (lambda: staged(microbatches="4"), "microbatches must be an integer >= 1, got '4'"),
+    "no microbatches": (lambda: staged(microbatches=None), "microbatches must be an integer >= 1, got None"),
     "chunks": (lambda: staged(chunks=0), "chunks must be an integer >= 1, got 0"),
     "schedule": (lambda: staged(schedule="1b1f"), "There is no schedule .1b1f."),
     "balance": (lambda: staged(balance="even"), "got 'even'"),
@@ -75,6 +85,12 @@ def test_invalid_plugin_raises(name):
         make()
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_precision_may_be_a_dtype(dtype, name):
+    assert fs.FSDPPlugin(precision=dtype) == fs.FSDPPlugin(precision=name)
+    assert fs.FSDPPlugin(precision=dtype).gradient_options()["compute"] is dtype
+
+
 def test_plugin_error_lists_all_invalid_fields():
     message = "precision must .*; unused must .*; seed must .*; options has no 'a'.*; .* has no axis \"rows\""
     with pytest.raises(ValueError, match=message):
@@ -98,3 +114,65 @@ def test_any_plugin_is_valid_or_lists_its_errors(precision, stage, seed, slices,
     with pytest.raises(ValueError) if count else nullcontext() as found:
         fs.ZeroPlugin(mesh=mesh, sync_batchnorm=sync, **how)
     assert not count or str(found.value).count(";") + 1 == count
+
+
+# -- names of other libraries -------------------------------------------------------------------------------------------
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
+ROWS = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+JAX = (
+    "set_mesh", "AxisType", "reshard", "reduced", "smap", "ragged_all_to_all", "memory_kind", "eval_shape", "AbstractMesh",
+    "roofline", "out_sharding",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_foreign_name_is_in_the_page_and_its_word_exists(name):
+    word = NAMES[name]
+    assert [row for row in ROWS if re.search(rf"\b{name}\b", row[0]) and word in row[1]], name
+    match = re.match(r"(fs|booster)\.([\w.]+)", word)
+    functions = [attrgetter(match[2])(fs if match[1] == "fs" else fs.Booster)] if match is not None else []
+    keywords = [key for f in [*functions, fs.HybridParallelPlugin] for key in inspect.signature(f).parameters]
+    assert {*re.findall(r"(\w+)=", word)} <= {*keywords}
+
+
+@pytest.mark.parametrize("name", JAX)
+def test_names_of_jax_are_in_its_table(name):
+    table = PAGE.read_text(encoding="utf-8").partition("## JAX")[2]
+    assert [row for row in table.splitlines() if re.search(rf"\b{name}\b", row.split(" | ")[0])]
+
+
+SAVED = torch.nn.Linear(1, 1)
+ERRORS = {
+    "plugin": (
+        lambda: fs.LowLevelZeroPlugin,
+        AttributeError,
+        r"no attribute 'LowLevelZeroPlugin'. Use fs.ZeroPlugin\(",
+    ),
+    "gemini": (lambda: fs.GeminiPlugin, AttributeError, "Use fs.FSDPPlugin"),
+    "jax": (lambda: fs.pcast, AttributeError, "Use fs.pvary"),
+    "no name": (lambda: fs.nothing, AttributeError, "no attribute 'nothing'.$"),
+    "optimizer": (lambda: fs.optim.HybridAdam, AttributeError, "Use fs.optim.adamw"),
+    "schedule": (lambda: fs.optim.CosineAnnealingWarmupLR, AttributeError, "Use fs.optim.schedules.warmup_cosine"),
+    "keywords": (
+        lambda: fs.HybridParallelPlugin(tp_size=2, pp_size=2),
+        TypeError,
+        r"HybridParallelPlugin has no 'tp_size' \(use tensor=2, sample=batch\), 'pp_size' \(use pipeline=2\); legal: mesh",
+    ),
+    "clipping": (lambda: fs.FSDPPlugin(max_norm=1.0), TypeError, r"use booster.clip_grad_norm\(optimizer, max_norm\)"),
+    "saving": (lambda: fs.Booster().save_optimizer(SAVED, "x", shard=True), TypeError, r"no 'shard' \(use fs.export\("),
+    "no keyword": (lambda: fs.FSDPPlugin(nothing=1), TypeError, "unexpected keyword argument 'nothing'"),
+    "an option": (
+        lambda: fs.DDPPlugin(options={"max_norm": 1.0}),
+        ValueError,
+        "'max_norm' .use booster.clip_grad_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_error_of_a_foreign_name_names_the_word(case):
+    act, kind, message = ERRORS[case]
+    with pytest.raises(kind, match=message):
+        act()

@@ -733,7 +733,11 @@ def test_fp16_overflow_is_skipped_despite_clip_grad_value(stages, n):
     def main():
         model = nn.Sequential(nn.Identity(), nn.Linear(3, 1, bias=False))
         nn.init.ones_(model[1].weight)
-        plugin = fs.HybridParallelPlugin(pipeline=2, precision="fp16") if stages else fs.FSDPPlugin(precision="fp16")
+        plugin = (
+            fs.HybridParallelPlugin(pipeline=2, microbatches=1, precision="fp16")
+            if stages
+            else fs.FSDPPlugin(precision="fp16")
+        )
         booster = fs.Booster(plugin)
         model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
         found = []

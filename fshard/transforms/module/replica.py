@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.copying import copied, lazy_copy, untouched
+from fshard.errors import ModuleError
 from fshard.mesh.spmd.scope import here
 from fshard.transforms.reproducible.randomness import Layers
 
@@ -61,7 +62,7 @@ class Replica:
         self._buffers = [
             ModuleSlot(p._buffers, *item) for p, (_, own) in zip(parts, names, strict=True) for item in own.items()
         ]
-        self._recurrent = [p for p in parts if isinstance(p, nn.RNNBase)]
+        self._recurrent: list[Any] = [p for p in parts if isinstance(p, nn.RNNBase)]
         self.layers = Layers(self.modules.items(), adapt)
         self._resting: list[Any] | None = None
         self._installed_at: dict[str, dict[str, Any]] | None = None
@@ -76,7 +77,7 @@ class Replica:
         for entries, key, name in self._buffers:
             entries[key] = tensors[name]
         for part in self._recurrent:
-            _alias(part)
+            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
 
     def take(self, given: Mapping[str, Any], installed: Mapping[str, Any]) -> Tensors:
         """Return the buffers after a call; those not written to are the given ones.
@@ -144,7 +145,7 @@ def _keys(entries: Mapping[str, Any], names: Mapping[int, str]) -> Names:
 
 
 def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
-    """Replace the modules' own parameters by ones without memory: same shapes, dtypes and devices, all nan.
+    """Replace the modules' own parameters by placeholders of the same shapes, dtypes and devices.
 
     Tied parameters stay tied. Those on the meta device are replaced by the given one.
     """
@@ -159,14 +160,35 @@ def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = N
 
 
 def _alias(part: Any) -> None:
-    """Let a recurrent layer's list of weights have those that are installed."""
-    part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+    """Let a recurrent layer's list of weights have its parameters; those of a parametrization are computed in a call."""
+    part._flat_weights = [part._parameters.get(name) for name in part._flat_weights_names]
+
+
+_NO_VALUES = (
+    "the model must be the first value that boost returned; got the module that was boosted, whose parameters have no values "
+    "between steps. Write model, optimizer, *_ = booster.boost(model, optimizer); model.unwrap() is a copy with values."
+)
+
+
+class Placeholder(nn.Parameter):
+    """A parameter without values between the steps of a boosted model: shape, dtype and device are those before."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # by `state_dict`
+            return _without_memory(args[0], None)
+        raise ModuleError(_NO_VALUES)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModuleError(_NO_VALUES)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Placeholder({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
 
 def _without_memory(x: Tensor, device: torch.device | None) -> nn.Parameter:
-    value = torch.nan if x.is_floating_point() or x.is_complex() else 0
-    one = torch.full((), value, dtype=x.dtype, device=device if x.is_meta and device is not None else x.device)
-    return nn.Parameter(one.expand(x.shape), requires_grad=x.requires_grad)
+    element = torch.zeros((), dtype=x.dtype, device=device if x.is_meta and device is not None else x.device)
+    return Placeholder(element.expand(x.shape), requires_grad=x.requires_grad)
 
 
 class Replicas:
