@@ -40,7 +40,7 @@ from fshard.mesh.layout import (
 )
 from fshard.mesh.spmd.check_equal import Guard
 from fshard.mesh.spmd.scope import Group, here, require
-from fshard.source import Site, call_site
+from fshard.source import Site, call_site, code_position
 from fshard.uncompiled import uncompiled
 
 Params = ParamSpec("Params")
@@ -136,7 +136,7 @@ class CollectiveCall:
         bound, after = self.batches[0].linear, self.after
         if not isinstance(bound, Bound) or not isinstance(bound.move, Wired):
             return None
-        fast_path = bound.group.world.fast_path(bound.move, bound.group, tree)
+        fast_path = bound.group.world.fast_path(bound.move, bound.group, tree, bound.site)
         return fast_path if fast_path is None or after is None else lambda x: after(fast_path(x))
 
 
@@ -158,11 +158,11 @@ def collective(plan: Callable[Params, CollectiveCall]) -> Collective[Params]:
         if scope is None or scope.fast_paths is None or not args or not _plain(x := args[0]):
             return plan(*args, **kwargs).run()
         fast_paths, key = scope.fast_paths, _key(name, x, args[1:], kwargs)
-        if key is not None and key not in fast_paths:
+        fast_path = None if key is None else fast_paths.get(key, ...)
+        if fast_path is ...:
             if len(fast_paths) == MAX_FAST_PATHS:
                 fast_paths.clear()
-            fast_paths[key] = plan(*args, **kwargs).fast_path(x)
-        fast_path = fast_paths.get(key)
+            fast_path = fast_paths[key] = plan(*args, **kwargs).fast_path(x)
         return plan(*args, **kwargs).run() if fast_path is None else fast_path(x)
 
     def start(*args: Params.args, **kwargs: Params.kwargs) -> Handle:
@@ -217,11 +217,12 @@ def _key(name: str, x: Tensor, args: tuple[object, ...], kwargs: dict[str, objec
         for one in given:
             if type(one) not in _PLAIN:
                 return None
+    position = code_position(4)
     try:
-        key = (name, x.shape, x.dtype, args, *kwargs.items())
+        key = (name, position, x.shape, x.dtype, args, *kwargs.items())
         hash(key)
     except TypeError:  # there is a list
-        return (name, x.shape, x.dtype, repr(args), repr(kwargs))
+        return (name, position, x.shape, x.dtype, repr(args), repr(kwargs))
     return key
 
 

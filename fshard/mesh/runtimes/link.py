@@ -12,6 +12,8 @@ equal on all processes. The memory of sent messages is freed by a helper too.
 
 from __future__ import annotations
 
+import os
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
-from itertools import cycle
+from itertools import count, cycle
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import PURPOSES, Purpose, Wired, describe, named, purpose
-from fshard.source import Site, call_site
+from fshard.source import Site
 
 if TYPE_CHECKING:
     from fshard.mesh.spmd.scope import Group
@@ -44,16 +46,19 @@ Wire = Generator[Sequence[Any], None, Tensor]
 """Yields what it waits for, in its link's terms."""
 
 
+CALL = (1 << 32) - 1
+"""Bits of a stamp that are equal on all processes of a call."""
+
+
 class CallInfo:
-    """A collective, or a message (`move` is None): as a stamp, and as text, which is made only for an error.
+    """A collective, or a message (`move` is None): as a stamp, and as text, which is made only for an error."""
 
-    Without a site the text has the line that is running.
-    """
-
-    __slots__ = ("_dtype", "_shapes", "_stamp", "group", "is_send", "move", "purpose", "site")
+    __slots__ = ("_dtype", "_shapes", "_stamp", "group", "is_send", "meeting", "move", "purpose", "site")
+    meeting: tuple[str, tuple[int, ...]]
+    """The name of the call that is equal on all processes, and their ranks: on groups of torch.distributed."""
 
     def __init__(
-        self, move: Wired | None, xs: tuple[Tensor, ...], group: Group, site: Site | None, *, is_send: bool = False
+        self, move: Wired | None, xs: tuple[Tensor, ...], group: Group, site: Site, *, is_send: bool = False
     ) -> None:
         self.move, self.group, self.site, self.is_send = move, group, site, is_send
         self._dtype, self._shapes = xs[0].dtype, tuple([x.shape for x in xs])
@@ -61,24 +66,53 @@ class CallInfo:
         self._stamp: int | None = None
 
     def __str__(self) -> str:
-        site = self.site or call_site()
+        return f"{self.signature} (processes {list(self.group.members)}) at {self.site}"
+
+    @property
+    def signature(self) -> str:
+        """The call in words, without its line."""
         name = named(describe(self.move) if self.move is not None else "a message", self.purpose)
-        call = f"{name} of {_shapes_text(self._dtype, self._shapes)}{site.given}"
-        return f"{call} over {'+'.join(self.group.axes)} (processes {list(self.group.members)}) at {site}"
+        return f"{name} of {_shapes_text(self._dtype, self._shapes)}{self.site.given} over {'+'.join(self.group.axes)}"
 
     @property
     def stamp(self) -> int:
-        """A hash of collective, shapes, dtype and leaves; its last two bits are the purpose of the call."""
+        """The call in 64 bits: a hash of the file's name, the line, a hash of the call, its purpose (16, 16, 30, 2)."""
         if self._stamp is None:
-            leaves = () if self.site is None else self.site.leaves
-            own = _stamp(self.move, self._dtype, self._shapes, leaves)
-            self._stamp = own & ~3 | PURPOSES.index(self.purpose)
+            stamp = _stamp(self.move, self._dtype, self._shapes, self.group.axes, self.site)
+            self._stamp = stamp | PURPOSES.index(self.purpose)
         return self._stamp
 
 
 @lru_cache(maxsize=4096)
-def _stamp(move: Wired | None, dtype: torch.dtype, shapes: tuple[torch.Size, ...], leaves: tuple[str, ...]) -> int:
-    return zlib.crc32(f"{move} {dtype} {shapes} {leaves}".encode())
+def _stamp(
+    move: Wired | None, dtype: torch.dtype, shapes: tuple[torch.Size, ...], axes: tuple[str, ...], site: Site
+) -> int:
+    file, line = _hash_file(site.file), site.line & 0xFFFF
+    place = (file, line) if move is not None and compares_lines() else ""  # a message has a line at each end
+    call = zlib.crc32(f"{move} {dtype} {shapes} {axes} {site.leaves} {place}".encode())
+    return file << 48 | line << 32 | call & ~3
+
+
+def compares_lines() -> bool:
+    """Return True if all processes of a collective must call it in one source line."""
+    return os.environ.get("FSHARD_LINES", "1") != "0" and os.environ.get("FSHARD_CHECK") != "shapes"
+
+
+def differs(stamp: int, other: int) -> bool:
+    """Return True if two stamps are of different calls."""
+    return (stamp ^ other) & CALL != 0
+
+
+def line_of(stamp: int, call: CallInfo) -> str:
+    """Return the source line of a stamp that another process made; `call` is the local one."""
+    files = (call.site.file, *[getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]])
+    name = next((os.path.basename(file) for file in files if _hash_file(file) == stamp >> 48), "another file")
+    return f"{name}:{stamp >> 32 & 0xFFFF}"
+
+
+def _hash_file(file: str) -> int:
+    """Hash the name of a file without its folder, which may differ between machines."""
+    return zlib.crc32(os.path.basename(file).encode()) & 0xFFFF
 
 
 def shapes_of(xs: tuple[Tensor, ...]) -> str:
@@ -175,11 +209,13 @@ class GroupLink:
     _collectives: Helper = field(default_factory=Helper, compare=False)
     _sends: Helper = field(default_factory=Helper, compare=False)
     _numbers: Iterator[int] = field(default_factory=lambda: cycle(range(1, MESSAGE_TAG // (_STAMP + 1))), compare=False)
+    _calls: Iterator[int] = field(default_factory=count, compare=False)
     _messages: dict[tuple[int, bool], Iterator[int]] = field(
         default_factory=lambda: defaultdict(lambda: cycle(range(MESSAGE_TAG // (_STAMP + 1)))), compare=False
     )
 
     def begin(self, move: Wired, x: Tensor, call: CallInfo) -> Wire:
+        call.meeting = f"{self.pg.group_name}/{next(self._calls)}", call.group.members
         return self.wires[move.wire](
             GroupCall(self.pg, self.index, self.n, call.stamp & _STAMP, self._numbers), x, move
         )
@@ -196,7 +232,10 @@ class GroupLink:
         return into
 
     def _tag(self, peer: int, call: CallInfo) -> int:
-        return MESSAGE_TAG + next(self._messages[peer, call.is_send]) * (_STAMP + 1) + (call.stamp & _STAMP)
+        number, members = next(self._messages[peer, call.is_send]), call.group.members
+        route = (members[self.index], members[peer]) if call.is_send else (members[peer], members[self.index])
+        call.meeting = f"{self.pg.group_name}/{route}/{number}", route
+        return MESSAGE_TAG + number * (_STAMP + 1) + (call.stamp & _STAMP)
 
     def wait(self, needs: Sequence[Any], timeout: timedelta, advance: Callable[[], bool]) -> None:
         """Wait for operations; the backend's threads advance the others."""

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
-from fshard.mesh.runtimes.link import CallInfo, Link, Wire
+from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, Wire
+from fshard.mesh.runtimes.watch import compare_failed
 
 LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
 """Error texts of backends for a lost peer."""
@@ -78,6 +79,8 @@ class Operations:
         if not isinstance(error, RuntimeError) or isinstance(error, FshardError):
             raise error
         text = str(error)
+        if isinstance(link, GroupLink):
+            compare_failed(call)
         if "imed out" in text or "imeout" in text:
             raise CollectiveTimeoutError(
                 f"{call} did not end within {self.timeout.total_seconds():g} s: another process of the group has not "

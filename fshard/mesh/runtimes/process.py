@@ -28,7 +28,7 @@ from fshard.mesh.collectives.moves import describe, named, purpose, uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.launchers import meet_all
-from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, shapes_of
+from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, differs, shapes_of
 from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.runtimes.watch import Watch, watching
 from fshard.mesh.shared_memory import large
@@ -172,7 +172,7 @@ class ProcessWorld:
         if not sent:
             raise DeadlockError(f"process {self.rank} waits for {call} from itself, but has sent none.")
         sender, xs = sent.popleft()
-        if sender.stamp != call.stamp:
+        if differs(sender.stamp, call.stamp):
             raise MismatchError(
                 f"process {self.rank} expects {call} from itself, but has sent {sender}."
                 + uneven(call.purpose, sender.purpose)
@@ -181,10 +181,10 @@ class ProcessWorld:
 
     # -- fast paths, only on one machine and without FSHARD_CHECK=1 ----------------------------------------------
 
-    def fast_path(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+    def fast_path(self, move: Wired, group: Group, x: Tensor, site: Site) -> Callable[[Tensor], Tensor] | None:
         """Return the fast path for tensors like this one."""
         link = None if group.size == 1 else self._fast_link(group)
-        return None if link is None else FastPath(move, group, x, link, self._operations).run
+        return None if link is None else FastPath(move, group, x, site, link, self._operations).run
 
     def lane(self, like: Tensor, group: Group, place: int, site: Site) -> MessageLane | None:
         """Return the fast path for messages like this one."""

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
 from fshard.mesh.collectives.moves import purpose, uneven
+from fshard.mesh.runtimes.link import CALL, CallInfo, compares_lines
 
 if TYPE_CHECKING:
     from fshard.mesh.spmd.scope import Group
@@ -68,9 +69,7 @@ class Watch:
     def __init__(self, rank: int, timeout: timedelta, gone: Callable[[int], bool], go_on: Callable[[], bool]) -> None:
         self.rank, self._timeout, self._gone, self._go_on = rank, timeout.total_seconds(), gone, go_on
         self.size = dist.get_world_size()
-        default: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        self.store = dist.PrefixStore("fshard", default)  # pyright: ignore[reportPrivateImportUsage]
-        self.lines = os.environ.get("FSHARD_CHECK") != "shapes"
+        self.store, self.lines = _store(), compares_lines()
         self._counts: dict[str, int] = defaultdict(int)
         self._open: dict[Meeting, None] = {}
         self._parted: dict[str, MismatchError] = {}
@@ -204,6 +203,27 @@ class Watch:
             )
 
 
+def _store() -> Any:
+    default: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    return dist.PrefixStore("fshard", default)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def compare_failed(call: CallInfo) -> None:
+    """Publish a call that failed over a group of torch.distributed; raise if others failed in a different one."""
+    place, ranks = call.meeting
+    keys, store = [f"failed/{place}/{rank}" for rank in ranks], _store()
+    line = str(call.site)
+    with contextlib.suppress(dist.DistError):  # the others have not failed yet, or the process with the store has
+        store.set(
+            keys[ranks.index(dist.get_rank())], json.dumps([call.stamp & CALL, call.signature, line, call.purpose])
+        )
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait(keys, timedelta(seconds=1))
+        rows = {rank: json.loads(store.get(key)) for rank, key in zip(ranks, keys, strict=True) if store.check([key])}
+        if len({row[0] for row in rows.values()}) > 1:
+            raise _mismatch({rank: dict(zip(("call", "site", "for"), row[1:])) for rank, row in rows.items()})
+
+
 def _table(states: list[dict[str, Any]]) -> str:
     return "\n".join(f"  process {rank}: {state['text'] or state['what']}" for rank, state in enumerate(states))
 
@@ -214,7 +234,7 @@ def _mismatch(calls: dict[int, dict[str, Any]]) -> MismatchError:
     purposes = sorted({call["for"] for call in calls.values()})
     hint = uneven(purposes[0], purposes[-1])
     if len({call["call"] for call in calls.values()}) == 1:
-        hint = " Only the lines differ; if that is meant, run with FSHARD_CHECK=shapes."
+        hint = " Only the lines differ; if that is meant, run with FSHARD_LINES=0."
     return MismatchError(
         f"The processes of one group met in one collective with different calls.\n{table}\n"
         f"Every process of a group must call the same collectives in the same order, on equal shapes, dtypes and trees.{hint}"

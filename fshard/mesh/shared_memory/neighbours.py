@@ -46,7 +46,7 @@ from torch import Tensor
 
 from fshard.errors import MismatchError
 from fshard.mesh.collectives.moves import PURPOSES, uneven
-from fshard.mesh.runtimes.link import CallInfo
+from fshard.mesh.runtimes.link import CallInfo, line_of
 from fshard.mesh.shared_memory import rings
 from fshard.mesh.shared_memory.rings import ASLEEP, Putter, Taker
 
@@ -155,9 +155,9 @@ def mismatch(call: CallInfo, peer: Neighbour, stamp: int) -> MismatchError:
     """Return the error for a neighbour in another call."""
     mine, others = PURPOSES[call.stamp & 3], PURPOSES[stamp & 3]
     return MismatchError(
-        f"{call}: process {peer.rank} makes another call, or makes it on another shape, dtype or tree. "
-        "Every process of a group must call the same collectives in the same order, on equal shapes, dtypes and trees; "
-        f"run with FSHARD_CHECK=1 to see both calls.{uneven(mine, others)}"
+        f"{call}: process {peer.rank} makes another call at {line_of(stamp, call)}, or on another shape, dtype or tree. "
+        "Every process of a group must call the same collectives in the same order and line, on equal shapes, dtypes and "
+        f"trees; run with FSHARD_CHECK=1 to see both calls. FSHARD_LINES=0 permits other lines.{uneven(mine, others)}"
     )
 
 
