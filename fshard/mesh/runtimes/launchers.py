@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -280,8 +282,7 @@ def meet_all(device_type: str, limit: timedelta) -> None:
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
     host = f"[{here.address}]" if ":" in here.address else here.address
     try:
-        meeting = rendezvous(f"tcp://{host}:{here.port}", here.rank, here.world, timeout=limit)
-        store, rank, world = next(iter(meeting))
+        store, rank, world = _meet(f"tcp://{host}:{here.port}", here.rank, here.world, limit)
         store.set_timeout(limit)
         backend = _backend(device_type, PrefixStore(f"meeting {next(_meetings)}", store), world)
         default = PrefixStore("default_pg", store)
@@ -292,6 +293,39 @@ def meet_all(device_type: str, limit: timedelta) -> None:
             f"{here.port}: {str(error).splitlines()[0]} All must be started together; if another program has the port, "
             "export another MASTER_PORT, and if that is not the host of process 0, MASTER_ADDR."
         ) from error
+
+
+def _meet(url: str, rank: int, world: int, limit: timedelta) -> tuple[Any, int, int]:
+    """Connect to the store, in a thread: torch waits without a limit for the greeting of the program at the port."""
+    results: SimpleQueue[Any] = SimpleQueue()
+
+    def connect() -> None:
+        try:
+            results.put(next(iter(rendezvous(url, rank, world, timeout=limit))))
+        except BaseException as error:
+            results.put(error)
+
+    Thread(target=connect, name="fshard-rendezvous", daemon=True).start()
+    try:
+        result = results.get(timeout=limit.total_seconds())
+    except Empty:
+        raise dist.DistNetworkError(f"No store answered there within {limit.total_seconds():g} s.") from None
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def time_limit(seconds: float | None) -> timedelta:
+    """Return the time limit of collectives between processes: `seconds`, or FSHARD_TIMEOUT; `inf` is none (30 days)."""
+    name = "timeout" if seconds is not None else "FSHARD_TIMEOUT"
+    value = seconds if seconds is not None else os.environ.get(name) or "600"
+    try:
+        limit = float(value)
+    except (TypeError, ValueError):
+        limit = -1.0
+    if not limit > 0:
+        raise MeshError(f"{name} must be a positive number of seconds, or inf for no limit; got {value!r}.")
+    return timedelta(seconds=min(limit, 30 * 86400))
 
 
 def _backend(device_type: str, store: Any, world: int) -> str:

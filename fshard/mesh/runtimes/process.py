@@ -27,7 +27,7 @@ from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessErro
 from fshard.mesh.collectives.moves import describe, named, purpose, uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.launchers import meet_all
+from fshard.mesh.runtimes.launchers import meet_all, time_limit
 from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, differs, shapes_of
 from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.runtimes.watch import Watch, watching
@@ -282,7 +282,7 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
     """Join the world of processes, or return the one that this process is in."""
     if _state["world"] is not None and dist.is_initialized():
         return _state["world"]
-    limit = timedelta(seconds=timeout if timeout is not None else float(os.environ.get("FSHARD_TIMEOUT", "600")))
+    limit = time_limit(timeout)
     if not dist.is_initialized():
         import_module("torch.distributed.nn.functional")  # torch.func.grad imports it, and then it would keep the group
         meet_all(device_type, limit)
