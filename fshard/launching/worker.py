@@ -20,12 +20,12 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -43,17 +43,25 @@ GRACE = 5.0
 
 @dataclass(frozen=True)
 class Worker:
-    """One process, as the parent sees it.  Its stderr, or its stacks alone, go into a file, read only if it fails."""
+    """One process, as the parent sees it.
+
+    Its stderr, or its stacks alone, go into a file without a name, which is read only if it fails.
+    """
 
     rank: int
     process: BaseProcess
     connection: Connection
-    stderr: Path
+    stderr: BinaryIO
     shown: tuple[Shown, ...] = ()
 
     def noise(self, start: int) -> str:
         """Return the output of the process since `start`."""
-        return self.stderr.read_bytes()[start:].decode(errors="replace").strip()
+        return os.pread(self.stderr.fileno(), self.written - start, start).decode(errors="replace").strip()
+
+    @property
+    def written(self) -> int:
+        """The bytes that the process has written so far."""
+        return os.fstat(self.stderr.fileno()).st_size
 
 
 @dataclass(frozen=True)
@@ -119,18 +127,18 @@ def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool) -> 
     """Start process `rank` with more environment variables; for the options see `Processes`."""
     context = _context(fresh)
     ours, theirs = context.Pipe()
-    handle, stderr = tempfile.mkstemp(prefix="fshard-", suffix=".stderr")
-    os.close(handle)
+    stderr = cast("BinaryIO", tempfile.TemporaryFile())
+    log = Connection(os.dup(stderr.fileno()), readable=False)  # a descriptor that multiprocessing passes on
     pipes = [context.Pipe(duplex=False) for _ in (STREAMS if shown else ())]
     ends = [write for _, write in pipes]
-    setup = (rank, theirs, {**os.environ, **variables}, stderr, ends)
+    setup = (rank, theirs, {**os.environ, **variables}, log, ends, _socket_of_forks(context))
     child = context.Process(target=_live, args=setup, daemon=not shown, name=f"process {rank}")
     with _no_main() if shown else contextlib.nullcontext():
         child.start()
-    for end in (theirs, *ends):
+    for end in (theirs, log, *ends):
         end.close()
     shows = tuple(Shown(read, stream) for (read, _), stream in zip(pipes, STREAMS, strict=False))
-    return Worker(rank, child, ours, Path(stderr), shows)
+    return Worker(rank, child, ours, stderr, shows)
 
 
 @contextlib.contextmanager
@@ -156,8 +164,22 @@ def _context(fresh: bool) -> ForkServerContext | SpawnContext:
     return context
 
 
+def _socket_of_forks(context: ForkServerContext | SpawnContext) -> str:
+    """Return the path of the socket of the process that forks: if the parent is killed, nothing else removes it."""
+    if isinstance(context, SpawnContext):
+        return ""
+    forkserver.ensure_running()
+    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    return server._forkserver_address
+
+
 def _live(
-    rank: int, connection: Connection, environment: dict[str, str], stderr: str, outputs: list[Connection]
+    rank: int,
+    connection: Connection,
+    environment: dict[str, str],
+    stderr: Connection,
+    outputs: list[Connection],
+    socket: str,
 ) -> None:
     """Be process `rank`: take tasks until the parent closes the connection."""
     os.environ.clear()  # a copy has those that its model was started with
@@ -167,7 +189,7 @@ def _live(
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
     _redirect(stderr, outputs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(socket,), daemon=True).start()
     connection.send_bytes(pickle.dumps(WorkerReport(rank, time.monotonic())))
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -217,9 +239,9 @@ def _flush() -> None:
             stream.flush()
 
 
-def _redirect(stderr: str, outputs: list[Connection]) -> None:
+def _redirect(stderr: Connection, outputs: list[Connection]) -> None:
     """Write to these pipes, or stderr to a file; stacks go to the file, whatever `fn` does to stderr."""
-    file = os.open(stderr, os.O_WRONLY | os.O_APPEND)
+    file = os.dup(stderr.fileno())
     if outputs:
         write_to(outputs)
     else:
@@ -229,8 +251,11 @@ def _redirect(stderr: str, outputs: list[Connection]) -> None:
         faulthandler.register(signal.SIGUSR1, file, all_threads=False)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(socket: str) -> None:
     parent = mp.parent_process()
     if parent is not None:
         wait([parent.sentinel])
+        with contextlib.suppress(OSError):  # there is none, or the parent or another process was faster
+            os.unlink(socket)
+            os.rmdir(os.path.dirname(socket))
         os._exit(1)
