@@ -13,6 +13,7 @@ reports its stack and is ended.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import socket
 import time
@@ -102,7 +103,7 @@ class Processes:
         task = _packed(by_value if self._shown else by_reference, fn, args, kwargs)
         self._start()
         port = self._meeting_place()
-        starts = [worker.written for worker in self._workers]
+        starts = [os.fstat(worker.stderr.fileno()).st_size for worker in self._workers]
         self._idle = 0
         try:
             for worker in self._workers:

@@ -56,12 +56,7 @@ class Worker:
 
     def noise(self, start: int) -> str:
         """Return the output of the process since `start`."""
-        return os.pread(self.stderr.fileno(), self.written - start, start).decode(errors="replace").strip()
-
-    @property
-    def written(self) -> int:
-        """The bytes that the process has written so far."""
-        return os.fstat(self.stderr.fileno()).st_size
+        return os.pread(self.stderr.fileno(), 1 << 30, start).decode(errors="replace").strip()
 
 
 @dataclass(frozen=True)
@@ -127,11 +122,12 @@ def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool) -> 
     """Start process `rank` with more environment variables; for the options see `Processes`."""
     context = _context(fresh)
     ours, theirs = context.Pipe()
-    stderr = cast("BinaryIO", tempfile.TemporaryFile())
+    stderr = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115, the worker closes it
     log = Connection(os.dup(stderr.fileno()), readable=False)  # a descriptor that multiprocessing passes on
     pipes = [context.Pipe(duplex=False) for _ in (STREAMS if shown else ())]
     ends = [write for _, write in pipes]
-    setup = (rank, theirs, {**os.environ, **variables}, log, ends, _socket_of_forks(context))
+    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    setup = (rank, theirs, {**os.environ, **variables}, log, ends, server._forkserver_address or "")
     child = context.Process(target=_live, args=setup, daemon=not shown, name=f"process {rank}")
     with _no_main() if shown else contextlib.nullcontext():
         child.start()
@@ -161,16 +157,8 @@ def _context(fresh: bool) -> ForkServerContext | SpawnContext:
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["__main__", __name__])
-    return context
-
-
-def _socket_of_forks(context: ForkServerContext | SpawnContext) -> str:
-    """Return the path of the socket of the process that forks: if the parent is killed, nothing else removes it."""
-    if isinstance(context, SpawnContext):
-        return ""
     forkserver.ensure_running()
-    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    return server._forkserver_address
+    return context
 
 
 def _live(
@@ -252,6 +240,7 @@ def _redirect(stderr: Connection, outputs: list[Connection]) -> None:
 
 
 def _die_with_parent(socket: str) -> None:
+    """End with the parent, and remove the socket of its process that forks."""
     parent = mp.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -319,7 +319,8 @@ def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]
     leaves, structure = ([tree], None) if isinstance(tree, Tensor) else flatten(tree, sharded_is_leaf=True)
     if not all(isinstance(leaf, Tensor) and is_dense(leaf) for leaf in leaves):
         raise _no_tensors(what, tree)
-    return [_bare(leaf) for leaf in leaves], structure
+    plain = (Tensor, Parameter)  # not subclasses, such as lazy parameters
+    return [leaf if type(leaf) in plain else leaf.view_as(leaf) for leaf in leaves], structure
 
 
 def _no_tensors(what: str, tree: PyTree) -> Exception:
@@ -333,8 +334,3 @@ def _no_tensors(what: str, tree: PyTree) -> Exception:
             wrong.append(f"{named} is {no_dense(leaf)}")
     kind = TypeError if hint else LayoutError
     return kind(f"{what} takes tensors; {'; '.join(wrong)}.{hint}")
-
-
-def _bare(x: Tensor) -> Tensor:
-    """Return the plain tensor of a tensor subclass, such as a lazy parameter."""
-    return x if type(x) is Tensor or type(x) is Parameter else x.view_as(x)

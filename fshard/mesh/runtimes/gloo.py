@@ -49,11 +49,6 @@ def _exchange(call: GroupCall, outgoing: Sequence[Tensor], incoming: Sequence[Te
     return works + [call.pg.send([_bytes(outgoing[other])], other, tag) for other in others]
 
 
-def _swap(call: GroupCall, outgoing: Tensor, incoming: Tensor, other: int, tag: int) -> list[Any]:
-    """Start to send to one process and to receive from it."""
-    return [call.pg.recv([_bytes(incoming)], other, tag), call.pg.send([_bytes(outgoing)], other, tag)]
-
-
 def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """All-reduce (sum or extreme). (elements,) -> (elements,)"""
     combine, size = combining(move), x.numel() * x.element_size()
@@ -69,7 +64,8 @@ def _doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
     tag, total, received, distance = call.tag(), x, _new(x.shape, x), 1
     result = _new(x.shape, x)
     while distance < call.n:
-        yield _swap(call, total, received, call.index ^ distance, tag)
+        other = call.index ^ distance
+        yield [call.pg.recv([_bytes(received)], other, tag), call.pg.send([_bytes(total)], other, tag)]
         pair = [received, total] if call.index & distance else [total, received]  # 0.0 and -0.0 keep their order
         total = combined(pair, combine, None, result)
         distance *= 2

@@ -16,10 +16,11 @@ import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -297,35 +298,29 @@ def meet_all(device_type: str, limit: timedelta) -> None:
 
 def _meet(url: str, rank: int, world: int, limit: timedelta) -> tuple[Any, int, int]:
     """Connect to the store, in a thread: torch waits without a limit for the greeting of the program at the port."""
-    results: SimpleQueue[Any] = SimpleQueue()
+    meeting: Future[Any] = Future()
 
     def connect() -> None:
         try:
-            results.put(next(iter(rendezvous(url, rank, world, timeout=limit))))
+            meeting.set_result(next(iter(rendezvous(url, rank, world, timeout=limit))))
         except BaseException as error:
-            results.put(error)
+            meeting.set_exception(error)
 
-    Thread(target=connect, name="fshard-rendezvous", daemon=True).start()
+    Thread(target=connect, daemon=True).start()
     try:
-        result = results.get(timeout=limit.total_seconds())
-    except Empty:
+        return meeting.result(limit.total_seconds())
+    except TimeoutError:
         raise dist.DistNetworkError(f"No store answered there within {limit.total_seconds():g} s.") from None
-    if isinstance(result, BaseException):
-        raise result
-    return result
 
 
 def time_limit(seconds: float | None) -> timedelta:
     """Return the time limit of collectives between processes: `seconds`, or FSHARD_TIMEOUT; `inf` is none (30 days)."""
-    name = "timeout" if seconds is not None else "FSHARD_TIMEOUT"
-    value = seconds if seconds is not None else os.environ.get(name) or "600"
-    try:
-        limit = float(value)
-    except (TypeError, ValueError):
-        limit = -1.0
-    if not limit > 0:
-        raise MeshError(f"{name} must be a positive number of seconds, or inf for no limit; got {value!r}.")
-    return timedelta(seconds=min(limit, 30 * 86400))
+    value = os.environ.get("FSHARD_TIMEOUT", "600") if seconds is None else seconds
+    with suppress(TypeError, ValueError):
+        if (limit := float(value)) > 0:
+            return timedelta(seconds=min(limit, 30 * 86400))
+    name = "FSHARD_TIMEOUT" if seconds is None else "timeout"
+    raise MeshError(f"{name} must be a positive number of seconds, or inf for no limit; got {value!r}.")
 
 
 def _backend(device_type: str, store: Any, world: int) -> str:

@@ -72,7 +72,9 @@ class CallInfo:
     def signature(self) -> str:
         """The call in words, without its line."""
         name = named(describe(self.move) if self.move is not None else "a message", self.purpose)
-        return f"{name} of {_shapes_text(self._dtype, self._shapes)}{self.site.given} over {'+'.join(self.group.axes)}"
+        dtype = str(self._dtype).removeprefix("torch.")
+        shapes = ", ".join(f"{dtype}{list(shape)}" for shape in self._shapes)
+        return f"{name} of {shapes}{self.site.given} over {'+'.join(self.group.axes)}"
 
     @property
     def stamp(self) -> int:
@@ -87,20 +89,15 @@ class CallInfo:
 def _stamp(
     move: Wired | None, dtype: torch.dtype, shapes: tuple[torch.Size, ...], axes: tuple[str, ...], site: Site
 ) -> int:
-    file, line = _hash_file(site.file), site.line & 0xFFFF
-    place = (file, line) if move is not None and compares_lines() else ""  # a message has a line at each end
-    call = zlib.crc32(f"{move} {dtype} {shapes} {axes} {site.leaves} {place}".encode())
-    return file << 48 | line << 32 | call & ~3
+    line = _hash_file(site.file) << 16 | site.line & 0xFFFF
+    shared_line = line if move is not None and compares_lines() else None  # a message has a line at each end
+    call = zlib.crc32(f"{move} {dtype} {shapes} {axes} {site.leaves} {shared_line}".encode())
+    return line << 32 | call & ~3
 
 
 def compares_lines() -> bool:
     """Return True if all processes of a collective must call it in one source line."""
     return os.environ.get("FSHARD_LINES", "1") != "0" and os.environ.get("FSHARD_CHECK") != "shapes"
-
-
-def differs(stamp: int, other: int) -> bool:
-    """Return True if two stamps are of different calls."""
-    return (stamp ^ other) & CALL != 0
 
 
 def line_of(stamp: int, call: CallInfo) -> str:
@@ -113,15 +110,6 @@ def line_of(stamp: int, call: CallInfo) -> str:
 def _hash_file(file: str) -> int:
     """Hash the name of a file without its folder, which may differ between machines."""
     return zlib.crc32(os.path.basename(file).encode()) & 0xFFFF
-
-
-def shapes_of(xs: tuple[Tensor, ...]) -> str:
-    """Return the shapes of tensors of one dtype as text."""
-    return _shapes_text(xs[0].dtype, [x.shape for x in xs])
-
-
-def _shapes_text(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> str:
-    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape in shapes)
 
 
 def packed(xs: tuple[Tensor, ...]) -> Tensor:
