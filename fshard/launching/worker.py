@@ -185,18 +185,20 @@ def _live(
             if os.environ.get("MASTER_PORT") != str(port):  # another process has failed or left
                 process.leave(waiting=False)
                 os.environ["MASTER_PORT"] = str(port)
-            well = _do(rank, task, connection, by_value if outputs else by_reference)
-            if last or not well:
-                process.leave(waiting=well)
+            well = _do(rank, task, connection, by_value if outputs else by_reference, last)
+            if not well:
+                process.leave(waiting=False)
     process.leave()
 
 
-def _do(rank: int, task: bytes, connection: Connection, packed: Callable[[Any], bytes]) -> bool:
-    """Run one task and report; return True on success."""
+def _do(rank: int, task: bytes, connection: Connection, packed: Callable[[Any], bytes], last: bool) -> bool:
+    """Run one task and report, after leaving if it is the last; return True on success."""
     try:
         fn, args, kwargs = pickle.loads(task)
-        result = fn(*args, **kwargs)
-        report = packed(WorkerReport(rank, time.monotonic(), result, joined=dist.is_initialized()))
+        result, joined = fn(*args, **kwargs), dist.is_initialized()
+        if last:
+            process.leave()
+        report = packed(WorkerReport(rank, time.monotonic(), result, joined=joined))
     except BaseException as error:
         tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
         texts = traceback.TracebackException(type(error), error, tail)

@@ -66,12 +66,16 @@ class Operations:
             return False
         return sum(operation.try_step() for operation in [*self.in_progress] if operation is not but) > 0
 
-    def finish_sends(self) -> None:
-        """Wait until all messages have been received, or their receivers have ended."""
+    def finish_sends(self) -> list[CallInfo]:
+        """Wait until all messages have been received; return those whose receivers have ended."""
+        calls = list[CallInfo]()
         for operation in [*self.in_progress]:
             if operation.call.is_send:
-                with suppress(RuntimeError, FshardError):
+                try:
                     operation.wait()
+                except (RuntimeError, FshardError):
+                    calls.append(operation.call)
+        return calls
 
     def fail(self, error: BaseException, link: Link, call: CallInfo) -> NoReturn:
         """Leave a group, and raise with a description of the call: a time-out or a lost peer is an error of its own."""

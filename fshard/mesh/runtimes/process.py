@@ -203,14 +203,17 @@ class ProcessWorld:
             self.link(group).fail(error if known else MismatchError(failed))
 
     def finish(self, waiting: bool) -> None:
-        """End all calls; `waiting` for sent messages to arrive, which needs this process."""
+        """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
+        calls = [call for messages in self._to_itself.values() for call, _ in messages] if waiting else []
         if waiting:
-            self._operations.finish_sends()
+            calls += self._operations.finish_sends() + self._neighbours.unreceived()
         if self._watch is not None:
             self._watch.finished()
         self._neighbours.close()
         for held in (self._to_itself, self._operations.in_progress, self._links, self._hosts, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
+        if calls:
+            raise MismatchError("\n  ".join(["Messages were sent but never received:", *sorted({*map(str, calls)})]))
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -293,11 +296,16 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
 
 
 def leave(*, waiting: bool = True) -> None:
-    """Leave the world of processes, if it was joined here; by default, once the messages sent have been received."""
-    if _state["world"] is not None and dist.is_initialized():
-        _state["world"].finish(waiting)
-        dist.destroy_process_group()
-    _state["world"], _state["meshes"] = None, {}
+    """Leave the world of processes, if it was joined here; by default, once the messages sent have been received.
+
+    Raises a MismatchError if a receiver has left without receiving them.
+    """
+    world, _state["world"], _state["meshes"] = _state["world"], None, {}
+    if world is not None and dist.is_initialized():
+        try:
+            world.finish(waiting)
+        finally:
+            dist.destroy_process_group()
 
 
 def _leave_at_exit() -> None:

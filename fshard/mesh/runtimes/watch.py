@@ -212,8 +212,9 @@ def compare_failed(call: CallInfo) -> None:
     keys, store = [f"failed/{place}/{rank}" for rank in ranks], _store()
     with contextlib.suppress(dist.DistError):  # the process with the store has failed
         store.set(f"failed/{place}/{dist.get_rank()}", _row(call.signature, call.site, call.purpose))
-        with contextlib.suppress(dist.DistStoreError):  # another process has not failed
-            store.wait(keys, timedelta(seconds=1))
+        until = time.monotonic() + 1
+        while not store.check(keys) and time.monotonic() < until:  # another process may not have failed
+            time.sleep(PAUSE)
         if error := _mismatch(store, ranks, keys, lines=call.move is not None and compares_lines()):
             raise error
 

@@ -31,6 +31,7 @@ import threading
 import time
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -48,7 +49,7 @@ from fshard.errors import MismatchError
 from fshard.mesh.collectives.moves import PURPOSES, uneven
 from fshard.mesh.runtimes.link import CallInfo, line_of
 from fshard.mesh.shared_memory import rings
-from fshard.mesh.shared_memory.rings import ASLEEP, Putter, Taker
+from fshard.mesh.shared_memory.rings import ASLEEP, RECEIVED, Putter, Taker
 
 INLINE = 256 << 10
 """Bytes up to which a tensor is sent inline: one more copy, but no wait until it has been read."""
@@ -78,6 +79,7 @@ class Neighbour:
             os.close(number)
         self.offer, self.look, self.inbox = self.outgoing.put, self.incoming.look, self.incoming.inbox
         self.gone, self._parted = False, cast("str | None", None)
+        self.sent, self.calls = 0, deque[CallInfo](maxlen=16)
 
     def _has_gone(self, *message: Any) -> NoReturn:
         raise self.lost()
@@ -85,6 +87,11 @@ class Neighbour:
     def _wake(self) -> None:
         with suppress(OSError):  # it has ended, or has enough wake-ups
             self.socket.send(b"!", socket.MSG_DONTWAIT)
+
+    def count(self, call: CallInfo) -> None:
+        """Count a message of `send`: see `Neighbours.unreceived`."""
+        self.sent += 1
+        self.calls.append(call)
 
     def check_alive(self) -> None:
         """Drain its wake-ups; detect that it has ended or left."""
@@ -245,6 +252,20 @@ class Neighbours:
             return False
         peer.check_alive()
         return peer.gone
+
+    def unreceived(self) -> list[CallInfo]:
+        """Announce that this process receives no more, and return its messages that others leave without."""
+        calls, until = list[CallInfo](), time.monotonic() + self.timeout
+        for peer in self.known.values():
+            peer.outgoing.close()
+        for peer in self.known.values():
+            while not (gone := peer.gone or peer.incoming.closed) and peer.sent > peer.outgoing.words[RECEIVED]:
+                if time.monotonic() > until:
+                    break
+                self._sleep(0.001)
+            if gone and (count := peer.sent - peer.outgoing.words[RECEIVED]):
+                calls += [*peer.calls][-count:]
+        return calls
 
     def close(self) -> None:
         """Leave all others."""

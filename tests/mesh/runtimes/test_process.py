@@ -414,3 +414,23 @@ def test_collective_on_one_process_names_both_lines(link):
     line = read_on_one_process.__code__.co_firstlineno + 8
     for text in run_processes(read_on_one_process, 2, environment=link):
         assert all(f"test_process.py:{number}" in text for number in (line, line + 1)), text
+
+
+def send_without_recv(sizes):
+    """Process 1 receives the first message only."""
+
+    def main():
+        for size in sizes if fs.axis_index("d") == 0 else ():
+            fs.send(torch.ones(size), "d", to=1)
+        return fs.recv(torch.ones(sizes[0]), "d", source=0) if fs.axis_index("d") else None
+
+    fs.run(main, mesh=fs.make_mesh({"d": 2}, timeout=20))
+
+
+def test_send_without_recv_raises_at_the_end(link):
+    sizes = (1, 2) if link else (1, 2, 1 << 20)
+    with pytest.raises(fs.errors.MismatchError, match="sent but never received:") as error:
+        run_processes(send_without_recv, 2, sizes, environment=link)
+    text = str(error.value)
+    assert [f"float32[{size}]" in text for size in sizes] == [False] + [True] * (len(sizes) - 1)
+    assert text.count("test_process.py:") == len(sizes) - 1
