@@ -157,9 +157,10 @@ class Processes:
     def _meeting_place(self) -> int:
         """Return the port of a new store, for this machine only: a used one contains old addresses."""
         if self._used:
-            server = socket.create_server((host := "127.0.0.1", 0))
-            port, number = server.getsockname()[1], server.detach()
-            self._stores.append(TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=number))
+            server = socket.create_server(("127.0.0.1", 0))
+            host, port = server.getsockname()
+            store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+            self._stores.append(store)
         return self._stores[-1].port
 
     def _variables(self, rank: int) -> dict[str, str]:

@@ -43,10 +43,7 @@ GRACE = 5.0
 
 @dataclass(frozen=True)
 class Worker:
-    """One process, as the parent sees it.
-
-    Its stderr, or its stacks alone, go into a file without a name, which is read only if it fails.
-    """
+    """One process, as the parent sees it.  Its stderr, or its stacks alone, go into a nameless file, read if it fails."""
 
     rank: int
     process: BaseProcess
@@ -123,15 +120,15 @@ def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool) -> 
     context = _context(fresh)
     ours, theirs = context.Pipe()
     stderr = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115, the worker closes it
-    log = Connection(os.dup(stderr.fileno()), readable=False)  # a descriptor that multiprocessing passes on
     pipes = [context.Pipe(duplex=False) for _ in (STREAMS if shown else ())]
-    ends = [write for _, write in pipes]
+    log = Connection(os.dup(stderr.fileno()), readable=False)  # a descriptor that multiprocessing passes on
+    ends = [log, *(write for _, write in pipes)]
     server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    setup = (rank, theirs, {**os.environ, **variables}, log, ends, server._forkserver_address or "")
+    setup = (rank, theirs, {**os.environ, **variables}, ends, server._forkserver_address or "")
     child = context.Process(target=_live, args=setup, daemon=not shown, name=f"process {rank}")
     with _no_main() if shown else contextlib.nullcontext():
         child.start()
-    for end in (theirs, log, *ends):
+    for end in (theirs, *ends):
         end.close()
     shows = tuple(Shown(read, stream) for (read, _), stream in zip(pipes, STREAMS, strict=False))
     return Worker(rank, child, ours, stderr, shows)
@@ -162,12 +159,7 @@ def _context(fresh: bool) -> ForkServerContext | SpawnContext:
 
 
 def _live(
-    rank: int,
-    connection: Connection,
-    environment: dict[str, str],
-    stderr: Connection,
-    outputs: list[Connection],
-    socket: str,
+    rank: int, connection: Connection, environment: dict[str, str], outputs: list[Connection], socket: str
 ) -> None:
     """Be process `rank`: take tasks until the parent closes the connection."""
     os.environ.clear()  # a copy has those that its model was started with
@@ -175,7 +167,7 @@ def _live(
     torch.default_generator.seed()  # and it draws as it did
     np.random.seed()
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
-    _redirect(stderr, outputs)
+    _redirect(*outputs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     threading.Thread(target=_die_with_parent, args=(socket,), daemon=True).start()
     connection.send_bytes(pickle.dumps(WorkerReport(rank, time.monotonic())))
@@ -185,7 +177,7 @@ def _live(
             if os.environ.get("MASTER_PORT") != str(port):  # another process has failed or left
                 process.leave(waiting=False)
                 os.environ["MASTER_PORT"] = str(port)
-            well = _do(rank, task, connection, by_value if outputs else by_reference, last)
+            well = _do(rank, task, connection, by_value if outputs[1:] else by_reference, last)
             if not well:
                 process.leave(waiting=False)
     process.leave()
@@ -229,7 +221,7 @@ def _flush() -> None:
             stream.flush()
 
 
-def _redirect(stderr: Connection, outputs: list[Connection]) -> None:
+def _redirect(stderr: Connection, *outputs: Connection) -> None:
     """Write to these pipes, or stderr to a file; stacks go to the file, whatever `fn` does to stderr."""
     file = os.dup(stderr.fileno())
     if outputs:

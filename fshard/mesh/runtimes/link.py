@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
-from itertools import count, cycle
+from itertools import cycle
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Protocol
@@ -54,8 +54,7 @@ class CallInfo:
     """A collective, or a message (`move` is None): as a stamp, and as text, which is made only for an error."""
 
     __slots__ = ("_dtype", "_shapes", "_stamp", "group", "is_send", "meeting", "move", "purpose", "site")
-    meeting: tuple[str, tuple[int, ...]]
-    """The name of the call that is equal on all processes, and their ranks: on groups of torch.distributed."""
+    meeting: tuple[str, tuple[int, ...]]  # on groups of torch.distributed: its name on all processes, and their ranks
 
     def __init__(
         self, move: Wired | None, xs: tuple[Tensor, ...], group: Group, site: Site, *, is_send: bool = False
@@ -197,16 +196,15 @@ class GroupLink:
     _collectives: Helper = field(default_factory=Helper, compare=False)
     _sends: Helper = field(default_factory=Helper, compare=False)
     _numbers: Iterator[int] = field(default_factory=lambda: cycle(range(1, MESSAGE_TAG // (_STAMP + 1))), compare=False)
-    _calls: Iterator[int] = field(default_factory=count, compare=False)
     _messages: dict[tuple[int, bool], Iterator[int]] = field(
         default_factory=lambda: defaultdict(lambda: cycle(range(MESSAGE_TAG // (_STAMP + 1)))), compare=False
     )
 
     def begin(self, move: Wired, x: Tensor, call: CallInfo) -> Wire:
-        call.meeting = f"{self.pg.group_name}/{next(self._calls)}", call.group.members
-        return self.wires[move.wire](
-            GroupCall(self.pg, self.index, self.n, call.stamp & _STAMP, self._numbers), x, move
-        )
+        number = next(self._numbers)
+        call.meeting = f"{self.pg.group_name}/{number}", call.group.members
+        tag = number * (_STAMP + 1) + (call.stamp & _STAMP)
+        return self.wires[move.wire](GroupCall(self.pg, self.index, self.n, tag), x, move)
 
     def send(self, xs: tuple[Tensor, ...], to: int, call: CallInfo) -> Wire:
         """Send one buffer of bytes; the tag of a message has its number between the two processes and its hash."""
@@ -246,20 +244,16 @@ class GroupLink:
 
 @dataclass(frozen=True, slots=True)
 class GroupCall:
-    """One collective on a group of torch.distributed: what its wire needs."""
+    """One collective on a group of torch.distributed: what its wire needs.
+
+    The tag of its messages is distinct for concurrent collectives and for calls that differ. So processes in different
+    calls wait until the time-out instead of receiving each other's bytes.
+    """
 
     pg: ProcessGroup
     index: int
     n: int
-    _stamp: int
-    _numbers: Iterator[int]
-
-    def tag(self) -> int:
-        """Return a tag for messages, distinct for concurrent collectives and for calls that differ.
-
-        So processes in different calls wait until the time-out instead of receiving each other's bytes.
-        """
-        return next(self._numbers) * (_STAMP + 1) + self._stamp
+    tag: int
 
 
 WireFunction = Callable[[GroupCall, Tensor, Wired], Wire]

@@ -296,10 +296,7 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
 
 
 def leave(*, waiting: bool = True) -> None:
-    """Leave the world of processes, if it was joined here; by default, once the messages sent have been received.
-
-    Raises a MismatchError if a receiver has left without receiving them.
-    """
+    """Leave the world of processes, if it was joined here; by default, wait until others receive messages, or raise."""
     world, _state["world"], _state["meshes"] = _state["world"], None, {}
     if world is not None and dist.is_initialized():
         try:

@@ -209,8 +209,9 @@ def _store() -> Any:
 def compare_failed(call: CallInfo) -> None:
     """Publish a call that failed over a group of torch.distributed; raise if others failed in a different one."""
     place, ranks = call.meeting
-    keys, store = [f"failed/{place}/{rank}" for rank in ranks], _store()
-    with contextlib.suppress(dist.DistError):  # the process with the store has failed
+    keys = [f"failed/{place}/{rank}" for rank in ranks]
+    with contextlib.suppress(dist.DistError, ValueError):  # the process with the store has failed; this one has left
+        store = _store()
         store.set(f"failed/{place}/{dist.get_rank()}", _row(call.signature, call.site, call.purpose))
         until = time.monotonic() + 1
         while not store.check(keys) and time.monotonic() < until:  # another process may not have failed

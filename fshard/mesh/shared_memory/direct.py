@@ -65,7 +65,8 @@ class Direct:
     def send(self, xs: tuple[Tensor, ...], to: int, call: CallInfo) -> Wire:
         """Send a message: short ones inline, long ones as a copy that the receiver reads when it gets there."""
         transfer = self.transfer(next(self.message_keys(to, sent=True)), call)
-        self.peers[to].count(call)
+        self.peers[to].sent += 1
+        self.peers[to].calls.append(call)
         is_short = sum([x.nbytes for x in xs]) <= INLINE_MESSAGE and self.peers[to].outgoing.roomy
         buffer = xs[0] if is_short and len(xs) == 1 and is_plain(xs[0]) else packed(xs)
         if is_short:

@@ -64,7 +64,8 @@ class MessageLane:
             if not peer.outgoing.roomy:
                 return False
             try:
-                peer.count(self._call)
+                peer.sent += 1
+                peer.calls.append(self._call)
                 return peer.offer(next(self._keys), INSIDE, x.nbytes, self._call.stamp, x.data_ptr())
             except RuntimeError as error:
                 self._operations.fail(error, self._link, self._call)

@@ -88,11 +88,6 @@ class Neighbour:
         with suppress(OSError):  # it has ended, or has enough wake-ups
             self.socket.send(b"!", socket.MSG_DONTWAIT)
 
-    def count(self, call: CallInfo) -> None:
-        """Count a message of `send`: see `Neighbours.unreceived`."""
-        self.sent += 1
-        self.calls.append(call)
-
     def check_alive(self) -> None:
         """Drain its wake-ups; detect that it has ended or left."""
         try:
@@ -259,11 +254,12 @@ class Neighbours:
         for peer in self.known.values():
             peer.outgoing.close()
         for peer in self.known.values():
-            while not (gone := peer.gone or peer.incoming.closed) and peer.sent > peer.outgoing.words[RECEIVED]:
+            words = peer.outgoing.words
+            while not (gone := peer.gone or peer.incoming.closed) and words[RECEIVED] < peer.sent:
                 if time.monotonic() > until:
                     break
                 self._sleep(0.001)
-            if gone and (count := peer.sent - peer.outgoing.words[RECEIVED]):
+            if gone and (count := peer.sent - words[RECEIVED]):
                 calls += [*peer.calls][-count:]
         return calls
 
