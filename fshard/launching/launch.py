@@ -59,12 +59,13 @@ def launch(
 def _validate(fn: Any, processes: Any, device: Any, timeout: Any) -> None:
     """Raise with all that is wrong with a call."""
     integer = isinstance(processes, int) and not isinstance(processes, bool)
+    positive = isinstance(timeout, int | float) and timeout > 0
     checks = {
         f"fn must be a function; got {fn!r}": callable(fn),
         f"processes must be an integer >= 1; got {processes!r}": integer and processes >= 1,
         f'device must be "cpu" or "cuda"; got {device!r}': device in (None, "cpu", "cuda"),
         'device="cuda" needs a GPU, but torch sees none': device != "cuda" or torch.cuda.is_available(),
-        f"timeout must be a number of seconds; got {timeout!r}": timeout is None or _is_positive(timeout),
+        f"timeout must be a number of seconds; got {timeout!r}": timeout is None or positive,
         "this code runs on a device of a mesh, and starts no processes": here() is None,
         f"this is process {process_index()} of {process_count()} that were started together, and starts no others: make "
         "the mesh here, with fs.make_mesh. If a file that the processes import has called fs.launch, put that call below "
@@ -72,7 +73,3 @@ def _validate(fn: Any, processes: Any, device: Any, timeout: Any) -> None:
     }
     if wrong := [complaint for complaint, holds in checks.items() if not holds]:
         raise MeshError(f"fs.launch cannot start: {'; '.join(wrong)}.")
-
-
-def _is_positive(x: Any) -> bool:
-    return isinstance(x, int | float) and x > 0

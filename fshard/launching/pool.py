@@ -13,7 +13,9 @@ reports its stack and is ended.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -101,7 +103,7 @@ class Processes:
         task = _packed(by_value if self._shown else by_reference, fn, args, kwargs)
         self._start()
         port = self._meeting_place()
-        starts = [worker.stderr.stat().st_size for worker in self._workers]
+        starts = [os.fstat(worker.stderr.fileno()).st_size for worker in self._workers]
         self._idle = 0
         try:
             for worker in self._workers:
@@ -153,9 +155,12 @@ class Processes:
         return [show for worker in self._workers for show in worker.shown if show.open]
 
     def _meeting_place(self) -> int:
-        """Return the port of a new store: a used one contains old addresses."""
+        """Return the port of a new store, for this machine only: a used one contains old addresses."""
         if self._used:
-            self._stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+            server = socket.create_server(("127.0.0.1", 0))
+            host, port = server.getsockname()
+            store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+            self._stores.append(store)
         return self._stores[-1].port
 
     def _variables(self, rank: int) -> dict[str, str]:
@@ -184,7 +189,7 @@ class Processes:
             worker.connection.close()
             for show in worker.shown:
                 show.close()
-            worker.stderr.unlink(missing_ok=True)
+            worker.stderr.close()
         self._workers = []
 
     # -- reports ----------------------------------------------------------------------------------------------------

@@ -20,12 +20,12 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -43,17 +43,17 @@ GRACE = 5.0
 
 @dataclass(frozen=True)
 class Worker:
-    """One process, as the parent sees it.  Its stderr, or its stacks alone, go into a file, read only if it fails."""
+    """One process, as the parent sees it.  Its stderr, or its stacks alone, go into a nameless file, read if it fails."""
 
     rank: int
     process: BaseProcess
     connection: Connection
-    stderr: Path
+    stderr: BinaryIO
     shown: tuple[Shown, ...] = ()
 
     def noise(self, start: int) -> str:
         """Return the output of the process since `start`."""
-        return self.stderr.read_bytes()[start:].decode(errors="replace").strip()
+        return os.pread(self.stderr.fileno(), 1 << 30, start).decode(errors="replace").strip()
 
 
 @dataclass(frozen=True)
@@ -119,18 +119,19 @@ def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool) -> 
     """Start process `rank` with more environment variables; for the options see `Processes`."""
     context = _context(fresh)
     ours, theirs = context.Pipe()
-    handle, stderr = tempfile.mkstemp(prefix="fshard-", suffix=".stderr")
-    os.close(handle)
+    stderr = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115, the worker closes it
     pipes = [context.Pipe(duplex=False) for _ in (STREAMS if shown else ())]
-    ends = [write for _, write in pipes]
-    setup = (rank, theirs, {**os.environ, **variables}, stderr, ends)
+    log = Connection(os.dup(stderr.fileno()), readable=False)  # a descriptor that multiprocessing passes on
+    ends = [log, *(write for _, write in pipes)]
+    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    setup = (rank, theirs, {**os.environ, **variables}, ends, server._forkserver_address or "")
     child = context.Process(target=_live, args=setup, daemon=not shown, name=f"process {rank}")
     with _no_main() if shown else contextlib.nullcontext():
         child.start()
     for end in (theirs, *ends):
         end.close()
     shows = tuple(Shown(read, stream) for (read, _), stream in zip(pipes, STREAMS, strict=False))
-    return Worker(rank, child, ours, Path(stderr), shows)
+    return Worker(rank, child, ours, stderr, shows)
 
 
 @contextlib.contextmanager
@@ -153,11 +154,12 @@ def _context(fresh: bool) -> ForkServerContext | SpawnContext:
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["__main__", __name__])
+    forkserver.ensure_running()
     return context
 
 
 def _live(
-    rank: int, connection: Connection, environment: dict[str, str], stderr: str, outputs: list[Connection]
+    rank: int, connection: Connection, environment: dict[str, str], outputs: list[Connection], socket: str
 ) -> None:
     """Be process `rank`: take tasks until the parent closes the connection."""
     os.environ.clear()  # a copy has those that its model was started with
@@ -165,9 +167,9 @@ def _live(
     torch.default_generator.seed()  # and it draws as it did
     np.random.seed()
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
-    _redirect(stderr, outputs)
+    _redirect(*outputs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(socket,), daemon=True).start()
     connection.send_bytes(pickle.dumps(WorkerReport(rank, time.monotonic())))
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -175,18 +177,20 @@ def _live(
             if os.environ.get("MASTER_PORT") != str(port):  # another process has failed or left
                 process.leave(waiting=False)
                 os.environ["MASTER_PORT"] = str(port)
-            well = _do(rank, task, connection, by_value if outputs else by_reference)
-            if last or not well:
-                process.leave(waiting=well)
+            well = _do(rank, task, connection, by_value if outputs[1:] else by_reference, last)
+            if not well:
+                process.leave(waiting=False)
     process.leave()
 
 
-def _do(rank: int, task: bytes, connection: Connection, packed: Callable[[Any], bytes]) -> bool:
-    """Run one task and report; return True on success."""
+def _do(rank: int, task: bytes, connection: Connection, packed: Callable[[Any], bytes], last: bool) -> bool:
+    """Run one task and report, after leaving if it is the last; return True on success."""
     try:
         fn, args, kwargs = pickle.loads(task)
-        result = fn(*args, **kwargs)
-        report = packed(WorkerReport(rank, time.monotonic(), result, joined=dist.is_initialized()))
+        result, joined = fn(*args, **kwargs), dist.is_initialized()
+        if last:
+            process.leave()
+        report = packed(WorkerReport(rank, time.monotonic(), result, joined=joined))
     except BaseException as error:
         tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
         texts = traceback.TracebackException(type(error), error, tail)
@@ -217,9 +221,9 @@ def _flush() -> None:
             stream.flush()
 
 
-def _redirect(stderr: str, outputs: list[Connection]) -> None:
+def _redirect(stderr: Connection, *outputs: Connection) -> None:
     """Write to these pipes, or stderr to a file; stacks go to the file, whatever `fn` does to stderr."""
-    file = os.open(stderr, os.O_WRONLY | os.O_APPEND)
+    file = os.dup(stderr.fileno())
     if outputs:
         write_to(outputs)
     else:
@@ -229,8 +233,12 @@ def _redirect(stderr: str, outputs: list[Connection]) -> None:
         faulthandler.register(signal.SIGUSR1, file, all_threads=False)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(socket: str) -> None:
+    """End with the parent, and remove the socket of its process that forks."""
     parent = mp.parent_process()
     if parent is not None:
         wait([parent.sentinel])
+        with contextlib.suppress(OSError):  # there is none, or the parent or another process was faster
+            os.unlink(socket)
+            os.rmdir(os.path.dirname(socket))
         os._exit(1)

@@ -33,6 +33,18 @@ def test_launch_returns_results_in_rank_order():
     assert fs.make_mesh({"data": 4}).runtime == "virtual"
 
 
+def addresses_of_store():
+    """Return the local addresses that listen on the port of the store."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    places = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return [address for address, port in places if int(port, 16) == int(os.environ["MASTER_PORT"])]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_launch_store_listens_on_this_machine_only():
+    assert fs.launch(addresses_of_store, processes=1) == [["0100007F"]]
+
+
 def test_launch_pickles_closures_and_classes_by_value():
     class Unheard(Exception):
         pass
@@ -208,9 +220,11 @@ ENDS = (signal.SIGINT, signal.SIGKILL)
 
 
 def test_launch_processes_end_with_the_script(tmp_path):
-    script = tmp_path / "script.py"
+    script, temporary = tmp_path / "script.py", tmp_path / "temporary"
     script.write_text(SCRIPT)
+    temporary.mkdir()
     command, pipes = [sys.executable, script], {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    pipes["env"] = {**os.environ, "TMPDIR": str(temporary)}
     with ExitStack() as stack:
         programs = [stack.enter_context(subprocess.Popen(command, text=True, **pipes)) for _ in ENDS]
         stack.callback(lambda: [program.kill() for program in programs])  # before they are waited for
@@ -226,6 +240,7 @@ def test_launch_processes_end_with_the_script(tmp_path):
     while not all(map(gone, pids)) and time.monotonic() < until:
         time.sleep(0.05)
     assert len(pids) == 8 and all(map(gone, pids))
+    assert not [*temporary.iterdir()]
 
 
 CELLS = [

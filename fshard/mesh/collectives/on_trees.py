@@ -40,7 +40,7 @@ from fshard.mesh.layout import (
 )
 from fshard.mesh.spmd.check_equal import Guard
 from fshard.mesh.spmd.scope import Group, here, require
-from fshard.source import Site, call_site
+from fshard.source import Site, call_site, code_position
 from fshard.uncompiled import uncompiled
 
 Params = ParamSpec("Params")
@@ -136,7 +136,7 @@ class CollectiveCall:
         bound, after = self.batches[0].linear, self.after
         if not isinstance(bound, Bound) or not isinstance(bound.move, Wired):
             return None
-        fast_path = bound.group.world.fast_path(bound.move, bound.group, tree)
+        fast_path = bound.group.world.fast_path(bound.move, bound.group, tree, bound.site)
         return fast_path if fast_path is None or after is None else lambda x: after(fast_path(x))
 
 
@@ -159,11 +159,11 @@ def collective(plan: Callable[Params, CollectiveCall]) -> Collective[Params]:
         if scope is None or scope.fast_paths is None or not args or not _plain(x := args[0]):
             return plan(*args, **kwargs).run()
         fast_paths, key = scope.fast_paths, _key(name, x, args[1:], kwargs)
-        if key is not None and key not in fast_paths:
+        fast_path = None if key is None else fast_paths.get(key, ...)
+        if fast_path is ...:
             if len(fast_paths) == MAX_FAST_PATHS:
                 fast_paths.clear()
-            fast_paths[key] = plan(*args, **kwargs).fast_path(x)
-        fast_path = fast_paths.get(key)
+            fast_path = fast_paths[key] = plan(*args, **kwargs).fast_path(x)
         return plan(*args, **kwargs).run() if fast_path is None else fast_path(x)
 
     def start(*args: Params.args, **kwargs: Params.kwargs) -> Handle:
@@ -223,11 +223,12 @@ def _key(name: str, x: Tensor, args: tuple[object, ...], kwargs: dict[str, objec
         for one in given:
             if type(one) not in _PLAIN:
                 return None
+    position = code_position(4)
     try:
-        key = (name, x.shape, x.dtype, args, *kwargs.items())
+        key = (name, position, x.shape, x.dtype, args, *kwargs.items())
         hash(key)
     except TypeError:  # there is a list
-        return (name, x.shape, x.dtype, repr(args), repr(kwargs))
+        return (name, position, x.shape, x.dtype, repr(args), repr(kwargs))
     return key
 
 
@@ -324,7 +325,8 @@ def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]
     leaves, structure = ([tree], None) if isinstance(tree, Tensor) else flatten(tree)
     if not all(isinstance(leaf, Tensor) and is_dense(leaf) for leaf in leaves):
         raise _no_tensors(what, tree)
-    return [_bare(leaf) for leaf in leaves], structure
+    plain = (Tensor, Parameter)  # not subclasses, such as lazy parameters
+    return [leaf if type(leaf) in plain else leaf.view_as(leaf) for leaf in leaves], structure
 
 
 def _no_tensors(what: str, tree: PyTree) -> Exception:
@@ -338,8 +340,3 @@ def _no_tensors(what: str, tree: PyTree) -> Exception:
             wrong.append(f"{named} is {no_dense(leaf)}")
     kind = TypeError if hint else LayoutError
     return kind(f"{what} takes tensors; {'; '.join(wrong)}.{hint}")
-
-
-def _bare(x: Tensor) -> Tensor:
-    """Return the plain tensor of a tensor subclass, such as a lazy parameter."""
-    return x if type(x) is Tensor or type(x) is Parameter else x.view_as(x)

@@ -35,8 +35,8 @@ def make_mesh(
             "abstract" (shapes only). By default: process under torchrun, srun, mpirun and `fs.launch`, else virtual; inside
             `fs.run`, the run's own.
         device: "cpu" or "cuda". By default: "cuda" on a process mesh if there are GPUs, else torch's default device.
-        timeout: seconds until a collective between processes fails (process meshes). Default: the environment variable
-            FSHARD_TIMEOUT, or 600.
+        timeout: seconds until a collective between processes fails (process meshes); `inf` for no limit. Default: the
+            environment variable FSHARD_TIMEOUT, or 600.
 
     >>> make_mesh({"data": 4, "model": 2})
     Mesh(data=4, model=2; virtual, cpu)

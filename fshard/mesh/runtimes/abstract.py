@@ -34,7 +34,7 @@ class OneProcessWorld:
 
     has_fast_paths = False
 
-    def fast_path(self, move: Wired, group: Group, x: Tensor) -> None:
+    def fast_path(self, move: Wired, group: Group, x: Tensor, site: Site) -> None:
         """Return None."""
 
     def lane(self, like: Tensor, group: Group, place: int, site: Site) -> None:

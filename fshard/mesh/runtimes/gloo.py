@@ -42,16 +42,11 @@ def _new(shape: Sequence[int], like: Tensor) -> Tensor:
     return empty(tuple(shape), like.dtype)
 
 
-def _exchange(call: GroupCall, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Any]:
+def _exchange(call: GroupCall, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
     """Start sending `outgoing[i]` to process i and receiving `incoming[i]` from it, for all others."""
     others = [(call.index + step) % call.n for step in range(1, call.n)]
-    works: list[Any] = [call.pg.recv([_bytes(incoming[other])], other, tag) for other in reversed(others)]
-    return works + [call.pg.send([_bytes(outgoing[other])], other, tag) for other in others]
-
-
-def _swap(call: GroupCall, outgoing: Tensor, incoming: Tensor, other: int, tag: int) -> list[Any]:
-    """Start to send to one process and to receive from it."""
-    return [call.pg.recv([_bytes(incoming)], other, tag), call.pg.send([_bytes(outgoing)], other, tag)]
+    works: list[Any] = [call.pg.recv([_bytes(incoming[other])], other, call.tag) for other in reversed(others)]
+    return works + [call.pg.send([_bytes(outgoing[other])], other, call.tag) for other in others]
 
 
 def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
@@ -66,10 +61,11 @@ def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
 def _doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
     """Recursive doubling: add with the neighbour, then with the next level of the tree."""
-    tag, total, received, distance = call.tag(), x, _new(x.shape, x), 1
+    tag, total, received, distance = call.tag, x, _new(x.shape, x), 1
     result = _new(x.shape, x)
     while distance < call.n:
-        yield _swap(call, total, received, call.index ^ distance, tag)
+        other = call.index ^ distance
+        yield [call.pg.recv([_bytes(received)], other, tag), call.pg.send([_bytes(total)], other, tag)]
         pair = [received, total] if call.index & distance else [total, received]  # 0.0 and -0.0 keep their order
         total = combined(pair, combine, None, result)
         distance *= 2
@@ -78,21 +74,21 @@ def _doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
 
 def _scatter_gather(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
     """All-reduce: each process sums one row of the tensor, then all gather the rows."""
-    tag, each = call.tag(), -(-x.numel() // call.n)
+    each = -(-x.numel() // call.n)
     rows = x
     if each * call.n != x.numel():
         rows = x.new_zeros(call.n * each)
         rows[: x.numel()] = x
     result = _new((call.n, each), x)
     yield from _sum_rows(call, rows.view(call.n, each), combine, result[call.index])
-    yield _exchange(call, [result[call.index]] * call.n, list(result), tag)
+    yield _exchange(call, [result[call.index]] * call.n, list(result))
     return result.view(-1)[: x.numel()]
 
 
 def _sum_rows(call: GroupCall, rows: Tensor, combine: Combine, out: Tensor) -> Wire:
     """Send each row to its process and sum those that arrive, with the own one, in the fixed tree."""
     arriving = list(_new(rows.shape, rows))
-    yield _exchange(call, list(rows), arriving, call.tag())
+    yield _exchange(call, list(rows), arriving)
     own = rows[call.index]
     return combined([own if place == call.index else row for place, row in enumerate(arriving)], combine, own, out)
 
@@ -107,7 +103,7 @@ def _rows(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     plan, length = row_plan(move, call.index, call.n), row_bytes(move, x, call.n) // x.element_size()
     result = _new(plan.shape(length), x)
     given = x.view(call.n if move.wire == "exchange" else 1, length)
-    rows, tag = result.view(plan.rows, length), call.tag()
+    rows, tag = result.view(plan.rows, length), call.tag
     works: list[Any] = [call.pg.recv([_bytes(rows[row])], source, tag) for source, row in reversed(plan.gets)]
     works += [call.pg.send([_bytes(given[row])], to, tag) for to, row in plan.sends]
     if plan.keeps is not None:
@@ -125,7 +121,7 @@ def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     that.
     """
     assert isinstance(move, Broadcast)
-    tag, place, result = call.tag(), (call.index - move.source) % call.n, _new(x.shape, x)
+    tag, place, result = call.tag, (call.index - move.source) % call.n, _new(x.shape, x)
     lowest = place & -place or 1 << call.n.bit_length()
     if place:
         yield [call.pg.recv([_bytes(result)], (move.source + place - lowest) % call.n, tag)]
@@ -143,7 +139,7 @@ def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Exchange of unequal parts: receive from each process what is missing. (elements,) -> (elements,)"""
     assert isinstance(move, Parts)
-    tag, outgoing = call.tag(), move.parcels(x, call.index)
+    tag, outgoing = call.tag, move.parcels(x, call.index)
     incoming = {source: _new((size,), x) for source, size in move.expected(x, call.index).items()}
     works: list[Any] = [call.pg.recv([_bytes(part)], source, tag) for source, part in incoming.items()]
     yield works + [call.pg.send([_bytes(part)], to, tag) for to, part in outgoing.items()]

@@ -16,9 +16,12 @@ import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -280,8 +283,7 @@ def meet_all(device_type: str, limit: timedelta) -> None:
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
     host = f"[{here.address}]" if ":" in here.address else here.address
     try:
-        meeting = rendezvous(f"tcp://{host}:{here.port}", here.rank, here.world, timeout=limit)
-        store, rank, world = next(iter(meeting))
+        store, rank, world = _meet(f"tcp://{host}:{here.port}", here.rank, here.world, limit)
         store.set_timeout(limit)
         backend = _backend(device_type, PrefixStore(f"meeting {next(_meetings)}", store), world)
         default = PrefixStore("default_pg", store)
@@ -292,6 +294,33 @@ def meet_all(device_type: str, limit: timedelta) -> None:
             f"{here.port}: {str(error).splitlines()[0]} All must be started together; if another program has the port, "
             "export another MASTER_PORT, and if that is not the host of process 0, MASTER_ADDR."
         ) from error
+
+
+def _meet(url: str, rank: int, world: int, limit: timedelta) -> tuple[Any, int, int]:
+    """Connect to the store, in a thread: torch waits without a limit for the greeting of the program at the port."""
+    meeting: Future[Any] = Future()
+
+    def connect() -> None:
+        try:
+            meeting.set_result(next(iter(rendezvous(url, rank, world, timeout=limit))))
+        except BaseException as error:
+            meeting.set_exception(error)
+
+    Thread(target=connect, daemon=True).start()
+    try:
+        return meeting.result(limit.total_seconds())
+    except TimeoutError:
+        raise dist.DistNetworkError(f"No store answered there within {limit.total_seconds():g} s.") from None
+
+
+def time_limit(seconds: float | None) -> timedelta:
+    """Return the time limit of collectives between processes: `seconds`, or FSHARD_TIMEOUT; `inf` is none (30 days)."""
+    value = os.environ.get("FSHARD_TIMEOUT", "600") if seconds is None else seconds
+    with suppress(TypeError, ValueError):
+        if (limit := float(value)) > 0:
+            return timedelta(seconds=min(limit, 30 * 86400))
+    name = "FSHARD_TIMEOUT" if seconds is None else "timeout"
+    raise MeshError(f"{name} must be a positive number of seconds, or inf for no limit; got {value!r}.")
 
 
 def _backend(device_type: str, store: Any, world: int) -> str:

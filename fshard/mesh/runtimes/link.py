@@ -12,6 +12,8 @@ equal on all processes. The memory of sent messages is freed by a helper too.
 
 from __future__ import annotations
 
+import os
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -30,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import PURPOSES, Purpose, Wired, describe, named, purpose
-from fshard.source import Site, call_site
+from fshard.source import Site
 
 if TYPE_CHECKING:
     from fshard.mesh.spmd.scope import Group
@@ -44,16 +46,18 @@ Wire = Generator[Sequence[Any], None, Tensor]
 """Yields what it waits for, in its link's terms."""
 
 
+CALL = (1 << 32) - 1
+"""Bits of a stamp that are equal on all processes of a call."""
+
+
 class CallInfo:
-    """A collective, or a message (`move` is None): as a stamp, and as text, which is made only for an error.
+    """A collective, or a message (`move` is None): as a stamp, and as text, which is made only for an error."""
 
-    Without a site the text has the line that is running.
-    """
-
-    __slots__ = ("_dtype", "_shapes", "_stamp", "group", "is_send", "move", "purpose", "site")
+    __slots__ = ("_dtype", "_shapes", "_stamp", "group", "is_send", "meeting", "move", "purpose", "site")
+    meeting: tuple[str, tuple[int, ...]]  # on groups of torch.distributed: its name on all processes, and their ranks
 
     def __init__(
-        self, move: Wired | None, xs: tuple[Tensor, ...], group: Group, site: Site | None, *, is_send: bool = False
+        self, move: Wired | None, xs: tuple[Tensor, ...], group: Group, site: Site, *, is_send: bool = False
     ) -> None:
         self.move, self.group, self.site, self.is_send = move, group, site, is_send
         self._dtype, self._shapes = xs[0].dtype, tuple([x.shape for x in xs])
@@ -61,33 +65,50 @@ class CallInfo:
         self._stamp: int | None = None
 
     def __str__(self) -> str:
-        site = self.site or call_site()
+        return f"{self.signature} (processes {list(self.group.members)}) at {self.site}"
+
+    @property
+    def signature(self) -> str:
+        """The call in words, without its line."""
         name = named(describe(self.move) if self.move is not None else "a message", self.purpose)
-        call = f"{name} of {_shapes_text(self._dtype, self._shapes)}{site.given}"
-        return f"{call} over {'+'.join(self.group.axes)} (processes {list(self.group.members)}) at {site}"
+        dtype = str(self._dtype).removeprefix("torch.")
+        shapes = ", ".join(f"{dtype}{list(shape)}" for shape in self._shapes)
+        return f"{name} of {shapes}{self.site.given} over {'+'.join(self.group.axes)}"
 
     @property
     def stamp(self) -> int:
-        """A hash of collective, shapes, dtype and leaves; its last two bits are the purpose of the call."""
+        """The call in 64 bits: a hash of the file's name, the line, a hash of the call, its purpose (16, 16, 30, 2)."""
         if self._stamp is None:
-            leaves = () if self.site is None else self.site.leaves
-            own = _stamp(self.move, self._dtype, self._shapes, leaves)
-            self._stamp = own & ~3 | PURPOSES.index(self.purpose)
+            stamp = _stamp(self.move, self._dtype, self._shapes, self.group.axes, self.site)
+            self._stamp = stamp | PURPOSES.index(self.purpose)
         return self._stamp
 
 
 @lru_cache(maxsize=4096)
-def _stamp(move: Wired | None, dtype: torch.dtype, shapes: tuple[torch.Size, ...], leaves: tuple[str, ...]) -> int:
-    return zlib.crc32(f"{move} {dtype} {shapes} {leaves}".encode())
+def _stamp(
+    move: Wired | None, dtype: torch.dtype, shapes: tuple[torch.Size, ...], axes: tuple[str, ...], site: Site
+) -> int:
+    line = _hash_file(site.file) << 16 | site.line & 0xFFFF
+    shared_line = line if move is not None and compares_lines() else None  # a message has a line at each end
+    call = zlib.crc32(f"{move} {dtype} {shapes} {axes} {site.leaves} {shared_line}".encode())
+    return line << 32 | call & ~3
 
 
-def shapes_of(xs: tuple[Tensor, ...]) -> str:
-    """Return the shapes of tensors of one dtype as text."""
-    return _shapes_text(xs[0].dtype, [x.shape for x in xs])
+def compares_lines() -> bool:
+    """Return True if all processes of a collective must call it in one source line."""
+    return os.environ.get("FSHARD_LINES", "1") != "0" and os.environ.get("FSHARD_CHECK") != "shapes"
 
 
-def _shapes_text(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> str:
-    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape in shapes)
+def line_of(stamp: int, call: CallInfo) -> str:
+    """Return the source line of a stamp that another process made; `call` is the local one."""
+    files = (call.site.file, *[getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]])
+    name = next((os.path.basename(file) for file in files if _hash_file(file) == stamp >> 48), "another file")
+    return f"{name}:{stamp >> 32 & 0xFFFF}"
+
+
+def _hash_file(file: str) -> int:
+    """Hash the name of a file without its folder, which may differ between machines."""
+    return zlib.crc32(os.path.basename(file).encode()) & 0xFFFF
 
 
 def packed(xs: tuple[Tensor, ...]) -> Tensor:
@@ -180,9 +201,10 @@ class GroupLink:
     )
 
     def begin(self, move: Wired, x: Tensor, call: CallInfo) -> Wire:
-        return self.wires[move.wire](
-            GroupCall(self.pg, self.index, self.n, call.stamp & _STAMP, self._numbers), x, move
-        )
+        number = next(self._numbers)
+        call.meeting = f"{self.pg.group_name}/{number}", call.group.members
+        tag = number * (_STAMP + 1) + (call.stamp & _STAMP)
+        return self.wires[move.wire](GroupCall(self.pg, self.index, self.n, tag), x, move)
 
     def send(self, xs: tuple[Tensor, ...], to: int, call: CallInfo) -> Wire:
         """Send one buffer of bytes; the tag of a message has its number between the two processes and its hash."""
@@ -196,7 +218,10 @@ class GroupLink:
         return into
 
     def _tag(self, peer: int, call: CallInfo) -> int:
-        return MESSAGE_TAG + next(self._messages[peer, call.is_send]) * (_STAMP + 1) + (call.stamp & _STAMP)
+        number, members = next(self._messages[peer, call.is_send]), call.group.members
+        route = (members[self.index], members[peer]) if call.is_send else (members[peer], members[self.index])
+        call.meeting = f"{self.pg.group_name}/{route}/{number}", route
+        return MESSAGE_TAG + number * (_STAMP + 1) + (call.stamp & _STAMP)
 
     def wait(self, needs: Sequence[Any], timeout: timedelta, advance: Callable[[], bool]) -> None:
         """Wait for operations; the backend's threads advance the others."""
@@ -219,20 +244,16 @@ class GroupLink:
 
 @dataclass(frozen=True, slots=True)
 class GroupCall:
-    """One collective on a group of torch.distributed: what its wire needs."""
+    """One collective on a group of torch.distributed: what its wire needs.
+
+    The tag of its messages is distinct for concurrent collectives and for calls that differ. So processes in different
+    calls wait until the time-out instead of receiving each other's bytes.
+    """
 
     pg: ProcessGroup
     index: int
     n: int
-    _stamp: int
-    _numbers: Iterator[int]
-
-    def tag(self) -> int:
-        """Return a tag for messages, distinct for concurrent collectives and for calls that differ.
-
-        So processes in different calls wait until the time-out instead of receiving each other's bytes.
-        """
-        return next(self._numbers) * (_STAMP + 1) + self._stamp
+    tag: int
 
 
 WireFunction = Callable[[GroupCall, Tensor, Wired], Wire]

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
-from fshard.mesh.runtimes.link import CallInfo, Link, Wire
+from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, Wire
+from fshard.mesh.runtimes.watch import compare_failed
 
 LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
 """Error texts of backends for a lost peer."""
@@ -65,12 +66,13 @@ class Operations:
             return False
         return sum(operation.try_step() for operation in [*self.in_progress] if operation is not but) > 0
 
-    def finish_sends(self) -> None:
-        """Wait until all messages have been received, or their receivers have ended."""
-        for operation in [*self.in_progress]:
-            if operation.call.is_send:
-                with suppress(RuntimeError, FshardError):
-                    operation.wait()
+    def finish_sends(self) -> list[CallInfo]:
+        """Wait until all messages have been received; return those that were not."""
+        sends = [operation for operation in self.in_progress if operation.call.is_send]
+        for operation in sends:
+            with suppress(RuntimeError, FshardError):
+                operation.wait()
+        return [operation.call for operation in sends if not operation.is_done]
 
     def fail(self, error: BaseException, link: Link, call: CallInfo) -> NoReturn:
         """Leave a group, and raise with a description of the call: a time-out or a lost peer is an error of its own."""
@@ -78,6 +80,8 @@ class Operations:
         if not isinstance(error, RuntimeError) or isinstance(error, FshardError):
             raise error
         text = str(error)
+        if isinstance(link, GroupLink):
+            compare_failed(call)
         if "imed out" in text or "imeout" in text:
             raise CollectiveTimeoutError(
                 f"{call} did not end within {self.timeout.total_seconds():g} s: another process of the group has not "
@@ -108,7 +112,7 @@ class Operation:
         self._unpack, self._verify = unpack, verify
         self._needs: Sequence[Any] = ()
         self._result: Any = None
-        self._is_done = False
+        self.is_done = False
         self._error: BaseException | None = None
         self._ended: Event | None = None
         self._turn = Lock()  # held by the thread that advances the wire
@@ -155,7 +159,7 @@ class Operation:
         if not self._turn.acquire(blocking=False):
             return False
         try:
-            if self._is_done or self._error is not None or not self._link.ready(self._needs):
+            if self.is_done or self._error is not None or not self._link.ready(self._needs):
                 return False
             with suppress(Exception):
                 self._step()
@@ -165,7 +169,7 @@ class Operation:
 
     def _run(self) -> None:
         timeout = UNLIMITED if self.call.is_send else self._all.timeout
-        while not self._is_done:
+        while not self.is_done:
             if self._error is not None:
                 raise self._error
             try:
@@ -180,7 +184,7 @@ class Operation:
             with self._link.lock:
                 self._needs = next(self._wire)
         except StopIteration as stopped:
-            self._result, self._is_done = stopped.value, True
+            self._result, self.is_done = stopped.value, True
             self._all.in_progress.pop(self, None)
         except BaseException as error:
             self._fail(error)
@@ -190,7 +194,7 @@ class Operation:
 
     def _give_up(self, error: BaseException) -> NoReturn:
         """Raise; and end the wire, unless a helper runs it, whose error will come from the group."""
-        if self._error is None and not self._is_done and self._turn.acquire(blocking=False):
+        if self._error is None and not self.is_done and self._turn.acquire(blocking=False):
             try:
                 self._fail(error)
             finally:

@@ -13,7 +13,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MeshError, MismatchError
-from fshard.mesh.collectives.moves import describe, named, purpose, uneven
+from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.launchers import meet_all
-from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, shapes_of
+from fshard.mesh.runtimes.launchers import meet_all, time_limit
+from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link
 from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.runtimes.watch import Watch, watching
 from fshard.mesh.shared_memory import large
@@ -104,7 +104,7 @@ class ProcessWorld:
         n = group.size
         if n == 1:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))
-        call, verify = CallInfo(move, xs, group, site), self._verification(move, xs, group, site)
+        verify = self._verification(call := CallInfo(move, xs, group, site))
         if into is not None or (len(xs) > 1 and large.suits(move, xs)):
             link = self.link(group)
             if isinstance(link, Direct) and xs[0].is_cpu and len(xs) <= large.MAX_TENSORS:
@@ -120,14 +120,14 @@ class ProcessWorld:
         wire = link.begin(move, buffer.contiguous(), call)
         return self._operations.start(link, wire, call, partial(_unpack, move, xs, widths, n), verify)
 
-    def _verification(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site) -> Callable[[], None] | None:
+    def _verification(self, call: CallInfo) -> Callable[[], None] | None:
         """Under FSHARD_CHECK=1, publish a collective; return the check that the others start the same, if it is still
         to be made.
         """
         if self._watch is None:
             return None
-        meeting = self._watch.start(group, f"{named(describe(move), purpose())} of {shapes_of(xs)}{site.given}", site)
-        if self.near(group.members) or (self._staged and group.members in self._links):
+        meeting, members = self._watch.start(call.group, call.signature, call.site), call.group.members
+        if self.near(members) or (self._staged and members in self._links):
             return partial(self._watch.meet, meeting)
         self._watch.meet(meeting)  # calls have no tags on NCCL, and to make a group all must come
         return None
@@ -143,7 +143,7 @@ class ProcessWorld:
         """Send tensors as one buffer, which is kept alive until it is sent."""
         call = CallInfo(None, xs, group, site, is_send=True)
         if self._watch is not None:
-            self._watch.sent(group, to, named(shapes_of(xs), call.purpose) + site.given, site)
+            self._watch.sent(call, to)
         if to == group.index:
             self._to_itself[group.members].append((call, tuple(x.detach().clone() for x in xs)))
             return
@@ -154,10 +154,8 @@ class ProcessWorld:
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
         """Start receiving tensors like these, as one buffer."""
-        call, verify = CallInfo(None, likes, group, site), None
-        if self._watch is not None:
-            expected = named(shapes_of(likes), call.purpose) + site.given
-            verify = partial(self._watch.expect, group, source, expected, site)
+        call = CallInfo(None, likes, group, site)
+        verify = None if self._watch is None else partial(self._watch.expect, call, source)
         if source == group.index:
             if verify is not None:
                 verify()
@@ -172,7 +170,7 @@ class ProcessWorld:
         if not sent:
             raise DeadlockError(f"process {self.rank} waits for {call} from itself, but has sent none.")
         sender, xs = sent.popleft()
-        if sender.stamp != call.stamp:
+        if (sender.stamp ^ call.stamp) & CALL:
             raise MismatchError(
                 f"process {self.rank} expects {call} from itself, but has sent {sender}."
                 + uneven(call.purpose, sender.purpose)
@@ -181,10 +179,10 @@ class ProcessWorld:
 
     # -- fast paths, only on one machine and without FSHARD_CHECK=1 ----------------------------------------------
 
-    def fast_path(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+    def fast_path(self, move: Wired, group: Group, x: Tensor, site: Site) -> Callable[[Tensor], Tensor] | None:
         """Return the fast path for tensors like this one."""
         link = None if group.size == 1 else self._fast_link(group)
-        return None if link is None else FastPath(move, group, x, link, self._operations).run
+        return None if link is None else FastPath(move, group, x, site, link, self._operations).run
 
     def lane(self, like: Tensor, group: Group, place: int, site: Site) -> MessageLane | None:
         """Return the fast path for messages like this one."""
@@ -205,14 +203,17 @@ class ProcessWorld:
             self.link(group).fail(error if known else MismatchError(failed))
 
     def finish(self, waiting: bool) -> None:
-        """End all calls; `waiting` for sent messages to arrive, which needs this process."""
+        """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
+        calls = [call for messages in self._to_itself.values() for call, _ in messages] if waiting else []
         if waiting:
-            self._operations.finish_sends()
+            calls += self._operations.finish_sends() + self._neighbours.unreceived()
         if self._watch is not None:
             self._watch.finished()
         self._neighbours.close()
         for held in (self._to_itself, self._operations.in_progress, self._links, self._hosts, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
+        if calls:
+            raise MismatchError("\n  ".join(["Messages were sent but never received:", *sorted({*map(str, calls)})]))
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -282,7 +283,7 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
     """Join the world of processes, or return the one that this process is in."""
     if _state["world"] is not None and dist.is_initialized():
         return _state["world"]
-    limit = timedelta(seconds=timeout if timeout is not None else float(os.environ.get("FSHARD_TIMEOUT", "600")))
+    limit = time_limit(timeout)
     if not dist.is_initialized():
         import_module("torch.distributed.nn.functional")  # torch.func.grad imports it, and then it would keep the group
         meet_all(device_type, limit)
@@ -295,11 +296,13 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
 
 
 def leave(*, waiting: bool = True) -> None:
-    """Leave the world of processes, if it was joined here; by default, once the messages sent have been received."""
-    if _state["world"] is not None and dist.is_initialized():
-        _state["world"].finish(waiting)
-        dist.destroy_process_group()
-    _state["world"], _state["meshes"] = None, {}
+    """Leave the world of processes, if it was joined here; by default, wait until others receive messages, or raise."""
+    world, _state["world"], _state["meshes"] = _state["world"], None, {}
+    if world is not None and dist.is_initialized():
+        try:
+            world.finish(waiting)
+        finally:
+            dist.destroy_process_group()
 
 
 def _leave_at_exit() -> None:
@@ -344,11 +347,6 @@ def use_groups(mesh: Mesh, known: DeviceMesh) -> None:
             world.add(members, pg)
 
 
-@lru_cache(maxsize=1)
-def _may_calm() -> bool:
-    return sys.platform == "linux" and hasattr(os, "sched_setscheduler") and os.environ.get("FSHARD_CALM", "1") != "0"
-
-
 def calm_gloo_threads() -> None:
     """Schedule gloo's polling threads as batch work, so that they do not preempt the threads they wait for.
 
@@ -356,7 +354,7 @@ def calm_gloo_threads() -> None:
     lose a scheduler tick (4 ms for a message of 0.1 ms). Only this process's gloo threads are changed; FSHARD_CALM=0
     disables it.
     """
-    if not _may_calm():
+    if sys.platform != "linux" or not hasattr(os, "sched_setscheduler") or os.environ.get("FSHARD_CALM") == "0":
         return
     for thread in Path("/proc/self/task").iterdir():
         try:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
 from fshard.mesh.collectives.moves import purpose, uneven
+from fshard.mesh.runtimes.link import CallInfo, compares_lines
 
 if TYPE_CHECKING:
     from fshard.mesh.spmd.scope import Group
@@ -68,9 +69,7 @@ class Watch:
     def __init__(self, rank: int, timeout: timedelta, gone: Callable[[int], bool], go_on: Callable[[], bool]) -> None:
         self.rank, self._timeout, self._gone, self._go_on = rank, timeout.total_seconds(), gone, go_on
         self.size = dist.get_world_size()
-        default: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        self.store = dist.PrefixStore("fshard", default)  # pyright: ignore[reportPrivateImportUsage]
-        self.lines = os.environ.get("FSHARD_CHECK") != "shapes"
+        self.store = _store()
         self._counts: dict[str, int] = defaultdict(int)
         self._open: dict[Meeting, None] = {}
         self._parted: dict[str, MismatchError] = {}
@@ -84,9 +83,9 @@ class Watch:
         name = "-".join(map(str, group.members))
         if name in self._parted:
             raise self._parted[name]
-        text = f"{call} over {'+'.join(group.axes)} at {site}"
+        text = f"{call} at {site}"
         meeting = Meeting(name, f"call/{name}/{self._next(name)}", group.members, text)
-        self.store.set(f"{meeting.place}/{self.rank}", json.dumps({"call": call, "site": str(site), "for": purpose()}))
+        self.store.set(f"{meeting.place}/{self.rank}", _row(call, site, purpose()))
         self._open[meeting] = None
         return meeting
 
@@ -101,31 +100,29 @@ class Watch:
 
     def _compare(self, meeting: Meeting) -> None:
         """Raise if those that have started a collective have started different ones."""
-        keys = zip(meeting.ranks, meeting.keys, strict=True)
-        calls = {rank: json.loads(self.store.get(key)) for rank, key in keys if self.store.check([key])}
-        if len({(call["call"], call["site"] if self.lines else "") for call in calls.values()}) > 1:
-            self._parted[meeting.group] = error = _mismatch(calls)
+        if error := _mismatch(self.store, meeting.ranks, meeting.keys, lines=compares_lines()):
+            self._parted[meeting.group] = error
             raise error
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def sent(self, group: Group, to: int, what: str, site: Site) -> None:
+    def sent(self, call: CallInfo, to: int) -> None:
         """Publish that a message has been sent."""
-        route = f"{self.rank}>{group.members[to]}"
-        message = {"what": what, "site": str(site), "for": purpose()}
-        self.store.set(f"sent/{route}/{self._next(route)}", json.dumps(message))
+        route = f"{self.rank}>{call.group.members[to]}"
+        self.store.set(f"sent/{route}/{self._next(route)}", _row(call.signature, call.site, call.purpose))
 
-    def expect(self, group: Group, source: int, what: str, site: Site) -> None:
+    def expect(self, call: CallInfo, source: int) -> None:
         """Wait until the message has been sent, and raise unless it is the one expected."""
-        route = f"{group.members[source]}>{self.rank}"
+        sender, what = call.group.members[source], call.signature
+        route = f"{sender}>{self.rank}"
         key = f"sent/{route}/{self._next(route)}"
-        self._wait([key], [group.members[source]], f"recv of {what} from process {group.members[source]} at {site}")
+        self._wait([key], [sender], f"recv of {what} from process {sender} at {call.site}")
         message = json.loads(self.store.get(key))
         self.store.delete_key(key)
-        if message["what"] != what:
+        if message["call"] != what:
             raise MismatchError(
-                f"process {self.rank} expects recv of {what} at {site}, but received {message['what']}, sent by "
-                f"process {group.members[source]} at {message['site']}.{uneven(purpose(), message['for'])}"
+                f"process {self.rank} expects {what} at {call.site}, but received {message['call']}, sent by process "
+                f"{sender} at {message['site']}.{uneven(call.purpose, message['for'])}"
             )
 
     # -- waiting ------------------------------------------------------------------------------------------------
@@ -204,17 +201,44 @@ class Watch:
             )
 
 
+def _store() -> Any:
+    default: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    return dist.PrefixStore("fshard", default)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def compare_failed(call: CallInfo) -> None:
+    """Publish a call that failed over a group of torch.distributed; raise if others failed in a different one."""
+    place, ranks = call.meeting
+    keys = [f"failed/{place}/{rank}" for rank in ranks]
+    with contextlib.suppress(dist.DistError, ValueError):  # the process with the store has failed; this one has left
+        store = _store()
+        store.set(f"failed/{place}/{dist.get_rank()}", _row(call.signature, call.site, call.purpose))
+        until = time.monotonic() + 1
+        while not store.check(keys) and time.monotonic() < until:  # another process may not have failed
+            time.sleep(PAUSE)
+        if error := _mismatch(store, ranks, keys, lines=call.move is not None and compares_lines()):
+            raise error
+
+
+def _row(call: str, site: Site, purpose: str) -> str:
+    return json.dumps({"call": call, "site": str(site), "for": purpose})
+
+
 def _table(states: list[dict[str, Any]]) -> str:
     return "\n".join(f"  process {rank}: {state['text'] or state['what']}" for rank, state in enumerate(states))
 
 
-def _mismatch(calls: dict[int, dict[str, Any]]) -> MismatchError:
-    """Return the error that lists the calls of all processes."""
+def _mismatch(store: Any, ranks: Sequence[int], keys: Sequence[str], *, lines: bool) -> MismatchError | None:
+    """Return the error that lists the calls that processes have published, if they differ."""
+    rows = zip(ranks, keys, strict=True)
+    calls = {rank: json.loads(store.get(key)) for rank, key in rows if store.check([key])}
+    if len({(call["call"], call["site"] if lines else "") for call in calls.values()}) <= 1:
+        return None
     table = "\n".join(f"  process {rank}: {call['call']} at {call['site']}" for rank, call in calls.items())
     purposes = sorted({call["for"] for call in calls.values()})
     hint = uneven(purposes[0], purposes[-1])
     if len({call["call"] for call in calls.values()}) == 1:
-        hint = " Only the lines differ; if that is meant, run with FSHARD_CHECK=shapes."
+        hint = " Only the lines differ; if that is meant, run with FSHARD_LINES=0."
     return MismatchError(
         f"The processes of one group met in one collective with different calls.\n{table}\n"
         f"Every process of a group must call the same collectives in the same order, on equal shapes, dtypes and trees.{hint}"

@@ -17,7 +17,7 @@ from fshard.mesh.collectives.moves import Wired, is_plain
 from fshard.mesh.runtimes.link import CallInfo, Wire, packed
 from fshard.mesh.shared_memory import large
 from fshard.mesh.shared_memory.neighbours import Need, Neighbours
-from fshard.mesh.shared_memory.rings import SIZE
+from fshard.mesh.shared_memory.rings import RECEIVED, SIZE
 from fshard.mesh.shared_memory.small import SmallCollective, is_small
 from fshard.mesh.shared_memory.transfer import MESSAGE, PeerTransfer
 
@@ -65,6 +65,8 @@ class Direct:
     def send(self, xs: tuple[Tensor, ...], to: int, call: CallInfo) -> Wire:
         """Send a message: short ones inline, long ones as a copy that the receiver reads when it gets there."""
         transfer = self.transfer(next(self.message_keys(to, sent=True)), call)
+        self.peers[to].sent += 1
+        self.peers[to].calls.append(call)
         is_short = sum([x.nbytes for x in xs]) <= INLINE_MESSAGE and self.peers[to].outgoing.roomy
         buffer = xs[0] if is_short and len(xs) == 1 and is_plain(xs[0]) else packed(xs)
         if is_short:
@@ -79,6 +81,7 @@ class Direct:
         yield transfer.needs(source)
         into = make()
         transfer.get(source, into.data_ptr(), into.nbytes)
+        self.peers[source].incoming.words[RECEIVED] += 1
         return into
 
     def message_keys(self, peer: int, *, sent: bool) -> Iterator[int]:

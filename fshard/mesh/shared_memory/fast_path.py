@@ -1,9 +1,8 @@
 """Fast paths between processes of one machine, for one tensor shape and dtype, with everything precomputed.
 
 Preparing a small collective (group, source line, buffer, handle) takes longer than running it, and most are called
-repeatedly on tensors of one shape. A `FastPath` runs one collective, a `MessageLane` sends and receives messages. The
-source line is looked up only for an error: the call is still on the stack. Messages are numbered as on the link, so
-they keep their order with others.
+repeatedly on tensors of one shape. A `FastPath` runs one collective of one source line, a `MessageLane` sends and
+receives messages. Messages are numbered as on the link, so they keep their order with others.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class FastPath:
 
     __slots__ = ("_call", "_link", "_move", "_operations", "_wires")
 
-    def __init__(self, move: Wired, group: Group, x: Tensor, link: Direct, operations: Operations) -> None:
+    def __init__(self, move: Wired, group: Group, x: Tensor, site: Site, link: Direct, operations: Operations) -> None:
         like = x.to("meta")
         self._move, self._link, self._operations = move, link, operations
-        self._call = CallInfo(move, (like,), group, None)
+        self._call = CallInfo(move, (like,), group, site)
         self._wires = link.wires(move, move.pack(like, link.n), self._call)
 
     def run(self, x: Tensor) -> Tensor:
@@ -65,6 +64,8 @@ class MessageLane:
             if not peer.outgoing.roomy:
                 return False
             try:
+                peer.sent += 1
+                peer.calls.append(self._call)
                 return peer.offer(next(self._keys), INSIDE, x.nbytes, self._call.stamp, x.data_ptr())
             except RuntimeError as error:
                 self._operations.fail(error, self._link, self._call)

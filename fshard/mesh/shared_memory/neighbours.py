@@ -31,6 +31,7 @@ import threading
 import time
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -46,9 +47,9 @@ from torch import Tensor
 
 from fshard.errors import MismatchError
 from fshard.mesh.collectives.moves import PURPOSES, uneven
-from fshard.mesh.runtimes.link import CallInfo
+from fshard.mesh.runtimes.link import CallInfo, line_of
 from fshard.mesh.shared_memory import rings
-from fshard.mesh.shared_memory.rings import ASLEEP, Putter, Taker
+from fshard.mesh.shared_memory.rings import ASLEEP, RECEIVED, Putter, Taker
 
 INLINE = 256 << 10
 """Bytes up to which a tensor is sent inline: one more copy, but no wait until it has been read."""
@@ -78,6 +79,7 @@ class Neighbour:
             os.close(number)
         self.offer, self.look, self.inbox = self.outgoing.put, self.incoming.look, self.incoming.inbox
         self.gone, self._parted = False, cast("str | None", None)
+        self.sent, self.calls = 0, deque[CallInfo](maxlen=16)
 
     def _has_gone(self, *message: Any) -> NoReturn:
         raise self.lost()
@@ -155,9 +157,9 @@ def mismatch(call: CallInfo, peer: Neighbour, stamp: int) -> MismatchError:
     """Return the error for a neighbour in another call."""
     mine, others = PURPOSES[call.stamp & 3], PURPOSES[stamp & 3]
     return MismatchError(
-        f"{call}: process {peer.rank} makes another call, or makes it on another shape, dtype or tree. "
-        "Every process of a group must call the same collectives in the same order, on equal shapes, dtypes and trees; "
-        f"run with FSHARD_CHECK=1 to see both calls.{uneven(mine, others)}"
+        f"{call}: process {peer.rank} makes another call at {line_of(stamp, call)}, or on another shape, dtype or tree. "
+        "Every process of a group must call the same collectives in the same order and line, on equal shapes, dtypes and "
+        f"trees; run with FSHARD_CHECK=1 to see both calls. FSHARD_LINES=0 permits other lines.{uneven(mine, others)}"
     )
 
 
@@ -245,6 +247,21 @@ class Neighbours:
             return False
         peer.check_alive()
         return peer.gone
+
+    def unreceived(self) -> list[CallInfo]:
+        """Announce that this process receives no more, and return its messages that others leave without."""
+        calls, until = list[CallInfo](), time.monotonic() + self.timeout
+        for peer in self.known.values():
+            peer.outgoing.close()
+        for peer in self.known.values():
+            words = peer.outgoing.words
+            while not (gone := peer.gone or peer.incoming.closed) and words[RECEIVED] < peer.sent:
+                if time.monotonic() > until:
+                    break
+                self._sleep(0.001)
+            if gone and (count := peer.sent - words[RECEIVED]):
+                calls += [*peer.calls][-count:]
+        return calls
 
     def close(self) -> None:
         """Leave all others."""

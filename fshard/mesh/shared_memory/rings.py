@@ -1,6 +1,7 @@
 """A ring of messages in memory shared by two processes: one writer, one reader, no system calls.
 
     words      HEAD  bytes written so far  TAIL  bytes read so far   ASLEEP  the reader sleeps   CLOSED  the writer left
+               RECEIVED  messages of `send` that `recv` has returned so far
     records    key, address, size, stamp, and the bytes themselves where the address is INSIDE
 
 A record is published by the one write that advances HEAD, after it has been written: x86 makes writes visible in that
@@ -23,7 +24,7 @@ SIZE = 1 << 20
 INSIDE, READ = 0, 1
 """Values of a record's address: the bytes are inside; or, as a reply, they have been read."""
 
-HEAD, TAIL, ASLEEP, CLOSED = 0, 8, 16, 24
+HEAD, TAIL, ASLEEP, CLOSED, RECEIVED = 0, 8, 16, 24, 32
 """Offsets of the words, each in its own cache line."""
 _RECORDS = 4096
 _RECORD = struct.Struct("=QQQQ")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fshard.mesh.collectives.moves import Broadcast, Permute, Wired, combining
 from fshard.mesh.layout.arithmetic import Combine, combined
-from fshard.mesh.runtimes.link import CallInfo, Wire
+from fshard.mesh.runtimes.link import CALL, CallInfo, Wire
 from fshard.mesh.shared_memory.neighbours import INLINE, Need, Neighbour, Neighbours, mismatch
 from fshard.mesh.shared_memory.rings import INSIDE
 
@@ -137,6 +137,6 @@ class SmallCollective:
     def _taken(self, peer: Neighbour, key: int) -> int | bytes:
         """Return the address of the row of a process, or its bytes."""
         address, size, stamp, place = peer.inbox.pop(key)
-        if stamp != self._call.stamp or size != self._size or address != INSIDE:
+        if (stamp ^ self._call.stamp) & CALL or size != self._size or address != INSIDE:
             raise mismatch(self._call, peer, stamp)
         return place

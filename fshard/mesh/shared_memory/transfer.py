@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Generator, Mapping, Sequence
 
-from fshard.mesh.runtimes.link import CallInfo
+from fshard.mesh.runtimes.link import CALL, CallInfo
 from fshard.mesh.shared_memory.neighbours import INLINE, Need, Neighbour, Neighbours, mismatch
 from fshard.mesh.shared_memory.rings import INSIDE, READ, Message
 
@@ -79,6 +79,6 @@ class PeerTransfer:
 
     def _taken(self, source: int, size: int, part: int) -> Message:
         message = self.peers[source].inbox.pop(self.key | part)
-        if message[2] != self.call.stamp or message[1] != size:
+        if (message[2] ^ self.call.stamp) & CALL or message[1] != size:
             raise mismatch(self.call, self.peers[source], message[2])
         return message

@@ -239,7 +239,7 @@ class World(Protocol):
     @property
     def has_fast_paths(self) -> bool: ...
 
-    def fast_path(self, move: Wired, group: Group, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+    def fast_path(self, move: Wired, group: Group, x: Tensor, site: Site) -> Callable[[Tensor], Tensor] | None:
         """Return a short way to run one collective on tensors of this shape and dtype, if there is one."""
         ...
 

@@ -108,13 +108,15 @@ def wait_for_the_first_of_two():
     mesh = fs.make_mesh({"a": 2, "b": 2}, timeout=10)
 
     def main():
-        x = torch.ones(2)
-        fs.psum(x, ("a", "b"))
+        def start(axes):
+            return fs.psum.start(torch.ones(2), axes)
+
+        fs.psum(torch.ones(2), ("a", "b"))
         if fs.axis_index(("a", "b")) == 0:
-            near, far = fs.psum.start(x, "a"), fs.psum.start(x, ("a", "b"))
+            near, far = start("a"), start(("a", "b"))
             return near.wait()[0].item(), far.wait()[0].item()
-        far = fs.psum(x, ("a", "b"))
-        return fs.psum(x, "a")[0].item(), far[0].item()
+        far = start(("a", "b")).wait()
+        return start("a").wait()[0].item(), far[0].item()
 
     return fs.run(main, mesh=mesh)[0]
 

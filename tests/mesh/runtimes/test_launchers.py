@@ -1,6 +1,9 @@
 """Which of several processes this is: by the variables that launchers really set, and by any others."""
 
+import math
 import os
+import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -20,6 +23,7 @@ from fshard.mesh.runtimes.launchers import (
     process_index,
     process_info,
     read_variables,
+    time_limit,
 )
 from fshard.testing.processes import run_processes
 
@@ -245,3 +249,24 @@ def ask_whose_gpus(gpus):
 
 def test_each_its_own_shared_gpu_is_false_everywhere():
     assert run_processes(ask_whose_gpus, 2, ["ab", "aa", "ba"]) == [[True, False, True]] * 2
+
+
+def meet_at(port):
+    os.environ.update(MASTER_PORT=str(port), FSHARD_TIMEOUT="1", RANK="1", WORLD_SIZE="2")
+    began = time.monotonic()
+    with pytest.raises(fs.errors.MeshError, match="did not meet the others at 127.0.0.1"):
+        fs.make_mesh({"data": 2})
+    return time.monotonic() - began
+
+
+def test_make_mesh_silent_program_on_the_port_raises():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert run_processes(meet_at, 1, silent.getsockname()[1])[0] < 5
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", "0", "nan"])
+def test_time_limit_invalid_value_raises(monkeypatch, value):
+    monkeypatch.setenv("FSHARD_TIMEOUT", value)
+    with pytest.raises(fs.errors.MeshError, match=f"FSHARD_TIMEOUT must be a positive number .*'{value}'"):
+        time_limit(None)
+    assert time_limit(2.5).total_seconds() == 2.5 and time_limit(math.inf).days == 30

@@ -384,13 +384,53 @@ def differ_over_gloo(kind):
                 fs.recv(y, "d", source=int(first))
             else:
                 fs.psum(x, "d") if first else fs.pmax(x, "d")
-        except (fs.errors.CollectiveTimeoutError, fs.errors.LostProcessError) as error:
+        except fs.errors.MismatchError as error:
             return str(error)
 
     return fs.run(main, mesh=mesh)[0]
 
 
 @pytest.mark.parametrize("kind", ["dtype", "shape", "collective", "broadcast", "message"])
-def test_gloo_mismatched_calls_time_out_without_mixing_bytes(kind):
+def test_gloo_mismatched_calls_raise_without_mixing_bytes(kind):
     for text in run_processes(differ_over_gloo, 2, kind, environment={"FSHARD_DIRECT": "0"}, timeout=60):
-        assert "test_process.py" in text
+        assert text.count("test_process.py:") == 2
+
+
+def read_on_one_process():
+    """Read an unreduced sum on process 0 alone: the others are in their next sum meanwhile."""
+    mesh = fs.make_mesh({"data": 2}, timeout=5)
+    x = fs.device_put(torch.arange(8.0), fs.Layout(mesh, P("data")))
+    total, double = x.sum(), (2 * x).sum()
+    dist.barrier()
+    try:
+        if fs.mesh.process_index() == 0:
+            float(total)
+        return float(double), float(total)
+    except fs.errors.MismatchError as error:
+        return str(error)
+
+
+def test_collective_on_one_process_names_both_lines(link):
+    line = read_on_one_process.__code__.co_firstlineno + 8
+    for text in run_processes(read_on_one_process, 2, environment=link):
+        assert all(f"test_process.py:{number}" in text for number in (line, line + 1)), text
+
+
+def send_without_recv(sizes):
+    """Process 1 receives the first message only."""
+
+    def main():
+        for size in sizes if fs.axis_index("d") == 0 else ():
+            fs.send(torch.ones(size), "d", to=1)
+        return fs.recv(torch.ones(sizes[0]), "d", source=0) if fs.axis_index("d") else None
+
+    fs.run(main, mesh=fs.make_mesh({"d": 2}, timeout=20))
+
+
+def test_send_without_recv_raises_at_the_end(link):
+    sizes = (1, 2) if link else (1, 2, 1 << 20)
+    with pytest.raises(fs.errors.MismatchError, match="sent but never received:") as error:
+        run_processes(send_without_recv, 2, sizes, environment=link)
+    text = str(error.value)
+    assert [f"float32[{size}]" in text for size in sizes] == [False] + [True] * (len(sizes) - 1)
+    assert text.count("test_process.py:") == len(sizes) - 1

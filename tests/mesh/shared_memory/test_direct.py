@@ -77,14 +77,16 @@ ONES = {
     "large": torch.ones(1 << 20),
 }
 DIFFERENT = {
-    "dtype": (lambda: fs.psum(ONES["f32"], "d"), lambda: fs.psum(ONES["i32"], "d")),
-    "shape": (lambda: fs.psum(ONES["f32"], "d"), lambda: fs.psum(ONES["2x2"], "d")),
-    "collective": (lambda: fs.psum(ONES["f32"], "d"), lambda: fs.pmax(ONES["f32"], "d")),
-    "size": (lambda: fs.all_gather(ONES["f32"], "d"), lambda: fs.all_gather(ONES["large"], "d")),
-    "dim": (lambda: fs.all_to_all(ONES["2x2"], "d"), lambda: fs.all_to_all(ONES["2x2"], "d", split_dim=1)),
-    "large": (lambda: fs.psum(ONES["large"], "d"), lambda: fs.psum(ONES["large"].int(), "d")),
-    "message": (lambda: exchange(torch.float32), lambda: exchange(torch.int32)),
+    "dtype": lambda first: fs.psum(ONES["f32" if first else "i32"], "d"),
+    "shape": lambda first: fs.psum(ONES["f32" if first else "2x2"], "d"),
+    "axes": lambda first: fs.psum(ONES["f32"], "d" if first else ("d", "e")),
+    "collective": lambda first: fs.psum(ONES["f32"], "d") if first else fs.pmax(ONES["f32"], "d"),
+    "size": lambda first: fs.all_gather(ONES["f32" if first else "large"], "d"),
+    "dim": lambda first: fs.all_to_all(ONES["2x2"], "d", split_dim=int(first)),
+    "large": lambda first: fs.psum(ONES["large"] if first else ONES["large"].int(), "d"),
+    "message": lambda first: exchange(torch.float32 if first else torch.int32),
 }
+"""What differs: the call of process 0, or of process 1, in one line; see `test_process` for other lines."""
 
 
 def exchange(dtype):
@@ -95,7 +97,7 @@ def exchange(dtype):
 
 def call_differently(kind):
     try:
-        mapped(lambda: DIFFERENT[kind][fs.axis_index("d")]())
+        mapped(lambda: DIFFERENT[kind](fs.axis_index("d") == 0), d=2, e=1)
     except fs.errors.MismatchError as error:
         leave(waiting=False)
         return str(error)
@@ -153,7 +155,7 @@ def test_uneven_differentiation_raises_mismatch(pair, f):
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_mismatched_calls_raise_without_check(pair, kind):
     for rank, text in enumerate(pair.run(call_differently, kind)):
-        assert "test_direct.py" in text and f"process {1 - rank} makes another call" in text
+        assert text.count("test_direct.py:") == 2 and f"process {1 - rank} makes another call" in text
 
 
 # -- what is under way --------------------------------------------------------------------------------------------
