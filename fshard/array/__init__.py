@@ -16,6 +16,7 @@ from fshard.mesh.layout.sharded import Sharded
 
 _ROWS = (_algebra, _along, _autograd, _functional, _views)  # each adds its rows
 Sharded.operations = staticmethod(operate)
+_autograd.extend_clipping()
 register_trees()
 
 __all__ = ["constrain", "explicit", "full", "inspect", "ones", "rand", "randn", "shard_module", "zeros"]

@@ -65,7 +65,8 @@ def _choices(condition: Any, x: Any = None, y: Any = None) -> Any:
 
 
 rule(_NAMES)(elementwise())
-rule("neg negative positive clone contiguous conj conj_physical resolve_conj")(elementwise(lambda x, **_: [(0,)]))
+compose("contiguous")(lambda x, **_: x if x.viewed is None else x.clone())
+rule("neg negative positive clone conj conj_physical resolve_conj")(elementwise(lambda x, **_: [(0,)]))
 rule("detach real imag .real .imag .data", is_view=True)(elementwise(lambda x: [(0,)]))
 rule("to type")(elementwise(lambda x, *args, **more: [(0,)] if _is_exact(x.dtype, x.to(*args, **more).dtype) else ()))
 

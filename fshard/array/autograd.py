@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 
 from fshard.array.communicate import operation_site, plan_transfer, state, transfer, with_spec
 from fshard.array.dispatch import DIRECT, name_of
@@ -43,9 +44,13 @@ def _requires_grad(x: Sharded, requires_grad: bool = True) -> Sharded:
 
 @direct(".grad")
 def _attribute_grad(x: Sharded, *value: Any) -> Any:
-    for number, shard in enumerate(x.shards if value else ()):
-        shard.grad = None if value[0] is None else value[0].shards[number]
-    return None if value else _as_gradient([shard.grad for shard in x.shards], x)
+    if not value:
+        return _as_gradient([shard.grad for shard in x.shards], x)
+    spec = x.spec._replace(unreduced=())  # pyright: ignore[reportPrivateUsage]
+    gradients = len(x.shards) * (None,) if value[0] is None else with_spec(value[0], spec, "grad").shards
+    for shard, gradient in zip(x.shards, gradients, strict=True):
+        shard.grad = gradient
+    return None
 
 
 def _as_gradient(gradients: Sequence[Any], x: Any) -> Any:
@@ -71,7 +76,11 @@ def _as_cotangent(g: Any, y: Sharded) -> Tensors:
 
 
 def _listed(xs: Any) -> list[Any]:
-    return [xs] if isinstance(xs, Sharded | Tensor) else list(xs)
+    listed = [xs] if isinstance(xs, Sharded | Tensor) else list(xs)
+    for x in listed:
+        if isinstance(x, Sharded):
+            x.check_view()
+    return listed
 
 
 def _shards(x: Any) -> Tensors:
@@ -100,10 +109,40 @@ def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: An
     return tuple(_as_gradient([next(found) for _ in _shards(x)], x) for x in xs)
 
 
+@direct("register_hook")
+def _register_hook(x: Sharded, hook: Callable[[Sharded], None]) -> Any:
+    """Call a function with the gradient of an array when a backward has it on all devices. It may not change it."""
+    if not x.requires_grad:
+        raise RuntimeError("cannot register a hook on an array that does not require gradient")
+
+    def call(gradients: Sequence[Any]) -> None:
+        pairs = zip(gradients, x.shards, strict=True)
+        gradient = _as_gradient([torch.zeros_like(shard) if g is None else g for g, shard in pairs], x)
+        if hook(gradient) is not None:
+            raise LayoutError("a hook of an array must return None. Change x.grad after the backward instead.")
+
+    return torch.autograd.graph.register_multi_grad_hook(x.shards, call)
+
+
 @direct("retain_grad")
 def _retain_grad(x: Sharded) -> None:
     for shard in x.shards:
         shard.retain_grad()
+
+
+def extend_clipping() -> None:
+    """Let clip_grad_norm_ and clip_grad_value_ of torch.nn.utils take arrays.
+
+    They group gradients by a function in C++, which takes tensors only. All else in them works on arrays.
+    """
+    group = clip_grad._group_tensors_by_device_and_dtype  # pyright: ignore[reportPrivateUsage]
+
+    def group_arrays(lists: Any, with_indices: bool = False) -> Any:
+        if with_indices or not any(isinstance(x, Sharded) for x in lists[0]):
+            return group(lists, with_indices)
+        return {(x.device, number): ([[x]], []) for number, x in enumerate(lists[0])}
+
+    clip_grad._group_tensors_by_device_and_dtype = group_arrays  # pyright: ignore[reportPrivateUsage]
 
 
 # Attributes and values.
@@ -136,9 +175,14 @@ def _value(x: Sharded) -> Tensor:
         return unshard(with_spec(x, P(), "value", is_explicit=True) if x.mesh.zigzag else x).detach()
 
 
-for _name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__"):
+for _name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__", "__dlpack__", "__dlpack_device__"):
     _method: Any = getattr(Tensor, _name)
-    DIRECT[name_of(_method)] = lambda x, *args, _method=_method: _method(_value(x), *args)
+    DIRECT[name_of(_method)] = lambda x, *args, _method=_method, **more: _method(_value(x), *args, **more)
+
+
+@direct("format")
+def _format(x: Sharded, form: str) -> str:
+    return format(x.item(), form) if form and not x.shape else object.__format__(x, form)
 
 
 @direct("array numpy")

@@ -5,6 +5,7 @@ Labels of strided views are found by torch itself: the stride of an output dim n
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from math import prod
 from operator import attrgetter
@@ -17,8 +18,10 @@ from torch.nn import functional as F
 from fshard.array.dispatch import DIRECT, operate, write
 from fshard.array.rules import ROWS, Rule, Where, arrays_in, compose, rule, spell
 from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout
 from fshard.mesh.layout.arithmetic import flat_range
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import spread
 
 
 def strided(x: Any, view: Callable[[Any], Any]) -> str:
@@ -133,53 +136,80 @@ def _stack(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
 @rule("getitem", is_view=True)
 def _getitem(results: Any, x: Any, index: Any) -> Rule:
     """Label the dims that an index keeps in full, and those of index arrays."""
+    own, out, count = _label_index(x, index)
+    return Rule(f"{own}{',...' * count}->{out}", [(0,)] if count else "each")
+
+
+def _label_index(x: Any, index: Any) -> tuple[str, str, int]:
+    """Return the terms of an array and of its elements at an index, and the number of index arrays."""
     items = index if isinstance(index, tuple) else (index,)
     count = len(arrays_in(items))
-    equation = strided(x, lambda like: like[tuple(0 if isinstance(item, Tensor) else item for item in items)])
+    if count and 0 in x.shape:
+        return "D" * x.ndim, "D", count
+    equation = strided(x, lambda like: like[tuple([0 if isinstance(item, Tensor) else item for item in items])])
+    own, out = equation.split("->")
     if not count:
-        return Rule(equation, "each")
+        return own, out, 0
     mark = torch.empty(1 + max(x.shape), dtype=torch.long, device="meta")  # no dim of x is as long
-    front = x[tuple(mark if isinstance(item, Tensor) else item for item in items)].shape.index(len(mark))
-    own, rest = equation.split("->")
-    return Rule(f"{own}{',...' * count}->{rest[:front]}...{rest[front:]}", [(0,)])
+    front = x[tuple([mark if isinstance(item, Tensor) else item for item in items])].shape.index(len(mark))
+    return own, f"{out[:front]}...{out[front:]}", count
+
+
+def _resolve_index(x: Any, index: Any) -> Any:
+    """Return an index with arrays in place of lists, and of masks the indices of their True elements."""
+    items, resolved = index if isinstance(index, tuple) else (index,), list[Any]()
+    widths = [item.ndim if _is_mask(item) else int(item is not None and item is not ...) for item in items]
+    dim = 0
+    for item, width in zip(items, widths, strict=True):
+        if _is_mask(item) and item.shape != x.shape[dim : dim + width]:
+            raise IndexError(f"a mask must have the shape of its dims; got {item!r} for dims {dim} and on of {x!r}.")
+        if isinstance(item, list | range):
+            item = spread(torch.tensor(item, dtype=None if len(item) else torch.long), Layout(x.mesh))
+        if isinstance(item, Sharded) and not item.ndim:
+            item = item.item()
+        resolved += item.nonzero().unbind(1) if _is_mask(item) else [item]
+        dim += x.ndim - sum(widths) if item is ... else width
+    return index if all(map(operator.is_, items, resolved)) else tuple(resolved)
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, Sharded) and item.dtype in (torch.bool, torch.uint8) and item.ndim > 0
 
 
 @compose("getitem")
-def _check_index(x: Any, index: Any) -> Any:
-    items = index if isinstance(index, tuple) else (index,)
-    if any(one.dtype in (torch.bool, torch.uint8) for one in arrays_in(items)):
-        raise LayoutError("x[mask] has a shape that depends on values. Use torch.where(mask, x, 0).")
-    if any(isinstance(one, list) for one in items):
-        raise LayoutError(
-            "a list in an index must be an array: fs.device_put(torch.tensor(...), fs.Layout(mesh, P()))."
-        )
-    return NotImplemented
+def _take(x: Any, index: Any) -> Any:
+    resolved = _resolve_index(x, index)
+    return NotImplemented if resolved is index else x[resolved]
 
 
-def set_slice(x: Any, index: Any, value: Any) -> Any:
+def set_items(x: Any, index: Any, value: Any) -> Any:
     """Return a copy of a tensor with some elements replaced."""
     y = x.clone()
     y[index] = value
     return y
 
 
-@rule("set_slice")
-def _set_slice(results: Any, x: Any, index: Any, value: Any) -> Rule:
-    own, out = strided(x, lambda like: like[index]).split("->")
+@rule("set_items")
+def _set_items(results: Any, x: Any, index: Any, value: Any) -> Rule:
+    own, out, count = _label_index(x, index)
+    arrays = arrays_in(index)
+    out = out.replace("...", "N" * max((one.ndim for one in arrays), default=0))
+    terms = [own, *("N" * one.ndim for one in arrays)]
     if not isinstance(value, Tensor):
-        return Rule(f"{own}->{own}", "each" if value == 0 else ())
-    return Rule(f"{own},{out[len(out) - value.ndim :]}->{own}", "all")
+        return Rule(f"{','.join(terms)}->{own}", [(0,)] if value == 0 else ())
+    padded = "N" * value.ndim + out
+    return Rule(f"{','.join(terms)},{padded[len(padded) - value.ndim :]}->{own}", [(0, len(terms))])
 
 
 def _assign(x: Any, index: Any, value: Any) -> None:
-    if isinstance(index, Sharded) and index.dtype == torch.bool and not isinstance(value, Sharded):
+    if not isinstance(x, Sharded):
+        raise LayoutError(f"x[index] = y must write to an array; got {type(x).__name__}. Use fs.device_put.")
+    if _is_mask(index) and index.shape == x.shape[: index.ndim] and not isinstance(value, Sharded):
         y = x.masked_fill(index.reshape(*index.shape, *(1,) * (x.ndim - index.ndim)), value)
-    elif arrays_in(index) or isinstance(index, list):
-        raise LayoutError(
-            "x[index] = y takes slices, numbers, or one mask with a number. Use x.scatter(dim, index, y)."
-        )
     else:
-        y = operate(set_slice, (x, index, value.to(x.dtype) if isinstance(value, Sharded) else value), {})
+        index = _resolve_index(x, index)
+        is_cast = isinstance(value, Sharded) and not (value.ndim and arrays_in(index))
+        y = operate(set_items, (x, index, value.to(x.dtype) if is_cast else value), {})
     write(x, y, "x[index] = y")
 
 
@@ -217,7 +247,7 @@ def _gather(results: Any, x: Any, *args: Any, dim: Any = None, **kwargs: Any) ->
 
 @rule("scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce")
 def _scatter(results: Any, x: Any, dim: int, index: Any, *args: Any, **kwargs: Any) -> Rule:
-    own = spell(x.ndim, {dim: "D"} if x.ndim else {})
+    own = spell(x.ndim, {dim: "D"})
     more = arrays_in(args, kwargs)
     terms = [own if one.ndim == x.ndim else "D" * one.ndim for one in (x, index, *more)]
     is_sum = len(more) == 1 and index.ndim == x.ndim and kwargs.get("reduce") is None and len(args) < 2
@@ -226,7 +256,7 @@ def _scatter(results: Any, x: Any, dim: int, index: Any, *args: Any, **kwargs: A
 
 @rule("index_select")
 def _index_select(results: Any, x: Any, dim: int, index: Any) -> Rule:
-    out = spell(x.ndim, {dim: "k"} if x.ndim else {})
+    out = spell(x.ndim, {dim: "k"})
     return Rule(f"{out.replace('k', 'D')},{'k' * index.ndim}->{out}", [(0,)])
 
 
