@@ -4,6 +4,8 @@
 mesh and `inspect` shows them; `zeros`, `ones`, `full`, `rand` and `randn` make arrays.
 """
 
+from torch.nn.utils import clip_grad
+
 from fshard.array import algebra as _algebra
 from fshard.array import along as _along
 from fshard.array import autograd as _autograd
@@ -16,7 +18,7 @@ from fshard.mesh.layout.sharded import Sharded
 
 _ROWS = (_algebra, _along, _autograd, _functional, _views)  # each adds its rows
 Sharded.operations = staticmethod(operate)
-_autograd.extend_clipping()
+clip_grad._group_tensors_by_device_and_dtype = _autograd.group_gradients
 register_trees()
 
 __all__ = ["constrain", "explicit", "full", "inspect", "ones", "rand", "randn", "shard_module", "zeros"]

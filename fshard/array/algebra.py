@@ -30,7 +30,8 @@ threshold trunc xlogy special_entr special_erf special_erfc special_erfcx specia
 special_expm1 special_gammaln special_i0e special_i1 special_i1e special_log1p special_log_ndtr special_logit special_ndtr
 special_ndtri special_psi special_sinc special_xlog1py special_xlogy special_zeta special_bessel_j0 special_bessel_j1
 lshift rshift and or xor polar long int bool short char byte
-special_digamma special_polygamma special_multigammaln special_round
+special_digamma special_polygamma special_multigammaln special_round special_i0 special_airy_ai special_bessel_y0
+special_bessel_y1 special_gammainc special_gammaincc angle complex gcd lcm mvlgamma
 """
 
 

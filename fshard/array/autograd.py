@@ -47,9 +47,9 @@ def _attribute_grad(x: Sharded, *value: Any) -> Any:
     if not value:
         return _as_gradient([shard.grad for shard in x.shards], x)
     spec = x.spec._replace(unreduced=())  # pyright: ignore[reportPrivateUsage]
-    gradients = len(x.shards) * (None,) if value[0] is None else with_spec(value[0], spec, "grad").shards
-    for shard, gradient in zip(x.shards, gradients, strict=True):
-        shard.grad = gradient
+    gradient = None if value[0] is None else with_spec(value[0], spec, "grad")
+    for number, shard in enumerate(x.shards):
+        shard.grad = None if gradient is None else gradient.shards[number]
     return None
 
 
@@ -76,14 +76,12 @@ def _as_cotangent(g: Any, y: Sharded) -> Tensors:
 
 
 def _listed(xs: Any) -> list[Any]:
-    listed = [xs] if isinstance(xs, Sharded | Tensor) else list(xs)
-    for x in listed:
-        if isinstance(x, Sharded):
-            x.check_view()
-    return listed
+    return [xs] if isinstance(xs, Sharded | Tensor) else list(xs)
 
 
 def _shards(x: Any) -> Tensors:
+    if isinstance(x, Sharded):
+        x.check_view()
     return x.shards if isinstance(x, Sharded) else (x,)
 
 
@@ -113,12 +111,10 @@ def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: An
 def _register_hook(x: Sharded, hook: Callable[[Sharded], None]) -> Any:
     """Call a function with the gradient of an array when a backward has it on all devices. It may not change it."""
     if not x.requires_grad:
-        raise RuntimeError("cannot register a hook on an array that does not require gradient")
+        raise RuntimeError("a hook needs an array that requires grad. Call requires_grad_().")
 
     def call(gradients: Sequence[Any]) -> None:
-        pairs = zip(gradients, x.shards, strict=True)
-        gradient = _as_gradient([torch.zeros_like(shard) if g is None else g for g, shard in pairs], x)
-        if hook(gradient) is not None:
+        if hook(_as_gradient(gradients, x)) is not None:
             raise LayoutError("a hook of an array must return None. Change x.grad after the backward instead.")
 
     return torch.autograd.graph.register_multi_grad_hook(x.shards, call)
@@ -130,19 +126,14 @@ def _retain_grad(x: Sharded) -> None:
         shard.retain_grad()
 
 
-def extend_clipping() -> None:
-    """Let clip_grad_norm_ and clip_grad_value_ of torch.nn.utils take arrays.
+_group: Any = clip_grad._group_tensors_by_device_and_dtype  # pyright: ignore[reportPrivateUsage]
 
-    They group gradients by a function in C++, which takes tensors only. All else in them works on arrays.
-    """
-    group = clip_grad._group_tensors_by_device_and_dtype  # pyright: ignore[reportPrivateUsage]
 
-    def group_arrays(lists: Any, with_indices: bool = False) -> Any:
-        if with_indices or not any(isinstance(x, Sharded) for x in lists[0]):
-            return group(lists, with_indices)
-        return {(x.device, number): ([[x]], []) for number, x in enumerate(lists[0])}
-
-    clip_grad._group_tensors_by_device_and_dtype = group_arrays  # pyright: ignore[reportPrivateUsage]
+def group_gradients(lists: Any, with_indices: bool = False) -> Any:
+    """Group gradients for torch.nn.utils.clip_grad_norm_: torch's function for that, in C++, takes no arrays."""
+    if not any(isinstance(x, Sharded) for x in lists[0]):
+        return _group(lists, with_indices)
+    return {(x.device, number): ([[x]], []) for number, x in enumerate(lists[0])}
 
 
 # Attributes and values.

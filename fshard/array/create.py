@@ -125,13 +125,7 @@ compose("empty_like")(partial(_like, zeros))
 compose("new_zeros new_empty")(lambda x, *size, **more: _like(zeros, x, **{"size": size, **more}))
 compose("new_ones")(lambda x, *size, **more: _like(ones, x, **{"size": size, **more}))
 compose("new_full")(lambda x, size, fill_value, **more: _like(full, x, fill_value, size=(size,), **more))
-
-@compose("new_tensor")
-def _new_tensor(x: Any, data: Any, *, dtype: Any = None, requires_grad: bool = False, device: Any = None) -> Any:
-    y = spread(torch.tensor(data, dtype=dtype or x.to(device=device).dtype), Layout(x.mesh))
-    return y.requires_grad_() if requires_grad else y
-
-
+compose("new_tensor")(partial(_like, lambda _, data, layout, dtype: spread(torch.tensor(data, dtype=dtype), layout)))
 compose("zero")(lambda x: x.masked_fill(torch.tensor(True), 0))
 compose("copy")(lambda x, source, non_blocking=False: torch.where(torch.tensor(True), source.to(x.dtype), x))
 compose("type_as")(lambda x, other: x.to(other.dtype))

@@ -136,39 +136,37 @@ def _stack(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
 @rule("getitem", is_view=True)
 def _getitem(results: Any, x: Any, index: Any) -> Rule:
     """Label the dims that an index keeps in full, and those of index arrays."""
-    own, out, count = _label_index(x, index)
+    own, out = _label_index(x, index)
+    count = len(arrays_in(index))
     return Rule(f"{own}{',...' * count}->{out}", [(0,)] if count else "each")
 
 
-def _label_index(x: Any, index: Any) -> tuple[str, str, int]:
-    """Return the terms of an array and of its elements at an index, and the number of index arrays."""
+def _label_index(x: Any, index: Any) -> tuple[str, str]:
+    """Return the terms of an array and of its elements at an index; dots are the dims of index arrays."""
     items = index if isinstance(index, tuple) else (index,)
-    count = len(arrays_in(items))
-    if count and 0 in x.shape:
-        return "D" * x.ndim, "D", count
-    equation = strided(x, lambda like: like[tuple([0 if isinstance(item, Tensor) else item for item in items])])
+    like = x.new_empty([max(length, 1) for length in x.shape])
+    equation = strided(like, lambda like: like[tuple([0 if isinstance(item, Tensor) else item for item in items])])
     own, out = equation.split("->")
-    if not count:
-        return own, out, 0
+    if not arrays_in(items):
+        return own, out
     mark = torch.empty(1 + max(x.shape), dtype=torch.long, device="meta")  # no dim of x is as long
     front = x[tuple([mark if isinstance(item, Tensor) else item for item in items])].shape.index(len(mark))
-    return own, f"{out[:front]}...{out[front:]}", count
+    return own, f"{out[:front]}...{out[front:]}"
 
 
 def _resolve_index(x: Any, index: Any) -> Any:
-    """Return an index with arrays in place of lists, and of masks the indices of their True elements."""
+    """Return an index with arrays in place of lists, numbers of 0-d arrays, and the indices of masks' True elements."""
     items, resolved = index if isinstance(index, tuple) else (index,), list[Any]()
-    widths = [item.ndim if _is_mask(item) else int(item is not None and item is not ...) for item in items]
-    dim = 0
-    for item, width in zip(items, widths, strict=True):
-        if _is_mask(item) and item.shape != x.shape[dim : dim + width]:
-            raise IndexError(f"a mask must have the shape of its dims; got {item!r} for dims {dim} and on of {x!r}.")
-        if isinstance(item, list | range):
+    for item in items:
+        if isinstance(item, list | range) and isinstance(x, Sharded):
             item = spread(torch.tensor(item, dtype=None if len(item) else torch.long), Layout(x.mesh))
         if isinstance(item, Sharded) and not item.ndim:
             item = item.item()
         resolved += item.nonzero().unbind(1) if _is_mask(item) else [item]
-        dim += x.ndim - sum(widths) if item is ... else width
+    if any(map(_is_mask, items)):
+        false = torch.tensor(False)
+        like = [false.expand(y.shape) if _is_mask(y) else slice(None) if isinstance(y, Sharded | list) else y for y in items]
+        false.expand(x.shape)[tuple(like)]  # raises for masks of other shapes
     return index if all(map(operator.is_, items, resolved)) else tuple(resolved)
 
 
@@ -191,25 +189,20 @@ def set_items(x: Any, index: Any, value: Any) -> Any:
 
 @rule("set_items")
 def _set_items(results: Any, x: Any, index: Any, value: Any) -> Rule:
-    own, out, count = _label_index(x, index)
-    arrays = arrays_in(index)
-    out = out.replace("...", "N" * max((one.ndim for one in arrays), default=0))
-    terms = [own, *("N" * one.ndim for one in arrays)]
+    own, out = _label_index(x, index)
+    terms = ["N" * one.ndim for one in arrays_in(index)]
     if not isinstance(value, Tensor):
-        return Rule(f"{','.join(terms)}->{own}", [(0,)] if value == 0 else ())
-    padded = "N" * value.ndim + out
-    return Rule(f"{','.join(terms)},{padded[len(padded) - value.ndim :]}->{own}", [(0, len(terms))])
+        return Rule(f"{','.join([own, *terms])}->{own}", [(0,)] if value == 0 else ())
+    out = "N" * value.ndim + out.replace("...", max(terms, default=""))
+    return Rule(f"{','.join([own, *terms, out[len(out) - value.ndim :]])}->{own}", [(0, 1 + len(terms))])
 
 
 def _assign(x: Any, index: Any, value: Any) -> None:
-    if not isinstance(x, Sharded):
-        raise LayoutError(f"x[index] = y must write to an array; got {type(x).__name__}. Use fs.device_put.")
     if _is_mask(index) and index.shape == x.shape[: index.ndim] and not isinstance(value, Sharded):
         y = x.masked_fill(index.reshape(*index.shape, *(1,) * (x.ndim - index.ndim)), value)
     else:
         index = _resolve_index(x, index)
-        is_cast = isinstance(value, Sharded) and not (value.ndim and arrays_in(index))
-        y = operate(set_items, (x, index, value.to(x.dtype) if is_cast else value), {})
+        y = operate(set_items, (x, index, value.to(x.dtype) if isinstance(value, Sharded) else value), {})
     write(x, y, "x[index] = y")
 
 
