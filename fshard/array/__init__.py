@@ -4,6 +4,8 @@
 mesh and `inspect` shows them; `zeros`, `ones`, `full`, `rand` and `randn` make arrays.
 """
 
+from functools import partial
+
 from torch.nn.utils import clip_grad
 
 from fshard.array import algebra as _algebra
@@ -18,7 +20,8 @@ from fshard.mesh.layout.sharded import Sharded
 
 _ROWS = (_algebra, _along, _autograd, _functional, _views)  # each adds its rows
 Sharded.operations = staticmethod(operate)
-clip_grad._group_tensors_by_device_and_dtype = _autograd.group_gradients
+_GROUP = "_group_tensors_by_device_and_dtype"  # the only function of torch's clipping that would not take arrays
+setattr(clip_grad, _GROUP, partial(_autograd.group_gradients, getattr(clip_grad, _GROUP)))
 register_trees()
 
 __all__ = ["constrain", "explicit", "full", "inspect", "ones", "rand", "randn", "shard_module", "zeros"]

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad
 
 from fshard.array.communicate import operation_site, plan_transfer, state, transfer, with_spec
 from fshard.array.dispatch import DIRECT, name_of
@@ -126,13 +125,10 @@ def _retain_grad(x: Sharded) -> None:
         shard.retain_grad()
 
 
-_group: Any = clip_grad._group_tensors_by_device_and_dtype  # pyright: ignore[reportPrivateUsage]
-
-
-def group_gradients(lists: Any, with_indices: bool = False) -> Any:
-    """Group gradients for torch.nn.utils.clip_grad_norm_: torch's function for that, in C++, takes no arrays."""
+def group_gradients(group: Any, lists: Any, with_indices: bool = False) -> Any:
+    """Group tensors by torch's function, in C++, and each array by itself: for torch.nn.utils.clip_grad_norm_."""
     if not any(isinstance(x, Sharded) for x in lists[0]):
-        return _group(lists, with_indices)
+        return group(lists, with_indices)
     return {(x.device, number): ([[x]], []) for number, x in enumerate(lists[0])}
 
 
@@ -166,31 +162,16 @@ def _value(x: Sharded) -> Tensor:
         return unshard(with_spec(x, P(), "value", is_explicit=True) if x.mesh.zigzag else x).detach()
 
 
-for _name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__", "__dlpack__", "__dlpack_device__"):
+_VALUES = "item tolist __bool__ __float__ __int__ __index__ __complex__ __contains__ __dlpack__ __dlpack_device__"
+for _name in _VALUES.split():
     _method: Any = getattr(Tensor, _name)
     DIRECT[name_of(_method)] = lambda x, *args, _method=_method, **more: _method(_value(x), *args, **more)
 
 
-@direct("format")
-def _format(x: Sharded, form: str) -> str:
-    return format(x.item(), form) if form and not x.shape else object.__format__(x, form)
-
-
-@direct("array numpy")
-def _as_numpy(x: Sharded, dtype: Any = None, **kwargs: Any) -> Any:
-    return np.asarray(_value(x).numpy(), dtype=dtype)
-
-
-@direct("equal")
-def _equal(x: Any, y: Any) -> bool:
-    return x.shape == y.shape and not bool(torch.ne(x, y).sum())
-
-
-@direct("allclose")
-def _allclose(x: Any, y: Any, *args: Any, **kwargs: Any) -> bool:
-    return not bool((~torch.isclose(x, y, *args, **kwargs)).sum())
-
-
+direct("format")(lambda x, form: format((x.item() if form and not x.shape else str(x)), form))
+direct("array numpy")(lambda x, dtype=None, **_: np.asarray(_value(x).numpy(), dtype=dtype))
+direct("equal")(lambda x, y: x.shape == y.shape and not bool(torch.ne(x, y).sum()))
+direct("allclose")(lambda x, y, *args, **kwargs: not bool((~torch.isclose(x, y, *args, **kwargs)).sum()))
 MAX_SHOWN = 1000
 """Elements of the largest array that is printed with its values."""
 

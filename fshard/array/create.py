@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from fshard.array.rules import compose
 from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.collectives.api import all_gather
 from fshard.mesh.collectives.ledger import uncounted
-from fshard.mesh.layout import Layout, P
+from fshard.mesh.layout import Layout
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import shard_of, spread
 from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
@@ -122,8 +121,8 @@ def _like(
 for _make in (zeros, ones, full, randn, rand):
     compose(f"{_make.__name__}_like")(partial(_like, _make))
 compose("empty_like")(partial(_like, zeros))
-compose("new_zeros new_empty")(lambda x, *size, **more: _like(zeros, x, **{"size": size, **more}))
-compose("new_ones")(lambda x, *size, **more: _like(ones, x, **{"size": size, **more}))
+for _names, _make in {"new_zeros new_empty": zeros, "new_ones": ones}.items():
+    compose(_names)(lambda x, *size, _make=_make, **more: _like(_make, x, size=more.pop("size", size), **more))
 compose("new_full")(lambda x, size, fill_value, **more: _like(full, x, fill_value, size=(size,), **more))
 compose("new_tensor")(partial(_like, lambda _, data, layout, dtype: spread(torch.tensor(data, dtype=dtype), layout)))
 compose("zero")(lambda x: x.masked_fill(torch.tensor(True), 0))

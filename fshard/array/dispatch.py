@@ -80,8 +80,7 @@ class CachedCall(NamedTuple):
     """For each device that has run a local program; those of a virtual mesh may be threads, which share the call."""
     is_free: bool
     is_view: bool
-    is_same: bool
-    """Whether torch returns the argument itself, as `float` does for a float32 tensor."""
+    is_same: bool  # torch returns the argument itself, as `float` does for float32
 
 
 _calls: dict[Any, CachedCall] = {}
@@ -124,7 +123,9 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     ):
         return func(*map_arrays(_as_meta, args), **map_arrays(_as_meta, kwargs))  # of a stage, before its blocks
     if row is None and name.endswith("_") and name[:-1] in TABLE:
-        pure = next((getattr(o, name[:-1]) for o in (Tensor, torch.nn.functional, torch) if hasattr(o, name[:-1])), None)
+        pure = next(
+            (getattr(o, name[:-1]) for o in (Tensor, torch.nn.functional, torch) if hasattr(o, name[:-1])), None
+        )
         value = operate(pure, args, kwargs) if pure else _first_run(name[:-1], None, args, kwargs)
         return write(args[0], value, name)
     if kwargs.pop("inplace", False):
@@ -190,10 +191,8 @@ def _write_viewed(x: Sharded, value: Sharded, name: str) -> None:
         with torch.no_grad():
             write(array, value, name)
     else:
-        raise LayoutError(
-            f"{name} must write to an array, to x[index] or to x.detach(); got {x!r}, a view of another array by {view}. "
-            "Write to that array, or to x.clone()."
-        )
+        found = f"got {x!r}, a view of another array by {view}. Write to that array, or to x.clone()"
+        raise LayoutError(f"{name} must write to an array, to x[index] or to x.detach(); {found}.")
     x.viewed = (array, array.version, view, args)
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fshard.array.dispatch import DIRECT, operate, write
-from fshard.array.rules import ROWS, Rule, Where, arrays_in, compose, rule, spell
+from fshard.array.rules import ROWS, Rule, Where, arrays_in, compose, map_arrays, rule, spell
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout
 from fshard.mesh.layout.arithmetic import flat_range
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import spread
@@ -90,23 +89,19 @@ def _repeated(results: Any, x: Any) -> str:
     return f"{term}->{'N' * new}{term}"
 
 
-def _expand_shard(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0].expand(where.shapes[0])
-
-
 rule("expand broadcast_to", is_view=True)(
-    lambda results, x, *_, **__: Rule(_repeated(results, x), "each", _expand_shard)
+    lambda results, x, *_, **__: Rule(
+        _repeated(results, x), "each", lambda where, _, xs, __: xs[0].expand(where.shapes[0])
+    )
 )
 rule("repeat tile")(lambda results, x, *_, **__: Rule(_repeated(results, x), "each"))
 compose("view_as reshape_as")(lambda x, other: x.reshape(other.shape))
 compose("expand_as")(lambda x, other: x.expand(other.shape))
 
 
-@compose("broadcast_tensors")
-def _broadcast_tensors(*xs: Any) -> Any:
-    arrays = arrays_in(xs)
-    shape = torch.broadcast_shapes(*(x.shape for x in arrays))
-    return tuple(x.expand(shape) for x in arrays)
+compose("broadcast_tensors")(
+    lambda *xs: tuple(x.expand(torch.broadcast_shapes(*(y.shape for y in arrays_in(xs)))) for x in arrays_in(xs))
+)
 
 
 @rule("cat concat concatenate")
@@ -156,28 +151,29 @@ def _label_index(x: Any, index: Any) -> tuple[str, str]:
 
 def _resolve_index(x: Any, index: Any) -> Any:
     """Return an index with arrays in place of lists, numbers of 0-d arrays, and the indices of masks' True elements."""
-    items, resolved = index if isinstance(index, tuple) else (index,), list[Any]()
+    given, resolved, false = index if isinstance(index, tuple) else (index,), list[Any](), torch.tensor(False)
+    items = tuple([_put_index(x, item) if isinstance(item, list | range) else item for item in given])
+    if any(map(_is_mask, items)):  # raise for masks of other shapes
+        false.expand(x.shape)[map_arrays(lambda y: false.expand(y.shape) if _is_mask(y) else slice(None), items)]
     for item in items:
-        if isinstance(item, list | range) and isinstance(x, Sharded):
-            item = spread(torch.tensor(item, dtype=None if len(item) else torch.long), Layout(x.mesh))
-        if isinstance(item, Sharded) and not item.ndim:
-            item = item.item()
-        resolved += item.nonzero().unbind(1) if _is_mask(item) else [item]
-    if any(map(_is_mask, items)):
-        false = torch.tensor(False)
-        like = [false.expand(y.shape) if _is_mask(y) else slice(None) if isinstance(y, Sharded | list) else y for y in items]
-        false.expand(x.shape)[tuple(like)]  # raises for masks of other shapes
-    return index if all(map(operator.is_, items, resolved)) else tuple(resolved)
+        number = item.item() if isinstance(item, Sharded) and not item.ndim else item
+        resolved += item.nonzero().unbind(1) if _is_mask(item) else [number]
+    return index if all(map(operator.is_, given, resolved)) else tuple(resolved)
+
+
+def _put_index(x: Any, item: Any) -> Any:
+    return (
+        spread(torch.tensor(item, dtype=None if len(item) else torch.long), x.layout)
+        if isinstance(x, Sharded)
+        else item
+    )
 
 
 def _is_mask(item: Any) -> bool:
     return isinstance(item, Sharded) and item.dtype in (torch.bool, torch.uint8) and item.ndim > 0
 
 
-@compose("getitem")
-def _take(x: Any, index: Any) -> Any:
-    resolved = _resolve_index(x, index)
-    return NotImplemented if resolved is index else x[resolved]
+compose("getitem")(lambda x, index: NotImplemented if (own := _resolve_index(x, index)) is index else x[own])
 
 
 def set_items(x: Any, index: Any, value: Any) -> Any:
