@@ -1,7 +1,7 @@
 """Arrays that compute: torch's operations on `Sharded`, by one table of rules.
 
 `explicit` forbids implicit communication, `constrain` pins a layout, `shard_module` puts a module's parameters on a
-mesh and `inspect` shows them; `lift` is for torch.func; `zeros`, `ones`, `full`, `rand` and `randn` make arrays.
+mesh, `inspect` shows them and `clip_grad_norm_` clips their gradients; `lift` is for torch.func; `zeros`, `ones`, `full`, `rand` and `randn` make arrays.
 """
 
 from fshard.array import algebra as _algebra
@@ -11,10 +11,10 @@ from fshard.array import functional as _functional
 from fshard.array import views as _views
 from fshard.array.create import full, ones, rand, randn, zeros
 from fshard.array.dispatch import constrain, explicit, operate
-from fshard.array.modules import inspect, lift, shard_module
+from fshard.array.modules import clip_grad_norm_, inspect, lift, shard_module
 from fshard.mesh.layout.sharded import Sharded
 
 _ROWS = (_algebra, _along, _autograd, _functional, _views)  # each adds its rows
 Sharded.operations = staticmethod(operate)
 
-__all__ = ["constrain", "explicit", "full", "inspect", "lift", "ones", "rand", "randn", "shard_module", "zeros"]
+__all__ = ["clip_grad_norm_", "constrain", "explicit", "full", "inspect", "lift", "ones", "rand", "randn", "shard_module", "zeros"]

@@ -30,7 +30,8 @@ threshold trunc xlogy special_entr special_erf special_erfc special_erfcx specia
 special_expm1 special_gammaln special_i0e special_i1 special_i1e special_log1p special_log_ndtr special_logit special_ndtr
 special_ndtri special_psi special_sinc special_xlog1py special_xlogy special_zeta special_bessel_j0 special_bessel_j1
 lshift rshift and or xor polar long int bool short char byte
-special_digamma special_polygamma special_multigammaln special_round
+special_digamma special_polygamma special_multigammaln special_round special_i0 special_airy_ai special_bessel_y0
+special_bessel_y1 special_gammainc special_gammaincc angle complex gcd lcm mvlgamma
 """
 
 
@@ -65,7 +66,8 @@ def _choices(condition: Any, x: Any = None, y: Any = None) -> Any:
 
 
 rule(_NAMES)(elementwise())
-rule("neg negative positive clone contiguous conj conj_physical resolve_conj")(elementwise(lambda x, **_: [(0,)]))
+compose("contiguous")(lambda x, **_: x if x.viewed is None else x.clone())
+rule("neg negative positive clone conj conj_physical resolve_conj")(elementwise(lambda x, **_: [(0,)]))
 rule("detach real imag .real .imag .data", is_view=True)(elementwise(lambda x: [(0,)]))
 rule("to type")(elementwise(lambda x, *args, **more: [(0,)] if _is_exact(x.dtype, x.to(*args, **more).dtype) else ()))
 

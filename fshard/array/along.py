@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import isroutine
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard.array.communicate import largest, with_spec
-from fshard.array.rules import TABLE, Rule, arrays_in, as_dims, compose, rule, spell
+from fshard.array.communicate import largest, spec_like, with_spec
+from fshard.array.rules import TABLE, Rule, arrays_in, as_dims, compose, map_arrays, rule, spell
 from fshard.mesh.collectives.autograd import recorded, transformed
-from fshard.mesh.layout import P
+from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.sharded import Sharded
 
 DimsOf = Callable[..., Any]
@@ -110,6 +111,33 @@ rule("nansum count_nonzero")(along(at(0, None), is_sum=True))
 for _count in (1, 2, 3):
     _kinds = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
     rule(" ".join(f"{kind}{_count}d" for kind in _kinds))(along(last(_count)))
+
+
+# On unsharded arrays.
+
+_MATRICES = """det logdet slogdet inverse pinverse cholesky cholesky_inverse cholesky_solve qr svd matrix_exp matrix_power
+chain_matmul lu_solve cross kron cov corrcoef diag diag_embed diagflat block_diag"""
+_DISCRETE = ("nonzero", "argwhere", "histc", "bincount", "unique", "unique_consecutive")
+"""Names of functions whose results are replicated: their shapes depend on values, but for that of histc."""
+
+
+def _compute_unsharded(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Compute on unsharded arrays; results are sharded like the first of them, unless their shapes depend on values."""
+    full, like = map_arrays(lambda x: with_spec(x, P(), name), (args, kwargs)), arrays_in(args, kwargs)[0]
+    calls = [map_arrays(lambda x, number=number: x.shards[number], full) for number in range(len(like.shards))]
+    results = [func(*own, **named) for own, named in calls]
+    is_single = isinstance(results[0], Tensor)
+    columns = zip(*([y] if is_single else y for y in results), strict=True)
+    arrays = [Sharded(tuple(column[0].shape), Layout(like.mesh), column) for column in columns]
+    arrays = [y if name in _DISCRETE else with_spec(y, spec_like(like, y.shape), name) for y in arrays]
+    return arrays[0] if is_single else tuple(arrays) if type(results[0]) is tuple else type(results[0])(arrays)
+
+
+_UNSHARDED = {n: getattr(torch, n) for n in (*_MATRICES.split(), *_DISCRETE)}
+for _name, _func in {**_UNSHARDED, **{f"linalg_{n}": f for n, f in vars(torch.linalg).items() if isroutine(f)}}.items():
+    if _name not in TABLE:
+        compose(_name)(partial(_compute_unsharded, _func, _name))
+compose("masked_select")(lambda x, mask: x.expand(torch.broadcast_shapes(x.shape, mask.shape))[mask.expand_as(x)])
 
 
 # Over sharded dims: sums and maxima.

@@ -43,9 +43,13 @@ def _requires_grad(x: Sharded, requires_grad: bool = True) -> Sharded:
 
 @direct(".grad")
 def _attribute_grad(x: Sharded, *value: Any) -> Any:
-    for number, shard in enumerate(x.shards if value else ()):
-        shard.grad = None if value[0] is None else value[0].shards[number]
-    return None if value else _as_gradient([shard.grad for shard in x.shards], x)
+    if not value:
+        return _as_gradient([shard.grad for shard in x.shards], x)
+    spec = x.spec._replace(unreduced=())  # pyright: ignore[reportPrivateUsage]
+    gradient = None if value[0] is None else with_spec(value[0], spec, "grad")
+    for number, shard in enumerate(x.shards):
+        shard.grad = None if gradient is None else gradient.shards[number]
+    return None
 
 
 def _as_gradient(gradients: Sequence[Any], x: Any) -> Any:
@@ -75,6 +79,8 @@ def _listed(xs: Any) -> list[Any]:
 
 
 def _shards(x: Any) -> Tensors:
+    if isinstance(x, Sharded):
+        x.check_view()
     return x.shards if isinstance(x, Sharded) else (x,)
 
 
@@ -98,6 +104,19 @@ def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: An
     (tensors, gs), xs = _roots(outputs, grad_outputs), _listed(inputs)
     found = iter(torch.autograd.grad(tensors, [shard for x in xs for shard in _shards(x)], gs, **kwargs))
     return tuple(_as_gradient([next(found) for _ in _shards(x)], x) for x in xs)
+
+
+@direct("register_hook")
+def _register_hook(x: Sharded, hook: Callable[[Sharded], None]) -> Any:
+    """Call a function with the gradient of an array when a backward has it on all devices. It may not change it."""
+    if not x.requires_grad:
+        raise RuntimeError("a hook needs an array that requires grad. Call requires_grad_().")
+
+    def call(gradients: Sequence[Any]) -> None:
+        if hook(_as_gradient(gradients, x)) is not None:
+            raise LayoutError("a hook of an array must return None. Change x.grad after the backward instead.")
+
+    return torch.autograd.graph.register_multi_grad_hook(x.shards, call)
 
 
 @direct("retain_grad")
@@ -136,26 +155,16 @@ def _value(x: Sharded) -> Tensor:
         return unshard(with_spec(x, P(), "value", is_explicit=True) if x.mesh.zigzag else x).detach()
 
 
-for _name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__"):
+_VALUES = "item tolist __bool__ __float__ __int__ __index__ __complex__ __contains__ __dlpack__ __dlpack_device__"
+for _name in _VALUES.split():
     _method: Any = getattr(Tensor, _name)
-    DIRECT[name_of(_method)] = lambda x, *args, _method=_method: _method(_value(x), *args)
+    DIRECT[name_of(_method)] = lambda x, *args, _method=_method, **more: _method(_value(x), *args, **more)
 
 
-@direct("array numpy")
-def _as_numpy(x: Sharded, dtype: Any = None, **kwargs: Any) -> Any:
-    return np.asarray(_value(x).numpy(), dtype=dtype)
-
-
-@direct("equal")
-def _equal(x: Any, y: Any) -> bool:
-    return x.shape == y.shape and not bool(torch.ne(x, y).sum())
-
-
-@direct("allclose")
-def _allclose(x: Any, y: Any, *args: Any, **kwargs: Any) -> bool:
-    return not bool((~torch.isclose(x, y, *args, **kwargs)).sum())
-
-
+direct("format")(lambda x, form: format((x.item() if form and not x.shape else str(x)), form))
+direct("array numpy")(lambda x, dtype=None, **_: np.asarray(_value(x).numpy(), dtype=dtype))
+direct("equal")(lambda x, y: x.shape == y.shape and not bool(torch.ne(x, y).sum()))
+direct("allclose")(lambda x, y, *args, **kwargs: not bool((~torch.isclose(x, y, *args, **kwargs)).sum()))
 MAX_SHOWN = 1000
 """Elements of the largest array that is printed with its values."""
 

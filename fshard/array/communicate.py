@@ -224,6 +224,15 @@ def with_spec(x: Sharded, spec: P, what: str, *, is_explicit: bool = False) -> S
     return Sharded(x.shape, to.layout, transfer(x, to, what))
 
 
+def spec_like(x: Sharded, shape: Sequence[int]) -> P:
+    """Return a spec for a shape: that of x, in dims of the same length that the devices divide."""
+    own = x.spec._replace(unreduced=())  # pyright: ignore[reportPrivateUsage]
+    if own.is_flat or len(shape) != x.ndim:
+        return own if own.is_flat and tuple(shape) == x.shape else P()
+    cuts = [(axes, prod(x.mesh.shape[axis] for axis in axes)) for axes in x.spec.dims(x.ndim)]
+    return P(*(a if n == m and n % cut == 0 else () for (a, cut), n, m in zip(cuts, shape, x.shape, strict=True)))
+
+
 def largest(x: Sharded, axes: tuple[str, ...], what: str, *, is_max: bool) -> Sharded:
     """Take the elementwise maximum (or minimum) over the devices along some axes; without a gradient."""
     if state.explicit and axes:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 
-from fshard.array.communicate import in_loss, in_zigzag_order
+from fshard.array.communicate import in_loss, in_zigzag_order, spec_like
 from fshard.array.rules import compose
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, P
+from fshard.mesh.layout import Layout
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import shard_of
 from fshard.mesh.spmd.global_inputs import compare_inputs
@@ -70,13 +69,7 @@ def rand(*size: Any, layout: Layout, generator: torch.Generator | None = None, d
 
 def bernoulli_like(x: Sharded, shape: Sequence[int], p: float) -> Sharded:
     """Return an array of 0 and 1 with the dtype of x, sharded like x in the dims where the shapes are equal."""
-    return _drawn(shape, Layout(x.mesh, _spec_like(x, shape)), lambda y: y.bernoulli_(p), None, x.dtype)
-
-
-def _spec_like(x: Sharded, shape: Sequence[int]) -> P:
-    """Return a spec like that of x, in dims of the same length that the devices divide."""
-    cuts = [(axes, prod(x.mesh.shape[axis] for axis in axes)) for axes in x.spec.dims(x.ndim)]
-    return P(*(a if n == m and n % cut == 0 else () for (a, cut), n, m in zip(cuts, shape, x.shape, strict=True)))
+    return _drawn(shape, Layout(x.mesh, spec_like(x, shape)), lambda y: y.bernoulli_(p), None, x.dtype)
 
 
 def _shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
@@ -100,17 +93,24 @@ def _drawn(shape: Sequence[int], layout: Layout, draw: Callable[[Any], Any], gen
 
 
 def _like(
-    make: Callable[..., Any], x: Any, *values: Any, dtype: Any = None, generator: Any = None, **kwargs: Any
-) -> Any:
-    flat = x.spec._replace(unreduced=())  # pyright: ignore[reportPrivateUsage]
-    layout = Layout(x.mesh, flat if x.spec.is_flat else _spec_like(x, x.shape))
+    make: Callable[..., Any], x: Any, *values: Any, size: Any = None, dtype: Any = None, requires_grad: bool = False,
+    device: Any = None, generator: Any = None, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Make an array on the mesh of x; dims are sharded like those of x that have the same length."""
+    x = x.to(device=device)  # raises for another device
+    shape = x.shape if size is None else _shape_of(size)
     more = {} if generator is None else {"generator": generator}
-    return make(x.shape, *values, layout=layout, dtype=dtype or x.dtype, **more)
+    y = make(shape, *values, layout=Layout(x.mesh, spec_like(x, shape)), dtype=dtype or x.dtype, **more)
+    return y.requires_grad_() if requires_grad else y
 
 
 for _make in (zeros, ones, full, randn, rand):
     compose(f"{_make.__name__}_like")(partial(_like, _make))
 compose("empty_like")(partial(_like, zeros))
+for _names, _make in {"new_zeros new_empty": zeros, "new_ones": ones}.items():
+    compose(_names)(lambda x, *size, _make=_make, **more: _like(_make, x, size=more.pop("size", size), **more))
+compose("new_full")(lambda x, size, fill_value, **more: _like(full, x, fill_value, size=(size,), **more))
+compose("new_tensor")(partial(_like, lambda _, data, layout, dtype: spread(torch.tensor(data, dtype=dtype), layout)))
 compose("zero")(lambda x: x.masked_fill(torch.tensor(True), 0))
-compose("copy")(lambda x, source, non_blocking=False: source.expand(x.shape).to(x.dtype))
+compose("copy")(lambda x, source, non_blocking=False: torch.where(torch.tensor(True), source.to(x.dtype), x))
 compose("type_as")(lambda x, other: x.to(other.dtype))

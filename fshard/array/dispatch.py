@@ -29,6 +29,7 @@ from fshard.mesh.layout.arithmetic import ravel
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import spread
 from fshard.mesh.spmd.run import local_devices
+from fshard.source import call_site
 from fshard.uncompiled import uncompiled
 
 DIRECT: dict[str, Callable[..., Any]] = {}
@@ -79,6 +80,7 @@ class CachedCall(NamedTuple):
     """For each device that has run a local program; those of a virtual mesh may be threads, which share the call."""
     is_free: bool
     is_view: bool
+    is_same: bool  # torch returns the argument itself, as `float` does for float32
 
 
 _calls: dict[Any, CachedCall] = {}
@@ -121,26 +123,23 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     ):
         return func(*map_arrays(_as_meta, args), **map_arrays(_as_meta, kwargs))  # of a stage, before its blocks
     if row is None and name.endswith("_") and name[:-1] in TABLE:
-        pure = getattr(Tensor, name[:-1], None) or getattr(torch.nn.functional, name[:-1], None)
+        pure = next(
+            (getattr(o, name[:-1]) for o in (Tensor, torch.nn.functional, torch) if hasattr(o, name[:-1])), None
+        )
         value = operate(pure, args, kwargs) if pure else _first_run(name[:-1], None, args, kwargs)
         return write(args[0], value, name)
     if kwargs.pop("inplace", False):
         return write(args[0], operate(func, args, kwargs), name)
     kwargs = {name: given for name, given in kwargs.items() if not (name == "out" and given is None)}
     if row is None or "out" in kwargs:
-        found = ", ".join(str(typeof(x)) for x in arrays_in(args, kwargs) if isinstance(x, Sharded))
-        what = f"{resolve_name(func) or name}{'(out=)' if 'out' in kwargs else ''}"
-        raise LayoutError(
-            f"{what} is no operation on arrays (got {found}). Use fs.shard_map for a function of local tensors, or the "
-            "full tensor: fs.unshard(x)."
-        )
+        raise _no_row(f"{resolve_name(func) or name}{'(out=)' if 'out' in kwargs else ''}", args, kwargs)
     args, kwargs = _on_mesh(name, args, kwargs)
     if row.compose is not None:
         made = row.compose(*args, **kwargs)
         if made is not NotImplemented:
             return made
     if row.rule is None:
-        raise LayoutError(f"{name} cannot have these arguments as an operation on arrays. Use fs.unshard(x).")
+        raise _no_row(name, args, kwargs)
     key, arrays = [name], list[Sharded]()
     is_known = _describe(args, key, arrays) and _describe(kwargs, key, arrays)
     arrays = arrays_in(args, kwargs)
@@ -150,18 +149,30 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return _run(call, arrays, args, kwargs)
 
 
+def _no_row(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayoutError:
+    """Return the error of an operation that the table does not have, or not with these arguments."""
+    types = ", ".join(str(typeof(x)) for x in arrays_in(args, kwargs) if isinstance(x, Sharded))
+    return LayoutError(
+        f"{name} is no operation on arrays with these arguments; got {types}, at {call_site()}. Compute it on local "
+        "tensors in fs.shard_map, after fs.array.constrain(x, P(...)) for dims that every device needs in full; or on "
+        "the full tensor, fs.unshard(x)."
+    )
+
+
 def write(x: Any, value: Any, name: str) -> Any:
     """Give an array new values, as an in-place operation does."""
+    if isinstance(x, Sharded) and isinstance(value, Sharded) and torch.can_cast(value.dtype, x.dtype):
+        value = value.to(x.dtype)
     if not isinstance(x, Sharded) or not isinstance(value, Sharded) or value.shape != x.shape or value.dtype != x.dtype:
         raise LayoutError(f"{name} cannot write {value!r} into {x!r}. Assign the result of the operation instead.")
-    if x.viewed is not None:
-        raise LayoutError(f"{name} writes to {x!r}, a view of another array. Write to that array, or to x.clone().")
     value, old = with_spec(value, x.spec, name, is_explicit=True), x.shards[0]
+    if x.viewed is not None:
+        _write_viewed(x, value, name)
     records = torch.is_grad_enabled() and (value.shards[0].requires_grad or old.requires_grad)
     if records and old.is_leaf and old.requires_grad:
         raise RuntimeError(f"a leaf array that requires grad is used in the in-place operation {name}.")
     if records or old.is_inference():
-        x.shards = value.shards
+        x.shards = tuple([y.clone() if y._is_view() else y for y in value.shards])  # which may be written in place
     else:
         copies = [y.clone() for y in value.shards]  # shards of replicas may share memory
         with torch.no_grad():
@@ -169,6 +180,20 @@ def write(x: Any, value: Any, name: str) -> Any:
                 shard.copy_(y)
     x.version += 1
     return x
+
+
+def _write_viewed(x: Sharded, value: Sharded, name: str) -> None:
+    """Write the new values of a view to its array: of an index, and of the array without its gradient."""
+    array, _, view, args = x.viewed
+    if view == "getitem":
+        operate(Tensor.__setitem__, (array, args[1], value), {})
+    elif view in ("detach", ".data"):
+        with torch.no_grad():
+            write(array, value, name)
+    else:
+        found = f"got {x!r}, a view of another array by {view}. Write to that array, or to x.clone()"
+        raise LayoutError(f"{name} must write to an array, to x[index] or to x.detach(); {found}.")
+    x.viewed = (array, array.version, view, args)
 
 
 # Arguments.
@@ -188,10 +213,8 @@ def _describe(given: Any, key: list[Any], arrays: list[Sharded]) -> bool:
     for one in given.items() if type(given) is dict else given:
         kind = type(one)
         if kind is Sharded:
-            if one.viewed is not None and one.viewed[0].version != one.viewed[1]:
-                raise LayoutError(
-                    f"{one!r} is a view of an array that was changed in place since. Take the view again."
-                )
+            if one.viewed is not None:
+                one.check_view()
             arrays.append(one)
             key += (one.shape, one.layout, one.shards[0].dtype)
         elif kind in _ATOMS:
@@ -247,7 +270,8 @@ def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwar
     shapes = tuple(tuple(y.shape) for y in results)
     is_free = all(one.is_free for one in choice.transfers)
     rebuild = None if isinstance(made, Tensor) else tuple if type(made) is tuple else type(made)
-    return CachedCall(name, func, operation, choice, shapes, rebuild, rule.local, {}, is_free, row.is_view)
+    is_view, is_same = row.is_view and len(arrays) == 1, made is (*given, None)[0]
+    return CachedCall(name, func, operation, choice, shapes, rebuild, rule.local, {}, is_free, is_view, is_same)
 
 
 def _where(call: CachedCall, device: int) -> Where:
@@ -268,6 +292,8 @@ def _where(call: CachedCall, device: int) -> Where:
 
 def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute on the shards of every device held here."""
+    if call.is_same:
+        return arrays[0]
     if call.is_free:
         columns = [x.shards for x in arrays]
     elif state.explicit and call.choice.bytes:
@@ -287,7 +313,7 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
     results = [Sharded(*one) for one in zip(call.shapes, call.choice.layouts, columns, strict=True)]
     if call.is_view:
         for y in results:
-            y.viewed = (arrays[0], arrays[0].version)
+            y.viewed = (arrays[0], arrays[0].version, call.name, args)
     if state.reduces and call.choice.layouts[0].spec.unreduced:
         results = [with_spec(y, y.spec._replace(unreduced=()), call.name) for y in results]  # pyright: ignore[reportPrivateUsage]
     if state.observer is not None:

@@ -1,11 +1,12 @@
-"""`shard_module`: a module whose parameters are global arrays. It runs unchanged on arrays."""
+"""`shard_module`: a module whose parameters are global arrays. It runs unchanged on arrays. `lift` is for torch.func."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from einops._backends import TorchBackend  # einops has no public registration of backends
 from torch import Tensor, nn
 from torch.utils import _pytree as torch_trees
@@ -102,6 +103,20 @@ class ShardedBackend(TorchBackend):
 
     def is_appropriate_type(self, tensor: object) -> bool:
         return isinstance(tensor, Sharded)
+
+
+def clip_grad_norm_(parameters: Iterable[Any], max_norm: float, norm_type: float = 2.0) -> Any:
+    """Scale the gradients of arrays in place so that their total norm is at most `max_norm`; return the norm.
+
+    torch.nn.utils.clip_grad_norm_ takes plain tensors only.
+    """
+    grads = [x.grad for x in parameters if x.grad is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, norm_type) for g in grads]), norm_type)
+    for g in grads:
+        g.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
 
 
 def lift(transform: Callable[..., Any]) -> Callable[..., Any]:

@@ -107,7 +107,7 @@ def spell(ndim: int, at: Mapping[int, str] | None = None) -> str:
     'abcK'
     """
     letters = list("abcdefghij"[:ndim])
-    for dim, letter in (at or {}).items():
+    for dim, letter in (at or {}).items() if letters else ():
         letters[dim] = letter
     return "".join(letters)
 

@@ -5,6 +5,7 @@ Labels of strided views are found by torch itself: the stride of an output dim n
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from math import prod
 from operator import attrgetter
@@ -15,10 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fshard.array.dispatch import DIRECT, operate, write
-from fshard.array.rules import ROWS, Rule, Where, arrays_in, compose, rule, spell
+from fshard.array.rules import ROWS, Rule, Where, arrays_in, compose, map_arrays, rule, spell
 from fshard.errors import LayoutError
 from fshard.mesh.layout.arithmetic import flat_range
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import spread
 
 
 def strided(x: Any, view: Callable[[Any], Any]) -> str:
@@ -87,23 +89,19 @@ def _repeated(results: Any, x: Any) -> str:
     return f"{term}->{'N' * new}{term}"
 
 
-def _expand_shard(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0].expand(where.shapes[0])
-
-
 rule("expand broadcast_to", is_view=True)(
-    lambda results, x, *_, **__: Rule(_repeated(results, x), "each", _expand_shard)
+    lambda results, x, *_, **__: Rule(
+        _repeated(results, x), "each", lambda where, _, xs, __: xs[0].expand(where.shapes[0])
+    )
 )
 rule("repeat tile")(lambda results, x, *_, **__: Rule(_repeated(results, x), "each"))
 compose("view_as reshape_as")(lambda x, other: x.reshape(other.shape))
 compose("expand_as")(lambda x, other: x.expand(other.shape))
 
 
-@compose("broadcast_tensors")
-def _broadcast_tensors(*xs: Any) -> Any:
-    arrays = arrays_in(xs)
-    shape = torch.broadcast_shapes(*(x.shape for x in arrays))
-    return tuple(x.expand(shape) for x in arrays)
+compose("broadcast_tensors")(
+    lambda *xs: tuple(x.expand(torch.broadcast_shapes(*(y.shape for y in arrays_in(xs)))) for x in arrays_in(xs))
+)
 
 
 @rule("cat concat concatenate")
@@ -133,53 +131,74 @@ def _stack(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
 @rule("getitem", is_view=True)
 def _getitem(results: Any, x: Any, index: Any) -> Rule:
     """Label the dims that an index keeps in full, and those of index arrays."""
+    own, out = _label_index(x, index)
+    count = len(arrays_in(index))
+    return Rule(f"{own}{',...' * count}->{out}", [(0,)] if count else "each")
+
+
+def _label_index(x: Any, index: Any) -> tuple[str, str]:
+    """Return the terms of an array and of its elements at an index; dots are the dims of index arrays."""
     items = index if isinstance(index, tuple) else (index,)
-    count = len(arrays_in(items))
-    equation = strided(x, lambda like: like[tuple(0 if isinstance(item, Tensor) else item for item in items)])
-    if not count:
-        return Rule(equation, "each")
+    like = x.new_empty([max(length, 1) for length in x.shape])
+    equation = strided(like, lambda like: like[tuple([0 if isinstance(item, Tensor) else item for item in items])])
+    own, out = equation.split("->")
+    if not arrays_in(items):
+        return own, out
     mark = torch.empty(1 + max(x.shape), dtype=torch.long, device="meta")  # no dim of x is as long
-    front = x[tuple(mark if isinstance(item, Tensor) else item for item in items)].shape.index(len(mark))
-    own, rest = equation.split("->")
-    return Rule(f"{own}{',...' * count}->{rest[:front]}...{rest[front:]}", [(0,)])
+    front = x[tuple([mark if isinstance(item, Tensor) else item for item in items])].shape.index(len(mark))
+    return own, f"{out[:front]}...{out[front:]}"
 
 
-@compose("getitem")
-def _check_index(x: Any, index: Any) -> Any:
-    items = index if isinstance(index, tuple) else (index,)
-    if any(one.dtype in (torch.bool, torch.uint8) for one in arrays_in(items)):
-        raise LayoutError("x[mask] has a shape that depends on values. Use torch.where(mask, x, 0).")
-    if any(isinstance(one, list) for one in items):
-        raise LayoutError(
-            "a list in an index must be an array: fs.device_put(torch.tensor(...), fs.Layout(mesh, P()))."
-        )
-    return NotImplemented
+def _resolve_index(x: Any, index: Any) -> Any:
+    """Return an index with arrays in place of lists, numbers of 0-d arrays, and the indices of masks' True elements."""
+    given, resolved, false = index if isinstance(index, tuple) else (index,), list[Any](), torch.tensor(False)
+    items = tuple([_put_index(x, item) if isinstance(item, list | range) else item for item in given])
+    if any(map(_is_mask, items)):  # raise for masks of other shapes
+        false.expand(x.shape)[map_arrays(lambda y: false.expand(y.shape) if _is_mask(y) else slice(None), items)]
+    for item in items:
+        number = item.item() if isinstance(item, Sharded) and not item.ndim else item
+        resolved += item.nonzero().unbind(1) if _is_mask(item) else [number]
+    return index if all(map(operator.is_, given, resolved)) else tuple(resolved)
 
 
-def set_slice(x: Any, index: Any, value: Any) -> Any:
+def _put_index(x: Any, item: Any) -> Any:
+    return (
+        spread(torch.tensor(item, dtype=None if len(item) else torch.long), x.layout)
+        if isinstance(x, Sharded)
+        else item
+    )
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, Sharded) and item.dtype in (torch.bool, torch.uint8) and item.ndim > 0
+
+
+compose("getitem")(lambda x, index: NotImplemented if (own := _resolve_index(x, index)) is index else x[own])
+
+
+def set_items(x: Any, index: Any, value: Any) -> Any:
     """Return a copy of a tensor with some elements replaced."""
     y = x.clone()
     y[index] = value
     return y
 
 
-@rule("set_slice")
-def _set_slice(results: Any, x: Any, index: Any, value: Any) -> Rule:
-    own, out = strided(x, lambda like: like[index]).split("->")
+@rule("set_items")
+def _set_items(results: Any, x: Any, index: Any, value: Any) -> Rule:
+    own, out = _label_index(x, index)
+    terms = ["N" * one.ndim for one in arrays_in(index)]
     if not isinstance(value, Tensor):
-        return Rule(f"{own}->{own}", "each" if value == 0 else ())
-    return Rule(f"{own},{out[len(out) - value.ndim :]}->{own}", "all")
+        return Rule(f"{','.join([own, *terms])}->{own}", [(0,)] if value == 0 else ())
+    out = "N" * value.ndim + out.replace("...", max(terms, default=""))
+    return Rule(f"{','.join([own, *terms, out[len(out) - value.ndim :]])}->{own}", [(0, 1 + len(terms))])
 
 
 def _assign(x: Any, index: Any, value: Any) -> None:
-    if isinstance(index, Sharded) and index.dtype == torch.bool and not isinstance(value, Sharded):
+    if _is_mask(index) and index.shape == x.shape[: index.ndim] and not isinstance(value, Sharded):
         y = x.masked_fill(index.reshape(*index.shape, *(1,) * (x.ndim - index.ndim)), value)
-    elif arrays_in(index) or isinstance(index, list):
-        raise LayoutError(
-            "x[index] = y takes slices, numbers, or one mask with a number. Use x.scatter(dim, index, y)."
-        )
     else:
-        y = operate(set_slice, (x, index, value.to(x.dtype) if isinstance(value, Sharded) else value), {})
+        index = _resolve_index(x, index)
+        y = operate(set_items, (x, index, value.to(x.dtype) if isinstance(value, Sharded) else value), {})
     write(x, y, "x[index] = y")
 
 
@@ -217,7 +236,7 @@ def _gather(results: Any, x: Any, *args: Any, dim: Any = None, **kwargs: Any) ->
 
 @rule("scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce")
 def _scatter(results: Any, x: Any, dim: int, index: Any, *args: Any, **kwargs: Any) -> Rule:
-    own = spell(x.ndim, {dim: "D"} if x.ndim else {})
+    own = spell(x.ndim, {dim: "D"})
     more = arrays_in(args, kwargs)
     terms = [own if one.ndim == x.ndim else "D" * one.ndim for one in (x, index, *more)]
     is_sum = len(more) == 1 and index.ndim == x.ndim and kwargs.get("reduce") is None and len(args) < 2
@@ -226,7 +245,7 @@ def _scatter(results: Any, x: Any, dim: int, index: Any, *args: Any, **kwargs: A
 
 @rule("index_select")
 def _index_select(results: Any, x: Any, dim: int, index: Any) -> Rule:
-    out = spell(x.ndim, {dim: "k"} if x.ndim else {})
+    out = spell(x.ndim, {dim: "k"})
     return Rule(f"{out.replace('k', 'D')},{'k' * index.ndim}->{out}", [(0,)])
 
 

@@ -50,6 +50,38 @@ def in_place(a, b):
     return y
 
 
+def change(f):
+    """Return the function that changes a clone of its first argument in place."""
+
+    def changed(a, *others):
+        y = a.clone()
+        f(y, *others)
+        return y
+
+    return changed
+
+
+def scale_columns(y):
+    y[:, 1:3] *= 2
+
+
+def scale_rows(y, i):
+    y[i] *= 2
+
+
+def change_views(y):
+    view = y[1:][0]
+    view *= 3
+    view[1] = view.sum()
+    view[..., 2].fill_(1)
+    y.detach()[0].mul_(1)
+
+
+def positive(a):
+    """Return positive definite matrices."""
+    return a @ a.mT + a.new_tensor(torch.eye(a.shape[-2]).tolist())
+
+
 for n in "neg abs exp sin tanh sigmoid relu gelu silu sqrt log rsqrt square erf".split():  # noqa: SIM905
     c(n, getattr(torch, n) if hasattr(torch, n) else getattr(F, n), U(8, 4))
 c("add", lambda a, b: a + b, R(8, 4), R(8, 4))
@@ -180,6 +212,28 @@ c("idxt4", lambda a, i, j: a[i, :, j], R(8, 2, 4), I(8, 4), I(4, 4))
 c("idxt5", lambda a, i: a[..., i, None], R(8, 4), I(4, 4))
 c("idxt6", lambda a, i: a[1, :, i], R(8, 2, 4), I(4, 4))
 c("idxt7", lambda a, i: a[:, 1, i], R(8, 2, 4), I(4, 4))
+c("idxl", lambda a: (a[[0, 2]], a[..., [-1], :], a[:, [0, -1]], a[[1, 2], [0, 3]], a[[]]), R(8, 4))
+c("idx0d", lambda a, i: a[i.sum(), 1:], R(8, 4), I(2, 2))
+c("idxmask", lambda a: (a[a > 0], a[:, a[0] > 0], a[None, a[:, 0] > 0, 1], a.masked_select(a[0] > 0)), R(8, 4))
+c("setl", change(lambda y, b: y.__setitem__([0, -1], b)), R(8, 4), R(4))
+c("seti", change(lambda y, i, b: y.__setitem__((slice(1, 7), i), b)), R(8, 4), torch.tensor([2, 0]), R(6, 1))
+c("seti2", change(lambda y, i, b: y.__setitem__((i, ..., [1]), b)), R(8, 2, 4), torch.tensor([[2], [5]]), R(1, 2, 1, 2))
+c("setm", change(lambda y, b: y.__setitem__(y > 0, b.sum())), R(8, 4), R(4))
+c("setm2", change(lambda y, b: y.__setitem__((slice(None), y[0] > 0), b)), R(8, 4), R(8, 1))
+c("augs", change(scale_columns), R(8, 4))
+c("augi", change(scale_rows), R(8, 4), I(8, 3))
+c("views", change(change_views), R(8, 4))
+c("fill", change(lambda y, b: (y[0].fill_(b.sum()), y[1].copy_(b), y[:, 0].zero_())), R(8, 4), R(4))
+c("inplace2", change(lambda y: y.__ipow__(2).__imod__(0.7)), U(8, 4))
+c("new", lambda a: (a.new_zeros(a.shape) + a, a.new_ones(2, 3), a.new_full((4,), 2), a.new_tensor([1, 2])), R(8, 4))
+c("new_empty", lambda a: a.new_empty((8, 4), dtype=torch.float32).fill_(1), R(8, 4))
+c("discrete", lambda a: ((a > 0).nonzero(), (a > 0).nonzero(as_tuple=True), (a > 0).argwhere(), a.histc(4)), R(8, 4))
+c("bincount", lambda i: (i.bincount(), i.bincount(i * 2.0, minlength=9), i.unique()), I(5, 8))
+for n in "cholesky det eigvalsh inv matrix_exp slogdet svdvals".split():  # noqa: SIM905
+    c(n, lambda a, n=n: getattr(torch.linalg, n)(positive(a) / 9), R(2, 4, 4))
+c("solve", lambda a, b: torch.linalg.solve(positive(a), b), R(4, 4), R(4, 2))
+c("linalg", lambda a: (torch.linalg.multi_dot([a, a.T, a]), torch.inverse(positive(a)), a.diag()), R(4, 4))
+c("linnorm", lambda a: (torch.linalg.norm(a), torch.linalg.norm(a, dim=0), torch.linalg.matrix_norm(a, 1)), R(8, 4))
 c("set", set_rows, R(8, 4), R(2, 4))
 c("setb", set_rows, R(8, 4), R(4))
 c("setn", set_numbers, R(8, 4))

@@ -2,18 +2,23 @@
 
 import contextlib
 import random
+import re
 import sys
 import unittest
 import warnings
 from collections import Counter
-from types import SimpleNamespace
+from textwrap import fill
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import get_overridable_functions
 
 import fshard as fs
 from fshard import P
+from fshard.array.dispatch import DIRECT, name_of
+from fshard.array.rules import TABLE
 from tests.array.oracle import tensors
 
 MESH = fs.make_mesh({"data": 2, "model": 2})
@@ -106,6 +111,26 @@ def entries() -> list[Any]:
         sys.modules.setdefault("expecttest", SimpleNamespace(TestCase=unittest.TestCase))  # the list does not need it
         from torch.testing._internal.common_methods_invocations import op_db
     return [op for op in op_db if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu")]
+
+
+SPECIAL = r"^_|_copy$|^(q|sym|native|fbgemm|miopen|batch_norm|fake)_|quant|sparse|coalesce|indices$|storage|_cell$|smm|spmm|s.*addmm|^(cpu|cuda|xpu|mtia|ipu)$|slice_inverse|hash_tensor"
+"""Names of functions of sparse and quantized tensors, of storages, and of torch itself."""
+
+
+def list_rowless() -> str:
+    """Return the public functions and methods of torch that have no row for arrays, as the guide lists them."""
+    found: dict[str, set[str]] = {}
+    for space, functions in get_overridable_functions().items():
+        if space is not Tensor and not isinstance(space, ModuleType):
+            continue  # a property
+        label = {"torch.functional": "torch"}.get(space.__name__, space.__name__)
+        for function in functions:
+            name, title = name_of.__wrapped__(function), function.__name__.removeprefix(f"{label.rpartition('.')[2]}_")
+            has_row = any(one in TABLE or one in DIRECT for one in (name, name.removesuffix("_")))
+            if not has_row and not re.search(SPECIAL, function.__name__):
+                found.setdefault(label, set()).add(title)
+    found["Tensor"] -= found["torch"]
+    return "\n".join(fill(f"{label}: {' '.join(sorted(found[label]))}", 120) for label in sorted(found)) + "\n"
 
 
 def main() -> None:

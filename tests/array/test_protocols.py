@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from pathlib import Path
 
 import einops
 import numpy as np
@@ -15,6 +16,7 @@ import fshard as fs
 from fshard import P
 from fshard.array import lift
 from fshard.errors import LayoutError, MeshError
+from tests.array.op_database import list_rowless
 
 # torch itself uses torch.jit.script in its first jvp
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -93,6 +95,11 @@ def test_attributes_and_conversions():
     assert (float(x[0, 1]), int(x[1, 0]), bool(x[0, 0]), x.sum().item()) == (1.0, 2, False, 28.0)
     assert x.tolist() == full.tolist() and np.asarray(x).tolist() == full.tolist()
     assert str(x).splitlines()[0] == repr(x) and "[6., 7.]" in str(x)
+    assert f"{x.sum():.3f} {x[1, 1]:>4.1f}" == "28.000  3.0" and f"{x}" == str(x)
+    torch.testing.assert_close(x, put(full, None, "model"))
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close({"x": x}, {"x": x + 1})
+    assert torch.equal(torch.as_tensor(x), full) and not torch.is_tensor(x)
     with pytest.raises(RuntimeError):
         bool(x)
 
@@ -137,15 +144,49 @@ def test_in_place_operations_write_to_their_array():
     assert w.requires_grad and fs.unshard(w.detach()).tolist() == [0.5] * 4
 
 
-def test_views_are_not_written_and_not_used_when_stale():
-    x = put(torch.ones(4, 2), "data")
-    row = x[0]
-    with pytest.raises(LayoutError, match="view of another array"):
-        row.add_(1)
+def test_views_are_not_used_when_stale():
+    x = put(torch.ones(4, 2), "data").requires_grad_() * 1
+    row, last = x[0], x[0][1]
+    with pytest.raises(LayoutError, match=r"got .* view of another array by .T"):
+        x.T.add_(1)
     x.add_(1)
-    with pytest.raises(LayoutError, match="changed in place since"):
-        row + 1
+    for act in (lambda: row + 1, lambda: last + 1, last.item, last.backward, lambda: fs.unshard(row)):
+        with pytest.raises(LayoutError, match="changed in place since"):
+            act()
     assert fs.unshard(x[0] + 1).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_writing_to_an_index_or_to_a_detached_array_writes_to_the_array(with_grad):
+    results = []
+    for x in (torch.ones(4, 2), put(torch.ones(4, 2), "data", "model")):
+        w = x.requires_grad_(with_grad)
+        y = w * 1
+        y[1:, 0] *= 3
+        row = y[2]
+        row += 1
+        row[0].fill_(7)
+        row = row.clone()
+        y.detach().mul_(2)
+        y.data[3] = 5
+        y[[0]].mul_(9)  # a copy, as for tensors
+        assert y.float() is y
+        if with_grad:
+            (y * y.detach()).sum().backward()
+        results.append((y.detach(), row.detach(), w.grad if with_grad else y.detach()))
+    for tensor, array in zip(*results, strict=True):
+        torch.testing.assert_close(fs.unshard(array), tensor)
+
+
+def test_leaves_that_require_grad_are_not_written():
+    def assign(w):
+        w[0] = 1
+
+    writes = [lambda w: w.fill_(1), lambda w: w.zero_(), lambda w: w[0].mul_(2), lambda w: w.copy_(w * 2), assign]
+    for w in (torch.ones(4, 2).requires_grad_(), put(torch.ones(4, 2), "data").requires_grad_()):
+        for act in writes:
+            with pytest.raises(RuntimeError, match="leaf"):
+                act(w)
 
 
 def test_leaves_accumulate_gradients_in_their_layout():
@@ -159,6 +200,47 @@ def test_leaves_accumulate_gradients_in_their_layout():
         torch.testing.assert_close(fs.unshard(x.grad), 4 * full)
         x.grad = None
         assert x.grad is None
+
+
+def test_a_hook_gets_the_gradient_of_an_array_once_for_each_backward():
+    x = put(torch.ones(4, 2), "data").requires_grad_()
+    y, gradients = x[1:] * 3, []
+    handles = [x.register_hook(gradients.append), y.register_hook(gradients.append)]
+    for _ in range(2):
+        y.sum().backward(retain_graph=True)
+    handles[0].remove()
+    x.sum().backward()
+    assert [fs.unshard(g).sum().item() for g in gradients] == [6, 18] * 2
+    assert gradients[1].spec == P("data")
+    y.register_hook(lambda g: g * 2)
+    with pytest.raises(LayoutError, match="must return None"):
+        y.sum().backward()
+    with pytest.raises(RuntimeError, match="require"):
+        x.detach().register_hook(gradients.append)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_gradients_are_clipped_as_by_torch(norm_type):
+    full = [torch.randn(8, 4).requires_grad_(), torch.randn(6, dtype=torch.float64).requires_grad_()]
+    arrays = [put(full[0].detach(), "data", "model"), put(full[1].detach()), put(torch.ones(2))]
+    for leaf in (*full, *(x.requires_grad_() for x in arrays[:2])):
+        (leaf**3).sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(full, 1.5, norm_type)
+    assert float(fs.array.clip_grad_norm_(arrays, 1.5, norm_type)) == pytest.approx(float(expected), rel=1e-5)
+    for x, leaf in zip(arrays, full, strict=False):
+        torch.testing.assert_close(fs.unshard(x.grad), leaf.grad)
+    arrays[0].grad = arrays[0].grad.T.T.reshape(32).reshape(8, 4) + put(torch.zeros(8, 4))
+    assert arrays[0].grad.spec == P("data", "model")
+
+
+def test_linear_algebra_is_unsharded_counted_and_sharded_again():
+    x = put(torch.eye(4), "data", "model")
+    with fs.ledger() as comm:
+        y = torch.linalg.inv(x)
+    assert {(row.collective, "(linalg_inv)" in str(row.site)) for row, *_ in comm.rows()} == {("all_gather", True)}
+    assert y.spec == x.spec
+    with fs.array.explicit(), pytest.raises(LayoutError, match="explicit"):
+        torch.linalg.qr(x)
 
 
 def test_checkpoint_recomputes():
@@ -208,17 +290,24 @@ def test_plain_tensors_numbers_and_0d_tensors():
 def test_errors_name_operation_layouts_and_fix():
     x = put(torch.ones(4, 2), "data")
     with pytest.raises(
-        LayoutError, match=r"torch.fft.fft is no operation on arrays \(got f32\[4@data, 2\]\).*fs.unshard"
+        LayoutError,
+        match=r"torch.fft.fft is no operation on arrays.* got f32\[4@data, 2\], at .*test_protocols.py.*fs.shard_map.*fs.array.constrain",
     ):
         torch.fft.fft(x)
     with pytest.raises(MeshError, match="must be on one mesh"):
         x + fs.device_put(torch.ones(4, 2), fs.Layout(fs.make_mesh({"other": 2}), P()))
     with pytest.raises(RuntimeError, match="broadcast"):
         x + put(torch.ones(3))
-    with pytest.raises(LayoutError, match="depends on values"):
-        x[x > 0]
+    with pytest.raises(IndexError, match="mask"):
+        x[:, x[:, 0] > 0]
+    with pytest.raises(LayoutError, match="a plain tensor"):
+        torch.ones(4)[[0, 1]] = x[0]
     with pytest.raises(LayoutError, match="no operation on arrays"):
         torch.add(x, x, out=x)
+
+
+def test_guide_lists_operations_without_a_row():
+    assert list_rowless() in Path("docs/guides/arrays.md").read_text()
 
 
 def test_random_draws_equal_those_of_torch_on_any_layout():
@@ -242,7 +331,7 @@ def test_what_would_be_silently_wrong_raises():
         F.instance_norm(x, put(torch.zeros(2)), put(torch.ones(2)))
     with pytest.raises(LayoutError, match="no operation on arrays"):
         x.normal_()
-    with pytest.raises(LayoutError, match="cannot have these arguments"):
+    with pytest.raises(LayoutError, match="dropout3d is no operation on arrays with these arguments"):
         F.dropout3d(x, 0.5)
     with pytest.raises(LayoutError, match="an array stays on its mesh"):
         x.to("meta")

@@ -86,6 +86,7 @@ class Sharded(ArrayMethods):
 
     def check(self) -> None:
         """Raise if the shapes of shards do not fit the layout: a mapped function was not elementwise."""
+        self.check_view()
         devices = local_devices(self.mesh)
         if len(self.shards) != len(devices):
             was, used = ("outside of", "inside") if len(self.shards) > 1 else ("inside of", "outside")
