@@ -26,6 +26,7 @@ from fshard.mesh.spmd.scope import here
 from fshard.tensor.follow import Product
 from fshard.tensor.modes import Mode
 from fshard.tensor.sequence import How
+from fshard.tensor.unsharded import UnshardedModule
 
 Style = Literal["column", "row", "words"]
 LOSSES = {"log_softmax"}
@@ -68,6 +69,7 @@ class LayerPlans:
         biases: the weight of each bias that is sharded with it.
         replicated: weights of linear layers that are not sharded, and why.
         sequence: the axis that shards tokens; `how`: the algorithm of attention.
+        unsharded: modules that run on unsharded tensors, by their path, and why.
         model: that the plan is made for.
     """
 
@@ -78,6 +80,7 @@ class LayerPlans:
     replicated: Mapping[str, str]
     sequence: str | None = None
     how: SequenceMode = "gather"
+    unsharded: Mapping[str, UnshardedModule] = field(default_factory=dict[str, UnshardedModule])
     model: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -138,6 +141,7 @@ class LayerPlans:
     def __str__(self) -> str:
         rows = [(name, x.style, " + ".join(map(str, x.parts)), x.why) for name, x in self.layers.items()]
         rows += [(name, "", "", why) for name, why in self.replicated.items()]
+        rows += [(path, "unsharded", "", module.why) for path, module in self.unsharded.items()]
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
         lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True)) for row in rows]
         tokens = f", tokens over {as_written((self.sequence,))} ({self.how})" if self.sequence else ""

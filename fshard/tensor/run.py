@@ -27,6 +27,7 @@ from fshard.mesh.spmd.run import local_devices
 from fshard.tensor.joined import Joined
 from fshard.tensor.layer_plans import LayerPlans
 from fshard.tensor.sequence import attention
+from fshard.tensor.unsharded import run_unsharded
 from fshard.transforms.module.functionalize import module_function
 
 Shape = tuple[int, ...]
@@ -124,14 +125,17 @@ def running(plan: LayerPlans) -> Generator[None]:
         state.constants, state.reduces, state.plan = before
 
 
-def _forward_by(plan: LayerPlans, module: nn.Module) -> Callable[..., Any]:
+def _forward_by(plan: LayerPlans, path: str, module: nn.Module) -> Callable[..., Any]:
     """Return the forward of a module inside that runs by a plan, also when a backward runs it again, as checkpoints do."""
-    own, reference = vars(module).get("forward"), weakref.ref(module)
+    own, reference, unsharded = vars(module).get("forward"), weakref.ref(module), plan.unsharded.get(path)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         part: Any = reference()
+        call = partial(type(part).forward, part) if own is None else own
         with nullcontext() if state.plan is plan else running(plan):
-            return type(part).forward(part, *args, **kwargs) if own is None else own(*args, **kwargs)
+            if unsharded is not None:
+                return run_unsharded(part, call, unsharded.dims or set(), args, kwargs)
+            return call(*args, **kwargs)
 
     return forward
 
