@@ -11,7 +11,7 @@ blocks receive, such as a mask, is sent once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,19 +19,28 @@ import torch
 from torch import Tensor, nn
 
 from fshard.copying import copied
-from fshard.mesh.layout import PyTree
+from fshard.mesh.layout import PyTree, flatten
 from fshard.pipeline.split.block_stage import (
     AbsentBlock,
     Arguments,
     BlockRange,
     BlockStage,
     PresentBlock,
+    Skip,
     StageRun,
     device_of,
+    leaves_by_path,
     specialize,
     without_floats,
 )
-from fshard.pipeline.split.valueless import Described, MissingValueError, ValuelessMode, as_meta, map_leaves
+from fshard.pipeline.split.valueless import (
+    Described,
+    MissingValueError,
+    ValuelessMode,
+    as_meta,
+    is_valueless,
+    map_leaves,
+)
 
 
 class Blocks:
@@ -50,7 +59,8 @@ class Blocks:
         self._tensors = {id(x): x for x in (*module.parameters(), *module.buffers())}
         self._meta = {key: _meta_like(x) for key, x in self._tensors.items()}
         self._meta_blocks = [copied(block, {**self._meta}) for block in self.blocks]
-        self._used = self._find_uses(sample)
+        self._trace, unseen = self._find_uses(sample)
+        self._used = {key: self._trace.used.get(id(x), unseen) for key, x in self._meta.items()}
 
     def stages(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return stages with these numbers of blocks."""
@@ -76,14 +86,15 @@ class Blocks:
             for registered in (vars(part)["_parameters"], vars(part)["_buffers"]):
                 for name in [name for name, x in registered.items() if id(x) in others]:
                     vars(part)[name] = registered.pop(name)  # an attribute, for the forward, but not the stage's
-        return specialize(BlockStage, stage, BlockRange(type(self._module).__name__, self.names, begin, end))
+        skips = self._trace.skips_before(begin), self._trace.skips_before(end)
+        return specialize(BlockStage, stage, BlockRange(type(self._module).__name__, self.names, begin, end, *skips))
 
-    def _find_uses(self, sample: PyTree) -> Mapping[int, set[int]]:
-        """Return after the call of which blocks each tensor is used; of the first, if before it."""
+    def _find_uses(self, sample: PyTree) -> tuple[UseTrace, set[int]]:
+        """Trace after the call of which blocks each tensor is used; of the first, if before it."""
         copy, title = copied(self._module, {**self._meta}), type(self._module).__name__
         for index, name in enumerate(self.names):
             specialize(PresentBlock, copy.get_submodule(name), index)
-        run = UseTrace(BlockRange(title, self.names, 0, len(self.names)), device_of(sample))
+        run = UseTrace(BlockRange(title, self.names, 0, len(self.names)), device_of(sample), self._meta.values())
         is_complete = True
         try:
             with torch.no_grad(), torch.random.fork_rng():
@@ -100,28 +111,49 @@ class Blocks:
                 "ones to split at: blocks=."
             )
         unseen = set[int]() if is_complete else {len(self.names) - 1}  # the end reads values: it may use anything
-        return {key: run.used.get(id(x), unseen) for key, x in self._meta.items()}
+        return run, unseen
 
 
 class UseTrace(StageRun):
-    """A run of a module without values: which blocks are called, and which tensors are used since the last call."""
+    """A run of a module without values: which blocks are called, and which tensors are used since which call."""
 
-    def __init__(self, blocks: BlockRange, device: torch.device) -> None:
+    def __init__(self, blocks: BlockRange, device: torch.device, registered: Iterable[Tensor]) -> None:
         super().__init__(blocks, None, device)
         self.called: list[int] = []
         self.used: dict[int, set[int]] = defaultdict(set)
+        self._registered = {*map(id, registered)}
+        self._arguments: list[set[int]] = []  # of each block, the ids of tensors
+        self._skips: dict[int, tuple[Skip, Tensor]] = {}  # by the id of the tensor, which is kept alive
         self._mode: ValuelessMode | None = ValuelessMode(device, self._observe)
 
-    def _observe(self, xs: Sequence[Tensor]) -> None:
+    def skips_before(self, block: int) -> list[Skip]:
+        """Return the skips that are used from a block on, and are none of its arguments."""
+        used = {id(x) for _, x in self._skips.values() if max(self.used[id(x)], default=0) >= block}
+        direct = self._arguments[block] if block < len(self._arguments) else set[int]()
+        return [skip for key, (skip, _) in self._skips.items() if skip.block < block and key in used - direct]
+
+    def _observe(self, xs: Iterable[Any], result: Any) -> None:
+        has_values = any(isinstance(y, Tensor) for y in flatten(result)[0])  # a shape needs none
         for x in xs:
-            self.used[id(x)].add(max(self.called, default=0))
+            if has_values or id(x) not in self._skips:
+                self.used[id(x)].add(max(self.called, default=0))
 
     def call_block(self, index: int, block: Callable[..., Any], given: Arguments) -> Any:
         """Call a block without values."""
         self.called.append(index)
-        return block(*given.args, **given.kwargs)
+        self._record(index, given, is_result=False)
+        self._observe((leaves := leaves_by_path(given)).values(), [*leaves.values()])
+        self._arguments.append({*map(id, leaves.values())})
+        return self._record(index, block(*given.args, **given.kwargs), is_result=True)
+
+    def _record(self, index: int, tree: Any, *, is_result: bool) -> Any:
+        for path, x in leaves_by_path(tree).items():
+            if is_valueless(x) and id(x) not in self._registered:
+                self._skips.setdefault(id(x), (Skip(index, is_result, path), x))
+        return tree
 
     def _checked(self, result: Any) -> Any:
+        self._observe((leaves := leaves_by_path(result)).values(), [*leaves.values()])
         return result
 
 
