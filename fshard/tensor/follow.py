@@ -18,21 +18,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function
 
 from fshard.array.algebra import PRODUCTS
 from fshard.array.communicate import state
 from fshard.array.modules import shard_module
-from fshard.array.rules import Rule, describe
+from fshard.array.rules import Rule, arrays_in, describe
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, flatten, unflatten
+from fshard.mesh.layout import Layout, Mesh, flatten, unflatten
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
 from fshard.source import locate
 from fshard.tensor.joined import ranges_of
-from fshard.tensor.unsharded import APPLY, UnshardedModule, run_unsharded, separable_dims, validate_no_function
+from fshard.tensor.unsharded import run_unsharded
 from fshard.transforms.reproducible.randomness import keyed_random
 
-FORWARD_ON_ARRAYS = "Call it in a small module of its own, which then runs on unsharded tensors."
+USE_MODULE = "Call what arrays lack in a small module of its own, which then runs on unsharded tensors."
+_apply: Any = Function.apply
+_APPLY = _apply.__func__.__code__
 
 
 class DimRange(NamedTuple):
@@ -76,35 +79,28 @@ class Product:
     bias: str | None = None
 
 
-def follow(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Product], dict[str, UnshardedModule]]:
-    """Run a model on a sample; return its products and the modules that run on unsharded tensors.
+Products = dict[str, Product]
+"""By the name of their weight."""
 
-    Products are by the name of their weight, in the order of their first use.
-    """
-    unsharded: dict[str, UnshardedModule] = {}
+
+def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Products, dict[str, str]]:
+    """Run a model on a sample; return its products by weight, and the modules that run unsharded, with the reason."""
+    unsharded = dict[str, str]()
     while True:
         copies = [copy.deepcopy(model), copy.deepcopy(model).eval()] if model.training else [copy.deepcopy(model)]
-        paths = {id(part): path for one in copies for path, part in one.named_modules()}
+        paths = {id(part): path for each in copies for path, part in each.named_modules()}
         try:
-            return [_follow(one, args, kwargs, unsharded) for one in copies][-1], unsharded
+            return [_follow(each, args, kwargs, [*unsharded]) for each in copies][-1], unsharded
         except Exception as error:
-            path, line = locate(error, paths, APPLY)
+            path, line = locate(error, paths, _APPLY)
             if not path or path in unsharded:
-                if isinstance(error, LayoutError):
-                    raise LayoutError(
-                        f"{path or type(model).__name__} ({line}): {error} {FORWARD_ON_ARRAYS}"
-                    ) from error
-                error.add_note(f"{path or type(model).__name__} ({line}) is run on arrays, to plan its layers.")
+                error.add_note(f"{path or type(model).__name__} ({line}) cannot run on arrays. {USE_MODULE}")
                 raise
-            unsharded[path] = UnshardedModule(f"{line}: {str(error).partition(chr(10))[0]}")
+            unsharded[path] = f"{line}: {str(error).partition(chr(10))[0]}"
 
 
-def _follow(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unsharded: dict[str, UnshardedModule]
-) -> dict[str, Product]:
-    """Run a copy of a model; set the dims of the modules that run on unsharded tensors."""
+def _follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unsharded: Sequence[str]) -> Products:
+    """Return the products of a copy of a model, in the order of their first use."""
     params = [*model.parameters()]
     runtime = "abstract" if params and all(x.is_meta for x in params) else "virtual"
     mesh = make_mesh({"followed": 1}, runtime=runtime)
@@ -112,7 +108,7 @@ def _follow(
     observer = _DimFollower({id(x): name for name, x in one.named_parameters()})
     for path in unsharded:
         part = one.get_submodule(path)
-        part.forward = partial(observer.run_module, unsharded, path, part, part.forward)
+        part.forward = partial(observer.run_module, mesh, path, part, part.forward)
 
     def put(given: Any) -> Any:
         leaves, structure = flatten(given)
@@ -140,7 +136,7 @@ class _DimFollower:
         self.of_inputs: dict[int, Any] = {}  # the inputs of the model, and what is computed from them
 
     def __call__(self, call: Any, arrays: Sequence[Sharded], args: Any, results: Sequence[Sharded]) -> None:
-        validate_no_function(sys._getframe())  # pyright: ignore[reportPrivateUsage]
+        _validate_no_function()
         op = call.operation
         known = [self._origins(x) for x in arrays]
         carried: dict[str, Origin] = {}
@@ -162,21 +158,11 @@ class _DimFollower:
                 if origin and is_lost and not (label in op.summed and produced):
                     self._lost(call, arrays, results, dim, origin)
 
-    def run_module(
-        self, unsharded: dict[str, UnshardedModule], path: str, part: nn.Module, forward: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Run a module on unsharded tensors; as an operation, in which dims correspond along which it is separable."""
-        output = run_unsharded(part, forward, set(), args, kwargs)
-        trees = [flatten(tree, sharded_is_leaf=True)[0] for tree in ((args, kwargs), output)]
-        arrays, results = ([x for x in leaves if isinstance(x, Sharded)] for leaves in trees)
-        module, dims, has_tensors = unsharded[path], set[int](), bool([*part.parameters(), *part.buffers()])
-        if [x.shape for x in arrays] == [y.shape for y in results] == [x.shape for x in args[:1]] and not has_tensors:
-            dims = separable_dims(lambda x: forward(x, *args[1:], **kwargs), arrays[0].shards[0])
-        unsharded[path] = module._replace(dims=dims if module.dims is None else module.dims & dims)
-        term = "".join(
-            letter if dim in dims else letter.upper() for dim, letter in enumerate("abcdefgh"[: arrays[0].ndim])
-        )
-        operation = describe(Rule(f"{term}->{term}" if dims else "->"), arrays, results)
+    def run_module(self, mesh: Mesh, path: str, part: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a module on unsharded tensors: an operation that needs all of each dim."""
+        output = run_unsharded(mesh, part, forward, args, kwargs)
+        arrays, results = ([x for x in arrays_in(tree) if isinstance(x, Sharded)] for tree in ((args, kwargs), output))
+        operation = describe(Rule("->"), arrays, results)
         self(SimpleNamespace(name=path, operation=operation, is_view=False), arrays, args, results)
         return output
 
@@ -241,3 +227,13 @@ class _DimFollower:
 
 
 _NAMES = frozenset(name for names in PRODUCTS for name in names.split())
+
+
+def _validate_no_function() -> None:
+    """Raise if a `torch.autograd.Function` calls."""
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            title = frame.f_locals["cls"].__name__
+            raise LayoutError(f"{title} is a torch.autograd.Function, whose backward arrays do not call.")
+        frame = frame.f_back

@@ -26,7 +26,6 @@ from fshard.mesh.spmd.scope import here
 from fshard.tensor.follow import Product
 from fshard.tensor.modes import Mode
 from fshard.tensor.sequence import How
-from fshard.tensor.unsharded import UnshardedModule
 
 Style = Literal["column", "row", "words"]
 LOSSES = {"log_softmax"}
@@ -80,7 +79,7 @@ class LayerPlans:
     replicated: Mapping[str, str]
     sequence: str | None = None
     how: SequenceMode = "gather"
-    unsharded: Mapping[str, UnshardedModule] = field(default_factory=dict[str, UnshardedModule])
+    unsharded: Mapping[str, str] = field(default_factory=dict[str, str])
     model: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -141,7 +140,7 @@ class LayerPlans:
     def __str__(self) -> str:
         rows = [(name, x.style, " + ".join(map(str, x.parts)), x.why) for name, x in self.layers.items()]
         rows += [(name, "", "", why) for name, why in self.replicated.items()]
-        rows += [(path, "unsharded", "", module.why) for path, module in self.unsharded.items()]
+        rows += [(path, "unsharded", "", why) for path, why in self.unsharded.items()]
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
         lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True)) for row in rows]
         tokens = f", tokens over {as_written((self.sequence,))} ({self.how})" if self.sequence else ""

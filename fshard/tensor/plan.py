@@ -21,7 +21,7 @@ from fshard.mesh.layout import Axes, P, as_axes, as_written, flatten, flatten_wi
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
-from fshard.tensor.follow import FORWARD_ON_ARRAYS, follow
+from fshard.tensor.follow import USE_MODULE, follow
 from fshard.tensor.joined import concatenated
 from fshard.tensor.layer_plans import LayerPlans, SequenceMode, decide, override
 from fshard.tensor.modes import abstract_mode
@@ -137,9 +137,8 @@ def tensor_parallel(
     shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
     layers, replicated = decide(products, shapes, size)
     if unsharded and not layers:
-        reasons = "; ".join(f"{path}, {module.why}" for path, module in unsharded.items())
         raise LayoutError(
-            f"no layer of {type(model).__name__} can be sharded. {FORWARD_ON_ARRAYS} Unsharded: {reasons}"
+            f"{type(model).__name__} has no layer that can be sharded. {USE_MODULE} Unsharded: {unsharded}"
         )
     if rules:
         layers, replicated = override(layers, replicated, products, rules)

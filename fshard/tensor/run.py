@@ -127,15 +127,14 @@ def running(plan: LayerPlans) -> Generator[None]:
 
 def _forward_by(plan: LayerPlans, path: str, module: nn.Module) -> Callable[..., Any]:
     """Return the forward of a module inside that runs by a plan, also when a backward runs it again, as checkpoints do."""
-    own, reference, unsharded = vars(module).get("forward"), weakref.ref(module), plan.unsharded.get(path)
+    own, reference = vars(module).get("forward"), weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         part: Any = reference()
         call = partial(type(part).forward, part) if own is None else own
         with nullcontext() if state.plan is plan else running(plan):
-            if unsharded is not None:
-                return run_unsharded(part, call, unsharded.dims or set(), args, kwargs)
-            return call(*args, **kwargs)
+            mesh = plan.own_mesh() if path in plan.unsharded else None
+            return call(*args, **kwargs) if mesh is None else run_unsharded(mesh, part, call, args, kwargs)
 
     return forward
 

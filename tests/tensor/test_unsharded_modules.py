@@ -14,8 +14,6 @@ F64 = torch.float64
 
 
 class SquaredRelu(Function):
-    """Separable along every dim."""
-
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
@@ -28,7 +26,7 @@ class SquaredRelu(Function):
 
 
 class NormedGradient(Function):
-    """The forward is separable, the backward is neither that nor linear."""
+    """Its backward is not linear."""
 
     @staticmethod
     def forward(ctx, x):
@@ -74,22 +72,23 @@ class Mlp(nn.Module):
 
 
 CASES = {
-    "separable": (lambda: Apply(SquaredRelu), True),
-    "coupled": (lambda: Apply(NormedGradient), False),
-    "with parameters": (lambda: Apply(SquaredRelu, 8), False),
-    "in training": (lambda: TrainingOnly(SquaredRelu), True),
-    "without a rule": (CumulativeMaximum, False),
+    "linear": lambda: Apply(SquaredRelu),
+    "coupled": lambda: Apply(NormedGradient),
+    "with parameters": lambda: Apply(SquaredRelu, 8),
+    "in training": lambda: TrainingOnly(SquaredRelu),
+    "without a rule": CumulativeMaximum,
 }
 
 
 def train(case):
-    """Return whether the layers around the module are sharded, loss and gradients of the plan, and those of one device."""
+    """Return the gradients of the plan, and those of one device."""
     torch.manual_seed(0)
-    model, x = Mlp(CASES[case][0]()).to(F64).train(), torch.randn(6, 4, dtype=F64)
+    model, x = Mlp(CASES[case]()).to(F64).train(), torch.randn(6, 4, dtype=F64)
     plan = fs.tensor_parallel(
         model, axis="model", sample=x, check=case != "coupled"
     )  # its loss is a mean over each output
-    assert plan.unsharded.keys() == {"inner"} and "unsharded" in str(plan) and "second.weight" in plan.layers
+    assert plan.unsharded.keys() == {"inner"} and "second.weight" in plan.layers
+    assert "inner needs all that it produces" in str(plan)
     apply, params, buffers = fs.functionalize(model, plan=plan)
 
     def loss_fn(params, x):
@@ -98,14 +97,13 @@ def train(case):
     model(x).square().mean().backward()
     own = fs.shard_params(params, plan.rules, mesh=fs.make_mesh({"model": 2}))
     _, grads = fs.value_and_grad(loss_fn, mesh=fs.make_mesh({"model": 2}), batch=P(), local="model")(own, x)
-    wanted = {name: None if w.grad is None else w.grad for name, w in model.named_parameters()}
-    return "up.weight" in plan.layers, fs.unshard(grads), wanted
+    wanted = {name: w.grad for name, w in model.named_parameters()}
+    return fs.unshard(grads), wanted
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_modules_on_unsharded_tensors_have_right_gradients(case):
-    is_sharded, found, wanted = train(case)
-    assert is_sharded == CASES[case][1]
+    found, wanted = train(case)
     torch.testing.assert_close(found, wanted)
 
 
@@ -115,7 +113,7 @@ def train_all():
 
 def test_modules_on_unsharded_tensors_on_processes():
     for results in run_processes(train_all, 2, timeout=170):
-        for _, found, wanted in results:
+        for found, wanted in results:
             torch.testing.assert_close(found, wanted)
 
 
@@ -130,9 +128,9 @@ class Root(nn.Module):
 
 def test_function_in_the_models_own_forward_raises():
     """No module inside contains it, so all of the model would be unsharded."""
-    with pytest.raises(LayoutError, match=r"Root \(test_unsharded_modules.py:\d+\): SquaredRelu is a torch.autograd"):
+    with pytest.raises(LayoutError, match=r"SquaredRelu is a torch.autograd(.|\n)*Root \(test_unsharded_modules.py:\d+\)"):
         fs.tensor_parallel(Root(), axis="model", sample=torch.ones(2, 4))
-    with pytest.raises(LayoutError, match="no layer .* can be sharded.*0, .*SquaredRelu"):
+    with pytest.raises(LayoutError, match="no layer that can be sharded.*SquaredRelu"):
         fs.tensor_parallel(nn.Sequential(Root()), axis="model", sample=torch.ones(2, 4))
 
 

@@ -63,12 +63,8 @@ class Arguments(NamedTuple):
         return Arguments(microbatch if isinstance(microbatch, tuple | list) else (microbatch,), {})
 
 
-class Skip(NamedTuple):
-    """A tensor that a later stage uses: the leaf at a path of a block's arguments, or of its results."""
-
-    block: int
-    is_result: bool
-    path: str
+Skip = tuple[int, bool, str]
+"""A tensor that a later stage uses: the number of a block, whether it is of its result, not its arguments, and its path."""
 
 
 class StageMessage(NamedTuple):
@@ -160,8 +156,8 @@ class StageRun:
         """Set the value of each leaf that was received as a skip; keep those that are sent."""
         if any(skip[:2] == (index, is_result) for skip in self._skips):
             for path, x in leaves_by_path(tree).items():
-                skip = Skip(index, is_result, path)
-                if skip in self._blocks.received and not isinstance(self._skips[skip], Described):
+                skip = index, is_result, path
+                if isinstance(self._skips.get(skip), Tensor | Sharded):  # received
                     self._values[id(x)] = x, self._skips[skip]
                 elif skip in self._skips:
                     self._skips[skip] = x
