@@ -37,7 +37,8 @@ def run_unsharded(mesh: Mesh, part: nn.Module, forward: Callable[..., Any], args
             (y,) = apply_move(mesh, Pvary(), mesh.axis_names, (y,), site)
         return Sharded(tuple(y.shape), Layout(mesh), (y,))
 
-    slots: list[Any] = [(each._parameters, *item) for each in part.modules() for item in each._parameters.items()]
+    entries_of = [vars(each)["_parameters"] for each in part.modules()]
+    slots: list[Any] = [(entries, *item) for entries in entries_of for item in entries.items()]
     try:
         for entries, key, x in slots:
             entries[key] = unshard(x)
