@@ -84,7 +84,10 @@ Products = dict[str, Product]
 
 
 def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Products, dict[str, str]]:
-    """Run a model on a sample; return its products by weight, and the modules that run unsharded, with the reason."""
+    """Run a model on a sample; return its products by weight, and the modules that run unsharded, with the reason.
+
+    The model itself, of path "", gets integers as plain tensors.
+    """
     unsharded = dict[str, str]()
     while True:
         copies = [copy.deepcopy(model), copy.deepcopy(model).eval()] if model.training else [copy.deepcopy(model)]
@@ -93,7 +96,7 @@ def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             return [_follow(each, args, kwargs, [*unsharded]) for each in copies][-1], unsharded
         except Exception as error:
             path, line = locate(error, paths, _APPLY)
-            if not path or path in unsharded:
+            if path in unsharded:
                 error.add_note(f"{path or type(model).__name__} ({line}) cannot run on arrays. {USE_MODULE}")
                 raise
             unsharded[path] = f"{line}: {str(error).partition(chr(10))[0]}"
@@ -106,13 +109,15 @@ def _follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], un
     mesh = make_mesh({"followed": 1}, runtime=runtime)
     one = shard_module(model, {}, mesh=mesh)
     observer = _DimFollower({id(x): name for name, x in one.named_parameters()})
-    for path in unsharded:
+    for path in filter(None, unsharded):
         part = one.get_submodule(path)
         part.forward = partial(observer.run_module, mesh, path, part, part.forward)
 
     def put(given: Any) -> Any:
         leaves, structure = flatten(given)
-        arrays = [Sharded(tuple(x.shape), Layout(mesh), (x,)) if isinstance(x, Tensor) else x for x in leaves]
+        is_array = [isinstance(x, Tensor) and ("" not in unsharded or x.is_floating_point()) for x in leaves]
+        pairs = zip(leaves, is_array, strict=True)
+        arrays = [Sharded(tuple(x.shape), Layout(mesh), (x,)) if yes else x for x, yes in pairs]
         observer.of_inputs.update((id(x), x) for x in arrays)
         return unflatten(structure, arrays)
 

@@ -68,7 +68,7 @@ class LayerPlans:
         biases: the weight of each bias that is sharded with it.
         replicated: weights of linear layers that are not sharded, and why.
         sequence: the axis that shards tokens; `how`: the algorithm of attention.
-        unsharded: modules that run on unsharded tensors, by their path, and why.
+        unsharded: modules that run on unsharded tensors, by their path, and why; "" if integers stay plain tensors.
         model: that the plan is made for.
     """
 

@@ -112,6 +112,9 @@ def tensor_parallel(
     The model runs once on a sample, and the dim that each linear layer produces is followed to the layer that sums over
     it: such a pair is sharded, by columns and by rows; all else stays replicated.
 
+    A module that arrays cannot run, since it calls a `torch.autograd.Function` or an operation without a rule, runs on
+    unsharded tensors, and its weights are replicated: the plan prints which and why.
+
     Args:
         model: any module of linear layers; attention by `scaled_dot_product_attention` or written out.
         axis: the mesh axis, or those of another mode, in the order of `fs.tensor.mode`.

@@ -133,7 +133,7 @@ def _forward_by(plan: LayerPlans, path: str, module: nn.Module) -> Callable[...,
         part: Any = reference()
         call = partial(type(part).forward, part) if own is None else own
         with nullcontext() if state.plan is plan else running(plan):
-            mesh = plan.own_mesh() if path in plan.unsharded else None
+            mesh = plan.own_mesh() if path and path in plan.unsharded else None
             return call(*args, **kwargs) if mesh is None else run_unsharded(mesh, part, call, args, kwargs)
 
     return forward
@@ -183,6 +183,8 @@ def sharded_inputs(plan: LayerPlans, given: Any, mesh: Mesh) -> Any:
         for place, (path, x) in enumerate(zip(paths, leaves, strict=True)):
             if isinstance(x, Tensor):
                 spec = P(plan.mode.tokens if x.ndim else (), plan.sequence if x.ndim > 1 else None)
+                if "" in plan.unsharded and not spec.axes and not x.is_floating_point():
+                    continue  # a plain tensor is equal on all devices
                 with attempt(path):
                     leaves[place] = constrain(Sharded(tuple(x.shape), Layout(mesh), (x,)), spec)
     return unflatten(structure, leaves)

@@ -83,7 +83,7 @@ def assert_equal(devices, name):
         torch.testing.assert_close(found, {key: wanted[key] for key in found}, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["Falcon", "BLOOM"])
+@pytest.mark.parametrize("name", [*MODELS, "UNet2D"])
 def test_models_in_sharded_layers_equal_one_device(name):
     mesh = fs.make_mesh({"data": 1, "model": 2})
     assert_equal(fs.run(lambda: train(name, tensor=2, sample=batch_of(name)), mesh=mesh), name)
