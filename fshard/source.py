@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import traceback
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import optree
@@ -94,3 +96,14 @@ def _short(file: str) -> str:
         here = Path.cwd()
         return str(path.relative_to(here)) if path.is_relative_to(here) else "/".join(path.parts[-2:])
     return file
+
+
+def locate(error: BaseException, paths: Mapping[int, str], stop: CodeType | None = None) -> tuple[str, str]:
+    """Return the path of the innermost module, by the ids of modules, whose code raised or called `stop`, and its line."""
+    path, line = "", ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is stop:
+            break
+        if (inner := paths.get(id(frame.f_locals.get("self")))) is not None:
+            path, line = inner, f"{Path(frame.f_code.co_filename).name}:{number}"
+    return path, line

@@ -1,7 +1,8 @@
 """Arrays that compute: torch's operations on `Sharded`, by one table of rules.
 
 `explicit` forbids implicit communication, `constrain` pins a layout, `shard_module` puts a module's parameters on a
-mesh, `inspect` shows them and `clip_grad_norm_` clips their gradients; `lift` is for torch.func; `zeros`, `ones`, `full`, `rand` and `randn` make arrays.
+mesh, `inspect` shows them and `clip_grad_norm_` clips their gradients; `lift` is for torch.func; `zeros`, `ones`, `full`,
+`rand` and `randn` make arrays.
 """
 
 from fshard.array import algebra as _algebra
@@ -17,4 +18,16 @@ from fshard.mesh.layout.sharded import Sharded
 _ROWS = (_algebra, _along, _autograd, _functional, _views)  # each adds its rows
 Sharded.operations = staticmethod(operate)
 
-__all__ = ["clip_grad_norm_", "constrain", "explicit", "full", "inspect", "lift", "ones", "rand", "randn", "shard_module", "zeros"]
+__all__ = [
+    "clip_grad_norm_",
+    "constrain",
+    "explicit",
+    "full",
+    "inspect",
+    "lift",
+    "ones",
+    "rand",
+    "randn",
+    "shard_module",
+    "zeros",
+]

@@ -16,7 +16,7 @@ from fshard.array.rules import compose
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import shard_of
+from fshard.mesh.reshard.device_put import shard_of, spread
 from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.run import local_devices, resolve_mesh
 

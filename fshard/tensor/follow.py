@@ -8,21 +8,34 @@ operation needs all of it. A linear layer sums over the dim that reaches it, and
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import gcd
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function
 
 from fshard.array.algebra import PRODUCTS
 from fshard.array.communicate import state
 from fshard.array.modules import shard_module
-from fshard.mesh.layout import Layout, flatten, unflatten
+from fshard.array.rules import Rule, arrays_in, describe
+from fshard.errors import LayoutError
+from fshard.mesh.layout import Layout, Mesh, flatten, unflatten
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
+from fshard.source import locate
 from fshard.tensor.joined import ranges_of
+from fshard.tensor.unsharded import run_unsharded
+from fshard.transforms.reproducible.randomness import keyed_random
+
+USE_MODULE = "Call what arrays lack in a small module of its own, which then runs on unsharded tensors."
+_apply: Any = Function.apply
+_APPLY = _apply.__func__.__code__
 
 
 class DimRange(NamedTuple):
@@ -66,23 +79,51 @@ class Product:
     bias: str | None = None
 
 
-def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Product]:
-    """Run a model on a sample; return its products by the name of their weight, in the order of their first use."""
+Products = dict[str, Product]
+"""By the name of their weight."""
+
+
+def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Products, dict[str, str]]:
+    """Run a model on a sample; return its products by weight, and the modules that run unsharded, with the reason.
+
+    The model itself, of path "", gets integers as plain tensors.
+    """
+    unsharded = dict[str, str]()
+    while True:
+        copies = [copy.deepcopy(model), copy.deepcopy(model).eval()] if model.training else [copy.deepcopy(model)]
+        paths = {id(part): path for each in copies for path, part in each.named_modules()}
+        try:
+            return [_follow(each, args, kwargs, [*unsharded]) for each in copies][-1], unsharded
+        except Exception as error:
+            path, line = locate(error, paths, _APPLY)
+            if path in unsharded:
+                error.add_note(f"{path or type(model).__name__} ({line}) cannot run on arrays. {USE_MODULE}")
+                raise
+            unsharded[path] = f"{line}: {str(error).partition(chr(10))[0]}"
+
+
+def _follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unsharded: Sequence[str]) -> Products:
+    """Return the products of a copy of a model, in the order of their first use."""
     params = [*model.parameters()]
     runtime = "abstract" if params and all(x.is_meta for x in params) else "virtual"
     mesh = make_mesh({"followed": 1}, runtime=runtime)
-    one = shard_module(copy.deepcopy(model).eval(), {}, mesh=mesh)
+    one = shard_module(model, {}, mesh=mesh)
     observer = _DimFollower({id(x): name for name, x in one.named_parameters()})
+    for path in filter(None, unsharded):
+        part = one.get_submodule(path)
+        part.forward = partial(observer.run_module, mesh, path, part, part.forward)
 
     def put(given: Any) -> Any:
         leaves, structure = flatten(given)
-        arrays = [Sharded(tuple(x.shape), Layout(mesh), (x,)) if isinstance(x, Tensor) else x for x in leaves]
+        is_array = [isinstance(x, Tensor) and ("" not in unsharded or x.is_floating_point()) for x in leaves]
+        pairs = zip(leaves, is_array, strict=True)
+        arrays = [Sharded(tuple(x.shape), Layout(mesh), (x,)) if yes else x for x, yes in pairs]
         observer.of_inputs.update((id(x), x) for x in arrays)
         return unflatten(structure, arrays)
 
     before, state.observer = state.observer, observer
     try:
-        with torch.no_grad():
+        with torch.no_grad(), keyed_random(0):
             output = one(*put(list(args)), **put(dict(kwargs)))
     finally:
         state.observer = before
@@ -100,6 +141,7 @@ class _DimFollower:
         self.of_inputs: dict[int, Any] = {}  # the inputs of the model, and what is computed from them
 
     def __call__(self, call: Any, arrays: Sequence[Sharded], args: Any, results: Sequence[Sharded]) -> None:
+        _validate_no_function()
         op = call.operation
         known = [self._origins(x) for x in arrays]
         carried: dict[str, Origin] = {}
@@ -120,6 +162,14 @@ class _DimFollower:
                 is_lost = label is None or not any(label in y.labels for y in op.outputs)
                 if origin and is_lost and not (label in op.summed and produced):
                     self._lost(call, arrays, results, dim, origin)
+
+    def run_module(self, mesh: Mesh, path: str, part: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a module on unsharded tensors: an operation that needs all of each dim."""
+        output = run_unsharded(mesh, part, forward, args, kwargs)
+        arrays, results = ([x for x in arrays_in(tree) if isinstance(x, Sharded)] for tree in ((args, kwargs), output))
+        operation = describe(Rule("->"), arrays, results)
+        self(SimpleNamespace(name=path, operation=operation, is_view=False), arrays, args, results)
+        return output
 
     def _origins(self, x: Sharded) -> list[Origin]:
         found = self.origins.get(id(x))
@@ -182,3 +232,13 @@ class _DimFollower:
 
 
 _NAMES = frozenset(name for names in PRODUCTS for name in names.split())
+
+
+def _validate_no_function() -> None:
+    """Raise if a `torch.autograd.Function` calls."""
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            title = frame.f_locals["cls"].__name__
+            raise LayoutError(f"{title} is a torch.autograd.Function, whose backward arrays do not call.")
+        frame = frame.f_back

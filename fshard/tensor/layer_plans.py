@@ -68,6 +68,7 @@ class LayerPlans:
         biases: the weight of each bias that is sharded with it.
         replicated: weights of linear layers that are not sharded, and why.
         sequence: the axis that shards tokens; `how`: the algorithm of attention.
+        unsharded: modules that run on unsharded tensors, by their path, and why; "" if integers stay plain tensors.
         model: that the plan is made for.
     """
 
@@ -78,6 +79,7 @@ class LayerPlans:
     replicated: Mapping[str, str]
     sequence: str | None = None
     how: SequenceMode = "gather"
+    unsharded: Mapping[str, str] = field(default_factory=dict[str, str])
     model: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -138,6 +140,7 @@ class LayerPlans:
     def __str__(self) -> str:
         rows = [(name, x.style, " + ".join(map(str, x.parts)), x.why) for name, x in self.layers.items()]
         rows += [(name, "", "", why) for name, why in self.replicated.items()]
+        rows += [(path, "unsharded", "", why) for path, why in self.unsharded.items()]
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
         lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True)) for row in rows]
         tokens = f", tokens over {as_written((self.sequence,))} ({self.how})" if self.sequence else ""

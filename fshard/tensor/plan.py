@@ -21,7 +21,7 @@ from fshard.mesh.layout import Axes, P, as_axes, as_written, flatten, flatten_wi
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
-from fshard.tensor.follow import follow
+from fshard.tensor.follow import USE_MODULE, follow
 from fshard.tensor.joined import concatenated
 from fshard.tensor.layer_plans import LayerPlans, SequenceMode, decide, override
 from fshard.tensor.modes import abstract_mode
@@ -68,10 +68,10 @@ class Plan(LayerPlans):
         wanted = [value.detach(), *torch.autograd.grad(value, given, materialize_grads=True)]
         gradient = value_and_grad(loss_fn, mesh=mesh, batch=P(), local=self.axes)
         loss, grads = gradient(shard_params(params, self.rules, mesh=mesh), sample)
-        paths, found, _ = flatten_with_paths(unshard(grads))
-        least = 1e-6 * max(float(y.abs().max()) for y in wanted)
+        paths, found, _ = flatten_with_paths(unshard(grads), none_is_leaf=True)
+        least = 1e-6 * max(float(y.abs().max()) for y in wanted) or 1.0
         errors = [
-            float((x - y).abs().max()) / max(float(y.abs().max()), least)
+            float((y if x is None else x - y).abs().max()) / max(float(y.abs().max()), least)
             for x, y in zip([loss, *found], wanted, strict=True)
         ]
         pairs = zip(["the loss", *paths], errors, strict=True)
@@ -112,6 +112,9 @@ def tensor_parallel(
     The model runs once on a sample, and the dim that each linear layer produces is followed to the layer that sums over
     it: such a pair is sharded, by columns and by rows; all else stays replicated.
 
+    A module that arrays cannot run, since it calls a `torch.autograd.Function` or an operation without a rule, runs on
+    unsharded tensors, and its weights are replicated: the plan prints which and why.
+
     Args:
         model: any module of linear layers; attention by `scaled_dot_product_attention` or written out.
         axis: the mesh axis, or those of another mode, in the order of `fs.tensor.mode`.
@@ -133,13 +136,17 @@ def tensor_parallel(
     if sequence is None and sequence_mode != "gather":
         raise ValueError(f"sequence_mode={sequence_mode!r} must have an axis of tokens; got sequence=None.")
     args, kwargs = _arguments(sample)
-    products = follow(model, args, kwargs)
+    products, unsharded = follow(model, args, kwargs)
     shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
     layers, replicated = decide(products, shapes, size)
+    if unsharded and not layers:
+        raise LayoutError(
+            f"{type(model).__name__} has no layer that can be sharded. {USE_MODULE} Unsharded: {unsharded}"
+        )
     if rules:
         layers, replicated = override(layers, replicated, products, rules)
     biases = {p.bias: name for name, p in products.items() if p.bias is not None and name in layers}
-    plan = Plan(made, layers, shapes, biases, replicated, sequence, sequence_mode, model)
+    plan = Plan(made, layers, shapes, biases, replicated, sequence, sequence_mode, unsharded, model)
     if check and layers:
         plan.check(sample)
     return plan

@@ -27,6 +27,7 @@ from fshard.mesh.spmd.run import local_devices
 from fshard.tensor.joined import Joined
 from fshard.tensor.layer_plans import LayerPlans
 from fshard.tensor.sequence import attention
+from fshard.tensor.unsharded import run_unsharded
 from fshard.transforms.module.functionalize import module_function
 
 Shape = tuple[int, ...]
@@ -124,14 +125,16 @@ def running(plan: LayerPlans) -> Generator[None]:
         state.constants, state.reduces, state.plan = before
 
 
-def _forward_by(plan: LayerPlans, module: nn.Module) -> Callable[..., Any]:
+def _forward_by(plan: LayerPlans, path: str, module: nn.Module) -> Callable[..., Any]:
     """Return the forward of a module inside that runs by a plan, also when a backward runs it again, as checkpoints do."""
     own, reference = vars(module).get("forward"), weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         part: Any = reference()
+        call = partial(type(part).forward, part) if own is None else own
         with nullcontext() if state.plan is plan else running(plan):
-            return type(part).forward(part, *args, **kwargs) if own is None else own(*args, **kwargs)
+            mesh = plan.own_mesh() if path and path in plan.unsharded else None
+            return call(*args, **kwargs) if mesh is None else run_unsharded(mesh, part, call, args, kwargs)
 
     return forward
 
@@ -180,6 +183,8 @@ def sharded_inputs(plan: LayerPlans, given: Any, mesh: Mesh) -> Any:
         for place, (path, x) in enumerate(zip(paths, leaves, strict=True)):
             if isinstance(x, Tensor):
                 spec = P(plan.mode.tokens if x.ndim else (), plan.sequence if x.ndim > 1 else None)
+                if "" in plan.unsharded and not spec.axes and not x.is_floating_point():
+                    continue  # a plain tensor is equal on all devices
                 with attempt(path):
                     leaves[place] = constrain(Sharded(tuple(x.shape), Layout(mesh), (x,)), spec)
     return unflatten(structure, leaves)

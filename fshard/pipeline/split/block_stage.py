@@ -27,6 +27,7 @@ from fshard.pipeline.split.valueless import (
     as_meta,
     is_valueless,
 )
+from fshard.source import locate
 
 PLAIN = (
     Tensor,
@@ -61,11 +62,16 @@ class Arguments(NamedTuple):
         return Arguments(microbatch if isinstance(microbatch, tuple | list) else (microbatch,), {})
 
 
+Skip = tuple[int, bool, str]
+"""A tensor that a later stage uses: the number of a block, whether it is of its result, not its arguments, and its path."""
+
+
 class StageMessage(NamedTuple):
-    """The message between stages: the arguments of the next block, and integers and shapes of the microbatch."""
+    """The message between stages: the arguments of the next block, integers and shapes of the microbatch, and skips."""
 
     call: Arguments
     inputs: Arguments
+    skips: Sequence[Any]
 
 
 def without_floats(inputs: Arguments) -> Arguments:
@@ -87,12 +93,14 @@ def device_of(tree: PyTree) -> torch.device:
 
 
 class BlockRange(NamedTuple):
-    """The blocks of a module that a stage has."""
+    """The blocks of a module that a stage has, and the skips that it receives and sends."""
 
     title: str
     names: Sequence[str]
     begin: int
     end: int
+    received: Sequence[Skip] = ()
+    sent: Sequence[Skip] = ()
 
     def __str__(self) -> str:
         return f"the stage of {self.title} from {self.names[self.begin]} to {self.names[self.end - 1]}"
@@ -101,18 +109,21 @@ class BlockRange(NamedTuple):
 class NextStage(BaseException):  # no Exception: a forward may catch those
     """The first block of the next stage is called: this stage ends."""
 
-    def __init__(self, call: Arguments) -> None:
+    def __init__(self, call: Arguments, skips: Sequence[Any]) -> None:
         super().__init__()
-        self.call = call
+        self.call, self.skips = call, skips
 
 
 class StageRun:
     """A stage in one call; `received` are the arguments of its first block, None for the first stage."""
 
-    def __init__(self, blocks: BlockRange, received: Arguments | None, device: torch.device) -> None:
+    def __init__(
+        self, blocks: BlockRange, received: Arguments | None, device: torch.device, skips: Sequence[Any] = ()
+    ) -> None:
         self._blocks, self._received = blocks, received
         self._mode = None if received is None else ValuelessMode(device)
-        self._values: Mapping[int, tuple[object, Tensor]] = {}  # by the id of the meta tensor, which is kept alive
+        self._values = {} if self._mode is None else self._mode.values
+        self._skips: dict[Skip, Any] = dict.fromkeys(blocks.sent) | dict(zip(blocks.received, skips, strict=True))
 
     def forward(self, call: Callable[..., Any], inputs: Arguments) -> Any:
         """Run a module's forward."""
@@ -131,37 +142,53 @@ class StageRun:
 
     def call_block(self, index: int, block: Callable[..., Any], given: Arguments) -> Any:
         """Call a block of this stage with its real arguments."""
-        if self._mode is None:
-            return block(*given.args, **given.kwargs)
-        call = self._with_values(given) if self._mode.arrived else self._first_arguments(given)
-        self._mode.arrived = True
-        _check_values(f"{self._blocks.names[index]} is called with", call)
-        with _pop_mode_temporarily():
-            return block(*call.args, **call.kwargs)
+        self._record(index, given, is_result=False)
+        if self._mode is not None:
+            given = self._with_values(given) if self._mode.arrived else self._first_arguments(given)
+            self._mode.arrived = True
+            _check_values(f"{self._blocks.names[index]} is called with", given)
+        with nullcontext() if self._mode is None else _pop_mode_temporarily():
+            result = block(*given.args, **given.kwargs)
+        return self._record(index, result, is_result=True)
+
+    def _record(self, index: int, tree: Any, *, is_result: bool) -> Any:
+        """Set the value of each leaf that was received as a skip; keep those that are sent."""
+        if any(skip[:2] == (index, is_result) for skip in self._skips):
+            for path, x in leaves_by_path(tree).items():
+                skip = index, is_result, path
+                if isinstance(self._skips.get(skip), Tensor | Sharded):  # received
+                    self._values[id(x)] = x, self._skips[skip]
+                elif skip in self._skips:
+                    self._skips[skip] = x
+        return tree
 
     def _first_arguments(self, given: Arguments) -> Arguments:
         """Return the received arguments, and remember which meta tensors they replace."""
-        own = _by_path(given)
+        own = leaves_by_path(given)
         paths, received, structure = flatten_with_paths(self._received, none_is_leaf=True)
         pairs = [(own.get(path), x) for path, x in zip(paths, received, strict=True)]
-        self._values = {id(meta): (meta, x) for meta, x in pairs if is_valueless(meta) and not isinstance(x, Described)}
+        self._values |= {
+            id(meta): (meta, x) for meta, x in pairs if is_valueless(meta) and not isinstance(x, Described)
+        }
         return unflatten(structure, [meta if isinstance(x, Described) else x for meta, x in pairs])
 
-    def _with_values(self, given: Arguments) -> Arguments:
-        return map_leaves(lambda x: self._values[id(x)][1] if id(x) in self._values else x, given)
+    def _with_values(self, tree: Any) -> Any:
+        return map_leaves(lambda x: self._values[id(x)][1] if id(x) in self._values else x, tree)
 
     def call_absent(self, index: int, shapes: Callable[[Arguments], Any], given: Arguments) -> Any:
         """Replace a block of another stage: return a result without values, or end the stage."""
+        self._record(index, given, is_result=False)
         if index < self._blocks.end:
-            return shapes(given)
+            return self._record(index, shapes(given), is_result=True)
         if strange := [
-            f"{path}: {type(x).__name__}" for path, x in _by_path(given).items() if not isinstance(x, PLAIN)
+            f"{path}: {type(x).__name__}" for path, x in leaves_by_path(given).items() if not isinstance(x, PLAIN)
         ]:
             raise ValueError(
                 f"{self._blocks} must end with tensors and plain values; got {', '.join(strange)} as arguments of "
                 f"{self._blocks.names[index]}. Let it be None there; of a cache, give use_cache=False."
             )
-        raise NextStage(map_leaves(lambda x: Described.of(x) if is_valueless(x) else x, self._with_values(given)))
+        sent = given, tuple([self._skips[skip] for skip in self._blocks.sent])
+        raise NextStage(*map_leaves(lambda x: Described.of(x) if is_valueless(x) else x, self._with_values(sent)))
 
     def _checked(self, result: Any) -> Any:
         """Raise unless the forward has passed the blocks, and its result has values."""
@@ -169,6 +196,7 @@ class StageRun:
             raise ValueError(
                 f"{self._blocks} does not reach the blocks that it was split at, as it did with the sample."
             )
+        result = result if self._mode is None else self._with_values(result)
         _check_values("the result has", result)
         return result
 
@@ -176,13 +204,16 @@ class StageRun:
 _active: ContextVar[StageRun | None] = ContextVar("active", default=None)
 
 
-def _by_path(tree: PyTree) -> dict[str, Any]:
+def leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths, None included."""
     paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
     return dict(zip(paths, leaves, strict=True))
 
 
 def _check_values(where: str, tree: PyTree) -> None:
-    missing = [f"{path or 'a tensor'}: {Described.of(x)}" for path, x in _by_path(tree).items() if is_valueless(x)]
+    missing = [
+        f"{path or 'a tensor'}: {Described.of(x)}" for path, x in leaves_by_path(tree).items() if is_valueless(x)
+    ]
     if missing:
         raise MissingValueError(f"{where} {', '.join(missing)}")
 
@@ -196,12 +227,16 @@ class BlockStage:
     _blocks: BlockRange
 
     def __call__(self, value: PyTree) -> Any:
-        received, inputs = (None, Arguments.of(value)) if self._blocks.begin == 0 else value
-        run = StageRun(self._blocks, received, device_of(received))
+        received, inputs, skips = (None, Arguments.of(value), ()) if self._blocks.begin == 0 else value
+        run = StageRun(self._blocks, received, device_of(received), skips)
         try:
             return run.forward(_own_call(BlockStage, self), map_leaves(_described_as_meta, inputs))
         except NextStage as end:
-            return StageMessage(end.call, without_floats(inputs))
+            return StageMessage(end.call, without_floats(inputs), end.skips)
+        except MissingValueError as error:
+            module: Any = self
+            path, line = locate(error, {id(part): path for path, part in module.named_modules()})
+            raise MissingValueError(f"{path or type(self).__name__} ({line}): {error}") from error
 
 
 def _described_as_meta(x: Any) -> Any:
@@ -259,12 +294,14 @@ class AbsentBlock(nn.Module):
             args, kwargs = unflatten(structure, metas := [*map(_described_as_meta, described)])
             with torch.no_grad():
                 made, form = flatten(vars(self)["_block"].train(self.training)(*args, **kwargs), none_is_leaf=True)
-            inputs = {id(x): at for at, x in enumerate(metas) if isinstance(x, Tensor)}
-            found = form, [(inputs.get(id(x)), Described.of(x)) for x in made]
+            known = {id(x): at for at, x in reversed([*enumerate([*metas, *made])]) if isinstance(x, Tensor)}
+            found = form, [(known.get(id(x)), Described.of(x)) for x in made]
             if key is not None:
                 self._shapes[key] = found
         form, made = found
-        return unflatten(form, [_described_as_meta(x) if at is None else leaves[at] for at, x in made])
+        for at, x in made:  # the same tensor where the block returns the same
+            leaves.append(_described_as_meta(x) if at is None or at == len(leaves) else leaves[at])
+        return unflatten(form, leaves[len(described) :])
 
 
 def _own_call(kind: type, module: Any) -> Callable[..., Any]:

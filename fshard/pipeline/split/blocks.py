@@ -11,7 +11,7 @@ blocks receive, such as a mask, is sent once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,19 +19,28 @@ import torch
 from torch import Tensor, nn
 
 from fshard.copying import copied
-from fshard.mesh.layout import PyTree
+from fshard.mesh.layout import PyTree, flatten
 from fshard.pipeline.split.block_stage import (
     AbsentBlock,
     Arguments,
     BlockRange,
     BlockStage,
     PresentBlock,
+    Skip,
     StageRun,
     device_of,
+    leaves_by_path,
     specialize,
     without_floats,
 )
-from fshard.pipeline.split.valueless import Described, MissingValueError, ValuelessMode, as_meta, map_leaves
+from fshard.pipeline.split.valueless import (
+    Described,
+    MissingValueError,
+    ValuelessMode,
+    as_meta,
+    is_valueless,
+    map_leaves,
+)
 
 
 class Blocks:
@@ -50,14 +59,16 @@ class Blocks:
         self._tensors = {id(x): x for x in (*module.parameters(), *module.buffers())}
         self._meta = {key: _meta_like(x) for key, x in self._tensors.items()}
         self._meta_blocks = [copied(block, {**self._meta}) for block in self.blocks]
-        self._used = self._find_uses(sample)
+        self._trace = self._find_uses(sample)
 
     def stages(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return stages with these numbers of blocks."""
         ranges = [*pairwise(accumulate(sizes, initial=0))]
         own: list[set[int]] = [{key for block in self.blocks[slice(*cut)] for key in _ids(block)} for cut in ranges]
         for keys, (begin, end) in zip(own, ranges, strict=True):
-            keys |= {key for key, blocks in self._used.items() if any(begin <= block < end for block in blocks)}
+            keys |= {
+                key for key, x in self._meta.items() if any(begin <= block < end for block in self._trace.used[id(x)])
+            }
         own[0] |= self._tensors.keys() - {key for keys in own for key in keys}  # used by no stage
         return [self._stage(*cut, keys) for cut, keys in zip(ranges, own, strict=True)]
 
@@ -76,10 +87,11 @@ class Blocks:
             for registered in (vars(part)["_parameters"], vars(part)["_buffers"]):
                 for name in [name for name, x in registered.items() if id(x) in others]:
                     vars(part)[name] = registered.pop(name)  # an attribute, for the forward, but not the stage's
-        return specialize(BlockStage, stage, BlockRange(type(self._module).__name__, self.names, begin, end))
+        skips = self._skips_before(begin), self._skips_before(end)
+        return specialize(BlockStage, stage, BlockRange(type(self._module).__name__, self.names, begin, end, *skips))
 
-    def _find_uses(self, sample: PyTree) -> Mapping[int, set[int]]:
-        """Return after the call of which blocks each tensor is used; of the first, if before it."""
+    def _find_uses(self, sample: PyTree) -> UseTrace:
+        """Trace after the call of which blocks each tensor is used; of the first, if before it."""
         copy, title = copied(self._module, {**self._meta}), type(self._module).__name__
         for index, name in enumerate(self.names):
             specialize(PresentBlock, copy.get_submodule(name), index)
@@ -99,30 +111,59 @@ class Blocks:
                 f"blocks must be modules that the forward of {title} calls once, in order; got the calls {calls}. Give the "
                 "ones to split at: blocks=."
             )
-        unseen = set[int]() if is_complete else {len(self.names) - 1}  # the end reads values: it may use anything
-        return {key: run.used.get(id(x), unseen) for key, x in self._meta.items()}
+        for x in () if is_complete else self._meta.values():  # the end reads values: it may use anything
+            run.used.setdefault(id(x), {len(self.names) - 1})
+        return run
+
+    def _skips_before(self, block: int) -> list[Skip]:
+        """Return the tensors that are used from a block on, and are neither its arguments nor registered."""
+        trace, others = self._trace, {id(x) for x in self._meta.values()} | self._trace.arguments[block]
+        found = [
+            skip
+            for key, (skip, _) in trace.skips.items()
+            if key not in others and max(trace.used[key], default=0) >= block
+        ]
+        return [skip for skip in found if skip[0] < block]
 
 
 class UseTrace(StageRun):
-    """A run of a module without values: which blocks are called, and which tensors are used since the last call."""
+    """A run of a module without values: which blocks are called, and which tensors are used since which call."""
 
     def __init__(self, blocks: BlockRange, device: torch.device) -> None:
         super().__init__(blocks, None, device)
         self.called: list[int] = []
         self.used: dict[int, set[int]] = defaultdict(set)
+        self.arguments: dict[int, set[int]] = defaultdict(set)  # of each block, the ids of its leaves
+        self.skips: dict[int, tuple[Skip, Tensor]] = {}  # by the id of the tensor, which is kept alive
         self._mode: ValuelessMode | None = ValuelessMode(device, self._observe)
 
-    def _observe(self, xs: Sequence[Tensor]) -> None:
+    def _observe(self, xs: Iterable[Any], result: Any) -> None:
+        has_values = any(isinstance(y, Tensor) for y in flatten(result)[0])  # a shape needs none
         for x in xs:
-            self.used[id(x)].add(max(self.called, default=0))
+            if has_values or id(x) not in self.skips:
+                self.used[id(x)].add(max(self.called, default=0))
 
     def call_block(self, index: int, block: Callable[..., Any], given: Arguments) -> Any:
         """Call a block without values."""
         self.called.append(index)
-        return block(*given.args, **given.kwargs)
+        self._record(index, given, is_result=False)
+        self.arguments[index] = self._use(given)
+        return self._record(index, block(*given.args, **given.kwargs), is_result=True)
+
+    def _record(self, index: int, tree: Any, *, is_result: bool) -> Any:
+        for path, x in leaves_by_path(tree).items():
+            if is_valueless(x):
+                self.skips.setdefault(id(x), ((index, is_result, path), x))
+        return tree
 
     def _checked(self, result: Any) -> Any:
+        self._use(result)
         return result
+
+    def _use(self, tree: Any) -> set[int]:
+        leaves = [*leaves_by_path(tree).values()]
+        self._observe(leaves, leaves)
+        return {*map(id, leaves)}
 
 
 def _children(module: nn.Module, path: str) -> nn.Module:

@@ -67,7 +67,8 @@ def split_stages(
 
     A stage of a module with blocks is that module without the blocks of the other stages; it shares its tensors. The
     first one's input is the microbatch (a dict by name, a tuple or list by position), and its output the input of the
-    next. A later stage runs the code before its blocks without values, except for integer tensors, which are sent.
+    next, with the arguments and results of its blocks that a later stage uses. A later stage runs the code before its
+    blocks without values, except for integer tensors, which are sent.
 
     >>> import torch
     >>> mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))

@@ -59,19 +59,25 @@ class ValuelessMode(TorchFunctionMode):
 
     Args:
         device: that meta tensors claim to be on.
-        observe: called with all tensors of an operation.
+        observe: called with all tensors of an operation, and its result.
+
+    `values` are those that have arrived, by the id of the meta tensor that they replace, which is kept alive.
     """
 
-    def __init__(self, device: torch.device, observe: Callable[[Sequence[Tensor]], object] = len) -> None:
+    def __init__(
+        self, device: torch.device, observe: Callable[[Sequence[Tensor], Any], object] = lambda xs, result: None
+    ) -> None:
         super().__init__()
         self._device, self._observe, self.arrived = device, observe, False
+        self.values: dict[int, tuple[object, Any]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
+        if self.arrived and self.values:
+            args, named = map_leaves(lambda x: self.values.get(id(x), (x, x))[1], (args, named))
         tensors = [x for x in flatten_shards((args, named))[0] if isinstance(x, Tensor)]
-        self._observe(tensors)
         valueless = [x for x in tensors if x.is_meta]
         if valueless and func == _DEVICE:
             return self._device
@@ -83,9 +89,11 @@ class ValuelessMode(TorchFunctionMode):
             shapes = " and ".join(str(Described.of(x)) for x in valueless)
             raise MissingValueError(
                 f"{getattr(func, '__name__', func)} must be given values; got {shapes} without. A value that a later stage "
-                "uses must be an argument of the blocks, or computed from integers."
+                "uses must be an argument or a result of a block, or computed from integers, and not from its weights."
             )
-        return func(*args, **named)
+        result = func(*args, **named)
+        self._observe(tensors, result)
+        return result
 
 
 def _as_meta_argument(x: Any) -> Any:

@@ -78,13 +78,13 @@ def module_function(
     *,
     buffers: Choice = None,
     sync_batchnorm: Axes | None = None,
-    adapt: Callable[[nn.Module], Callable[..., Any] | None] = lambda part: None,
+    adapt: Callable[[str, nn.Module], Callable[..., Any] | None] = lambda path, part: None,
     in_place: bool,
 ) -> tuple[Apply, Tensors, Tensors]:
     """Turn a module into a function as `functionalize` does; `in_place` runs the module itself, by one device.
 
     Between steps that holds the parameters that it has at the first call: see `give_up_memory`. `adapt` returns another
-    forward for a module inside, None for its own; a backward that runs a module again calls that too.
+    forward for the module at a path, None for its own; a backward that runs a module again calls that too.
     """
     module = vars(module).get("_modules", {}).get("_orig_mod", module)  # of torch.compile(module)
     _refuse_unready(module)
@@ -93,7 +93,9 @@ def module_function(
         own_buffers[name] = own_params.pop(name)
     given_params = {name: _detached(x) for name, x in own_params.items()}
     given_buffers = {name: x.detach() for name, x in own_buffers.items()}
-    replicas = Replicas(module, lambda part: synchronise(part, sync_batchnorm) or adapt(part), in_place=in_place)
+    replicas = Replicas(
+        module, lambda path, part: synchronise(part, sync_batchnorm) or adapt(path, part), in_place=in_place
+    )
     title, names, buffer_names = type(module).__name__, frozenset(own_params), frozenset(given_buffers)
 
     def apply(

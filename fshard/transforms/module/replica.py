@@ -42,7 +42,7 @@ class Replica:
     Args:
         module: the module to run.
         names: of each of its modules, the names of the tensors in its `_parameters` and `_buffers`, by their keys.
-        adapt: returns another forward for a module, None for its own.
+        adapt: returns another forward for a path and its module, None for its own.
 
     The slots of parameters hold the tensors of the first call between steps: see `give_up_memory`.
     """
@@ -51,7 +51,7 @@ class Replica:
         self,
         module: nn.Module,
         names: Sequence[tuple[Names, Names]],
-        adapt: Callable[[nn.Module], Callable[..., Any] | None],
+        adapt: Callable[[str, nn.Module], Callable[..., Any] | None],
     ) -> None:
         self.module = module
         self.modules = dict(module.named_modules())
@@ -201,7 +201,7 @@ class Replicas:
     """
 
     def __init__(
-        self, module: nn.Module, adapt: Callable[[nn.Module], Callable[..., Any] | None], *, in_place: bool
+        self, module: nn.Module, adapt: Callable[[str, nn.Module], Callable[..., Any] | None], *, in_place: bool
     ) -> None:
         self._names, self._adapt = slot_names(module), adapt
         self._original = weakref.ref(module)

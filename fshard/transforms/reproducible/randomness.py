@@ -216,17 +216,17 @@ class Layers:
 
     Args:
         modules: with their names.
-        adapt: returns another forward for a module, None for its own.
+        adapt: returns another forward for a path and its module, None for its own.
     """
 
     def __init__(
-        self, modules: Iterable[tuple[str, nn.Module]], adapt: Callable[[nn.Module], Callable[..., Any] | None]
+        self, modules: Iterable[tuple[str, nn.Module]], adapt: Callable[[str, nn.Module], Callable[..., Any] | None]
     ) -> None:
         self._now: list[Calls] = []  # at most one
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any] | None, Callable[..., Any]]] = []
         self._entered, self._known = False, dict[tuple[int, str], int]()
         for name, module in modules:
-            own, adapted = vars(module).get("forward"), adapt(module)
+            own, adapted = vars(module).get("forward"), adapt(name, module)
             forward = adapted or own
             if isinstance(module, _DRAWING) or not type(module).__module__.startswith("torch.nn."):
                 forward = partial(_forward, self._now, weakref.ref(module), forward, name)

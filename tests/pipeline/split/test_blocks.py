@@ -127,6 +127,65 @@ def test_block_stages_of_any_split_equal_the_model_bitwise(n, data):
     assert shared <= {"words.weight", "scales"}
 
 
+class Down(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x).tanh()
+        return x, (x.sin(), x)
+
+
+class Up(nn.Linear):
+    def forward(self, x, skips):
+        return super().forward(x + sum(skips))
+
+
+class Skipping(nn.Module):
+    """Later blocks, and the code after them, use arguments and results of earlier ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.downs, self.ups = (nn.ModuleList(kind(WIDTH, WIDTH) for _ in range(3)) for kind in (Down, Up))
+
+    def forward(self, tokens):
+        x = first = self.words(tokens)
+        skips = (x,)
+        for down in self.downs:
+            x, after = down(x)
+            skips += after
+        for index, up in enumerate(self.ups):
+            x = up(x, skips[-2:])
+            skips = skips[:-2]
+            x = x * first if index == 1 else x
+        return {"logits": self.head(x + skips[0]), "middle": after[0]}
+
+
+@pytest.mark.parametrize("n", [2, 3, 6])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_skips_between_stages_equal_the_model_bitwise(n, schedule):
+    model, batch = Skipping().double(), {"tokens": tokens(2, 3, 0)}
+    stages = fs.pipeline.split_stages(model, n, sample=batch, blocks=["downs", "ups"])
+    check_bits(model, stages, batch, lambda y: y["logits"].square().sum() + y["middle"].sum(), schedule)
+
+
+def test_a_model_without_skips_sends_none():
+    stages = fs.pipeline.split_stages(Decoder(), 2, sample=tokens(1, 2, 0), blocks="blocks")
+    assert stages[0](tokens(2, 3, 0)).skips == ()
+
+
+class HeadOfBlock(Skipping):
+    """Uses weights of a block after the blocks."""
+
+    def forward(self, tokens):
+        return {"logits": self.downs[0].weight @ super().forward(tokens)["middle"][0].mT}
+
+
+def test_weights_of_a_block_used_by_another_stage_raise_with_the_line():
+    batch = {"tokens": tokens(1, 3, 0)}
+    first, second = fs.pipeline.split_stages(HeadOfBlock(), 2, sample=batch, blocks=["downs", "ups"])
+    with pytest.raises(ValueError, match=r"HeadOfBlock \(test_blocks.py:\d+\): matmul must be given values"):
+        second(first(batch))
+
+
 def test_stage_has_only_the_weights_it_uses():
     model = Decoder()
     stages = fs.pipeline.split_stages(model, 2, sample=tokens(1, 2, 0), blocks="blocks")
