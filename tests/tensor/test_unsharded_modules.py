@@ -128,7 +128,9 @@ class Root(nn.Module):
 
 def test_function_in_the_models_own_forward_raises():
     """No module inside contains it, so all of the model would be unsharded."""
-    with pytest.raises(LayoutError, match=r"SquaredRelu is a torch.autograd(.|\n)*Root \(test_unsharded_modules.py:\d+\)"):
+    with pytest.raises(
+        LayoutError, match=r"SquaredRelu is a torch.autograd(.|\n)*Root \(test_unsharded_modules.py:\d+\)"
+    ):
         fs.tensor_parallel(Root(), axis="model", sample=torch.ones(2, 4))
     with pytest.raises(LayoutError, match="no layer that can be sharded.*SquaredRelu"):
         fs.tensor_parallel(nn.Sequential(Root()), axis="model", sample=torch.ones(2, 4))
