@@ -99,6 +99,8 @@ def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             if path in unsharded:
                 error.add_note(f"{path or type(model).__name__} ({line}) cannot run on arrays. {USE_MODULE}")
                 raise
+            for inner in [inner for inner in unsharded if inner.startswith(f"{path}.")]:
+                del unsharded[inner]  # it runs inside
             unsharded[path] = f"{line}: {str(error).partition(chr(10))[0]}"
 
 

@@ -60,6 +60,17 @@ class TrainingOnly(Apply):
         return super().forward(x) if self.training else x
 
 
+class Nested(Apply):
+    """Finds its inner module first."""
+
+    def __init__(self, function):
+        super().__init__(function)
+        self.inner = Apply(function)
+
+    def forward(self, x):
+        return super().forward(self.inner(x))
+
+
 class Mlp(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -77,6 +88,7 @@ CASES = {
     "with parameters": lambda: Apply(SquaredRelu, 8),
     "in training": lambda: TrainingOnly(SquaredRelu),
     "without a rule": CumulativeMaximum,
+    "nested": lambda: Nested(SquaredRelu),
 }
 
 
