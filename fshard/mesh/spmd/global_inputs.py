@@ -45,13 +45,14 @@ def compare_inputs(call: str, mesh: Mesh, tensors: Mapping[str, Tensors], axes: 
     """Raise on all devices unless they have equal tensors, along some axes or all.
 
     `tensors`: by path, one for each local device. Those outside of a virtual mesh, of which there is one, values inside of
-    `shard_map` and loss functions, which are varying, and meta tensors are not compared.
+    `shard_map` and loss functions, which are varying, and tensors without values are not compared.
     """
     mesh, site = resolve_mesh(mesh), call_site()
     scope, devices = inside(mesh), local_devices(mesh)
     axes = tuple(axis for axis in axes or mesh.axis_names if mesh.shape[axis] > 1)
     tensors = {path: xs for path, xs in tensors.items() if len(xs) == len(devices) and not xs[0].is_meta}
-    if not axes or not tensors or transformed() or (scope is not None and (scope.mapped or scope.own)):
+    is_varying = scope is not None and (scope.mapped or scope.own)
+    if not axes or not tensors or is_varying or transformed() or mesh.runtime == "abstract":
         return
 
     def on_device(device: int) -> None:
@@ -64,7 +65,7 @@ def compare_inputs(call: str, mesh: Mesh, tensors: Mapping[str, Tensors], axes: 
             raise MismatchError(
                 f"{call}: {', '.join(paths[:8])}{', ...' * (len(paths) > 8)} must be equal on all {kind} along "
                 f"{'+'.join(axes)}; got others on {', '.join(numbers)} than on {group.members[0]}. "
-                "Make them from one seed, or load them from one file."
+                "Make them from one seed, by torch.manual_seed(0) on all of them, or load them from one file."
             )
 
     kind = "processes" if mesh.runtime == "process" else "devices"
