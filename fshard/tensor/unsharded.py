@@ -37,8 +37,8 @@ def run_unsharded(mesh: Mesh, part: nn.Module, forward: Callable[..., Any], args
             (y,) = apply_move(mesh, Pvary(), mesh.axis_names, (y,), site)
         return Sharded(tuple(y.shape), Layout(mesh), (y,))
 
-    entries_of = [vars(each)["_parameters"] for each in part.modules()]
-    slots: list[Any] = [(entries, *item) for entries in entries_of for item in entries.items()]
+    kinds = [vars(each)[kind] for each in part.modules() for kind in ("_parameters", "_buffers")]
+    slots = [(entries, *item) for entries in kinds for item in entries.items() if not isinstance(item[1], Tensor)]
     try:
         for entries, key, x in slots:
             entries[key] = unshard(x)
