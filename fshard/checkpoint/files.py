@@ -7,6 +7,7 @@ Every change of the disk is a method of `disk`, so that a test can let each of t
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -176,7 +177,7 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> byte
 
 
 class BlockReader:
-    """A file that is read in blocks, each verified."""
+    """A file that is mapped in blocks: only those in use count as memory."""
 
     def __init__(self, path: Path, size: int, digests: Sequence[str]) -> None:
         self.path, self.size, self._digests = path, size, digests
@@ -184,32 +185,27 @@ class BlockReader:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-        found = os.fstat(self._file).st_size
-        if found != size:
+        length = os.fstat(self._file).st_size
+        if length != size:
             self.close()
-            raise CheckpointError(f"{path} must have {size} bytes; got {found}.")
+            raise CheckpointError(f"{path} must have {size} bytes; got {length}.")
 
-    def length(self, number: int) -> int:
-        return min(BLOCK, self.size - number * BLOCK)
+    def block(self, number: int) -> memoryview:
+        """Map a block: a private copy of each page that is written to."""
+        start, stop = number * BLOCK, min((number + 1) * BLOCK, self.size)
+        if os.fstat(self._file).st_size != self.size:
+            raise CheckpointError(f"{self.path} became shorter while it was read.")
+        margin = start % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self._file, stop - start + margin, access=mmap.ACCESS_COPY, offset=start - margin)
+        return memoryview(mapped)[margin:]
 
-    def read(self, number: int, into: Sequence[memoryview]) -> None:
-        """Read a block into memory that has its length in total."""
-        start, found, done = number * BLOCK, xxhash.xxh3_64(), 0
-        left = [view for view in into if len(view)]
-        while left:
-            count = os.preadv(self._file, left, start + done)
-            if count == 0:
-                raise CheckpointError(f"{self.path} became shorter while it was read.")
-            done += count
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
-            left[:1] = [view[count:] for view in left[:1]]
-        for view in into:
-            found.update(view)
-        if found.hexdigest() != self._digests[number]:
+    def verify(self, number: int) -> None:
+        """Raise unless a block has its digest."""
+        block = self.block(number)
+        if xxhash.xxh3_64_hexdigest(block) != self._digests[number]:
             raise CheckpointError(
-                f"{self.path}: bytes {start} to {start + done} are not those that were written (their digest differs). "
-                "Restore another checkpoint."
+                f"{self.path}: bytes {number * BLOCK} to {number * BLOCK + len(block)} are not those that were written "
+                "(their digest differs). Restore another checkpoint."
             )
 
     def close(self) -> None:

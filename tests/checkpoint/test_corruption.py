@@ -288,3 +288,35 @@ def test_other_json_is_refused(text, saved, tmp_path):
     (path / "index.json").write_text(text)
     with pytest.raises(CheckpointError, match="is not as it was written"):
         fs.restore(path)
+
+
+# -- the target of a restore that fails ---------------------------------------------------------------------------------
+
+
+def dcp_folder(path, x):
+    fs.export(path, {"a": x, "b": 2 * x}, to="dcp")
+    with next(path.glob("*.distcp")).open("r+b") as file:
+        file.seek(-x.nbytes, 2)
+        file.write(bytes(x.nbytes))
+
+
+def own_folder(path, x):
+    fs.save(path, {"a": x, "b": 2 * x})
+    with next(path.glob("*.safetensors")).open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+
+
+@pytest.mark.parametrize("write", [own_folder, dcp_folder])
+@pytest.mark.parametrize("runtime", ["plain", "virtual"])
+def test_a_failed_restore_leaves_the_target_as_it_was(write, runtime, tmp_path):
+    """Also the arrays whose bytes are right: the corrupt ones come last."""
+    x = torch.randn(BLOCK // 4)
+    write(tmp_path / "7", x)
+    layout = fs.Layout(fs.make_mesh({"data": 2}), P("data"))
+    target = {name: torch.zeros(len(x)) for name in "ab"}
+    if runtime == "virtual":
+        target = fs.device_put(target, layout)
+    with pytest.raises(CheckpointError):
+        fs.restore(tmp_path / "7", target)
+    assert all(not fs.unshard(one).any() for one in target.values())
