@@ -213,6 +213,24 @@ def test_index_allocates_no_more_than_files_hold(change, how, saved, tmp_path, m
         fs.restore(path, **target)
 
 
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [([6, 8], [0, 0]), ([6, 8], [0, 0])],
+        [([6, 8], [0, 0]), ([6, 8], [5, 0])],
+        [([6, 8], [0, 0]), ([6, 8], [7, 0])],
+        [([4, 8], [0, 0]), ([4, 8], [0, 0]), ([4, 8], [8, 0])],
+    ],
+)
+def test_parts_of_an_array_that_overlap_or_leave_gaps_are_refused(blocks, saved, tmp_path):
+    def change(index):
+        entry = index["arrays"][0]
+        index["arrays"][:1] = [[entry[0], shape, *entry[2:4], offset, [12, 8]] for shape, offset in blocks]
+
+    with pytest.raises(CheckpointError, match="wrong parts"):
+        fs.restore(manipulated(tmp_path, saved[0], change))
+
+
 def test_manifest_of_another_size_is_refused(saved, tmp_path):
     path = written(tmp_path, saved[0])
     manifest = next(path.glob("*-1.json"))

@@ -352,6 +352,12 @@ def test_malformed_metadata_is_refused(data, tmp_path):
     assert peak() - before < 16 << 20
 
 
+def repeat_chunk(metadata):
+    """Give both halves of an array the elements of the first: as many as it has, but not all of them."""
+    entry = metadata.state_dict_metadata["w"]
+    entry.chunks, entry.size = entry.chunks * 2, torch.Size([8])
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -364,6 +370,7 @@ def test_malformed_metadata_is_refused(data, tmp_path):
         (lambda m: setattr(place(m), "transform_descriptors", ["zstd"]), "as torch.save writes it"),
         (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([1 << 40])), "with the chunks"),
         (lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([1 << 40])), "a chunk of"),
+        (repeat_chunk, "with the chunks"),
         (lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "offsets", torch.Size([1])), "KeyError"),
         (
             lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", torch.float64),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from fshard.checkpoint.copying import Block, Span, copy, overlap
+from fshard.checkpoint.copying import Block, Span, are_tiles, copy, overlap
 from fshard.checkpoint.files import DTYPES
 from fshard.checkpoint.index import INDEX
 from fshard.checkpoint.names import Path as TreePath
@@ -265,7 +265,7 @@ def _ranges_of(path: Path, found: Mapping[Any, Any]) -> Mapping[str, Mapping[Any
 def _dcp_array(path: TreePath, one: Any, ranges: Mapping[Any, _FileRange]) -> ForeignArray:
     """Return an array whose chunks fill it."""
     dtype, shape = one.properties.fields[0], _counts(one.size)
-    chunks, count = list[Any](), 0
+    chunks = list[Any]()
     for each in one.chunks:
         offsets, sizes = _counts(each.offsets), _counts(each.sizes)
         block = tuple([(at, at + size) for at, size in zip(offsets, sizes, strict=True)])
@@ -274,8 +274,7 @@ def _dcp_array(path: TreePath, one: Any, ranges: Mapping[Any, _FileRange]) -> Fo
         if is_outside or prod(sizes) * dtype.itemsize > place[2]:
             raise ValueError(f"a chunk of {path} at {offsets} of {sizes} in {place[2]} bytes")
         chunks += [(block or ((0, 1),), partial(_chunk, place, dtype, sizes))] if prod(sizes) else []
-        count += prod(sizes)
-    if count != prod(shape):
+    if not are_tiles([block for block, _ in chunks], shape or (1,)):
         raise ValueError(f"{path} of {shape} with the chunks {[block for block, _ in chunks]}")
     return ForeignArray(StoredArray(path, shape, dtype), chunks)
 
