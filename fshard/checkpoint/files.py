@@ -6,11 +6,12 @@ Every change of the disk is a method of `disk`, so that a test can let each of t
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,12 @@ def make_folder(path: Path) -> None:
 
 
 class DigestWriter:
-    """A new file whose bytes are digested as they are written."""
+    """A new file whose bytes are digested as they are written; locked until it is released, or its process ends."""
 
     def __init__(self, path: Path) -> None:
         self._file = disk.open_new(path)
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(self._file, fcntl.LOCK_EX)
         self._pending = bytearray()
         self._hash, self.size = xxhash.xxh3_64(), 0
         self.digests = list[str]()
@@ -104,10 +107,9 @@ class DigestWriter:
         if self.size % BLOCK:
             self.digests.append(self._hash.hexdigest())
         disk.fsync(self._file)
-        self.release()
 
     def release(self) -> None:
-        """Close the file, complete or not."""
+        """Close the file, complete or not, and unlock it."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -128,6 +130,35 @@ class DigestWriter:
             data = data[len(part) :]
             while len(part):
                 part = part[disk.write(self._file, part) :]
+
+
+def is_locked(path: Path) -> bool:
+    """Return True if a `DigestWriter` has a file, in any process."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return False
+
+
+@contextmanager
+def locked_folder(path: Path) -> Generator[None]:
+    """Wait until no other process has a folder, and lock it."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def write_file(path: Path, data: bytes) -> None:

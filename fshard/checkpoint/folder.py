@@ -17,7 +17,7 @@ import torch
 from fshard.checkpoint.files import disk
 from fshard.checkpoint.index import INDEX, read_index
 from fshard.checkpoint.restore import restore
-from fshard.checkpoint.save import OWN_FILE, meet, next_token, run_token, snapshot, write
+from fshard.checkpoint.save import ended_saves, meet, next_token, run_token, snapshot, write
 from fshard.checkpoint.source import what_is_there
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import PyTree
@@ -215,7 +215,7 @@ def remove(path: Path) -> None:
     if INDEX in names:
         disk.unlink(path / INDEX)
         disk.fsync_folder(path)
-    own = [name for name in names if OWN_FILE.fullmatch(name)]
+    own = ended_saves(path)
     for name in own:
         disk.unlink(path / name)
     if {*names} <= {INDEX, *own}:

@@ -3,6 +3,9 @@
 snapshot     the share of each device held here, and the index: `TreeSnapshot`
 write        data, fsync, manifest, fsync            by each device
 commit       the index aside, fsync, rename, fsync   by whichever device first sees all manifests; the others wait for it
+
+Data files are locked until their save has ended, and a folder during a commit: another job that saves in the folder removes
+only what no process writes.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ import secrets
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,18 @@ import torch
 import torch.distributed as dist
 
 from fshard.checkpoint.division import ArrayEntry
-from fshard.checkpoint.files import DigestWriter, attempt, bytes_of, digest, disk, header_of, make_folder, write_file
+from fshard.checkpoint.files import (
+    DigestWriter,
+    attempt,
+    bytes_of,
+    digest,
+    disk,
+    header_of,
+    is_locked,
+    locked_folder,
+    make_folder,
+    write_file,
+)
 from fshard.checkpoint.index import (
     INDEX,
     Index,
@@ -43,6 +58,7 @@ OWN_FILE = re.compile(r"[0-9a-f]{11,}-[0-9]+\.(safetensors|json|failed|index)(\.
 """The names of the files of a save: they begin with its token."""
 PAUSE = 0.002
 """Seconds between two looks at the folder."""
+_LOST = "another job uses this folder, and has removed"
 _STEP = 16 << 20
 """Bytes of a tensor that are copied from a GPU at a time."""
 
@@ -110,6 +126,11 @@ def next_token() -> str:
 
 def write(folder: Path, taken: TreeSnapshot, token: str, timeout: float) -> None:
     """Write the shares of the devices held here, and wait until the checkpoint is complete."""
+    with ExitStack() as locks:
+        _write(folder, taken, token, timeout, locks)
+
+
+def _write(folder: Path, taken: TreeSnapshot, token: str, timeout: float, locks: ExitStack) -> None:
     text, failed = taken.index.body(), None
     try:
         attempt(lambda: make_folder(folder), f"{folder} cannot be made")
@@ -117,7 +138,7 @@ def write(folder: Path, taken: TreeSnapshot, token: str, timeout: float) -> None
         for device, parts in taken.shares.items():
             what = f"{folder}: device {device} cannot write"
             attempt(
-                lambda device=device, parts=parts: _write_share(folder, taken.index, device, parts, token, text),
+                lambda device=device, parts=parts: _write_share(folder, taken.index, device, parts, token, text, locks),
                 what,
             )
     except BaseException as error:
@@ -155,22 +176,22 @@ def _validate_index_is_ours(index: Path) -> None:
         raise CheckpointError(f"{index} must be that of a checkpoint, or absent; got another file. Save elsewhere.")
 
 
-def _write_share(folder: Path, index: Index, device: int, parts: Sequence[WrittenRange], token: str, text: str) -> None:
-    """Write the data of one device and its manifest."""
+def _write_share(
+    folder: Path, index: Index, device: int, parts: Sequence[WrittenRange], token: str, text: str, locks: ExitStack
+) -> None:
+    """Write the data of one device and its manifest; `locks` releases the data."""
     named = [(_key(index.arrays[part.array]), index.arrays[part.array].dtype, part.shape) for part in parts]
     header = header_of(named)
     file = DigestWriter(folder / f"{token}-{device}.safetensors")
-    try:
-        file.write(header)
-        for part in parts:
-            if part.values.device.type == "cpu":
-                file.write(bytes_of(part.values))
-                continue
-            for values in part.values.split(max(1, _STEP // part.values.itemsize)):
-                file.write(bytes_of(values.cpu()))
-        file.close()
-    finally:
-        file.release()
+    locks.callback(file.release)
+    file.write(header)
+    for part in parts:
+        if part.values.device.type == "cpu":
+            file.write(bytes_of(part.values))
+            continue
+        for values in part.values.split(max(1, _STEP // part.values.itemsize)):
+            file.write(bytes_of(values.cpu()))
+    file.close()
     manifest = {
         "device": device,
         "size": file.size,
@@ -208,8 +229,17 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
             _mark_failed(folder, token, device, text)  # so that those do not commit it later
             raise CheckpointError(f"{folder} is not saved: {text}")
         time.sleep(PAUSE)
-    if not is_committed(folder, token):
-        _write_index(folder, index, text, token, device)
+    with locked_folder(folder):
+        if not is_committed(folder, token):
+            _write_index(folder, index, text, token, device)
+    names = {*os.listdir(folder)}  # before the index is read: a later save of another job may remove all but its own
+    lost = _data_files(token, index) - names if is_committed(folder, token) else {INDEX} - names
+    if lost:
+        raise CheckpointError(f"{folder} is not saved: {_LOST} {', '.join(sorted(lost))}.")
+
+
+def _data_files(token: str, index: Index) -> set[str]:
+    return {f"{token}-{device}.{kind}" for device in range(index.devices) for kind in ("safetensors", "json")}
 
 
 def _write_index(folder: Path, index: Index, text: str, token: str, device: int) -> None:
@@ -226,6 +256,8 @@ def _write_index(folder: Path, index: Index, text: str, token: str, device: int)
             f"{folder} is not saved: devices {', '.join(map(str, others))} have other names, shapes, layouts or values than "
             f"device {device}. Plain tensors and values must be equal on all."
         )
+    if lost := _data_files(token, index) - {*os.listdir(folder)}:
+        raise CheckpointError(f"{folder} is not saved: {_LOST} {', '.join(sorted(lost))}.")
     disk.fsync_folder(folder)  # with the names of all files
     aside = folder / f"{token}-{device}.index"
     write_file(aside, sealed(f'{text[:-1]},"metrics":{as_text(metrics)},"writers":{as_text(writers)}}}'))
@@ -243,7 +275,17 @@ def is_committed(folder: Path, token: str) -> bool:
 
 
 def remove_others(folder: Path, token: str) -> None:
-    """Remove the files of earlier saves, and of those that did not end."""
-    for name in sorted(os.listdir(folder)):
-        if OWN_FILE.fullmatch(name) and not name.startswith(f"{token}-"):
+    """Remove the files of saves that have ended, but of this one."""
+    for name in ended_saves(folder):
+        if not name.startswith(f"{token}-"):
             disk.unlink(folder / name)
+
+
+def ended_saves(folder: Path) -> list[str]:
+    """Return the files of saves of which no process is in progress, complete or not."""
+    saves: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(os.listdir(folder)):
+        if OWN_FILE.fullmatch(name):
+            saves[name.partition("-")[0]].append(name)
+    locked = {token for token, names in saves.items() if any(is_locked(folder / name) for name in names)}
+    return [name for token, names in saves.items() if token not in locked for name in names]

@@ -280,6 +280,64 @@ def test_crash_while_checkpoints_are_removed_leaves_complete_ones(tmp_path, use)
     assert {"remove_folder", "unlink"} <= {*disk.calls}
 
 
+# -- two jobs ---------------------------------------------------------------------------------------------------------
+
+
+class RacingDisk(QuickDisk):
+    """A disk on which two threads take turns at random: one of them has the next few changes, the other waits."""
+
+    def __init__(self, seed):
+        self.chance, self.turn, self.left, self.done = random.Random(seed), 0, 0, set()
+        self.condition = threading.Condition()
+        for name in ("open_new", "write", "rename", "unlink", "fsync_folder", "fsync", "remove_folder"):
+            setattr(self, name, lambda *args, name=name: (self._wait(), getattr(QuickDisk, name)(self, *args))[1])
+
+    def _wait(self):
+        with self.condition:
+            job = int(threading.current_thread().name)
+            self.condition.wait_for(lambda: self.turn == job or self.done, timeout=0.05)
+            self.left -= 1
+            if self.left < 0:
+                self.turn, self.left = self.chance.randrange(2), self.chance.randrange(6)
+            self.condition.notify_all()
+
+
+def race(disk, jobs):
+    """Run two jobs by turns; return their errors."""
+    errors = []
+
+    def run(number):
+        try:
+            jobs[number]()
+        except Exception as error:
+            errors.append(error)
+        with disk.condition:
+            disk.done.add(number)
+            disk.condition.notify_all()
+
+    threads = [threading.Thread(target=run, args=(number,), name=str(number)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_two_jobs_in_one_folder_leave_a_checkpoint_or_raise(tmp_path, use):
+    """200 races of saves, and of saves with the retention of another job."""
+    trees, failed = [tree(1, 2), tree(2, 2)], 0
+    for seed in range(200):
+        path = tmp_path / str(seed)
+        folder = fs.Checkpoints(path, keep=1)
+        second = (lambda: fs.save(path / "7", trees[1], timeout=5)) if seed % 4 else (lambda: folder.save(9, trees[1]))
+        errors = race(use(RacingDisk(seed)), [lambda: fs.save(path / "7", trees[0], timeout=5), second])
+        values = [loaded(path / name) for name in ("7", "9")]
+        assert errors or values in ([[1, None], [2, None]] if seed % 4 else [[1, 2], [None, 2]]), (seed, values)
+        failed += bool(errors)
+        assert all(isinstance(error, CheckpointError) for error in errors), errors
+    assert failed <= 10
+
+
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
