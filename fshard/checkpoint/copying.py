@@ -123,7 +123,9 @@ def are_tiles(blocks: Sequence[Block], lengths: Sequence[int]) -> bool:
     corners = Counter[tuple[int, ...]]()
     for sign, block in [(-1, full), *((1, block) for block in blocks)]:
         for sides in product((0, 1), repeat=len(dims)):
-            corners[tuple([block[dim][side] for dim, side in zip(dims, sides, strict=True)])] += sign * (-1) ** sum(sides)
+            corners[tuple([block[dim][side] for dim, side in zip(dims, sides, strict=True)])] += sign * (-1) ** sum(
+                sides
+            )
     return not any(corners.values())
 
 

@@ -138,7 +138,7 @@ def _write(folder: Path, taken: TreeSnapshot, token: str, timeout: float, locks:
         for device, parts in taken.shares.items():
             what = f"{folder}: device {device} cannot write"
             attempt(
-                lambda device=device, parts=parts: _write_share(folder, taken.index, device, parts, token, text, locks),
+                lambda device=device, parts=parts: _write_share(folder, taken, device, parts, token, text, locks),
                 what,
             )
     except BaseException as error:
@@ -177,9 +177,16 @@ def _validate_index_is_ours(index: Path) -> None:
 
 
 def _write_share(
-    folder: Path, index: Index, device: int, parts: Sequence[WrittenRange], token: str, text: str, locks: ExitStack
+    folder: Path,
+    taken: TreeSnapshot,
+    device: int,
+    parts: Sequence[WrittenRange],
+    token: str,
+    text: str,
+    locks: ExitStack,
 ) -> None:
     """Write the data of one device and its manifest; `locks` releases the data."""
+    index = taken.index
     named = [(_key(index.arrays[part.array]), index.arrays[part.array].dtype, part.shape) for part in parts]
     header = header_of(named)
     file = DigestWriter(folder / f"{token}-{device}.safetensors")
@@ -198,6 +205,7 @@ def _write_share(
         "header": len(header),
         "index": digest(text.encode()),
         "digests": file.digests,
+        "replicas": taken.replicas[device],
         "metrics": index.metrics,
     }
     write_file(folder / f"{token}-{device}.json", sealed(as_text(manifest)))
@@ -244,17 +252,24 @@ def _data_files(token: str, index: Index) -> set[str]:
 
 def _write_index(folder: Path, index: Index, text: str, token: str, device: int) -> None:
     writers, others, metrics = list[WriterFiles](), list[int](), dict[str, float]()
+    replicas = list[list[str]]()
     for number in range(index.devices):
         name = f"{token}-{number}"
         found = read_sealed(folder / f"{name}.json")
         own = digest(as_text(found).encode())
         writers.append(WriterFiles(f"{name}.safetensors", found["size"], found["header"], f"{name}.json", own))
+        replicas.append(found["replicas"])
         others += [number] * (found["index"] != digest(text.encode()))
         metrics = found["metrics"] if number == 0 else metrics
     if others:
         raise CheckpointError(
             f"{folder} is not saved: devices {', '.join(map(str, others))} have other names, shapes, layouts or values than "
             f"device {device}. Plain tensors and values must be equal on all."
+        )
+    if differences := _differences(index, replicas):
+        raise CheckpointError(
+            f"{folder} is not saved: replicated arrays must be equal on all devices; got others of "
+            f"{'; '.join(differences[:20])}. Average or broadcast them; save random states as fs.RandomState()."
         )
     if lost := _data_files(token, index) - {*os.listdir(folder)}:
         raise CheckpointError(f"{folder} is not saved: {_LOST} {', '.join(sorted(lost))}.")
@@ -265,6 +280,19 @@ def _write_index(folder: Path, index: Index, text: str, token: str, device: int)
     disk.fsync_folder(folder)
     with suppress(OSError):  # the next save removes them
         remove_others(folder, token)
+
+
+def _differences(index: Index, replicas: Sequence[Sequence[str]]) -> list[str]:
+    """Return the arrays whose shards differ between devices that have the same one, by their digests, and these devices."""
+    texts = list[str]()
+    for number, entry in enumerate(index.arrays if any(row != replicas[0] for row in replicas) else ()):
+        first, others = dict[int, int](), dict[int, list[int]]()
+        for device, row in enumerate(replicas if entry.replicas > 1 else ()):
+            like = first.setdefault(entry.shard_number(device), device)
+            if row[number] != replicas[like][number]:
+                others.setdefault(like, []).append(device)
+        texts += [f"{entry.name} on devices {', '.join(map(str, [like, *row]))}" for like, row in others.items()]
+    return texts
 
 
 def is_committed(folder: Path, token: str) -> bool:

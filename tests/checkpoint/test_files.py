@@ -54,7 +54,9 @@ def test_reader_maps_and_verifies_a_block(tmp_path_factory, data, draw):
     changed = bytearray(data)
     changed[number * 64] ^= 1
     path.write_bytes(changed)
-    with pytest.raises(CheckpointError, match=f"bytes {number * 64} to {min(number * 64 + 64, len(data))} are not those"):
+    with pytest.raises(
+        CheckpointError, match=f"bytes {number * 64} to {min(number * 64 + 64, len(data))} are not those"
+    ):
         reader.verify(number)
     path.write_bytes(data[:-1])
     with pytest.raises(CheckpointError, match="became shorter"):
