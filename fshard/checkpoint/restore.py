@@ -4,7 +4,7 @@
     targets    the range of each shard held here, and its memory
     source     reads, verifies and copies
 
-Nothing is written to before names, shapes, dtypes and digests are checked: a target in use is read twice.
+Nothing is written to before names, shapes, dtypes and digests are checked: a file is read twice.
 """
 
 from __future__ import annotations
@@ -89,13 +89,11 @@ def restore(
         raise ValueError("restore: mesh must be that of the rules; got None. Give mesh=, or a tree to restore into.")
     source = RenamedSource(open_source(Path(path)), only, rename)
     source.check()
-    is_new = mesh is not None or target is None
     if mesh is not None:
         target = _tree_of(source, lambda tree: apply_rules(tree, target, mesh, put=reserved))
     elif target is None:
         target = _tree_of(source)
-    what = f"restore {path}"
-    result, differences = fill(source, target, strict=strict, cast=cast, is_new=is_new, what=what)
+    result, differences = fill(source, target, strict=strict, cast=cast, what=f"restore {path}")
     return result if strict else (result, differences)
 
 
@@ -139,8 +137,8 @@ class RenamedSource:
     def check(self) -> None:
         self.source.check()
 
-    def read(self, targets: Sequence[Target], *, is_new: bool = True) -> None:
-        self.source.read([target._replace(name=self._stored[target.name]) for target in targets], is_new=is_new)
+    def read(self, targets: Sequence[Target]) -> None:
+        self.source.read([target._replace(name=self._stored[target.name]) for target in targets])
 
 
 def _is_within(pattern: str, name: str) -> bool:
@@ -185,10 +183,8 @@ def _tree_of(source: RenamedSource, place: Callable[[PyTree], PyTree] | None = N
     return build([*items, *source.values.values()])
 
 
-def fill(
-    source: RenamedSource, tree: PyTree, *, strict: bool, cast: bool, is_new: bool, what: str
-) -> tuple[PyTree, Differences]:
-    """Read a source into a tree, of new memory or in use: return the tree, and what is only on one side."""
+def fill(source: Any, tree: PyTree, *, strict: bool, cast: bool, what: str) -> tuple[PyTree, Differences]:
+    """Read a source into a tree: return the tree, and what is only on one side."""
     tree, closed = opened(tree)
     leaves, unflatten = flattened(tree)
     leaves = _apart(source, leaves)
@@ -200,7 +196,7 @@ def fill(
     unfit = {*differences.missing, *misshaped}
     fit, after = [leaf for leaf in wanted if leaf.name not in unfit], list[Callable[[], object]]()
     once = {_key(leaf.value): leaf for leaf in fit if is_array(leaf.value) and leaf.name in source.arrays}
-    source.read([one for leaf in once.values() for one in _targets(leaf, after)], is_new=is_new)
+    source.read([one for leaf in once.values() for one in _targets(leaf, after)])
     for act in after:
         act()
     result = list[Any]()

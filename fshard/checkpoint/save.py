@@ -39,14 +39,7 @@ from fshard.checkpoint.files import (
     make_folder,
     write_file,
 )
-from fshard.checkpoint.index import (
-    INDEX,
-    Index,
-    WriterFiles,
-    as_text,
-    read_sealed,
-    sealed,
-)
+from fshard.checkpoint.index import INDEX, Index, WriterFiles, as_text, read_sealed, sealed
 from fshard.checkpoint.snapshot import TreeSnapshot, WrittenRange, snapshot_of
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import broadcast, pmax
@@ -58,7 +51,6 @@ OWN_FILE = re.compile(r"[0-9a-f]{11,}-[0-9]+\.(safetensors|json|failed|index)(\.
 """The names of the files of a save: they begin with its token."""
 PAUSE = 0.002
 """Seconds between two looks at the folder."""
-_LOST = "another job uses this folder, and has removed"
 _STEP = 16 << 20
 """Bytes of a tensor that are copied from a GPU at a time."""
 
@@ -135,12 +127,9 @@ def _write(folder: Path, taken: TreeSnapshot, token: str, timeout: float, locks:
     try:
         attempt(lambda: make_folder(folder), f"{folder} cannot be made")
         _validate_index_is_ours(folder / INDEX)
-        for device, parts in taken.shares.items():
+        for device in taken.shares:
             what = f"{folder}: device {device} cannot write"
-            attempt(
-                lambda device=device, parts=parts: _write_share(folder, taken, device, parts, token, text, locks),
-                what,
-            )
+            attempt(lambda device=device: _write_share(folder, taken, device, token, text, locks), what)
     except BaseException as error:
         failed = error
         with suppress(OSError):
@@ -176,17 +165,9 @@ def _validate_index_is_ours(index: Path) -> None:
         raise CheckpointError(f"{index} must be that of a checkpoint, or absent; got another file. Save elsewhere.")
 
 
-def _write_share(
-    folder: Path,
-    taken: TreeSnapshot,
-    device: int,
-    parts: Sequence[WrittenRange],
-    token: str,
-    text: str,
-    locks: ExitStack,
-) -> None:
+def _write_share(folder: Path, taken: TreeSnapshot, device: int, token: str, text: str, locks: ExitStack) -> None:
     """Write the data of one device and its manifest; `locks` releases the data."""
-    index = taken.index
+    index, parts = taken.index, taken.shares[device]
     named = [(_key(index.arrays[part.array]), index.arrays[part.array].dtype, part.shape) for part in parts]
     header = header_of(named)
     file = DigestWriter(folder / f"{token}-{device}.safetensors")
@@ -240,14 +221,13 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
     with locked_folder(folder):
         if not is_committed(folder, token):
             _write_index(folder, index, text, token, device)
-    names = {*os.listdir(folder)}  # before the index is read: a later save of another job may remove all but its own
-    lost = _data_files(token, index) - names if is_committed(folder, token) else {INDEX} - names
-    if lost:
-        raise CheckpointError(f"{folder} is not saved: {_LOST} {', '.join(sorted(lost))}.")
+        _validate_files(folder, token, index, {INDEX})
 
 
-def _data_files(token: str, index: Index) -> set[str]:
-    return {f"{token}-{device}.{kind}" for device in range(index.devices) for kind in ("safetensors", "json")}
+def _validate_files(folder: Path, token: str, index: Index, names: set[str]) -> None:
+    files = {f"{token}-{device}.{kind}" for device in range(index.devices) for kind in ("safetensors", "json")}
+    if lost := (files | names) - {*os.listdir(folder)}:
+        raise CheckpointError(f"{folder} is not saved: another job uses it, and has removed {', '.join(sorted(lost))}.")
 
 
 def _write_index(folder: Path, index: Index, text: str, token: str, device: int) -> None:
@@ -271,8 +251,7 @@ def _write_index(folder: Path, index: Index, text: str, token: str, device: int)
             f"{folder} is not saved: replicated arrays must be equal on all devices; got others of "
             f"{'; '.join(differences[:20])}. Average or broadcast them; save random states as fs.RandomState()."
         )
-    if lost := _data_files(token, index) - {*os.listdir(folder)}:
-        raise CheckpointError(f"{folder} is not saved: {_LOST} {', '.join(sorted(lost))}.")
+    _validate_files(folder, token, index, set())
     disk.fsync_folder(folder)  # with the names of all files
     aside = folder / f"{token}-{device}.index"
     write_file(aside, sealed(f'{text[:-1]},"metrics":{as_text(metrics)},"writers":{as_text(writers)}}}'))

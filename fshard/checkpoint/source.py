@@ -66,8 +66,8 @@ class Source(Protocol):
         """Raise if what is to be read is not complete."""
         ...
 
-    def read(self, targets: Sequence[Target], *, is_new: bool = True) -> None:
-        """Fill the memory of all targets; unless it is new, verify all of what they need before."""
+    def read(self, targets: Sequence[Target]) -> None:
+        """Fill the memory of all targets, after all of what they need is verified."""
         ...
 
 
@@ -121,18 +121,17 @@ class OwnFolder:
                     found[device].append(ReadRange(byte, dtype, span, target))
         return found
 
-    def read(self, targets: Sequence[Target], *, is_new: bool = True) -> None:
-        # Note [Two reads]: a target in use is written when all is verified; new memory as soon as each block is.
+    def read(self, targets: Sequence[Target]) -> None:
         files = self.parts(targets)
-        for steps in [("verify", "copy")] if is_new else [("verify",), ("copy",)]:
+        for copies in (False, True):
             with ThreadPoolExecutor(THREADS) as pool:
-                done = [pool.submit(self._read_file, *file, steps) for file in sorted(files.items())]
+                done = [pool.submit(self._read_file, *file, copies) for file in sorted(files.items())]
             if failed := [error for one in done if (error := one.exception())]:
                 raise CheckpointError("\n".join(map(str, failed))) from failed[0]
 
     @torch.no_grad()
-    def _read_file(self, device: int, parts: Sequence[ReadRange], steps: Sequence[str]) -> None:
-        """Read what targets need of the file of one writer."""
+    def _read_file(self, device: int, parts: Sequence[ReadRange], copies: bool) -> None:
+        """Verify, or copy, what targets need of the file of one writer."""
         writer = self.index.writers[device]
         in_block: dict[int, list[ReadRange]] = defaultdict(list)
         for part in parts:
@@ -144,12 +143,12 @@ class OwnFolder:
         reader = BlockReader(self.folder / writer.data, writer.size, read_manifest(self.folder, writer))
         try:
             for number, inside in sorted(in_block.items()):
-                if "verify" in steps:
+                if not copies:
                     reader.verify(number)
-                if "copy" in steps:
-                    block = reader.block(number)
-                    for part in inside:
-                        _copy_from(block, number * BLOCK - writer.header, part)
+                    continue
+                block = reader.block(number)
+                for part in inside:
+                    _copy_from(block, number * BLOCK - writer.header, part)
         finally:
             reader.close()
 

@@ -106,14 +106,14 @@ class ForeignFiles:
 
     def check(self) -> None: ...
 
-    def read(self, targets: Sequence[Target], *, is_new: bool = True) -> None:
-        for fills in (True,) if is_new else (False, True):
+    def read(self, targets: Sequence[Target]) -> None:
+        for copies in (False, True):
             for name in dict.fromkeys(target.name for target in targets):
                 for block, x in self._blocks[name]:
                     span = Span(block, 0, prod(stop - start for start, stop in block))
                     near = [one for one in targets if one.name == name and overlap(span, one.span) != (0, 0)]
                     flat = (x if isinstance(x, Tensor) else x()).reshape(-1) if near else torch.empty(0)
-                    for target in near if fills else ():
+                    for target in near if copies else ():
                         copy(span, flat, target.span, target.into)
 
 
