@@ -40,11 +40,12 @@ from fshard.checkpoint.files import (
     write_file,
 )
 from fshard.checkpoint.index import INDEX, Index, WriterFiles, as_text, read_sealed, sealed
-from fshard.checkpoint.snapshot import TreeSnapshot, WrittenRange, snapshot_of
+from fshard.checkpoint.snapshot import TreeSnapshot, snapshot_of
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import broadcast, pmax
 from fshard.mesh.layout import PyTree
-from fshard.mesh.runtimes.launchers import process_index
+from fshard.mesh.runtimes.launchers import process_count, process_index
+from fshard.mesh.runtimes.process import has_ended
 from fshard.mesh.spmd.scope import here
 
 OWN_FILE = re.compile(r"[0-9a-f]{11,}-[0-9]+\.(safetensors|json|failed|index)(\.tmp)?")
@@ -200,7 +201,7 @@ def _key(entry: ArrayEntry) -> str:
 def _commit(folder: Path, index: Index, text: str, token: str, device: int, timeout: float) -> None:
     """Write the index as soon as all manifests are there, or wait for the device that does."""
     wanted = {f"{token}-{number}.json": number for number in range(index.devices)}
-    end = time.monotonic() + timeout
+    look, end = time.monotonic() + 1, time.monotonic() + timeout
     while True:
         found = {*os.listdir(folder)}
         failed = sorted(name for name in found if name.startswith(f"{token}-") and name.endswith(".failed"))
@@ -212,9 +213,15 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
             break
         if hasattr(sys, "last_value") and not threading.main_thread().is_alive():
             raise CheckpointError(f"{folder} is not saved: this process ended by an error before all had written.")
-        if time.monotonic() > end:
+        ended = list[str]()
+        if time.monotonic() > look:
+            look = time.monotonic() + 1
+            numbers = [number for name, number in wanted.items() if name in missing]
+            ended = [str(number) for number in numbers if _has_ended(folder, index, token, number, device)]
+        if ended or time.monotonic() > end:
             late = ", ".join(str(number) for name, number in wanted.items() if name in missing)
             text = f"after {timeout} s there is no manifest of devices {late}."
+            text = f"the processes of devices {', '.join(ended)} have ended." if ended else text
             _mark_failed(folder, token, device, text)  # so that those do not commit it later
             raise CheckpointError(f"{folder} is not saved: {text}")
         time.sleep(PAUSE)
@@ -222,6 +229,13 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
         if not is_committed(folder, token):
             _write_index(folder, index, text, token, device)
         _validate_files(folder, token, index, {INDEX})
+
+
+def _has_ended(folder: Path, index: Index, token: str, number: int, device: int) -> bool:
+    """Return True if the process of a device has ended: its link is closed, or its data unlocked, where locks work."""
+    files = [folder / f"{token}-{one}.safetensors" for one in (number, device)]
+    is_unlocked = files[0].exists() and not is_locked(files[0]) and is_locked(files[1])
+    return is_unlocked or (index.devices == process_count() and has_ended(number))
 
 
 def _validate_files(folder: Path, token: str, index: Index, names: set[str]) -> None:

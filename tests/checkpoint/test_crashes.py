@@ -4,9 +4,11 @@ import errno
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -382,6 +384,29 @@ def test_failed_and_late_processes_raise_everywhere_and_commit_nothing(tmp_path)
     assert "after 0.2 s there is no manifest of devices 1" in first[1]
     assert "another device failed" in second[1] and "no manifest of devices 1" in second[1]
     assert loaded(path) == 1
+
+
+def dies(path, is_direct):
+    """Save, but not on process 1: it ends before it has a file, or before its file is complete."""
+    own, disk = tree(2, 2), files.Disk()
+    if torch.distributed.get_rank():
+        disk.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        for module in MODULES:
+            module.disk = disk
+        if is_direct:
+            os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        fs.save(path / "7", own, timeout=60)
+    except CheckpointError as error:
+        (path / "error").write_text(f"{time.monotonic() - began:.1f} {error}")
+
+
+def test_a_process_that_ended_is_noticed_within_two_seconds(link, tmp_path):
+    with pytest.raises(Exception, match="SIGKILL|ended"):
+        run_processes(dies, 2, tmp_path, link == {}, environment=link)
+    seconds, _, text = (tmp_path / "error").read_text().partition(" ")
+    assert "the processes of devices 1 have ended" in text and float(seconds) < 4  # 1 to 2 on an idle machine
 
 
 KILLED = """
