@@ -181,16 +181,21 @@ def digest(data: bytes) -> str:
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in the host's memory, without a copy."""
-    array: Any = x.detach().reshape(-1).view(torch.uint8).numpy()
+    """Return the bytes of a tensor in the host's memory, without a copy if it is contiguous."""
+    array: Any = _as_bytes(x).numpy()
     return memoryview(array)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    x = x.detach().resolve_conj().resolve_neg().reshape(-1)
+    is_dense = x.stride(0) == 1  # that of an expanded number is 0
+    return (x if is_dense else x.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def digest_of(x: Tensor) -> str:
     """Return a digest of the bits of a tensor. Those of a GPU are not copied: their sums with fixed odd weights are."""
-    x = x.detach().resolve_conj().resolve_neg().contiguous()
     if x.device.type != "cpu":
-        chunks = x.reshape(-1).view(torch.uint8).split(BLOCK)
+        chunks = _as_bytes(x).split(BLOCK)
         weights = _weights(x.device)
         sums = [(chunk.to(torch.int64) * weights[: len(chunk)]).sum() for chunk in chunks]
         x = torch.stack(sums).cpu() if sums else torch.empty(0)

@@ -229,7 +229,10 @@ def _is_step(name: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: its index first, so that it is none from then on. Other files, and their folder, stay."""
+    """Remove a checkpoint: its index first, so that it is none from then on. Other files and what a link names stay."""
+    if path.is_symlink():
+        disk.unlink(path)
+        return
     names = sorted(os.listdir(path))
     if INDEX in names:
         disk.unlink(path / INDEX)

@@ -213,15 +213,14 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
             break
         if hasattr(sys, "last_value") and not threading.main_thread().is_alive():
             raise CheckpointError(f"{folder} is not saved: this process ended by an error before all had written.")
-        ended = list[str]()
-        if time.monotonic() > look:
+        late, text = [number for name, number in wanted.items() if name in missing], ""
+        if time.monotonic() > end:
+            text = f"after {timeout} s there is no manifest of devices {', '.join(map(str, late))}."
+        elif time.monotonic() > look:
             look = time.monotonic() + 1
-            numbers = [number for name, number in wanted.items() if name in missing]
-            ended = [str(number) for number in numbers if _has_ended(folder, index, token, number, device)]
-        if ended or time.monotonic() > end:
-            late = ", ".join(str(number) for name, number in wanted.items() if name in missing)
-            text = f"after {timeout} s there is no manifest of devices {late}."
-            text = f"the processes of devices {', '.join(ended)} have ended." if ended else text
+            ended = [str(number) for number in late if _has_ended(folder, index, token, number, device)]
+            text = f"the processes of devices {', '.join(ended)} have ended." if ended else ""
+        if text:
             _mark_failed(folder, token, device, text)  # so that those do not commit it later
             raise CheckpointError(f"{folder} is not saved: {text}")
         time.sleep(PAUSE)

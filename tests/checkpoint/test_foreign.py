@@ -448,3 +448,10 @@ def test_paths_without_a_checkpoint_are_named(tmp_path):
     ]:
         with pytest.raises(CheckpointError, match=text):
             fs.restore(path)
+
+
+def test_dcp_value_with_tensors_inside(tmp_path):
+    value = (torch.arange(3.0), {"k": torch.zeros(1)}, 3)
+    dcp.save({"w": torch.ones(2), "value": value}, checkpoint_id=tmp_path, no_dist=True)
+    restored = fs.restore(tmp_path)["value"]
+    assert torch.equal(restored[0], value[0]) and restored[1:] == [{"k": torch.zeros(1)}, 3]

@@ -241,7 +241,9 @@ def _dcp(path: Path) -> ForeignFiles:
         if hasattr(one, "chunks"):
             arrays.append(_dcp_array(at, one, ranges[name]))
         else:
-            values += [((*at, *leaf.path), leaf.value) for leaf in leaves_of(_torch_load(*ranges[name][()]))]
+            leaves = [((*at, *leaf.path), leaf.value) for leaf in leaves_of(_torch_load(*ranges[name][()]))]
+            arrays += [_mapped(place, x) for place, x in leaves if is_array(x)]
+            values += [(place, x) for place, x in leaves if not is_array(x)]
     return ForeignFiles(arrays, values)
 
 
