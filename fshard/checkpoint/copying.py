@@ -117,7 +117,10 @@ def are_tiles(blocks: Sequence[Block], lengths: Sequence[int]) -> bool:
     (True, False)
     """
     full = tuple([(0, length) for length in lengths])
-    dims = [dim for dim, ends in enumerate(full) if not blocks or any(block[dim] != ends for block in blocks)]
+    blocks = [block for block in blocks if all(start < stop for start, stop in block)]
+    dims = [dim for dim, ends in enumerate(full) if any(block[dim] != ends for block in blocks)]
+    if not blocks:
+        return not prod(lengths)
     if len(dims) > _MOST_DIVIDED:
         return False
     corners = Counter[tuple[int, ...]]()

@@ -193,13 +193,15 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 def digest_of(x: Tensor) -> str:
-    """Return a digest of the bits of a tensor. Those of a GPU are not copied: their sums with fixed odd weights are."""
-    if x.device.type != "cpu":
-        chunks = _as_bytes(x).split(BLOCK)
-        weights = _weights(x.device)
-        sums = [(chunk.to(torch.int64) * weights[: len(chunk)]).sum() for chunk in chunks]
-        x = torch.stack(sums).cpu() if sums else torch.empty(0)
-    return xxhash.xxh3_64_hexdigest(bytes_of(x))
+    """Return a digest of the bits of a tensor. Those of a GPU are not copied: their weighted sums are."""
+    data = _as_bytes(x)
+    return xxhash.xxh3_64_hexdigest(bytes_of(data if x.device.type == "cpu" else _weighted_sums(data)))
+
+
+def _weighted_sums(data: Tensor) -> Tensor:
+    """Return the sum of each block of bytes with odd weights, modulo 2**64: any byte that differs changes it."""
+    weights = _weights(data.device)
+    return torch.stack([(block.to(torch.int64) * weights[: len(block)]).sum() for block in data.split(BLOCK)]).cpu()
 
 
 @lru_cache(maxsize=8)

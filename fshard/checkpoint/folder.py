@@ -197,8 +197,8 @@ class Termination:
 
     def listen(self, folder: Checkpoints) -> None:
         """Note SIGTERM from now on, in a process of its own."""
-        if threading.current_thread() is threading.main_thread():
-            if not self._folders and signal.getsignal(signal.SIGTERM) != self._handle:
+        if folder not in self._folders and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGTERM) != self._handle:
                 self._before = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
             self._folders.add(folder)
 

@@ -119,31 +119,26 @@ def next_token() -> str:
 
 def write(folder: Path, taken: TreeSnapshot, token: str, timeout: float) -> None:
     """Write the shares of the devices held here, and wait until the checkpoint is complete."""
-    with ExitStack() as locks:
-        _write(folder, taken, token, timeout, locks)
-
-
-def _write(folder: Path, taken: TreeSnapshot, token: str, timeout: float, locks: ExitStack) -> None:
     text, failed = taken.index.body(), None
-    try:
-        attempt(lambda: make_folder(folder), f"{folder} cannot be made")
-        _validate_index_is_ours(folder / INDEX)
-        for device in taken.shares:
-            what = f"{folder}: device {device} cannot write"
-            attempt(lambda device=device: _write_share(folder, taken, device, token, text, locks), what)
-    except BaseException as error:
-        failed = error
-        with suppress(OSError):
-            for name in [f"{token}-{device}" for device in taken.shares]:  # to free a full disk
-                if not (folder / f"{name}.json").exists():
-                    disk.unlink(folder / f"{name}.safetensors")
-        _mark_failed(folder, token, min(taken.shares), error)
-    meet()
-    if failed is not None:
-        raise failed
-    attempt(
-        lambda: _commit(folder, taken.index, text, token, min(taken.shares), timeout), f"{folder} cannot be committed"
-    )
+    with ExitStack() as locks:
+        try:
+            attempt(lambda: make_folder(folder), f"{folder} cannot be made")
+            _validate_index_is_ours(folder / INDEX)
+            for device in taken.shares:
+                what = f"{folder}: device {device} cannot write"
+                attempt(lambda device=device: _write_share(folder, taken, device, token, text, locks), what)
+        except BaseException as error:
+            failed = error
+            with suppress(OSError):
+                for name in [f"{token}-{device}" for device in taken.shares]:  # to free a full disk
+                    if not (folder / f"{name}.json").exists():
+                        disk.unlink(folder / f"{name}.safetensors")
+            _mark_failed(folder, token, min(taken.shares), error)
+        meet()
+        if failed is not None:
+            raise failed
+        what, device = f"{folder} cannot be committed", min(taken.shares)
+        attempt(lambda: _commit(folder, taken.index, text, token, device, timeout), what)
 
 
 def _mark_failed(folder: Path, token: str, device: int, error: BaseException | str) -> None:
@@ -213,16 +208,16 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
             break
         if hasattr(sys, "last_value") and not threading.main_thread().is_alive():
             raise CheckpointError(f"{folder} is not saved: this process ended by an error before all had written.")
-        late, text = [number for name, number in wanted.items() if name in missing], ""
+        late, reason = [number for name, number in wanted.items() if name in missing], ""
         if time.monotonic() > end:
-            text = f"after {timeout} s there is no manifest of devices {', '.join(map(str, late))}."
+            reason = f"after {timeout} s there is no manifest of devices {', '.join(map(str, late))}."
         elif time.monotonic() > look:
             look = time.monotonic() + 1
             ended = [str(number) for number in late if _has_ended(folder, index, token, number, device)]
-            text = f"the processes of devices {', '.join(ended)} have ended." if ended else ""
-        if text:
-            _mark_failed(folder, token, device, text)  # so that those do not commit it later
-            raise CheckpointError(f"{folder} is not saved: {text}")
+            reason = f"the processes of devices {', '.join(ended)} have ended." if ended else ""
+        if reason:
+            _mark_failed(folder, token, device, reason)  # so that those do not commit it later
+            raise CheckpointError(f"{folder} is not saved: {reason}")
         time.sleep(PAUSE)
     with locked_folder(folder):
         if not is_committed(folder, token):

@@ -85,3 +85,21 @@ def test_small_file_is_replaced_at_once(tmp_path):
     for data in (b"a" * 100, b""):
         files.write_file(path, data)
         assert path.read_bytes() == data and [one.name for one in tmp_path.iterdir()] == ["x"]
+
+
+@given(st.binary(min_size=2, max_size=200), st.data())
+def test_weighted_sums_change_with_any_byte_and_with_the_order(data, draw):
+    """The digest of a GPU's tensors, here of a CPU's."""
+    x = torch.tensor([*data], dtype=torch.uint8)
+    first, second = draw.draw(st.permutations(range(len(x))))[:2]
+    sums, changed, swapped = files._weighted_sums(x), x.clone(), x.clone()
+    changed[first] += draw.draw(st.integers(1, 255))
+    swapped[[first, second]] = x[[second, first]]
+    assert not torch.equal(files._weighted_sums(changed), sums)
+    assert torch.equal(files._weighted_sums(swapped), sums) == (data[first] == data[second])
+
+
+def test_digests_are_of_the_elements_in_order():
+    x, empty = torch.arange(24.0).view(4, 6), torch.empty(0, 2)
+    assert files.digest_of(x.t()) == files.digest_of(x.t().contiguous()) != files.digest_of(x)
+    assert files.digest_of(empty) == files.digest_of(empty.t()) and len(files._weighted_sums(empty.view(-1))) == 1

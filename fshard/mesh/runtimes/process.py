@@ -48,7 +48,7 @@ _state: dict[str, Any] = {"world": None, "meshes": {}, "process": None}
 def has_ended(rank: int) -> bool:
     """Return True if another process of this machine, over a direct link, has ended."""
     world: ProcessWorld | None = _state["world"]
-    return world is not None and world.has_ended(rank)
+    return world is not None and world._neighbours.has_gone(rank)
 
 
 _KEPT = 16 << 20
@@ -88,11 +88,6 @@ class ProcessWorld:
         if world is None or not dist.is_initialized():
             raise MeshError(f"{mesh} has no processes: call fs.make_mesh in every process, under torchrun.")
         return world
-
-    def has_ended(self, rank: int) -> bool:
-        """Return True if another process has closed its direct link."""
-        with self._neighbours.lock:
-            return self._neighbours.has_gone(rank)
 
     def device(self, mesh: Mesh) -> int:
         """Return this process's device number in the parent of `mesh`."""
