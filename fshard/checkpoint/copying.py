@@ -6,9 +6,11 @@ each common box is one strided copy.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import prod
 
 import torch
@@ -18,6 +20,8 @@ from fshard.mesh.layout.arithmetic import strides
 
 Block = tuple[tuple[int, int], ...]
 """A range of each dim."""
+_MOST_DIVIDED = 8
+"""Dims along which the blocks of an array may be parts: each doubles the work of `are_tiles`."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,30 @@ def copy(source: Span, values: Tensor, target: Span, into: Tensor) -> None:
                     values, shape, strides(source.lengths), values.storage_offset() + source.at(box)
                 )
                 to.copy_(from_)
+
+
+def are_tiles(blocks: Sequence[Block], lengths: Sequence[int]) -> bool:
+    """Return True if blocks are disjoint and cover an array of these lengths.
+
+    The corners of blocks, with alternating signs, determine how many of them cover each element.
+
+    >>> are_tiles([((0, 2), (0, 1)), ((0, 2), (1, 3))], (2, 3)), are_tiles([((0, 2),), ((0, 2),)], (4,))
+    (True, False)
+    """
+    full = tuple([(0, length) for length in lengths])
+    blocks = [block for block in blocks if all(start < stop for start, stop in block)]
+    dims = [dim for dim, ends in enumerate(full) if any(block[dim] != ends for block in blocks)]
+    if not blocks:
+        return not prod(lengths)
+    if len(dims) > _MOST_DIVIDED:
+        return False
+    corners = Counter[tuple[int, ...]]()
+    for sign, block in [(-1, full), *((1, block) for block in blocks)]:
+        for sides in product((0, 1), repeat=len(dims)):
+            corners[tuple([block[dim][side] for dim, side in zip(dims, sides, strict=True)])] += sign * (-1) ** sum(
+                sides
+            )
+    return not any(corners.values())
 
 
 def _meet(one: Block, other: Block) -> Block | None:

@@ -44,6 +44,16 @@ class ArrayEntry(NamedTuple):
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
+    @property
+    def replicas(self) -> int:
+        """The number of devices that have each shard."""
+        return prod(self.layout.mesh.shape[axis] for axis in self.layout.replicated_axes)
+
+    def shard_number(self, device: int) -> int:
+        """Return a number that is equal for the devices of one shard."""
+        mesh = self.layout.mesh
+        return _along(mesh, device, [axis for axis in mesh.axis_names if axis not in self.layout.replicated_axes])
+
 
 @lru_cache(maxsize=4096)
 def span_of(layout: Layout, shape: tuple[int, ...], device: int) -> Span:
@@ -130,7 +140,7 @@ class Division:
         """Yield the parts of an array that have elements of a span: the device, the byte of the first, and its range."""
         entry = self.arrays[number]
         mesh, axes, size = entry.layout.mesh, entry.layout.replicated_axes, entry.itemsize
-        replicas = prod(mesh.shape[axis] for axis in axes)
+        replicas = entry.replicas
         for first, block in _shards(entry, wanted):
             column = self.column(first)
             length = prod(stop - start for start, stop in block)

@@ -6,10 +6,13 @@ Every change of the disk is a method of `disk`, so that a test can let each of t
 
 from __future__ import annotations
 
+import fcntl
 import json
+import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +83,12 @@ def make_folder(path: Path) -> None:
 
 
 class DigestWriter:
-    """A new file whose bytes are digested as they are written."""
+    """A new file whose bytes are digested as they are written; locked until it is released, or its process ends."""
 
     def __init__(self, path: Path) -> None:
         self._file = disk.open_new(path)
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(self._file, fcntl.LOCK_EX)
         self._pending = bytearray()
         self._hash, self.size = xxhash.xxh3_64(), 0
         self.digests = list[str]()
@@ -103,10 +108,9 @@ class DigestWriter:
         if self.size % BLOCK:
             self.digests.append(self._hash.hexdigest())
         disk.fsync(self._file)
-        self.release()
 
     def release(self) -> None:
-        """Close the file, complete or not."""
+        """Close the file, complete or not, and unlock it."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -127,6 +131,28 @@ class DigestWriter:
             data = data[len(part) :]
             while len(part):
                 part = part[disk.write(self._file, part) :]
+
+
+def is_locked(path: Path) -> bool:
+    """Return True if a `DigestWriter` has a file, in any process."""
+    with suppress(OSError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@contextmanager
+def locked_folder(path: Path) -> Generator[None]:
+    """Wait until no other process has a folder, and lock it."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -155,9 +181,33 @@ def digest(data: bytes) -> str:
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in the host's memory, without a copy."""
-    array: Any = x.detach().reshape(-1).view(torch.uint8).numpy()
+    """Return the bytes of a tensor in the host's memory, without a copy if it is contiguous."""
+    array: Any = _as_bytes(x).numpy()
     return memoryview(array)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    x = x.detach().resolve_conj().resolve_neg().reshape(-1)
+    is_dense = x.stride(0) == 1  # that of an expanded number is 0
+    return (x if is_dense else x.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+
+
+def digest_of(x: Tensor) -> str:
+    """Return a digest of the bits of a tensor. Those of a GPU are not copied: their weighted sums are."""
+    data = _as_bytes(x)
+    return xxhash.xxh3_64_hexdigest(bytes_of(data if x.device.type == "cpu" else _weighted_sums(data)))
+
+
+def _weighted_sums(data: Tensor) -> Tensor:
+    """Return the sum of each block of bytes with odd weights, modulo 2**64: any byte that differs changes it."""
+    weights = _weights(data.device)
+    return torch.stack([(block.to(torch.int64) * weights[: len(block)]).sum() for block in data.split(BLOCK)]).cpu()
+
+
+@lru_cache(maxsize=8)
+def _weights(device: torch.device) -> Tensor:
+    draw = torch.Generator().manual_seed(0)
+    return (torch.randint(-(1 << 62), 1 << 62, (BLOCK,), generator=draw) * 2 + 1).to(device)
 
 
 def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
@@ -176,7 +226,7 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> byte
 
 
 class BlockReader:
-    """A file that is read in blocks, each verified."""
+    """A file that is mapped in blocks: only those in use count as memory."""
 
     def __init__(self, path: Path, size: int, digests: Sequence[str]) -> None:
         self.path, self.size, self._digests = path, size, digests
@@ -184,32 +234,27 @@ class BlockReader:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-        found = os.fstat(self._file).st_size
-        if found != size:
+        length = os.fstat(self._file).st_size
+        if length != size:
             self.close()
-            raise CheckpointError(f"{path} must have {size} bytes; got {found}.")
+            raise CheckpointError(f"{path} must have {size} bytes; got {length}.")
 
-    def length(self, number: int) -> int:
-        return min(BLOCK, self.size - number * BLOCK)
+    def block(self, number: int) -> memoryview:
+        """Map a block: a private copy of each page that is written to."""
+        start, stop = number * BLOCK, min((number + 1) * BLOCK, self.size)
+        if os.fstat(self._file).st_size != self.size:
+            raise CheckpointError(f"{self.path} became shorter while it was read.")
+        margin = start % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self._file, stop - start + margin, access=mmap.ACCESS_COPY, offset=start - margin)
+        return memoryview(mapped)[margin:]
 
-    def read(self, number: int, into: Sequence[memoryview]) -> None:
-        """Read a block into memory that has its length in total."""
-        start, found, done = number * BLOCK, xxhash.xxh3_64(), 0
-        left = [view for view in into if len(view)]
-        while left:
-            count = os.preadv(self._file, left, start + done)
-            if count == 0:
-                raise CheckpointError(f"{self.path} became shorter while it was read.")
-            done += count
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
-            left[:1] = [view[count:] for view in left[:1]]
-        for view in into:
-            found.update(view)
-        if found.hexdigest() != self._digests[number]:
+    def verify(self, number: int) -> None:
+        """Raise unless a block has its digest."""
+        block = self.block(number)
+        if xxhash.xxh3_64_hexdigest(block) != self._digests[number]:
             raise CheckpointError(
-                f"{self.path}: bytes {start} to {start + done} are not those that were written (their digest differs). "
-                "Restore another checkpoint."
+                f"{self.path}: bytes {number * BLOCK} to {number * BLOCK + len(block)} are not those that were written "
+                "(their digest differs). Restore another checkpoint."
             )
 
     def close(self) -> None:

@@ -11,13 +11,14 @@ from contextlib import suppress
 from math import isnan
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from fshard.checkpoint.files import disk
 from fshard.checkpoint.index import INDEX, read_index
 from fshard.checkpoint.restore import restore
-from fshard.checkpoint.save import OWN_FILE, meet, next_token, run_token, snapshot, write
+from fshard.checkpoint.save import ended_saves, meet, next_token, run_token, snapshot, write
 from fshard.checkpoint.source import what_is_there
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import PyTree
@@ -27,7 +28,7 @@ from fshard.transforms.options import integer
 class Checkpoints:
     """A folder with a checkpoint for each saved step. All processes make one, and call it alike.
 
-    On SIGTERM the next `save` is made, whatever `every` is, and ends the process: a job that is preempted loses no step.
+    On SIGTERM the next `save` of any folder is made, whatever `every` is, and ends the process: a preempted job loses no step.
     With several processes it is the one after, which all make. A second SIGTERM, or one after `wait()`, ends it at once.
 
     A run that continues from an earlier step keeps the later checkpoints of the run before.
@@ -70,8 +71,6 @@ class Checkpoints:
         self._staging: dict[int, torch.Tensor] = {}
         self._error: BaseException | None = None
         self._metrics: dict[int, Mapping[str, float]] = {}
-        self._is_listening, self._is_stopping, self._marker = False, False, Path()
-        self._before: Any = signal.SIG_DFL
 
     @property
     def steps(self) -> list[int]:
@@ -100,7 +99,7 @@ class Checkpoints:
         """
         if wrong := integer("step", step, 0):
             raise ValueError(f"Checkpoints.save: {wrong[0]}.")
-        self._listen()
+        termination.listen(self)
         is_last = self._ends_at(step)
         if step % self.every and not is_last:
             return
@@ -122,15 +121,12 @@ class Checkpoints:
             self._thread = threading.Thread(target=self._in_background, args=arguments, name="fshard checkpoint")
             self._thread.start()
         if is_last:
-            signal.signal(signal.SIGTERM, self._before)
-            os.kill(os.getpid(), signal.SIGTERM)
+            termination.end()
 
     def wait(self) -> None:
         """Wait until what was saved last is on the disk; raise its errors. From now on SIGTERM acts as before."""
         self._join()
-        if signal.getsignal(signal.SIGTERM) == self._stop:
-            signal.signal(signal.SIGTERM, self._before)
-            self._is_listening = False
+        termination.ignore(self)
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -177,32 +173,55 @@ class Checkpoints:
         found = [one for one in found if not isnan(one[0])]
         return [min(found)[1]] if found else []
 
-    # -- the end --------------------------------------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        """Note SIGTERM from now on, in a process of its own."""
-        if self._is_listening or threading.current_thread() is not threading.main_thread():
-            return
-        self._is_listening, self._marker = True, self.path / f"stop-{run_token()}"
-        self._before = signal.signal(signal.SIGTERM, self._stop) or signal.SIG_DFL
-
-    def _stop(self, *_: Any) -> None:
-        """Handle SIGTERM; the next one is handled as before."""
-        self._is_stopping = True
-        signal.signal(signal.SIGTERM, self._before)
-
     def _ends_at(self, step: int) -> bool:
         """Return True if this save is the last one: all processes see the marker that one of them has left a step before."""
-        if not self._marker.name.removeprefix("stop-"):
-            return self._is_stopping
-        if self._marker.exists():
-            return step > int(self._marker.read_text())
-        if self._is_stopping:
+        if not run_token():
+            return termination.is_pending
+        marker = self.path / f"stop-{run_token()}"
+        if marker.exists():
+            return step > int(marker.read_text())
+        if termination.is_pending:
             disk.make_folder(self.path)
-            aside = self._marker.with_suffix(f".{os.getpid()}")
+            aside = marker.with_suffix(f".{os.getpid()}")
             aside.write_text(str(step))
-            aside.rename(self._marker)
+            aside.rename(marker)
         return False
+
+
+class Termination:
+    """The handler of SIGTERM, one for all folders of a process: the first save after the signal is the last."""
+
+    def __init__(self) -> None:
+        self.is_pending, self._folders = False, WeakSet[Checkpoints]()
+        self._before: Any = signal.SIG_DFL
+
+    def listen(self, folder: Checkpoints) -> None:
+        """Note SIGTERM from now on, in a process of its own."""
+        if folder not in self._folders and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGTERM) != self._handle:
+                self._before = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
+            self._folders.add(folder)
+
+    def _handle(self, *_: Any) -> None:
+        """Handle SIGTERM; the next one is handled as before."""
+        self.is_pending = True
+        signal.signal(signal.SIGTERM, self._before)
+
+    def ignore(self, folder: Checkpoints) -> None:
+        """Handle SIGTERM as before, when the last folder has no save in progress."""
+        self._folders.discard(folder)
+        if not self._folders and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def end(self) -> None:
+        """End the process, as SIGTERM does without a folder."""
+        self.is_pending = False
+        self._folders.clear()
+        signal.signal(signal.SIGTERM, self._before)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+termination = Termination()
 
 
 def _is_step(name: str) -> bool:
@@ -210,12 +229,15 @@ def _is_step(name: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: its index first, so that it is none from then on. Other files, and their folder, stay."""
+    """Remove a checkpoint: its index first, so that it is none from then on. Other files and what a link names stay."""
+    if path.is_symlink():
+        disk.unlink(path)
+        return
     names = sorted(os.listdir(path))
     if INDEX in names:
         disk.unlink(path / INDEX)
         disk.fsync_folder(path)
-    own = [name for name in names if OWN_FILE.fullmatch(name)]
+    own = ended_saves(path)
     for name in own:
         disk.unlink(path / name)
     if {*names} <= {INDEX, *own}:

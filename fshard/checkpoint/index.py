@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -18,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fshard.checkpoint.copying import are_tiles
 from fshard.checkpoint.division import ArrayEntry, Division
 from fshard.checkpoint.files import BLOCK, DTYPES, digest
 from fshard.checkpoint.names import PLAIN, NamedLeaf, is_array, name_of, stored_parts
@@ -160,27 +162,34 @@ def _validate(index: Index) -> None:
     paths = [*(one.path for one in index.arrays), *(path for path, _ in (*index.ties, *index.values))]
     entries = [*chain(*paths)]
     layouts = {one.layout for one in index.arrays}
-    held = dict[str, int]()
+    parts: dict[str, list[ArrayEntry]] = defaultdict(list)
     for one in index.arrays:
-        held[one.name] = held.get(one.name, 0) + prod(one.shape)
+        parts[one.name].append(one)
     checks = {
         "names of files": all(_FILE.fullmatch(name) for one in index.writers for name in (one.data, one.manifest)),
         "numbers": all(type(one) is int and 0 <= one < 1 << 60 for one in {*numbers, *chain(*sizes), index.devices}),
         "paths": all(isinstance(one, str | int) or (len(one) == 1 and isinstance(one[0], PLAIN)) for one in entries),
         "values": all(_is_json(value) for _, value in index.values),
         "metrics": all(isinstance(one, int | float) for one in index.metrics.values()),
-        "ties": all(name in held for _, name in index.ties),
+        "ties": all(name in parts for _, name in index.ties),
         "devices": {len(sizes), *(one.mesh.size for one in layouts)} == {index.devices},
         "parts": all(
-            held[one.name] == prod(one.full_shape) < 1 << 60
+            prod(one.full_shape) < 1 << 60
             and len(one.shape) == len(one.offset) == len(one.full_shape) >= len(one.layout.spec.entries)
             for one in index.arrays
-        ),
+        )
+        and all(map(_are_tiles, parts.values())),
         "sizes": sum(prod(one.shape) * one.itemsize for one in index.arrays)
         == sum(size - head for size, head in sizes),
     }
     if wrong := [what for what, is_right in checks.items() if not is_right]:
         raise ValueError(f"wrong {', '.join(wrong)}")
+
+
+def _are_tiles(parts: Sequence[ArrayEntry]) -> bool:
+    """Return True if the parts of an array are disjoint and cover it."""
+    blocks = [[(start, start + length) for start, length in zip(one.offset, one.shape, strict=True)] for one in parts]
+    return len({one.full_shape for one in parts}) == 1 and are_tiles([*map(tuple, blocks)], parts[0].full_shape)
 
 
 def read_manifest(folder: Path, writer: WriterFiles) -> list[str]:

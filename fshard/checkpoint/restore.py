@@ -4,7 +4,7 @@
     targets    the range of each shard held here, and its memory
     source     reads, verifies and copies
 
-Nothing is written to before names, shapes, dtypes and files are checked.
+Nothing is written to before names, shapes, dtypes and digests are checked: a file is read twice.
 """
 
 from __future__ import annotations

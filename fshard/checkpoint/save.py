@@ -3,6 +3,9 @@
 snapshot     the share of each device held here, and the index: `TreeSnapshot`
 write        data, fsync, manifest, fsync            by each device
 commit       the index aside, fsync, rename, fsync   by whichever device first sees all manifests; the others wait for it
+
+Data files are locked until their save has ended, and a folder during a commit: another job that saves in the folder removes
+only what no process writes.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ import secrets
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,20 +27,25 @@ import torch
 import torch.distributed as dist
 
 from fshard.checkpoint.division import ArrayEntry
-from fshard.checkpoint.files import DigestWriter, attempt, bytes_of, digest, disk, header_of, make_folder, write_file
-from fshard.checkpoint.index import (
-    INDEX,
-    Index,
-    WriterFiles,
-    as_text,
-    read_sealed,
-    sealed,
+from fshard.checkpoint.files import (
+    DigestWriter,
+    attempt,
+    bytes_of,
+    digest,
+    disk,
+    header_of,
+    is_locked,
+    locked_folder,
+    make_folder,
+    write_file,
 )
-from fshard.checkpoint.snapshot import TreeSnapshot, WrittenRange, snapshot_of
+from fshard.checkpoint.index import INDEX, Index, WriterFiles, as_text, read_sealed, sealed
+from fshard.checkpoint.snapshot import TreeSnapshot, snapshot_of
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import broadcast, pmax
 from fshard.mesh.layout import PyTree
-from fshard.mesh.runtimes.launchers import process_index
+from fshard.mesh.runtimes.launchers import process_count, process_index
+from fshard.mesh.runtimes.process import has_ended
 from fshard.mesh.spmd.scope import here
 
 OWN_FILE = re.compile(r"[0-9a-f]{11,}-[0-9]+\.(safetensors|json|failed|index)(\.tmp)?")
@@ -111,28 +120,25 @@ def next_token() -> str:
 def write(folder: Path, taken: TreeSnapshot, token: str, timeout: float) -> None:
     """Write the shares of the devices held here, and wait until the checkpoint is complete."""
     text, failed = taken.index.body(), None
-    try:
-        attempt(lambda: make_folder(folder), f"{folder} cannot be made")
-        _validate_index_is_ours(folder / INDEX)
-        for device, parts in taken.shares.items():
-            what = f"{folder}: device {device} cannot write"
-            attempt(
-                lambda device=device, parts=parts: _write_share(folder, taken.index, device, parts, token, text),
-                what,
-            )
-    except BaseException as error:
-        failed = error
-        with suppress(OSError):
-            for name in [f"{token}-{device}" for device in taken.shares]:  # to free a full disk
-                if not (folder / f"{name}.json").exists():
-                    disk.unlink(folder / f"{name}.safetensors")
-        _mark_failed(folder, token, min(taken.shares), error)
-    meet()
-    if failed is not None:
-        raise failed
-    attempt(
-        lambda: _commit(folder, taken.index, text, token, min(taken.shares), timeout), f"{folder} cannot be committed"
-    )
+    with ExitStack() as locks:
+        try:
+            attempt(lambda: make_folder(folder), f"{folder} cannot be made")
+            _validate_index_is_ours(folder / INDEX)
+            for device in taken.shares:
+                what = f"{folder}: device {device} cannot write"
+                attempt(lambda device=device: _write_share(folder, taken, device, token, text, locks), what)
+        except BaseException as error:
+            failed = error
+            with suppress(OSError):
+                for name in [f"{token}-{device}" for device in taken.shares]:  # to free a full disk
+                    if not (folder / f"{name}.json").exists():
+                        disk.unlink(folder / f"{name}.safetensors")
+            _mark_failed(folder, token, min(taken.shares), error)
+        meet()
+        if failed is not None:
+            raise failed
+        what, device = f"{folder} cannot be committed", min(taken.shares)
+        attempt(lambda: _commit(folder, taken.index, text, token, device, timeout), what)
 
 
 def _mark_failed(folder: Path, token: str, device: int, error: BaseException | str) -> None:
@@ -155,28 +161,28 @@ def _validate_index_is_ours(index: Path) -> None:
         raise CheckpointError(f"{index} must be that of a checkpoint, or absent; got another file. Save elsewhere.")
 
 
-def _write_share(folder: Path, index: Index, device: int, parts: Sequence[WrittenRange], token: str, text: str) -> None:
-    """Write the data of one device and its manifest."""
+def _write_share(folder: Path, taken: TreeSnapshot, device: int, token: str, text: str, locks: ExitStack) -> None:
+    """Write the data of one device and its manifest; `locks` releases the data."""
+    index, parts = taken.index, taken.shares[device]
     named = [(_key(index.arrays[part.array]), index.arrays[part.array].dtype, part.shape) for part in parts]
     header = header_of(named)
     file = DigestWriter(folder / f"{token}-{device}.safetensors")
-    try:
-        file.write(header)
-        for part in parts:
-            if part.values.device.type == "cpu":
-                file.write(bytes_of(part.values))
-                continue
-            for values in part.values.split(max(1, _STEP // part.values.itemsize)):
-                file.write(bytes_of(values.cpu()))
-        file.close()
-    finally:
-        file.release()
+    locks.callback(file.release)
+    file.write(header)
+    for part in parts:
+        if part.values.device.type == "cpu":
+            file.write(bytes_of(part.values))
+            continue
+        for values in part.values.split(max(1, _STEP // part.values.itemsize)):
+            file.write(bytes_of(values.cpu()))
+    file.close()
     manifest = {
         "device": device,
         "size": file.size,
         "header": len(header),
         "index": digest(text.encode()),
         "digests": file.digests,
+        "replicas": taken.replicas[device],
         "metrics": index.metrics,
     }
     write_file(folder / f"{token}-{device}.json", sealed(as_text(manifest)))
@@ -190,7 +196,7 @@ def _key(entry: ArrayEntry) -> str:
 def _commit(folder: Path, index: Index, text: str, token: str, device: int, timeout: float) -> None:
     """Write the index as soon as all manifests are there, or wait for the device that does."""
     wanted = {f"{token}-{number}.json": number for number in range(index.devices)}
-    end = time.monotonic() + timeout
+    look, end = time.monotonic() + 1, time.monotonic() + timeout
     while True:
         found = {*os.listdir(folder)}
         failed = sorted(name for name in found if name.startswith(f"{token}-") and name.endswith(".failed"))
@@ -202,23 +208,45 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
             break
         if hasattr(sys, "last_value") and not threading.main_thread().is_alive():
             raise CheckpointError(f"{folder} is not saved: this process ended by an error before all had written.")
+        late, reason = [number for name, number in wanted.items() if name in missing], ""
         if time.monotonic() > end:
-            late = ", ".join(str(number) for name, number in wanted.items() if name in missing)
-            text = f"after {timeout} s there is no manifest of devices {late}."
-            _mark_failed(folder, token, device, text)  # so that those do not commit it later
-            raise CheckpointError(f"{folder} is not saved: {text}")
+            reason = f"after {timeout} s there is no manifest of devices {', '.join(map(str, late))}."
+        elif time.monotonic() > look:
+            look = time.monotonic() + 1
+            ended = [str(number) for number in late if _has_ended(folder, index, token, number, device)]
+            reason = f"the processes of devices {', '.join(ended)} have ended." if ended else ""
+        if reason:
+            _mark_failed(folder, token, device, reason)  # so that those do not commit it later
+            raise CheckpointError(f"{folder} is not saved: {reason}")
         time.sleep(PAUSE)
-    if not is_committed(folder, token):
-        _write_index(folder, index, text, token, device)
+    with locked_folder(folder):
+        if not is_committed(folder, token):
+            _write_index(folder, index, text, token, device)
+        _validate_files(folder, token, index, {INDEX})
+
+
+def _has_ended(folder: Path, index: Index, token: str, number: int, device: int) -> bool:
+    """Return True if the process of a device has ended: its link is closed, or its data unlocked, where locks work."""
+    files = [folder / f"{token}-{one}.safetensors" for one in (number, device)]
+    is_unlocked = files[0].exists() and not is_locked(files[0]) and is_locked(files[1])
+    return is_unlocked or (index.devices == process_count() and has_ended(number))
+
+
+def _validate_files(folder: Path, token: str, index: Index, names: set[str]) -> None:
+    files = {f"{token}-{device}.{kind}" for device in range(index.devices) for kind in ("safetensors", "json")}
+    if lost := (files | names) - {*os.listdir(folder)}:
+        raise CheckpointError(f"{folder} is not saved: another job uses it, and has removed {', '.join(sorted(lost))}.")
 
 
 def _write_index(folder: Path, index: Index, text: str, token: str, device: int) -> None:
     writers, others, metrics = list[WriterFiles](), list[int](), dict[str, float]()
+    replicas = list[list[str]]()
     for number in range(index.devices):
         name = f"{token}-{number}"
         found = read_sealed(folder / f"{name}.json")
         own = digest(as_text(found).encode())
         writers.append(WriterFiles(f"{name}.safetensors", found["size"], found["header"], f"{name}.json", own))
+        replicas.append(found["replicas"])
         others += [number] * (found["index"] != digest(text.encode()))
         metrics = found["metrics"] if number == 0 else metrics
     if others:
@@ -226,6 +254,12 @@ def _write_index(folder: Path, index: Index, text: str, token: str, device: int)
             f"{folder} is not saved: devices {', '.join(map(str, others))} have other names, shapes, layouts or values than "
             f"device {device}. Plain tensors and values must be equal on all."
         )
+    if differences := _differences(index, replicas):
+        raise CheckpointError(
+            f"{folder} is not saved: replicated arrays must be equal on all devices; got others of "
+            f"{'; '.join(differences[:20])}. Average or broadcast them; save random states as fs.RandomState()."
+        )
+    _validate_files(folder, token, index, set())
     disk.fsync_folder(folder)  # with the names of all files
     aside = folder / f"{token}-{device}.index"
     write_file(aside, sealed(f'{text[:-1]},"metrics":{as_text(metrics)},"writers":{as_text(writers)}}}'))
@@ -233,6 +267,19 @@ def _write_index(folder: Path, index: Index, text: str, token: str, device: int)
     disk.fsync_folder(folder)
     with suppress(OSError):  # the next save removes them
         remove_others(folder, token)
+
+
+def _differences(index: Index, replicas: Sequence[Sequence[str]]) -> list[str]:
+    """Return the arrays whose shards differ between devices that have the same one, by their digests, and these devices."""
+    texts = list[str]()
+    for number, entry in enumerate(index.arrays if any(row != replicas[0] for row in replicas) else ()):
+        first, others = dict[int, int](), dict[int, list[int]]()
+        for device, row in enumerate(replicas if entry.replicas > 1 else ()):
+            like = first.setdefault(entry.shard_number(device), device)
+            if row[number] != replicas[like][number]:
+                others.setdefault(like, []).append(device)
+        texts += [f"{entry.name} on devices {', '.join(map(str, [like, *row]))}" for like, row in others.items()]
+    return texts
 
 
 def is_committed(folder: Path, token: str) -> bool:
@@ -243,7 +290,17 @@ def is_committed(folder: Path, token: str) -> bool:
 
 
 def remove_others(folder: Path, token: str) -> None:
-    """Remove the files of earlier saves, and of those that did not end."""
-    for name in sorted(os.listdir(folder)):
-        if OWN_FILE.fullmatch(name) and not name.startswith(f"{token}-"):
+    """Remove the files of saves that have ended, but of this one."""
+    for name in ended_saves(folder):
+        if not name.startswith(f"{token}-"):
             disk.unlink(folder / name)
+
+
+def ended_saves(folder: Path) -> list[str]:
+    """Return the files of saves of which no process is in progress, complete or not."""
+    saves: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(os.listdir(folder)):
+        if OWN_FILE.fullmatch(name):
+            saves[name.partition("-")[0]].append(name)
+    locked = {token for token, names in saves.items() if any(is_locked(folder / name) for name in names)}
+    return [name for token, names in saves.items() if token not in locked for name in names]

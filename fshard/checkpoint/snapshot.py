@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.checkpoint.division import ArrayEntry
+from fshard.checkpoint.files import digest_of
 from fshard.checkpoint.index import Index, storable, validate_storable
 from fshard.checkpoint.names import NamedLeaf, is_array, is_object, leaves_of, opened, stored_parts, validate_unique
 from fshard.errors import CheckpointError
@@ -32,10 +33,14 @@ class WrittenRange(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeSnapshot:
-    """The ranges that the devices held here are to write, in the order of their files."""
+    """The ranges that the devices held here are to write, in the order of their files.
+
+    `replicas`: by device the digest of its shard of each array, "" of those that no other device has.
+    """
 
     index: Index
     shares: Mapping[int, Sequence[WrittenRange]]
+    replicas: Mapping[int, Sequence[str]]
 
     def staged(self, staging: dict[int, Tensor]) -> TreeSnapshot:
         """Return a copy on the host, in memory of each device that is kept for the next one."""
@@ -47,7 +52,7 @@ class TreeSnapshot:
             parts = staging[device][:size].split([one.values.nbytes for one in ranges])
             copies = [part.view(one.values.dtype).copy_(one.values) for part, one in zip(parts, ranges, strict=True)]
             shares[device] = [one._replace(values=own) for one, own in zip(ranges, copies, strict=True)]
-        return TreeSnapshot(self.index, shares)
+        return TreeSnapshot(self.index, shares, self.replicas)
 
 
 class WritingDevices(NamedTuple):
@@ -77,7 +82,8 @@ def snapshot_of(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeS
         {one.name: float(one.value) for one in leaves_of(dict(metrics or {})) if _is_number(one.value)},
     )
     tensors = [x for _, _, x in stored]
-    return TreeSnapshot(index, {device: [*_share(index, tensors, device)] for device in world.own})
+    shares = {device: [*_share(index, tensors, device)] for device in world.own}
+    return TreeSnapshot(index, shares, {device: _replicas(index, tensors, device) for device in world.own})
 
 
 def _is_number(x: Any) -> bool:
@@ -130,6 +136,11 @@ def _share(index: Index, tensors: Sequence[Any], device: int) -> Iterator[Writte
         shard, first = _shard(tensors[number], device).detach().resolve_conj().resolve_neg(), column.firsts[number]
         shape = tuple(shard.shape) if stop - start == shard.numel() else (stop - start,)
         yield WrittenRange(number, shape, shard.reshape(-1)[start - first : stop - first])
+
+
+def _replicas(index: Index, tensors: Sequence[Any], device: int) -> list[str]:
+    pairs = zip(index.arrays, tensors, strict=True)
+    return [digest_of(_shard(x, device)) if entry.replicas > 1 else "" for entry, x in pairs]
 
 
 def _shard(x: Any, device: int) -> Tensor:

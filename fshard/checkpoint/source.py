@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fshard.checkpoint.copying import Span, copy
-from fshard.checkpoint.files import BLOCK, BlockReader, bytes_of
+from fshard.checkpoint.files import BLOCK, BlockReader
 from fshard.checkpoint.index import INDEX, Index, read_index, read_manifest
 from fshard.checkpoint.names import Path as TreePath
 from fshard.checkpoint.names import name_of
@@ -27,8 +26,6 @@ from fshard.errors import CheckpointError
 
 THREADS = 4
 """Files that are read at a time."""
-DIRECT = 1 << 14
-"""Bytes from which on a range of a file is read directly into its target."""
 
 
 class StoredArray(NamedTuple):
@@ -70,7 +67,7 @@ class Source(Protocol):
         ...
 
     def read(self, targets: Sequence[Target]) -> None:
-        """Fill the memory of all targets."""
+        """Fill the memory of all targets, after all of what they need is verified."""
         ...
 
 
@@ -86,18 +83,6 @@ class ReadRange:
     @cached_property
     def size(self) -> int:
         return (self.span.stop - self.span.start) * self.dtype.itemsize
-
-    @cached_property
-    def is_direct(self) -> bool:
-        """True if its bytes are those of a range of the target's memory."""
-        into = self.target.into
-        return self.span.block == self.target.span.block and into.dtype == self.dtype and into.device.type == "cpu"
-
-    @cached_property
-    def memory(self) -> memoryview:
-        """Its memory in the target."""
-        first = self.target.span.start
-        return bytes_of(self.target.into[self.span.start - first : self.span.stop - first])
 
 
 class OwnFolder:
@@ -137,15 +122,16 @@ class OwnFolder:
         return found
 
     def read(self, targets: Sequence[Target]) -> None:
-        found = self.parts(targets)
-        with ThreadPoolExecutor(THREADS) as pool:
-            done = [pool.submit(self._read_file, device, parts) for device, parts in sorted(found.items())]
-        if failed := [error for one in done if (error := one.exception())]:
-            raise CheckpointError("\n".join(map(str, failed))) from failed[0]
+        files = self.parts(targets)
+        for copies in (False, True):
+            with ThreadPoolExecutor(THREADS) as pool:
+                done = [pool.submit(self._read_file, *file, copies) for file in sorted(files.items())]
+            if failed := [error for one in done if (error := one.exception())]:
+                raise CheckpointError("\n".join(map(str, failed))) from failed[0]
 
     @torch.no_grad()
-    def _read_file(self, device: int, parts: Sequence[ReadRange]) -> None:
-        """Read what targets need of the file of one writer."""
+    def _read_file(self, device: int, parts: Sequence[ReadRange], copies: bool) -> None:
+        """Verify, or copy, what targets need of the file of one writer."""
         writer = self.index.writers[device]
         in_block: dict[int, list[ReadRange]] = defaultdict(list)
         for part in parts:
@@ -155,34 +141,20 @@ class OwnFolder:
             for number in range(begin // BLOCK, (begin + part.size - 1) // BLOCK + 1):
                 in_block[number].append(part)
         reader = BlockReader(self.folder / writer.data, writer.size, read_manifest(self.folder, writer))
-        buffer = memoryview(bytearray(min(BLOCK, writer.size)))
         try:
             for number, inside in sorted(in_block.items()):
-                _read_block(reader, number, inside, buffer, number * BLOCK - writer.header)
+                if not copies:
+                    reader.verify(number)
+                    continue
+                block = reader.block(number)
+                for part in inside:
+                    _copy_from(block, number * BLOCK - writer.header, part)
         finally:
             reader.close()
 
 
-def _read_block(reader: BlockReader, number: int, parts: list[ReadRange], buffer: memoryview, begin: int) -> None:
-    """Read the block of a file from a byte after the header on: large parts into their targets, others are copied."""
-    length, at, views, copied = reader.length(number), 0, list[memoryview](), list[ReadRange]()
-    parts = sorted(parts, key=lambda part: part.byte)
-    are_apart = all(one.byte + one.size <= other.byte for one, other in pairwise(parts))
-    for part in parts:
-        start, stop = max(part.byte - begin, 0), min(part.byte + part.size - begin, length)
-        if are_apart and stop - start >= DIRECT and part.is_direct:
-            first = start + begin - part.byte
-            views += [buffer[at:start], part.memory[first : first + stop - start]]
-            at = stop
-        else:
-            copied.append(part)
-    reader.read(number, [*views, buffer[at:length]])
-    for part in copied:
-        _copy_from(buffer[:length], begin, part)
-
-
 def _copy_from(block: memoryview, begin: int, part: ReadRange) -> None:
-    """Copy what a block of a file has of a part."""
+    """Copy what a block of a file, from a byte after the header on, has of a part."""
     each = part.dtype.itemsize
     first = max(0, (begin - part.byte) // each)
     last = min(part.size // each, (begin + len(block) - part.byte) // each)

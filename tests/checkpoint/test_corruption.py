@@ -213,6 +213,24 @@ def test_index_allocates_no_more_than_files_hold(change, how, saved, tmp_path, m
         fs.restore(path, **target)
 
 
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [([6, 8], [0, 0]), ([6, 8], [0, 0])],
+        [([6, 8], [0, 0]), ([6, 8], [5, 0])],
+        [([6, 8], [0, 0]), ([6, 8], [7, 0])],
+        [([4, 8], [0, 0]), ([4, 8], [0, 0]), ([4, 8], [8, 0])],
+    ],
+)
+def test_parts_of_an_array_that_overlap_or_leave_gaps_are_refused(blocks, saved, tmp_path):
+    def change(index):
+        entry = index["arrays"][0]
+        index["arrays"][:1] = [[entry[0], shape, *entry[2:4], offset, [12, 8]] for shape, offset in blocks]
+
+    with pytest.raises(CheckpointError, match="wrong parts"):
+        fs.restore(manipulated(tmp_path, saved[0], change))
+
+
 def test_manifest_of_another_size_is_refused(saved, tmp_path):
     path = written(tmp_path, saved[0])
     manifest = next(path.glob("*-1.json"))
@@ -288,3 +306,35 @@ def test_other_json_is_refused(text, saved, tmp_path):
     (path / "index.json").write_text(text)
     with pytest.raises(CheckpointError, match="is not as it was written"):
         fs.restore(path)
+
+
+# -- the target of a restore that fails ---------------------------------------------------------------------------------
+
+
+def dcp_folder(path, x):
+    fs.export(path, {"a": x, "b": 2 * x}, to="dcp")
+    with next(path.glob("*.distcp")).open("r+b") as file:
+        file.seek(-x.nbytes, 2)
+        file.write(bytes(x.nbytes))
+
+
+def own_folder(path, x):
+    fs.save(path, {"a": x, "b": 2 * x})
+    with next(path.glob("*.safetensors")).open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+
+
+@pytest.mark.parametrize("write", [own_folder, dcp_folder])
+@pytest.mark.parametrize("runtime", ["plain", "virtual"])
+def test_a_failed_restore_leaves_the_target_as_it_was(write, runtime, tmp_path):
+    """Also the arrays whose bytes are right: the corrupt ones come last."""
+    x = torch.randn(BLOCK // 4)
+    write(tmp_path / "7", x)
+    layout = fs.Layout(fs.make_mesh({"data": 2}), P("data"))
+    target = {name: torch.zeros(len(x)) for name in "ab"}
+    if runtime == "virtual":
+        target = fs.device_put(target, layout)
+    with pytest.raises(CheckpointError):
+        fs.restore(tmp_path / "7", target)
+    assert all(not fs.unshard(one).any() for one in target.values())

@@ -4,9 +4,12 @@ import errno
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -280,6 +283,66 @@ def test_crash_while_checkpoints_are_removed_leaves_complete_ones(tmp_path, use)
     assert {"remove_folder", "unlink"} <= {*disk.calls}
 
 
+# -- two jobs ---------------------------------------------------------------------------------------------------------
+
+
+class RacingDisk(QuickDisk):
+    """A disk on which two threads take turns at random: one of them has the next few changes, the other waits."""
+
+    def __init__(self, seed):
+        self.chance, self.turn, self.left, self.done = random.Random(seed), 0, 0, set()
+        self.condition = threading.Condition()
+        for name in ("open_new", "write", "rename", "unlink", "fsync_folder", "fsync", "remove_folder"):
+            setattr(self, name, lambda *args, name=name: (self._wait(), getattr(QuickDisk, name)(self, *args))[1])
+
+    def _wait(self):
+        with self.condition:
+            job = int(threading.current_thread().name)
+            self.condition.wait_for(lambda: self.turn == job or self.done, timeout=0.05)
+            self.left -= 1
+            if self.left < 0:
+                self.turn, self.left = self.chance.randrange(2), self.chance.randrange(6)
+            self.condition.notify_all()
+
+
+def race(disk, jobs):
+    """Run two jobs by turns; return their errors."""
+    errors = []
+
+    def run(number):
+        try:
+            jobs[number]()
+        except Exception as error:
+            errors.append(error)
+        with disk.condition:
+            disk.done.add(number)
+            disk.condition.notify_all()
+
+    threads = [threading.Thread(target=run, args=(number,), name=str(number)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_two_jobs_in_one_folder_leave_a_checkpoint_or_raise(tmp_path, use):
+    """200 races of saves, and of saves with the retention of another job."""
+    trees, failed = [tree(1, 2), tree(2, 2)], 0
+    for seed in range(200):
+        path = tmp_path / str(seed)
+        first = partial(fs.save, path / "7", trees[0], timeout=5)
+        second = partial(fs.save, path / "7", trees[1], timeout=5)
+        if seed % 4 == 0:
+            second = partial(fs.Checkpoints(path, keep=1).save, 9, trees[1])
+        errors = race(use(RacingDisk(seed)), [first, second])
+        values = [loaded(path / name) for name in ("7", "9")]
+        assert errors or values in ([[1, None], [2, None]] if seed % 4 else [[1, 2], [None, 2]]), (seed, values)
+        failed += bool(errors)
+        assert all(isinstance(error, CheckpointError) for error in errors), errors
+    assert failed <= 10
+
+
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +384,29 @@ def test_failed_and_late_processes_raise_everywhere_and_commit_nothing(tmp_path)
     assert "after 0.2 s there is no manifest of devices 1" in first[1]
     assert "another device failed" in second[1] and "no manifest of devices 1" in second[1]
     assert loaded(path) == 1
+
+
+def dies(path, is_direct):
+    """Save, but not on process 1: it ends before it has a file, or before its file is complete."""
+    own, disk = tree(2, 2), files.Disk()
+    if torch.distributed.get_rank():
+        disk.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        for module in MODULES:
+            module.disk = disk
+        if is_direct:
+            os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        fs.save(path / "7", own, timeout=60)
+    except CheckpointError as error:
+        (path / "error").write_text(f"{time.monotonic() - began:.1f} {error}")
+
+
+def test_a_process_that_ended_is_noticed_within_two_seconds(link, tmp_path):
+    with pytest.raises(Exception, match="SIGKILL|ended"):
+        run_processes(dies, 2, tmp_path, link == {}, environment=link)
+    seconds, _, text = (tmp_path / "error").read_text().partition(" ")
+    assert "the processes of devices 1 have ended" in text and float(seconds) < 4  # 1 to 2 on an idle machine
 
 
 KILLED = """

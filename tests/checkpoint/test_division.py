@@ -199,13 +199,14 @@ def test_spans_of_devices_are_what_layouts_store(data):
 @pytest.fixture
 def read(monkeypatch):
     """The bytes of blocks that were read, by file."""
-    found, original = {}, source.BlockReader.read
+    found, original = {}, source.BlockReader.block
 
-    def spied(reader, number, into):
-        found[reader.path.name, number] = reader.length(number)
-        original(reader, number, into)
+    def spied(reader, number):
+        block = original(reader, number)
+        found[reader.path.name, number] = len(block)
+        return block
 
-    monkeypatch.setattr(source.BlockReader, "read", spied)
+    monkeypatch.setattr(source.BlockReader, "block", spied)
     return found
 
 

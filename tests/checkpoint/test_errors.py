@@ -10,6 +10,7 @@ from fshard import P
 from fshard.checkpoint import files
 from fshard.checkpoint.index import as_text, read_sealed, sealed
 from fshard.errors import CheckpointError
+from fshard.testing.processes import run_processes
 
 
 def tree(**more):
@@ -172,3 +173,63 @@ def test_processes_with_other_values_are_named(tmp_path):
 
     text = message(fs.run, main, mesh=fs.make_mesh({"data": 4}))
     assert "have other names, shapes, layouts or values than device" in text and not (tmp_path / "index.json").exists()
+
+
+def unlike(path, mesh):
+    """Save arrays that differ between devices, one at a time; return the errors, by what differs."""
+    number = int(fs.mesh.process_index() if mesh.runtime == "process" else fs.axis_index("data"))
+    norm, texts = torch.nn.BatchNorm1d(2), {}
+    norm(torch.full((4, 2), float(number)))
+    x = fs.device_put(torch.zeros(4), fs.Layout(mesh, P()))
+    x.local[-1] = number
+    trees = {
+        "plain": torch.full((6,), float(number)),
+        "norm": norm,
+        "array": x,
+        "generator": torch.Generator().manual_seed(number).get_state(),
+        "random": fs.RandomState(torch.Generator().manual_seed(number)),
+        "equal": torch.zeros(3),
+    }
+    for name, leaf in trees.items():
+        try:
+            fs.save(path / name, {"same": torch.ones(2), name: leaf, "sharded": torch.ones(1)}, timeout=20)
+        except CheckpointError as error:
+            texts[name] = str(error)
+    return texts
+
+
+def validate_unlike(texts, path):
+    assert [*texts] == ["plain", "norm", "array", "generator"]
+    for name, leaf in {
+        "plain": "plain",
+        "norm": "norm.running_mean",
+        "array": "array",
+        "generator": "generator",
+    }.items():
+        assert f"{leaf} on devices 0, 1" in texts[name] and "same" not in texts[name].partition("got")[2], texts[name]
+        assert not (path / name / "index.json").exists()
+    assert fs.restore(path / "random")["random"]["rows"].shape[0] == 2
+
+
+def test_arrays_that_differ_between_virtual_devices_are_named(tmp_path):
+    mesh = fs.make_mesh({"data": 2})
+    for texts in fs.run(lambda: unlike(tmp_path, mesh), mesh=mesh):
+        validate_unlike(texts, tmp_path)
+
+
+def unlike_processes(path):
+    return unlike(path, fs.make_mesh({"data": 2}))
+
+
+def test_arrays_that_differ_between_processes_are_named(tmp_path):
+    for texts in run_processes(unlike_processes, 2, tmp_path):
+        validate_unlike(texts, tmp_path)
+
+
+def test_replicas_are_compared_within_their_group(tmp_path):
+    """Devices of one shard of a mesh of two axes; shards of other devices differ."""
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    x = fs.device_put(torch.arange(4.0), fs.Layout(mesh, P("model")))
+    fs.save(tmp_path / "equal", {"x": x})
+    x.shards[3][0] = 7
+    assert "x on devices 1, 3" in message(fs.save, tmp_path / "other", {"x": x})

@@ -327,3 +327,33 @@ def test_leaves_that_a_format_cannot_have_are_all_named(tmp_path):
         fs.export(tmp_path / "x", {"weight": torch.ones(1)}, to="peft", model=torch.nn.Linear(1, 1, bias=False))
     with pytest.raises(CheckpointError, match="bias are missing"):
         fs.export(tmp_path / "x", {"weight": torch.ones(1, 1)}, model=torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("to", ["save", "hf", "dcp", "torch", "safetensors"])
+def test_strided_tensors_are_written(to, tmp_path):
+    x, z = torch.arange(24.0).view(4, 6), torch.view_as_complex(torch.arange(6.0).view(3, 2))
+    tensors = {"rows": x[::2], "column": x[:, 1], "expanded": torch.ones(1).expand(5), "diagonal": x.diagonal()}
+    tensors |= {"real": z.real, "imaginary": z.imag, "bytes": torch.arange(9, dtype=torch.int8)[1::2], "turned": x.t()}
+    if to == "save":
+        fs.save(tmp_path / "x", tensors)
+    else:
+        fs.export(tmp_path / "x", tensors, to=to)
+    restored = fs.restore(tmp_path / "x")
+    assert restored.keys() == tensors.keys()
+    assert all(torch.equal(restored[name], leaf) for name, leaf in tensors.items())
+
+
+def test_config_of_a_boosted_model_is_written(tmp_path):
+    class Config:
+        def save_pretrained(self, folder):
+            (folder / "config.json").write_text("{}")
+
+    def main():
+        module = torch.nn.Linear(2, 2)
+        module.config = Config()
+        model, *_ = fs.Booster().boost(module)
+        for name, params in {"boosted": model, "module": module}.items():
+            fs.export(tmp_path / name, params)
+
+    fs.run(main, mesh=fs.make_mesh({"data": 2}))
+    assert all((tmp_path / name / "config.json").exists() for name in ("boosted", "module"))

@@ -44,21 +44,23 @@ def test_digests_are_of_each_block_however_it_is_written(tmp_path_factory, parts
 
 
 @given(st.binary(min_size=1, max_size=300), st.data())
-def test_reader_fills_any_views_with_a_block(tmp_path_factory, data, draw):
+def test_reader_maps_and_verifies_a_block(tmp_path_factory, data, draw):
     path = tmp_path_factory.mktemp("a") / "x"
     written(path, [data])
     reader = files.BlockReader(path, len(data), digests(data))
     number = draw.draw(st.integers(0, (len(data) - 1) // 64))
-    length = reader.length(number)
-    cuts = sorted(draw.draw(st.lists(st.integers(0, length), max_size=3)))
-    views = [memoryview(bytearray(stop - start)) for start, stop in zip([0, *cuts], [*cuts, length], strict=True)]
-    reader.read(number, views)
-    assert b"".join(views) == data[number * 64 : number * 64 + 64]
+    reader.verify(number)
+    assert reader.block(number) == data[number * 64 : number * 64 + 64]
     changed = bytearray(data)
     changed[number * 64] ^= 1
     path.write_bytes(changed)
-    with pytest.raises(CheckpointError, match=f"bytes {number * 64} to {number * 64 + length} are not those"):
-        reader.read(number, views)
+    with pytest.raises(
+        CheckpointError, match=f"bytes {number * 64} to {min(number * 64 + 64, len(data))} are not those"
+    ):
+        reader.verify(number)
+    path.write_bytes(data[:-1])
+    with pytest.raises(CheckpointError, match="became shorter"):
+        reader.block(number)
     reader.close()
     path.write_bytes(data[:-1])
     with pytest.raises(CheckpointError, match=f"must have {len(data)} bytes; got {len(data) - 1}"):
@@ -83,3 +85,21 @@ def test_small_file_is_replaced_at_once(tmp_path):
     for data in (b"a" * 100, b""):
         files.write_file(path, data)
         assert path.read_bytes() == data and [one.name for one in tmp_path.iterdir()] == ["x"]
+
+
+@given(st.binary(min_size=2, max_size=200), st.data())
+def test_weighted_sums_change_with_any_byte_and_with_the_order(data, draw):
+    """The digest of a GPU's tensors, here of a CPU's."""
+    x = torch.tensor([*data], dtype=torch.uint8)
+    first, second = draw.draw(st.permutations(range(len(x))))[:2]
+    sums, changed, swapped = files._weighted_sums(x), x.clone(), x.clone()
+    changed[first] += draw.draw(st.integers(1, 255))
+    swapped[[first, second]] = x[[second, first]]
+    assert not torch.equal(files._weighted_sums(changed), sums)
+    assert torch.equal(files._weighted_sums(swapped), sums) == (data[first] == data[second])
+
+
+def test_digests_are_of_the_elements_in_order():
+    x, empty = torch.arange(24.0).view(4, 6), torch.empty(0, 2)
+    assert files.digest_of(x.t()) == files.digest_of(x.t().contiguous()) != files.digest_of(x)
+    assert files.digest_of(empty) == files.digest_of(empty.t()) and len(files._weighted_sums(empty.view(-1))) == 1

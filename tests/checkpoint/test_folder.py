@@ -111,6 +111,16 @@ def test_other_files_and_folders_stay(tmp_path):
     assert (tmp_path / "0" / "rank0.log").exists() and (tmp_path / "2").exists()
 
 
+def test_a_moved_and_linked_step_restores_and_outlives_its_link(tmp_path):
+    folder = fs.Checkpoints(tmp_path, keep=1)
+    folder.save(3, tree(3))
+    (tmp_path / "3").rename(tmp_path / "best")
+    (tmp_path / "3").symlink_to("best")
+    assert folder.restore()["steps"] == 3
+    folder.save(5, tree(5))
+    assert sorted(os.listdir(tmp_path)) == ["5", "best"] and fs.restore(tmp_path / "best")["steps"] == 3
+
+
 def test_an_index_of_another_program_stays(tmp_path):
     (tmp_path / "index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="must be that of a checkpoint, or absent"):
@@ -260,7 +270,7 @@ def test_sigterm_ends_a_process_of_two_folders_and_acts_as_before_after_wait(tmp
             for folder in (one, two):
                 if not ended:
                     folder.save(step, tree(step))
-        assert ended and (one.steps, two.steps) == ([4], [3])
+        assert ended and (one.steps, two.steps) == ([3], [])
         last = fs.Checkpoints(tmp_path / "c", every=1_000_000)
         last.save(1, tree(1))
         last.wait()

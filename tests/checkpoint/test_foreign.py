@@ -352,6 +352,12 @@ def test_malformed_metadata_is_refused(data, tmp_path):
     assert peak() - before < 16 << 20
 
 
+def repeat_chunk(metadata):
+    """Give both halves of an array the elements of the first: as many as it has, but not all of them."""
+    entry = metadata.state_dict_metadata["w"]
+    entry.chunks, entry.size = entry.chunks * 2, torch.Size([8])
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -364,6 +370,7 @@ def test_malformed_metadata_is_refused(data, tmp_path):
         (lambda m: setattr(place(m), "transform_descriptors", ["zstd"]), "as torch.save writes it"),
         (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([1 << 40])), "with the chunks"),
         (lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([1 << 40])), "a chunk of"),
+        (repeat_chunk, "with the chunks"),
         (lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "offsets", torch.Size([1])), "KeyError"),
         (
             lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", torch.float64),
@@ -441,3 +448,10 @@ def test_paths_without_a_checkpoint_are_named(tmp_path):
     ]:
         with pytest.raises(CheckpointError, match=text):
             fs.restore(path)
+
+
+def test_dcp_value_with_tensors_inside(tmp_path):
+    value = (torch.arange(3.0), {"k": torch.zeros(1)}, 3)
+    dcp.save({"w": torch.ones(2), "value": value}, checkpoint_id=tmp_path, no_dist=True)
+    restored = fs.restore(tmp_path)["value"]
+    assert torch.equal(restored[0], value[0]) and restored[1:] == [{"k": torch.zeros(1)}, 3]

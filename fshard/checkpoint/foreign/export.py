@@ -67,7 +67,7 @@ def export(
         to: "hf": safetensors for `from_pretrained`, tied parameters once; "dcp": torch.distributed.checkpoint; "torch":
             torch.save; "safetensors": one file; "peft": LoRA weights alone.
         model: of `fs.nn.lora`, with these parameters: its differences are merged into the weights; "peft" needs it.
-        config: for "hf", of the model: transformers' object or a dict, written to config.json; by default `model.config`.
+        config: for "hf", of the model: transformers' object or a dict, written to config.json; by default that of the module.
         shard_size: bytes per file, for "hf".
         timeout: seconds to wait for other processes.
 
@@ -92,8 +92,9 @@ def export(
             tree, config = _adapters(known, model)
         else:
             tree, merging = _merged(known, model)
-    if to == "hf" and config is None and hasattr(own := getattr(model, "config", None), "save_pretrained"):
-        config = own
+    module = getattr(params, "module", params) if model is None else model  # of a boosted model
+    if to == "hf" and config is None and hasattr(module_config := getattr(module, "config", None), "save_pretrained"):
+        config = module_config
     target, token, scope = Path(path).absolute(), next_token(), here()
     folder = target.with_name(f".{target.name}.{token}")
     taken = snapshot(folder, token, tree)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from fshard.checkpoint.copying import Block, Span, copy, overlap
+from fshard.checkpoint.copying import Block, Span, are_tiles, copy, overlap
 from fshard.checkpoint.files import DTYPES
 from fshard.checkpoint.index import INDEX
 from fshard.checkpoint.names import Path as TreePath
@@ -107,13 +107,14 @@ class ForeignFiles:
     def check(self) -> None: ...
 
     def read(self, targets: Sequence[Target]) -> None:
-        for name in dict.fromkeys(target.name for target in targets):
-            for block, x in self._blocks[name]:
-                span = Span(block, 0, prod(stop - start for start, stop in block))
-                near = [one for one in targets if one.name == name and overlap(span, one.span) != (0, 0)]
-                flat = (x if isinstance(x, Tensor) else x()).reshape(-1) if near else torch.empty(0)
-                for target in near:
-                    copy(span, flat, target.span, target.into)
+        for copies in (False, True):
+            for name in dict.fromkeys(target.name for target in targets):
+                for block, x in self._blocks[name]:
+                    span = Span(block, 0, prod(stop - start for start, stop in block))
+                    near = [one for one in targets if one.name == name and overlap(span, one.span) != (0, 0)]
+                    flat = (x if isinstance(x, Tensor) else x()).reshape(-1) if near else torch.empty(0)
+                    for target in near if copies else ():
+                        copy(span, flat, target.span, target.into)
 
 
 def _mapped(path: TreePath, x: Tensor) -> ForeignArray:
@@ -240,7 +241,9 @@ def _dcp(path: Path) -> ForeignFiles:
         if hasattr(one, "chunks"):
             arrays.append(_dcp_array(at, one, ranges[name]))
         else:
-            values += [((*at, *leaf.path), leaf.value) for leaf in leaves_of(_torch_load(*ranges[name][()]))]
+            leaves = [((*at, *leaf.path), leaf.value) for leaf in leaves_of(_torch_load(*ranges[name][()]))]
+            arrays += [_mapped(place, x) for place, x in leaves if is_array(x)]
+            values += [(place, x) for place, x in leaves if not is_array(x)]
     return ForeignFiles(arrays, values)
 
 
@@ -264,7 +267,7 @@ def _ranges_of(path: Path, found: Mapping[Any, Any]) -> Mapping[str, Mapping[Any
 def _dcp_array(path: TreePath, one: Any, ranges: Mapping[Any, _FileRange]) -> ForeignArray:
     """Return an array whose chunks fill it."""
     dtype, shape = one.properties.fields[0], _counts(one.size)
-    chunks, count = list[Any](), 0
+    chunks = list[Any]()
     for each in one.chunks:
         offsets, sizes = _counts(each.offsets), _counts(each.sizes)
         block = tuple([(at, at + size) for at, size in zip(offsets, sizes, strict=True)])
@@ -273,8 +276,7 @@ def _dcp_array(path: TreePath, one: Any, ranges: Mapping[Any, _FileRange]) -> Fo
         if is_outside or prod(sizes) * dtype.itemsize > place[2]:
             raise ValueError(f"a chunk of {path} at {offsets} of {sizes} in {place[2]} bytes")
         chunks += [(block or ((0, 1),), partial(_chunk, place, dtype, sizes))] if prod(sizes) else []
-        count += prod(sizes)
-    if count != prod(shape):
+    if not are_tiles([block for block, _ in chunks], shape or (1,)):
         raise ValueError(f"{path} of {shape} with the chunks {[block for block, _ in chunks]}")
     return ForeignArray(StoredArray(path, shape, dtype), chunks)
 

@@ -45,6 +45,12 @@ if TYPE_CHECKING:
 _state: dict[str, Any] = {"world": None, "meshes": {}, "process": None}
 
 
+def has_ended(rank: int) -> bool:
+    """Return True if another process of this machine, over a direct link, has ended."""
+    world: ProcessWorld | None = _state["world"]
+    return world is not None and world._neighbours.has_gone(rank)
+
+
 _KEPT = 16 << 20
 """Bytes up to which the C library keeps freed memory: glibc keeps blocks up to the largest one freed so far.
 
