@@ -91,7 +91,15 @@ class ValuelessMode(TorchFunctionMode):
                 f"{getattr(func, '__name__', func)} must be given values; got {shapes} without. A value that a later stage "
                 "uses must be an argument or a result of a block, or computed from integers, and not from its weights."
             )
-        result = func(*args, **named)
+        try:
+            result = func(*args, **named)
+        except TypeError as error:
+            if not (args and isinstance(args[0], Sharded)):
+                raise
+            raise MissingValueError(
+                f"{getattr(func, '__name__', func)} must be given a tensor; got {args[0]!r}, which skips blocks. With sharded "
+                "layers pass it from block to block as an argument."
+            ) from error
         self._observe(tensors, result)
         return result
 
