@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from fshard.booster.checkpoint import Checkpointing
 from fshard.booster.loader import DeviceState, Loader
 from fshard.booster.loop import LoopModel
-from fshard.booster.model import BoostedModel, refuse_outside, shard_model
+from fshard.booster.model import BoostedModel, refuse_outside, shard_model, validate_not_boosted
 from fshard.booster.optimizer import BoostedOptimizer, partitioned
 from fshard.booster.plugins import DDPPlugin, Plugin
 from fshard.booster.stages import Criterion, StagedModel, loss_of
@@ -29,9 +29,7 @@ from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_instances import OptimizerSource, optimizer_source
 from fshard.pipeline.split.stages import Layer, split_stages
-from fshard.transforms.fsdp.lazy_param import LazyParam
 from fshard.transforms.module.lora import LoraConfig, lora
-from fshard.transforms.module.replica import Placeholder
 from fshard.transforms.reproducible.randomness import folded, keyed_random
 from fshard.transforms.train_step import Metrics, train_step
 
@@ -242,11 +240,10 @@ def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
         raise ModuleError(
             f"{caller}: the model is a module, not {type(model).__name__}: for a function there is fs.train_step."
         )
-    in_place = any(isinstance(x, Placeholder | LazyParam) for x in model.parameters())
-    if in_place or isinstance(model, BoostedModel) or isinstance(optimizer, BoostedOptimizer):
-        raise ModuleError(
-            f"{caller}: the model or the optimizer has been boosted already, perhaps by another device. Each device makes "
-            "its own, inside of main."
+    validate_not_boosted(caller, model)
+    if isinstance(optimizer, BoostedOptimizer):
+        raise OptimizerError(
+            f"{caller}: the optimizer must be one of torch or fs.optim; got one that has been boosted."
         )
     if wrapped := [f"{type(part).__name__} at {path!r}" for path, part in model.named_modules() if _is_wrapped(part)]:
         raise ModuleError(

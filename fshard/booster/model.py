@@ -20,9 +20,10 @@ from fshard.mesh.spmd.run import is_outside
 from fshard.optim.torch_instances import OptimizerSource
 from fshard.tensor.joined import concatenated
 from fshard.tensor.plan import Plan
+from fshard.transforms.fsdp.lazy_param import LazyParam
 from fshard.transforms.module.functionalize import module_function, refuse_hooks
 from fshard.transforms.module.lazy import draw, reserved
-from fshard.transforms.module.replica import give_up_memory
+from fshard.transforms.module.replica import Placeholder, give_up_memory
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import apply_rules
 from fshard.transforms.stages.plan import has_stages, place_stages
@@ -60,6 +61,7 @@ def shard_model(
         buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}
         trees = [params, buffers] if mesh.runtime != "abstract" else []
     compare_inputs("boost", mesh, samples_of(dict([*model.named_parameters(), *model.named_buffers()])))
+    validate_not_boosted("boost", model)  # by another device of a virtual mesh, while this one waited
     tensors: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
     draw(model, plugin.seed, tensors, lambda name, made: put(as_leaf(tensors[name]), made))
     if in_place:
@@ -89,6 +91,14 @@ def refusing(kind: type[Exception], text: str) -> Any:
         raise kind(text)
 
     return refuse
+
+
+def validate_not_boosted(caller: str, model: nn.Module) -> None:
+    """Raise if the parameters of a model are sharded already."""
+    if isinstance(model, BoostedModel) or any(isinstance(x, Placeholder | LazyParam) for x in model.parameters()):
+        raise ModuleError(
+            f"{caller}: the model has been boosted already, perhaps by another device. Each device makes its own, inside of main."
+        )
 
 
 def refuse_outside(mesh: Mesh) -> None:
