@@ -97,7 +97,7 @@ def validate_not_boosted(caller: str, model: nn.Module) -> None:
     """Raise if the parameters of a model are sharded already."""
     if isinstance(model, BoostedModel) or any(isinstance(x, Placeholder | LazyParam) for x in model.parameters()):
         raise ModuleError(
-            f"{caller}: the model has been boosted already, perhaps by another device. Each device makes its own, inside of main."
+            f"{caller}: the model has been boosted already, perhaps by another device. Each makes its own, inside of main."
         )
 
 

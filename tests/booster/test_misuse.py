@@ -142,7 +142,7 @@ def sgd(one):
     return torch.optim.SGD(one.parameters(), lr=0.1)
 
 
-BOOSTED = "the model or the optimizer has been boosted already"
+BOOSTED = "has been boosted already"
 TWICE = {
     "both": (lambda b, m, o: b.boost(m, o), BOOSTED),
     "the model": (lambda b, m, o: fs.Booster(fs.FSDPPlugin()).boost(m), BOOSTED),
