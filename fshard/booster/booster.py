@@ -242,9 +242,7 @@ def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
         )
     validate_not_boosted(caller, model)
     if isinstance(optimizer, BoostedOptimizer):
-        raise OptimizerError(
-            f"{caller}: the optimizer must be one of torch or fs.optim; got one that has been boosted."
-        )
+        raise ModuleError(f"{caller}: the optimizer has been boosted already. Give one of torch or fs.optim.")
     if wrapped := [f"{type(part).__name__} at {path!r}" for path, part in model.named_modules() if _is_wrapped(part)]:
         raise ModuleError(
             f"{caller}: the model must be a module that no library has sharded; got {', '.join(wrapped)}. Give the module "
