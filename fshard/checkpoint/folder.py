@@ -209,9 +209,10 @@ class Termination:
 
     def ignore(self, folder: Checkpoints) -> None:
         """Handle SIGTERM as before, when the last folder has no save in progress."""
-        self._folders.discard(folder)
-        if not self._folders and signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, self._before)
+        if folder in self._folders:
+            self._folders.remove(folder)
+            if not self._folders and signal.getsignal(signal.SIGTERM) == self._handle:
+                signal.signal(signal.SIGTERM, self._before)
 
     def end(self) -> None:
         """End the process, as SIGTERM does without a folder."""

@@ -48,7 +48,7 @@ _state: dict[str, Any] = {"world": None, "meshes": {}, "process": None}
 def has_ended(rank: int) -> bool:
     """Return True if another process of this machine, over a direct link, has ended."""
     world: ProcessWorld | None = _state["world"]
-    return world is not None and world._neighbours.has_gone(rank)
+    return world is not None and world._neighbours.has_gone(rank)  # pyright: ignore[reportPrivateUsage]  # of this module
 
 
 _KEPT = 16 << 20
