@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -90,7 +90,7 @@ class Division:
 
     def __init__(self, arrays: Sequence[ArrayEntry]) -> None:
         self.arrays = arrays
-        self._columns: dict[int, Column] = {}
+        self.column = cache(self._column)  # of a device
         kinds: dict[tuple[Layout, int], list[int]] = defaultdict(list)
         groups: dict[tuple[Mesh, tuple[str, ...]], list[int]] = defaultdict(list)
         for number, one in enumerate(arrays):
@@ -102,23 +102,11 @@ class Division:
             for (layout, _), numbers in kinds.items()
         ]
         self._groups = [(mesh, axes, np.array(numbers)) for (mesh, axes), numbers in groups.items()]
-
-    @cached_property
-    def _sizes(self) -> Numbers:
-        return np.array([one.itemsize for one in self.arrays], np.int64)
-
-    @cached_property
-    def order(self) -> Numbers:
-        """The arrays in the order of files: larger dtypes first."""
-        return np.argsort(-self._sizes, kind="stable")
-
-    def column(self, device: int) -> Column:
-        """Return the ranges that a device writes."""
-        if device not in self._columns:
-            self._columns[device] = self._column(device)
-        return self._columns[device]
+        self._sizes = np.array([one.itemsize for one in arrays], np.int64)
+        self.order = np.argsort(-self._sizes, kind="stable")  # of the arrays in files: larger dtypes first
 
     def _column(self, device: int) -> Column:
+        """Return the ranges that a device writes."""
         firsts, lasts = (np.zeros(len(self.arrays), np.int64) for _ in range(2))
         for layout, numbers, shapes in self._kinds:
             firsts[numbers], lasts[numbers] = _ranges(layout, shapes, device)

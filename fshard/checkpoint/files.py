@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -214,9 +215,7 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> byte
     """Return the header of a safetensors file: of tensors in the order of their bytes, a multiple of 16 bytes long."""
     header, offset = dict[str, Any](), 0
     for name, dtype, shape in tensors:
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
+        size = dtype.itemsize * prod(shape)
         pair = [2] if dtype.is_complex else []
         header[name] = {"dtype": DTYPES[dtype], "shape": [*shape, *pair], "data_offsets": [offset, offset + size]}
         offset += size

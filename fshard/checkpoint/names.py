@@ -25,8 +25,8 @@ from fshard.mesh.layout import PyTree, flatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.layout.tree import NAMESPACE
 
-_register: Any = optree.register_pytree_node
-_register(
+_optree: Any = optree
+_optree.register_pytree_node(
     Counter,
     lambda x: ([*x.values()], [*x], [*x]),
     lambda keys, x: Counter(dict(zip(keys, x, strict=True))),
@@ -136,8 +136,7 @@ def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     Return the tree, and a function that gives the objects such a state again.
     """
     flatten(tree)  # registers the dataclasses in it
-    one: Any = optree
-    leaves, structure = one.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    leaves, structure = _optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     states = [_state(x) if is_object(x) else x for x in leaves]
     if all(x is state for x, state in zip(leaves, states, strict=True)):
         return tree, lambda result: result
@@ -149,9 +148,9 @@ def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
                 found[place] = x
                 if hasattr(x, "sharded_state"):
                     x.load_sharded_state(own)
-        return one.tree_unflatten(structure, found)
+        return _optree.tree_unflatten(structure, found)
 
-    return one.tree_unflatten(structure, states), closed
+    return _optree.tree_unflatten(structure, states), closed
 
 
 def _state(x: Any) -> Any:
@@ -175,9 +174,8 @@ def leaves_of(tree: PyTree) -> list[NamedLeaf]:
 def flattened(tree: PyTree) -> tuple[list[NamedLeaf], Callable[[Sequence[Any]], PyTree]]:
     """Return the leaves of a tree, without empty containers, and a function that puts others in their place."""
     leaves = [leaf for leaf in leaves_of(tree) if not (isinstance(leaf.value, dict | list) and not leaf.value)]
-    one: Any = optree
-    own, structure = one.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    return leaves, lambda values: one.tree_unflatten(
+    own, structure = _optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    return leaves, lambda values: _optree.tree_unflatten(
         structure, [_as_node(x, value) for x, value in zip(own, values, strict=True)]
     )
 
@@ -194,7 +192,7 @@ def _walk(node: Any, path: Path) -> Iterator[NamedLeaf]:
             yield from _walk(stage, path)
         return
     try:
-        children, _, entries, _ = _one_level(node)
+        children, _, entries, _ = _optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
     except ValueError:  # not a container
         yield NamedLeaf(path, node)
         return
@@ -202,18 +200,8 @@ def _walk(node: Any, path: Path) -> Iterator[NamedLeaf]:
     if not children and isinstance(node, dict | list | tuple):
         yield NamedLeaf(path, {} if isinstance(node, dict) else [])
     for entry, child in zip(entries, children, strict=True):
-        yield from _walk(child, (*path, _entry(entry, node)))
-
-
-def _one_level(node: Any) -> Any:
-    one: Any = optree
-    return one.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
-
-
-def _entry(entry: Any, node: Any) -> Any:
-    if isinstance(entry, str) or not isinstance(node, dict):
-        return entry
-    return [entry]
+        is_other_key = isinstance(node, dict) and not isinstance(entry, str)
+        yield from _walk(child, (*path, [entry] if is_other_key else entry))
 
 
 def _are_stages(node: Sequence[Any]) -> bool:
@@ -265,10 +253,7 @@ def shaped(tree: PyTree, like: PyTree) -> PyTree:
 def validate_unique(leaves: Sequence[NamedLeaf], what: str) -> None:
     """Raise if leaves that are different have one name."""
     seen: dict[str, NamedLeaf] = {}
-    repeated: dict[str, None] = {}
     for leaf in leaves:
         first = seen.setdefault(leaf.name, leaf)
         if first.value is not leaf.value or first.path != leaf.path:
-            repeated[leaf.name] = None
-    if repeated:
-        raise CheckpointError(f"{what}: names must be of one leaf each; got several called {', '.join(repeated)}.")
+            raise CheckpointError(f"{what}: names must be of one leaf each; got several called {leaf.name}.")

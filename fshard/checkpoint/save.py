@@ -123,7 +123,8 @@ def write(folder: Path, taken: TreeSnapshot, token: str, timeout: float) -> None
     with ExitStack() as locks:
         try:
             attempt(lambda: make_folder(folder), f"{folder} cannot be made")
-            _validate_index_is_ours(folder / INDEX)
+            if (index := folder / INDEX).is_file() and not index.read_bytes().startswith(b'{"xxh3":'):
+                raise CheckpointError(f"{index} must be that of a checkpoint, or absent. Save elsewhere.")
             for device in taken.shares:
                 what = f"{folder}: device {device} cannot write"
                 attempt(lambda device=device: _write_share(folder, taken, device, token, text, locks), what)
@@ -153,12 +154,6 @@ def meet() -> None:
     scope = here()
     if scope is not None and scope.mesh.runtime == "virtual":
         pmax(torch.zeros(1), tuple(scope.axes))
-
-
-def _validate_index_is_ours(index: Path) -> None:
-    """Raise for an index that no save has written: a commit would replace it."""
-    if index.is_file() and not index.read_bytes().startswith(b'{"xxh3":'):
-        raise CheckpointError(f"{index} must be that of a checkpoint, or absent; got another file. Save elsewhere.")
 
 
 def _write_share(folder: Path, taken: TreeSnapshot, device: int, token: str, text: str, locks: ExitStack) -> None:
@@ -266,7 +261,9 @@ def _write_index(folder: Path, index: Index, text: str, token: str, device: int)
     disk.rename(aside, folder / INDEX)
     disk.fsync_folder(folder)
     with suppress(OSError):  # the next save removes them
-        remove_others(folder, token)
+        for name in ended_saves(folder):
+            if not name.startswith(f"{token}-"):
+                disk.unlink(folder / name)
 
 
 def _differences(index: Index, replicas: Sequence[Sequence[str]]) -> list[str]:
@@ -287,13 +284,6 @@ def is_committed(folder: Path, token: str) -> bool:
     with suppress(FileNotFoundError):
         return f'"{token}-0.json"'.encode() in (folder / INDEX).read_bytes()
     return False
-
-
-def remove_others(folder: Path, token: str) -> None:
-    """Remove the files of saves that have ended, but of this one."""
-    for name in ended_saves(folder):
-        if not name.startswith(f"{token}-"):
-            disk.unlink(folder / name)
 
 
 def ended_saves(folder: Path) -> list[str]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -112,18 +110,6 @@ def transport(mesh: Mesh) -> str:
     if world.backend == "gloo" and any(world.near((rank,)) for rank in range(mesh.size) if rank != world.rank):
         return "direct memory reading on each machine and gloo between machines"
     return world.backend
-
-
-def why_not_direct() -> str:
-    """Return the reason why processes of one machine do not read each other's memory."""
-    if os.environ.get("FSHARD_DIRECT", "1") == "0":
-        return "FSHARD_DIRECT=0 selects gloo"
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return f"reading memory needs Linux on x86-64; this is {platform.system()} on {platform.machine()}"
-    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    if scope.exists() and scope.read_text().strip() not in ("0", "1"):
-        return f"{scope} must be 0 or 1; it is {scope.read_text().strip()}"
-    return "another user, another container, or one that forbids process_vm_readv"
 
 
 def measure(mesh: fs.Mesh) -> list[Speed]:

@@ -19,7 +19,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 import fshard as fs
-from fshard.doctor.examine import Findings, Speed, examine, why_not_direct
+from fshard.doctor.check import Trial
+from fshard.doctor.examine import Findings, Speed, examine
 from fshard.errors import MeshError
 from fshard.mesh.runtimes.launchers import launched, process_info
 
@@ -98,7 +99,12 @@ class Verdict:
 def judge(findings: Sequence[Findings]) -> Verdict:
     """Judge the results of all processes."""
     first, n = findings[0], len(findings)
-    wrong, versions = _wrong_collectives(findings), {one.machine.versions: one.rank for one in findings}
+    wrong = [
+        f"{trial.collective} wrong in {len(texts)} of {n * trial.cases} results, {texts[0]}"
+        for trial, texts in _complaints(findings)
+        if texts
+    ]
+    versions = {one.machine.versions: one.rank for one in findings}
     advice: list[str] = []
     if wrong:
         advice.append(_WORKAROUNDS["direct" if "direct" in first.transport else first.transport])
@@ -121,14 +127,10 @@ def failed(error: BaseException, processes: int) -> Verdict:
     return Verdict(False, f"Not well: {processes} processes did not get through. {kind}.", advice)
 
 
-def _wrong_collectives(findings: Sequence[Findings]) -> list[str]:
-    """Return a line for each wrong collective, with an example."""
-    lines: list[str] = []
-    for trials in zip(*(one.trials for one in findings), strict=True):
-        if complaints := [complaint for trial in trials for complaint in trial.complaints]:
-            cases = sum(trial.cases for trial in trials)
-            lines.append(f"{trials[0].collective} wrong in {len(complaints)} of {cases} results, {complaints[0]}")
-    return lines
+def _complaints(findings: Sequence[Findings]) -> list[tuple[Trial, list[str]]]:
+    """List each collective's first trial, and the complaints of all processes."""
+    rows = zip(*(one.trials for one in findings), strict=True)
+    return [(row[0], [complaint for trial in row for complaint in trial.complaints]) for row in rows]
 
 
 _WORKAROUNDS = {
@@ -145,7 +147,10 @@ def _hints(findings: Sequence[Findings]) -> tuple[str, ...]:
     each = len(findings) // len(hosts)
     hints: list[str] = []
     if first.transport == "gloo" and each > 1:
-        hints.append(f"Processes of one machine use gloo, which is slower than reading memory: {why_not_direct()}.")
+        hints.append(
+            "Processes of one machine use gloo, which is slower than reading memory: that needs Linux on x86-64, one user, "
+            "one container that permits process_vm_readv, ptrace_scope 0 or 1, and no FSHARD_DIRECT=0."
+        )
     if first.device == "cpu" and first.machine.processors < each:
         hints.append(
             f"{each} processes share {first.machine.processors} processors of {first.machine.host}: they wait."
@@ -188,10 +193,9 @@ def _sections(findings: Sequence[Findings]) -> list[tuple[str, list[str]]]:
         "transport": first.transport,
     }
     collectives: list[str] = []
-    for trials in zip(*(one.trials for one in findings), strict=True):
-        complaints = [complaint for trial in trials for complaint in trial.complaints]
+    for trial, complaints in _complaints(findings):
         mark = "wrong" if complaints else "right"
-        collectives.append(f"{trials[0].collective:14}{mark}   {trials[0].cases} cases")
+        collectives.append(f"{trial.collective:14}{mark}   {trial.cases} cases")
         collectives += [f"    {complaint}" for complaint in complaints[:SHOWN]]
     return [
         ("Machine", [f"{name:12}{value}" for name, value in facts.items()]),

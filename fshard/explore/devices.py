@@ -41,10 +41,6 @@ class Devices:
         places = arithmetic.unravel(index, [size for _, size in self.steps])
         return self.first + sum(place * stride for place, (stride, _) in zip(places, self.steps, strict=True))
 
-    def moved(self, by: int) -> Devices:
-        """Return the box shifted by `by` devices."""
-        return Devices(self.first + by, self.steps)
-
     def __iter__(self) -> Iterator[int]:
         return (self.at(index) for index in range(self.count))
 

@@ -133,7 +133,10 @@ def _grid(kind: ShardType, layout: Layout, sides: tuple[Side, ...]) -> Grid:
     outer, (rows, columns) = sides[:-2], (None, None, *sides)[-2:]
     places = _places(outer)
     blocks = (None if None in place else _block(kind.shape, layout, outer, place, rows, columns) for place in places)
-    return Grid(kind, layout.mesh, rows, columns, tuple(block for block, _ in groupby(blocks)), _undrawn(kind, sides))
+    hidden = {*range(0 if kind.spec.is_flat else len(kind.shape))} - {side.dim for side in sides}
+    names = ", ".join(f"dim {dim} ({kind.shape[dim]})" for dim in sorted(hidden))
+    notes = (f"not drawn, unsharded: {names}",) if names else ()
+    return Grid(kind, layout.mesh, rows, columns, tuple(block for block, _ in groupby(blocks)), notes)
 
 
 def _places(outer: Sequence[Side]) -> list[tuple[int | None, ...]]:
@@ -155,12 +158,6 @@ def _sides(shape: Sequence[int], layout: Layout, cut: list[int]) -> tuple[Side, 
         _side(shape, layout, f"dim {dim}", dim, dims[dim], _OUTSIDE if place < len(drawn) - 2 else _INSIDE)
         for place, dim in enumerate(drawn)
     )
-
-
-def _undrawn(kind: ShardType, sides: Sequence[Side]) -> tuple[str, ...]:
-    left = set[int]() if kind.spec.is_flat else set(range(len(kind.shape))) - {side.dim for side in sides}
-    names = [f"dim {dim} ({kind.shape[dim]})" for dim in sorted(left)]
-    return (f"not drawn, unsharded: {', '.join(names)}",) if names else ()
 
 
 def _side(

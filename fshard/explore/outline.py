@@ -29,17 +29,13 @@ def tree_of(root: Branch) -> Tree:
 
 def _grow(tree: Tree, branch: Branch) -> None:
     for entry in branch.entries[:_MOST]:
-        child = tree.add(_label(_name(entry), entry.node))
+        style = "cyan" if isinstance(entry.node, Leaf) else "dim"
+        parts = [(_name(entry), "bold"), (_what(entry.node), style), (amount(bytes_of(entry.node)), "")]
+        child = tree.add(Text("  ").join(Text(text, style) for text, style in parts if text))
         if isinstance(entry.node, Branch):
             _grow(child, entry.node)
     if more := _more(branch):
         tree.add(Text(more, "dim"))
-
-
-def _label(name: str, node: Leaf | Branch) -> Text:
-    what, held = _what(node), amount(bytes_of(node))
-    parts = [(name, "bold"), (what, "cyan" if isinstance(node, Leaf) else "dim"), (held, "")]
-    return Text("  ").join(Text(text, style) for text, style in parts if text)
 
 
 def outline_of(root: Branch) -> str:

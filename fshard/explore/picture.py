@@ -108,7 +108,8 @@ def picture(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = tor
         return Picture(plan_mesh(x))
     if layout is not None:
         shape, dtype = (x.shape, x.dtype) if isinstance(x, Sharded | Tensor) else (x, dtype)
-        if not _is_shape(shape) or not isinstance(layout, Layout):
+        is_shape = isinstance(shape, Sequence) and all(isinstance(length, int) for length in shape)
+        if not is_shape or not isinstance(layout, Layout):
             raise TypeError(f"layout must be a Layout of a tensor or a shape; got {type(layout).__name__} of {x!r}.")
         layout.check(tuple(shape))
         return Picture(plan_grid(ShardType(dtype, tuple(shape), layout.spec, layout.memory), layout.mesh))
@@ -165,10 +166,6 @@ def _grid(leaf: Leaf) -> Grid:
             f'{leaf.type} has no mesh to draw. Give a layout: fs.visualize(x, layout=fs.Layout(mesh, P("data"))).'
         )
     return plan_grid(leaf.type, leaf.layout.mesh)
-
-
-def _is_shape(x: PyTree) -> bool:
-    return isinstance(x, Sequence) and all(isinstance(length, int) for length in x)
 
 
 def _in_notebook() -> bool:

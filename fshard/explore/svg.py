@@ -46,7 +46,8 @@ def html_of(grid: Grid) -> str:
 def _svg(grid: Grid, style: str) -> str:
     first, second = headline(grid)
     words = [_line(first, bold=True), _line(second)]
-    blocks = _beside([_more("…") if block is None else _draw(grid, block) for block in grid.blocks])
+    more = Drawn(_text("…", 0, 3 * _LINE), _width("…"), _LINE)
+    blocks = _beside([more if block is None else _draw(grid, block) for block in grid.blocks])
     notes = [_line(note) for note in legend(grid)]
     body = _below([*words, Drawn("", 0, 8), blocks, *([Drawn("", 0, 8)] if notes else []), *notes])
     width, height = body.width + 2 * _MARGIN, body.height + 2 * _MARGIN
@@ -142,10 +143,6 @@ def _text(text: str, x: float, y: float, colour: str = _PAGE, anchor: str = "sta
 
 def _line(text: str, *, bold: bool = False) -> Drawn:
     return Drawn(_text(text, 0, 12, bold=bold), _width(text), _LINE)
-
-
-def _more(mark: str) -> Drawn:
-    return Drawn(_text(mark, 0, 3 * _LINE), _width(mark), _LINE)
 
 
 def _moved(drawn: Drawn, x: float, y: float) -> str:

@@ -18,8 +18,6 @@ from fshard.explore.grid import Cell, Grid, GridBlock
 from fshard.explore.palette import INK, fill
 from fshard.explore.words import caption, headline, legend
 
-_NOTHING = Style()
-
 
 def text_of(grid: Grid) -> Text:
     """Draw a grid as text."""
@@ -42,7 +40,13 @@ def _draw(grid: Grid, block: GridBlock) -> list[Text]:
     lines = [Text(block.where, "bold")] if block.where else []
     if grid.columns:
         lines.append(Text(" " * indent + grid.columns.title))
-        lines.append(Text((" " * indent + " ".join(map(_centred, right, widths))).rstrip()))
+        lines.append(
+            Text(
+                (
+                    " " * indent + " ".join(f"{label:^{width}}" for label, width in zip(right, widths, strict=True))
+                ).rstrip()
+            )
+        )
     lines.append(Text(corner.rjust(gutter).ljust(indent - 1) + _rule("┌┬┐", widths)))
     for place, (label, texts, cells) in enumerate(zip(down, captions, block.cells, strict=True)):
         if place:
@@ -54,14 +58,9 @@ def _draw(grid: Grid, block: GridBlock) -> list[Text]:
 def _row(label: str, texts: list[str], cells: tuple[Cell | None, ...], widths: list[int]) -> Text:
     line = Text(label + "│")
     for text, cell, width in zip(texts, cells, widths, strict=True):
-        style = Style(color=INK, bgcolor=fill(cell.shard)) if cell and not cell.is_empty else _NOTHING
-        line.append(_centred(text, width), style)
-        line.append("│")
+        style = Style(color=INK, bgcolor=fill(cell.shard)) if cell and not cell.is_empty else Style()
+        line.append(f"{text:^{width}}", style).append("│")
     return line
-
-
-def _centred(text: str, width: int) -> str:
-    return f"{text:^{width}}"
 
 
 def _rule(corners: str, widths: list[int]) -> str:

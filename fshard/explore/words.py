@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from fshard.explore.devices import elided, listed, summed
+from fshard.explore.devices import Devices, elided, listed, summed
 from fshard.explore.grid import Cell, Grid
 from fshard.mesh.layout import Layout, ShardType
 
@@ -65,8 +65,8 @@ def caption(grid: Grid, cell: Cell) -> str:
     """Return the devices that hold a cell: "0-3", "Σ 0+1, 2+3", "host 5"."""
     if grid.type.spec.unreduced:
         places = elided(cell.copies.count, 4)
-        copies = [None if place is None else cell.copies.at(place) for place in places]
-        text = "Σ " + ", ".join("…" if copy is None else summed(cell.summands.moved(copy)) for copy in copies)
+        firsts = (None if place is None else cell.copies.at(place) for place in places)
+        text = "Σ " + ", ".join("…" if n is None else summed(Devices(n, cell.summands.steps)) for n in firsts)
     else:
         text = listed(cell.copies)
     host = "host " if grid.type.memory == "host" else ""

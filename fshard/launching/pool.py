@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fshard.launching.shown import Shown
-from fshard.launching.travel import by_reference, by_value
+from fshard.launching.travel import by_value
 from fshard.launching.worker import GRACE, Worker, WorkerReport, read, stacks_of, start
 
 Result = TypeVar("Result")
@@ -100,7 +100,12 @@ class Processes:
     def _run(
         self, fn: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any], last: bool
     ) -> list[Result]:
-        task = _packed(by_value if self._shown else by_reference, fn, args, kwargs)
+        try:
+            task = (by_value if self._shown else pickle.dumps)((fn, args, kwargs))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            where = "" if self._shown else ": the function must be at the top level of a module"
+            error.add_note(f"{_name(fn)} and its arguments go to other processes{where}.")
+            raise
         self._start()
         port = self._meeting_place()
         starts = [os.fstat(worker.stderr.fileno()).st_size for worker in self._workers]
@@ -118,8 +123,8 @@ class Processes:
             self._used = last or not all(report.joined for report in reports.values())
         except BaseException:
             self._used = True
-            if not self._intact():
-                self._kill()
+            if self._idle != self.n or not all(worker.process.is_alive() for worker in self._workers):
+                self._kill()  # unless every process waits for its next task
             raise
         return [reports[rank].result for rank in range(self.n)]
 
@@ -176,10 +181,6 @@ class Processes:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: process 0 is not to open another
         }
 
-    def _intact(self) -> bool:
-        """Return True if every process waits for its next task."""
-        return self._idle == self.n and all(worker.process.is_alive() for worker in self._workers)
-
     def _kill(self) -> None:
         for worker in self._workers:
             worker.process.kill()
@@ -221,7 +222,7 @@ class Processes:
     ) -> BaseException:
         """Return the error to raise, with the state of the others as notes."""
         stacks = stacks_of(silent, starts)
-        unfinished = _ranks([worker.rank for worker in silent])
+        unfinished = f"process{'es' * (len(silent) > 1)} {', '.join(str(worker.rank) for worker in silent)}"
         failed = [report for report in reports.values() if report.error is not None]
         failed.sort(key=lambda report: (report.followed, report.ended))  # causes before consequences
         if not failed:
@@ -240,20 +241,5 @@ class Processes:
         return error
 
 
-def _ranks(ranks: list[int]) -> str:
-    return "process" + "es" * (len(ranks) > 1) + " " + ", ".join(map(str, ranks))
-
-
 def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", repr(fn))
-
-
-def _packed(
-    packed: Callable[[Any], bytes], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bytes:
-    try:
-        return packed((fn, args, kwargs))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        where = "" if packed is by_value else ": the function must be at the top level of a module"
-        error.add_note(f"{_name(fn)} and its arguments go to other processes{where}.")
-        raise

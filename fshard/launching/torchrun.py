@@ -59,18 +59,15 @@ def command(arguments: Sequence[str], *, look: bool = False) -> tuple[list[str],
     """
     before, target, known = _divided(list(arguments))
     own, theirs = _parser().parse_known_args(before)
-    wrong: list[str] = []
     count: list[str] = []
     if not _has(theirs, ("--nproc",)):
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         count = ["--nproc-per-node", own.processes or str(gpus or 2)]
         if not (count[1].isdecimal() and int(count[1]) > 0):
-            wrong.append(f"--processes must be an integer >= 1; got {count[1]}")
-    meeting = _meeting_point(own, theirs, wrong)
-    if look and not own.dry_run and (missing := _missing(known)):
-        wrong.append(missing)
-    if wrong:
-        raise MeshError(f"fshard run cannot start: {'; '.join(wrong)}.")
+            raise MeshError(f"fshard run cannot start: --processes must be an integer >= 1; got {count[1]}.")
+    meeting = _meeting_point(own, theirs)
+    if look and not own.dry_run:
+        _validate_exists(known)
     return [sys.executable, "-m", "torch.distributed.run", *meeting, *count, *theirs, *target], own.dry_run
 
 
@@ -86,34 +83,33 @@ def _divided(arguments: list[str]) -> tuple[list[str], list[str], argparse.Names
     return arguments[: len(arguments) - count], arguments[len(arguments) - count :], known
 
 
-def _missing(known: argparse.Namespace) -> str | None:
-    """Return an error if the file, or the package of the module, that torchrun would start does not exist."""
-    name = known.training_script
-    if known.no_python:  # any program
-        return None
-    if not known.module:
-        return None if os.path.exists(name) else f"there is no file {name}"
-    package = name.partition(".")[0]
-    return None if PathFinder.find_spec(package, ["", *sys.path]) else f"there is no module {package}"
+def _validate_exists(known: argparse.Namespace) -> None:
+    """Raise if the file, or the package of the module, that torchrun would start does not exist."""
+    name = known.training_script.partition(".")[0] if known.module else known.training_script
+    exists = PathFinder.find_spec(name, ["", *sys.path]) if known.module else os.path.exists(name)
+    if not exists and not known.no_python:  # which starts any program
+        raise MeshError(f"fshard run cannot start: there is no {'module' if known.module else 'file'} {name}.")
 
 
 def _has(words: Sequence[str], starts: tuple[str, ...]) -> bool:
     return any(word.startswith(starts) for word in words)
 
 
-def _meeting_point(own: argparse.Namespace, theirs: Sequence[str], wrong: list[str]) -> list[str]:
+def _meeting_point(own: argparse.Namespace, theirs: Sequence[str]) -> list[str]:
     """Return torchrun's options for the number of this machine and the meeting point."""
     if own.nodes == 1 and own.address is None and own.node_index is None:
         return [] if _has(theirs, _THEIRS) else ["--standalone"]
     host, _, port = (own.address or "").rpartition(":")
     if own.node_index is None or not 0 <= own.node_index < own.nodes:
-        wrong.append(
-            f"--node-index must be the number of this machine, from 0 to {own.nodes - 1}; got {own.node_index}"
+        raise MeshError(
+            f"fshard run cannot start: --node-index must be an integer from 0 to {own.nodes - 1}; got {own.node_index}."
         )
     if not (host and port.isdecimal()):
-        wrong.append(f"--address must be HOST:PORT on machine 0; got {own.address}")
+        raise MeshError(f"fshard run cannot start: --address must be HOST:PORT on machine 0; got {own.address}.")
     if _has(theirs, _THEIRS):
-        wrong.append("--nodes, --node-index and --address set the meeting point, and so do options of torchrun")
+        raise MeshError(
+            "fshard run cannot start: --nodes, --node-index and --address set the meeting point, as torchrun's options do."
+        )
     where = ["--nnodes", str(own.nodes), "--node-rank", str(own.node_index)]
     return [*where, "--master-addr", host.strip("[]"), "--master-port", port]
 

@@ -15,11 +15,6 @@ from types import FunctionType
 from typing import Any
 
 
-def by_reference(thing: Any) -> bytes:
-    """Pickle by reference."""
-    return pickle.dumps(thing)
-
-
 def by_value(thing: Any) -> bytes:
     """Pickle; by value what the other process cannot import."""
     buffer = io.BytesIO()
@@ -27,7 +22,14 @@ def by_value(thing: Any) -> bytes:
         _Importable(buffer).dump(thing)
         return buffer.getvalue()
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        return _cloudpickle(error).dumps(thing)
+        try:
+            cloudpickle: Any = import_module("cloudpickle")
+        except ImportError as missing:
+            raise ImportError(
+                f"This cannot be sent to other processes by name: {error}. Install cloudpickle (pip install cloudpickle, or "
+                "pip install 'fshard[notebooks]') to send it as it is, or write it into a module of its own and import that."
+            ) from missing
+        return cloudpickle.dumps(thing)
 
 
 class _Importable(pickle.Pickler):
@@ -37,13 +39,3 @@ class _Importable(pickle.Pickler):
         if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__":
             raise pickle.PicklingError(f"{obj.__qualname__} is defined in the running script or notebook")
         return NotImplemented
-
-
-def _cloudpickle(reason: Exception) -> Any:
-    try:
-        return import_module("cloudpickle")
-    except ImportError as missing:
-        raise ImportError(
-            f"This cannot be sent to other processes by name: {reason}. Install cloudpickle (pip install cloudpickle, or "
-            "pip install 'fshard[notebooks]') to send it as it is, or write it into a module of its own and import that."
-        ) from missing

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from fshard.errors import LostProcessError, MeshError
 from fshard.launching.shown import STREAMS, Shown, write_to
-from fshard.launching.travel import by_reference, by_value
+from fshard.launching.travel import by_value
 from fshard.mesh.runtimes import process
 from fshard.mesh.runtimes.operations import LOST
 
@@ -177,7 +177,7 @@ def _live(
             if os.environ.get("MASTER_PORT") != str(port):  # another process has failed or left
                 process.leave(waiting=False)
                 os.environ["MASTER_PORT"] = str(port)
-            well = _do(rank, task, connection, by_value if outputs[1:] else by_reference, last)
+            well = _do(rank, task, connection, by_value if outputs[1:] else pickle.dumps, last)
             if not well:
                 process.leave(waiting=False)
     process.leave()

@@ -40,14 +40,19 @@ class Bar:
     ) -> None:
         self.total = total
         self._file, self._clock = file, clock
-        self._update = _is_updated(file or sys.stdout) if update is None else update
+        shown: Any = file or sys.stdout  # in a terminal and in a notebook's cell a line can be written over
+        can_update = shown.isatty() or type(shown).__module__.startswith("ipykernel")
+        self._update = can_update if update is None else update
         self._began, self._first = clock(), 0
         self._tenth, self._width, self._last = -1, 0, ""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Show a step."""
         self._first = self._first or step
-        words, tenth = [*_words(values), self._time(step)], 10 * step // self.total if self.total else step // 100
+        words = [f"{name} {x:.4g}" for name, x in values.items() if name not in {*_FORMATS, *_QUIET}]
+        words += [form(values[name]) for name, form in _FORMATS.items() if name in values]
+        words.append(self._time(step))
+        tenth = 10 * step // self.total if self.total else step // 100
         if self._update:
             bar = "" if self.total is None else f" {'━' * (_WIDTH * step // self.total):╌<{_WIDTH}}"
             line = f"{self._count(step)}{bar} {'  '.join(words)}"
@@ -79,18 +84,6 @@ class Bar:
         if self.total is None or step >= self.total:
             return str(timedelta(seconds=int(spent)))
         return f"{timedelta(seconds=int(spent / (step - self._first + 1) * (self.total - step)))} left"
-
-
-def _is_updated(file: Any) -> bool:
-    """Return True if a line can be written over: in a terminal and in a notebook's cell."""
-    return file.isatty() or type(file).__module__.startswith("ipykernel")
-
-
-def _words(values: Mapping[str, float]) -> list[str]:
-    """Return the text of a step."""
-    shown = {name: x for name, x in values.items() if name not in _FORMATS and name not in _QUIET}
-    words = [f"{name} {x:.4g}" for name, x in shown.items()]
-    return [*words, *(form(values[name]) for name, form in _FORMATS.items() if name in values)]
 
 
 def _bytes(size: float) -> str:

@@ -50,16 +50,6 @@ def share(xs: Tensors, extreme: Tensor) -> Tensors:
     return [mine / torch.stack(holds).sum(0) for mine in holds]
 
 
-def largest(xs: Tensors) -> Tensor:
-    """Take the largest, element by element."""
-    return torch.stack(xs).amax(0)
-
-
-def smallest(xs: Tensors) -> Tensor:
-    """Take the smallest, element by element."""
-    return torch.stack(xs).amin(0)
-
-
 # -- forward: what the devices hold, to what they get -------------------------------------------------------------
 
 
@@ -75,12 +65,12 @@ def pmean(xs: Tensors) -> Tensors:
 
 def pmax(xs: Tensors) -> Tensors:
     """[1 9], [3 4]  =>  [3 9], [3 9]."""
-    return [largest(xs) for _ in xs]
+    return [torch.stack(xs).amax(0) for _ in xs]
 
 
 def pmin(xs: Tensors) -> Tensors:
     """[1 9], [3 4]  =>  [1 4], [1 4]."""
-    return [smallest(xs) for _ in xs]
+    return [torch.stack(xs).amin(0) for _ in xs]
 
 
 def pvary(xs: Tensors) -> Tensors:
@@ -130,12 +120,12 @@ def pmean_backward(gs: Tensors, xs: Tensors) -> Tensors:
 
 def pmax_backward(gs: Tensors, xs: Tensors) -> Tensors:
     """Give equal parts to the devices that hold the largest."""
-    return [g * part for g, part in zip(gs, share(xs, largest(xs)), strict=True)]
+    return [g * part for g, part in zip(gs, share(xs, pmax(xs)[0]), strict=True)]
 
 
 def pmin_backward(gs: Tensors, xs: Tensors) -> Tensors:
     """Give equal parts to the devices that hold the smallest."""
-    return [g * part for g, part in zip(gs, share(xs, smallest(xs)), strict=True)]
+    return [g * part for g, part in zip(gs, share(xs, pmin(xs)[0]), strict=True)]
 
 
 def pvary_backward(gs: Tensors, xs: Tensors) -> Tensors:

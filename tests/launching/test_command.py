@@ -63,11 +63,17 @@ def test_run_help_has_the_five_options_only(capsys):
     assert "torchrun --help" in " ".join(shown.split())
 
 
-def test_run_wrong_options_are_all_named(capsys):
-    assert main(["run", "--nodes", "2", "--address", "gpu1", "--rdzv-id", "7", "file.py"]) == 2
-    error = capsys.readouterr().err
-    assert "--node-index must be the number of this machine, from 0 to 1; got None" in error
-    assert "--address must be HOST:PORT on machine 0; got gpu1" in error and "and so do options of torchrun" in error
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--address", "gpu1:1"], "--node-index must be an integer from 0 to 1; got None"),
+        (["--node-index", "0", "--address", "gpu1"], "--address must be HOST:PORT on machine 0; got gpu1"),
+        (["--node-index", "0", "--address", "gpu1:1", "--rdzv-id", "7"], "as torchrun's options do"),
+    ],
+)
+def test_run_wrong_option_is_named(options, error, capsys):
+    assert main(["run", "--nodes", "2", *options, "file.py"]) == 2
+    assert error in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "x", "2.5"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, Mesh, P, PyTree, as_axes, flatten_with_paths
+from fshard.mesh.layout import Layout, Mesh, P, PyTree, as_axes, flatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
@@ -115,8 +116,10 @@ def certify(
         Mesh(tuple((name, n if name in kept else 1) for name, n in mesh.axes), "virtual", mesh.device_type)
         for kept in ((), as_axes(options.get("local")))
     )
-    program = _Program(loss_fn, params, buffers, batch, opt, one, options, seed)
-    train = _ShardedTraining(program, axis, unit, P() if within is None else within, batch_spec, steps)
+    program = _Program(loss_fn, params, buffers, batch, opt, one, options, seed, buffers is not None)
+    within = P() if within is None else within
+    spec = fs.fsdp(axis, unit=unit, within=within)
+    train = partial(_train_sharded, program, axis, within, spec, batch_spec, steps)
     reproducible = bool(options.get("reproducible"))
     start = Snapshot([], Leaves.of(params).leaves, Leaves.of(buffers).leaves)
     if reproducible:
@@ -148,53 +151,46 @@ class _Program:
     one: Mesh
     options: Mapping[str, Any]
     seed: int
+    has_buffers: bool
 
     @property
     def compute(self) -> torch.dtype | None:
         """The dtype of the computation, if it is not that of the parameters."""
         return self.options.get("compute") or _COMPUTE.get(self.options.get("precision"))
 
-    @property
-    def has_buffers(self) -> bool:
-        """True if the loss function takes and returns buffers."""
-        return self.buffers is not None
 
+def _train_sharded(
+    it: _Program,
+    axis: str | tuple[str, ...],
+    within: Rules,
+    fsdp: Rules,
+    batch_spec: PyTree,
+    steps: int,
+    mesh: Mesh,
+    stage: Any,
+) -> list[Snapshot]:
+    """Train by `train_step`, in a stage of ZeRO."""
+    opt: Any = fs.partition_optimizer(it.opt, mesh=mesh, axis=axis, stage=stage)
+    snapshots, given = list[Snapshot](), list[PyTree]()
 
-@dataclass(frozen=True)
-class _ShardedTraining:
-    """Trains by `train_step`, in a stage of ZeRO."""
+    def recording(act: Update) -> Update:
+        def recorded(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            given.append(copied(grads))  # the step may overwrite them
+            return act(grads, state, params)
 
-    program: _Program
-    axis: str | tuple[str, ...]
-    unit: str | Sequence[str] | int | None
-    within: Rules
-    batch_spec: PyTree
-    steps: int
+        return recorded
 
-    def __call__(self, mesh: Mesh, stage: Any) -> list[Snapshot]:
-        it = self.program
-        opt: Any = fs.partition_optimizer(it.opt, mesh=mesh, axis=self.axis, stage=stage)
-        snapshots, given = list[Snapshot](), list[PyTree]()
-
-        def recording(act: Update) -> Update:
-            def recorded(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-                given.append(copied(grads))  # the step may overwrite them
-                return act(grads, state, params)
-
-            return recorded
-
-        spec = fs.fsdp(self.axis, unit=self.unit, within=self.within) if stage == 3 else self.within
-        params = fs.shard_params(it.params, spec, mesh=mesh)
-        state, buffers = opt.init(params), fs.device_put(it.buffers, Layout(mesh))
-        recorder = opt._replace(step=recording(step_of(opt)), update=recording(opt.update))
-        step = fs.train_step(it.loss_fn, recorder, mesh=mesh, batch=self.batch_spec, **it.options)
-        for turn in range(self.steps):
-            with keyed_random(it.seed, turn):
-                params, state, *new, _ = step(params, state, *([buffers] if it.has_buffers else []), it.batch)
-            buffers = new[0] if new else buffers
-            trees = given[-1], copied(params), copied(buffers)
-            snapshots.append(Snapshot(*(Leaves.of(tree).leaves for tree in trees)).mapped(gather_processes))
-        return snapshots
+    params = fs.shard_params(it.params, fsdp if stage == 3 else within, mesh=mesh)
+    state, buffers = opt.init(params), fs.device_put(it.buffers, Layout(mesh))
+    recorder = opt._replace(step=recording(step_of(opt)), update=recording(opt.update))
+    step = fs.train_step(it.loss_fn, recorder, mesh=mesh, batch=batch_spec, **it.options)
+    for turn in range(steps):
+        with keyed_random(it.seed, turn):
+            params, state, *new, _ = step(params, state, *([buffers] if it.has_buffers else []), it.batch)
+        buffers = new[0] if new else buffers
+        trees = given[-1], copied(params), copied(buffers)
+        snapshots.append(Snapshot(*(Leaves.of(tree).leaves for tree in trees)).mapped(gather_processes))
+    return snapshots
 
 
 class _Trainer:
@@ -277,13 +273,8 @@ def dyadic_like(tree: PyTree, seed: int) -> PyTree:
 
 
 def _validate_serial(opt: Optimizer, **trees: PyTree) -> None:
-    """Raise if anything is sharded already, naming all of it, or if the optimizer scales the loss."""
-    wrong = [
-        name + path
-        for name, tree in trees.items()
-        for path, leaf in zip(*flatten_with_paths(tree)[:2], strict=True)
-        if isinstance(leaf, Sharded)
-    ]
+    """Raise if an argument is sharded already, or if the optimizer scales the loss."""
+    wrong = [name for name, tree in trees.items() if any(isinstance(x, Sharded) for x in flatten(tree)[0])]
     wrong += ["the optimizer"] if isinstance(opt, Partitioned) else []
     if wrong:
         raise LayoutError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +22,7 @@ from fshard.testing.certify.shards import gather_processes, is_floating, widen
 from fshard.transforms.reproducible.randomness import keyed_random
 
 Plugin = fs.DDPPlugin | fs.ZeroPlugin | fs.FSDPPlugin | fs.HybridParallelPlugin
+_PLUGINS: tuple[Plugin, ...] = (fs.DDPPlugin(), fs.ZeroPlugin(stage=1), fs.ZeroPlugin(stage=2), fs.FSDPPlugin())
 _CURE = (
     "For dropout give a plugin with reproducible=True. Else draw by generators that the factory seeds, and count nothing "
     "outside of the module."
@@ -71,13 +74,14 @@ def certify_module(
     >>> certify_module(lambda: Whitened(3, 2), batches, mesh, loss=loss).first.verdict
     'DIVERGENT'
     """
-    own = replace(_plugin_of(plugin) if isinstance(plugin, int) else plugin, mesh=mesh)
+    own = replace(_PLUGINS[plugin] if isinstance(plugin, int) else plugin, mesh=mesh)
     if own.precision is not None:
         raise ValueError(f"certify_module: plugin must compute in the parameters' own dtype; got {own.precision=}.")
     given = [
         Leaves.of(batch).mapped(lambda x: x.to(mesh.device_type) if isinstance(x, Tensor) else x) for batch in batches
     ]
-    program = _ModuleProgram(factory, given, loss, optimizer or _sgd, mesh, seed)
+    optimizer = optimizer or partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    program = _ModuleProgram(factory, given, loss, optimizer, mesh, seed)
     module = program.module()
     params, buffers = ([name for name, _ in each] for each in (module.named_parameters(), module.named_buffers()))
     if own.reproducible:
@@ -95,16 +99,6 @@ def certify_module(
     hints: dict[Field, str] = {"params": _HINT, "buffers": _HINT}
     rows = judge(reference, found, type(own).__name__, hints, params, labels)
     return Certificate(mesh, len(given), own.reproducible, tuple(rows))
-
-
-def _plugin_of(stage: Literal[0, 1, 2, 3]) -> Plugin:
-    if stage in (1, 2):
-        return fs.ZeroPlugin(stage=stage)
-    return fs.FSDPPlugin() if stage == 3 else fs.DDPPlugin()
-
-
-def _sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -130,15 +124,11 @@ def _sharded_run(
     state = booster.init(module, program.optimizer(module.parameters()), program.loss)
     for batch in program.batches:
         state, metrics = booster.step(state, batch)
-        params, after = (_by_name(copied(tree)) for tree in (state.params, state.buffers))
+        trees = copied(state.params), copied(state.buffers)
+        params, after = (tree if isinstance(tree, Mapping) else ChainMap(*tree) for tree in trees)  # of stages
         values = [params[name] for name in names], [*(after[name] for name in buffers), metrics["loss"]]
         snapshots.append(Snapshot([], *values).mapped(gather_processes))
     return snapshots
-
-
-def _by_name(tree: Any) -> Mapping[str, Leaf]:
-    """Merge the dicts of stages."""
-    return tree if isinstance(tree, Mapping) else {name: x for each in tree for name, x in each.items()}
 
 
 class _ModuleTrainer:
