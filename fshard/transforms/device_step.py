@@ -182,12 +182,8 @@ class DeviceStep:
         if how.slices is not None:
             parts = self._run_reproducible(turns)
         else:
-            parts = self._accumulate(turns) if how.once else self._reduce_each(turns)
+            parts = self._accumulate(turns) if how.once else [self._one(turn) for turn in turns]
         return self._result(parts, [turn.slice for turn in turns])
-
-    def _reduce_each(self, turns: list[SliceTurn]) -> list[SliceOutput]:
-        """Reduce the gradients of each slice as they are ready."""
-        return [self._one(turn) for turn in turns]
 
     def _accumulate(self, turns: list[SliceTurn]) -> list[SliceOutput]:
         """Add the gradients of all slices up on the device, and reduce them with those of the last one."""
