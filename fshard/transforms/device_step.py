@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fshard.errors import FshardError, MismatchError
 from fshard.mesh.layout import Layout, P, PyTree, flatten_with_paths
+from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.scope import Group, owning
 from fshard.optim.scaling import finite_scale
 from fshard.source import Site
@@ -41,7 +42,7 @@ from fshard.transforms.means import (
     weight_of,
 )
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
-from fshard.transforms.origin import Inputs, bits, inputs_of, refuse_different_samples, samples_mark
+from fshard.transforms.origin import Inputs, inputs_of, refuse_different_samples, samples_mark
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
@@ -181,12 +182,8 @@ class DeviceStep:
         if how.slices is not None:
             parts = self._run_reproducible(turns)
         else:
-            parts = self._accumulate(turns) if how.once else self._reduce_each(turns)
+            parts = self._accumulate(turns) if how.once else [self._one(turn) for turn in turns]
         return self._result(parts, [turn.slice for turn in turns])
-
-    def _reduce_each(self, turns: list[SliceTurn]) -> list[SliceOutput]:
-        """Reduce the gradients of each slice as they are ready."""
-        return [self._one(turn) for turn in turns]
 
     def _accumulate(self, turns: list[SliceTurn]) -> list[SliceOutput]:
         """Add the gradients of all slices up on the device, and reduce them with those of the last one."""
@@ -367,7 +364,7 @@ class DeviceStep:
         inputs = inputs_of(self.batch, key, full, fresh=runtime.fresh)
         if self.how.local and runtime.fresh and self.batch.alone and self.group is not None:
             pairs = zip(runtime.leaves, runtime.shards, strict=True)
-            own = marks([bits(x) for leaf, x in pairs if not leaf.gather.steps and leaf.used.entries])
+            own = marks([digest(x) for leaf, x in pairs if not leaf.gather.steps and leaf.used.entries])
             (sums,) = summed((on_host(own, runtime.reductions.device),), self.group, runtime.site)
             inputs.leaves.append(self.group.index if unlike(sums.tolist()) else 0)  # then all devices raise
         return inputs

@@ -47,7 +47,7 @@ from fshard.source import Site, call_site
 from fshard.transforms.agree import gathered
 from fshard.transforms.batch import Batch, BatchPart, placed
 from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions
-from fshard.transforms.fsdp.engine import Gradients, ParamPlan, UnitOptions, local_plans, reducer_of, storage_of
+from fshard.transforms.fsdp.engine import Gradients, ParamPlan, Reducer, Storage, UnitOptions, local_plans
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
 from fshard.transforms.means import Weight, global_aux
 from fshard.transforms.module.buffers import Buffers, no_buffers
@@ -359,6 +359,7 @@ class Gradient(GradientFunction):
         reproducible = self.how.slices is not None
         several = reproducible or (self.how.once and self.how.accumulate > 1)
         options, leaves = self.how.unit_options, local_plans(plans.leaves, device) if self.how.local else plans.leaves
-        storage, reducer = storage_of(leaves, shards, options, site), reducer_of(plans.ways, options, site)
+        storage = Storage(leaves, shards, options.compute, site)
+        reducer = Reducer(plans.ways, site, ahead=options.in_flight > 0)
         how = {"several": several, "each_use": reproducible}
         return ParamRuntime(leaves, plans.by_unit, shards, storage, reducer, options, site, plans.order, **how)

@@ -15,7 +15,6 @@ A mark of all these is added to numbers that are summed anyway; only if it diffe
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,24 +24,13 @@ from torch import Tensor
 from fshard.errors import LayoutError, MismatchError
 from fshard.mesh.layout import Mesh, PyTree, Structure, flatten, flatten_with_paths, paths_of
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 from fshard.transforms.agree import mark, marks, on_host, summed, unlike
 from fshard.transforms.batch import Batch
 from fshard.transforms.patterns import named, parts_of
-
-
-def bits(x: Tensor) -> int:
-    """Return a number that depends on all bits of a tensor.
-
-    >>> bits(torch.tensor([1.0, 2.0])) == bits(torch.tensor([1.0, 2.0])) != bits(torch.tensor([1.0, 3.0]))
-    True
-    """
-    x = x.detach().contiguous()
-    x = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
-    words = x.view(torch.uint8 if x.nbytes % 4 else torch.int32) if x.numel() else x.to(torch.int64)
-    return int(words.sum(dtype=torch.int64).item()) % (1 << 40)
 
 
 def samples_mark(batch: Batch, place: int, same: Group | None, *, fresh: bool) -> float:
@@ -55,13 +43,13 @@ def samples_mark(batch: Batch, place: int, same: Group | None, *, fresh: bool) -
     pairs = [(column[place], rows) for column, rows in zip(batch.columns, batch.has_samples, strict=True)]
     tensors = [x for x, rows in pairs if isinstance(x, Tensor) and (fresh or (rows and x.device.type == "cpu"))]
     at = batch.mesh.coordinates(batch.devices[place])  # groups that exchange samples differ by them
-    number = mark([*(at[axis] for axis in batch.axes), *(_digest(x, full=fresh) for x in tensors)])
+    number = mark(
+        [
+            *(at[axis] for axis in batch.axes),
+            *(digest(x if fresh else x.reshape(-1)[:: 1 + x.nbytes // (1 << 16)]) for x in tensors),
+        ]
+    )
     return number * (same.size - 1 if same.index == 0 else -1)
-
-
-def _digest(x: Tensor, *, full: bool) -> int:
-    x = x.detach().reshape(-1)[:: 1 if full else 1 + x.nbytes // (1 << 16)]
-    return zlib.crc32(x.cpu().contiguous().resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes())
 
 
 class Inputs(NamedTuple):
@@ -87,9 +75,9 @@ def inputs_of(batch: Batch, key: int | None, replicated: Iterable[Tensor], *, fr
     look = fresh and batch.alone
     return Inputs(
         [] if key is None else [key % (1 << 40)],
-        [*map(bits, replicated)] if look else [],
+        [*map(digest, replicated)] if look else [],
         [length for shape in batch.shapes for length in shape],
-        [bits(x) for x in batch.given if isinstance(x, Tensor)] if look else [],
+        [digest(x) for x in batch.given if isinstance(x, Tensor)] if look else [],
     )
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -74,15 +75,8 @@ def _by_size(leaves: Sequence[Any], size: int) -> list[str]:
         if filled >= size:
             number, filled = number + 1, 0
         units.append(f"unit {number}")
-        filled += leaf.dtype.itemsize * _count(leaf.shape)
+        filled += leaf.dtype.itemsize * prod(leaf.shape)
     return units
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def _by_unit_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str]:

@@ -7,15 +7,16 @@ params, state, buffers, batch  ─> (with buffers) ─> params, state, buffers, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.spmd.run import one_thread
-from fshard.optim.contract import Optimizer, Update, copied, step_of
+from fshard.optim.contract import Optimizer, copied, step_of
 from fshard.optim.norms import exact_norms, norm_later
+from fshard.optim.partition import Partitioned
 from fshard.optim.per_device import on_arrays
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
@@ -40,23 +41,10 @@ Metrics = dict[str, Any]
 """
 
 
-class AnyOptimizer(Protocol):
-    """The protocol of optimizers of a training step: `fs.optim.Optimizer` or `fs.partition_optimizer(...)`."""
-
-    @property
-    def init(self) -> Callable[[PyTree], PyTree]: ...
-    @property
-    def update(self) -> Update: ...
-    @property
-    def step(self) -> Update | None: ...
-    @property
-    def loss_scale(self) -> Callable[[PyTree], Tensor] | None: ...
-
-
 @uncompiled
 def train_step(
     loss_fn: Any,
-    opt: AnyOptimizer,
+    opt: Optimizer | Partitioned,
     *,
     mesh: Mesh,
     batch: PyTree,

@@ -82,7 +82,8 @@ class Wired(Move):
 
     def pack(self, x: Tensor, n: int) -> Tensor:
         """Pack a tensor for the wire: (elements,), or (n, elements) with a row per device."""
-        return in_a_row(x)
+        x = plain(x)
+        return x if x.ndim == 1 else x.reshape(-1)
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         """Unpack the received rows, given the shape of the input."""
@@ -91,12 +92,6 @@ class Wired(Move):
     def sent(self, size: int, index: int | None, n: int) -> Fraction:
         """Return the bytes that the device at `index` sends if it has `size` bytes; None: the most that any sends."""
         return size * _SENT[self.wire](n)
-
-
-def in_a_row(x: Tensor) -> Tensor:
-    """Flatten a tensor, with lazy conjugation and negation resolved. (...) -> (elements,)"""
-    x = plain(x)
-    return x if x.ndim == 1 else x.reshape(-1)
 
 
 def plain(x: Tensor) -> Tensor:

@@ -93,16 +93,13 @@ def _device_type(runtime: Runtime, device: str | None) -> str:
         if device not in (None, "meta"):
             raise MeshError(f"an abstract mesh has no device, but device={device!r} was given. Leave it out.")
         return "meta"
-    kind = device or ("cuda" if runtime == "process" and torch.cuda.is_available() else _default())
+    prefers_gpu = runtime == "process" and torch.cuda.is_available()
+    kind = device or ("cuda" if prefers_gpu or torch.get_default_device().type == "cuda" else "cpu")
     if kind not in ("cpu", "cuda"):
         raise MeshError(f'device={kind!r} is neither "cpu" nor "cuda".')
     if kind == "cuda" and not torch.cuda.is_available():
         raise MeshError('device="cuda" needs a GPU, but torch sees none. Leave it out, or write device="cpu".')
     return kind
-
-
-def _default() -> str:
-    return "cuda" if torch.get_default_device().type == "cuda" else "cpu"
 
 
 def to_device_mesh(mesh: Mesh) -> DeviceMesh:

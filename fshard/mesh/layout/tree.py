@@ -128,13 +128,9 @@ Node = tuple[Callable[[Any], tuple[Any, Any, Any]], Callable[[Any, Any], Any]]
 def _node(kind: type) -> Node | None:
     if kind.__module__.partition(".")[0] in ("torch", "fshard"):
         return None
-    if _is_record(kind):
+    if is_dataclass(kind) and not issubclass(kind, Tensor | nn.Module | dict):
         return _of_fields(kind)
     return _of_torch(_torch_nodes[kind]) if kind in _torch_nodes else None
-
-
-def _is_record(kind: type) -> bool:
-    return is_dataclass(kind) and not issubclass(kind, Tensor | nn.Module | dict)
 
 
 def _of_fields(kind: type) -> Node:

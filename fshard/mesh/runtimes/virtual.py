@@ -319,7 +319,7 @@ class VirtualWorld(OneProcessWorld):
         if slot is None:
             slot = CollectiveSlot(call, group.size)
             slots.append(slot)
-        elif call != slot.call or (_checks() and site not in slot.sites.values()):
+        elif call != slot.call or ((scope := here()) and scope.checked and site not in slot.sites.values()):
             self._raise_mismatch(slot, call, group, site)
         slot.values[index] = xs
         slot.sites[index] = site
@@ -384,12 +384,6 @@ def device_names(mesh: Mesh) -> list[str]:
     """Return each device's coordinates in words: `device (data=0, model=1)`."""
     places = (mesh.coordinates(device).items() for device in range(mesh.size))
     return ["device (" + ", ".join(f"{axis}={place}" for axis, place in each) + ")" for each in places]
-
-
-def _checks() -> bool:
-    """Return True if the caller's device runs with checks."""
-    scope = here()
-    return scope is not None and scope.checked
 
 
 def _sentence(status: Arrival | Parcel | str | None) -> str:

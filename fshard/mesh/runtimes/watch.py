@@ -134,11 +134,10 @@ class Watch:
         with contextlib.suppress(dist.DistError):  # the process that served the store has died
             self._publish_state("has finished", [], "")
             until = time.monotonic() + 10
-            while self.rank == 0 and time.monotonic() < until and not self._all_finished():
+            while self.rank == 0 and time.monotonic() < until:
+                if not any(state["keys"] or state["what"] == "runs" for state in self._states()):
+                    return
                 time.sleep(LOOK)
-
-    def _all_finished(self) -> bool:
-        return not any(state["keys"] or state["what"] == "runs" for state in self._states())
 
     def _next(self, name: str) -> int:
         self._counts[name] += 1

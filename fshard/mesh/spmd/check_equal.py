@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from fshard.errors import LayoutError, PromiseError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, transformed
-from fshard.mesh.collectives.moves import AllGather, Broadcast
+from fshard.mesh.collectives.moves import Broadcast
 from fshard.mesh.layout import Mesh, as_written
 from fshard.mesh.layout.sharded import flatten_shards
+from fshard.mesh.spmd.global_inputs import gather_all
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 
@@ -69,11 +70,6 @@ class Guard(LinearMap):
 
     def transposed(self) -> Guard:
         return replace(self, forward=not self.forward)
-
-
-def gather_all(row: Tensor, group: Group, site: Site) -> Tensor:
-    """Gather a row of every device of a group, uncounted. (numbers) -> (devices, numbers)"""
-    return group.world.current().start(AllGather(0, True), (row[None],), group, site).wait()[0].cpu()
 
 
 def _complaint(broken: str, axes: tuple[str, ...], where: str, verdict: list[bool]) -> str:

@@ -18,16 +18,21 @@ from fshard.mesh.collectives.autograd import Tensors, transformed
 from fshard.mesh.collectives.moves import AllGather
 from fshard.mesh.layout import Mesh, PyTree, flatten_with_paths
 from fshard.mesh.spmd.run import inside, local_devices, resolve_mesh, run_on_devices
-from fshard.mesh.spmd.scope import require
-from fshard.source import call_site
+from fshard.mesh.spmd.scope import Group, require
+from fshard.source import Site, call_site
 
 
 def digest(x: Tensor) -> int:
     """Return a hash of 63 bits of the dtype, the shape and the bits of a tensor."""
-    found = xxhash.xxh3_64(f"{x.dtype} {tuple(x.shape)}".encode())
+    state = xxhash.xxh3_64(f"{x.dtype} {tuple(x.shape)}".encode())
     row: Any = x.detach().resolve_conj().resolve_neg().cpu().reshape(-1).contiguous()
-    found.update(row.view(torch.uint8).numpy())
-    return found.intdigest() >> 1
+    state.update(row.view(torch.uint8).numpy())
+    return state.intdigest() >> 1
+
+
+def gather_all(row: Tensor, group: Group, site: Site) -> Tensor:
+    """Gather a row of every device of a group, uncounted. (numbers) -> (devices, numbers)"""
+    return group.world.current().start(AllGather(0, True), (row[None],), group, site).wait()[0].cpu()
 
 
 def samples_of(params: PyTree) -> dict[str, Tensors]:
@@ -57,8 +62,8 @@ def compare_inputs(call: str, mesh: Mesh, tensors: Mapping[str, Tensors], axes: 
 
     def on_device(device: int) -> None:
         group = require(call).group(axes, call)
-        own = torch.tensor([[digest(xs[devices.index(device)]) for xs in tensors.values()]])
-        first, *others = group.world.current().start(AllGather(0), (own,), group, site).wait()[0].tolist()
+        own = torch.tensor([digest(xs[devices.index(device)]) for xs in tensors.values()])
+        first, *others = gather_all(own, group, site).tolist()
         paths = [path or "the tensor" for path, *row in zip(tensors, first, *others, strict=True) if len({*row}) > 1]
         if paths:
             numbers = [str(number) for number, row in zip(group.members[1:], others, strict=True) if row != first]

@@ -30,7 +30,7 @@ from fshard.mesh.layout import PyTree, as_written
 from fshard.mesh.reshard.device_put import shard_of
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.spmd.call_plan import ArgumentRecipe, PlannedTensor, Recipes, unnamed
-from fshard.mesh.spmd.check_equal import gather_all
+from fshard.mesh.spmd.global_inputs import gather_all
 from fshard.mesh.spmd.outer_autograd import backward, saving_is_watched
 from fshard.mesh.spmd.scope import entered, require
 from fshard.source import Site

@@ -24,7 +24,7 @@ from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.optim.contract import Optimizer, Update, copied, differences
-from fshard.optim.leaves import Leaf, Leaves, count_from_zero, like, shards_of, state_leaf, trainable
+from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, shards_of, state_leaf, trainable
 from fshard.optim.rules.shard_lists import Rule, ShardLists, numbers_of
 from fshard.optim.schedules import Rate, rate_at
 
@@ -124,11 +124,7 @@ def _writable(leaves: list[Leaf]) -> list[Leaf]:
     shards = [x for leaf in leaves for x in shards_of(leaf) if x.numel() and not x.is_meta]
     if len({x.data_ptr() for x in shards}) == len(shards) and all(x.is_contiguous() for x in shards):
         return leaves
-    return [like(leaf, list(map(_copy, shards_of(leaf)))) for leaf in leaves]
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.detach().clone().requires_grad_(x.requires_grad)
+    return [map_shards(lambda x: x.detach().clone().requires_grad_(x.requires_grad), leaf) for leaf in leaves]
 
 
 def _validate_state(state: PyTree, names: set[str]) -> None:

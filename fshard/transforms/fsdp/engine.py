@@ -3,8 +3,7 @@
     shards ──cast──all-gather──> full parameters        `Storage.unshard`
     full gradients ──cast──bucket──reduce-scatter──> shards of their sums        `GradientSums`, by a `Reducer`
 
-Units (`Unit`, used by need) and stages (`StageUnit`, used by a schedule) differ only in when they call these. Storage
-and reducer are protocols: offloading is another storage, and compression another reducer.
+Units (`Unit`, used by need) and stages (`StageUnit`, used by a schedule) differ only in when they call these.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +57,6 @@ class UnitOptions:
         bucket: approximate bytes of gradients of replicated units to reduce together.
         compute: the dtype that floating-point parameters are cast to; None: their own.
         reduce: the dtype that gradients are reduced in; None: that of the gradient.
-        storage, reducer: from the usual storage and reducer of a device to those to use; None: these.
     """
 
     reshard: bool = True
@@ -68,33 +66,15 @@ class UnitOptions:
     bucket: int = 8 << 20
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
-    storage: Callable[[Storage], Storage] | None = None
-    reducer: Callable[[Reducer], Reducer] | None = None
 
     def used_in(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter of this dtype is used."""
         return self.compute or dtype if dtype.is_floating_point else dtype
 
 
-class Storage(Protocol):
-    """The shards of some parameters between their uses; they are referred to by index."""
-
-    def unshard(self, indices: Sequence[int]) -> Callable[[], list[Tensor]]:
-        """Start to unshard parameters; return the function that waits for them and returns them."""
-        ...
-
-
-class Reducer(Protocol):
-    """Sums gradients over devices."""
-
-    def reduce(self, indices: Sequence[int], gs: Sequence[Tensor], along: Along) -> Callable[[], list[Tensor]]:
-        """Start to sum full gradients over the batch's axes and `along`; return the function that gives their shards."""
-        ...
-
-
 @dataclass(frozen=True)
-class DeviceShards:
-    """Shards in the memory of the device."""
+class Storage:
+    """Shards in the memory of the device; parameters are referred to by index."""
 
     leaves: Sequence[ParamPlan]
     shards: Sequence[Tensor]
@@ -119,7 +99,7 @@ Ways = Callable[[Along], Sequence[ReshardPlan | None]]
 
 
 @dataclass(frozen=True)
-class PlannedReducer:
+class Reducer:
     """Sums gradients by their reshard plans: reduce-scatter where they are sharded, all-reduce elsewhere."""
 
     ways: Ways
@@ -130,18 +110,6 @@ class PlannedReducer:
         """Start the reshards from summands to the layouts of gradients."""
         ways = self.ways(along)
         return go(gs, [way for index in indices if (way := ways[index])], self.site, ahead=self.ahead)
-
-
-def storage_of(leaves: Sequence[ParamPlan], shards: Sequence[Tensor], options: UnitOptions, site: Site) -> Storage:
-    """Return the storage of a device's shards."""
-    usual = DeviceShards(leaves, shards, options.compute, site)
-    return usual if options.storage is None else options.storage(usual)
-
-
-def reducer_of(ways: Ways, options: UnitOptions, site: Site) -> Reducer:
-    """Return the reducer of a device's gradients."""
-    usual = PlannedReducer(ways, site, ahead=options.in_flight > 0)
-    return usual if options.reducer is None else options.reducer(usual)
 
 
 def plan_reduction(mesh: Mesh, axes: tuple[str, ...], leaf: ParamPlan, *, in_order: bool) -> ReshardPlan:

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fshard.errors import LayoutError, ModuleError, ScopeError
 from fshard.mesh.spmd.scope import here
-from fshard.transforms.fsdp.units import USE_NODES, Runtime, Unit
+from fshard.transforms.fsdp.units import USE_NODES, Unit
 from fshard.transforms.patterns import named, parts_of
 
 _compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
@@ -99,7 +99,7 @@ class LazyParam(Tensor):
         return unit.leaf(self.at)
 
     @property
-    def step(self) -> Runtime:
+    def step(self) -> Any:
         """The runtime of the step that it belongs to."""
         return self.unit.runtime
 
@@ -195,7 +195,7 @@ class _LazyParams(Function):
     """Forward: the lazy parameters of a step. Backward: their own cotangents are added to those of their units."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, runtime: Runtime) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, runtime: Any) -> tuple[Tensor, ...]:
         ctx.runtime = weakref.ref(runtime)
         ctx.set_materialize_grads(False)
         lazy_params = [LazyParam.of(unit, at) for unit in runtime.units for at in range(len(unit.indices))]
@@ -204,7 +204,7 @@ class _LazyParams(Function):
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[None, None]:
-        runtime: Runtime = ctx.runtime()
+        runtime: Any = ctx.runtime()
         start = 0
         for unit in runtime.units:
             stop = start + len(unit.indices)
@@ -217,7 +217,7 @@ PARAM_NODES = (*USE_NODES, cast("Any", _LazyParams)._backward_cls)
 """The autograd nodes by which a loss depends on parameters."""
 
 
-def lazy_params_of(runtime: Runtime) -> tuple[Tensor, ...]:
+def lazy_params_of(runtime: Any) -> tuple[Tensor, ...]:
     """Return the lazy parameters of all units, in their order."""
     return _LazyParams.apply(runtime.anchor, runtime)  # type: ignore[no-any-return]
 

@@ -7,8 +7,8 @@ earlier units overlaps with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,60 +16,24 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 
 from fshard.mesh.collectives.autograd import transformed
-from fshard.mesh.spmd.scope import Scope
-from fshard.transforms.fsdp.engine import (
-    Gradients,
-    ParamPlan,
-    Storage,
-    UnitOptions,
-    has_communication,
-    no_graph,
-    versions_of,
-)
+from fshard.transforms.fsdp.engine import Gradients, has_communication, no_graph, versions_of
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 Result = TypeVar("Result")
 
 
-class Runtime(Protocol):
-    """The step on one device, as units and lazy parameters see it: `ParamRuntime` is it."""
-
-    leaves: Sequence[ParamPlan]
-    shards: Sequence[Tensor]
-    storage: Storage
-    options: UnitOptions
-    scope: Scope
-    anchor: Tensor
-    units: list[Unit]
-    sequence: list[int]
-    live: list[Unit]
-    first: list[int]
-    written: set[int]
-    over: bool
-    each_use: bool
-    saved: Any
-    reductions: Any
-    seen: Any
-    expected: Any
-
-    def make_room(self, unit: Unit) -> None:
-        """Reshard the units that were used longest ago, so that one more can be unsharded."""
-        ...
-
-    def look_ahead(self, seen: list[int], expected: list[int], unit: Unit) -> None:
-        """Prefetch the units that followed this one in the last step."""
-        ...
-
-
 class Unit:
-    """Parameters that are all-gathered and reduce-scattered together; those of ZeRO 0-2 are replicated and only reduced."""
+    """Parameters that are all-gathered and reduce-scattered together; those of ZeRO 0-2 are replicated and only reduced.
+
+    `runtime` is the `ParamRuntime` of the step on one device, which has the units.
+    """
 
     __slots__ = (
         "accumulated", "indices", "number", "outputs", "pending", "pending_backwards", "runtime", "sharded", "trained",
         "values", "versions",
     )  # fmt: skip
 
-    def __init__(self, runtime: Runtime, number: int, indices: list[int]) -> None:
+    def __init__(self, runtime: Any, number: int, indices: list[int]) -> None:
         self.runtime, self.number, self.indices = runtime, number, indices
         self.pending: Callable[[], list[Tensor]] | None = None
         leaves = [runtime.leaves[index] for index in indices]
@@ -89,7 +53,7 @@ class Unit:
                 self.runtime.make_room(self)
             if self.trained and torch.is_grad_enabled():
                 used = _outside_transforms(lambda: _UseUnit.apply(self.runtime.anchor, self))
-                if not _in_backward():  # a recomputation ends with the backward that it is part of
+                if _C._current_graph_task_id() == -1:  # a recomputation ends with the backward that it is part of
                     self.pending_backwards += 1
                     self.runtime.first += [self.number] if self.number not in self.runtime.first else []
             else:
@@ -229,7 +193,3 @@ def _outside_transforms(make: Callable[[], Result]) -> Result:
         return make()
     with temporarily_clear_interpreter_stack():
         return make()
-
-
-def _in_backward() -> bool:
-    return _C._current_graph_task_id() != -1

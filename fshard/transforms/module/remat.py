@@ -104,17 +104,12 @@ def remat(fn: Callable[Args, Result], policy: str | Policy = "nothing") -> Calla
         everything = chosen.keep == "everything" and not chosen.host
         if everything or transformed() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        return _hooked(fn, chosen, args, kwargs)
+        if chosen.keep != "everything":
+            return _checkpointed(fn, chosen, args, kwargs)
+        with saved_tensors_hooks(_to_host, _from_host):
+            return fn(*args, **kwargs)
 
     return kept
-
-
-def _hooked(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run fn under the hooks of a policy."""
-    if policy.keep != "everything":
-        return _checkpointed(fn, policy, args, kwargs)
-    with saved_tensors_hooks(_to_host, _from_host):
-        return fn(*args, **kwargs)
 
 
 def _policy(policy: str | Policy) -> Policy:

@@ -27,7 +27,7 @@ from fshard.source import Site, call_site
 from fshard.transforms.agree import NOT_HEARD, marks, objection, on_host, summed, unlike
 from fshard.transforms.batch import Batch
 from fshard.transforms.device_step import DeviceResult, one_loss, refuse_detached, slice_turns
-from fshard.transforms.fsdp.engine import GradientSums, local_plans, reducer_of, storage_of
+from fshard.transforms.fsdp.engine import GradientSums, Reducer, Storage, local_plans
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.graph_checks import refuse_unreached
 from fshard.transforms.means import (
@@ -118,14 +118,14 @@ class StageStep:
     def _unit(self, stage: int, here: Sequence[Tensor]) -> StageUnit:
         own, options = self.plan.params.own[stage], self.plan.how.unit_options
         own = own._replace(leaves=local_plans(tuple(own.leaves), self.number)) if self.local else own
-        storage = storage_of(own.leaves, [here[index] for index in own.indices], options, self.site)
+        storage = Storage(own.leaves, [here[index] for index in own.indices], options.compute, self.site)
         return StageUnit(own, storage, options, self.device)
 
     def _totals(self) -> StageSums:
         plan, how = self.plan.params, self.plan.how
         weights = [turn.weight.share for turn in self.turns] if how.slices is not None else None
         wide = how.slices is not None or how.accumulate > 1
-        reducer = reducer_of(lambda along: plan.ways, how.unit_options, self.site)
+        reducer = Reducer(lambda along: plan.ways, self.site, ahead=how.unit_options.in_flight > 0)
         leaves = local_plans(tuple(plan.leaves), self.number) if self.local else plan.leaves
         reduced = GradientSums(leaves, self.device, how.unit_options, reducer, wide)
         reduced.along = self.local

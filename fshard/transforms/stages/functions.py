@@ -60,7 +60,8 @@ def stage_functions(
     if isinstance(recompute, int) or recompute == "never":
         return [*functions], [*params]
     kept = (microbatches or 0) - 1 if recompute == "except_last" else -1
-    return [_by_turn(function, _again(function, policy, 1), kept) for function in functions], [*params]
+    pairs = [(function, _again(function, policy, 1)) for function in functions]
+    return [ByMicrobatch(lambda number, pair=pair: pair[number != kept]) for pair in pairs], [*params]
 
 
 def _check(stages: Sequence[object], recompute: How, microbatches: int | None) -> None:
@@ -103,10 +104,6 @@ def _again(function: Callable[..., Any], policy: str | Policy, begin: int = 0) -
         return function(*args[:begin], *own, **named)
 
     return remat(on_copies, policy)
-
-
-def _by_turn(stage: Stage, again: Stage, kept: int) -> Stage:
-    return ByMicrobatch(lambda number: stage if number == kept else again)
 
 
 # -- groups of layers -------------------------------------------------------------------------------------------
