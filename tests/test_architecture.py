@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "copying": {"errors"},
     "mesh": GROUND,
     "array": GROUND | {"mesh"},
-    "tensor": GROUND | {"mesh", "array", "transforms"},  # a plan runs a module on arrays in a step
+    "tensor": GROUND | {"mesh", "array", "transforms", "pipeline"},  # a plan runs a module on arrays in a step
     "optim": GROUND | {"mesh"},
     "transforms": GROUND | {"mesh", "optim", "pipeline"},  # a training step is a gradient and an optimizer
     "pipeline": GROUND | {"mesh"},

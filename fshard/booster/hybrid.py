@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, cast, get_args
 
-from torch import Tensor, nn
+from torch import nn
 
 from fshard.booster.plugins import Plugin
-from fshard.mesh.layout import Mesh, map_leaves
+from fshard.mesh.layout import Mesh
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.launchers import process_count
 from fshard.mesh.spmd.scope import here, outside
@@ -211,8 +211,7 @@ class HybridParallelPlugin(Plugin):
         how |= {"sequence_mode": self.sequence_mode if sequence is not None else "gather"}
         if self.in_stages():
             x = (x,) if self.blocks is None else tuple(x) if isinstance(x, list) else x
-        if is_meta := bool(without_memory(model)):
-            x = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, x)
+        is_meta = bool(without_memory(model))
         is_checked = not is_meta and (scope is None or scope.mesh.runtime == "process" or scope.device == 0)
         with outside(), keyed_random(self.seed):  # checked by one of the devices that share the work
             plan = tensor_parallel(copy_on_meta(model) if is_meta else model, sample=x, check=is_checked, **how)

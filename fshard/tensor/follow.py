@@ -22,18 +22,23 @@ from torch.autograd.function import Function
 
 from fshard.array.algebra import PRODUCTS
 from fshard.array.communicate import state
+from fshard.array.dispatch import operate
 from fshard.array.modules import shard_module
 from fshard.array.rules import Rule, arrays_in, describe
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, flatten, unflatten
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.device_put import spread
+from fshard.pipeline.split.valueless import ValuelessMode
 from fshard.source import locate
 from fshard.tensor.joined import ranges_of
 from fshard.tensor.unsharded import run_unsharded
 from fshard.transforms.reproducible.randomness import keyed_random
 
 USE_MODULE = "Call what arrays lack in a small module of its own, which then runs on unsharded tensors."
+_tensor: Any = Tensor
+_IS_META = _tensor.is_meta.__get__
 _apply: Any = Function.apply
 _APPLY = _apply.__func__.__code__
 
@@ -106,10 +111,10 @@ def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def _follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unsharded: Sequence[str]) -> Products:
     """Return the products of a copy of a model, in the order of their first use."""
-    params = [*model.parameters()]
-    runtime = "abstract" if params and all(x.is_meta for x in params) else "virtual"
-    mesh = make_mesh({"followed": 1}, runtime=runtime)
-    one = shard_module(model, {}, mesh=mesh)
+    mesh = make_mesh({"followed": 1}, runtime="virtual")
+    lazy_mode = _LazyMode(torch.device(mesh.device_type))
+    with lazy_mode:
+        one = shard_module(model, {}, mesh=mesh)
     observer = _DimFollower({id(x): name for name, x in one.named_parameters()})
     for path in filter(None, unsharded):
         part = one.get_submodule(path)
@@ -119,18 +124,28 @@ def _follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], un
         leaves, structure = flatten(given)
         is_array = [isinstance(x, Tensor) and ("" not in unsharded or x.is_floating_point()) for x in leaves]
         pairs = zip(leaves, is_array, strict=True)
-        arrays = [Sharded(tuple(x.shape), Layout(mesh), (x,)) if yes else x for x, yes in pairs]
+        arrays = [spread(x, Layout(mesh)) if yes else x for x, yes in pairs]
         observer.of_inputs.update((id(x), x) for x in arrays)
         return unflatten(structure, arrays)
 
     before, state.observer = state.observer, observer
     try:
-        with torch.no_grad(), keyed_random(0):
+        with torch.no_grad(), keyed_random(0), lazy_mode:
             output = one(*put(list(args)), **put(dict(kwargs)))
     finally:
         state.observer = before
     observer.finish(output)
     return observer.products
+
+
+class _LazyMode(ValuelessMode):
+    """Lets lazy layers run on the mesh: meta tensors claim to be on it, and only tensors that meet them lose their values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, Sharded) for x in arrays_in(args, kwargs)):
+            with self:
+                return operate(func, args, kwargs or {})
+        return False if func == _IS_META else super().__torch_function__(func, types, args, kwargs)
 
 
 class _DimFollower:

@@ -135,7 +135,8 @@ class Mailbox:
         elif (structure, described) != form[:2]:
             raise ValueError(
                 f"{message} must be {_shown(form.leaves)}, as for another microbatch of the same shapes; got "
-                f"{_shown(described)}. If shapes depend on values, give dynamic=True: then each message has a header."
+                f"{_shown(described)}. If messages depend on values, as a mask that is None where nothing is padded, give "
+                "dynamic=True, or options={'dynamic': True} of a plugin: then each message has a header."
             )
         for indices, _ in form.buffers:
             self._send(tuple([leaves[at] for at in indices]), to)

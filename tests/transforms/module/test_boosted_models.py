@@ -1,5 +1,7 @@
 """Boosted models of transformers and diffusers, by their labels alone, equal those of one device after two steps."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -21,6 +23,8 @@ MODELS = {
     "BART": ("BartForConditionalGeneration", "BartConfig", BOTH),
     "Whisper": ("WhisperForConditionalGeneration", "WhisperConfig", {**BOTH, **SOUND}),
 }
+LEFT = (torch.arange(8) >= torch.tensor([[2], [0], [0], [4]])).long()
+MASKS = {"left": LEFT, "right": LEFT.flip(1), "ones": torch.ones_like(LEFT)}
 BLOCKS = {"UNet2D": ["down_blocks", "up_blocks"]}
 
 
@@ -38,10 +42,11 @@ def model_of(name):
     return getattr(transformers, model)(getattr(transformers, config)(**sizes)).double().eval()
 
 
-def batch_of(name):
+def batch_of(name, mask=None):
     if name == "UNet2D":
         return {"sample": X, "timestep": torch.arange(4)}
     inputs = {"input_features": X[:, :, 0].repeat(1, 1, 2)} if name == "Whisper" else {"input_ids": IDS}
+    inputs |= {} if mask is None else {"attention_mask": MASKS[mask]}
     return {**inputs, "labels": IDS, "use_cache": False}
 
 
@@ -53,8 +58,8 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train_serial(name):
-    model, batch = model_of(name), batch_of(name)
+def train_serial(name, mask=None):
+    model, batch = model_of(name), batch_of(name, mask)
     optimizer = sgd(model)
     for _ in range(2):
         loss_of(model(**batch), batch).backward()
@@ -63,8 +68,8 @@ def train_serial(name):
     return {key: x.detach() for key, x in model.named_parameters()}
 
 
-def train(name, **options):
-    model, batch = model_of(name), batch_of(name)
+def train(name, make=model_of, mask=None, **options):
+    model, batch = make(name), batch_of(name, mask)
     booster = fs.Booster(fs.HybridParallelPlugin(**options))
     model, optimizer, *_ = booster.boost(model, sgd(model))
     for _ in range(2):
@@ -77,8 +82,8 @@ def train(name, **options):
     return {key: x.detach() for key, x in model.unwrap().named_parameters()}
 
 
-def assert_equal(devices, name):
-    wanted = train_serial(name)
+def assert_equal(devices, name, mask=None):
+    wanted = train_serial(name, mask)
     for found in devices:
         torch.testing.assert_close(found, {key: wanted[key] for key in found}, rtol=1e-5, atol=1e-6)
 
@@ -87,6 +92,13 @@ def assert_equal(devices, name):
 def test_models_in_sharded_layers_equal_one_device(name):
     mesh = fs.make_mesh({"data": 1, "model": 2})
     assert_equal(fs.run(lambda: train(name, tensor=2, sample=batch_of(name)), mesh=mesh), name)
+
+
+@pytest.mark.parametrize(("name", "mask"), [("Falcon", "left"), ("BLOOM", "right"), ("BLOOM", "ones")])
+def test_lazy_models_are_planned_with_the_values_of_masks(name, mask):
+    options = {"make": partial(fs.lazy, model_of), "mask": mask, "tensor": 2, "sample": batch_of(name, mask)}
+    devices = fs.run(lambda: train(name, **options), mesh=fs.make_mesh({"data": 1, "model": 2}))
+    assert_equal(devices, name, mask)
 
 
 @pytest.mark.parametrize("name", ["BART", "Whisper", "UNet2D"])
