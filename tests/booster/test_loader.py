@@ -358,3 +358,13 @@ def test_interrupted_loop_is_continued_by_next():
 
     one, other = alone(main)
     assert one == other
+
+
+def test_loop_continued_after_another_began_raises():
+    def main():
+        loader = fs.Booster().prepare_dataloader(samples(22), 4)
+        for _ in loader:
+            list(loader)
+
+    with pytest.raises(ValueError, match="continued after another had begun"):
+        alone(main)
