@@ -253,7 +253,10 @@ def shaped(tree: PyTree, like: PyTree) -> PyTree:
 def validate_unique(leaves: Sequence[NamedLeaf], what: str) -> None:
     """Raise if leaves that are different have one name."""
     seen: dict[str, NamedLeaf] = {}
+    repeated: dict[str, None] = {}
     for leaf in leaves:
         first = seen.setdefault(leaf.name, leaf)
         if first.value is not leaf.value or first.path != leaf.path:
-            raise CheckpointError(f"{what}: names must be of one leaf each; got several called {leaf.name}.")
+            repeated[leaf.name] = None
+    if repeated:
+        raise CheckpointError(f"{what}: names must be of one leaf each; got several called {', '.join(repeated)}.")
