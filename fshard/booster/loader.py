@@ -139,7 +139,9 @@ class Loader:
                 state.is_iterating = True
                 yield part
                 if self._loop is not batches and cut is not cuts[-1]:
-                    raise ValueError("a loop over this loader was continued after another had begun. Boost a loader for each.")
+                    raise ValueError(
+                        "a loop over this loader was continued after another had begun. Boost a loader for each."
+                    )
             state.is_iterating = False
         finally:
             if self._loop is batches:

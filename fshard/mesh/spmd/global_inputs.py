@@ -69,7 +69,7 @@ def compare_inputs(call: str, mesh: Mesh, tensors: Mapping[str, Tensors], axes: 
             numbers = [str(number) for number, row in zip(group.members[1:], others, strict=True) if row != first]
             raise MismatchError(
                 f"{call}: {', '.join(paths[:8])}{', ...' * (len(paths) > 8)} must be equal on all {kind} along "
-                f"{'+'.join(axes)}; got others on {', '.join(numbers)} than on {group.members[0]}. "
+                f"{'+'.join(axes)}; got other values on {kind} {', '.join(numbers)} than on {group.members[0]}. "
                 "Make them from one seed, by torch.manual_seed(0) on all of them, or load them from one file."
             )
 

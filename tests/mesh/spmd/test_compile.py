@@ -69,6 +69,7 @@ def trained(x):
 CALLS = {"shard_map": lambda x: fs.unshard(mapped(body)(x)), "run": whole_run, "placing": placed, "train_step": trained}
 
 
+@pytest.mark.filterwarnings("ignore:torch.compile.step. has no effect")
 @pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in CALLS.items()])
 def test_compile_around_fshard_does_not_trace_it(call, monkeypatch):
     compile_frame, files = convert_frame._compile, list[str]()
