@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -119,10 +120,10 @@ class OwnFolder:
         return found
 
     def read(self, targets: Sequence[Target]) -> None:
-        files = self.parts(targets)
+        files = dict(sorted(self.parts(targets).items()))
         for copies in (False, True):
             with ThreadPoolExecutor(THREADS) as pool:
-                [*pool.map(lambda file, copies=copies: self._read_file(*file, copies), sorted(files.items()))]
+                list(pool.map(self._read_file, files, files.values(), repeat(copies)))
 
     @torch.no_grad()
     def _read_file(self, device: int, parts: Sequence[ReadRange], copies: bool) -> None:

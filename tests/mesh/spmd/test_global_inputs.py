@@ -76,7 +76,11 @@ def check(found, kind):
             assert error is not None, name
             leaf = "the tensor" if name == "from_local" else '"weight"]'
             assert error.startswith(name.split(",")[0]) and leaf in error and "equal" in error, error
-            assert f"on all {kind} along" in error and "got other values on {kind} 1 than on 0" in error and "bias" not in error
+            assert (
+                f"on all {kind} along" in error
+                and f"got other values on {kind} 1 than on 0" in error
+                and "bias" not in error
+            )
         assert others == dict.fromkeys(NO_CALLS)
 
 
@@ -100,5 +104,7 @@ def test_unequal_replicas_from_local_raise_on_virtual_mesh():
     mesh = fs.make_mesh({"data": 2, "model": 2})
     layout = fs.Layout(mesh, P("data"))
     assert fs.unshard(fs.from_local(lambda data, model: torch.tensor([data]), layout)).tolist() == [0, 1]
-    with pytest.raises(MismatchError, match=r"equal on all devices along model; got other values on devices \d than on \d"):
+    with pytest.raises(
+        MismatchError, match=r"equal on all devices along model; got other values on devices \d than on \d"
+    ):
         fs.from_local(lambda data, model: torch.tensor([model]), layout)
