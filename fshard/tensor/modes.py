@@ -23,7 +23,7 @@ from typing import Literal
 
 from fshard.errors import MeshError
 from fshard.mesh.collectives.api import axis_index
-from fshard.mesh.layout import Mesh, P, refuse_no_mesh
+from fshard.mesh.layout import Mesh, P, require_mesh
 from fshard.mesh.layout.arithmetic import flat_range
 
 _TABLE = {
@@ -102,7 +102,7 @@ def mode(kind: Literal["1d", "2d", "2.5d", "3d"], axes: str | tuple[str, ...], m
     >>> m.activation(3), m.weight, m.next.activation(3)
     (P(("a", "c"), None, "b"), P("c", ("b", "a")), P(("a", "b"), None, "c"))
     """
-    refuse_no_mesh("mode", mesh)
+    mesh = require_mesh("mode", mesh)
     if kind not in _TABLE:
         raise ValueError(f'mode: kind must be "1d", "2d", "2.5d" or "3d"; got {kind!r}.')
     names, count = mesh.check_axes(axes, "mode"), len(_TABLE[kind][0])

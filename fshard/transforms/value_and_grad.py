@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from torch.nn import Module, ModuleList
 
-from fshard.mesh.layout import Mesh, P, PyTree, flatten, refuse_no_mesh
+from fshard.mesh.layout import Mesh, P, PyTree, flatten, require_mesh
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.transforms.gradient import GradientFunction, unstaged
 from fshard.transforms.options import OF_LOSSES, OF_STAGES, Options
@@ -154,7 +154,7 @@ def gradient_of(
     if unknown := [name for name in options if name not in known]:
         when = "Without a schedule" if schedule is None else "With a schedule"
         raise ValueError(f"{caller} has no option {', '.join(unknown)}. {when} it has: {', '.join(known)}.")
-    refuse_no_mesh(caller, mesh)
+    mesh = require_mesh(caller, mesh)
     if batch is None or isinstance(batch, str):
         raise TypeError(
             f'{caller}: batch must be a P, or a prefix tree of Ps; got {batch!r}. Write batch=P("data"), or P() for none.'

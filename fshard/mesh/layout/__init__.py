@@ -1,7 +1,7 @@
 """Meshes, specs, layouts, sharded arrays and trees of them."""
 
 from fshard.mesh.layout.layout import Layout, Memory, ShardType, dtype_name, holders, is_dense, no_dense
-from fshard.mesh.layout.mesh import Mesh, Runtime, refuse_no_mesh, require_mesh, use_mesh
+from fshard.mesh.layout.mesh import Mesh, Runtime, require_mesh, use_mesh
 from fshard.mesh.layout.spec import Axes, P, as_axes, as_written
 from fshard.mesh.layout.tree import (
     NAMESPACE,
@@ -39,7 +39,6 @@ __all__ = [
     "map_leaves",
     "no_dense",
     "paths_of",
-    "refuse_no_mesh",
     "require_mesh",
     "unflatten",
     "use_mesh",

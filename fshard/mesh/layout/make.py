@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fshard.errors import MeshError
-from fshard.mesh.layout.mesh import Mesh, Runtime, refuse_no_mesh
+from fshard.mesh.layout.mesh import Mesh, Runtime, require_mesh
 from fshard.mesh.runtimes import process
 from fshard.mesh.runtimes.launchers import launched
 from fshard.mesh.spmd.scope import here
@@ -104,7 +104,7 @@ def _device_type(runtime: Runtime, device: str | None) -> str:
 
 def to_device_mesh(mesh: Mesh) -> DeviceMesh:
     """Return torch's DeviceMesh for a process mesh: the same processes, axes and groups, for torch's own code."""
-    refuse_no_mesh("to_device_mesh", mesh)
+    mesh = require_mesh("to_device_mesh", mesh)
     if mesh.runtime != "process":
         raise MeshError(f'{mesh} is {mesh.runtime}: a DeviceMesh is made of processes. Take runtime="process".')
     return process.device_mesh(mesh)

@@ -152,8 +152,7 @@ def use_mesh(mesh: Mesh) -> Generator[Mesh]:
     ...     print(fs.typeof(fs.device_put(torch.zeros(4), P("data"))))
     f32[4@data]
     """
-    refuse_no_mesh("use_mesh", mesh)
-    token = _context.set(mesh)
+    token = _context.set(require_mesh("use_mesh", mesh))
     try:
         yield mesh
     finally:
@@ -169,12 +168,6 @@ def require_mesh(what: str, mesh: object = None) -> Mesh:
     raise TypeError(
         f'{what}: mesh must be a Mesh, such as fs.make_mesh({{"data": 4}}); got {type(mesh).__name__}.{hint}'
     )
-
-
-def refuse_no_mesh(what: str, mesh: object) -> None:
-    """Raise unless this is a mesh."""
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f'{what}: mesh must be a Mesh, such as fs.make_mesh({{"data": 4}}); got {type(mesh).__name__}.')
 
 
 def _quote(names: tuple[str, ...] | list[str]) -> str:

@@ -30,6 +30,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.runtimes.watch import watching
 from fshard.mesh.spmd.call_plan import ArgumentRecipe, PlannedTensor, Recipes, ResultRecipe
+from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.gradient_audit import Audit
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.run import inside, local_devices, resolve_mesh, without_values
@@ -129,6 +130,10 @@ def _call(recipes: Recipes, recipe: ArgumentRecipe, leaves: list[Any], mesh: Mes
     is_first = check is not False and recipe.checked.get(caller, -1) < audited and not (scope and scope.own)
     audits = is_first and audited and bool(recipe.entries) and mesh.size > 1 and mesh.runtime != "abstract"
     checked = bool(check or (check is None and watching()) or (is_first and not audits))
+    if (checked or audits) and not batches_nested():
+        values = [(entry.path, leaves[entry.index]) for entry in recipe.entries if entry.layout.spec.axes]
+        sharded = {path: (x,) for path, x in values if isinstance(x, Tensor)}
+        compare_inputs(f"shard_map of {recipes.name}", mesh, sharded)
     outputs = _Outputs(recipes, mesh, site, checked)
 
     def program(device: int, xs: Tensors) -> Tensors:

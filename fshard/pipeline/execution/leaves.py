@@ -43,13 +43,9 @@ def as_output(tree: PyTree) -> tuple[StageValue, list[GradientEdge]]:
     """Return the output of a stage, to be sent, and the edges where its gradients enter."""
     leaves, structure = flatten_shards(tree, none_is_leaf=True)
     differentiable = tuple([isinstance(x, Tensor) and x.requires_grad for x in leaves])
-    edges = [_edge_of(x) for x, needed in zip(leaves, differentiable, strict=True) if needed]
+    edges = [get_gradient_edge(x) for x, needed in zip(leaves, differentiable, strict=True) if needed]
     detached = unflatten(structure, [x.detach() if isinstance(x, Tensor) else x for x in leaves])
     return StageValue(detached, differentiable), edges
-
-
-def _edge_of(x: Tensor) -> GradientEdge:
-    return get_gradient_edge(x) if x.grad_fn is None else GradientEdge(x.grad_fn, x.output_nr)
 
 
 class Params:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fshard.mesh.layout import Mesh, PyTree, refuse_no_mesh
+from fshard.mesh.layout import Mesh, PyTree, require_mesh
 from fshard.mesh.spmd.run import is_outside, one_thread, resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import parting, require
 from fshard.pipeline.execution.device import StageDevice
@@ -114,7 +114,7 @@ def pipelined(
 def _validate(
     stages: Sequence[Stage], schedule: Schedule, loss_fn: object, mesh: Mesh, axis: str, backward: bool
 ) -> None:
-    refuse_no_mesh("pipelined", mesh)
+    mesh = require_mesh("pipelined", mesh)
     mesh.check_axes(axis, "pipelined(axis=)")
     if not isinstance(schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"schedule must be a Schedule; got {type(schedule).__name__}. Write fs.pipeline_schedule(...).")

@@ -76,11 +76,12 @@ class StageMessage(NamedTuple):
 
 def without_floats(inputs: Arguments) -> Arguments:
     """Return the part of a microbatch that later stages receive: floating tensors are described."""
-    return map_leaves(lambda x: Described.of(x) if _is_floating(x) else x, inputs)
 
+    def describe(x: Any) -> Any:
+        is_floating = isinstance(x, Tensor | Sharded) and (x.dtype.is_floating_point or x.dtype.is_complex)
+        return Described.of(x) if is_floating else x
 
-def _is_floating(x: Any) -> bool:
-    return isinstance(x, Tensor | Sharded) and (x.dtype.is_floating_point or x.dtype.is_complex)
+    return map_leaves(describe, inputs)
 
 
 def device_of(tree: PyTree) -> torch.device:

@@ -40,6 +40,9 @@ CALLS = {
     "device_put, shard_module": lambda mesh, x: fs.array.shard_module(linear(x), {}, mesh=mesh),
     "shard_stages": shard_stages,
     "boost": boost,
+    "shard_map": lambda mesh, x: fs.shard_map(
+        lambda params: params["weight"], mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )(tree(x)),
     "from_local": lambda mesh, x: fs.from_local(torch.tensor([x]), fs.Layout(mesh, P())),
 }
 NO_CALLS = {
