@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -101,13 +100,16 @@ class OwnFolder:
         self.ties, self.partial = {name_of(path): of for path, of in self.index.ties}, None
 
     def check(self) -> None:
+        wrong = list[str]()
         for one in self.index.writers:
             path = self.folder / one.data
-            size = path.stat().st_size if path.is_file() else "no such file"
-            text = f"{one.data} must have {one.size} bytes; got {size}" if size != one.size else ""
-            if text or not (self.folder / one.manifest).is_file():
-                text = text or f"{one.manifest} is missing"
-                raise CheckpointError(f"{self.folder} is not complete: {text}. Restore another checkpoint.")
+            size = path.stat().st_size if path.is_file() else None
+            if size != one.size:
+                wrong.append(f"{one.data} must have {one.size} bytes; got {'no such file' if size is None else size}")
+            if not (self.folder / one.manifest).is_file():
+                wrong.append(f"{one.manifest} is missing")
+        if wrong:
+            raise CheckpointError(f"{self.folder} is not complete: {'; '.join(wrong)}. Restore another checkpoint.")
 
     def parts(self, targets: Sequence[Target]) -> dict[int, list[ReadRange]]:
         """Return the ranges to read of the file of each writer."""
@@ -120,10 +122,12 @@ class OwnFolder:
         return found
 
     def read(self, targets: Sequence[Target]) -> None:
-        files = dict(sorted(self.parts(targets).items()))
+        files = self.parts(targets)
         for copies in (False, True):
             with ThreadPoolExecutor(THREADS) as pool:
-                list(pool.map(self._read_file, files, files.values(), repeat(copies)))
+                done = [pool.submit(self._read_file, *file, copies) for file in sorted(files.items())]
+            if failed := [error for one in done if (error := one.exception())]:
+                raise CheckpointError("\n".join(map(str, failed))) from failed[0]
 
     @torch.no_grad()
     def _read_file(self, device: int, parts: Sequence[ReadRange], copies: bool) -> None:

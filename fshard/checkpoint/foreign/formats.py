@@ -249,7 +249,7 @@ def _dcp(path: Path) -> ForeignFiles:
 
 def _ranges_of(path: Path, found: Mapping[Any, Any]) -> Mapping[str, Mapping[Any, _FileRange]]:
     """Return where the chunks of each array are, by their first index."""
-    names = {at.relative_path for at in found.values()}
+    names, wrong = {at.relative_path for at in found.values()}, list[str]()
     _validate_inside(path, names)
     sizes = {name: (path.parent / name).stat().st_size if (path.parent / name).is_file() else 0 for name in names}
     ranges: dict[str, dict[Any, _FileRange]] = defaultdict(dict)
@@ -257,8 +257,10 @@ def _ranges_of(path: Path, found: Mapping[Any, Any]) -> Mapping[str, Mapping[Any
         (start, size), available = _counts((at.offset, at.length)), sizes[at.relative_path]
         ranges[key.fqn][tuple(getattr(key, "offset", None) or ())] = path.parent / at.relative_path, start, size
         if start + size > available or getattr(at, "transform_descriptors", None):
-            text = f"{key.fqn} at {start} of {at.relative_path}, {size} of {available} bytes"
-            raise CheckpointError(f"{path.parent}: data must be in its files as torch.save writes it; got {text}.")
+            wrong.append(f"{key.fqn} at {start} of {at.relative_path}, {size} of {available} bytes")
+    if wrong:
+        text = "; ".join(wrong[:20])
+        raise CheckpointError(f"{path.parent}: data must be in its files as torch.save writes it; got {text}.")
     return ranges
 
 
