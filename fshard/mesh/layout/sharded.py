@@ -133,13 +133,9 @@ def _as_array(kept: Any, shards: Any) -> Sharded:
     return Sharded(kept[0], kept[1], tuple(shards))
 
 
-def _as_node(shards: Any, kept: Any) -> ArrayNode:
-    return ArrayNode(_as_array(kept, shards))
-
-
 _o: Any = optree
 _o.register_pytree_node(ArrayNode, _shards_of, _as_array, namespace=NAMESPACE)
-torch_trees.register_pytree_node(ArrayNode, _shards_of, _as_node)
+torch_trees.register_pytree_node(ArrayNode, _shards_of, lambda shards, kept: ArrayNode(_as_array(kept, shards)))
 
 
 def flatten_shards(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:
