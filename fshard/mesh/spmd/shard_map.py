@@ -62,7 +62,7 @@ def shard_map(
         check: compare by value where equality is promised, forward and backward, and audit gradients at the first call that
             autograd records, which runs f twice more per device. Default: at the first call of each kind (structure,
             shapes and layouts of arguments), or at all calls with FSHARD_CHECK=1. True: at all calls. False: never. A new
-            mapped function is checked anew: make it once, outside of loops.
+            mapped function is checked again: make it once, outside of loops.
 
     Arguments are plain tensors (the global value, the same on every process) or `Sharded`, which are resharded if
     their layout differs. Results are `Sharded`. Random draws inside f are equal on all devices; see `fs.keyed_random`.

@@ -86,7 +86,7 @@ DIFFERENT = {
     "large": lambda first: fs.psum(ONES["large"] if first else ONES["large"].int(), "d"),
     "message": lambda first: exchange(torch.float32 if first else torch.int32),
 }
-"""What differs: the call of process 0, or of process 1, in one line; see `test_process` for other lines."""
+"""Calls that differ between two processes on one line raise; `test_process` has calls on two lines."""
 
 
 def exchange(dtype):
