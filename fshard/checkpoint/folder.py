@@ -28,7 +28,7 @@ from fshard.transforms.options import integer
 class Checkpoints:
     """A folder with a checkpoint for each saved step. All processes make one, and call it alike.
 
-    After a SIGTERM that follows the first save, the next `save` of any folder is made whatever `every` is, and ends the process.
+    SIGTERM after the first save: the next `save` of any folder is made, whatever `every` is, and ends the process.
     With several processes it is the one after, which all make. A second SIGTERM, or one after `wait()`, ends it at once.
 
     A run that continues from an earlier step keeps the later checkpoints of the run before.
