@@ -146,7 +146,12 @@ def _mark_failed(folder: Path, token: str, device: int, error: BaseException | s
     """Leave a file from which the other devices learn that one has failed."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{token}-{device}.failed").write_text(str(error))
+        mark = folder / f"{token}-{device}.failed"
+        aside = mark.with_name(f"{mark.name}.tmp")
+        try:
+            aside.write_text(str(error))
+        finally:
+            aside.replace(mark)  # on a full disk without its text
 
 
 def meet() -> None:
