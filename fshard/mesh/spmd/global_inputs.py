@@ -43,7 +43,7 @@ def samples_of(params: PyTree) -> dict[str, Tensors]:
 
 def _sample(x: Tensor) -> Tensor:
     step = min(1 << 17, x.numel() // 4)
-    return x if step < 1 << 12 else x.reshape(-1)[: x.numel() // step * step].view(-1, step)[:, : 1 << 12]
+    return x if step < 1 << 12 else x.detach().reshape(-1)[: x.numel() // step * step].view(-1, step)[:, : 1 << 12]
 
 
 def compare_inputs(call: str, mesh: Mesh, tensors: Mapping[str, Tensors], axes: tuple[str, ...] | None = None) -> None:
