@@ -26,6 +26,10 @@ _WORDS = {
     "fs.shard_map": ("smap",),
     "fs.all_to_all": ("ragged_all_to_all",),
     "fs.ledger()": ("roofline",),
+    "fs.psum, fs.psum_scatter": ("all_reduce", "reduce_scatter"),
+    "fs.device_put(x, fs.Layout(mesh, spec))": ("distribute_tensor",),
+    "fs.make_mesh": ("init_device_mesh", "launch_from_torch"),
+    "the loader that `boost` returns": ("DistributedSampler",),
 }
 NAMES = {name: word for word, names in _WORDS.items() for name in names}
 

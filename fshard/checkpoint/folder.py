@@ -121,6 +121,8 @@ class Checkpoints:
             self._thread = threading.Thread(target=self._in_background, args=arguments, name="fshard checkpoint")
             self._thread.start()
         if is_last:
+            if run_token() and 0 in taken.shares:  # all have seen it, since all have written
+                disk.unlink(self._marker())
             termination.end()
 
     def wait(self) -> None:
@@ -177,7 +179,7 @@ class Checkpoints:
         """Return True if this save is the last one: all processes see the marker that one of them has left a step before."""
         if not run_token():
             return termination.is_pending
-        marker = self.path / f"stop-{run_token()}"
+        marker = self._marker()
         if marker.exists():
             return step > int(marker.read_text())
         if termination.is_pending:
@@ -186,6 +188,9 @@ class Checkpoints:
             aside.write_text(str(step))
             aside.rename(marker)
         return False
+
+    def _marker(self) -> Path:
+        return self.path / f"stop-{run_token()}"
 
 
 class Termination:

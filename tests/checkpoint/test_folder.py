@@ -305,7 +305,7 @@ def stopped(path):
 def test_all_processes_save_the_same_step_if_one_is_stopped(tmp_path):
     assert run_processes(stopped, 2, tmp_path) == [6, 6]
     assert fs.Checkpoints(tmp_path).steps == [6]
-    assert sorted(one.name for one in tmp_path.iterdir() if not one.name.startswith("stop-")) == ["6"]
+    assert os.listdir(tmp_path) == ["6"]
 
 
 def saved_in_background(path):
