@@ -28,9 +28,10 @@ from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessErro
 from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.launchers import meet_all, time_limit
+from fshard.mesh.runtimes.launchers import choose_gpu, meet_all, process_info, time_limit
 from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link
 from fshard.mesh.runtimes.operations import Operations
+from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.watch import Watch, watching
 from fshard.mesh.shared_memory import large
 from fshard.mesh.shared_memory.direct import Direct
@@ -69,8 +70,9 @@ class ProcessWorld:
     def __init__(self, timeout: timedelta, device_type: str) -> None:
         self.rank = dist.get_rank()
         self.timeout = timeout
-        self.device_type = device_type
-        self.backend = dist.get_backend()
+        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        self.device_type = device_type if device_type in backends else next(iter(backends))
+        self.backend = backends[self.device_type]
         self._staged = self.backend == "gloo"  # tensors of GPUs are sent from copies in host memory
         self._wires = gloo.WIRES if self._staged else native.WIRES
         self._neighbours = meet(timeout) if self._staged else Neighbours({}, timeout)
@@ -336,15 +338,23 @@ def _split(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
 
 def join(device_type: str, timeout: float | None) -> ProcessWorld:
     """Join the world of processes, or return the one that this process is in."""
-    if _state["world"] is not None and dist.is_initialized():
-        return _state["world"]
+    world: ProcessWorld | None = _state["world"]
+    if world is not None and dist.is_initialized():
+        if device_type == "cuda" and world.device_type == "cpu":
+            raise MeshError(
+                'device must be "cpu"; got "cuda", but these processes have joined for a mesh with device="cpu", over '
+                f'{world.backend}. Make a mesh with device="cuda" first.'
+            )
+        return world
     limit = time_limit(timeout)
     if not dist.is_initialized():
         import_module("torch.distributed.nn.functional")  # torch.func.grad imports it, and then it would keep the group
         meet_all(device_type, limit)
         _state["process"] = os.getpid()
         atexit.register(_leave_at_exit)
-        _share_random_state()
+        _share_random_state(device_type)
+    elif device_type == "cuda" and not torch.cuda.is_initialized() and (info := process_info()) is not None:
+        choose_gpu(info)
     world = _state["world"] = ProcessWorld(limit, device_type)
     calm_gloo_threads()
     return world
@@ -365,15 +375,15 @@ def _leave_at_exit() -> None:
         leave(waiting=not hasattr(sys, "last_value"))  # after an error the others may never receive anything
 
 
-def _share_random_state() -> None:
-    """Begin with the random state of process 0 everywhere, as virtual devices begin with their caller's.
+def _share_random_state(device_type: str) -> None:
+    """Begin with the random states of process 0 everywhere, as virtual devices begin with their caller's.
 
     Else `torch.randn(...)` given as a global value would be another value in every process.
     """
-    state = torch.default_generator.get_state()
-    state = state.cuda() if "nccl" in dist.get_backend().split(":") else state
-    dist.broadcast(state, 0)
-    torch.default_generator.set_state(state.cpu())
+    for kind in dict.fromkeys(("cpu", device_type)):
+        state = random_state(kind)  # in host memory
+        dist.broadcast(state, 0)
+        set_random_state(kind, state)
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
