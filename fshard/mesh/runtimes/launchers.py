@@ -324,7 +324,12 @@ def time_limit(seconds: float | None) -> timedelta:
 
 
 def _backend(device_type: str, store: Any, world: int) -> str:
-    """Return NCCL if every process has a GPU to itself; it refuses to share one."""
+    """Return NCCL if every process has a GPU to itself; it refuses to share one.
+
+    FSHARD_BACKEND names another backend of torch.distributed, for tests and experiments.
+    """
+    if backend := os.environ.get("FSHARD_BACKEND"):
+        return backend
     if device_type != "cuda" or not dist.is_nccl_available():
         return "gloo"
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

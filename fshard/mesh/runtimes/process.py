@@ -64,13 +64,14 @@ class ProcessWorld:
     has_values = True
     has_fast_paths = True
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, device_type: str) -> None:
         self.rank = dist.get_rank()
         self.timeout = timeout
+        self.device_type = device_type
         self.backend = dist.get_backend()
-        self._wires = native.WIRES if self.backend == "nccl" else gloo.WIRES
-        self._neighbours = meet(timeout) if self.backend == "gloo" else Neighbours({}, timeout)
-        self._staged = self.backend != "nccl"
+        self._staged = self.backend == "gloo"  # tensors of GPUs are sent from copies in host memory
+        self._wires = gloo.WIRES if self._staged else native.WIRES
+        self._neighbours = meet(timeout) if self._staged else Neighbours({}, timeout)
         self.scopes: dict[object, Scope] = {}
         self._operations = Operations(timeout)
         self._links: dict[tuple[int, ...], Link] = {}
@@ -123,7 +124,8 @@ class ProcessWorld:
         buffer = packed[0] if len(xs) == 1 else torch.cat(packed, dim=-1)
         if self._staged and not buffer.is_cpu:
             buffer = buffer.cpu()
-        link = self.link(group) if self._staged or not buffer.is_cpu else self.host_link(group)
+        is_on_device = self._staged or buffer.device.type == self.device_type
+        link = self.link(group) if is_on_device else self.host_link(group)
         wire = link.begin(move, buffer.contiguous(), call)
         return self._operations.start(link, wire, call, partial(_unpack, move, xs, widths, n), verify)
 
@@ -252,7 +254,7 @@ class ProcessWorld:
     def add(self, members: tuple[int, ...], pg: Any) -> Link:
         """Use a group of torch.distributed that this process is in."""
         self._links[members] = link = GroupLink(pg, members.index(self.rank), len(members), self._wires)
-        if self.backend == "gloo":
+        if self._staged:
             calm_gloo_threads()
         return link
 
@@ -298,7 +300,7 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
         _state["process"] = os.getpid()
         atexit.register(_leave_at_exit)
         _share_random_state()
-    world = _state["world"] = ProcessWorld(limit)
+    world = _state["world"] = ProcessWorld(limit, device_type)
     calm_gloo_threads()
     return world
 
@@ -324,7 +326,7 @@ def _share_random_state() -> None:
     Else `torch.randn(...)` given as a global value would be another value in every process.
     """
     state = torch.default_generator.get_state()
-    state = state.cuda() if dist.get_backend() == "nccl" else state
+    state = state.cuda() if "nccl" in dist.get_backend().split(":") else state
     dist.broadcast(state, 0)
     torch.default_generator.set_state(state.cpu())
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fshard as fs
+from fshard.mesh.runtimes import native
 from fshard.mesh.runtimes.launchers import (
     LAUNCHERS,
     PORTS,
@@ -25,6 +26,7 @@ from fshard.mesh.runtimes.launchers import (
     read_variables,
     time_limit,
 )
+from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.testing.processes import run_processes
 
 TORCHRUN = {
@@ -249,6 +251,20 @@ def ask_whose_gpus(gpus):
 
 def test_each_its_own_shared_gpu_is_false_everywhere():
     assert run_processes(ask_whose_gpus, 2, ["ab", "aa", "ba"]) == [[True, False, True]] * 2
+
+
+def take_another_backend():
+    """Join by a backend that is not gloo: the world must treat it as it treats NCCL."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers "fake"
+
+    mesh = fs.make_mesh({"data": 2}, device="cpu")
+    world = ProcessWorld.of(mesh)
+    return dist.get_backend(), world._wires is native.WIRES, world._staged, world.is_near(mesh)
+
+
+def test_fshard_backend_replaces_the_chosen_one():
+    environment = {"FSHARD_BACKEND": "fake"}
+    assert run_processes(take_another_backend, 2, environment=environment) == [("fake", True, False, False)] * 2
 
 
 def meet_at(port):

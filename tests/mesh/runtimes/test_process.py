@@ -292,7 +292,7 @@ def between_hosts():
     """Sum rows of numbers, as if the processes' own backend took only what lies on devices."""
     mesh = fs.make_mesh({"d": 2})
     world = ProcessWorld.of(mesh)
-    world._staged = False
+    world._staged, world.device_type = False, "cuda"
 
     def main():
         group = require("here").group("d", "here")
@@ -301,7 +301,7 @@ def between_hosts():
     try:
         found = fs.run(main, mesh=mesh)[0]
     finally:
-        world._staged = True
+        world._staged, world.device_type = True, "cpu"
     return [row.tolist() for row in found], list(world._hosts)
 
 
