@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.autograd import profiler
 from torch.overrides import TorchFunctionMode
@@ -154,20 +153,6 @@ def mark(device: int) -> None:
     if getattr(profiler, "_is_profiler_enabled", True):
         with profiler.record_function(f"{MARK}{device}"):
             pass
-
-
-@contextmanager
-def one_thread(wanted: bool) -> Generator[None]:
-    """Compute with one intra-op thread: torch splits large sums among threads, whose number changes bits."""
-    before = torch.get_num_threads()
-    if not wanted or before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @uncompiled
