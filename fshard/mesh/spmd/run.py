@@ -10,11 +10,12 @@ ones where they meet a tensor without values (`Valueless`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.autograd import profiler
 from torch.overrides import TorchFunctionMode
