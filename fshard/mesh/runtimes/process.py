@@ -119,9 +119,9 @@ class ProcessWorld:
                 results = large.empty_results(move, xs, n) if into is None else into
                 wire = link.begin_many(move, xs, results, call)
                 return self._operations.start(link, wire, call, lambda _: results, verify)
-        packed, device = [move.pack(x, n) for x in xs], xs[0].device
+        packed = [move.pack(x, n) for x in xs]
         widths = [one.shape[-1] for one in packed]
-        buffer = packed[0] if len(xs) == 1 else torch.cat(packed, dim=-1)
+        buffer, device = packed[0] if len(xs) == 1 else torch.cat(packed, dim=-1), packed[0].device
         if self._staged and not buffer.is_cpu:
             buffer = buffer.cpu()
         is_on_device = self._staged or buffer.device.type == self.device_type

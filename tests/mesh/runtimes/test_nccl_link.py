@@ -19,6 +19,9 @@ from fshard.mesh.runtimes import native, process
 from fshard.mesh.runtimes.link import GroupLink
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
+from fshard.testing.processes import run_processes
+from tests.mesh.runtimes import nccl_rules
+from tests.mesh.runtimes.test_process import each_collective, extremes
 
 
 class Work:
@@ -185,6 +188,33 @@ def test_result_of_a_gather_is_freed_once_it_is_unpacked(works, monkeypatch, cou
         assert references[0]() is None and [y.shape for y in full] == [(2, 4)] * count
 
     run(main)
+
+
+def under_rules_of_nccl():
+    """Run each collective, then one again while nothing completes; count what the host has waited for."""
+    mesh = fs.make_mesh({"d": 2}, device="cpu")
+    values = fs.run(lambda: (each_collective(), extremes()), mesh=mesh)[0]
+
+    def held():
+        started = sum(nccl_rules.counts[name] for name in ("launches", "waits"))
+        handles = [fs.all_gather.start([torch.ones(3), torch.ones(2)], "d"), fs.psum.start(torch.ones(3), "d")]
+        handles += [fs.broadcast.start(torch.ones(3), "d", source=0), fs.pmax.start(torch.ones(3), "d")]
+        for handle in reversed(handles):
+            handle.wait()
+        return sum(nccl_rules.counts[name] for name in ("launches", "waits")) - started
+
+    nccl_rules.hold()
+    count = fs.run(held, mesh=mesh)[0]
+    nccl_rules.release()
+    return *values, count, nccl_rules.counts["host syncs"], nccl_rules.violations
+
+
+def test_collectives_obey_the_rules_of_nccl():
+    results = run_processes(under_rules_of_nccl, 2, environment={"FSHARD_BACKEND": "nccl_rules"})
+    expected = fs.run(lambda: (each_collective(), extremes()), mesh=fs.make_mesh({"d": 2}))
+    for (values, texts, *counts), (expected_values, expected_texts) in zip(results, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(values, expected_values, strict=True))
+        assert texts == expected_texts and counts == [10, 0, []]
 
 
 def test_leaves_on_host_and_device_use_different_buffers_and_links(works):
