@@ -11,7 +11,7 @@ import atexit
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -76,6 +76,8 @@ class ProcessWorld:
         self._operations = Operations(timeout)
         self._links: dict[tuple[int, ...], Link] = {}
         self._hosts: dict[tuple[int, ...], Link] = {}
+        self._messages = [] if self._staged else [self._make_message_link(timeout) for _ in range(2)]
+        self._connected: set[tuple[int, int]] = set()
         self._has_failed = False
         self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch: Watch | None = None
@@ -150,7 +152,7 @@ class ProcessWorld:
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
         """Send tensors as one buffer, which is kept alive until it is sent."""
-        call = CallInfo(None, xs, group, site, is_send=True)
+        call = CallInfo(None, xs, group, site, is_send=True, peer=to)
         if self._watch is not None:
             self._watch.sent(call, to)
         if to == group.index:
@@ -158,12 +160,12 @@ class ProcessWorld:
             return
         if self._staged and not xs[0].is_cpu:
             xs = tuple(x.cpu() for x in xs)
-        link = self.link(group)
-        self._operations.start(link, link.send(xs, to, call), call)
+        link, index = self._message_link(call, xs[0].device)
+        self._operations.start(link, link.send(xs, index, call), call)
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
         """Start receiving tensors like these, as one buffer."""
-        call = CallInfo(None, likes, group, site)
+        call = CallInfo(None, likes, group, site, peer=source)
         verify = None if self._watch is None else partial(self._watch.expect, call, source)
         if source == group.index:
             if verify is not None:
@@ -171,8 +173,45 @@ class ProcessWorld:
             return Done(self._from_itself(call))
         size, device = sum([like.numel() for like in likes]), "cpu" if self._staged else likes[0].device
         make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
-        link = self.link(group)
-        return self._operations.start(link, link.receive(make, source, call), call, partial(_split, likes), verify)
+        link, index = self._message_link(call, likes[0].device)
+        return self._operations.start(link, link.receive(make, index, call), call, partial(_split, likes), verify)
+
+    def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
+        """Send a byte between pairs of members, by index: sender and receiver. Both ends of each pair call it.
+
+        NCCL connects two ranks in their first call, and blocks both until then: messages sent around a ring by all,
+        before they receive, would block forever. The pairs are in one order on all ranks, first disjoint ones.
+        """
+        for sender, receiver in sorted(pairs, key=lambda pair: (min(pair) % 2, *sorted(pair), pair)):
+            route = members[sender], members[receiver]
+            if not self._messages or self.rank not in route or sender == receiver or route in self._connected:
+                continue
+            self._connected.add(route)
+            pg, byte = (
+                self._messages[message_group(*route)].pg,
+                torch.zeros(1, dtype=torch.uint8, device=self.device_type),
+            )
+            (pg.send([byte], route[1], 0) if self.rank == route[0] else pg.recv([byte], route[0], 0)).wait()
+
+    def _message_link(self, call: CallInfo, device: torch.device) -> tuple[Link, int]:
+        """Return the link of a message in the memory of a device, and the index of its other end in the link."""
+        if self._staged or device.type != self.device_type:
+            return self.link(call.group) if self._staged else self.host_link(call.group), call.peer
+        return self._messages[message_group(*call.route)], call.group.members[call.peer]
+
+    def _make_message_link(self, timeout: timedelta) -> GroupLink:
+        # Note [Queues of messages]
+        # NCCL ignores tags and runs what two ranks send and receive in one group as one queue. A device that starts
+        # receiving ahead would block its own next message, which the other end may need first. So there is a group
+        # for each direction, in which a queue has messages of one sender to one receiver, and both ends start these in
+        # one order. A group bound to a device would instead have one queue for all its operations.
+        world: Any = dist.group.WORLD
+        device, world.bound_device_id = world.bound_device_id, None
+        try:
+            pg: Any = dist.new_group(timeout=timeout)
+        finally:
+            world.bound_device_id = device
+        return GroupLink(pg, self.rank, dist.get_world_size(), self._wires)
 
     def _from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
@@ -220,7 +259,14 @@ class ProcessWorld:
         if self._watch is not None:
             self._watch.finished()
         self._neighbours.close()
-        for held in (self._to_itself, self._operations.in_progress, self._links, self._hosts, self.scopes):
+        for held in (
+            self._to_itself,
+            self._operations.in_progress,
+            self._links,
+            self._hosts,
+            self._messages,
+            self.scopes,
+        ):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
         if calls and not self._has_failed:
             raise MismatchError("\n  ".join(["Messages were sent but never received:", *sorted({*map(str, calls)})]))
@@ -355,6 +401,12 @@ def use_groups(mesh: Mesh, known: DeviceMesh) -> None:
         pg: Any = known.get_group(axis)
         if isinstance(pg, dist.ProcessGroup) and not world.near(members := tuple(dist.get_process_group_ranks(pg))):
             world.add(members, pg)
+            world.connect(members, {(i, (i + step) % len(members)) for i in range(len(members)) for step in (1, -1)})
+
+
+def message_group(sender: int, receiver: int) -> int:
+    """Return which group carries the messages between two ranks: 1 to higher ranks, 0 to lower ones."""
+    return int(receiver > sender)
 
 
 def calm_gloo_threads() -> None:
