@@ -8,6 +8,7 @@ between machines, `native.WIRES` for NCCL.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import sys
 from collections import defaultdict, deque
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MeshError, MismatchError
 from fshard.mesh.collectives.moves import uneven
@@ -29,6 +30,7 @@ from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
 from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link
+from fshard.mesh.runtimes.message_links import MessageLinks, ring
 from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.runtimes.watch import Watch, watching
 from fshard.mesh.shared_memory import large
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from fshard.mesh.spmd.scope import Group, Pending, Scope
     from fshard.source import Site
 
+_C10D: Any = dist.distributed_c10d
 _state: dict[str, Any] = {"world": None, "meshes": {}, "process": None}
 
 
@@ -76,8 +79,10 @@ class ProcessWorld:
         self._operations = Operations(timeout)
         self._links: dict[tuple[int, ...], Link] = {}
         self._hosts: dict[tuple[int, ...], Link] = {}
-        self._messages = [] if self._staged else [self._make_message_link(timeout) for _ in range(2)]
-        self._connected: set[tuple[int, int]] = set()
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._messages: MessageLinks | None = None
+        if not self._staged:
+            self._messages = MessageLinks(self.rank, device_type, self._make_message_link)
         self._has_failed = False
         self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch: Watch | None = None
@@ -177,41 +182,20 @@ class ProcessWorld:
         return self._operations.start(link, link.receive(make, index, call), call, partial(_split, likes), verify)
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
-        """Send a byte between pairs of members, by index: sender and receiver. Both ends of each pair call it.
-
-        NCCL connects two ranks in their first call, and blocks both until then: messages sent around a ring by all,
-        before they receive, would block forever. The pairs are in one order on all ranks, first disjoint ones.
-        """
-        for sender, receiver in sorted(pairs, key=lambda pair: (min(pair) % 2, *sorted(pair), pair)):
-            route = members[sender], members[receiver]
-            if not self._messages or self.rank not in route or sender == receiver or route in self._connected:
-                continue
-            self._connected.add(route)
-            pg, byte = (
-                self._messages[message_group(*route)].pg,
-                torch.zeros(1, dtype=torch.uint8, device=self.device_type),
-            )
-            (pg.send([byte], route[1], 0) if self.rank == route[0] else pg.recv([byte], route[0], 0)).wait()
+        """Connect pairs of members, given as indices, where a first message would block the sender: on NCCL."""
+        if self._messages is not None:
+            self._messages.connect(members, pairs)
 
     def _message_link(self, call: CallInfo, device: torch.device) -> tuple[Link, int]:
         """Return the link of a message in the memory of a device, and the index of its other end in the link."""
-        if self._staged or device.type != self.device_type:
-            return self.link(call.group) if self._staged else self.host_link(call.group), call.peer
-        return self._messages[message_group(*call.route)], call.group.members[call.peer]
+        if self._messages is not None and device.type == self.device_type:
+            return self._messages.link(call.route), call.group.members[call.peer]
+        return self.link(call.group) if self._staged else self.host_link(call.group), call.peer
 
-    def _make_message_link(self, timeout: timedelta) -> GroupLink:
-        # Note [Queues of messages]
-        # NCCL ignores tags and runs what two ranks send and receive in one group as one queue. A device that starts
-        # receiving ahead would block its own next message, which the other end may need first. So there is a group
-        # for each direction, in which a queue has messages of one sender to one receiver, and both ends start these in
-        # one order. A group bound to a device would instead have one queue for all its operations.
-        world: Any = dist.group.WORLD
-        device, world.bound_device_id = world.bound_device_id, None
-        try:
-            pg: Any = dist.new_group(timeout=timeout)
-        finally:
-            world.bound_device_id = device
-        return GroupLink(pg, self.rank, dist.get_world_size(), self._wires)
+    def _make_message_link(self, direction: str) -> GroupLink:
+        members = tuple(range(dist.get_world_size()))
+        pg = self.make_group(members, f"messages {direction}", is_bound=False)
+        return GroupLink(pg, self.rank, len(members), self._wires)
 
     def _from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
@@ -259,14 +243,9 @@ class ProcessWorld:
         if self._watch is not None:
             self._watch.finished()
         self._neighbours.close()
-        for held in (
-            self._to_itself,
-            self._operations.in_progress,
-            self._links,
-            self._hosts,
-            self._messages,
-            self.scopes,
-        ):
+        self._messages = None
+        groups = (self._links, self._hosts, self._groups)
+        for held in (self._to_itself, self._operations.in_progress, *groups, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
         if calls and not self._has_failed:
             raise MismatchError("\n  ".join(["Messages were sent but never received:", *sorted({*map(str, calls)})]))
@@ -280,29 +259,72 @@ class ProcessWorld:
         if found is None:
             if self.near(members):
                 found = self._links[members] = Direct(self._neighbours, members, self.rank)
-            elif members == tuple(range(dist.get_world_size())):
-                found = self.add(members, dist.group.WORLD)
             else:
-                found = self.add(
-                    members, dist.new_group(list(members), use_local_synchronization=True, sort_ranks=False)
-                )
+                found = self.add(members, self.axis_group(members))
         return found
 
     def host_link(self, group: Group) -> Link:
         """Return the group for tensors in host memory, where the group's own backend is for GPUs."""
         members = group.members
         if members not in self._hosts:
-            pg: Any = dist.new_group(list(members), backend="gloo", use_local_synchronization=True, sort_ranks=False)
+            pg = self.axis_group(members)
+            if torch.device("cpu") not in pg._device_types:
+                pg = self.make_group(members, "host", backend="gloo")
             self._hosts[members] = GroupLink(pg, members.index(self.rank), len(members), gloo.WIRES)
             calm_gloo_threads()
         return self._hosts[members]
 
     def add(self, members: tuple[int, ...], pg: Any) -> Link:
         """Use a group of torch.distributed that this process is in."""
+        link = self._links.get(members)
+        if isinstance(link, GroupLink) and link.pg is pg:
+            return link  # another would number its messages anew
+        self._groups[members] = pg
         self._links[members] = link = GroupLink(pg, members.index(self.rank), len(members), self._wires)
         if self._staged:
             calm_gloo_threads()
+        else:
+            self.warm_up(pg)
         return link
+
+    def axis_group(self, members: tuple[int, ...]) -> Any:
+        """Return the group of torch.distributed along an axis; the first call makes it."""
+        if members not in self._groups:
+            is_world = members == tuple(range(dist.get_world_size()))
+            self._groups[members] = dist.group.WORLD if is_world else self.make_group(members, "axis")
+        return self._groups[members]
+
+    def make_group(
+        self, members: tuple[int, ...], purpose: str, backend: str | None = None, *, is_bound: bool = True
+    ) -> Any:
+        """Make a group of torch.distributed, in its members alone.
+
+        Its name depends on members and purpose. `dist.new_group` hashes the number of groups that a process is in,
+        which may differ among them, and lets all processes divide the world's NCCL communicator, if a GPU is bound.
+        """
+        world: Any = dist.group.WORLD
+        name = hashlib.sha1(f"fshard {purpose} {members}".encode(), usedforsecurity=False).hexdigest()
+        device, world.bound_device_id = world.bound_device_id, None
+        try:
+            pg, _ = _C10D._new_process_group_helper(
+                len(members),
+                members.index(self.rank),
+                list(members),
+                backend or dist.get_backend(),
+                _C10D._get_default_store(),
+                name,
+                timeout=self.timeout,
+                device_id=device if backend is None and is_bound else None,
+                group_desc=f"fshard {purpose}",
+            )
+        finally:
+            world.bound_device_id = device
+        _C10D._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(members)}
+        return pg
+
+    def warm_up(self, pg: Any) -> None:
+        """Connect the members of a group: a first call that some of them do not make would hang on NCCL."""
+        dist.all_reduce(torch.zeros(1, device=self.device_type), group=pg)
 
     def near(self, members: tuple[int, ...]) -> bool:
         """Return True if all these processes are on this machine."""
@@ -384,11 +406,15 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
         if mesh.parent is not None:
             root = type(mesh)(mesh.parent, mesh.runtime, mesh.device_type, None, mesh.ranks)
             found = device_mesh(root)[mesh.axis_names]
-        elif mesh.ranks is None:
-            found = init_device_mesh(mesh.device_type, tuple(mesh.shape.values()), mesh_dim_names=mesh.axis_names)
         else:
-            grid = torch.tensor(mesh.ranks).reshape(tuple(mesh.shape.values()))
-            found = DeviceMesh(mesh.device_type, grid, mesh_dim_names=mesh.axis_names)
+            world, ranks = ProcessWorld.of(mesh), mesh.ranks or tuple(range(mesh.size))
+            device = world.device(mesh)
+            groups = [
+                world.axis_group(ranks[device - device // stride % size * stride :: stride][:size])
+                for size, stride in mesh.steps.values()
+            ]
+            grid = torch.tensor(ranks).reshape(tuple(mesh.shape.values()))
+            found = DeviceMesh.from_group(groups, mesh.device_type, grid, mesh_dim_names=mesh.axis_names)
         use_groups(mesh, found)
     return found
 
@@ -401,12 +427,7 @@ def use_groups(mesh: Mesh, known: DeviceMesh) -> None:
         pg: Any = known.get_group(axis)
         if isinstance(pg, dist.ProcessGroup) and not world.near(members := tuple(dist.get_process_group_ranks(pg))):
             world.add(members, pg)
-            world.connect(members, {(i, (i + step) % len(members)) for i in range(len(members)) for step in (1, -1)})
-
-
-def message_group(sender: int, receiver: int) -> int:
-    """Return which group carries the messages between two ranks: 1 to higher ranks, 0 to lower ones."""
-    return int(receiver > sender)
+            world.connect(members, ring(len(members)))
 
 
 def calm_gloo_threads() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.mesh.runtimes.process import message_group
+from fshard.mesh.runtimes.message_links import direction
 from fshard.mesh.runtimes.virtual import Parcel, VirtualWorld
 from fshard.pipeline.execution.pipelined import pipelined
 from fshard.pipeline.schedule.builders import BUILDERS, pipeline_schedule
@@ -117,8 +117,12 @@ def one_queue_a_pair(sender, receiver):
     return min(sender, receiver), max(sender, receiver)
 
 
-def groups_of_messages(sender, receiver):
-    return message_group(sender, receiver), one_queue_a_pair(sender, receiver)
+def one_queue_a_direction(sender, receiver):
+    return direction((sender, receiver))
+
+
+def two_groups(sender, receiver):
+    return direction((sender, receiver)), one_queue_a_pair(sender, receiver)
 
 
 def scaled(w, x, **skips):
@@ -147,7 +151,7 @@ def steps_of(name, devices, microbatches, patch, *, steps=3, first=0, skips=(), 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_messages_of_schedules_cannot_deadlock_in_two_groups(monkeypatch, name, devices):
     rows = steps_of(name, devices, 2 * devices + 1, monkeypatch)
-    assert Replay(rows, groups_of_messages).cycle() == ""
+    assert Replay(rows, two_groups).cycle() == ""
     assert Replay(rows, one_queue_a_pair).cycle() != ""
 
 
@@ -155,7 +159,7 @@ def test_messages_of_schedules_cannot_deadlock_in_two_groups(monkeypatch, name, 
 def test_skips_and_loops_cannot_deadlock_in_two_groups(monkeypatch, dynamic):
     for name in ("1f1b", "interleaved", "v-half"):
         rows = steps_of(name, 4, 4, monkeypatch, skips=[(0, 2), (1, 3)], dynamic=dynamic)
-        assert Replay(rows, groups_of_messages).cycle() == "", name
+        assert Replay(rows, two_groups).cycle() == "", name
 
 
 CYCLES = {
@@ -163,7 +167,7 @@ CYCLES = {
 device 0: recv from 1 needs one that device 1 calls after
 device 1: recv from 0 needs
 device 0: send to 1 is behind""",
-    message_group: """
+    one_queue_a_direction: """
 device 0: recv from 2 is behind
 device 0: recv from 1 needs one that device 1 calls after
 device 1: recv from 0 is behind
@@ -174,7 +178,7 @@ device 2: recv from 0 needs one that device 0 calls after""",
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "queue_of"), [("1f1b", 2, one_queue_a_pair), ("interleaved", 3, message_group)]
+    ("name", "devices", "queue_of"), [("1f1b", 2, one_queue_a_pair), ("interleaved", 3, one_queue_a_direction)]
 )
 def test_fewer_queues_deadlock_in_the_second_step(monkeypatch, name, devices, queue_of):
     """One queue for all messages in a direction is what NCCL has in a group that is bound to a device."""
