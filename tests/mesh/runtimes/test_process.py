@@ -331,6 +331,37 @@ def test_host_tensors_beside_nccl_use_a_gloo_link(two):
     assert two.run(between_hosts) == [([[2.0, 1.0], [2.0]], [(0, 1)])] * 2
 
 
+def make_groups_unevenly():
+    """Make groups in some processes only: of host tensors beside GPUs, and by torch; then groups of all."""
+    mesh = fs.make_mesh({"pipe": 2, "data": 2}, timeout=8)
+    world, rank = ProcessWorld.of(mesh), dist.get_rank()
+
+    def host_sum(axis):
+        group = require("here").group(axis, "here")
+        world._staged, world.device_type = False, "cuda"
+        try:
+            return summed((torch.tensor([1.0 + rank]),), group, call_site())[0].item()
+        finally:
+            world._staged, world.device_type = True, "cpu"
+
+    def main():
+        sums: list[float] = []
+        if fs.axis_index("pipe") == 0:
+            dist.new_group([0, 1], use_local_synchronization=True)
+            sums += [host_sum("data")]
+        sums += [host_sum("pipe"), fs.psum(torch.tensor(1.0 + rank), ("data", "pipe")).item()]
+        known = fs.mesh.to_device_mesh(mesh)
+        limits = {group._get_backend(torch.device("cpu")).options._timeout for group in known.get_all_groups()}
+        return sums, limits == {world.timeout}
+
+    return fs.run(main, mesh=mesh)[0]
+
+
+def test_groups_made_by_some_processes_only_do_not_hang():
+    expected = [([3.0, 4.0, 10.0], True), ([3.0, 6.0, 10.0], True), ([4.0, 10.0], True), ([6.0, 10.0], True)]
+    assert run_processes(make_groups_unevenly, 4, environment={"FSHARD_DIRECT": "0"}, timeout=40) == expected
+
+
 def large_results():
     mesh = fs.make_mesh({"d": 2})
 
