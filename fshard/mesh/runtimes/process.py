@@ -196,7 +196,7 @@ class ProcessWorld:
     def _make_message_link(self, direction: str) -> GroupLink:
         members = tuple(range(dist.get_world_size()))
         pg = self.make_group(members, f"messages {direction}", is_bound=False)
-        return GroupLink(pg, self.rank, len(members), self._wires)
+        return NcclLink(pg, self.rank, len(members), self._wires)
 
     def _from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
