@@ -281,7 +281,7 @@ def meet_all(device_type: str, limit: timedelta) -> None:
             'file.py`, call fs.launch, or take devices in this process: make_mesh(..., runtime="virtual").'
         )
     if device_type == "cuda":
-        choose_gpu(here)
+        torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
     host = f"[{here.address}]" if ":" in here.address else here.address
     try:
         store, rank, world = _meet(f"tcp://{host}:{here.port}", here.rank, here.world, limit)
@@ -297,11 +297,6 @@ def meet_all(device_type: str, limit: timedelta) -> None:
             f"{here.port}: {str(error).splitlines()[0]} All must be started together; if another program has the port, "
             "export another MASTER_PORT, and if that is not the host of process 0, MASTER_ADDR."
         ) from error
-
-
-def choose_gpu(info: ProcessInfo) -> None:
-    """Let this process use the GPU of its local rank."""
-    torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
 
 
 def _meet(url: str, rank: int, world: int, limit: timedelta) -> tuple[Any, int, int]:

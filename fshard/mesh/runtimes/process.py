@@ -28,7 +28,8 @@ from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessErro
 from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.launchers import choose_gpu, meet_all, process_info, time_limit
+from fshard.mesh.runtimes.deadline import Deadline, abort_groups
+from fshard.mesh.runtimes.launchers import meet_all, time_limit
 from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link, NcclLink
 from fshard.mesh.runtimes.message_links import MessageLinks, ring
 from fshard.mesh.runtimes.operations import Operations
@@ -83,7 +84,9 @@ class ProcessWorld:
         self._hosts: dict[tuple[int, ...], Link] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._messages: MessageLinks | None = None
+        self._deadline: Deadline | None = None
         if not self._staged:
+            self._deadline = Deadline(self._operations, self.device_type)
             self._messages = MessageLinks(self.rank, self.device_type, self._make_message_link)
         self._has_failed = False
         self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
@@ -95,7 +98,9 @@ class ProcessWorld:
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:
         """Return the world of a mesh; `make_mesh` joined it."""
-        world = _state["world"]
+        world: ProcessWorld | None = _state["world"]
+        if world is not None and world._operations.error is not None:
+            raise world._operations.error
         if world is None or not dist.is_initialized():
             raise MeshError(f"{mesh} has no processes: call fs.make_mesh in every process, under torchrun.")
         return world
@@ -233,10 +238,12 @@ class ProcessWorld:
     def part(self, group: Group, error: BaseException) -> None:
         """Leave a group in which others may wait for this process."""
         self._has_failed = True
-        if group.size > 1 and self.near(group.members):
+        failure = f"process {self.rank} has failed: {type(error).__name__}: {error}"
+        if self._deadline is not None:
+            self._deadline.stop(failure)
+        elif group.size > 1 and self.near(group.members):
             known = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
-            failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
-            self.link(group).fail(error if known else MismatchError(failed))
+            self.link(group).fail(error if known else MismatchError(failure))
 
     def finish(self, waiting: bool) -> None:
         """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
@@ -245,13 +252,24 @@ class ProcessWorld:
             calls += self._operations.finish_sends() + self._neighbours.unreceived()
         if self._watch is not None:
             self._watch.finished()
+        if self._deadline is not None:
+            self._has_failed |= not waiting
+            self._deadline.stop(f"process {self.rank} has failed or left" if self._has_failed else None)
         self._neighbours.close()
         self._messages = None
         groups = (self._links, self._hosts, self._groups)
         for held in (self._to_itself, self._operations.in_progress, *groups, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
         if calls and not self._has_failed:
+            self._has_failed = True
             raise MismatchError("\n  ".join(["Messages were sent but never received:", *sorted({*map(str, calls)})]))
+
+    def disconnect(self) -> None:
+        """Leave all groups; after a failure without waiting for calls that other processes may never make."""
+        if self._has_failed and self._deadline is not None:
+            abort_groups()
+        else:
+            dist.destroy_process_group()
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -305,22 +323,16 @@ class ProcessWorld:
         which may differ among them, and lets all processes divide the world's NCCL communicator, if a GPU is bound.
         """
         world: Any = dist.group.WORLD
+        gpu, world.bound_device_id = world.bound_device_id, None
+        backend, device = (backend, None) if backend is not None else (dist.get_backend(), gpu)
         name = hashlib.sha1(f"fshard {purpose} {members}".encode(), usedforsecurity=False).hexdigest()
-        device, world.bound_device_id = world.bound_device_id, None
+        n, index, store = len(members), members.index(self.rank), _C10D._get_default_store()
         try:
             pg, _ = _C10D._new_process_group_helper(
-                len(members),
-                members.index(self.rank),
-                list(members),
-                backend or dist.get_backend(),
-                _C10D._get_default_store(),
-                name,
-                timeout=self.timeout,
-                device_id=device if backend is None else None,
-                group_desc=f"fshard {purpose}",
+                n, index, [*members], backend, store, name, timeout=self.timeout, device_id=device
             )
         finally:
-            world.bound_device_id = device
+            world.bound_device_id = gpu
         _C10D._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(members)}
         return pg
 
@@ -378,8 +390,6 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
         _state["process"] = os.getpid()
         atexit.register(_leave_at_exit)
         _share_random_state(device_type)
-    elif device_type == "cuda" and not torch.cuda.is_initialized() and (info := process_info()) is not None:
-        choose_gpu(info)
     world = _state["world"] = ProcessWorld(limit, device_type)
     calm_gloo_threads()
     return world
@@ -392,7 +402,7 @@ def leave(*, waiting: bool = True) -> None:
         try:
             world.finish(waiting)
         finally:
-            dist.destroy_process_group()
+            world.disconnect()
 
 
 def _leave_at_exit() -> None:
