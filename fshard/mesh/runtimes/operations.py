@@ -6,6 +6,7 @@ be waited for in any order.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, NcclLink, Wire
 from fshard.mesh.runtimes.watch import compare_failed
 
-LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
+LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed", "remote process")
 """Error texts of backends for a lost peer."""
 
 UNLIMITED = timedelta(days=30)
@@ -35,7 +36,7 @@ class Operations:
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
         self.in_progress: dict[Operation, None] = {}
-        self.recent: deque[CallInfo] = deque(maxlen=64)
+        self.recent: deque[tuple[float, CallInfo]] = deque(maxlen=64)
         self.error: FshardError | None = None  # after it no call can end
 
     def start(
@@ -52,7 +53,7 @@ class Operations:
         """
         if self.error is not None:
             raise self.error
-        self.recent.append(call)
+        self.recent.append((time.monotonic(), call))
         self.hand_over()
         operation = Operation(self, link, wire, call, unpack, verify)
         self.in_progress[operation] = None
@@ -166,10 +167,6 @@ class Operation:
             raise error
         result, self._result = self._result, None  # freed as soon as it is unpacked
         return self._unpack(result)
-
-    def has_arrived(self) -> bool:
-        """Return True if what it waits for is complete."""
-        return all(work.is_completed() for work in self._needs)
 
     def hand_over(self) -> None:
         """Give it to its link's helper, if that has one; unless a thread waits for it already."""

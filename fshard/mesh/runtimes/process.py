@@ -28,7 +28,7 @@ from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessErro
 from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.deadline import Deadline, abort_groups
+from fshard.mesh.runtimes.deadline import Deadline
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
 from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link, NcclLink
 from fshard.mesh.runtimes.message_links import MessageLinks, ring
@@ -85,10 +85,11 @@ class ProcessWorld:
         self._groups: dict[tuple[int, ...], Any] = {}
         self._messages: MessageLinks | None = None
         self._deadline: Deadline | None = None
+        if not self._staged and self.device_type == "cuda":
+            self._deadline = Deadline(self._operations, torch.cuda.current_stream())
         if not self._staged:
-            self._deadline = Deadline(self._operations, self.device_type)
             self._messages = MessageLinks(self.rank, self.device_type, self._make_message_link)
-        self._has_failed = False
+        self.has_failed = False
         self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch: Watch | None = None
         if watching():
@@ -98,7 +99,7 @@ class ProcessWorld:
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:
         """Return the world of a mesh; `make_mesh` joined it."""
-        world: ProcessWorld | None = _state["world"]
+        world = _state["world"]
         if world is not None and world._operations.error is not None:
             raise world._operations.error
         if world is None or not dist.is_initialized():
@@ -237,7 +238,7 @@ class ProcessWorld:
 
     def part(self, group: Group, error: BaseException) -> None:
         """Leave a group in which others may wait for this process."""
-        self._has_failed = True
+        self.has_failed = True
         failure = f"process {self.rank} has failed: {type(error).__name__}: {error}"
         if self._deadline is not None:
             self._deadline.stop(failure)
@@ -252,24 +253,17 @@ class ProcessWorld:
             calls += self._operations.finish_sends() + self._neighbours.unreceived()
         if self._watch is not None:
             self._watch.finished()
+        self.has_failed |= not waiting
         if self._deadline is not None:
-            self._has_failed |= not waiting
-            self._deadline.stop(f"process {self.rank} has failed or left" if self._has_failed else None)
+            self._deadline.stop(f"process {self.rank} has failed or left" if self.has_failed else None)
         self._neighbours.close()
         self._messages = None
         groups = (self._links, self._hosts, self._groups)
         for held in (self._to_itself, self._operations.in_progress, *groups, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
-        if calls and not self._has_failed:
-            self._has_failed = True
+        if calls and not self.has_failed:
+            self.has_failed = True
             raise MismatchError("\n  ".join(["Messages were sent but never received:", *sorted({*map(str, calls)})]))
-
-    def disconnect(self) -> None:
-        """Leave all groups; after a failure without waiting for calls that other processes may never make."""
-        if self._has_failed and self._deadline is not None:
-            abort_groups()
-        else:
-            dist.destroy_process_group()
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -375,14 +369,10 @@ def _split(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
 
 def join(device_type: str, timeout: float | None) -> ProcessWorld:
     """Join the world of processes, or return the one that this process is in."""
-    world: ProcessWorld | None = _state["world"]
-    if world is not None and dist.is_initialized():
-        if device_type == "cuda" and world.device_type == "cpu":
-            raise MeshError(
-                'device must be "cpu"; got "cuda", but these processes have joined for a mesh with device="cpu", over '
-                f'{world.backend}. Make a mesh with device="cuda" first.'
-            )
-        return world
+    if _state["world"] is not None and dist.is_initialized():
+        if device_type == "cuda" and _state["world"].device_type == "cpu":
+            raise MeshError('device must be "cpu"; got "cuda" after a mesh of CPUs. Make the mesh of GPUs first.')
+        return _state["world"]
     limit = time_limit(timeout)
     if not dist.is_initialized():
         import_module("torch.distributed.nn.functional")  # torch.func.grad imports it, and then it would keep the group
@@ -402,7 +392,10 @@ def leave(*, waiting: bool = True) -> None:
         try:
             world.finish(waiting)
         finally:
-            world.disconnect()
+            if world.has_failed and world.backend != "gloo":  # the others may never make calls that it would wait for
+                _C10D._abort_process_group()
+            else:
+                dist.destroy_process_group()
 
 
 def _leave_at_exit() -> None:
