@@ -29,7 +29,7 @@ from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
-from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link
+from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link, NcclLink
 from fshard.mesh.runtimes.message_links import MessageLinks, ring
 from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.runtimes.watch import Watch, watching
@@ -82,7 +82,8 @@ class ProcessWorld:
         self._groups: dict[tuple[int, ...], Any] = {}
         self._messages: MessageLinks | None = None
         if not self._staged:
-            self._messages = MessageLinks(self.rank, device_type, self._make_message_link)
+            make_unbound = partial(self.make_group, tuple(range(dist.get_world_size())), backend=self.backend)
+            self._messages = MessageLinks(self.rank, device_type, make_unbound)
         self._has_failed = False
         self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch: Watch | None = None
@@ -128,13 +129,14 @@ class ProcessWorld:
                 return self._operations.start(link, wire, call, lambda _: results, verify)
         packed = [move.pack(x, n) for x in xs]
         widths = [one.shape[-1] for one in packed]
-        buffer = packed[0] if len(xs) == 1 else torch.cat(packed, dim=-1)
+        buffer, device = packed[0] if len(xs) == 1 else torch.cat(packed, dim=-1), packed[0].device
         if self._staged and not buffer.is_cpu:
             buffer = buffer.cpu()
         is_on_device = self._staged or buffer.device.type == self.device_type
         link = self.link(group) if is_on_device else self.host_link(group)
         wire = link.begin(move, buffer.contiguous(), call)
-        return self._operations.start(link, wire, call, partial(_unpack, move, xs, widths, n), verify)
+        unpack = partial(_unpack, move, [x.shape for x in xs], device, widths, n)  # so `xs` may be freed
+        return self._operations.start(link, wire, call, unpack, verify)
 
     def _verification(self, call: CallInfo) -> Callable[[], None] | None:
         """Under FSHARD_CHECK=1, publish a collective; return the check that the others start the same, if it is still
@@ -191,11 +193,6 @@ class ProcessWorld:
         if self._messages is not None and device.type == self.device_type:
             return self._messages.link(call.route), call.group.members[call.peer]
         return self.link(call.group) if self._staged else self.host_link(call.group), call.peer
-
-    def _make_message_link(self, direction: str) -> GroupLink:
-        members = tuple(range(dist.get_world_size()))
-        pg = self.make_group(members, f"messages {direction}", is_bound=False)
-        return GroupLink(pg, self.rank, len(members), self._wires)
 
     def _from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
@@ -280,7 +277,8 @@ class ProcessWorld:
         if isinstance(link, GroupLink) and link.pg is pg:
             return link  # another would number its messages anew
         self._groups[members] = pg
-        self._links[members] = link = GroupLink(pg, members.index(self.rank), len(members), self._wires)
+        kind = GroupLink if self._staged else NcclLink
+        self._links[members] = link = kind(pg, members.index(self.rank), len(members), self._wires)
         if self._staged:
             calm_gloo_threads()
         else:
@@ -294,9 +292,7 @@ class ProcessWorld:
             self._groups[members] = dist.group.WORLD if is_world else self.make_group(members, "axis")
         return self._groups[members]
 
-    def make_group(
-        self, members: tuple[int, ...], purpose: str, backend: str | None = None, *, is_bound: bool = True
-    ) -> Any:
+    def make_group(self, members: tuple[int, ...], purpose: str, backend: str | None = None) -> Any:
         """Make a group of torch.distributed, in its members alone.
 
         Its name depends on members and purpose. `dist.new_group` hashes the number of groups that a process is in,
@@ -314,7 +310,7 @@ class ProcessWorld:
                 _C10D._get_default_store(),
                 name,
                 timeout=self.timeout,
-                device_id=device if backend is None and is_bound else None,
+                device_id=device if backend is None else None,
                 group_desc=f"fshard {purpose}",
             )
         finally:
@@ -335,13 +331,15 @@ class ProcessWorld:
         return self.near(mesh.ranks or tuple(range(mesh.root_size)))
 
 
-def _unpack(move: Wired, xs: tuple[Tensor, ...], widths: list[int], n: int, rows: Tensor) -> tuple[Tensor, ...]:
+def _unpack(
+    move: Wired, shapes: list[torch.Size], device: torch.device, widths: list[int], n: int, rows: Tensor
+) -> tuple[Tensor, ...]:
     """Return the results of a collective on tensors that were packed into one buffer, in rows of these widths."""
-    if rows.is_cpu and not xs[0].is_cpu:
-        rows = rows.to(xs[0].device)
-    if len(xs) == 1:
-        return (move.unpack(rows, xs[0].shape, n),)
-    return tuple([move.unpack(part, x.shape, n) for part, x in zip(rows.split(widths, dim=-1), xs, strict=True)])
+    rows = rows.to(device)
+    if len(shapes) == 1:
+        return (move.unpack(rows, shapes[0], n),)
+    parts = zip(rows.split(widths, dim=-1), shapes, strict=True)
+    return tuple([move.unpack(part, shape, n) for part, shape in parts])
 
 
 def _split(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
