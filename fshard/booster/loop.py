@@ -27,7 +27,8 @@ from fshard.booster.model import BoostedModel, refuse_outside
 from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
 from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
-from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
+from fshard.mesh.spmd.deterministic import deterministic
+from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_instances import OptimizerSource
 from fshard.source import call_site
@@ -96,7 +97,7 @@ class LoopModel(BoostedModel):
 
     def _on_device(self, body: Callable[[], Any]) -> Any:
         refuse_outside(self.mesh)
-        with one_thread(self.is_reproducible):
+        with deterministic(self.is_reproducible, self.mesh.device_type):
             (result,) = run_on_devices(resolve_mesh(self.mesh), lambda _: body(), mapped=self.mesh.axis_names)
         return result
 

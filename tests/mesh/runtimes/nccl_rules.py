@@ -55,7 +55,7 @@ violations: list[str] = []
 """The texts of all errors of this process, in case that the library has suppressed some."""
 
 _hosts: weakref.WeakSet[Any] = weakref.WeakSet()
-_held: list[Work] | None = None
+_state: dict[str, Any] = {"engine": None, "held": None}
 
 
 class RuleError(AssertionError):
@@ -70,14 +70,12 @@ def host(x: Tensor) -> Tensor:
 
 def hold() -> None:
     """Complete nothing until `release`: `wait` returns at once, as on NCCL, and the results stay NaN."""
-    global _held
-    _held = []
+    _state["held"] = []
 
 
 def release() -> None:
     """Complete the operations started since `hold`. Their results are not written: their memory may have other uses."""
-    global _held
-    works, _held = _held or [], None
+    works, _state["held"] = _state["held"] or [], None
     for work in works:
         work.is_held = False
 
@@ -196,11 +194,12 @@ class Hub:
         try:
             kind, content = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
+            kind, content = "leave", None
+        if kind == "leave":
             del self.ranks[connection]
             self.ended.add(rank)
             connection.close()
-            return
-        if kind == "block":
+        elif kind == "block":
             if op := self.ops.get((rank, content)):
                 self.blocked[rank] = op
         elif kind == "go on":
@@ -293,9 +292,9 @@ class Hub:
             for end, path in self.paths(op, {}):
                 text = "; ".join(f"{step} waits for {_reason(after)}" for step, after in path)
                 if isinstance(end, Op):
-                    return self.fail(f"Deadlock: {text}.")
-                if end in self.ended:
-                    return self.fail(f"NCCL: a remote process has exited: {text}, which has ended.", "remote")
+                    self.fail(f"Deadlock: {text}.")
+                elif end in self.ended:
+                    self.fail(f"NCCL: a remote process has exited: {text}, which has ended.", "remote")
         if self.blocked and silence > self.stall:
             self.fail(f"Nothing has happened for {self.stall:g} s. Open: {_listed(self.ops.values())}.")
 
@@ -398,8 +397,7 @@ class Engine:
     def close(self, group: NcclRules) -> None:
         self.groups.discard(group)
         if not self.groups:
-            with suppress(OSError):
-                self.connection.close()
+            self.tell("leave", None)  # the hub closes the connection, which ends the reader
 
 
 def _array(x: Tensor) -> np.ndarray[Any, Any]:
@@ -419,9 +417,9 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
         self.group, self.op, self.event, self.thread = group, op, threading.Event(), threading.get_ident()
         self.results: dict[int, bytes] | None = None
         self.inputs, self.outputs = inputs, outputs
-        self.is_held = _held is not None
-        if _held is not None:
-            _held.append(self)
+        self.is_held = _state["held"] is not None
+        if self.is_held:
+            _state["held"].append(self)
         for x in outputs.values():
             _array(x)[...] = 0xFF
         self.digests = [zlib.crc32(_array(x)) for x in (*inputs, *outputs.values())]
@@ -470,7 +468,19 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
                 _violate(f"{self.op}: a tensor {[*x.shape]} was written between start and wait.")
 
 
-_DTYPES = "int8 uint8 bool int32 int64 float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2".split()
+_DTYPES = [
+    "int8",
+    "uint8",
+    "bool",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+]
 DTYPES = {getattr(torch, name) for name in _DTYPES}
 """The dtypes of torch's map for NCCL."""
 
@@ -512,7 +522,7 @@ class NcclRules(dist.ProcessGroup):
     def group_name(self) -> str:
         return self.name
 
-    def getBackendName(self) -> str:  # noqa: N802, torch's name
+    def getBackendName(self) -> str:
         return "nccl_rules"
 
     def meet(self, channel: str, members: tuple[int, ...]) -> tuple[str, str]:
@@ -692,18 +702,13 @@ def _split(x: Tensor, sizes: Sequence[int], n: int) -> list[Tensor]:
     return [x[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-_engine: Engine | None = None
-
-
 def _create(options: Any, _: Any = None) -> NcclRules:
-    global _engine
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     if not dist.is_initialized():
         if options.group_rank == 0:
             options.store.set("nccl_rules", Hub(options.group_size).listener.address)
-        _engine = Engine(options.group_rank, options.store.get("nccl_rules").decode())
-    assert _engine is not None
-    return NcclRules(_engine, options.group_id, members, options.timeout)
+        _state["engine"] = Engine(options.group_rank, options.store.get("nccl_rules").decode())
+    return NcclRules(_state["engine"], options.group_id, members, options.timeout)
 
 
 _batch_by_torch = dist.batch_isend_irecv
