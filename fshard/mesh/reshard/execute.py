@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,10 +69,11 @@ def go(
     With `ahead`, the last collectives are only started, if autograd does not record them. `into`: memory for results
     that are assembled from flat shards.
     """
-    scope, results = require("fs.reshard"), list(xs)
+    scope, results = require("fs.reshard"), list[Any](xs)
+    dtypes = tuple([x.dtype for x in xs])
     later: list[tuple[SharedStep, Pending]] = []
     for turn in range(max([len(way.steps) for way in ways], default=0)):
-        for shared in _shared_steps(tuple(ways), turn, tuple([x.dtype for x in results]), AT_ONCE):
+        for shared in _shared_steps(tuple(ways), turn, dtypes, AT_ONCE):
             move, given = shared.move, [results[place] for place in shared.places]
             if shared.at and not _is_at(shared.at, scope):
                 shared.put(results, shared.skipped(given, scope, site))
@@ -84,6 +86,7 @@ def go(
                     shared.put(results, shared.unpacked(bound.start(shared.packed(given, scope), places).wait(), scope))
                 elif ahead and shared.last and not isinstance(move, Alone):
                     later.append((shared, bound.start(shared.packed(given, scope))))
+                    shared.put(results, [None] * len(given))  # it would keep gradients alive beside their packed copy
                 else:
                     shared.put(results, shared.unpacked(apply(bound, shared.packed(given, scope)), scope))
 

@@ -53,9 +53,11 @@ def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
 def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """All-gather. (elements,) -> (n, elements)"""
-    result = x.new_empty(call.n * x.numel())
-    yield [dist.all_gather_single(result.view(torch.uint8), x.view(torch.uint8), call.pg, async_op=True)]
-    return result.view(call.n, -1)
+    result = x.new_empty(call.n, x.numel())
+    row = result[call.index].copy_(x)  # in place: the packed shards are not kept beside the result
+    del x
+    yield [dist.all_gather_single(result.view(-1).view(torch.uint8), row.view(torch.uint8), call.pg, async_op=True)]
+    return result
 
 
 def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
