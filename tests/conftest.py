@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 
 from fshard.testing.processes import Processes
+from tests import foreign_backward
 
 pytest_plugins = ["pytester"]
 
@@ -27,6 +28,11 @@ ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
 settings.register_profile("fshard", deadline=None, max_examples=60, derandomize=ON_CI, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("fshard"), max_examples=500)
 settings.load_profile(os.environ.get("FSHARD_EXAMPLES", "fshard"))
+
+if os.environ.get(foreign_backward.VARIABLE):  # here, and in the processes of tests
+    foreign_backward.install()
+    _run = Processes._run
+    Processes._run = lambda self, fn, args, kwargs, last: _run(self, foreign_backward.Foreign(fn), args, kwargs, last)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 
 from fshard.mesh.collectives.autograd import transformed
+from fshard.mesh.spmd.scope import entered
 from fshard.transforms.fsdp.engine import Gradients, has_communication, no_graph, versions_of
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -86,7 +87,8 @@ class Unit:
         if not self.values and self.pending is None:
             if self.sharded:
                 self.runtime.sequence.append(self.number)
-            self.pending = self.runtime.storage.unshard(self.indices)
+            with entered(self.runtime.scope):  # torch.autograd.grad(loss, inputs) may be called outside of `run`
+                self.pending = self.runtime.storage.unshard(self.indices)
 
     def arrive(self) -> None:
         """Wait for the all-gather, if one was started."""
