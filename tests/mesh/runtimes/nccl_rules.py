@@ -468,7 +468,19 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
                 _violate(f"{self.op}: a tensor {[*x.shape]} was written between start and wait.")
 
 
-_DTYPES = ["int8", "uint8", "bool", "int32", "int64", "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
+_DTYPES = [
+    "int8",
+    "uint8",
+    "bool",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+]
 DTYPES = {getattr(torch, name) for name in _DTYPES}
 """The dtypes of torch's map for NCCL."""
 
