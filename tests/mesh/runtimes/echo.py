@@ -7,7 +7,6 @@ host. Whatever would block the host on NCCL is noted: `wait(timeout)`, and a loo
 from contextlib import contextmanager
 from threading import get_ident
 
-import torch
 import torch.distributed as dist
 
 from fshard.mesh.runtimes import process
@@ -55,7 +54,7 @@ class EchoGroup(dist.ProcessGroup):
     def group_name(self):
         return dist.distributed_c10d._world.pg_names[self]
 
-    def getBackendName(self):  # noqa: N802, torch's name
+    def getBackendName(self):
         return "echo"
 
     def all_gather_single(self, output, input, opts=None):
