@@ -343,6 +343,12 @@ def _reason(after: Op | int) -> str:
 # -- in each process ------------------------------------------------------------------------------------------------
 
 
+def _stream() -> int:
+    """Return the stream of this thread; a thread of autograd uses that of the forward: see foreign_backward.py."""
+    is_of_autograd = threading.current_thread().name == "foreign backward"
+    return threading.main_thread().ident or 0 if is_of_autograd else threading.get_ident()
+
+
 class Engine:
     """The connection of a process to the hub."""
 
@@ -382,7 +388,7 @@ class Engine:
     def block(self, work: Work, timeout: timedelta) -> None:
         """Wait for an operation; only the main thread's waits are reasons for deadlocks."""
         if not work.event.wait(QUIET / 2):
-            is_main = threading.current_thread() is threading.main_thread()
+            is_main = _stream() == threading.main_thread().ident
             if is_main:
                 self.tell("block", work.op.id)
             in_time = work.event.wait(timeout.total_seconds())
@@ -414,7 +420,7 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
 
     def __init__(self, group: NcclRules, op: Op, inputs: Sequence[Tensor], outputs: dict[int, Tensor]) -> None:
         super().__init__()
-        self.group, self.op, self.event, self.thread = group, op, threading.Event(), threading.get_ident()
+        self.group, self.op, self.event, self.stream = group, op, threading.Event(), _stream()
         self.results: dict[int, bytes] | None = None
         self.inputs, self.outputs = inputs, outputs
         self.is_held = _state["held"] is not None
@@ -442,7 +448,7 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
         if timeout:
             counts["host syncs"] += 1
             _violate(f"wait({timeout}) blocks the host until {self.op} has completed; call wait().")
-        if threading.get_ident() != self.thread:
+        if _stream() != self.stream:
             _violate(f"{self.op} was started in one thread and is waited for in another, which has other streams.")
         counts["waits"] += 1
         if not self.is_held:
