@@ -88,7 +88,8 @@ class ProcessWorld:
         if not self._staged and self.device_type == "cuda":
             self._deadline = Deadline(self._operations, torch.cuda.current_stream())
         if not self._staged:
-            self._messages = MessageLinks(self.rank, self.device_type, self._make_message_link)
+            make_unbound = partial(self.make_group, tuple(range(dist.get_world_size())), backend=self.backend)
+            self._messages = MessageLinks(self.rank, self.device_type, make_unbound)
         self.has_failed = False
         self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch: Watch | None = None
@@ -200,11 +201,6 @@ class ProcessWorld:
         if self._messages is not None and device.type == self.device_type:
             return self._messages.link(call.route), call.group.members[call.peer]
         return self.link(call.group) if self._staged else self.host_link(call.group), call.peer
-
-    def _make_message_link(self, direction: str) -> GroupLink:
-        members = tuple(range(dist.get_world_size()))
-        pg = self.make_group(members, f"messages {direction}", self.backend)
-        return NcclLink(pg, self.rank, len(members), self._wires)
 
     def _from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
