@@ -37,7 +37,7 @@ class Operations:
         self.timeout = timeout
         self.in_progress: dict[Operation, None] = {}
         self.recent: deque[tuple[float, CallInfo]] = deque(maxlen=64)
-        self.error: FshardError | None = None  # after it no call can end
+        self.error: FshardError | None = None
 
     def start(
         self,
@@ -51,8 +51,6 @@ class Operations:
 
         `unpack` makes the results. `verify` raises, before the result is waited for, unless all make the same call.
         """
-        if self.error is not None:
-            raise self.error
         self.recent.append((time.monotonic(), call))
         self.hand_over()
         operation = Operation(self, link, wire, call, unpack, verify)
@@ -163,8 +161,8 @@ class Operation:
                 self._run()
         if self._ended is not None:
             self._ended.wait(self._all.timeout.total_seconds() if self.call.is_send else None)
-        if error := self._error or self._all.error:
-            raise error
+        if self._error is not None:
+            raise self._error
         result, self._result = self._result, None  # freed as soon as it is unpacked
         return self._unpack(result)
 

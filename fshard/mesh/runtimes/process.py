@@ -13,10 +13,12 @@ import os
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,13 +30,13 @@ from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessErro
 from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.deadline import Deadline
+from fshard.mesh.runtimes.deadline import end_hangs
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
 from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link, NcclLink
 from fshard.mesh.runtimes.message_links import MessageLinks, ring
 from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
-from fshard.mesh.runtimes.watch import Watch, watching
+from fshard.mesh.runtimes.watch import Watch, open_store, watching
 from fshard.mesh.shared_memory import large
 from fshard.mesh.shared_memory.direct import Direct
 from fshard.mesh.shared_memory.fast_path import FastPath, MessageLane
@@ -84,9 +86,10 @@ class ProcessWorld:
         self._hosts: dict[tuple[int, ...], Link] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._messages: MessageLinks | None = None
-        self._deadline: Deadline | None = None
+        self._has_left, self._store = Event(), open_store()
         if not self._staged and self.device_type == "cuda":
-            self._deadline = Deadline(self._operations, torch.cuda.current_stream())
+            context = self._operations, torch.cuda.current_stream(), self._store, self._has_left
+            Thread(target=end_hangs, args=context, name="fshard-deadline", daemon=True).start()
         if not self._staged:
             make_unbound = partial(self.make_group, tuple(range(dist.get_world_size())), backend=self.backend)
             self._messages = MessageLinks(self.rank, self.device_type, make_unbound)
@@ -235,12 +238,10 @@ class ProcessWorld:
     def part(self, group: Group, error: BaseException) -> None:
         """Leave a group in which others may wait for this process."""
         self.has_failed = True
-        failure = f"process {self.rank} has failed: {type(error).__name__}: {error}"
-        if self._deadline is not None:
-            self._deadline.stop(failure)
-        elif group.size > 1 and self.near(group.members):
+        if group.size > 1 and self.near(group.members):
             known = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
-            self.link(group).fail(error if known else MismatchError(failure))
+            failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
+            self.link(group).fail(error if known else MismatchError(failed))
 
     def finish(self, waiting: bool) -> None:
         """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
@@ -249,9 +250,13 @@ class ProcessWorld:
             calls += self._operations.finish_sends() + self._neighbours.unreceived()
         if self._watch is not None:
             self._watch.finished()
+        self._has_left.set()
         self.has_failed |= not waiting
-        if self._deadline is not None:
-            self._deadline.stop(f"process {self.rank} has failed or left" if self.has_failed else None)
+        if self.has_failed and not self._staged:
+            with suppress(dist.DistError):  # the process with the store has failed
+                self._store.compare_set(
+                    "failure", "", f"Process {self.rank} has failed; its error is the one to look for."
+                )
         self._neighbours.close()
         self._messages = None
         groups = (self._links, self._hosts, self._groups)
