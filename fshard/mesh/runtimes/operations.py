@@ -6,6 +6,7 @@ be waited for in any order.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from threading import Event, Lock
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
@@ -79,6 +81,29 @@ class Operations:
             with suppress(RuntimeError, FshardError):
                 operation.wait()
         return [operation.call for operation in sends if not operation.is_done]
+
+    def end_hangs(self, stream: Any, store: Any, stopped: Event) -> None:
+        """Mark a compute stream every second, until stopped: on NCCL the host waits for no call, so none could raise.
+
+        If it does not reach a mark within nine tenths of the time limit (then NCCL's watchdog would end the process), or
+        another process has failed, write the calls since the mark before to stderr, and abort the groups: kernels that
+        wait for other processes end, and the next call raises.
+        """
+        limit = 0.9 * self.timeout.total_seconds()
+        since, marked, mark = 0.0, time.monotonic(), stream.record_event()
+        with suppress(dist.DistError):  # the process with the store has ended
+            while self.error is None and not stopped.wait(min(1.0, limit / 20)):
+                if store.check(["failure"]):
+                    self.error = LostProcessError(store.get("failure").decode())
+                elif mark.query():
+                    since, marked, mark = marked, time.monotonic(), stream.record_event()
+                elif time.monotonic() - marked > limit:
+                    self.error = CollectiveTimeoutError(f"A call did not end within {limit:g} s.")
+        if self.error is not None:
+            calls = [f"\n  {call}" for began, call in [*self.recent] if began >= since]
+            sys.stderr.write(f"fshard: {self.error} Calls that may not have ended:{''.join(calls)}\n")
+            groups: Any = dist.distributed_c10d
+            groups._abort_process_group()
 
     def fail(self, error: BaseException, link: Link, call: CallInfo) -> NoReturn:
         """Leave a group, and raise with a description of the call: a time-out or a lost peer is an error of its own."""

@@ -30,7 +30,6 @@ from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessErro
 from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.deadline import end_hangs
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
 from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link, NcclLink
 from fshard.mesh.runtimes.message_links import MessageLinks, ring
@@ -88,8 +87,8 @@ class ProcessWorld:
         self._messages: MessageLinks | None = None
         self._has_left, self._store = Event(), open_store()
         if not self._staged and self.device_type == "cuda":
-            context = self._operations, torch.cuda.current_stream(), self._store, self._has_left
-            Thread(target=end_hangs, args=context, name="fshard-deadline", daemon=True).start()
+            context = torch.cuda.current_stream(), self._store, self._has_left
+            Thread(target=self._operations.end_hangs, args=context, name="fshard-hangs", daemon=True).start()
         if not self._staged:
             make_unbound = partial(self.make_group, tuple(range(dist.get_world_size())), backend=self.backend)
             self._messages = MessageLinks(self.rank, self.device_type, make_unbound)
@@ -254,9 +253,7 @@ class ProcessWorld:
         self.has_failed |= not waiting
         if self.has_failed and not self._staged:
             with suppress(dist.DistError):  # the process with the store has failed
-                self._store.compare_set(
-                    "failure", "", f"Process {self.rank} has failed; its error is the one to look for."
-                )
+                self._store.compare_set("failure", "", f"Process {self.rank} has failed: look for its own error.")
         self._neighbours.close()
         self._messages = None
         groups = (self._links, self._hosts, self._groups)
@@ -301,7 +298,9 @@ class ProcessWorld:
         if self._staged:
             calm_gloo_threads()
         else:
-            self.warm_up(pg)
+            dist.all_reduce(
+                torch.zeros(1, device=self.device_type), group=pg
+            )  # hangs unless all members make the first
         return link
 
     def axis_group(self, members: tuple[int, ...]) -> Any:
@@ -330,10 +329,6 @@ class ProcessWorld:
             world.bound_device_id = gpu
         _C10D._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(members)}
         return pg
-
-    def warm_up(self, pg: Any) -> None:
-        """Connect the members of a group: a first call that some of them do not make would hang on NCCL."""
-        dist.all_reduce(torch.zeros(1, device=self.device_type), group=pg)
 
     def near(self, members: tuple[int, ...]) -> bool:
         """Return True if all these processes are on this machine."""
@@ -393,10 +388,8 @@ def leave(*, waiting: bool = True) -> None:
         try:
             world.finish(waiting)
         finally:
-            if world.has_failed and world.backend != "gloo":  # the others may never make calls that it would wait for
-                _C10D._abort_process_group()
-            else:
-                dist.destroy_process_group()
+            hangs = world.has_failed and world.backend != "gloo"  # in calls that the others may never make
+            (_C10D._abort_process_group if hangs else dist.destroy_process_group)()
 
 
 def _leave_at_exit() -> None:

@@ -11,7 +11,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fshard as fs
 from fshard.mesh.runtimes import process
-from fshard.mesh.runtimes.deadline import end_hangs
 
 
 @pytest.fixture
@@ -33,8 +32,8 @@ def world(monkeypatch):
     found.mesh = fs.make_mesh({"d": 2}, device="cpu", timeout=1)
     found.process = process._state["world"]
     found.process._store = found.store = dist.HashStore()
-    context = found.process._operations, stream, found.store, found.process._has_left
-    Thread(target=end_hangs, args=context, daemon=True).start()
+    context = stream, found.store, found.process._has_left
+    Thread(target=found.process._operations.end_hangs, args=context, daemon=True).start()
     yield found
     process._state["world"] = None
     found.process._has_left.set()
@@ -63,7 +62,7 @@ def test_call_that_cannot_end_is_written_aborted_and_raised(is_hanging, world, c
     with pytest.raises(error, match=text):
         start(world)
     written = capfd.readouterr().err
-    assert text in written and "psum of float32[3] over d" in written and "test_deadline.py" in written
+    assert text in written and "psum of float32[3] over d" in written and "test_hangs.py" in written
     assert "pmax" not in written
 
 
