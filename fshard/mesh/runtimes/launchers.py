@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -285,9 +286,11 @@ def meet_all(device_type: str, limit: timedelta) -> None:
     try:
         store, rank, world = _meet(f"tcp://{host}:{here.port}", here.rank, here.world, limit)
         store.set_timeout(limit)
-        backend = _backend(device_type, PrefixStore(f"meeting {next(_meetings)}", store), world)
+        backend = _backend(device_type, PrefixStore(f"meeting {next(_meetings)}", store), world, here)
         default = PrefixStore("default_pg", store)
-        dist.init_process_group(backend, store=default, rank=rank, world_size=world, timeout=limit)
+        gpu = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+        backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend  # gloo is for tensors in host memory
+        dist.init_process_group(backend, store=default, rank=rank, world_size=world, timeout=limit, device_id=gpu)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise MeshError(
             f"Process {here.rank} of {here.world}, started by {here.by}, did not meet the others at {here.address}, port "
@@ -323,12 +326,24 @@ def time_limit(seconds: float | None) -> timedelta:
     raise MeshError(f"{name} must be a positive number of seconds, or inf for no limit; got {value!r}.")
 
 
-def _backend(device_type: str, store: Any, world: int) -> str:
-    """Return NCCL if every process has a GPU to itself; it refuses to share one."""
+def _backend(device_type: str, store: Any, world: int, here: ProcessInfo) -> str:
+    """Return NCCL if every process has a GPU to itself; it refuses to share one.
+
+    FSHARD_BACKEND names another backend of torch.distributed, for tests and experiments.
+    """
+    if backend := os.environ.get("FSHARD_BACKEND"):
+        return backend
     if device_type != "cuda" or not dist.is_nccl_available():
         return "gloo"
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return "nccl" if each_its_own(gpu, store, world) else "gloo"
+    if each_its_own(gpu, store, world):
+        return "nccl"
+    warnings.warn(
+        f"Several processes share a GPU, so they communicate over gloo, through host memory. Process {here.rank} has local "
+        f"rank {here.local_rank} and GPU {torch.cuda.current_device()}. If that is not meant, export LOCAL_RANK.",
+        stacklevel=4,
+    )
+    return "gloo"
 
 
 def each_its_own(gpu: str, store: Any, world: int) -> bool:
