@@ -6,20 +6,23 @@ as 32-bit ones, complex numbers as pairs of reals, and so on, wherever that is e
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard.mesh.collectives.moves import Broadcast, Extreme, Permute, Wired
-from fshard.mesh.layout.arithmetic import WIDER, flipped
+from fshard.mesh.collectives.moves import Broadcast, Extreme, Permute, Wired, combining
+from fshard.mesh.layout.arithmetic import WIDER, chunk, combined, flipped
 from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
 
 _dist: Any = dist
 _all_gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor  # the name before torch 2.13
 _reduce_scatter = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
+fixed_order: ContextVar[bool] = ContextVar("fixed_order", default=False)
+"""True in reproducible mode: sums in the tree of `arithmetic`, not in the backend's order, which varies with n and size."""
 
 _REDUCES_AS = {
     **{dtype: wide for dtype, wide in WIDER.items() if dtype not in (torch.float16, torch.bfloat16)},
@@ -132,6 +135,37 @@ def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     return move.unpacked(x, call.index, {source: arrived[source] for source in sizes})
 
 
+def tree_reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
+    """All-reduce in the fixed tree: each process combines one row, then all gather the rows. (elements,) -> (elements,)
+
+    The stream waits for the first operation here, so the order of calls does not depend on when handles are waited for.
+    """
+    each = chunk(x.numel(), call.n)
+    rows = x.new_zeros(call.n * each)
+    rows[: x.numel()] = x
+    arrived = torch.empty_like(rows)
+    dist.all_to_all_single(arrived.view(torch.uint8), rows.view(torch.uint8), group=call.pg)
+    row = _combined(arrived.view(call.n, each), move)
+    return (yield from gather(call, row, move)).view(-1)[: x.numel()]
+
+
+def tree_scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
+    """Reduce-scatter in the fixed tree: exchange rows, then combine them. (n, elements) -> (elements,)"""
+    return _combined((yield from exchange(call, rows, move)), move)
+
+
+def _combined(rows: Tensor, move: Wired) -> Tensor:
+    """Combine rows in the fixed tree, reusing their memory. (n, elements) -> (elements,)"""
+    return combined([*rows], combining(move), None, torch.empty_like(rows[0]))
+
+
+def _in_mode(usual: WireFunction, reproducible: WireFunction) -> WireFunction:
+    """Return the wire that is `reproducible` in that mode, else the `usual` one."""
+    return lambda call, x, move: (reproducible if fixed_order.get() else usual)(call, x, move)
+
+
 WIRES: dict[str, WireFunction] = {
-    wire.__name__: wire for wire in (reduce, gather, scatter, exchange, permute, broadcast, parts)
+    "reduce": _in_mode(reduce, tree_reduce),
+    "scatter": _in_mode(scatter, tree_scatter),
+    **{wire.__name__: wire for wire in (gather, exchange, permute, broadcast, parts)},
 }

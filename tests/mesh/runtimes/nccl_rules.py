@@ -32,10 +32,11 @@ import time
 import weakref
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import update_wrapper
 from itertools import accumulate, count
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any, NoReturn
@@ -55,7 +56,7 @@ violations: list[str] = []
 """The texts of all errors of this process, in case that the library has suppressed some."""
 
 _hosts: weakref.WeakSet[Any] = weakref.WeakSet()
-_held: list[Work] | None = None
+_state: dict[str, Any] = {"engine": None, "held": None}
 
 
 class RuleError(AssertionError):
@@ -70,14 +71,12 @@ def host(x: Tensor) -> Tensor:
 
 def hold() -> None:
     """Complete nothing until `release`: `wait` returns at once, as on NCCL, and the results stay NaN."""
-    global _held
-    _held = []
+    _state["held"] = []
 
 
 def release() -> None:
     """Complete the operations started since `hold`. Their results are not written: their memory may have other uses."""
-    global _held
-    works, _held = _held or [], None
+    works, _state["held"] = _state["held"] or [], None
     for work in works:
         work.is_held = False
 
@@ -196,11 +195,12 @@ class Hub:
         try:
             kind, content = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
+            kind, content = "leave", None
+        if kind == "leave":
             del self.ranks[connection]
             self.ended.add(rank)
             connection.close()
-            return
-        if kind == "block":
+        elif kind == "block":
             if op := self.ops.get((rank, content)):
                 self.blocked[rank] = op
         elif kind == "go on":
@@ -293,9 +293,9 @@ class Hub:
             for end, path in self.paths(op, {}):
                 text = "; ".join(f"{step} waits for {_reason(after)}" for step, after in path)
                 if isinstance(end, Op):
-                    return self.fail(f"Deadlock: {text}.")
-                if end in self.ended:
-                    return self.fail(f"NCCL: a remote process has exited: {text}, which has ended.", "remote")
+                    self.fail(f"Deadlock: {text}.")
+                elif end in self.ended:
+                    self.fail(f"NCCL: a remote process has exited: {text}, which has ended.", "remote")
         if self.blocked and silence > self.stall:
             self.fail(f"Nothing has happened for {self.stall:g} s. Open: {_listed(self.ops.values())}.")
 
@@ -344,6 +344,12 @@ def _reason(after: Op | int) -> str:
 # -- in each process ------------------------------------------------------------------------------------------------
 
 
+def _stream() -> int:
+    """Return the stream of this thread; a thread of autograd uses that of the forward: see foreign_backward.py."""
+    is_of_autograd = threading.current_thread().name == "foreign backward"
+    return threading.main_thread().ident or 0 if is_of_autograd else threading.get_ident()
+
+
 class Engine:
     """The connection of a process to the hub."""
 
@@ -383,7 +389,7 @@ class Engine:
     def block(self, work: Work, timeout: timedelta) -> None:
         """Wait for an operation; only the main thread's waits are reasons for deadlocks."""
         if not work.event.wait(QUIET / 2):
-            is_main = threading.current_thread() is threading.main_thread()
+            is_main = _stream() == threading.main_thread().ident
             if is_main:
                 self.tell("block", work.op.id)
             in_time = work.event.wait(timeout.total_seconds())
@@ -398,8 +404,7 @@ class Engine:
     def close(self, group: NcclRules) -> None:
         self.groups.discard(group)
         if not self.groups:
-            with suppress(OSError):
-                self.connection.close()
+            self.tell("leave", None)  # the hub closes the connection, which ends the reader
 
 
 def _array(x: Tensor) -> np.ndarray[Any, Any]:
@@ -416,12 +421,12 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
 
     def __init__(self, group: NcclRules, op: Op, inputs: Sequence[Tensor], outputs: dict[int, Tensor]) -> None:
         super().__init__()
-        self.group, self.op, self.event, self.thread = group, op, threading.Event(), threading.get_ident()
+        self.group, self.op, self.event, self.stream = group, op, threading.Event(), _stream()
         self.results: dict[int, bytes] | None = None
         self.inputs, self.outputs = inputs, outputs
-        self.is_held = _held is not None
-        if _held is not None:
-            _held.append(self)
+        self.is_held = _state["held"] is not None
+        if self.is_held:
+            _state["held"].append(self)
         for x in outputs.values():
             _array(x)[...] = 0xFF
         self.digests = [zlib.crc32(_array(x)) for x in (*inputs, *outputs.values())]
@@ -444,7 +449,7 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
         if timeout:
             counts["host syncs"] += 1
             _violate(f"wait({timeout}) blocks the host until {self.op} has completed; call wait().")
-        if threading.get_ident() != self.thread:
+        if _stream() != self.stream:
             _violate(f"{self.op} was started in one thread and is waited for in another, which has other streams.")
         counts["waits"] += 1
         if not self.is_held:
@@ -470,7 +475,19 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
                 _violate(f"{self.op}: a tensor {[*x.shape]} was written between start and wait.")
 
 
-_DTYPES = "int8 uint8 bool int32 int64 float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2".split()
+_DTYPES = [
+    "int8",
+    "uint8",
+    "bool",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+]
 DTYPES = {getattr(torch, name) for name in _DTYPES}
 """The dtypes of torch's map for NCCL."""
 
@@ -512,7 +529,7 @@ class NcclRules(dist.ProcessGroup):
     def group_name(self) -> str:
         return self.name
 
-    def getBackendName(self) -> str:  # noqa: N802, torch's name
+    def getBackendName(self) -> str:
         return "nccl_rules"
 
     def meet(self, channel: str, members: tuple[int, ...]) -> tuple[str, str]:
@@ -692,18 +709,34 @@ def _split(x: Tensor, sizes: Sequence[int], n: int) -> list[Tensor]:
     return [x[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-_engine: Engine | None = None
-
-
 def _create(options: Any, _: Any = None) -> NcclRules:
-    global _engine
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     if not dist.is_initialized():
         if options.group_rank == 0:
             options.store.set("nccl_rules", Hub(options.group_size).listener.address)
-        _engine = Engine(options.group_rank, options.store.get("nccl_rules").decode())
-    assert _engine is not None
-    return NcclRules(_engine, options.group_id, members, options.timeout)
+        _state["engine"] = Engine(options.group_rank, options.store.get("nccl_rules").decode())
+    return NcclRules(_state["engine"], options.group_id, members, options.timeout)
+
+
+class Ruled:
+    """A function that raises if it has broken a rule, even where the error was suppressed.
+
+    A process that receives it imports this module, which registers the backend.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        violations.clear()
+        result = self.function(*args, **kwargs)
+        if violations:
+            raise RuleError("\n".join(["Suppressed errors:", *violations]))
+        return result
+
+    def __reduce__(self) -> tuple[type[Ruled], tuple[Callable[..., Any]]]:
+        return Ruled, (self.function,)
 
 
 _batch_by_torch = dist.batch_isend_irecv
