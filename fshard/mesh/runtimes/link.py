@@ -171,7 +171,7 @@ class Link(Protocol):
         """Wait for what a wire has yielded; `advance` steps other wires and returns True if one has stepped."""
         ...
 
-    def ready(self, needs: Sequence[Any]) -> bool:
+    def ready(self, needs: Sequence[Any], call: CallInfo) -> bool:
         """Return True if what a wire has yielded is complete; False also if that is unknown without waiting."""
         ...
 
@@ -228,7 +228,7 @@ class GroupLink:
         for work in needs:
             work.wait(timeout)
 
-    def ready(self, needs: Sequence[Any]) -> bool:
+    def ready(self, needs: Sequence[Any], call: CallInfo) -> bool:
         """Return True if the operations have completed; those of gloo report it only when they are waited for."""
         return all(work.is_completed() for work in needs)
 
@@ -240,6 +240,24 @@ class GroupLink:
 
     def fail(self, error: BaseException) -> None:
         pass  # the backend breaks its group itself
+
+
+class NcclLink(GroupLink):
+    """A group whose operations run on the streams of a device: to wait makes the caller's stream wait, not the host.
+
+    Only the waiting thread ends a collective, since a helper thread has another stream. The host sees the end of sends
+    alone, whose buffers are kept until then.
+    """
+
+    def wait(self, needs: Sequence[Any], timeout: timedelta, advance: Callable[[], bool]) -> None:
+        for work in needs:
+            work.wait()  # with a time limit it would block the host until the operation has ended
+
+    def ready(self, needs: Sequence[Any], call: CallInfo) -> bool:
+        return call.is_send and super().ready(needs, call)
+
+    def helper(self, call: CallInfo) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

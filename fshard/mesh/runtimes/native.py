@@ -6,14 +6,20 @@ as 32-bit ones, complex numbers as pairs of reals, and so on, wherever that is e
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fshard.mesh.collectives.moves import Broadcast, Extreme, Permute, Wired
-from fshard.mesh.layout.arithmetic import WIDER
+from fshard.mesh.layout.arithmetic import WIDER, flipped
 from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
+
+_dist: Any = dist
+_all_gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor  # the name before torch 2.13
+_reduce_scatter = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 
 _REDUCES_AS = {
     **{dtype: wide for dtype, wide in WIDER.items() if dtype not in (torch.float16, torch.bfloat16)},
@@ -40,24 +46,41 @@ def _operation(move: Wired) -> dist.ReduceOp.RedOpType:
 
 def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """All-reduce (sum or extreme). (elements,) -> (elements,)"""
-    result = _reducible(x)
+    if isinstance(move, Extreme) and x.is_floating_point():
+        return (yield from _float_extreme(call, x, move))
+    if isinstance(move, Extreme) and x.dtype == torch.uint64:
+        return flipped((yield from reduce(call, flipped(x), move)))
+    result, dtype = _reducible(x), x.dtype
     result = result.clone() if result.data_ptr() == x.data_ptr() else result
+    del x  # only the copy stays alive
     yield [dist.all_reduce(result, _operation(move), call.pg, async_op=True)]
-    return _restored(result, x.dtype)
+    return _restored(result, dtype)
+
+
+def _float_extreme(call: GroupCall, x: Tensor, move: Extreme) -> Wire:
+    """All-reduce to the largest or smallest, or to NaN, which the backend keeps or drops depending on the dtype."""
+    result, dtype = _reducible(x), x.dtype
+    is_nan = result.isnan()
+    result, has_nan = result.masked_fill(is_nan, -torch.inf if move.largest else torch.inf), is_nan.to(torch.uint8)
+    del x, is_nan
+    works = [dist.all_reduce(result, _operation(move), call.pg, async_op=True)]
+    yield [*works, dist.all_reduce(has_nan, dist.ReduceOp.MAX, call.pg, async_op=True)]
+    return _restored(result.masked_fill_(has_nan.bool(), torch.nan), dtype)
 
 
 def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """All-gather. (elements,) -> (n, elements)"""
-    result = x.new_empty(call.n * x.numel())
-    yield [dist.all_gather_single(result.view(torch.uint8), x.view(torch.uint8), call.pg, async_op=True)]
-    return result.view(call.n, -1)
+    """All-gather. (elements,), or in place (n, elements) with this process's row -> (n, elements)"""
+    rows = x if x.ndim == 2 else x.new_empty(call.n, x.numel())
+    shard = x[call.index] if x.ndim == 2 else x
+    yield [_all_gather(rows.view(-1).view(torch.uint8), shard.view(torch.uint8), call.pg, async_op=True)]
+    return rows
 
 
 def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     """Reduce-scatter. (n, elements) -> (elements,)"""
     given = _reducible(rows).contiguous()
     result = torch.empty_like(given[0])
-    yield [dist.reduce_scatter_single(result, given.flatten(0, 1), _operation(move), call.pg, async_op=True)]
+    yield [_reduce_scatter(result, given.flatten(0, 1), group=call.pg, async_op=True)]
     return _restored(result, rows.dtype)
 
 

@@ -12,10 +12,11 @@ from datetime import timedelta
 from threading import Event, Lock
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
-from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, Wire
+from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, NcclLink, Wire
 from fshard.mesh.runtimes.watch import compare_failed
 
 LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
@@ -96,6 +97,10 @@ class Operations:
         raise error
 
 
+# Note [Buffers belong to one stream]
+# The allocator reuses freed memory in the order of the stream that it was allocated on. So a wire on a device takes all
+# its steps on the stream of its start, whichever thread waits. A waiter on another stream waits for that one, and the
+# results, which it may read for longer, are not reused before it has.
 class Operation:
     """A started wire. Its buffers are local variables of the generator, until it ends."""
 
@@ -116,6 +121,8 @@ class Operation:
         self._error: BaseException | None = None
         self._ended: Event | None = None
         self._turn = Lock()  # held by the thread that advances the wire
+        has_streams = isinstance(link, NcclLink) and torch.cuda.is_initialized()
+        self._stream = torch.cuda.current_stream() if has_streams else None
 
     def begin(self) -> None:
         """Start the wire's first messages."""
@@ -123,7 +130,18 @@ class Operation:
             self._step()
 
     def wait(self) -> Tensors:
-        """Run it to its end, or wait for the thread that does."""
+        """Return the results, for use on the caller's stream: see Note [Buffers belong to one stream]."""
+        if self._stream is None or self._stream == (stream := torch.cuda.current_stream(self._stream.device)):
+            return self._finish()
+        with torch.cuda.stream(self._stream):
+            results = self._finish()
+        stream.wait_stream(self._stream)
+        for x in results:
+            x.record_stream(stream)
+        return results
+
+    def _finish(self) -> Tensors:
+        """Run it to its end, or wait for the thread that does; unpack the result."""
         self._all.hand_over(self)
         if self._verify is not None:
             try:
@@ -138,7 +156,8 @@ class Operation:
             self._ended.wait(self._all.timeout.total_seconds() if self.call.is_send else None)
         if self._error is not None:
             raise self._error
-        return self._unpack(self._result)
+        result, self._result = self._result, None  # freed as soon as it is unpacked
+        return self._unpack(result)
 
     def hand_over(self) -> None:
         """Give it to its link's helper, if that has one; unless a thread waits for it already."""
@@ -159,7 +178,7 @@ class Operation:
         if not self._turn.acquire(blocking=False):
             return False
         try:
-            if self.is_done or self._error is not None or not self._link.ready(self._needs):
+            if self.is_done or self._error is not None or not self._link.ready(self._needs, self.call):
                 return False
             with suppress(Exception):
                 self._step()
@@ -184,7 +203,7 @@ class Operation:
             with self._link.lock:
                 self._needs = next(self._wire)
         except StopIteration as stopped:
-            self._result, self.is_done = stopped.value, True
+            self._result, self._needs, self.is_done = stopped.value, (), True
             self._all.in_progress.pop(self, None)
         except BaseException as error:
             self._fail(error)

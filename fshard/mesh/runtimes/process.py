@@ -28,7 +28,7 @@ from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
-from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link
+from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link, NcclLink
 from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.runtimes.watch import Watch, watching
 from fshard.mesh.shared_memory import large
@@ -121,13 +121,18 @@ class ProcessWorld:
                 return self._operations.start(link, wire, call, lambda _: results, verify)
         packed = [move.pack(x, n) for x in xs]
         widths = [one.shape[-1] for one in packed]
-        buffer = packed[0] if len(xs) == 1 else torch.cat(packed, dim=-1)
-        if self._staged and not buffer.is_cpu:
-            buffer = buffer.cpu()
-        is_on_device = self._staged or buffer.device.type == self.device_type
-        link = self.link(group) if is_on_device else self.host_link(group)
-        wire = link.begin(move, buffer.contiguous(), call)
-        return self._operations.start(link, wire, call, partial(_unpack, move, xs, widths, n), verify)
+        device = packed[0].device
+        link = self.link(group) if self._staged or device.type == self.device_type else self.host_link(group)
+        if len(xs) == 1:
+            buffer = packed[0].contiguous()
+        elif move.wire == "gather" and isinstance(link, NcclLink):
+            buffer = packed[0].new_empty(n, sum(widths))  # gathered in place
+            torch.cat(packed, out=buffer[group.index])
+        else:
+            buffer = torch.cat(packed, dim=-1)
+        wire = link.begin(move, buffer.cpu() if self._staged else buffer, call)
+        unpack = partial(_unpack, move, [x.shape for x in xs], device, widths, n)  # so `xs` may be freed
+        return self._operations.start(link, wire, call, unpack, verify)
 
     def _verification(self, call: CallInfo) -> Callable[[], None] | None:
         """Under FSHARD_CHECK=1, publish a collective; return the check that the others start the same, if it is still
@@ -253,7 +258,8 @@ class ProcessWorld:
 
     def add(self, members: tuple[int, ...], pg: Any) -> Link:
         """Use a group of torch.distributed that this process is in."""
-        self._links[members] = link = GroupLink(pg, members.index(self.rank), len(members), self._wires)
+        kind = GroupLink if self._staged else NcclLink
+        self._links[members] = link = kind(pg, members.index(self.rank), len(members), self._wires)
         if self._staged:
             calm_gloo_threads()
         return link
@@ -267,13 +273,15 @@ class ProcessWorld:
         return self.near(mesh.ranks or tuple(range(mesh.root_size)))
 
 
-def _unpack(move: Wired, xs: tuple[Tensor, ...], widths: list[int], n: int, rows: Tensor) -> tuple[Tensor, ...]:
+def _unpack(
+    move: Wired, shapes: list[torch.Size], device: torch.device, widths: list[int], n: int, rows: Tensor
+) -> tuple[Tensor, ...]:
     """Return the results of a collective on tensors that were packed into one buffer, in rows of these widths."""
-    if rows.is_cpu and not xs[0].is_cpu:
-        rows = rows.to(xs[0].device)
-    if len(xs) == 1:
-        return (move.unpack(rows, xs[0].shape, n),)
-    return tuple([move.unpack(part, x.shape, n) for part, x in zip(rows.split(widths, dim=-1), xs, strict=True)])
+    rows = rows.to(device)
+    if len(shapes) == 1:
+        return (move.unpack(rows, shapes[0], n),)
+    parts = zip(rows.split(widths, dim=-1), shapes, strict=True)
+    return tuple([move.unpack(part, shape, n) for part, shape in parts])
 
 
 def _split(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:

@@ -1,6 +1,7 @@
 """The process runtime: the same program on gloo, torch's own meshes and tensors, hangs that are errors."""
 
 import os
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import fshard as fs
 from fshard import P
 from fshard.mesh.runtimes import gloo, native
-from fshard.mesh.runtimes.link import GroupLink
+from fshard.mesh.runtimes.link import GroupLink, NcclLink
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.shared_memory import large
 from fshard.mesh.spmd.scope import require
@@ -253,39 +254,60 @@ def test_wait_for_failed_process_raises_lost_process_error(tmp_path, link):
 # -- the wires ----------------------------------------------------------------------------------------------------
 
 
-def native_wires():
-    """Run NCCL's table, which is torch's own operations, over gloo: it has most of them."""
+def run_on_each_link(main):
+    """Run on direct links, over gloo, and by NCCL's table, which is torch's own operations: gloo has most of them."""
     mesh = fs.make_mesh({"d": 2})
     world = ProcessWorld.of(mesh)
-    out = []
-    for wires in (large.WIRES, gloo.WIRES, native.WIRES):
-        if wires is not large.WIRES:
-            world._links[0, 1] = GroupLink(dist.group.WORLD, dist.get_rank(), 2, wires)
-
-        def main():
-            x = torch.arange(6.0).reshape(2, 3) + 10 * fs.axis_index("d")
-            return [
-                fs.psum(x, "d"),
-                fs.pmax(x, "d"),
-                fs.psum(x.to(torch.int16), "d"),
-                fs.psum(x.to(torch.complex64), "d"),
-                fs.all_gather(x, "d", dim=1),
-                fs.psum_scatter(x, "d"),
-                fs.psum_scatter(x.to(torch.complex64), "d"),
-                fs.all_to_all(x, "d"),
-                fs.ppermute(x, "d", [(0, 1)]),
-                fs.ppermute(x, "d", [(0, 1), (1, 0)]),
-                fs.broadcast(x, "d", source=1),
-            ]
-
-        out.append(fs.run(main, mesh=mesh)[0])
+    results = []
+    for kind, wires in ((None, large.WIRES), (GroupLink, gloo.WIRES), (NcclLink, native.WIRES)):
+        if kind is not None:
+            world._links[0, 1] = kind(dist.group.WORLD, dist.get_rank(), 2, wires)
+        results.append(fs.run(main, mesh=mesh)[0])
     del world._links[0, 1]
-    return all(torch.equal(x, y) for first, *rest in zip(*out, strict=True) for x, y in [(first, y) for y in rest])
+    return results
+
+
+def each_collective():
+    x = torch.arange(6.0).reshape(2, 3) + 10 * fs.axis_index("d")
+    return [
+        fs.psum(x, "d"),
+        fs.pmax(x, "d"),
+        fs.psum(x.to(torch.int16), "d"),
+        fs.psum(x.to(torch.complex64), "d"),
+        fs.all_gather(x, "d", dim=1),
+        fs.psum_scatter(x, "d"),
+        fs.psum_scatter(x.to(torch.complex64), "d"),
+        fs.all_to_all(x, "d"),
+        fs.ppermute(x, "d", [(0, 1)]),
+        fs.ppermute(x, "d", [(0, 1), (1, 0)]),
+        fs.broadcast(x, "d", source=1),
+    ]
+
+
+def extremes():
+    """The extremes of NaN beside numbers and of uint64 from 2**63, as text."""
+    is_first = fs.axis_index("d") == 0
+    nan, inf = torch.nan, torch.inf
+    floats = torch.tensor([nan, 1, nan, -inf, 2, -nan] if is_first else [1, nan, nan, inf, -3, inf])
+    unsigned = torch.tensor([2**63, 5, 2**64 - 1] if is_first else [1, 2**63 + 7, 2**63], dtype=torch.uint64)
+    signed = torch.tensor([-1, 2, -(2**63)] if is_first else [1, -2, 2**63 - 1])
+    xs = [floats, floats.bfloat16(), floats.double(), unsigned, signed, signed.short(), signed.bool()]
+    return [str(y.tolist()) for x in xs for y in (fs.pmax(x, "d"), fs.pmin(x, "d"))]
+
+
+def test_extremes_keep_nan_and_compare_all_of_uint64(two):
+    floats = ["[nan, nan, nan, inf, 2.0, nan]", "[nan, nan, nan, -inf, -3.0, nan]"]
+    unsigned = [str([2**63, 2**63 + 7, 2**64 - 1]), str([1, 5, 2**63])]
+    signed = [str([1, 2, 2**63 - 1]), str([-1, -2, -(2**63)]), "[1, 2, 0]", "[-1, -2, -1]"]
+    expected = [*3 * floats, *unsigned, *signed, "[True, True, True]", "[True, True, True]"]
+    assert fs.run(extremes, mesh=fs.make_mesh({"d": 2})) == [expected] * 2
+    assert two.run(run_on_each_link, extremes) == [[expected] * 3] * 2
 
 
 @pytest.mark.filterwarnings("default")
 def test_native_and_gloo_wires_equal_direct_ones(two):
-    assert two.run(native_wires) == [True, True]
+    for results in two.run(run_on_each_link, each_collective):
+        assert all(torch.equal(x, y) for xs in zip(*results, strict=True) for x, y in pairwise(xs))
 
 
 def between_hosts():
