@@ -73,9 +73,11 @@ def _float_extreme(call: GroupCall, x: Tensor, move: Extreme) -> Wire:
 
 def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """All-gather. (elements,) -> (n, elements)"""
-    result = x.new_empty(call.n * x.numel())
-    yield [_all_gather(result.view(torch.uint8), x.view(torch.uint8), call.pg, async_op=True)]
-    return result.view(call.n, -1)
+    result = x.new_empty(call.n, x.numel())
+    row = result[call.index].copy_(x)  # in place: the packed shards are not kept beside the result
+    del x
+    yield [_all_gather(result.view(-1).view(torch.uint8), row.view(torch.uint8), call.pg, async_op=True)]
+    return result
 
 
 def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:

@@ -32,10 +32,11 @@ import time
 import weakref
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import update_wrapper
 from itertools import accumulate, count
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any, NoReturn
@@ -343,6 +344,12 @@ def _reason(after: Op | int) -> str:
 # -- in each process ------------------------------------------------------------------------------------------------
 
 
+def _stream() -> int:
+    """Return the stream of this thread; a thread of autograd uses that of the forward: see foreign_backward.py."""
+    is_of_autograd = threading.current_thread().name == "foreign backward"
+    return threading.main_thread().ident or 0 if is_of_autograd else threading.get_ident()
+
+
 class Engine:
     """The connection of a process to the hub."""
 
@@ -382,7 +389,7 @@ class Engine:
     def block(self, work: Work, timeout: timedelta) -> None:
         """Wait for an operation; only the main thread's waits are reasons for deadlocks."""
         if not work.event.wait(QUIET / 2):
-            is_main = threading.current_thread() is threading.main_thread()
+            is_main = _stream() == threading.main_thread().ident
             if is_main:
                 self.tell("block", work.op.id)
             in_time = work.event.wait(timeout.total_seconds())
@@ -414,7 +421,7 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
 
     def __init__(self, group: NcclRules, op: Op, inputs: Sequence[Tensor], outputs: dict[int, Tensor]) -> None:
         super().__init__()
-        self.group, self.op, self.event, self.thread = group, op, threading.Event(), threading.get_ident()
+        self.group, self.op, self.event, self.stream = group, op, threading.Event(), _stream()
         self.results: dict[int, bytes] | None = None
         self.inputs, self.outputs = inputs, outputs
         self.is_held = _state["held"] is not None
@@ -442,7 +449,7 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
         if timeout:
             counts["host syncs"] += 1
             _violate(f"wait({timeout}) blocks the host until {self.op} has completed; call wait().")
-        if threading.get_ident() != self.thread:
+        if _stream() != self.stream:
             _violate(f"{self.op} was started in one thread and is waited for in another, which has other streams.")
         counts["waits"] += 1
         if not self.is_held:
@@ -709,6 +716,27 @@ def _create(options: Any, _: Any = None) -> NcclRules:
             options.store.set("nccl_rules", Hub(options.group_size).listener.address)
         _state["engine"] = Engine(options.group_rank, options.store.get("nccl_rules").decode())
     return NcclRules(_state["engine"], options.group_id, members, options.timeout)
+
+
+class Ruled:
+    """A function that raises if it has broken a rule, even where the error was suppressed.
+
+    A process that receives it imports this module, which registers the backend.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        violations.clear()
+        result = self.function(*args, **kwargs)
+        if violations:
+            raise RuleError("\n".join(["Suppressed errors:", *violations]))
+        return result
+
+    def __reduce__(self) -> tuple[type[Ruled], tuple[Callable[..., Any]]]:
+        return Ruled, (self.function,)
 
 
 _batch_by_torch = dist.batch_isend_irecv
