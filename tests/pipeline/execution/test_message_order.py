@@ -195,13 +195,13 @@ def around_a_ring(n):
 
 
 def many_messages():
-    """Send around rings of 4 and of 2, then run each schedule on them for three steps; return the values."""
+    """Send around rings of 4 and of 2, and run schedules with skips, or on rows of a mesh; return the values."""
     results = []
     for axes, skips in (({"pipe": 4}, [(0, 2), (1, 3)]), ({"pipe": 2, "data": 2}, [])):
         mesh, n = fs.make_mesh(axes, device="cpu"), axes["pipe"]
         results.append(fs.run(lambda n=n: around_a_ring(n), mesh=mesh))
-        for name in BUILDERS:
-            step = step_of(name, n, 4, mesh, skips)
+        for name, dynamic in (("1f1b", True), ("interleaved", False), ("v-half", False)):
+            step = step_of(name, n, 4, mesh, skips, dynamic=dynamic)
             results.append(fs.run(lambda step=step: [step().loss.item() for _ in range(3)], mesh=mesh))
     return results
 
