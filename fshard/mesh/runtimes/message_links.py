@@ -26,11 +26,6 @@ def direction(sender: int, receiver: int) -> str:
     return "up" if receiver > sender else "down"
 
 
-def ring(n: int) -> set[tuple[int, int]]:
-    """Return the pairs of neighbours in a ring, in both orders."""
-    return {(i, (i + step) % n) for i in range(n) for step in (1, -1)}
-
-
 class MessageLinks:
     """The links of one rank's messages, by direction; indices in them are ranks of the world."""
 

@@ -31,7 +31,7 @@ from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.deadline import Deadline, abort_groups
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
 from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link, NcclLink
-from fshard.mesh.runtimes.message_links import MessageLinks, ring
+from fshard.mesh.runtimes.message_links import MessageLinks
 from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.watch import Watch, watching
@@ -448,7 +448,8 @@ def use_groups(mesh: Mesh, known: DeviceMesh) -> None:
         pg: Any = known.get_group(axis)
         if isinstance(pg, dist.ProcessGroup) and not world.near(members := tuple(dist.get_process_group_ranks(pg))):
             world.add(members, pg)
-            world.connect(members, ring(len(members)))
+            n = len(members)
+            world.connect(members, {(i, (i + step) % n) for i in range(n) for step in (1, -1)})  # a ring
 
 
 def calm_gloo_threads() -> None:
