@@ -259,7 +259,7 @@ class ProcessWorld:
         self._has_left.set()
         self.has_failed |= not waiting
         if self.has_failed and not self._staged:
-            with suppress(dist.DistError):  # the process with the store has failed
+            with suppress(RuntimeError):  # the process with the store has failed
                 self._store.compare_set("failure", "", f"Process {self.rank} has failed: look for its own error.")
         self._neighbours.close()
         self._messages = None
@@ -305,9 +305,8 @@ class ProcessWorld:
         if self._staged:
             calm_gloo_threads()
         else:
-            dist.all_reduce(
-                torch.zeros(1, device=self.device_type), group=pg
-            )  # hangs unless all members make the first
+            # A first call that some members do not make, such as a batch of messages, would hang.
+            dist.all_reduce(torch.zeros(1, device=self.device_type), group=pg)
         return link
 
     def axis_group(self, members: tuple[int, ...]) -> Any:
