@@ -725,8 +725,8 @@ class Ruled:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        update_wrapper(self, function)  # also copies attributes
         self.function = function
-        update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         violations.clear()
