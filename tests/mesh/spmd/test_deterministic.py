@@ -1,6 +1,7 @@
 """Reproducible mode: sums over devices in one tree on every runtime, and the settings that CUDA needs."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +99,8 @@ def unset(monkeypatch):
 
 
 def test_cuda_settings_are_required_until_the_lines_of_the_error_are_run(unset):
+    guide = Path(__file__).parents[3] / "docs" / "guides" / "reproducibility_and_testing.md"
+    assert "\n".join(CUDA_SETTINGS) in guide.read_text()
     for line in CUDA_SETTINGS:
         with (
             pytest.raises(ValueError, match="CUDA kernels must be deterministic") as error,
