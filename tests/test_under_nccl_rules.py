@@ -112,8 +112,8 @@ def run(name):
 
 
 @cache
-def processes(n, **environment):
-    return Processes(n, environment=environment)
+def processes(n, backend=""):
+    return Processes(n, environment={"FSHARD_BACKEND": backend})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,14 +121,14 @@ def pools():
     yield
     for n in (2, 4):
         processes(n).close()
-        processes(n, FSHARD_BACKEND="nccl_rules").close()
+        processes(n, "nccl_rules").close()
     processes.cache_clear()
 
 
 @pytest.mark.parametrize("name", [*TWO, *FOUR])
 def test_program_under_the_rules_of_nccl_has_equal_results(name):
     n = 2 if name in TWO else 4
-    reports = processes(n, FSHARD_BACKEND="nccl_rules").run(run, name)
+    reports = processes(n, "nccl_rules").run(run, name)
     for expected, (result, violations, syncs) in zip(processes(n).run(run_plainly, name), reports, strict=True):
         assert (violations, syncs) == ([], 0)
         torch.testing.assert_close(result, expected)

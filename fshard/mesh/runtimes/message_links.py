@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.distributed import ProcessGroup
 
-from fshard.mesh.runtimes.link import GroupLink
+from fshard.mesh.runtimes.link import NcclLink
 
 
 def direction(route: tuple[int, int]) -> str:
@@ -37,12 +38,13 @@ def ring(n: int) -> set[tuple[int, int]]:
 class MessageLinks:
     """The links of one rank's messages, by direction; indices in them are ranks of the world."""
 
-    def __init__(self, rank: int, device_type: str, make: Callable[[str], GroupLink]) -> None:
+    def __init__(self, rank: int, device_type: str, make_group: Callable[[str], ProcessGroup]) -> None:
         self._rank, self._device_type = rank, device_type
-        self._links = {name: make(name) for name in ("up", "down")}
+        groups = {name: make_group(f"messages {name}") for name in ("up", "down")}
+        self._links = {name: NcclLink(pg, rank, pg.size(), {}) for name, pg in groups.items()}
         self._connected: set[tuple[int, int]] = set()
 
-    def link(self, route: tuple[int, int]) -> GroupLink:
+    def link(self, route: tuple[int, int]) -> NcclLink:
         """Return the link of the messages between two ranks."""
         return self._links[direction(route)]
 

@@ -6,6 +6,7 @@ be waited for in any order.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -34,6 +35,8 @@ class Operations:
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
         self.in_progress: dict[Operation, None] = {}
+        self.recent: deque[CallInfo] = deque(maxlen=64)
+        self.error: FshardError | None = None  # after it no call can end
 
     def start(
         self,
@@ -47,6 +50,9 @@ class Operations:
 
         `unpack` makes the results. `verify` raises, before the result is waited for, unless all make the same call.
         """
+        if self.error is not None:
+            raise self.error
+        self.recent.append(call)
         self.hand_over()
         operation = Operation(self, link, wire, call, unpack, verify)
         self.in_progress[operation] = None
@@ -78,6 +84,8 @@ class Operations:
     def fail(self, error: BaseException, link: Link, call: CallInfo) -> NoReturn:
         """Leave a group, and raise with a description of the call: a time-out or a lost peer is an error of its own."""
         link.fail(error)
+        if self.error is not None:
+            raise self.error from error
         if not isinstance(error, RuntimeError) or isinstance(error, FshardError):
             raise error
         text = str(error)
@@ -154,10 +162,14 @@ class Operation:
                 self._run()
         if self._ended is not None:
             self._ended.wait(self._all.timeout.total_seconds() if self.call.is_send else None)
-        if self._error is not None:
-            raise self._error
+        if error := self._error or self._all.error:
+            raise error
         result, self._result = self._result, None  # freed as soon as it is unpacked
         return self._unpack(result)
+
+    def has_arrived(self) -> bool:
+        """Return True if what it waits for is complete."""
+        return all(work.is_completed() for work in self._needs)
 
     def hand_over(self) -> None:
         """Give it to its link's helper, if that has one; unless a thread waits for it already."""

@@ -28,10 +28,12 @@ from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessErro
 from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
+from fshard.mesh.runtimes.deadline import Deadline, abort_groups
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
 from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link, NcclLink
 from fshard.mesh.runtimes.message_links import MessageLinks, ring
 from fshard.mesh.runtimes.operations import Operations
+from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.watch import Watch, watching
 from fshard.mesh.shared_memory import large
 from fshard.mesh.shared_memory.direct import Direct
@@ -70,8 +72,9 @@ class ProcessWorld:
     def __init__(self, timeout: timedelta, device_type: str) -> None:
         self.rank = dist.get_rank()
         self.timeout = timeout
-        self.device_type = device_type
-        self.backend = dist.get_backend()
+        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        self.device_type = device_type if device_type in backends else next(iter(backends))
+        self.backend = backends[self.device_type]
         self._staged = self.backend == "gloo"  # tensors of GPUs are sent from copies in host memory
         self._wires = gloo.WIRES if self._staged else native.WIRES
         self._neighbours = meet(timeout) if self._staged else Neighbours({}, timeout)
@@ -81,8 +84,11 @@ class ProcessWorld:
         self._hosts: dict[tuple[int, ...], Link] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._messages: MessageLinks | None = None
+        self._deadline: Deadline | None = None
         if not self._staged:
-            self._messages = MessageLinks(self.rank, device_type, self._make_message_link)
+            self._deadline = Deadline(self._operations, self.device_type)
+            make_unbound = partial(self.make_group, tuple(range(dist.get_world_size())), backend=self.backend)
+            self._messages = MessageLinks(self.rank, self.device_type, make_unbound)
         self._has_failed = False
         self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch: Watch | None = None
@@ -93,7 +99,9 @@ class ProcessWorld:
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:
         """Return the world of a mesh; `make_mesh` joined it."""
-        world = _state["world"]
+        world: ProcessWorld | None = _state["world"]
+        if world is not None and world._operations.error is not None:
+            raise world._operations.error
         if world is None or not dist.is_initialized():
             raise MeshError(f"{mesh} has no processes: call fs.make_mesh in every process, under torchrun.")
         return world
@@ -193,11 +201,6 @@ class ProcessWorld:
             return self._messages.link(call.route), call.group.members[call.peer]
         return self.link(call.group) if self._staged else self.host_link(call.group), call.peer
 
-    def _make_message_link(self, direction: str) -> GroupLink:
-        members = tuple(range(dist.get_world_size()))
-        pg = self.make_group(members, f"messages {direction}", is_bound=False)
-        return NcclLink(pg, self.rank, len(members), self._wires)
-
     def _from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
         if not sent:
@@ -231,10 +234,12 @@ class ProcessWorld:
     def part(self, group: Group, error: BaseException) -> None:
         """Leave a group in which others may wait for this process."""
         self._has_failed = True
-        if group.size > 1 and self.near(group.members):
+        failure = f"process {self.rank} has failed: {type(error).__name__}: {error}"
+        if self._deadline is not None:
+            self._deadline.stop(failure)
+        elif group.size > 1 and self.near(group.members):
             known = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
-            failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
-            self.link(group).fail(error if known else MismatchError(failed))
+            self.link(group).fail(error if known else MismatchError(failure))
 
     def finish(self, waiting: bool) -> None:
         """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
@@ -243,13 +248,24 @@ class ProcessWorld:
             calls += self._operations.finish_sends() + self._neighbours.unreceived()
         if self._watch is not None:
             self._watch.finished()
+        if self._deadline is not None:
+            self._has_failed |= not waiting
+            self._deadline.stop(f"process {self.rank} has failed or left" if self._has_failed else None)
         self._neighbours.close()
         self._messages = None
         groups = (self._links, self._hosts, self._groups)
         for held in (self._to_itself, self._operations.in_progress, *groups, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
         if calls and not self._has_failed:
+            self._has_failed = True
             raise MismatchError("\n  ".join(["Messages were sent but never received:", *sorted({*map(str, calls)})]))
+
+    def disconnect(self) -> None:
+        """Leave all groups; after a failure without waiting for calls that other processes may never make."""
+        if self._has_failed and self._deadline is not None:
+            abort_groups()
+        else:
+            dist.destroy_process_group()
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -296,31 +312,23 @@ class ProcessWorld:
             self._groups[members] = dist.group.WORLD if is_world else self.make_group(members, "axis")
         return self._groups[members]
 
-    def make_group(
-        self, members: tuple[int, ...], purpose: str, backend: str | None = None, *, is_bound: bool = True
-    ) -> Any:
-        """Make a group of torch.distributed, in its members alone.
+    def make_group(self, members: tuple[int, ...], purpose: str, backend: str | None = None) -> Any:
+        """Make a group of torch.distributed, in its members alone; bind its GPU, unless a backend is named.
 
         Its name depends on members and purpose. `dist.new_group` hashes the number of groups that a process is in,
         which may differ among them, and lets all processes divide the world's NCCL communicator, if a GPU is bound.
         """
         world: Any = dist.group.WORLD
+        gpu, world.bound_device_id = world.bound_device_id, None
+        backend, device = (backend, None) if backend is not None else (dist.get_backend(), gpu)
         name = hashlib.sha1(f"fshard {purpose} {members}".encode(), usedforsecurity=False).hexdigest()
-        device, world.bound_device_id = world.bound_device_id, None
+        n, index, store = len(members), members.index(self.rank), _C10D._get_default_store()
         try:
             pg, _ = _C10D._new_process_group_helper(
-                len(members),
-                members.index(self.rank),
-                list(members),
-                backend or dist.get_backend(),
-                _C10D._get_default_store(),
-                name,
-                timeout=self.timeout,
-                device_id=device if backend is None and is_bound else None,
-                group_desc=f"fshard {purpose}",
+                n, index, [*members], backend, store, name, timeout=self.timeout, device_id=device
             )
         finally:
-            world.bound_device_id = device
+            world.bound_device_id = gpu
         _C10D._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(members)}
         return pg
 
@@ -363,15 +371,21 @@ def _split(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
 
 def join(device_type: str, timeout: float | None) -> ProcessWorld:
     """Join the world of processes, or return the one that this process is in."""
-    if _state["world"] is not None and dist.is_initialized():
-        return _state["world"]
+    world: ProcessWorld | None = _state["world"]
+    if world is not None and dist.is_initialized():
+        if device_type == "cuda" and world.device_type == "cpu":
+            raise MeshError(
+                'device must be "cpu"; got "cuda", but these processes have joined for a mesh with device="cpu", over '
+                f'{world.backend}. Make a mesh with device="cuda" first.'
+            )
+        return world
     limit = time_limit(timeout)
     if not dist.is_initialized():
         import_module("torch.distributed.nn.functional")  # torch.func.grad imports it, and then it would keep the group
         meet_all(device_type, limit)
         _state["process"] = os.getpid()
         atexit.register(_leave_at_exit)
-        _share_random_state()
+        _share_random_state(device_type)
     world = _state["world"] = ProcessWorld(limit, device_type)
     calm_gloo_threads()
     return world
@@ -384,7 +398,7 @@ def leave(*, waiting: bool = True) -> None:
         try:
             world.finish(waiting)
         finally:
-            dist.destroy_process_group()
+            world.disconnect()
 
 
 def _leave_at_exit() -> None:
@@ -392,15 +406,15 @@ def _leave_at_exit() -> None:
         leave(waiting=not hasattr(sys, "last_value"))  # after an error the others may never receive anything
 
 
-def _share_random_state() -> None:
-    """Begin with the random state of process 0 everywhere, as virtual devices begin with their caller's.
+def _share_random_state(device_type: str) -> None:
+    """Begin with the random states of process 0 everywhere, as virtual devices begin with their caller's.
 
     Else `torch.randn(...)` given as a global value would be another value in every process.
     """
-    state = torch.default_generator.get_state()
-    state = state.cuda() if "nccl" in dist.get_backend().split(":") else state
-    dist.broadcast(state, 0)
-    torch.default_generator.set_state(state.cpu())
+    for kind in dict.fromkeys(("cpu", device_type)):
+        state = random_state(kind)  # in host memory
+        dist.broadcast(state, 0)
+        set_random_state(kind, state)
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:

@@ -50,7 +50,8 @@ class Unit:
         """Return all parameters of the unit, unsharded and differentiable."""
         used = self.outputs
         if used is None:
-            if self.sharded:
+            is_gathered = self.sharded and not self.values
+            if is_gathered:
                 self.runtime.make_room(self)
             if self.trained and torch.is_grad_enabled():
                 used = _outside_transforms(lambda: _UseUnit.apply(self.runtime.anchor, self))
@@ -61,7 +62,7 @@ class Unit:
                 used = _outside_transforms(self._detached)
             if torch.is_grad_enabled() or not self.trained:
                 self.outputs = used
-            if self.sharded:
+            if is_gathered:
                 self.runtime.look_ahead(self.runtime.seen.forward, self.runtime.expected.forward, self)
         return used
 

@@ -32,10 +32,11 @@ import time
 import weakref
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import update_wrapper
 from itertools import accumulate, count
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any, NoReturn
@@ -715,6 +716,27 @@ def _create(options: Any, _: Any = None) -> NcclRules:
             options.store.set("nccl_rules", Hub(options.group_size).listener.address)
         _state["engine"] = Engine(options.group_rank, options.store.get("nccl_rules").decode())
     return NcclRules(_state["engine"], options.group_id, members, options.timeout)
+
+
+class Ruled:
+    """A function that raises if it has broken a rule, even where the error was suppressed.
+
+    A process that receives it imports this module, which registers the backend.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        violations.clear()
+        result = self.function(*args, **kwargs)
+        if violations:
+            raise RuleError("\n".join(["Suppressed errors:", *violations]))
+        return result
+
+    def __reduce__(self) -> tuple[type[Ruled], tuple[Callable[..., Any]]]:
+        return Ruled, (self.function,)
 
 
 _batch_by_torch = dist.batch_isend_irecv

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.runtimes import gloo, native
+from fshard.mesh.runtimes import gloo, native, process
 from fshard.mesh.runtimes.link import GroupLink, NcclLink
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.shared_memory import large
@@ -329,6 +329,26 @@ def between_hosts():
 
 def test_host_tensors_beside_nccl_use_a_gloo_link(two):
     assert two.run(between_hosts) == [([[2.0, 1.0], [2.0]], [(0, 1)])] * 2
+
+
+def share_state_of_gpus():
+    """Share the state of a generator of GPUs, which do not exist; then ask for a mesh of GPUs."""
+    fs.make_mesh({"d": 2})
+    before = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    states = [torch.full((16,), 1 + dist.get_rank(), dtype=torch.uint8)]
+    torch.cuda.get_rng_state, torch.cuda.set_rng_state = lambda: states[0], lambda state: states.append(state.clone())
+    try:
+        process._share_random_state("cuda")
+    finally:
+        torch.cuda.get_rng_state, torch.cuda.set_rng_state = before
+    with pytest.raises(fs.errors.MeshError, match=r'must be "cpu"; got "cuda"'):
+        process.join("cuda", None)
+    return states[-1].unique().tolist(), torch.default_generator.get_state()
+
+
+def test_random_state_of_gpus_is_shared_and_cpu_world_refuses_gpus(two):
+    (first, state), (second, same) = two.run(share_state_of_gpus)
+    assert first == second == [1] and torch.equal(state, same)
 
 
 def make_groups_unevenly():

@@ -14,6 +14,8 @@ from fshard.mesh.runtimes.message_links import direction
 from fshard.mesh.runtimes.virtual import Parcel, VirtualWorld
 from fshard.pipeline.execution.pipelined import pipelined
 from fshard.pipeline.schedule.builders import BUILDERS, pipeline_schedule
+from fshard.testing.processes import run_processes
+from tests.mesh.runtimes import nccl_rules
 
 TWO_EACH = {"interleaved", "bfs", "zbv", "v-half", "v-min", "dualpipe-v"}
 
@@ -129,22 +131,24 @@ def scaled(w, x, **skips):
     return w * x + sum(skips.values())
 
 
-def steps_of(name, devices, microbatches, patch, *, steps=3, first=0, skips=(), **options):
-    """Return the messages of a schedule in some steps, from a first one."""
+def step_of(name, devices, microbatches, mesh=None, skips=(), **options):
+    """Return a step by a schedule, without arguments."""
     stages = devices * (1 + (name in TWO_EACH))
     schedule = pipeline_schedule(name, stages=stages, microbatches=microbatches)
     functions = [(lambda w, x, s=s: (w * x, {f"{s}": x})) if (s, s + 2) in skips else scaled for s in range(stages)]
     options["skips"] = {f"{s}": (s, t) for s, t in skips}
-    mesh = fs.make_mesh({"pipe": devices})
+    mesh = mesh or fs.make_mesh({"pipe": devices})
     step = pipelined(functions, schedule, lambda y, x: y.mean(), mesh=mesh, axis="pipe", **options)
-    batches = [torch.ones(1 + m % 2) for m in range(microbatches)]
+    params = [torch.tensor(1 + 0.1 * stage) for stage in range(stages)]
+    return lambda: step(params, [torch.ones(1 + m % 2) for m in range(microbatches)])
 
-    def run(steps):
-        for _ in range(steps):
-            step([torch.tensor(1.0)] * stages, batches)
 
-    run(first)
-    return calls_of(patch, lambda: run(steps - first), devices)
+def steps_of(name, devices, microbatches, patch, *, steps=3, first=0, **options):
+    """Return the messages of a schedule in some steps, from a first one."""
+    step = step_of(name, devices, microbatches, **options)
+    for _ in range(first):
+        step()
+    return calls_of(patch, lambda: [step() for _ in range(first, steps)], devices)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -184,3 +188,34 @@ def test_fewer_queues_deadlock_in_the_second_step(monkeypatch, name, devices, qu
     """One queue for all messages in a direction is what NCCL has in a group that is bound to a device."""
     rows = steps_of(name, devices, 2, monkeypatch, steps=2, first=1)
     assert "\n" + Replay(rows, queue_of).cycle() == CYCLES[queue_of]
+
+
+def around_a_ring(n):
+    """Send in both directions of a ring before receiving."""
+    me = fs.axis_index("pipe")
+    for step in (1, -1):
+        fs.send(torch.full((2 + step,), float(me)), "pipe", to=(me + step) % n)
+    return [fs.recv(torch.empty(2 + step), "pipe", source=(me - step) % n)[0].item() for step in (1, -1)]
+
+
+def many_messages():
+    """Send around rings of 4 and of 2, then run each schedule on them for three steps; return the values."""
+    results = []
+    for axes, skips in (({"pipe": 4}, [(0, 2), (1, 3)]), ({"pipe": 2, "data": 2}, [])):
+        mesh, n = fs.make_mesh(axes, device="cpu"), axes["pipe"]
+        results.append(fs.run(lambda n=n: around_a_ring(n), mesh=mesh))
+        for name in BUILDERS:
+            step = step_of(name, n, 4, mesh, skips)
+            results.append(fs.run(lambda step=step: [step().loss.item() for _ in range(3)], mesh=mesh))
+    return results
+
+
+def under_rules_of_nccl():
+    return [values for (values,) in many_messages()], nccl_rules.counts["host syncs"], nccl_rules.violations
+
+
+def test_messages_obey_the_rules_of_nccl():
+    environment = {"FSHARD_BACKEND": "nccl_rules", "NCCL_RULES_DELAY": "0.0001"}
+    results = run_processes(under_rules_of_nccl, 4, environment=environment)
+    for values, (of_process, *counts) in zip(zip(*many_messages(), strict=True), results, strict=True):
+        assert [*values] == of_process and counts == [0, []]
