@@ -139,12 +139,16 @@ class ProcessWorld:
                 return self._operations.start(link, wire, call, lambda _: results, verify)
         packed = [move.pack(x, n) for x in xs]
         widths = [one.shape[-1] for one in packed]
-        buffer, device = packed[0] if len(xs) == 1 else torch.cat(packed, dim=-1), packed[0].device
-        if self._staged and not buffer.is_cpu:
-            buffer = buffer.cpu()
-        is_on_device = self._staged or buffer.device.type == self.device_type
-        link = self.link(group) if is_on_device else self.host_link(group)
-        wire = link.begin(move, buffer.contiguous(), call)
+        device = packed[0].device
+        link = self.link(group) if self._staged or device.type == self.device_type else self.host_link(group)
+        if len(xs) == 1:
+            buffer = packed[0].contiguous()
+        elif move.wire == "gather" and isinstance(link, NcclLink):
+            buffer = packed[0].new_empty(n, sum(widths))  # gathered in place
+            torch.cat(packed, out=buffer[group.index])
+        else:
+            buffer = torch.cat(packed, dim=-1)
+        wire = link.begin(move, buffer.cpu() if self._staged else buffer, call)
         unpack = partial(_unpack, move, [x.shape for x in xs], device, widths, n)  # so `xs` may be freed
         return self._operations.start(link, wire, call, unpack, verify)
 
