@@ -46,7 +46,9 @@ class FakeGpu:
     def finish(self, count):
         while self._started - len(self._queue) < count:
             target, source, version = self._queue.popleft()
-            assert memory(source) in self.host or source._version == version, "a tensor was written to while it was copied"
+            assert memory(source) in self.host or source._version == version, (
+                "a tensor was written to while it was copied"
+            )
             self._copy(target, source)
 
 

@@ -147,6 +147,7 @@ class Checkpoints:
             self._error = error
 
     def _write(self, step: int, taken: Any, token: str) -> None:
+        taken.wait()
         write(self.path / str(step), taken, token, self._timeout)
         if 0 in taken.shares:
             self._metrics[step] = taken.index.metrics

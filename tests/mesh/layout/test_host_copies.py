@@ -1,14 +1,19 @@
 """Offloaded activations and reads of the host, on a fake GPU: a value that is used before its event is NaN."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from tests.fake_gpu import FakeEvent, FakeGpu
 from torch.autograd import grad
 
 import fshard as fs
+from fshard import P
 from fshard.mesh.layout.host_copies import AHEAD, HostCopy, start_read
+from fshard.mesh.layout.sharded import in_memory
 from fshard.nn import checkpoint_name, offload, save_names
+from fshard.optim import scaling
 from fshard.transforms.module import remat
+from tests.fake_gpu import FakeEvent, FakeGpu
 
 
 @pytest.fixture
@@ -58,3 +63,34 @@ def test_host_waits_only_where_it_reads(gpu):
     assert gpu.log == ["to host"]
     ones, zeros = read()
     assert ones.tolist() == [1, 1, 1] and zeros is on_host and gpu.log == ["to host", "host waits"]
+
+
+def test_layout_in_host_memory_waits_for_its_event(gpu):
+    x = in_memory(torch.ones(2), SimpleNamespace(device_type="cuda"), "host")
+    assert x.tolist() == [1, 1] and gpu.log == ["to host", "host waits"]
+
+
+def test_loss_scale_is_divided_out_before_the_host_waits(gpu, monkeypatch):
+    divide = scaling.each_shard
+    monkeypatch.setattr(scaling, "each_shard", lambda *args: gpu.log.append("divides") or divide(*args))
+    opt, params = fs.optim.loss_scaled(fs.optim.sgd(1.0), initial=8.0), [torch.ones(1)]
+    for gradient in (8.0, torch.inf):  # the second step is skipped
+        gpu.log.clear()
+        params = opt.step([torch.tensor([gradient])], opt.init(params), params)[0]
+        assert params[0].item() == 0 and gpu.log == ["to host", "divides", "host waits"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_are_read_after_the_forward_is_launched(gpu, accumulate):
+    def loss_fn(params, x):
+        gpu.log.append("forward")
+        return (params["w"] * x).sum(1).mean()
+
+    mesh = fs.make_mesh({"data": 1})
+    params = fs.shard_params({"w": torch.tensor([1.0, 2.0])}, P(), mesh=mesh)
+    gradient = fs.value_and_grad(
+        loss_fn, mesh=mesh, batch=P("data"), weight=lambda x: (x > 0).sum(), accumulate=accumulate
+    )
+    loss, _ = gradient(params, torch.tensor([[1.0, 1.0], [3.0, 0.0]]))
+    assert loss.item() == 3.0
+    assert gpu.log == ["to host", "forward", "host waits", *["forward"] * (accumulate - 1)]
