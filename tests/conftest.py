@@ -12,6 +12,8 @@ import torch
 from hypothesis import settings
 
 from fshard.testing.processes import Processes
+from tests import foreign_backward
+from tests.mesh.runtimes.nccl_rules import Ruled
 
 pytest_plugins = ["pytester"]
 
@@ -27,6 +29,17 @@ ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
 settings.register_profile("fshard", deadline=None, max_examples=60, derandomize=ON_CI, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("fshard"), max_examples=500)
 settings.load_profile(os.environ.get("FSHARD_EXAMPLES", "fshard"))
+
+if os.environ.get(foreign_backward.VARIABLE):  # here, and in the processes of tests
+    foreign_backward.install()
+    _run = Processes._run
+    Processes._run = lambda self, fn, args, kwargs, last: _run(self, foreign_backward.Foreign(fn), args, kwargs, last)
+
+HAS_RULES = os.environ.get("FSHARD_BACKEND") == "nccl_rules"
+"""True if all processes of tests are to use the rules of NCCL; programs that tests start do not know them."""
+if HAS_RULES:
+    _run_plainly = Processes._run
+    Processes._run = lambda self, fn, args, kwargs, last: _run_plainly(self, Ruled(fn), args, kwargs, last)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,7 +70,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         os.sched_setaffinity(0, {processors[int(worker.removeprefix("gw")) % len(processors)]})
 
 
-LINKS = {"direct": {}, "gloo": {"FSHARD_DIRECT": "0"}}
+LINKS = {"rules": {}} if HAS_RULES else {"direct": {}, "gloo": {"FSHARD_DIRECT": "0"}}
 """How the processes of one machine are linked: as they are by default, and as the processes of several are."""
 
 
@@ -70,7 +83,7 @@ def link(request: pytest.FixtureRequest) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def two(link: dict[str, str]) -> Iterator[Processes]:
     """Two processes, for all tests that leave them as they were; over direct links each has a hash seed of its own."""
-    with Processes(2, environment=link, fresh=link == LINKS["direct"]) as pool:
+    with Processes(2, environment=link, fresh=link is LINKS.get("direct")) as pool:
         yield pool
 
 

@@ -24,7 +24,7 @@ from fshard.mesh.collectives.on_shards import apply_move
 from fshard.mesh.layout import P
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import unshard
-from fshard.mesh.spmd.run import is_outside
+from fshard.mesh.spmd.run import backward_in_caller, is_outside
 
 
 def direct(names: str) -> Callable[[Callable[..., Any]], None]:
@@ -96,13 +96,15 @@ def _roots(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Any]]:
 def _backward(outputs: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
     tensors, gs = _roots(outputs, kwargs.pop("gradient", grad_tensors))
     leaves = None if inputs is None else [shard for x in _listed(inputs) for shard in _shards(x)]
-    torch.autograd.backward(tensors, gs, *args, inputs=leaves, **kwargs)
+    with backward_in_caller():
+        torch.autograd.backward(tensors, gs, *args, inputs=leaves, **kwargs)
 
 
 @direct("grad")
 def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
     (tensors, gs), xs = _roots(outputs, grad_outputs), _listed(inputs)
-    found = iter(torch.autograd.grad(tensors, [shard for x in xs for shard in _shards(x)], gs, **kwargs))
+    with backward_in_caller():
+        found = iter(torch.autograd.grad(tensors, [shard for x in xs for shard in _shards(x)], gs, **kwargs))
     return tuple(_as_gradient([next(found) for _ in _shards(x)], x) for x in xs)
 
 

@@ -27,10 +27,12 @@ from fshard.booster.model import BoostedModel, refuse_outside
 from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
 from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
-from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
+from fshard.mesh.spmd.deterministic import deterministic
+from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_instances import OptimizerSource
 from fshard.source import call_site
+from fshard.transforms.agree import mark
 from fshard.transforms.batch import Slice
 from fshard.transforms.device_step import DeviceStep
 from fshard.transforms.fsdp.lazy_param import unsharded
@@ -83,6 +85,7 @@ class LoopModel(BoostedModel):
         self._axes, self._state = plugin.axes(self.mesh), state
         self._gradient = unstaged(self.function, gradients=opt.gradients, **plugin.gradient_options())
         self._step: _Step | None = None
+        self._gathers = 0  # a hash of the all-gathers without gradients, which devices compare in the next step
         self.set_buffers(self.module_buffers)
 
     def set_buffers(self, buffers: PyTree) -> None:
@@ -96,7 +99,7 @@ class LoopModel(BoostedModel):
 
     def _on_device(self, body: Callable[[], Any]) -> Any:
         refuse_outside(self.mesh)
-        with one_thread(self.is_reproducible):
+        with deterministic(self.is_reproducible, self.mesh.device_type):
             (result,) = run_on_devices(resolve_mesh(self.mesh), lambda _: body(), mapped=self.mesh.axis_names)
         return result
 
@@ -128,6 +131,8 @@ class LoopModel(BoostedModel):
             self._step, step.is_pending = step, True
         else:
             step.runtime.end()
+            if step.runtime.sequence:
+                self._gathers = int(mark((self._gathers, step.runtime.sequence)))
             step.runtime.close()
         return output
 
@@ -233,6 +238,7 @@ class LoopModel(BoostedModel):
         device, near = step.done, torch.zeros((), device=step.runtime.reductions.device)
         found = [LossSums(near, sum(weights), []) for weights in zip(*step.backwards, strict=True)]
         changed = [self._agreed.changed(0, tree, near.device) for tree in self._written_by(len(found))]
+        step.runtime.sequence.append(self._gathers)
         mean, used, after = device.together(found, changed)
         if not self.is_reproducible and abs(mean.weight - len(step.backwards)) > 1e-6:
             raise MismatchError(

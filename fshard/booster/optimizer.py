@@ -18,7 +18,7 @@ from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
-from fshard.mesh.spmd.run import one_thread
+from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.arguments import validate, within
 from fshard.optim.chain import clipped, shrunk
 from fshard.optim.contract import Optimizer, Update, step_of
@@ -153,7 +153,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         model, opt, exact = self._model, self._partitioned(), self._model.is_reproducible
         step = None if exact else opt.step  # fused kernels round otherwise where a shard ends
-        with torch.no_grad(), one_thread(exact), exact_norms(exact):
+        with torch.no_grad(), deterministic(exact, model.mesh.device_type), exact_norms(exact):
             write = step_of(Optimizer(opt.init, opt.update, step, arrays=True))
             model.params, self.state = write(self.grads, self.state, model.params)
         self._grads = None

@@ -41,7 +41,8 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
+from fshard.mesh.spmd.deterministic import deterministic
+from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.leaves import trainable, without_static
 from fshard.source import Site, call_site
 from fshard.transforms.agree import gathered
@@ -203,7 +204,7 @@ class GradientFunction:
         drawn = drawn_key()  # the same on every process
         memory = self.buffers_on(mesh, buffers) if self.how.has_buffers else no_buffers(mesh)
         inputs = StepInputs(leaves, structure, restore, own, at, parts, memory, drawn, scale, site)
-        with one_thread(self.how.slices is not None):
+        with deterministic(self.how.slices is not None, mesh.device_type):
             results = self.run_devices(plans, inputs, mesh)
         first = results[0]
         grads = gradient_tree(plans.leaves, [result.gradients for result in results], structure, at)

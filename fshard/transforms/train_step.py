@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.layout import Mesh, PyTree
-from fshard.mesh.spmd.run import one_thread
+from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.contract import Optimizer, copied, step_of
 from fshard.optim.norms import exact_norms, norm_later
 from fshard.optim.partition import Partitioned
@@ -152,7 +152,7 @@ def train_step(
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
         value, grads = gradient.run(params, buffers, batch, call_site(), scale)
         exact = how.slices is not None
-        with torch.no_grad(), one_thread(exact), exact_norms(exact):
+        with torch.no_grad(), deterministic(exact, gradient.mesh.device_type), exact_norms(exact):
             if not donate:
                 params, state = copied((params, state))
             norm_of = norm_later(grads, exact=exact)

@@ -284,3 +284,36 @@ def test_values_given_to_boost_raise_and_name_those_returned(plugin, kind):
 
 def test_values_given_to_boost_raise_on_processes(two):
     assert two.run(use_stale_values, fs.FSDPPlugin(), Sign) == [[dict.fromkeys(STALE, True)] * 2] * 2
+
+
+class Ordered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x, order=range(4)):
+        for number in order:
+            x = self.layers[number](x).tanh()
+        return x
+
+
+def evaluate_in_orders(orders):
+    """Evaluate with the layers in one order on each device; return the error of the next step."""
+    booster = fs.Booster(fs.FSDPPlugin(mesh=fs.make_mesh({"data": 2})))
+    net = Ordered()
+    net, opt, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with torch.no_grad():
+        net(torch.ones(2, 3), orders[fs.axis_index("data")])
+    booster.backward(net(torch.ones(2, 3)).mean(), opt)
+    try:
+        opt.step()
+    except fs.errors.MismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("orders", [[(1, 2), (1, 2)], [(1, 2), (2, 1)], [(1,), (2,)]], ids=str)
+def test_evaluation_of_other_layers_on_one_device_raises_in_the_next_step(orders):
+    """Layers of one size would be mixed up in silence: their all-gathers are paired by order."""
+    for text in fs.run(evaluate_in_orders, orders, mesh=fs.make_mesh({"data": 2})):
+        assert ("devices gathered different units" in text) == (orders[0] != orders[1])

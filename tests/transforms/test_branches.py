@@ -159,9 +159,10 @@ GATHERED = {
 }
 
 
-def refused(codes):
+def refused(codes, steps=()):
+    """Return the error of the step with these codes, after others."""
     try:
-        gradients(3, 2, [codes])
+        gradients(3, 2, [*steps, codes])
     except fs.errors.FshardError as error:
         return type(error).__name__, "\n".join(error.__notes__)
 
@@ -171,6 +172,12 @@ def test_partial_all_gather_on_devices_raises_and_names_units(name):
     kind, notes = refused(CODES[name])
     assert kind in ("MismatchError", "DeadlockError")
     assert f"value_and_grad: {'; '.join(GATHERED[name])}. An all-gather needs all devices. Let each of them" in notes
+
+
+@pytest.mark.parametrize("codes", [[0b0100, 0b1000], [0b0001, 0b1111], [0b0110, 0b0010 | 1 << EXPERTS]], ids=str)
+def test_partial_all_gather_after_prefetches_raises_and_names_units(codes):
+    kind, notes = refused(codes, steps=[[0b1111, 0b1111]] * 2)
+    assert kind in ("MismatchError", "DeadlockError") and "An all-gather needs all devices." in notes
 
 
 def test_partial_all_gather_on_processes_raises_and_names_units():
@@ -197,3 +204,36 @@ def marked(params, batch):
 def test_partial_all_gather_fix_from_the_error_works(options):
     steps = [codes * (1 + (len(options) and "accumulate" in options)) for codes in ([1, 0], [1, 2], [5, 15])]
     assert_serial(gradients(3, 2, steps, marked, **options), steps, marked)
+
+
+SKIPPED, TWICE = 1 << EXPERTS, 2 << EXPERTS
+
+
+def reused(params, batch):
+    """Use the first expert twice for some codes, the first time without a gradient; skip the third for others."""
+    y, code = batch["x"] @ params["root"], int(batch["code"][0])
+    for place, expert in enumerate(params["experts"]):
+        if place == 0 and code & TWICE:
+            with torch.no_grad():
+                found = y @ expert["w"]
+            y = y + found
+        if place != 2 or not code & SKIPPED:
+            y = torch.tanh(y @ expert["w"] + expert["b"])
+    return y.square().mean()
+
+
+REUSED = [[0, 0], [0, TWICE], [SKIPPED, SKIPPED | TWICE], [0, 0]]
+PREFETCHES = [{}, {"prefetch": 0}, {"prefetch": 2}, {"live_units": 1}, {"live_units": 3}]
+
+
+def reused_on_processes():
+    return [gradients(3, 2, REUSED, reused, **options) for options in PREFETCHES[:3]]
+
+
+def test_use_of_an_unsharded_unit_on_one_device_keeps_the_prefetches_of_all(two):
+    """Such a use needs no communication, so it may depend on the data: units are prefetched alike, as is their order."""
+    for options in PREFETCHES:
+        assert_serial(gradients(3, 2, REUSED, reused, **options), REUSED, reused)
+    for found in two.run(reused_on_processes):
+        for steps in found:
+            assert_serial(steps, REUSED, reused)

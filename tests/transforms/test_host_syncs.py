@@ -6,11 +6,12 @@ anywhere.
 """
 
 import traceback
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,6 +21,8 @@ from fshard.mesh.layout.sharded import flatten_shards
 from fshard.transforms.fsdp.lazy_param import LazyParam
 
 PACKAGE = Path(fs.__file__).parent
+CPU_ONLY = {"samples_mark", "shrunk"}
+"""Functions that read a tensor only if it `is_cpu`, which is so for all here."""
 
 
 class Watch(TorchDispatchMode):
@@ -34,16 +37,24 @@ class Watch(TorchDispatchMode):
         for tensors, own in ((there, self.there), (here, self.here)):
             own |= {memory(x): x for x in tensors}  # held: no other memory gets its name
         self.waits = []
-        tolist = Tensor.tolist
-        monkeypatch.setattr(Tensor, "tolist", lambda x: self.note("tolist", self.has(x)) or tolist(x))
+        for name in ("tolist", "cpu", "numpy"):  # no operators
+            monkeypatch.setattr(Tensor, name, self.noting(name, getattr(Tensor, name)))
+
+    def noting(self, name, method):
+        def call(x, *args, **kwargs):
+            self.note(name, self.has(x))
+            return method(x, *args, **kwargs)
+
+        return call
 
     def has(self, x):
         return isinstance(x, LazyParam) or memory(x) in self.there
 
     def note(self, what, waits):
         if waits:
-            frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(PACKAGE)]
-            self.waits.append(f"{what} in {frames[-1].name}" if frames else what)
+            names = [f.name for f in traceback.extract_stack() if Path(f.filename).is_relative_to(PACKAGE)]
+            if CPU_ONLY.isdisjoint(names):
+                self.waits.append(f"{what} in {names[-1]}" if names else what)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -93,13 +104,18 @@ def steps(monkeypatch, opt, stage, loss_fn, mesh, options, known):
     batch = {"x": torch.randn(8, 4, generator=generator), "y": torch.randn(8, 3, generator=generator)}
     batch = fs.device_put(batch, fs.Layout(mesh, P("data")))
     params, state, _ = step(params, state, batch)
-    on_host = [x for x in tensors(state) if not x.ndim]  # counts and scales
-    there = [x for x in tensors((params, state, batch)) if not any(x is one for one in on_host)]
-    with Watch(there, on_host, monkeypatch, known) as watch:
+    with watching(monkeypatch, (params, batch), state, known) as watch:
         for _ in range(2):
             params, state, metrics = step(params, state, batch)
     assert all(watch.has(metrics[name]) for name in ("loss", "grad_norm", "finite"))
     return watch.waits
+
+
+def watching(monkeypatch, trees, state, known):
+    """Watch for reads of parameters, batches and state but for its numbers: counts and scales, which lie on the host."""
+    on_host = [x for x in tensors(state) if not x.ndim]
+    there = [x for x in tensors((trees, state)) if not any(x is one for one in on_host)]
+    return Watch(there, on_host, monkeypatch, known)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -148,3 +164,66 @@ def test_sync_detector_sees_a_sync(monkeypatch):
         assert bool((torch.tensor([1.0, 1.0]) + y).sum() == 6)
     item = "_local_scalar_dense.default"
     assert watch.waits == [item, "tolist", "add.Tensor", item]
+
+
+def model(count=4):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.1)) for _ in range(count)))
+
+
+def stage_steps(monkeypatch, schedule, mesh, known, options):
+    stages = fs.pipeline.split_stages(model(schedule.stages), schedule.stages, "uniform")
+    params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=3)
+    state, batch = opt.init(params), fs.device_put(torch.ones(8, 4), fs.Layout(mesh, P("data")))
+    how = {"batch": P("data"), "schedule": schedule, "loss": lambda y, x: y.square().mean()}
+    step = fs.train_step(stages, opt, mesh=mesh, **how, **options)
+    params, state, _ = step(params, state, batch)
+    with watching(monkeypatch, (params, batch), state, known) as watch:
+        for _ in range(2):
+            params, state, metrics = step(params, state, batch)
+    assert watch.has(metrics["loss"])
+    return watch.waits
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"reproducible": True}], ids=str)
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_step_in_stages_launches_without_host_sync(monkeypatch, name, options):
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    schedule = fs.pipeline_schedule(name, stages=2, microbatches=4)
+    assert fs.run(stage_steps, monkeypatch, schedule, mesh, ({}, {}), options, mesh=mesh) == [[]] * 4
+
+
+def loop_steps(monkeypatch, plugin, known):
+    booster, net = fs.Booster(plugin), model()
+    net, opt, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), 0.1))
+    x = torch.ones(8, 4)
+
+    def step():
+        loss = net(x).square().mean()
+        booster.backward(loss, opt)
+        booster.clip_grad_norm(opt, 1.0)
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    step()
+    with watching(monkeypatch, (net.params, x), opt.state, known) as watch:
+        losses = [step() for _ in range(2)]
+    assert all(map(watch.has, losses))
+    return watch.waits
+
+
+PLUGINS = {
+    "ddp": fs.DDPPlugin,
+    "zero 2": partial(fs.ZeroPlugin, stage=2),
+    "fsdp": fs.FSDPPlugin,
+    "fsdp, bf16": partial(fs.FSDPPlugin, precision="bf16"),
+    "fsdp, reproducible": partial(fs.FSDPPlugin, reproducible=True),
+}
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_step_of_a_loop_launches_without_host_sync(monkeypatch, name):
+    found = fs.run(loop_steps, monkeypatch, PLUGINS[name](), ({}, {}), mesh=fs.make_mesh({"data": 2}))
+    assert found == [[]] * 2

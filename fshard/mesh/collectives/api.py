@@ -111,7 +111,7 @@ def _ordered(x: Tensor) -> Tensor:
 
 @collective
 def pmax(tree: PyTree, axis: Axes) -> CollectiveCall:
-    """Return the elementwise maximum over the devices along `axis`. Sends as many bytes as `psum`.
+    """Return the elementwise maximum over the devices along `axis`, NaN if any is. Sends as many bytes as `psum`.
 
     Backward: the cotangent, divided equally among the devices whose element equals the maximum.
 

@@ -116,6 +116,8 @@ class CollectiveCall:
             result = self.run()
             return Handle(lambda: result)
         pending = [bound.start(batch.xs) for bound, batch in zip(bounds, self.batches, strict=True)]
+        for batch in self.batches:
+            batch.xs = ()  # the operation keeps what it still needs
         return Handle(lambda: self.assembled([one.wait() for one in pending]))
 
     def assembled(self, results: list[Tensors]) -> PyTree:
@@ -308,10 +310,10 @@ _BROKEN = {
 def batched(
     xs: Sequence[Tensor], kinds: Sequence[object], structure: Structure | None, site: Site
 ) -> Iterator[tuple[list[int], Tensors, Site]]:
-    """Group leaves of one dtype and kind: yield their indices, the tensors, and the site with their paths."""
+    """Group leaves of one dtype, kind and type of device: yield their indices, the tensors, and the site with their paths."""
     groups: dict[object, list[int]] = {}  # (4)
     for index, (x, kind) in enumerate(zip(xs, kinds, strict=True)):
-        groups.setdefault((x.dtype, kind), []).append(index)
+        groups.setdefault((x.dtype, x.device.type, kind), []).append(index)
     paths = None if structure is None else paths_of(structure)
     for indices in groups.values():
         leaves = () if paths is None else tuple([paths[index] for index in indices])

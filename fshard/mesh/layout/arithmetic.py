@@ -139,7 +139,23 @@ def tree_of(xs: Sequence[Tensor], combine: Combine) -> Tensor:
     """Combine in the fixed tree, in the wider dtype if there is one, and round once."""
     dtype = xs[0].dtype
     wide = WIDER.get(dtype)
-    return _tree(list(xs), combine) if wide is None else _tree([x.to(wide) for x in xs], combine).to(dtype)
+    return _tree(list(xs), combine) if wide is None else _wide_tree(xs, combine, wide).to(dtype)
+
+
+def _wide_tree(xs: Sequence[Tensor], combine: Combine, wide: torch.dtype) -> Tensor:
+    if xs[0].dtype == torch.uint64 and combine is not torch.add:
+        return flipped(_tree([flipped(x) for x in xs], combine))
+    return _tree([x.to(wide) for x in xs], combine)
+
+
+def flipped(x: Tensor) -> Tensor:
+    """Convert uint64 to int64 in the same order, by flipping the highest bit, or back.
+
+    >>> flipped(torch.tensor([0, 2**63], dtype=torch.uint64))
+    tensor([-9223372036854775808,                    0])
+    """
+    dtype = torch.int64 if x.dtype == torch.uint64 else torch.uint64
+    return (x.view(torch.int64) ^ torch.iinfo(torch.int64).min).view(dtype)
 
 
 def _tree(xs: list[Tensor], combine: Combine) -> Tensor:
@@ -167,7 +183,7 @@ def combined(xs: list[Tensor], combine: Combine, kept: Tensor | None, out: Tenso
     wide = WIDER.get(out.dtype)
     once = wide is not None and wide.is_floating_point and out.element_size() > 1  # so a sum of two is rounded once
     if wide is not None and (len(xs) > 2 or not once):
-        return out.copy_(_tree([x.to(wide) for x in xs], combine))
+        return out.copy_(_wide_tree(xs, combine, wide))
     while len(xs) > 2:
         pairs = [(xs[place], xs[place + 1]) for place in range(0, len(xs) - 1, 2)]
         xs = [combine(a, b, out=b if a is kept else a) for a, b in pairs] + xs[2 * len(pairs) :]

@@ -240,4 +240,4 @@ def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
             f'a meta tensor (shape {tuple(x.shape)}) has no values to lay on {mesh}. Take runtime="abstract" to count without '
             "them. Those of fs.lazy layers are made by a seed: shard_params(model, ..., seed=0), shard_stages(..., seed=0)."
         )
-    return x if x.device.type == mesh.device_type else x.to(mesh.device_type)
+    return x.to(mesh.device_type)  # this process's GPU: x may be on another

@@ -68,11 +68,12 @@ def go(
     With `ahead`, the last collectives are only started, if autograd does not record them. `into`: memory for results
     that are assembled from flat shards.
     """
-    scope, results = require("fs.reshard"), list(xs)
+    scope, results = require("fs.reshard"), dict(enumerate(xs))
+    dtypes = tuple([x.dtype for x in xs])
     later: list[tuple[SharedStep, Pending]] = []
     for turn in range(max([len(way.steps) for way in ways], default=0)):
-        for shared in _shared_steps(tuple(ways), turn, tuple([x.dtype for x in results]), AT_ONCE):
-            move, given = shared.move, [results[place] for place in shared.places]
+        for shared in _shared_steps(tuple(ways), turn, dtypes, AT_ONCE):
+            move, given = shared.move, [results.pop(place) for place in shared.places]  # freed once they are packed
             if shared.at and not _is_at(shared.at, scope):
                 shared.put(results, shared.skipped(given, scope, site))
             elif move is None or (shared.is_slice and _is_plain(given)):
@@ -90,7 +91,7 @@ def go(
     def finish() -> list[Tensor]:
         for shared, pending in later:
             shared.put(results, shared.unpacked(pending.wait(), scope))
-        return results
+        return [results[place] for place in range(len(results))]
 
     return finish
 
@@ -119,9 +120,8 @@ class SharedStep:
         self._where = [*{axes: None for state in states for axes in (*state.dims, state.flat, state.at_axes) if axes}]
         self._shapes: dict[tuple[int, ...], tuple[list[tuple[int, ...]], list[int]]] = {}
 
-    def put(self, results: list[Tensor], ys: Iterable[Tensor]) -> None:
-        for place, y in zip(self.places, ys, strict=True):
-            results[place] = y
+    def put(self, results: dict[int, Tensor], ys: Iterable[Tensor]) -> None:
+        results.update(zip(self.places, ys, strict=True))
 
     def shapes(self, scope: Scope) -> tuple[list[tuple[int, ...]], list[int]]:
         """Return, for each leaf, its shard's shape after the step and the size of what is flattened, cached per index."""

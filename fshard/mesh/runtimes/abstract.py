@@ -6,6 +6,7 @@ One representative device runs the program on meta tensors. Received tensors get
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,9 @@ class OneProcessWorld:
 
     def lane(self, like: Tensor, group: Group, place: int, site: Site) -> None:
         """Return None."""
+
+    def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: messages need no connection."""
 
     def part(self, group: Group, error: BaseException) -> None:
         """Do nothing: an error ends all devices."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -285,9 +286,11 @@ def meet_all(device_type: str, limit: timedelta) -> None:
     try:
         store, rank, world = _meet(f"tcp://{host}:{here.port}", here.rank, here.world, limit)
         store.set_timeout(limit)
-        backend = _backend(device_type, PrefixStore(f"meeting {next(_meetings)}", store), world)
-        default = PrefixStore("default_pg", store)
-        dist.init_process_group(backend, store=default, rank=rank, world_size=world, timeout=limit)
+        backend = _backend(device_type, PrefixStore(f"meeting {next(_meetings)}", store), world, here)
+        default, device = PrefixStore("default_pg", store), None
+        if "nccl" in backend.split(":"):
+            device = torch.device("cuda", torch.cuda.current_device())  # communicators are made at once, and shared
+        dist.init_process_group(backend, store=default, rank=rank, world_size=world, timeout=limit, device_id=device)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise MeshError(
             f"Process {here.rank} of {here.world}, started by {here.by}, did not meet the others at {here.address}, port "
@@ -323,12 +326,29 @@ def time_limit(seconds: float | None) -> timedelta:
     raise MeshError(f"{name} must be a positive number of seconds, or inf for no limit; got {value!r}.")
 
 
-def _backend(device_type: str, store: Any, world: int) -> str:
-    """Return NCCL if every process has a GPU to itself; it refuses to share one."""
+NCCL = "cpu:gloo,cuda:nccl"
+"""NCCL, with gloo for tensors in host memory."""
+
+
+def _backend(device_type: str, store: Any, world: int, here: ProcessInfo) -> str:
+    """Return NCCL if every process has a GPU to itself; it refuses to share one.
+
+    FSHARD_BACKEND names another backend of torch.distributed, for tests and experiments.
+    """
+    if backend := os.environ.get("FSHARD_BACKEND"):
+        return NCCL if backend == "nccl" else backend
     if device_type != "cuda" or not dist.is_nccl_available():
         return "gloo"
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return "nccl" if each_its_own(gpu, store, world) else "gloo"
+    if each_its_own(gpu, store, world):
+        return NCCL
+    warnings.warn(
+        f"Several processes share a GPU, so they communicate over gloo, through host memory. Process {here.rank} of "
+        f"{world} has local rank {here.local_rank}, and GPU {torch.cuda.current_device()} of {torch.cuda.device_count()}. "
+        "Start at most one process for each GPU; if the local rank is not right, export LOCAL_RANK.",
+        stacklevel=4,
+    )
+    return "gloo"
 
 
 def each_its_own(gpu: str, store: Any, world: int) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -51,18 +52,40 @@ CALL = (1 << 32) - 1
 
 
 class CallInfo:
-    """A collective, or a message (`move` is None): as a stamp, and as text, which is made only for an error."""
+    """A collective, or a message (`move` is None) to or from the device at index `peer`: as a stamp, and as text, which
+    is made only for an error.
+    """
 
-    __slots__ = ("_dtype", "_shapes", "_stamp", "group", "is_send", "meeting", "move", "purpose", "site")
+    __slots__ = (
+        "_dtype",
+        "_shapes",
+        "_stamp",
+        "began",
+        "group",
+        "is_send",
+        "meeting",
+        "move",
+        "peer",
+        "purpose",
+        "site",
+    )
     meeting: tuple[str, tuple[int, ...]]  # on groups of torch.distributed: its name on all processes, and their ranks
 
     def __init__(
-        self, move: Wired | None, xs: tuple[Tensor, ...], group: Group, site: Site, *, is_send: bool = False
+        self,
+        move: Wired | None,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        site: Site,
+        *,
+        is_send: bool = False,
+        peer: int = 0,
     ) -> None:
-        self.move, self.group, self.site, self.is_send = move, group, site, is_send
+        self.move, self.group, self.site, self.is_send, self.peer = move, group, site, is_send, peer
         self._dtype, self._shapes = xs[0].dtype, tuple([x.shape for x in xs])
         self.purpose: Purpose = purpose()
         self._stamp: int | None = None
+        self.began = time.monotonic()
 
     def __str__(self) -> str:
         return f"{self.signature} (processes {list(self.group.members)}) at {self.site}"
@@ -74,6 +97,12 @@ class CallInfo:
         dtype = str(self._dtype).removeprefix("torch.")
         shapes = ", ".join(f"{dtype}{list(shape)}" for shape in self._shapes)
         return f"{name} of {shapes}{self.site.given} over {'+'.join(self.group.axes)}"
+
+    @property
+    def route(self) -> tuple[int, int]:
+        """The ranks that send and receive a message."""
+        rank, other = self.group.members[self.group.index], self.group.members[self.peer]
+        return (rank, other) if self.is_send else (other, rank)
 
     @property
     def stamp(self) -> int:
@@ -171,7 +200,7 @@ class Link(Protocol):
         """Wait for what a wire has yielded; `advance` steps other wires and returns True if one has stepped."""
         ...
 
-    def ready(self, needs: Sequence[Any]) -> bool:
+    def ready(self, needs: Sequence[Any], call: CallInfo) -> bool:
         """Return True if what a wire has yielded is complete; False also if that is unknown without waiting."""
         ...
 
@@ -218,9 +247,8 @@ class GroupLink:
         return into
 
     def _tag(self, peer: int, call: CallInfo) -> int:
-        number, members = next(self._messages[peer, call.is_send]), call.group.members
-        route = (members[self.index], members[peer]) if call.is_send else (members[peer], members[self.index])
-        call.meeting = f"{self.pg.group_name}/{route}/{number}", route
+        number = next(self._messages[peer, call.is_send])
+        call.meeting = f"{self.pg.group_name}/{call.route}/{number}", call.route
         return MESSAGE_TAG + number * (_STAMP + 1) + (call.stamp & _STAMP)
 
     def wait(self, needs: Sequence[Any], timeout: timedelta, advance: Callable[[], bool]) -> None:
@@ -228,7 +256,7 @@ class GroupLink:
         for work in needs:
             work.wait(timeout)
 
-    def ready(self, needs: Sequence[Any]) -> bool:
+    def ready(self, needs: Sequence[Any], call: CallInfo) -> bool:
         """Return True if the operations have completed; those of gloo report it only when they are waited for."""
         return all(work.is_completed() for work in needs)
 
@@ -240,6 +268,24 @@ class GroupLink:
 
     def fail(self, error: BaseException) -> None:
         pass  # the backend breaks its group itself
+
+
+class NcclLink(GroupLink):
+    """A group whose operations run on the streams of a device: to wait makes the caller's stream wait, not the host.
+
+    Only the waiting thread ends a collective, since a helper thread has another stream. The host sees the end of sends
+    alone, whose buffers are kept until then.
+    """
+
+    def wait(self, needs: Sequence[Any], timeout: timedelta, advance: Callable[[], bool]) -> None:
+        for work in needs:
+            work.wait()  # with a time limit it would block the host until the operation has ended
+
+    def ready(self, needs: Sequence[Any], call: CallInfo) -> bool:
+        return call.is_send and super().ready(needs, call)
+
+    def helper(self, call: CallInfo) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

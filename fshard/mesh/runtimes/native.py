@@ -6,14 +6,23 @@ as 32-bit ones, complex numbers as pairs of reals, and so on, wherever that is e
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard.mesh.collectives.moves import Broadcast, Extreme, Permute, Wired
-from fshard.mesh.layout.arithmetic import WIDER
+from fshard.mesh.collectives.moves import Broadcast, Extreme, Permute, Wired, combining
+from fshard.mesh.layout.arithmetic import WIDER, chunk, combined, flipped
 from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
+
+_dist: Any = dist
+_all_gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor  # the name before torch 2.13
+_reduce_scatter = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
+fixed_order: ContextVar[bool] = ContextVar("fixed_order", default=False)
+"""True in reproducible mode: sums in the tree of `arithmetic`, not in the backend's order, which varies with n and size."""
 
 _REDUCES_AS = {
     **{dtype: wide for dtype, wide in WIDER.items() if dtype not in (torch.float16, torch.bfloat16)},
@@ -40,24 +49,42 @@ def _operation(move: Wired) -> dist.ReduceOp.RedOpType:
 
 def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """All-reduce (sum or extreme). (elements,) -> (elements,)"""
-    result = _reducible(x)
+    if isinstance(move, Extreme) and x.is_floating_point():
+        return (yield from _float_extreme(call, x, move))
+    if isinstance(move, Extreme) and x.dtype == torch.uint64:
+        return flipped((yield from reduce(call, flipped(x), move)))
+    result, dtype = _reducible(x), x.dtype
     result = result.clone() if result.data_ptr() == x.data_ptr() else result
+    del x  # only the copy stays alive
     yield [dist.all_reduce(result, _operation(move), call.pg, async_op=True)]
-    return _restored(result, x.dtype)
+    return _restored(result, dtype)
+
+
+def _float_extreme(call: GroupCall, x: Tensor, move: Extreme) -> Wire:
+    """All-reduce to the largest or smallest, or to NaN, which the backend keeps or drops depending on the dtype."""
+    result, dtype = _reducible(x), x.dtype
+    is_nan = result.isnan()
+    result, has_nan = result.masked_fill(is_nan, -torch.inf if move.largest else torch.inf), is_nan.to(torch.uint8)
+    del x, is_nan
+    works = [dist.all_reduce(result, _operation(move), call.pg, async_op=True)]
+    yield [*works, dist.all_reduce(has_nan, dist.ReduceOp.MAX, call.pg, async_op=True)]
+    return _restored(result.masked_fill_(has_nan.bool(), torch.nan), dtype)
 
 
 def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """All-gather. (elements,) -> (n, elements)"""
-    result = x.new_empty(call.n * x.numel())
-    yield [dist.all_gather_single(result.view(torch.uint8), x.view(torch.uint8), call.pg, async_op=True)]
-    return result.view(call.n, -1)
+    result = x.new_empty(call.n, x.numel())
+    row = result[call.index].copy_(x)  # in place: the packed shards are not kept beside the result
+    del x
+    yield [_all_gather(result.view(-1).view(torch.uint8), row.view(torch.uint8), call.pg, async_op=True)]
+    return result
 
 
 def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     """Reduce-scatter. (n, elements) -> (elements,)"""
     given = _reducible(rows).contiguous()
     result = torch.empty_like(given[0])
-    yield [dist.reduce_scatter_single(result, given.flatten(0, 1), _operation(move), call.pg, async_op=True)]
+    yield [_reduce_scatter(result, given.flatten(0, 1), group=call.pg, async_op=True)]
     return _restored(result, rows.dtype)
 
 
@@ -109,6 +136,37 @@ def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     return move.unpacked(x, call.index, {source: arrived[source] for source in sizes})
 
 
+def tree_reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
+    """All-reduce in the fixed tree: each process combines one row, then all gather the rows. (elements,) -> (elements,)
+
+    The stream waits for the first operation here, so the order of calls does not depend on when handles are waited for.
+    """
+    each = chunk(x.numel(), call.n)
+    rows = x.new_zeros(call.n * each)
+    rows[: x.numel()] = x
+    arrived = torch.empty_like(rows)
+    dist.all_to_all_single(arrived.view(torch.uint8), rows.view(torch.uint8), group=call.pg)
+    row = _combined(arrived.view(call.n, each), move)
+    return (yield from gather(call, row, move)).view(-1)[: x.numel()]
+
+
+def tree_scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
+    """Reduce-scatter in the fixed tree: exchange rows, then combine them. (n, elements) -> (elements,)"""
+    return _combined((yield from exchange(call, rows, move)), move)
+
+
+def _combined(rows: Tensor, move: Wired) -> Tensor:
+    """Combine rows in the fixed tree, reusing their memory. (n, elements) -> (elements,)"""
+    return combined([*rows], combining(move), None, torch.empty_like(rows[0]))
+
+
+def _in_mode(usual: WireFunction, reproducible: WireFunction) -> WireFunction:
+    """Return the wire that is `reproducible` in that mode, else the `usual` one."""
+    return lambda call, x, move: (reproducible if fixed_order.get() else usual)(call, x, move)
+
+
 WIRES: dict[str, WireFunction] = {
-    wire.__name__: wire for wire in (reduce, gather, scatter, exchange, permute, broadcast, parts)
+    "reduce": _in_mode(reduce, tree_reduce),
+    "scatter": _in_mode(scatter, tree_scatter),
+    **{wire.__name__: wire for wire in (gather, exchange, permute, broadcast, parts)},
 }

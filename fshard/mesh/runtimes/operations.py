@@ -6,16 +6,18 @@ be waited for in any order.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Event, Lock
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
-from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, Wire
+from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, NcclLink, Wire
 from fshard.mesh.runtimes.watch import compare_failed
 
 LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
@@ -33,6 +35,8 @@ class Operations:
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
         self.in_progress: dict[Operation, None] = {}
+        self.recent: deque[CallInfo] = deque(maxlen=64)
+        self.error: FshardError | None = None  # after it no call can end
 
     def start(
         self,
@@ -46,6 +50,9 @@ class Operations:
 
         `unpack` makes the results. `verify` raises, before the result is waited for, unless all make the same call.
         """
+        if self.error is not None:
+            raise self.error
+        self.recent.append(call)
         self.hand_over()
         operation = Operation(self, link, wire, call, unpack, verify)
         self.in_progress[operation] = None
@@ -77,6 +84,8 @@ class Operations:
     def fail(self, error: BaseException, link: Link, call: CallInfo) -> NoReturn:
         """Leave a group, and raise with a description of the call: a time-out or a lost peer is an error of its own."""
         link.fail(error)
+        if self.error is not None:
+            raise self.error from error
         if not isinstance(error, RuntimeError) or isinstance(error, FshardError):
             raise error
         text = str(error)
@@ -96,6 +105,10 @@ class Operations:
         raise error
 
 
+# Note [Buffers belong to one stream]
+# The allocator reuses freed memory in the order of the stream that it was allocated on. So a wire on a device takes all
+# its steps on the stream of its start, whichever thread waits. A waiter on another stream waits for that one, and the
+# results, which it may read for longer, are not reused before it has.
 class Operation:
     """A started wire. Its buffers are local variables of the generator, until it ends."""
 
@@ -116,6 +129,8 @@ class Operation:
         self._error: BaseException | None = None
         self._ended: Event | None = None
         self._turn = Lock()  # held by the thread that advances the wire
+        has_streams = isinstance(link, NcclLink) and torch.cuda.is_initialized()
+        self._stream = torch.cuda.current_stream() if has_streams else None
 
     def begin(self) -> None:
         """Start the wire's first messages."""
@@ -123,7 +138,18 @@ class Operation:
             self._step()
 
     def wait(self) -> Tensors:
-        """Run it to its end, or wait for the thread that does."""
+        """Return the results, for use on the caller's stream: see Note [Buffers belong to one stream]."""
+        if self._stream is None or self._stream == (stream := torch.cuda.current_stream(self._stream.device)):
+            return self._finish()
+        with torch.cuda.stream(self._stream):
+            results = self._finish()
+        stream.wait_stream(self._stream)
+        for x in results:
+            x.record_stream(stream)
+        return results
+
+    def _finish(self) -> Tensors:
+        """Run it to its end, or wait for the thread that does; unpack the result."""
         self._all.hand_over(self)
         if self._verify is not None:
             try:
@@ -136,9 +162,14 @@ class Operation:
                 self._run()
         if self._ended is not None:
             self._ended.wait(self._all.timeout.total_seconds() if self.call.is_send else None)
-        if self._error is not None:
-            raise self._error
-        return self._unpack(self._result)
+        if error := self._error or self._all.error:
+            raise error
+        result, self._result = self._result, None  # freed as soon as it is unpacked
+        return self._unpack(result)
+
+    def has_arrived(self) -> bool:
+        """Return True if what it waits for is complete."""
+        return all(work.is_completed() for work in self._needs)
 
     def hand_over(self) -> None:
         """Give it to its link's helper, if that has one; unless a thread waits for it already."""
@@ -159,7 +190,7 @@ class Operation:
         if not self._turn.acquire(blocking=False):
             return False
         try:
-            if self.is_done or self._error is not None or not self._link.ready(self._needs):
+            if self.is_done or self._error is not None or not self._link.ready(self._needs, self.call):
                 return False
             with suppress(Exception):
                 self._step()
@@ -184,7 +215,7 @@ class Operation:
             with self._link.lock:
                 self._needs = next(self._wire)
         except StopIteration as stopped:
-            self._result, self.is_done = stopped.value, True
+            self._result, self._needs, self.is_done = stopped.value, (), True
             self._all.in_progress.pop(self, None)
         except BaseException as error:
             self._fail(error)

@@ -8,10 +8,11 @@ between machines, `native.WIRES` for NCCL.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -21,15 +22,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MeshError, MismatchError
 from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
+from fshard.mesh.runtimes.deadline import Deadline, abort_groups
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
-from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link
+from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link, NcclLink
+from fshard.mesh.runtimes.message_links import MessageLinks, ring
 from fshard.mesh.runtimes.operations import Operations
+from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.watch import Watch, watching
 from fshard.mesh.shared_memory import large
 from fshard.mesh.shared_memory.direct import Direct
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
     from fshard.mesh.spmd.scope import Group, Pending, Scope
     from fshard.source import Site
 
+_C10D: Any = dist.distributed_c10d
 _state: dict[str, Any] = {"world": None, "meshes": {}, "process": None}
 
 
@@ -64,17 +69,26 @@ class ProcessWorld:
     has_values = True
     has_fast_paths = True
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, device_type: str) -> None:
         self.rank = dist.get_rank()
         self.timeout = timeout
-        self.backend = dist.get_backend()
-        self._wires = native.WIRES if self.backend == "nccl" else gloo.WIRES
-        self._neighbours = meet(timeout) if self.backend == "gloo" else Neighbours({}, timeout)
-        self._staged = self.backend != "nccl"
+        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        self.device_type = device_type if device_type in backends else next(iter(backends))
+        self.backend = backends[self.device_type]
+        self._staged = self.backend == "gloo"  # tensors of GPUs are sent from copies in host memory
+        self._wires = gloo.WIRES if self._staged else native.WIRES
+        self._neighbours = meet(timeout) if self._staged else Neighbours({}, timeout)
         self.scopes: dict[object, Scope] = {}
         self._operations = Operations(timeout)
         self._links: dict[tuple[int, ...], Link] = {}
         self._hosts: dict[tuple[int, ...], Link] = {}
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._messages: MessageLinks | None = None
+        self._deadline: Deadline | None = None
+        if not self._staged:
+            self._deadline = Deadline(self._operations, self.device_type)
+            make_unbound = partial(self.make_group, tuple(range(dist.get_world_size())), backend=self.backend)
+            self._messages = MessageLinks(self.rank, self.device_type, make_unbound)
         self._has_failed = False
         self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch: Watch | None = None
@@ -85,7 +99,9 @@ class ProcessWorld:
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:
         """Return the world of a mesh; `make_mesh` joined it."""
-        world = _state["world"]
+        world: ProcessWorld | None = _state["world"]
+        if world is not None and world._operations.error is not None:
+            raise world._operations.error
         if world is None or not dist.is_initialized():
             raise MeshError(f"{mesh} has no processes: call fs.make_mesh in every process, under torchrun.")
         return world
@@ -120,12 +136,14 @@ class ProcessWorld:
                 return self._operations.start(link, wire, call, lambda _: results, verify)
         packed = [move.pack(x, n) for x in xs]
         widths = [one.shape[-1] for one in packed]
-        buffer = packed[0] if len(xs) == 1 else torch.cat(packed, dim=-1)
+        buffer, device = packed[0] if len(xs) == 1 else torch.cat(packed, dim=-1), packed[0].device
         if self._staged and not buffer.is_cpu:
             buffer = buffer.cpu()
-        link = self.link(group) if self._staged or not buffer.is_cpu else self.host_link(group)
+        is_on_device = self._staged or buffer.device.type == self.device_type
+        link = self.link(group) if is_on_device else self.host_link(group)
         wire = link.begin(move, buffer.contiguous(), call)
-        return self._operations.start(link, wire, call, partial(_unpack, move, xs, widths, n), verify)
+        unpack = partial(_unpack, move, [x.shape for x in xs], device, widths, n)  # so `xs` may be freed
+        return self._operations.start(link, wire, call, unpack, verify)
 
     def _verification(self, call: CallInfo) -> Callable[[], None] | None:
         """Under FSHARD_CHECK=1, publish a collective; return the check that the others start the same, if it is still
@@ -148,7 +166,7 @@ class ProcessWorld:
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
         """Send tensors as one buffer, which is kept alive until it is sent."""
-        call = CallInfo(None, xs, group, site, is_send=True)
+        call = CallInfo(None, xs, group, site, is_send=True, peer=to)
         if self._watch is not None:
             self._watch.sent(call, to)
         if to == group.index:
@@ -156,12 +174,12 @@ class ProcessWorld:
             return
         if self._staged and not xs[0].is_cpu:
             xs = tuple(x.cpu() for x in xs)
-        link = self.link(group)
-        self._operations.start(link, link.send(xs, to, call), call)
+        link, index = self._message_link(call, xs[0].device)
+        self._operations.start(link, link.send(xs, index, call), call)
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
         """Start receiving tensors like these, as one buffer."""
-        call = CallInfo(None, likes, group, site)
+        call = CallInfo(None, likes, group, site, peer=source)
         verify = None if self._watch is None else partial(self._watch.expect, call, source)
         if source == group.index:
             if verify is not None:
@@ -169,8 +187,19 @@ class ProcessWorld:
             return Done(self._from_itself(call))
         size, device = sum([like.numel() for like in likes]), "cpu" if self._staged else likes[0].device
         make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
-        link = self.link(group)
-        return self._operations.start(link, link.receive(make, source, call), call, partial(_split, likes), verify)
+        link, index = self._message_link(call, likes[0].device)
+        return self._operations.start(link, link.receive(make, index, call), call, partial(_split, likes), verify)
+
+    def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
+        """Connect pairs of members, given as indices, where a first message would block the sender: on NCCL."""
+        if self._messages is not None:
+            self._messages.connect(members, pairs)
+
+    def _message_link(self, call: CallInfo, device: torch.device) -> tuple[Link, int]:
+        """Return the link of a message in the memory of a device, and the index of its other end in the link."""
+        if self._messages is not None and device.type == self.device_type:
+            return self._messages.link(call.route), call.group.members[call.peer]
+        return self.link(call.group) if self._staged else self.host_link(call.group), call.peer
 
     def _from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
@@ -205,10 +234,12 @@ class ProcessWorld:
     def part(self, group: Group, error: BaseException) -> None:
         """Leave a group in which others may wait for this process."""
         self._has_failed = True
-        if group.size > 1 and self.near(group.members):
+        failure = f"process {self.rank} has failed: {type(error).__name__}: {error}"
+        if self._deadline is not None:
+            self._deadline.stop(failure)
+        elif group.size > 1 and self.near(group.members):
             known = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
-            failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
-            self.link(group).fail(error if known else MismatchError(failed))
+            self.link(group).fail(error if known else MismatchError(failure))
 
     def finish(self, waiting: bool) -> None:
         """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
@@ -217,11 +248,24 @@ class ProcessWorld:
             calls += self._operations.finish_sends() + self._neighbours.unreceived()
         if self._watch is not None:
             self._watch.finished()
+        if self._deadline is not None:
+            self._has_failed |= not waiting
+            self._deadline.stop(f"process {self.rank} has failed or left" if self._has_failed else None)
         self._neighbours.close()
-        for held in (self._to_itself, self._operations.in_progress, self._links, self._hosts, self.scopes):
+        self._messages = None
+        groups = (self._links, self._hosts, self._groups)
+        for held in (self._to_itself, self._operations.in_progress, *groups, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
         if calls and not self._has_failed:
+            self._has_failed = True
             raise MismatchError("\n  ".join(["Messages were sent but never received:", *sorted({*map(str, calls)})]))
+
+    def disconnect(self) -> None:
+        """Leave all groups; after a failure without waiting for calls that other processes may never make."""
+        if self._has_failed and self._deadline is not None:
+            abort_groups()
+        else:
+            dist.destroy_process_group()
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -232,29 +276,65 @@ class ProcessWorld:
         if found is None:
             if self.near(members):
                 found = self._links[members] = Direct(self._neighbours, members, self.rank)
-            elif members == tuple(range(dist.get_world_size())):
-                found = self.add(members, dist.group.WORLD)
             else:
-                found = self.add(
-                    members, dist.new_group(list(members), use_local_synchronization=True, sort_ranks=False)
-                )
+                found = self.add(members, self.axis_group(members))
         return found
 
     def host_link(self, group: Group) -> Link:
         """Return the group for tensors in host memory, where the group's own backend is for GPUs."""
         members = group.members
         if members not in self._hosts:
-            pg: Any = dist.new_group(list(members), backend="gloo", use_local_synchronization=True, sort_ranks=False)
+            pg = self.axis_group(members)
+            if torch.device("cpu") not in pg._device_types:
+                pg = self.make_group(members, "host", backend="gloo")
             self._hosts[members] = GroupLink(pg, members.index(self.rank), len(members), gloo.WIRES)
             calm_gloo_threads()
         return self._hosts[members]
 
     def add(self, members: tuple[int, ...], pg: Any) -> Link:
         """Use a group of torch.distributed that this process is in."""
-        self._links[members] = link = GroupLink(pg, members.index(self.rank), len(members), self._wires)
-        if self.backend == "gloo":
+        link = self._links.get(members)
+        if isinstance(link, GroupLink) and link.pg is pg:
+            return link  # another would number its messages anew
+        self._groups[members] = pg
+        kind = GroupLink if self._staged else NcclLink
+        self._links[members] = link = kind(pg, members.index(self.rank), len(members), self._wires)
+        if self._staged:
             calm_gloo_threads()
+        else:
+            self.warm_up(pg)
         return link
+
+    def axis_group(self, members: tuple[int, ...]) -> Any:
+        """Return the group of torch.distributed along an axis; the first call makes it."""
+        if members not in self._groups:
+            is_world = members == tuple(range(dist.get_world_size()))
+            self._groups[members] = dist.group.WORLD if is_world else self.make_group(members, "axis")
+        return self._groups[members]
+
+    def make_group(self, members: tuple[int, ...], purpose: str, backend: str | None = None) -> Any:
+        """Make a group of torch.distributed, in its members alone; bind its GPU, unless a backend is named.
+
+        Its name depends on members and purpose. `dist.new_group` hashes the number of groups that a process is in,
+        which may differ among them, and lets all processes divide the world's NCCL communicator, if a GPU is bound.
+        """
+        world: Any = dist.group.WORLD
+        gpu, world.bound_device_id = world.bound_device_id, None
+        backend, device = (backend, None) if backend is not None else (dist.get_backend(), gpu)
+        name = hashlib.sha1(f"fshard {purpose} {members}".encode(), usedforsecurity=False).hexdigest()
+        n, index, store = len(members), members.index(self.rank), _C10D._get_default_store()
+        try:
+            pg, _ = _C10D._new_process_group_helper(
+                n, index, [*members], backend, store, name, timeout=self.timeout, device_id=device
+            )
+        finally:
+            world.bound_device_id = gpu
+        _C10D._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(members)}
+        return pg
+
+    def warm_up(self, pg: Any) -> None:
+        """Connect the members of a group: a first call that some of them do not make would hang on NCCL."""
+        dist.all_reduce(torch.zeros(1, device=self.device_type), group=pg)
 
     def near(self, members: tuple[int, ...]) -> bool:
         """Return True if all these processes are on this machine."""
@@ -265,13 +345,15 @@ class ProcessWorld:
         return self.near(mesh.ranks or tuple(range(mesh.root_size)))
 
 
-def _unpack(move: Wired, xs: tuple[Tensor, ...], widths: list[int], n: int, rows: Tensor) -> tuple[Tensor, ...]:
+def _unpack(
+    move: Wired, shapes: list[torch.Size], device: torch.device, widths: list[int], n: int, rows: Tensor
+) -> tuple[Tensor, ...]:
     """Return the results of a collective on tensors that were packed into one buffer, in rows of these widths."""
-    if rows.is_cpu and not xs[0].is_cpu:
-        rows = rows.to(xs[0].device)
-    if len(xs) == 1:
-        return (move.unpack(rows, xs[0].shape, n),)
-    return tuple([move.unpack(part, x.shape, n) for part, x in zip(rows.split(widths, dim=-1), xs, strict=True)])
+    rows = rows.to(device)
+    if len(shapes) == 1:
+        return (move.unpack(rows, shapes[0], n),)
+    parts = zip(rows.split(widths, dim=-1), shapes, strict=True)
+    return tuple([move.unpack(part, shape, n) for part, shape in parts])
 
 
 def _split(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
@@ -289,16 +371,22 @@ def _split(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
 
 def join(device_type: str, timeout: float | None) -> ProcessWorld:
     """Join the world of processes, or return the one that this process is in."""
-    if _state["world"] is not None and dist.is_initialized():
-        return _state["world"]
+    world: ProcessWorld | None = _state["world"]
+    if world is not None and dist.is_initialized():
+        if device_type == "cuda" and world.device_type == "cpu":
+            raise MeshError(
+                'device must be "cpu"; got "cuda", but these processes have joined for a mesh with device="cpu", over '
+                f'{world.backend}. Make a mesh with device="cuda" first.'
+            )
+        return world
     limit = time_limit(timeout)
     if not dist.is_initialized():
         import_module("torch.distributed.nn.functional")  # torch.func.grad imports it, and then it would keep the group
         meet_all(device_type, limit)
         _state["process"] = os.getpid()
         atexit.register(_leave_at_exit)
-        _share_random_state()
-    world = _state["world"] = ProcessWorld(limit)
+        _share_random_state(device_type)
+    world = _state["world"] = ProcessWorld(limit, device_type)
     calm_gloo_threads()
     return world
 
@@ -310,7 +398,7 @@ def leave(*, waiting: bool = True) -> None:
         try:
             world.finish(waiting)
         finally:
-            dist.destroy_process_group()
+            world.disconnect()
 
 
 def _leave_at_exit() -> None:
@@ -318,15 +406,15 @@ def _leave_at_exit() -> None:
         leave(waiting=not hasattr(sys, "last_value"))  # after an error the others may never receive anything
 
 
-def _share_random_state() -> None:
-    """Begin with the random state of process 0 everywhere, as virtual devices begin with their caller's.
+def _share_random_state(device_type: str) -> None:
+    """Begin with the random states of process 0 everywhere, as virtual devices begin with their caller's.
 
     Else `torch.randn(...)` given as a global value would be another value in every process.
     """
-    state = torch.default_generator.get_state()
-    state = state.cuda() if dist.get_backend() == "nccl" else state
-    dist.broadcast(state, 0)
-    torch.default_generator.set_state(state.cpu())
+    for kind in dict.fromkeys(("cpu", device_type)):
+        state = random_state(kind)  # in host memory
+        dist.broadcast(state, 0)
+        set_random_state(kind, state)
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -336,11 +424,15 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
         if mesh.parent is not None:
             root = type(mesh)(mesh.parent, mesh.runtime, mesh.device_type, None, mesh.ranks)
             found = device_mesh(root)[mesh.axis_names]
-        elif mesh.ranks is None:
-            found = init_device_mesh(mesh.device_type, tuple(mesh.shape.values()), mesh_dim_names=mesh.axis_names)
         else:
-            grid = torch.tensor(mesh.ranks).reshape(tuple(mesh.shape.values()))
-            found = DeviceMesh(mesh.device_type, grid, mesh_dim_names=mesh.axis_names)
+            world, ranks = ProcessWorld.of(mesh), mesh.ranks or tuple(range(mesh.size))
+            device = world.device(mesh)
+            groups = [
+                world.axis_group(ranks[device - device // stride % size * stride :: stride][:size])
+                for size, stride in mesh.steps.values()
+            ]
+            grid = torch.tensor(ranks).reshape(tuple(mesh.shape.values()))
+            found = DeviceMesh.from_group(groups, mesh.device_type, grid, mesh_dim_names=mesh.axis_names)
         use_groups(mesh, found)
     return found
 
@@ -353,6 +445,7 @@ def use_groups(mesh: Mesh, known: DeviceMesh) -> None:
         pg: Any = known.get_group(axis)
         if isinstance(pg, dist.ProcessGroup) and not world.near(members := tuple(dist.get_process_group_ranks(pg))):
             world.add(members, pg)
+            world.connect(members, ring(len(members)))
 
 
 def calm_gloo_threads() -> None:

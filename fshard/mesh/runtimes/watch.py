@@ -69,7 +69,7 @@ class Watch:
     def __init__(self, rank: int, timeout: timedelta, gone: Callable[[int], bool], go_on: Callable[[], bool]) -> None:
         self.rank, self._timeout, self._gone, self._go_on = rank, timeout.total_seconds(), gone, go_on
         self.size = dist.get_world_size()
-        self.store = _store()
+        self.store = open_store()
         self._counts: dict[str, int] = defaultdict(int)
         self._open: dict[Meeting, None] = {}
         self._parted: dict[str, MismatchError] = {}
@@ -200,7 +200,8 @@ class Watch:
             )
 
 
-def _store() -> Any:
+def open_store() -> Any:
+    """Return the part of the world's store that is fshard's."""
     default: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     return dist.PrefixStore("fshard", default)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -210,7 +211,7 @@ def compare_failed(call: CallInfo) -> None:
     place, ranks = call.meeting
     keys = [f"failed/{place}/{rank}" for rank in ranks]
     with contextlib.suppress(dist.DistError, ValueError):  # the process with the store has failed; this one has left
-        store = _store()
+        store = open_store()
         store.set(f"failed/{place}/{dist.get_rank()}", _row(call.signature, call.site, call.purpose))
         until = time.monotonic() + 1
         while not store.check(keys) and time.monotonic() < until:  # another process may not have failed

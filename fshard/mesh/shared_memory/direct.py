@@ -94,7 +94,7 @@ class Direct:
     def wait(self, needs: Sequence[Need], timeout: timedelta, advance: Callable[[], bool]) -> None:
         self.neighbours.wait(needs, advance)
 
-    def ready(self, needs: Sequence[Need]) -> bool:
+    def ready(self, needs: Sequence[Need], call: CallInfo) -> bool:
         return all(self.neighbours.look(peer, key) for peer, key in needs)
 
     def helper(self, call: CallInfo) -> None:

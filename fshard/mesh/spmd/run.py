@@ -10,8 +10,8 @@ ones where they meet a tensor without values (`Valueless`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -110,8 +110,21 @@ def run_on_devices(
         return virtual.run(on_thread, random, keep=keep)
     outer = inside(mesh)
     scope = _scope(mesh, outer, mapped, checked)
-    with entered(scope), Valueless() if mesh.runtime == "abstract" and outer is None else nullcontext():
+    valueless = Valueless() if mesh.runtime == "abstract" and outer is None else nullcontext()
+    with entered(scope), backward_in_caller(), valueless:
         return [body(mesh.local_index(scope.device))]
+
+
+# Note [Backwards run in the calling thread]
+# Autograd runs the nodes of an accelerator in a thread of its own, where Python's thread-locals and context variables are
+# empty: the scope, the slice, the purpose of collectives, the regions of remat. With nodes on two devices there are two
+# such threads, whose collectives would start in an order that differs between processes. So all code that runs as a
+# device of a mesh runs its backwards in the calling thread, those of user code too; the streams are the forward's anyway.
+# Only a backward outside of `run`, such as that of a plain tensor under torchrun, may run in such a thread: autograd
+# Functions on that path take the scope of their forward.
+def backward_in_caller() -> AbstractContextManager[None]:
+    """Return a context whose backwards run in the calling thread: see Note [Backwards run in the calling thread]."""
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def _scope(mesh: Mesh, outer: Scope | None, mapped: tuple[str, ...], checked: bool) -> Scope:
@@ -141,20 +154,6 @@ def mark(device: int) -> None:
     if getattr(profiler, "_is_profiler_enabled", True):
         with profiler.record_function(f"{MARK}{device}"):
             pass
-
-
-@contextmanager
-def one_thread(wanted: bool) -> Generator[None]:
-    """Compute with one intra-op thread: torch splits large sums among threads, whose number changes bits."""
-    before = torch.get_num_threads()
-    if not wanted or before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @uncompiled

@@ -9,7 +9,7 @@ devices of a group; all code above it is the same on all runtimes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -253,6 +253,10 @@ class World(Protocol):
         `into`, for gathers of flat shards: contiguous tensors to use for the results, at most the padding shorter than
         those. The local shards may be views of them, at their offsets.
         """
+        ...
+
+    def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
+        """Prepare for messages between members, given as indices of sender and receiver: both call it, before any."""
         ...
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None: ...

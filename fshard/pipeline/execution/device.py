@@ -85,7 +85,10 @@ class StageDevice:
         self.route, self.work, self.index, self.backward = route, work, group.index, backward
         self.others = [other for other in range(group.size) if other != group.index]
         self.last, self.has_outcome = route.placement[-1], has_outcome
-        receives = {**route.receives[group.index]}
+        pairs, receives = route.pairs, {**route.receives[group.index]}
+        if has_outcome:
+            pairs = pairs | {(self.last, other) for other in range(group.size)}
+        group.world.current().connect(group.members, pairs)
         if has_outcome and group.index != self.last:
             receives[self.last] = [*receives[self.last], _OUTCOME]
         self.mailbox = Mailbox(group, site, device, receives, keys, forms)

@@ -1,7 +1,8 @@
 """Messages whose contents only the sender knows.
 
 The first message of a kind is preceded by its header: structure, shapes, dtypes and non-tensors. After that both ends
-have its form, and only tensors are sent, those of one dtype in one buffer.
+have its form, and only tensors are sent, those of one dtype in one buffer. Headers are in host memory: to read one
+synchronizes no device.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ Forms = dict[Any, "MessageForm"]
 class _Like(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
+    is_cpu: bool
 
 
 class MessageForm(NamedTuple):
     """The form of a message: its structure, with the shapes and dtypes of tensors and all other leaves.
 
-    `buffers` are the tensors of each dtype, which are sent together: their indices, and placeholders like them. Of a
+    `buffers` are the tensors of each dtype and memory, which are sent together: their indices, and placeholders like them. Of a
     message that is a tuple of one tensor and trees of bools, `flags` are these.
     """
 
@@ -46,10 +48,10 @@ class MessageForm(NamedTuple):
     @staticmethod
     def of(structure: Structure, leaves: tuple[Any, ...], device: torch.device) -> MessageForm:
         """Return the form of a message from its header."""
-        indices: dict[torch.dtype, list[int]] = {}
+        indices: dict[tuple[torch.dtype, bool], list[int]] = {}
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, _Like):
-                indices.setdefault(leaf.dtype, []).append(at)
+                indices.setdefault((leaf.dtype, leaf.is_cpu), []).append(at)
         buffers = [(own, tuple([_placeholder(leaves[at], device) for at in own])) for own in indices.values()]
         flags = None
         if [*indices.values()] == [[0]] and all(type(leaf) is bool for leaf in leaves[1:]):
@@ -62,11 +64,11 @@ class MessageForm(NamedTuple):
         if self.flags is None or type(tree) is not tuple or type(x := tree[0]) is not Tensor or tree[1:] != self.flags:
             return None
         like = self.leaves[0]
-        return x if x.shape == like.shape and x.dtype is like.dtype else None
+        return x if (x.shape, x.dtype, x.is_cpu) == like else None
 
 
 def _described(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([_Like(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves])
+    return tuple([_Like(x.shape, x.dtype, x.is_cpu) if isinstance(x, Tensor) else x for x in leaves])
 
 
 def _shown(leaves: Sequence[Any]) -> str:
@@ -75,7 +77,7 @@ def _shown(leaves: Sequence[Any]) -> str:
 
 
 def _placeholder(like: _Like, device: torch.device) -> Tensor:
-    return torch.empty((), dtype=like.dtype, device=device).expand(like.shape)
+    return torch.empty((), dtype=like.dtype, device="cpu" if like.is_cpu else device).expand(like.shape)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -127,10 +129,8 @@ class Mailbox:
         described = _described(leaves)
         if form is None:
             form = self._learn(message, to, structure, described)
-            header = torch.frombuffer(bytearray(pickle.dumps((structure, described))), dtype=torch.uint8).to(
-                self._device
-            )
-            self._send((torch.tensor([len(header)], device=self._device),), to)
+            header = torch.frombuffer(bytearray(pickle.dumps((structure, described))), dtype=torch.uint8)
+            self._send((torch.tensor([len(header)], device="cpu"),), to)
             self._send((header,), to)
         elif (structure, described) != form[:2]:
             raise ValueError(
@@ -199,10 +199,9 @@ class Mailbox:
         return form
 
     def _receive_header(self, message: Message, source: int) -> MessageForm:
-        (length,) = self._receive((_placeholder(_Like(torch.Size([1]), torch.int64), self._device),), source).wait()
-        like = _Like(torch.Size([int(length)]), torch.uint8)
-        (header,) = self._receive((_placeholder(like, self._device),), source).wait()
-        return self._learn(message, self._group.index, *pickle.loads(header.cpu().numpy().tobytes()))
+        (length,) = self._receive((torch.empty(1, dtype=torch.int64, device="cpu"),), source).wait()
+        (header,) = self._receive((torch.empty(int(length), dtype=torch.uint8, device="cpu"),), source).wait()
+        return self._learn(message, self._group.index, *pickle.loads(header.numpy().tobytes()))
 
     # -- tensors of one dtype -----------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fshard.mesh.layout import Mesh, PyTree, require_mesh
-from fshard.mesh.spmd.run import is_outside, one_thread, resolve_mesh, run_on_devices
+from fshard.mesh.spmd.deterministic import deterministic
+from fshard.mesh.spmd.run import is_outside, resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import parting, require
 from fshard.pipeline.execution.device import StageDevice
 from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
@@ -99,7 +100,7 @@ def pipelined(
             raise ValueError(f"pipelined must be called inside shard_map or run, as {own} has other axes than {axis}.")
         counts = weights_of(microbatches, weights)
         try:
-            with one_thread(reproducible):
+            with deterministic(reproducible, own.device_type):
                 results = run_on_devices(own, lambda _: _run(plan, params, microbatches, counts, own.device_type, site))
         except BaseException:
             if plan.forms:

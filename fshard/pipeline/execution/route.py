@@ -53,7 +53,7 @@ class RoutedAction(NamedTuple):
 class Route:
     """A schedule with its messages: the `actions` of each device, and the messages that it `receives` from each other.
 
-    `split` are the backwards in two halves, by stage and microbatch.
+    `split` are the backwards in two halves, by stage and microbatch; `pairs` the devices that send and receive.
 
     Args:
         schedule: placement and actions.
@@ -83,6 +83,9 @@ class Route:
             for message, to in (output for routed in row for output in routed.outputs):
                 if to != source:
                     self.receives[to][source].append(message)
+        self.pairs = {
+            (source, to) for to, sources in enumerate(self.receives) for source, got in sources.items() if got
+        }
 
     def _routed(self, action: Action) -> RoutedAction:
         kind, inputs, outputs = Kind.F, self._to[action.stage], self._from[action.stage]

@@ -219,11 +219,10 @@ class GradientSums:
         if self._bucket:  # (8)
             indices, xs = zip(*self._bucket, strict=True)
             self.clear()
-            many = prod(
-                self.leaves[0].gradient.mesh.shape[axis] for axis in self.along
-            )  # devices with the same samples
+            self.finish(max(self.options.in_flight - 1, 0))  # before the next one is packed
+            shape = self.leaves[0].gradient.mesh.shape
+            many = prod([shape[axis] for axis in self.along])  # devices with the same samples
             self._in_flight.append((indices, self.reducer.reduce(indices, xs, self.along), many))
-            self.finish(self.options.in_flight)
 
     def finish(self, but: int = 0) -> None:
         """Wait for reductions, the oldest first, until at most `but` are in flight."""

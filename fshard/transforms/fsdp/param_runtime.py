@@ -194,7 +194,11 @@ class ParamRuntime:
             )
 
     def look_ahead(self, seen: list[int], expected: list[int], unit: Unit) -> None:
-        """Record an all-gather in `seen`, and prefetch the units that followed it in the last step."""
+        """Record an all-gather in `seen`, and prefetch the units that followed it in the last step.
+
+        All devices need the same all-gathers in one order. A use of a unit that is unsharded already needs none and is
+        not recorded: it may depend on the data. So all devices prefetch alike, and their collectives keep one order.
+        """
         index = len(seen)
         seen.append(unit.number)
         if index < len(expected) and expected[: index + 1] == seen:

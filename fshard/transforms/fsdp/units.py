@@ -16,6 +16,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 
 from fshard.mesh.collectives.autograd import transformed
+from fshard.mesh.spmd.scope import entered
 from fshard.transforms.fsdp.engine import Gradients, has_communication, no_graph, versions_of
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -49,7 +50,8 @@ class Unit:
         """Return all parameters of the unit, unsharded and differentiable."""
         used = self.outputs
         if used is None:
-            if self.sharded:
+            is_gathered = self.sharded and not self.values
+            if is_gathered:
                 self.runtime.make_room(self)
             if self.trained and torch.is_grad_enabled():
                 used = _outside_transforms(lambda: _UseUnit.apply(self.runtime.anchor, self))
@@ -60,7 +62,7 @@ class Unit:
                 used = _outside_transforms(self._detached)
             if torch.is_grad_enabled() or not self.trained:
                 self.outputs = used
-            if self.sharded:
+            if is_gathered:
                 self.runtime.look_ahead(self.runtime.seen.forward, self.runtime.expected.forward, self)
         return used
 
@@ -86,7 +88,8 @@ class Unit:
         if not self.values and self.pending is None:
             if self.sharded:
                 self.runtime.sequence.append(self.number)
-            self.pending = self.runtime.storage.unshard(self.indices)
+            with entered(self.runtime.scope):  # torch.autograd.grad(loss, inputs) may be called outside of `run`
+                self.pending = self.runtime.storage.unshard(self.indices)
 
     def arrive(self) -> None:
         """Wait for the all-gather, if one was started."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
@@ -36,6 +37,7 @@ from fshard.errors import PolicyError
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import flatten, unflatten
 from fshard.mesh.layout.host_copies import HostCopy, is_on_host
+from fshard.mesh.spmd.scope import entered, here
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -131,13 +133,16 @@ def _checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...],
     tensors = [leaves[place] for place in places]
     for place in places:
         leaves[place] = None  # the checkpoint holds them, in a way that one around it can see
+    scope = here()  # a process may differentiate outside of `run`, where there is none
+    is_resumed = scope is not None and scope.mesh.runtime == "process"
 
     def body(*xs: Tensor) -> Any:
         own = list(leaves)
         for place, x in zip(places, xs, strict=True):
             own[place] = x
         own_args, own_kwargs = unflatten(structure, own)
-        return fn(*own_args, **own_kwargs)
+        with entered(scope) if is_resumed else nullcontext():
+            return fn(*own_args, **own_kwargs)
 
     if policy.keep == "nothing":
         return checkpoint(body, *tensors, use_reentrant=False)

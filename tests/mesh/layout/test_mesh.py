@@ -1,6 +1,7 @@
 """Meshes and specs are values; what cannot be is an error that says everything at once."""
 
 import importlib.metadata
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P
 from fshard.mesh.layout import arithmetic
+from fshard.mesh.layout.sharded import in_memory
 
 
 def test_mesh_compared_and_hashed_by_value():
@@ -234,3 +236,9 @@ def test_visualize_bare_layout_raises():
 def test_version_matches_package_metadata():
     assert fs.__version__ == importlib.metadata.version("fshard")
     assert fs.testing.strategies.meshes and fs.testing.oracles.ORACLES
+
+
+def test_in_memory_tensor_of_another_gpu_moves_to_this_process():
+    """`to("cuda")` moves to the process's GPU and compares the index: a tensor of cuda:0 may not stay there on rank 3."""
+    x = SimpleNamespace(device=torch.device("cuda", 0), is_meta=False, to=lambda target: ("moved", target))
+    assert in_memory(x, SimpleNamespace(device_type="cuda"), "device") == ("moved", "cuda")

@@ -5,6 +5,8 @@ import os
 import socket
 import time
 from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fshard as fs
+from fshard.mesh.runtimes import launchers, native
 from fshard.mesh.runtimes.launchers import (
     LAUNCHERS,
     PORTS,
@@ -25,6 +28,7 @@ from fshard.mesh.runtimes.launchers import (
     read_variables,
     time_limit,
 )
+from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.testing.processes import run_processes
 
 TORCHRUN = {
@@ -249,6 +253,59 @@ def ask_whose_gpus(gpus):
 
 def test_each_its_own_shared_gpu_is_false_everywhere():
     assert run_processes(ask_whose_gpus, 2, ["ab", "aa", "ba"]) == [[True, False, True]] * 2
+
+
+def take_another_backend():
+    """Join by a backend that is not gloo: the world must treat it as it treats NCCL."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers "fake"
+
+    first_calls, all_reduce = [], dist.all_reduce
+    dist.all_reduce = lambda x, *, group: first_calls.append((x.numel(), dist.get_process_group_ranks(group)))
+    try:
+        mesh = fs.make_mesh({"a": 2, "b": 2, "c": 1}, device="cpu")
+    finally:
+        dist.all_reduce = all_reduce
+    world = ProcessWorld.of(mesh)
+    return world.backend, world._wires is native.WIRES, world._staged, world.is_near(mesh), first_calls
+
+
+def test_fshard_backend_replaces_the_chosen_one_and_connects_groups():
+    found = run_processes(take_another_backend, 4, environment={"FSHARD_BACKEND": "fake"})
+    for rank, (*kind, first_calls) in enumerate(found):
+        assert kind == ["fake", True, False, False]
+        assert first_calls == [(1, [rank % 2, rank % 2 + 2]), (1, [rank // 2 * 2, rank // 2 * 2 + 1])]
+
+
+GPUS = {  # rank -> variables, the GPU's identity, FSHARD_BACKEND; the expected backend, GPU and warning
+    "a GPU each": ("1", "1", ["a", "b"], "", "cpu:gloo,cuda:nccl", 1, None),
+    "local rank unknown": ("1", "", ["a", "a"], "", "gloo", None, "Process 1 of 2 has local rank 0, and GPU 0 of 4"),
+    "an override": ("1", "1", ["a", "a"], "nccl", "cpu:gloo,cuda:nccl", 1, None),
+}
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_meet_all_on_gpus_binds_the_gpu_or_warns(kind, monkeypatch, recwarn):
+    """Process 1 of 2 on a machine with 4 GPUs, which do not exist."""
+    rank, local_rank, gpus, override, backend, bound, warning = GPUS[kind]
+    world = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": local_rank, "MASTER_ADDR": "gpu1", "MASTER_PORT": "1"}
+    for name, value in {**world, "FSHARD_BACKEND": override}.items():
+        monkeypatch.setenv(name, value)
+    store, current, calls = dist.HashStore(), [0], []
+    launchers.each_its_own(gpus[0], dist.PrefixStore("meeting 7", store), 1)
+    properties = SimpleNamespace(uuid=gpus[1])
+    monkeypatch.setattr(launchers, "_meetings", iter([7]))
+    monkeypatch.setattr(launchers, "_meet", lambda *_: (store, 1, 2))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.append(index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: calls.append((args, options)))
+    launchers.meet_all("cuda", timedelta(seconds=7))
+    (((chosen,), options),) = calls
+    assert (chosen, options["timeout"].total_seconds()) == (backend, 7)
+    assert options["device_id"] == (None if bound is None else torch.device("cuda", bound))
+    assert [warning in str(entry.message) for entry in recwarn] == [True] * (warning is not None)
 
 
 def meet_at(port):

@@ -1,6 +1,7 @@
 """The process runtime: the same program on gloo, torch's own meshes and tensors, hangs that are errors."""
 
 import os
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.runtimes import gloo, native
-from fshard.mesh.runtimes.link import GroupLink
+from fshard.mesh.runtimes import gloo, native, process
+from fshard.mesh.runtimes.link import GroupLink, NcclLink
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.shared_memory import large
 from fshard.mesh.spmd.scope import require
@@ -253,46 +254,67 @@ def test_wait_for_failed_process_raises_lost_process_error(tmp_path, link):
 # -- the wires ----------------------------------------------------------------------------------------------------
 
 
-def native_wires():
-    """Run NCCL's table, which is torch's own operations, over gloo: it has most of them."""
+def run_on_each_link(main):
+    """Run on direct links, over gloo, and by NCCL's table, which is torch's own operations: gloo has most of them."""
     mesh = fs.make_mesh({"d": 2})
     world = ProcessWorld.of(mesh)
-    out = []
-    for wires in (large.WIRES, gloo.WIRES, native.WIRES):
-        if wires is not large.WIRES:
-            world._links[0, 1] = GroupLink(dist.group.WORLD, dist.get_rank(), 2, wires)
-
-        def main():
-            x = torch.arange(6.0).reshape(2, 3) + 10 * fs.axis_index("d")
-            return [
-                fs.psum(x, "d"),
-                fs.pmax(x, "d"),
-                fs.psum(x.to(torch.int16), "d"),
-                fs.psum(x.to(torch.complex64), "d"),
-                fs.all_gather(x, "d", dim=1),
-                fs.psum_scatter(x, "d"),
-                fs.psum_scatter(x.to(torch.complex64), "d"),
-                fs.all_to_all(x, "d"),
-                fs.ppermute(x, "d", [(0, 1)]),
-                fs.ppermute(x, "d", [(0, 1), (1, 0)]),
-                fs.broadcast(x, "d", source=1),
-            ]
-
-        out.append(fs.run(main, mesh=mesh)[0])
+    results = []
+    for kind, wires in ((None, large.WIRES), (GroupLink, gloo.WIRES), (NcclLink, native.WIRES)):
+        if kind is not None:
+            world._links[0, 1] = kind(dist.group.WORLD, dist.get_rank(), 2, wires)
+        results.append(fs.run(main, mesh=mesh)[0])
     del world._links[0, 1]
-    return all(torch.equal(x, y) for first, *rest in zip(*out, strict=True) for x, y in [(first, y) for y in rest])
+    return results
+
+
+def each_collective():
+    x = torch.arange(6.0).reshape(2, 3) + 10 * fs.axis_index("d")
+    return [
+        fs.psum(x, "d"),
+        fs.pmax(x, "d"),
+        fs.psum(x.to(torch.int16), "d"),
+        fs.psum(x.to(torch.complex64), "d"),
+        fs.all_gather(x, "d", dim=1),
+        fs.psum_scatter(x, "d"),
+        fs.psum_scatter(x.to(torch.complex64), "d"),
+        fs.all_to_all(x, "d"),
+        fs.ppermute(x, "d", [(0, 1)]),
+        fs.ppermute(x, "d", [(0, 1), (1, 0)]),
+        fs.broadcast(x, "d", source=1),
+    ]
+
+
+def extremes():
+    """The extremes of NaN beside numbers and of uint64 from 2**63, as text."""
+    is_first = fs.axis_index("d") == 0
+    nan, inf = torch.nan, torch.inf
+    floats = torch.tensor([nan, 1, nan, -inf, 2, -nan] if is_first else [1, nan, nan, inf, -3, inf])
+    unsigned = torch.tensor([2**63, 5, 2**64 - 1] if is_first else [1, 2**63 + 7, 2**63], dtype=torch.uint64)
+    signed = torch.tensor([-1, 2, -(2**63)] if is_first else [1, -2, 2**63 - 1])
+    xs = [floats, floats.bfloat16(), floats.double(), unsigned, signed, signed.short(), signed.bool()]
+    return [str(y.tolist()) for x in xs for y in (fs.pmax(x, "d"), fs.pmin(x, "d"))]
+
+
+def test_extremes_keep_nan_and_compare_all_of_uint64(two):
+    floats = ["[nan, nan, nan, inf, 2.0, nan]", "[nan, nan, nan, -inf, -3.0, nan]"]
+    unsigned = [str([2**63, 2**63 + 7, 2**64 - 1]), str([1, 5, 2**63])]
+    signed = [str([1, 2, 2**63 - 1]), str([-1, -2, -(2**63)]), "[1, 2, 0]", "[-1, -2, -1]"]
+    expected = [*3 * floats, *unsigned, *signed, "[True, True, True]", "[True, True, True]"]
+    assert fs.run(extremes, mesh=fs.make_mesh({"d": 2})) == [expected] * 2
+    assert two.run(run_on_each_link, extremes) == [[expected] * 3] * 2
 
 
 @pytest.mark.filterwarnings("default")
 def test_native_and_gloo_wires_equal_direct_ones(two):
-    assert two.run(native_wires) == [True, True]
+    for results in two.run(run_on_each_link, each_collective):
+        assert all(torch.equal(x, y) for xs in zip(*results, strict=True) for x, y in pairwise(xs))
 
 
 def between_hosts():
     """Sum rows of numbers, as if the processes' own backend took only what lies on devices."""
     mesh = fs.make_mesh({"d": 2})
     world = ProcessWorld.of(mesh)
-    world._staged = False
+    world._staged, world.device_type = False, "cuda"
 
     def main():
         group = require("here").group("d", "here")
@@ -301,12 +323,63 @@ def between_hosts():
     try:
         found = fs.run(main, mesh=mesh)[0]
     finally:
-        world._staged = True
+        world._staged, world.device_type = True, "cpu"
     return [row.tolist() for row in found], list(world._hosts)
 
 
 def test_host_tensors_beside_nccl_use_a_gloo_link(two):
     assert two.run(between_hosts) == [([[2.0, 1.0], [2.0]], [(0, 1)])] * 2
+
+
+def share_state_of_gpus():
+    """Share the state of a generator of GPUs, which do not exist; then ask for a mesh of GPUs."""
+    fs.make_mesh({"d": 2})
+    before = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    states = [torch.full((16,), 1 + dist.get_rank(), dtype=torch.uint8)]
+    torch.cuda.get_rng_state, torch.cuda.set_rng_state = lambda: states[0], lambda state: states.append(state.clone())
+    try:
+        process._share_random_state("cuda")
+    finally:
+        torch.cuda.get_rng_state, torch.cuda.set_rng_state = before
+    with pytest.raises(fs.errors.MeshError, match=r'must be "cpu"; got "cuda"'):
+        process.join("cuda", None)
+    return states[-1].unique().tolist(), torch.default_generator.get_state()
+
+
+def test_random_state_of_gpus_is_shared_and_cpu_world_refuses_gpus(two):
+    (first, state), (second, same) = two.run(share_state_of_gpus)
+    assert first == second == [1] and torch.equal(state, same)
+
+
+def make_groups_unevenly():
+    """Make groups in some processes only: of host tensors beside GPUs, and by torch; then groups of all."""
+    mesh = fs.make_mesh({"pipe": 2, "data": 2}, timeout=8)
+    world, rank = ProcessWorld.of(mesh), dist.get_rank()
+
+    def host_sum(axis):
+        group = require("here").group(axis, "here")
+        world._staged, world.device_type = False, "cuda"
+        try:
+            return summed((torch.tensor([1.0 + rank]),), group, call_site())[0].item()
+        finally:
+            world._staged, world.device_type = True, "cpu"
+
+    def main():
+        sums: list[float] = []
+        if fs.axis_index("pipe") == 0:
+            dist.new_group([0, 1], use_local_synchronization=True)
+            sums += [host_sum("data")]
+        sums += [host_sum("pipe"), fs.psum(torch.tensor(1.0 + rank), ("data", "pipe")).item()]
+        known = fs.mesh.to_device_mesh(mesh)
+        limits = {group._get_backend(torch.device("cpu")).options._timeout for group in known.get_all_groups()}
+        return sums, limits == {world.timeout}
+
+    return fs.run(main, mesh=mesh)[0]
+
+
+def test_groups_made_by_some_processes_only_do_not_hang():
+    expected = [([3.0, 4.0, 10.0], True), ([3.0, 6.0, 10.0], True), ([4.0, 10.0], True), ([6.0, 10.0], True)]
+    assert run_processes(make_groups_unevenly, 4, environment={"FSHARD_DIRECT": "0"}, timeout=40) == expected
 
 
 def large_results():

@@ -1,0 +1,758 @@
+"""A process group for CPU tensors with the rules of NCCL: what is wrong there raises here, as text, within seconds.
+
+Importing this module registers the backend "nccl_rules". All ranks send their operations to a hub, a thread of rank 0,
+which plays the devices of all. The rules:
+
+    order       Operations of a communicator are paired by their order. Tags are ignored.
+    queues      A communicator is a queue on each of its ranks: an operation starts when all before it have completed.
+                A send or receive has a communicator of its two ranks, on which both directions share the queue. A batch
+                uses the group's, and so does everything if NCCL_RULES_EAGER=1, as with torch's `device_id`.
+    rendezvous  The first operation of a communicator blocks the host until all its ranks make theirs. If eager,
+                making the group does.
+    results     are NaN (bytes 0xFF) from the start until `work.wait()`, in the thread that started the operation.
+    inputs      must not change between start and wait, nor may results be written.
+    host        `wait(timeout)` blocks the host on NCCL, so it raises. `is_completed()` completes nothing.
+    time        Completions are delayed at random: their order between communicators depends on NCCL_RULES_SEED.
+    tensors     Strided ones, dtypes that NCCL lacks and host tensors (see `host`) are refused. Extremes drop NaN. The
+                order of a sum depends on the number of operations before it.
+    deadlocks   are reported to all ranks: the cycle, or all open operations after NCCL_RULES_STALL seconds of silence.
+
+With `hold()`, `wait` returns at once and nothing completes until `release()`: a step that returns has blocked the host
+nowhere. `counts` has launches, waits, host synchronisations, polls and rendezvous.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import random
+import threading
+import time
+import weakref
+import zlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import update_wrapper
+from itertools import accumulate, count
+from multiprocessing.connection import Client, Connection, Listener, wait
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SEED = int(os.environ.get("NCCL_RULES_SEED", "0"))
+DELAY = 0.0005  # seconds, the longest delay of a completion
+QUIET = 0.5  # seconds of silence, then cycles are looked for
+
+counts: Counter[str] = Counter()
+"""Launches by name, and "launches", "waits", "host syncs", "polls", "rendezvous" and "aborts" of this process."""
+violations: list[str] = []
+"""The texts of all errors of this process, in case that the library has suppressed some."""
+
+_hosts: weakref.WeakSet[Any] = weakref.WeakSet()
+_state: dict[str, Any] = {"engine": None, "held": None}
+
+
+class RuleError(AssertionError):
+    """A use that is wrong on NCCL."""
+
+
+def host(x: Tensor) -> Tensor:
+    """Mark the memory of a tensor as host memory, which is refused; return the tensor."""
+    _hosts.add(x.untyped_storage())
+    return x
+
+
+def hold() -> None:
+    """Complete nothing until `release`: `wait` returns at once, as on NCCL, and the results stay NaN."""
+    _state["held"] = []
+
+
+def release() -> None:
+    """Complete the operations started since `hold`. Their results are not written: their memory may have other uses."""
+    works, _state["held"] = _state["held"] or [], None
+    for work in works:
+        work.is_held = False
+
+
+def _violate(text: str, kind: type[Exception] = RuleError) -> NoReturn:
+    violations.append(text)
+    raise kind(text)
+
+
+# -- operations -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Op:
+    """An operation of one rank: a collective, or messages (peer, bytes, data or None to receive)."""
+
+    id: int
+    rank: int
+    comm: tuple[str, str]
+    members: tuple[int, ...]
+    name: str
+    signature: tuple[Any, ...] = ()
+    """What must be equal on all ranks."""
+    data: Sequence[bytes] = ()
+    sizes: Sequence[int] = ()
+    """Bytes of the results."""
+    messages: Sequence[tuple[int, int, bytes | None]] = ()
+    results: dict[int, bytes] = field(default_factory=dict)
+    pending: set[int] = field(default_factory=set)
+    is_matched: bool = False
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"{'receive from' if data is None else 'send to'} {to}" for to, _, data in self.messages)
+        what = ends if self.messages else " ".join([self.name, *map(str, self.signature)])
+        return f"rank {self.rank}'s {what} (no. {self.id} there, group {' '.join(self.comm)})"
+
+
+def _listed(ops: Iterable[Op]) -> str:
+    return "; ".join(map(str, ops)) or "none"
+
+
+def _reduced(name: str, dtype: torch.dtype, rows: list[bytes], start: int) -> bytes:
+    """Combine the ranks' rows, beginning with one that depends on the number of operations before."""
+    xs = [torch.frombuffer(bytearray(row), dtype=dtype) if row else torch.empty(0, dtype=dtype) for row in rows]
+    xs = xs[start % len(xs) :] + xs[: start % len(xs)]
+    result = xs[0].clone()
+    for x in xs[1:]:
+        if name in ("MAX", "MIN"):
+            result = (torch.fmax if name == "MAX" else torch.fmin)(result, x)
+        elif name == "PRODUCT":
+            result *= x
+        else:
+            result += x
+    return _bytes_of(result / len(xs) if name == "AVG" else result)
+
+
+def _collective(op: Op, data: list[Sequence[bytes]], number: int) -> list[Sequence[bytes]]:
+    """Return the results of all ranks, from the data of all."""
+    n = len(data)
+    if op.name in ("all_reduce", "reduce", "reduce_scatter"):
+        dtype, reduction = op.signature[:2]
+        sums = [_reduced(reduction, dtype, [*rows], number) for rows in zip(*data, strict=True)]
+        if op.name == "all_reduce":
+            return [sums] * n
+        return [[sums[i]] if op.name == "reduce_scatter" or i == op.signature[-1] else [] for i in range(n)]
+    if op.name == "broadcast":
+        return [data[op.signature[-1]]] * n
+    if op.name == "all_to_all":
+        return [[rows[i] for rows in data] for i in range(n)]
+    if op.name == "scatter":
+        return [[data[op.signature[-1]][i]] for i in range(n)]
+    gathered = [rows[0] for rows in data]
+    return [gathered if op.name == "all_gather" or i == op.signature[-1] else [] for i in range(n)]
+
+
+# -- the hub --------------------------------------------------------------------------------------------------------
+
+
+class Hub:
+    """The devices of all ranks."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.listener = n, Listener(family="AF_UNIX", backlog=n)
+        self.ranks: dict[Connection, int] = {}
+        self.queues: dict[tuple[Any, int], deque[Op]] = defaultdict(deque)
+        self.joining: dict[Any, dict[int, Op]] = defaultdict(dict)
+        self.blocked: dict[int, Op] = {}
+        self.ended: set[int] = set()
+        self.ops: dict[tuple[int, int], Op] = {}
+        self.due: list[tuple[float, Op]] = []
+        self.numbers: Counter[Any] = Counter()
+        self.failure: tuple[str, str] | None = None
+        self.stall = float(os.environ.get("NCCL_RULES_STALL", "20"))
+        self.random, self.event = random.Random(SEED), time.monotonic()
+        self.thread = threading.Thread(target=self.run, name="nccl_rules", daemon=True)
+        self.thread.start()
+        atexit.register(self.thread.join, 5)
+
+    def run(self) -> None:
+        for _ in range(self.n):
+            connection = self.listener.accept()
+            self.ranks[connection] = connection.recv()
+        self.listener.close()
+        while self.ranks:
+            limit = min([at for at, _ in self.due], default=time.monotonic() + 0.1) - time.monotonic()
+            for connection in wait([*self.ranks], max(0.0, limit)):
+                assert isinstance(connection, Connection)
+                self.take(connection, self.ranks[connection])
+            self.complete()
+            if not self.failure:
+                self.look_for_deadlocks()
+
+    def take(self, connection: Connection, rank: int) -> None:
+        """Take a message of a rank."""
+        self.event = time.monotonic()
+        try:
+            kind, content = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            kind, content = "leave", None
+        if kind == "leave":
+            del self.ranks[connection]
+            self.ended.add(rank)
+            connection.close()
+        elif kind == "block":
+            if op := self.ops.get((rank, content)):
+                self.blocked[rank] = op
+        elif kind == "go on":
+            self.blocked.pop(rank, None)
+        elif self.failure:
+            self.tell(rank, "error", *self.failure)
+        else:
+            self.ops[rank, content.id] = content
+            if content.name == "rendezvous":
+                self.join(content)
+            else:
+                content.pending = {*range(len(content.messages))}
+                self.queues[content.comm, rank].append(content)
+                self.match(content.comm, content.members)
+
+    def tell(self, rank: int, *message: Any) -> None:
+        for connection in [connection for connection, index in self.ranks.items() if index == rank]:
+            with suppress(OSError):
+                connection.send_bytes(pickle.dumps(message))
+
+    def join(self, op: Op) -> None:
+        self.joining[op.comm][op.rank] = op
+        if self.joining[op.comm].keys() == {*op.members}:
+            for member in self.joining.pop(op.comm).values():
+                del self.ops[member.rank, member.id]
+                self.tell(member.rank, "done", member.id, {})
+
+    def match(self, comm: Any, members: tuple[int, ...]) -> None:
+        """Start what the heads of a communicator's queues allow."""
+        heads = {rank: queue[0] for rank in members if (queue := self.queues[comm, rank]) and not queue[0].is_matched}
+        collectives = [op for op in heads.values() if not op.messages]
+        if len({(op.name, op.signature) for op in collectives}) > 1:
+            self.fail(f"Operations are paired by order, but these differ: {_listed(collectives)}.")
+        elif len(collectives) == len(members):
+            self.numbers[comm] += 1
+            results = _collective(collectives[0], [op.data for op in collectives], self.numbers[comm])
+            for op, result in zip(collectives, results, strict=True):
+                if [len(row) for row in result] != [*op.sizes]:
+                    self.fail(f"{op} has {[*op.sizes]} bytes for {[len(row) for row in result]}.")
+                op.results = dict(enumerate(result))
+                self.schedule(op)
+        for op in heads.values():
+            self.exchange(op, heads)
+        for op in heads.values():
+            if op.messages and not op.pending:
+                self.schedule(op)
+
+    def exchange(self, op: Op, heads: dict[int, Op]) -> None:
+        """Pair the sends of an operation with the receives of the heads, in order for each pair of ranks."""
+        for i in sorted(op.pending):
+            to, size, data = op.messages[i]
+            if data is None or to not in heads:
+                continue
+            receives = [j for j in sorted(heads[to].pending) if heads[to].messages[j][::2] == (op.rank, None)]
+            if receives:
+                if size != heads[to].messages[receives[0]][1]:
+                    self.fail(f"Messages are paired by order, but sizes differ: {_listed([op, heads[to]])}.")
+                heads[to].results[receives[0]] = data
+                heads[to].pending.discard(receives[0])
+                op.pending.discard(i)
+
+    def schedule(self, op: Op) -> None:
+        op.is_matched = True
+        self.due.append((time.monotonic() + self.random.uniform(0, DELAY), op))
+
+    def complete(self) -> None:
+        """Complete what is due, and start what has waited behind it."""
+        now = time.monotonic()
+        due = [op for at, op in self.due if at <= now]
+        self.due = [(at, op) for at, op in self.due if at > now]
+        for op in due:
+            self.event = now
+            self.queues[op.comm, op.rank].popleft()
+            del self.ops[op.rank, op.id]
+            self.tell(op.rank, "done", op.id, op.results)
+            self.match(op.comm, op.members)
+
+    def fail(self, text: str, kind: str = "rules") -> None:
+        self.failure = self.failure or (kind, text)
+        for rank in self.ranks.values():
+            self.tell(rank, "error", *self.failure)
+
+    # -- deadlocks --------------------------------------------------------------------------------------------------
+
+    def look_for_deadlocks(self) -> None:
+        silence = time.monotonic() - self.event
+        if self.due or silence < QUIET:
+            return
+        for op in self.blocked.values():
+            for end, path in self.paths(op, {}):
+                text = "; ".join(f"{step} waits for {_reason(after)}" for step, after in path)
+                if isinstance(end, Op):
+                    self.fail(f"Deadlock: {text}.")
+                elif end in self.ended:
+                    self.fail(f"NCCL: a remote process has exited: {text}, which has ended.", "remote")
+        if self.blocked and silence > self.stall:
+            self.fail(f"Nothing has happened for {self.stall:g} s. Open: {_listed(self.ops.values())}.")
+
+    def paths(self, op: Op, path: dict[Op, Op | int]) -> Iterator[tuple[Op | int, list[tuple[Op, Op | int]]]]:
+        """Yield the cycles of operations that wait for each other, and the paths to ranks that are not blocked."""
+        if op in path:
+            steps = [*path.items()]
+            yield op, steps[[step for step, _ in steps].index(op) :]
+            return
+        for after in self.needs(op):
+            if isinstance(after, Op):
+                yield from self.paths(after, {**path, op: after})
+            else:
+                yield after, [*path.items(), (op, after)]
+
+    def needs(self, op: Op) -> Iterator[Op | int]:
+        """Yield what an operation waits for: operations, or ranks that are not blocked and have not made theirs."""
+        queue = [*self.queues[op.comm, op.rank]]
+        if op in queue[1:]:
+            yield queue[queue.index(op) - 1]
+            return
+        peers = [op.messages[i][0] for i in op.pending] if op.messages else [r for r in op.members if r != op.rank]
+        for peer in peers:
+            if op.name == "rendezvous":
+                posted = [self.joining[op.comm][peer]] if peer in self.joining[op.comm] else []
+            else:
+                posted = [after for after in self.queues[op.comm, peer] if _pairs(op, after)]
+            if not posted:
+                yield self.blocked.get(peer, peer)
+            elif posted[0] is not self.queues[op.comm, peer][0] if self.queues[op.comm, peer] else False:
+                yield posted[0]
+
+
+def _pairs(op: Op, after: Op) -> bool:
+    """Return True if an operation of another rank is one with which this one can be paired."""
+    if not op.messages or not after.messages:
+        return not op.messages and not after.messages
+    ends = {(to, data is None) for to, _, data in (op.messages[i] for i in op.pending)}
+    return any(to == op.rank and (after.rank, data is not None) in ends for to, _, data in after.messages)
+
+
+def _reason(after: Op | int) -> str:
+    return f"rank {after}" if isinstance(after, int) else str(after)
+
+
+# -- in each process ------------------------------------------------------------------------------------------------
+
+
+def _stream() -> int:
+    """Return the stream of this thread; a thread of autograd uses that of the forward: see foreign_backward.py."""
+    is_of_autograd = threading.current_thread().name == "foreign backward"
+    return threading.main_thread().ident or 0 if is_of_autograd else threading.get_ident()
+
+
+class Engine:
+    """The connection of a process to the hub."""
+
+    def __init__(self, rank: int, address: str) -> None:
+        self.rank, self.connection, self.lock = rank, Client(address), threading.Lock()
+        self.connection.send(rank)
+        self.ids, self.works, self.failure = count(1), dict[int, Work](), ("", "")
+        self.groups: set[NcclRules] = set()
+        self.comms: set[Any] = set()
+        self.names: Counter[str] = Counter()
+        threading.Thread(target=self.read, name="nccl_rules reader", daemon=True).start()
+
+    def tell(self, kind: str, content: Any) -> None:
+        with self.lock, suppress(OSError):
+            self.connection.send_bytes(pickle.dumps((kind, content)))
+
+    def read(self) -> None:
+        with suppress(EOFError, OSError, TypeError):
+            while True:
+                kind, *content = pickle.loads(self.connection.recv_bytes())
+                if kind == "done":
+                    self.works.pop(content[0]).complete(content[1])
+                else:
+                    self.break_down(*content)
+        self.break_down("remote", "NCCL: a remote process has exited: rank 0, which has the hub.")
+
+    def break_down(self, kind: str, text: str) -> None:
+        self.failure = self.failure if self.failure[0] else (kind, text)
+        for work in [*self.works.values()]:
+            work.complete({})
+
+    def raise_failure(self) -> None:
+        kind, text = self.failure
+        if kind:
+            _violate(text, RuleError if kind == "rules" else dist.DistBackendError)
+
+    def block(self, work: Work, timeout: timedelta) -> None:
+        """Wait for an operation; only the main thread's waits are reasons for deadlocks."""
+        if not work.event.wait(QUIET / 2):
+            is_main = _stream() == threading.main_thread().ident
+            if is_main:
+                self.tell("block", work.op.id)
+            in_time = work.event.wait(timeout.total_seconds())
+            if is_main:
+                self.tell("go on", None)
+            if not in_time:
+                text = f"Watchdog caught collective operation timeout: {work.op} ran for {timeout}."
+                _violate(text, dist.DistBackendError)
+        if work.results is None or self.failure[0]:
+            self.raise_failure()
+
+    def close(self, group: NcclRules) -> None:
+        self.groups.discard(group)
+        if not self.groups:
+            self.tell("leave", None)  # the hub closes the connection, which ends the reader
+
+
+def _array(x: Tensor) -> np.ndarray[Any, Any]:
+    """Return the bytes of a contiguous tensor; writes to them are not seen by autograd, as NCCL's are not."""
+    return x.detach().reshape(-1).view(torch.uint8).numpy() if x.numel() else np.empty(0, np.uint8)
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    return _array(x).tobytes()
+
+
+class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class that torch lets Python derive from
+    """An operation that was started."""
+
+    def __init__(self, group: NcclRules, op: Op, inputs: Sequence[Tensor], outputs: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.group, self.op, self.event, self.stream = group, op, threading.Event(), _stream()
+        self.results: dict[int, bytes] | None = None
+        self.inputs, self.outputs = inputs, outputs
+        self.is_held = _state["held"] is not None
+        if self.is_held:
+            _state["held"].append(self)
+        for x in outputs.values():
+            _array(x)[...] = 0xFF
+        self.digests = [zlib.crc32(_array(x)) for x in (*inputs, *outputs.values())]
+
+    def complete(self, results: dict[int, bytes]) -> None:
+        self.results = results
+        self.event.set()
+
+    def is_completed(self) -> bool:
+        counts["polls"] += 1
+        is_completed = self.event.is_set() and not self.is_held
+        if is_completed:
+            self._check()
+        return is_completed
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout:
+            counts["host syncs"] += 1
+            _violate(f"wait({timeout}) blocks the host until {self.op} has completed; call wait().")
+        if _stream() != self.stream:
+            _violate(f"{self.op} was started in one thread and is waited for in another, which has other streams.")
+        counts["waits"] += 1
+        if not self.is_held:
+            self.finish()
+        return True
+
+    def finish(self) -> None:
+        """Block until it has completed, and write the results."""
+        self.group.engine.block(self, self.group.timeout)
+        self._check()
+        results = self.results or {}
+        for i, x in self.outputs.items():
+            _array(x)[...] = np.frombuffer(results[i], np.uint8)
+        self.inputs, self.outputs, self.digests = (), {}, []
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def _check(self) -> None:
+        """Raise if an input, or a result, has changed since the start."""
+        for x, digest in zip((*self.inputs, *self.outputs.values()), self.digests, strict=True):
+            if zlib.crc32(_array(x)) != digest:
+                _violate(f"{self.op}: a tensor {[*x.shape]} was written between start and wait.")
+
+
+_DTYPES = [
+    "int8",
+    "uint8",
+    "bool",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+]
+DTYPES = {getattr(torch, name) for name in _DTYPES}
+"""The dtypes of torch's map for NCCL."""
+
+
+def _check_tensors(xs: Sequence[Tensor]) -> None:
+    for x in xs:
+        if x.device.type != "cpu" or x.untyped_storage() in _hosts:
+            _violate("No backend type associated with device type cpu: NCCL takes tensors of GPUs.")
+        if x.dtype not in DTYPES:
+            _violate(f"Input tensor data type is not supported for NCCL process group: {x.dtype}")
+        if not x.is_contiguous() or x.is_sparse:
+            _violate("Tensors must be contiguous")
+
+
+def _reduction(op: Any, dtype: torch.dtype) -> str:
+    name = str(op.op if hasattr(op, "op") else op).split(".")[-1]
+    if name not in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") or (name == "AVG" and dtype == torch.bool):
+        _violate(f"Cannot use ReduceOp.{name} with NCCL")
+    if "float8" in str(dtype):
+        _violate("Unsupported Float8 type for NCCL reduction")
+    return "MAX" if dtype == torch.bool and name == "SUM" else name
+
+
+class NcclRules(dist.ProcessGroup):
+    """A group; ranks in messages to the hub are those of the world."""
+
+    def __init__(self, engine: Engine, name: str, members: tuple[int, ...], timeout: timedelta) -> None:
+        super().__init__(members.index(engine.rank), len(members))
+        self.engine, self.name, self.members, self.timeout = engine, name, members, timeout
+        engine.names[name] += 1
+        self.label = name if engine.names[name] == 1 else f"{name}#{engine.names[name]}"
+        self.is_eager = os.environ.get("NCCL_RULES_EAGER") == "1"
+        self.batch: list[tuple[int, Tensor, bool]] | None = None
+        engine.groups.add(self)
+        if self.is_eager:
+            self.meet("", members)
+
+    @property
+    def group_name(self) -> str:
+        return self.name
+
+    def getBackendName(self) -> str:
+        return "nccl_rules"
+
+    def meet(self, channel: str, members: tuple[int, ...]) -> tuple[str, str]:
+        """Make a communicator, at its first use: the host waits for all its ranks."""
+        comm = (self.label, channel)
+        if comm not in self.engine.comms:
+            counts["rendezvous"] += 1
+            op = Op(next(self.engine.ids), self.engine.rank, comm, members, "rendezvous")
+            work = self.post(op, [], {})
+            work.is_held = False
+            work.finish()
+            self.engine.comms.add(comm)
+        return comm
+
+    def post(self, op: Op, inputs: Sequence[Tensor], outputs: dict[int, Tensor]) -> Work:
+        self.engine.raise_failure()
+        work = self.engine.works[op.id] = Work(self, op, inputs, outputs)
+        self.engine.tell("post", op)
+        return work
+
+    def launch(
+        self,
+        name: str,
+        signature: tuple[Any, ...],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        rows: Sequence[Tensor] | None = None,
+    ) -> Work:
+        """Start a collective; `rows` are the parts of the inputs, if they are not the inputs themselves."""
+        _check_tensors([*inputs, *outputs])
+        if self.batch is not None:
+            _violate(f"{name} in a batch of messages")
+        comm = self.meet("", self.members)
+        counts[name] += 1
+        counts["launches"] += 1
+        data = [_bytes_of(x) for x in (inputs if rows is None else rows)]
+        sizes = [x.nbytes for x in outputs]
+        op = Op(next(self.engine.ids), self.engine.rank, comm, self.members, name, signature, data, sizes)
+        in_place = {x.data_ptr() for x in outputs}
+        return self.post(op, [x for x in inputs if x.data_ptr() not in in_place], dict(enumerate(outputs)))
+
+    # -- collectives ------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        reduction = _reduction(opts.reduceOp if opts else dist.ReduceOp.SUM, tensors[0].dtype)
+        sizes = [x.numel() for x in tensors]
+        return self.launch("all_reduce", (tensors[0].dtype, reduction, *sizes), tensors, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        signature = tensors[0].dtype, _reduction(opts.reduceOp, tensors[0].dtype), tensors[0].numel(), opts.rootRank
+        return self.launch("reduce", signature, tensors, tensors if self.rank() == opts.rootRank else [])
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        signature = tensors[0].dtype, tensors[0].numel(), opts.rootRank
+        return self.launch("broadcast", signature, tensors if self.rank() == opts.rootRank else [], tensors)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        return self.launch("all_gather", (inputs[0].dtype, inputs[0].numel()), inputs, outputs[0])
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        if output.numel() != input.numel() * self.size():
+            _violate("output tensor size must be equal to world_size times input tensor size")
+        _check_tensors([output, input])
+        return self.allgather(
+            [[*output.view(-1).chunk(self.size())] if output.numel() else [output] * self.size()], [input]
+        )
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        _check_tensors([output, input])
+        rows = [*input.view(-1).chunk(self.size())] if input.numel() else [input] * self.size()
+        return self._reduce_scatter(output, [input], rows, opts)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
+        return self._reduce_scatter(outputs[0], inputs[0], inputs[0], opts)
+
+    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], rows: Sequence[Tensor], opts: Any) -> Work:
+        if sum([x.numel() for x in inputs]) != output.numel() * self.size():
+            _violate("input tensor must be the same size as output size times world size")
+        reduction = _reduction(opts.reduceOp if opts else dist.ReduceOp.SUM, output.dtype)
+        return self.launch("reduce_scatter", (output.dtype, reduction, output.numel()), inputs, [output], rows)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+    ) -> Work:
+        _check_tensors([output, input])
+        parts = [_split(x, sizes, self.size()) for x, sizes in ((output, output_sizes), (input, input_sizes))]
+        return self.launch("all_to_all", (input.dtype,), [input], parts[0], parts[1])
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        return self.launch("all_to_all", (inputs[0].dtype,), inputs, outputs)
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+        signature = outputs[0].dtype, outputs[0].numel(), opts.rootRank
+        return self.launch("scatter", signature, inputs[0] if inputs else [], outputs)
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
+        signature = inputs[0].dtype, inputs[0].numel(), opts.rootRank
+        return self.launch("gather", signature, inputs, outputs[0] if outputs else [])
+
+    def barrier(self, opts: Any = None) -> Work:
+        counts["host syncs"] += 1
+        return self.allreduce([torch.ones(1)])
+
+    # torch's older names
+    _allgather_base = allgather_into_tensor = all_gather_single
+    _reduce_scatter_base = reduce_scatter_tensor = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Work | None:
+        return self._message(tensors[0], to, True)
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work | None:
+        return self._message(tensors[0], source, False)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
+        _violate("ProcessGroupNCCL does not support recvAnysource")
+
+    def _message(self, x: Tensor, peer: int, is_send: bool) -> Work | None:
+        _check_tensors([x])
+        if self.batch is not None:
+            self.batch.append((peer, x, is_send))
+            return None
+        if peer == self.rank():
+            _violate("Cannot send to or receive from itself outside a batch: it would wait for itself.")
+        return self._messages([(peer, x, is_send)], is_batch=False)
+
+    def _messages(self, messages: Sequence[tuple[int, Tensor, bool]], *, is_batch: bool) -> Work:
+        channel, members = "", self.members
+        if not (is_batch or self.is_eager):
+            members = tuple(sorted([self.engine.rank, self.members[messages[0][0]]]))
+            channel = f"pair {members}"
+        comm = self.meet(channel, members)
+        counts.update(["send" if is_send else "receive" for *_, is_send in messages])
+        counts["launches"] += 1
+        coded = [(self.members[to], x.nbytes, _bytes_of(x) if is_send else None) for to, x, is_send in messages]
+        op = Op(next(self.engine.ids), self.engine.rank, comm, members, "messages", messages=coded)
+        received = {i: x for i, (_, x, is_send) in enumerate(messages) if not is_send}
+        return self.post(op, [x for _, x, is_send in messages if is_send], received)
+
+    def start_batch(self) -> None:
+        """Collect sends and receives."""
+        self.batch = []
+
+    def end_batch(self) -> Work:
+        """Start what was collected, as one operation of the group."""
+        messages, self.batch = self.batch or [], None
+        return self._messages(messages, is_batch=True)
+
+    # -- leaving ----------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Wait for all operations of the group, as NCCL does."""
+        try:
+            for work in [work for work in [*self.engine.works.values()] if work.group is self]:
+                self.engine.block(work, self.timeout)
+        finally:
+            self.engine.close(self)
+
+    def abort(self) -> None:
+        """End all operations of the group, whose waits raise."""
+        counts["aborts"] += 1
+        self.engine.break_down("remote", "NCCL communicator was aborted")
+        self.engine.close(self)
+
+
+def _split(x: Tensor, sizes: Sequence[int], n: int) -> list[Tensor]:
+    """Split the first dim in parts of these sizes, or in equal ones."""
+    if not sizes and x.shape[0] % n:
+        _violate("Tensor's dim 0 does not divide equally across group size")
+    if sizes and sum(sizes) != x.shape[0]:
+        _violate("Split sizes doesn't match total dim 0 size")
+    ends = [*accumulate(sizes or [x.shape[0] // n] * n)]
+    return [x[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _create(options: Any, _: Any = None) -> NcclRules:
+    members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    if not dist.is_initialized():
+        if options.group_rank == 0:
+            options.store.set("nccl_rules", Hub(options.group_size).listener.address)
+        _state["engine"] = Engine(options.group_rank, options.store.get("nccl_rules").decode())
+    return NcclRules(_state["engine"], options.group_id, members, options.timeout)
+
+
+class Ruled:
+    """A function that raises if it has broken a rule, even where the error was suppressed.
+
+    A process that receives it imports this module, which registers the backend.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        violations.clear()
+        result = self.function(*args, **kwargs)
+        if violations:
+            raise RuleError("\n".join(["Suppressed errors:", *violations]))
+        return result
+
+    def __reduce__(self) -> tuple[type[Ruled], tuple[Callable[..., Any]]]:
+        return Ruled, (self.function,)
+
+
+_batch_by_torch = dist.batch_isend_irecv
+
+
+def _batch_isend_irecv(ops: list[dist.P2POp]) -> list[dist.Work]:
+    """Batch messages as for NCCL; torch does so for its own classes only."""
+    group: Any = ops[0].group or dist.group.WORLD
+    if not isinstance(group, NcclRules):
+        return _batch_by_torch(ops)
+    group.start_batch()
+    for op in ops:
+        peer = {"group_dst" if op.op is dist.isend else "group_src": op.group_peer}
+        op.op(op.tensor, group=group, tag=op.tag, **peer)
+    return [group.end_batch()]
+
+
+dist.batch_isend_irecv = _batch_isend_irecv
+dist.Backend.register_backend("nccl_rules", _create, extended_api=True, devices=["cpu"])

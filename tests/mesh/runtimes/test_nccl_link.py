@@ -1,0 +1,252 @@
+"""Collectives on a backend with streams: what the host waits for, on which stream buffers lie, and what stays alive."""
+
+import threading
+from contextlib import contextmanager
+from runpy import run_path
+from types import SimpleNamespace
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fshard as fs
+from fshard import P
+from fshard.mesh.collectives.moves import AllGather
+from fshard.mesh.reshard.execute import go, plan_reshard
+from fshard.mesh.runtimes import native, process
+from fshard.mesh.runtimes.link import GroupLink
+from fshard.mesh.spmd.scope import require
+from fshard.source import call_site
+from fshard.testing.processes import run_processes
+from tests.mesh.runtimes import nccl_rules
+from tests.mesh.runtimes.test_process import each_collective, extremes
+
+
+class Work:
+    """An operation that completes on `release`; it records the arguments and the thread of each wait."""
+
+    def __init__(self):
+        self.is_released, self.waits = False, []
+
+    def wait(self, *args):
+        self.waits.append((args, threading.get_ident()))
+
+    def is_completed(self):
+        return self.is_released
+
+    def release(self):
+        self.is_released = True
+
+
+@pytest.fixture
+def works(monkeypatch):
+    """The operations that a process of a mesh `d` of two starts, over a backend that only records them."""
+    started = []
+
+    def start(*args, **kwargs):
+        started.append(Work())
+        return started[-1]
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    for name in ("all_reduce", "broadcast", "all_to_all_single"):
+        monkeypatch.setattr(dist, name, start)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda messages: [start() for _ in messages])
+    for name in ("_all_gather", "_reduce_scatter"):
+        monkeypatch.setattr(native, name, start)
+    yield started
+    process.leave(waiting=False)
+
+
+def run(main):
+    return fs.run(main, mesh=fs.make_mesh({"d": 2}, runtime="process", device="cpu"))[0]
+
+
+def test_collectives_start_before_any_completes_and_block_no_host(works):
+    x = torch.ones(4, 2)
+
+    def main():
+        handles = [
+            fs.psum.start(x, "d"),
+            fs.broadcast.start(x, "d", source=1),
+            fs.all_gather.start([x, x], "d"),
+            fs.psum_scatter.start(x, "d"),
+            fs.all_to_all.start(x, "d"),
+            fs.ppermute.start(x, "d", [(0, 1), (1, 0)]),
+            fs.pmin.start(x.int(), "d"),
+        ]
+        started = len(works)
+        for work in works:
+            work.release()
+        fs.psum.start(x, "d").wait()  # begins another, which advances whatever can be advanced
+        assert not any(work.waits for work in works[:-1])
+        for handle in reversed(handles):
+            handle.wait()
+        return started
+
+    assert run(main) == 8
+    assert [work.waits for work in works] == [[((), threading.get_ident())]] * 9
+
+
+def test_sends_end_when_the_device_has_read_the_buffer(works):
+    def main():
+        group = require("test").group("d", "test")
+        link, operations = group.world.add((0, 1), dist.group.WORLD), group.world._operations
+        work, buffer = Work(), torch.ones(2)
+
+        def wire(x):
+            yield [work]
+            return x
+
+        operations.start(link, wire(buffer), SimpleNamespace(is_send=True, move=None))
+        reference = ref(buffer)
+        del buffer
+        assert not operations.advance() and reference() is not None
+        work.release()
+        assert operations.advance() and not work.waits and reference() is None
+
+    run(main)
+
+
+class Stream:
+    """A stream of a device, by name; it records what it waits for."""
+
+    def __init__(self, name):
+        self.name, self.device, self.waited = name, torch.device("cuda", 0), []
+
+    def wait_stream(self, other):
+        self.waited.append(other.name)
+
+
+def test_waiter_on_another_stream_waits_for_the_stream_of_the_start(works, monkeypatch):
+    current, recorded, steps = [Stream("start")], [], []
+
+    @contextmanager
+    def stream(entered):
+        current.append(entered)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: recorded.append((x.shape, stream.name)))
+    monkeypatch.setattr(Work, "wait", lambda self: steps.append(current[-1].name))
+    other = Stream("other")
+
+    def main():
+        handles = [fs.all_gather.start([torch.ones(2), torch.ones(3)], "d") for _ in range(2)]
+        handles[0].wait()
+        assert not recorded
+        with stream(other):
+            handles[1].wait()
+
+    run(main)
+    assert steps == ["start", "start"] and other.waited == ["start"]
+    assert recorded == [((4,), "other"), ((6,), "other")]
+
+
+def test_started_reductions_keep_only_packed_gradients(works):
+    def main():
+        mesh = fs.make_mesh({"d": 2}, runtime="process")
+        summands, shards = fs.Layout(mesh, P(unreduced="d")), fs.Layout(mesh, P.flat("d"))
+        for after in (shards, fs.Layout(mesh, P())):
+            gs = [torch.ones(3), torch.ones(2, 2)]
+            ways = [plan_reshard(summands, after, tuple(g.shape)) for g in gs]
+            alive = [ref(g) for g in gs]
+            finish = go(gs, ways, call_site(), ahead=True)
+            del gs
+            assert [g() for g in alive] == [None, None]
+            assert [y.numel() for y in finish()] == ([2, 2] if after is shards else [3, 4])
+        leaves = {"a": torch.ones(3), "b": torch.ones(2)}
+        alive = [ref(leaf) for leaf in leaves.values()]
+        handle = fs.psum.start(leaves, "d")
+        del leaves
+        assert [leaf() for leaf in alive] == [None, None]
+        handle.wait()
+
+    run(main)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_result_of_a_gather_is_freed_once_it_is_unpacked(works, monkeypatch, count):
+    references = []
+
+    def gather(call, x, move):
+        rows = x.new_empty(call.n, x.numel())
+        references.append(ref(rows))
+        yield [Work()]
+        return rows
+
+    monkeypatch.setitem(native.WIRES, "gather", gather)
+
+    def main():
+        group = require("test").group("d", "test")
+        pending = group.world.start(AllGather(1), (torch.ones(2, 2),) * count, group, call_site())
+        full = pending.wait()
+        assert references[0]() is None and [y.shape for y in full] == [(2, 4)] * count
+
+    run(main)
+
+
+def under_rules_of_nccl():
+    """Run each collective, then one again while nothing completes; count what the host has waited for."""
+    mesh = fs.make_mesh({"d": 2}, device="cpu")
+    values = fs.run(lambda: (each_collective(), extremes()), mesh=mesh)[0]
+
+    def held():
+        started = sum(nccl_rules.counts[name] for name in ("launches", "waits"))
+        handles = [fs.all_gather.start([torch.ones(3), torch.ones(2)], "d"), fs.psum.start(torch.ones(3), "d")]
+        handles += [fs.broadcast.start(torch.ones(3), "d", source=0), fs.pmax.start(torch.ones(3), "d")]
+        for handle in reversed(handles):
+            handle.wait()
+        return sum(nccl_rules.counts[name] for name in ("launches", "waits")) - started
+
+    nccl_rules.hold()
+    count = fs.run(held, mesh=mesh)[0]
+    nccl_rules.release()
+    return *values, count, nccl_rules.counts["host syncs"], nccl_rules.violations
+
+
+def test_collectives_obey_the_rules_of_nccl():
+    results = run_processes(under_rules_of_nccl, 2, environment={"FSHARD_BACKEND": "nccl_rules"})
+    expected = fs.run(lambda: (each_collective(), extremes()), mesh=fs.make_mesh({"d": 2}))
+    for (values, texts, *counts), (expected_values, expected_texts) in zip(results, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(values, expected_values, strict=True))
+        assert texts == expected_texts and counts == [10, 0, []]
+
+
+def test_leaves_on_host_and_device_use_different_buffers_and_links(works):
+    xs = [torch.ones(1), torch.ones(2, device="meta"), torch.ones(3)]
+    sizes = []
+
+    def reduce(call, x, move):
+        sizes.append(x.numel())
+        yield []
+        return 2 * x
+
+    def main():
+        group = require("test").group("d", "test")
+        group.world.device_type = "meta"
+        group.world._hosts[0, 1] = GroupLink(dist.group.WORLD, 0, 2, {"reduce": reduce})
+        return fs.psum(xs, "d")
+
+    ys = run(main)
+    assert [(y.shape, y.device) for y in ys] == [(x.shape, x.device) for x in xs]
+    assert sizes == [4] and len(works) == 1 and torch.equal(ys[2], 2 * xs[2])
+
+
+@pytest.mark.parametrize("names", [{}, {"all_gather_single": 1, "reduce_scatter_single": 2}])
+def test_native_wires_take_new_and_old_names_of_torch(monkeypatch, names):
+    for new, old in (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    ):
+        monkeypatch.delattr(dist, new, raising=False)
+        monkeypatch.setattr(dist, old, old)
+    for name, function in names.items():
+        monkeypatch.setattr(dist, name, function, raising=False)
+    loaded = run_path(native.__file__)
+    expected = (1, 2) if names else ("all_gather_into_tensor", "reduce_scatter_tensor")
+    assert (loaded["_all_gather"], loaded["_reduce_scatter"]) == expected

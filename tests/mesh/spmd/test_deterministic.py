@@ -1,0 +1,125 @@
+"""Reproducible mode: sums over devices in one tree on every runtime, and the settings that CUDA needs."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fshard as fs
+from fshard import P
+from fshard.mesh.runtimes import native
+from fshard.mesh.runtimes.link import GroupLink
+from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.mesh.spmd.deterministic import CUDA_SETTINGS, deterministic
+
+N = 4
+SUMMANDS = torch.tensor([1e8, 1.0, -1e8, 1.0, 1e8, 3.0, -1e8, 0.1])
+
+
+def summands(count, dtype, index):
+    """What a device adds: numbers whose sum depends on the order in which they are added."""
+    xs = torch.stack([SUMMANDS.roll(index + i % 5)[0] * (1 + i % 3) for i in range(count)]) if count else torch.ones(0)
+    return (xs / 1e4 if dtype is torch.float16 else xs).to(dtype)
+
+
+def sums():
+    """Sum numbers of several dtypes and counts, some of which the devices do not share evenly."""
+    index, found = fs.axis_index("d"), []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int16):
+        for count in (0, 1, 5, 8, 4000):
+            x = summands(count, dtype, index)
+            found.append(fs.psum(x, "d"))
+            if not dtype.is_complex:
+                found.append(fs.pmax(x, "d"))
+            if count % N == 0:
+                found.append(fs.psum_scatter(x, "d"))
+    return found
+
+
+def step(stage, mesh):
+    """Return the parameters after a reproducible step whose gradients are summands."""
+    params = {"w": torch.zeros(10), "v": torch.zeros(3)}
+    params = fs.shard_params(params, fs.fsdp("d") if stage == 3 else P(), mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="d", stage=stage)
+    run = fs.train_step(
+        lambda p, x: (p["w"] * x).sum() + (p["v"] * x[:, :3]).sum(),
+        opt,
+        mesh=mesh,
+        batch=P("d"),
+        reproducible=True,
+        slices=8,
+    )
+    params, _, metrics = run(params, opt.init(params), SUMMANDS[:, None] * torch.arange(1.0, 11.0))
+    return [*fs.unshard(params).values(), metrics["loss"], metrics["grad_norm"]]
+
+
+def everything(mesh):
+    with deterministic(True, "cpu"):
+        collectives = fs.run(sums, mesh=mesh)
+    return collectives, [step(stage, mesh) for stage in (0, 3)]
+
+
+def over_native():
+    """Do it by the wires for NCCL."""
+    mesh = fs.make_mesh({"d": N})
+    world, members = ProcessWorld.of(mesh), tuple(range(N))
+    before = world._links.pop(members, None)
+    world.scopes.clear()  # they cache fast paths
+    world._links[members] = GroupLink(dist.group.WORLD, dist.get_rank(), N, native.WIRES)
+    try:
+        (collectives,), steps = everything(mesh)
+        return collectives, steps
+    finally:
+        del world._links[members]
+        world.scopes.clear()
+        if before is not None:
+            world._links[members] = before
+
+
+@pytest.mark.parametrize("link", ["gloo"], indirect=True)
+def test_native_sums_in_reproducible_mode_have_the_bits_of_virtual_ones(four):
+    collectives, steps = everything(fs.make_mesh({"d": N}))
+    for index, (own, own_steps) in enumerate(four.run(over_native)):
+        for x, y in zip(own, collectives[index], strict=True):
+            assert x.dtype == y.dtype and x.equal(y)
+        for found, expected in zip(own_steps, steps, strict=True):
+            assert all(x.equal(y) for x, y in zip(found, expected, strict=True))
+
+
+# -- CUDA ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    """Restore the settings of the process after a test."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    owners = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    names = (
+        "benchmark",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+        "fp32_precision",
+    )
+    before = [(owner, name, getattr(owner, name)) for owner in owners for name in names if hasattr(owner, name)]
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cudnn.benchmark = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    for owner, name, value in before:
+        setattr(owner, name, value)
+
+
+def test_cuda_settings_are_required_until_the_lines_of_the_error_are_run(unset):
+    for line in CUDA_SETTINGS:
+        with (
+            pytest.raises(ValueError, match="CUDA kernels must be deterministic") as error,
+            deterministic(True, "cuda"),
+        ):
+            pass
+        assert line in str(error.value)
+        exec(line, {"os": os, "torch": torch})
+        assert CUDA_SETTINGS[line]()
+    with deterministic(True, "cuda"):
+        pass

@@ -1,0 +1,53 @@
+"""The messages of a device: in which memory their tensors and headers lie. The meta device stands for a GPU."""
+
+from collections import deque
+from types import SimpleNamespace
+
+import torch
+
+from fshard.pipeline.execution.mailbox import Mailbox
+from fshard.pipeline.execution.route import Message, Wire
+from fshard.pipeline.schedule.actions import Kind
+from fshard.source import call_site
+
+
+class Line:
+    """A world of two devices whose messages are put into a queue; it records on what device each was expected."""
+
+    def __init__(self):
+        self.messages, self.received = deque(), []
+
+    def current(self):
+        return self
+
+    def lane(self, *args):
+        return None
+
+    def send(self, xs, group, to, site):
+        self.messages.append(xs)
+
+    def receive(self, likes, group, source, site):
+        self.received.append([x.device.type for x in likes])
+        return SimpleNamespace(wait=self.messages.popleft)
+
+
+def test_headers_and_host_tensors_stay_in_host_memory():
+    line, messages = Line(), [Message(Kind.F, Wire(0, 1), microbatch) for microbatch in range(2)]
+    boxes = [
+        Mailbox(
+            SimpleNamespace(index=index, world=line),
+            call_site(),
+            torch.device("meta"),
+            {1 - index: messages * index},
+            ["key", "key"],
+            {},
+        )
+        for index in range(2)
+    ]
+    tree = (torch.ones(3), torch.empty(2, device="meta"), torch.zeros(1), "word")
+    for message in messages:
+        boxes[0].send(message, 1, tree)
+        x, y, z, word = boxes[1].receive(message, 0)
+        assert (x.tolist(), y.shape, y.is_meta, z.tolist(), word) == ([1.0] * 3, (2,), True, [0.0], "word")
+    header, buffers = [["cpu"], ["cpu"]], [["cpu", "cpu"], ["meta"]]
+    assert line.received == header + 2 * buffers

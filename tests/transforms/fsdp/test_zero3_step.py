@@ -1,0 +1,122 @@
+"""A ZeRO-3 step as the device sees it: what is launched before anything completes, and the bytes that are alive."""
+
+import weakref
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fshard as fs
+from fshard import P
+from fshard.mesh.layout.sharded import flatten_shards
+from tests.mesh.runtimes import echo
+
+N, UNITS, SIZE = 4, 6, 32
+LEAF = SIZE * SIZE * 4
+UNIT, SHARD = 2 * LEAF, 2 * LEAF // N
+
+
+class Block(torch.nn.Module):
+    """A unit of two leaves; its activations are smaller than a leaf's shard."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.randn(SIZE, SIZE)) for _ in range(2))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.a) @ self.b
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes alive at a time, of memory of at least the size of a leaf's shard."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.most, self.storages = 0, {}
+        self.note(tensors)
+
+    def note(self, tree):
+        for x in tree_leaves(tree):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self.storages[storage._cdata] = weakref.ref(storage)
+
+    def sample(self):
+        """Count: FSDP2 frees memory by setting its size to 0."""
+        sizes = [storage.nbytes() for known in self.storages.values() if (storage := known()) is not None]
+        self.most = max(self.most, sum(size for size in sizes if size >= LEAF // N))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.sample()
+        result = func(*args, **(kwargs or {}))
+        self.note((args, kwargs, result))
+        self.sample()
+        return result
+
+
+def zero3(**options):
+    """Return a training step of stage 3 with its arguments, after two steps."""
+    mesh = fs.make_mesh({"data": N}, runtime="process", device="cpu")
+    apply, params, _ = fs.functionalize(torch.nn.Sequential(*[Block() for _ in range(UNITS)]))
+    params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.sgd(0.1), mesh=mesh, axis="data", stage=3)
+    step = fs.train_step(lambda p, x: apply(p, {}, x)[0].sum(), opt, mesh=mesh, batch=P("data"), donate=True, **options)
+    state, batch = opt.init(params), fs.device_put(torch.ones(N, SIZE), fs.Layout(mesh, P("data")))
+    for _ in range(2):
+        params, state, _ = step(params, state, batch)
+    echo.forget()
+    return step, params, state, batch
+
+
+@pytest.fixture
+def alone():
+    with echo.echoing(N):
+        yield
+
+
+def test_step_launches_everything_before_anything_completes(alone):
+    """What the host reads of tensors is tested in `test_host_syncs`."""
+    step, params, state, batch = zero3()
+    step(params, state, batch)
+    names = [work.name for work in echo.works]
+    forward, backward, end = names[:UNITS], names[UNITS:-2], names[-2:]
+    assert forward == ["all_gather"] * UNITS
+    assert sorted(backward) == ["all_gather"] * (UNITS - 2) + ["reduce_scatter"] * UNITS  # two units were kept
+    assert end == ["all_reduce"] * 2  # the loss, the norm
+    assert echo.blocking == []
+    assert not any(work.is_completed() for work in echo.works)
+
+
+def peak(**options):
+    """Return the most bytes of a step beyond the shards of parameters."""
+    step, params, state, batch = zero3(**options)
+    with LiveBytes(flatten_shards((params, state, batch))[0]) as live:
+        step(params, state, batch)
+    return live.most - UNITS * SHARD
+
+
+def fsdp2_peak():
+    """Return the same for FSDP2."""
+    mesh = init_device_mesh("cpu", (N,))
+    model = torch.nn.Sequential(*[Block() for _ in range(UNITS)])
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    for _ in range(3):
+        model.zero_grad()
+        with LiveBytes([x.to_local() for x in model.parameters()]) as live:
+            model(torch.ones(1, SIZE)).sum().backward()
+    return live.most - UNITS * SHARD
+
+
+@pytest.mark.parametrize(("prefetch", "in_flight"), [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)])
+def test_peak_is_two_units_and_those_prefetched_and_packed(alone, prefetch, in_flight):
+    """At its last gradient a unit has its parameters and gradients; later ones are prefetched, earlier ones packed."""
+    reduced = UNITS - 1 - prefetch if in_flight else UNITS
+    assert peak(prefetch=prefetch, in_flight=in_flight) == (2 + prefetch + in_flight) * UNIT + reduced * SHARD
+
+
+def test_peak_of_one_reduction_in_flight_is_that_of_fsdp2(alone):
+    assert peak(prefetch=1, in_flight=1) == fsdp2_peak()
