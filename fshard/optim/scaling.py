@@ -9,13 +9,10 @@ The number of shards that are not finite is summed over the mesh before any devi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from fshard.mesh.layout import PyTree
-from fshard.mesh.layout.host_copies import start_read
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, conditional
 from fshard.optim.leaves import Leaves, count_from_zero, each_shard, shards_of
@@ -79,12 +76,11 @@ def loss_scaled(
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
         scale, finite, patience = float(state["scale"]), int(state["finite"]) + 1, int(state["patience"])
-        are_finite = start_all_finite(grads)
-        unscaled = each_shard(lambda x: (x.float() if x.dtype.itemsize == 2 else x) / scale, grads)
-        if not are_finite():  # the host waits, and the device divides meanwhile
+        if not all_finite(grads):
             if patience > 1:
                 return False, None, entries(scale, 0, patience - 1, state["skipped"] + 1)
             return False, None, entries(max(scale * backoff, smallest), 0, 1, state["skipped"] + 1)
+        unscaled = each_shard(lambda x: (x.float() if x.dtype.itemsize == 2 else x) / scale, grads)
         if finite >= interval:
             return True, unscaled, entries(min(scale * growth, largest), 0, hysteresis, state["skipped"])
         return True, unscaled, entries(scale, finite, patience, state["skipped"])
@@ -126,28 +122,23 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
     return conditional(opt, lambda params: {"skipped": count_from_zero()}, decide)
 
 
+@torch.no_grad()
 def all_finite(tree: PyTree) -> bool:
     """Return True if every element of a tree is finite, on all devices; the result is equal on all devices.
 
     >>> all_finite([torch.ones(2), None]), all_finite([torch.ones(2), torch.tensor(torch.nan)])
     (True, False)
     """
-    return start_all_finite(tree)()
-
-
-@torch.no_grad()
-def start_all_finite(tree: PyTree) -> Callable[[], bool]:
-    """Start `all_finite`; return the function that waits for the result and returns it."""
     at = Leaves.of(tree)
     check_summable("all_finite", at)
     leaves = [leaf for leaf in at.leaves if leaf is not None]
     if not leaves:
-        return lambda: True
+        return True
     near = shards_of(leaves[0])[0].device
 
     def count(places: Places) -> Tensor:
         found = largest_each([shards_of(leaves[i])[at] for i, at in places], near)
         return (~found.isfinite()).sum(0, keepdim=True).double()
 
-    read = start_read([sum_over_mesh(leaves, count)()])
-    return lambda: (total := read()[0]).is_meta or not total.any().item()
+    total = sum_over_mesh(leaves, count)()
+    return total.is_meta or not total.any().item()

@@ -116,7 +116,7 @@ class SliceTurn(NamedTuple):
 
     @property
     def weight(self) -> Count:
-        """Its weight; the host waits for it if a device computes it."""
+        """Its weight."""
         return self.counts()[self.turn]
 
 
@@ -230,7 +230,7 @@ class DeviceStep:
         with self.running(number), slice_state(idle=not slice.rows):
             loss, buffers, aux = self._forward(slice)
             self.agree_on_axes(loss.device)
-            count = turn.weight  # after the forward is launched
+            count = turn.weight  # where the host waits, behind a forward that is launched
             share = count.share if self.how.slices is None else 1.0  # else sums are weighted, in 32 bits
             start = self.begin_backward(loss, share, keep, idle=not count.weight)
             if loss.requires_grad:
@@ -400,38 +400,32 @@ def slice_turns(
 ) -> list[SliceTurn]:
     """Return the slices of the device at index `place`, with their weights; `group` are the devices with the others."""
     slices = batch.slices(place, count, apart=how.slices is not None)
-    counts = start_counts(how, batch, slices, group, site)
+    weight = how.weight
+    weights = [] if weight is None else [torch.stack([weight_of(weight(batch.tree(one.leaves))) for one in slices])]
+    read = start_read(weights)
+    counts = cache(lambda: counts_of(how, batch, slices, read(), group, site))
     first = 0 if group is None else group.index * count
     return [SliceTurn(slice, turn, first + turn, counts) for turn, slice in enumerate(slices)]
 
 
-def start_counts(
-    how: StepOptions, batch: Batch, slices: list[Slice], group: Group | None, site: Site
-) -> Callable[[], list[Count]]:
-    """Start computing the weights of a device's slices, and return the function that returns them.
-
-    `group`: the devices that have the others.
-    """
+def counts_of(
+    how: StepOptions, batch: Batch, slices: list[Slice], given: list[Tensor], group: Group | None, site: Site
+) -> list[Count]:
+    """Return the weights of a device's slices, `given` or their rows; `group` are the devices that have the others."""
     rows = [slice.rows for slice in slices]
-    if how.weight is None:
+    if not given:
         total = batch.total(len(slices)) if how.slices is None else 1
-        return lambda: [Count(float(each), each / total) for each in rows]
-    read = start_read([torch.stack([weight_of(how.weight(batch.tree(slice.leaves))) for slice in slices])])
-
-    @cache
-    def counts() -> list[Count]:
-        (found,) = read()
-        if found.is_meta:
-            return [Count(1.0, 1.0)] * len(slices)
-        weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]
-        refuse_weights(weights)
-        if how.slices is not None:
-            return [Count(weight, weight) for weight in weights]
-        (sums,) = summed((on_host([sum(weights)], found.device),), group, site)
-        total = nonzero_weight(sums.item())
-        return [Count(weight, weight / total) for weight in weights]
-
-    return counts
+        return [Count(float(each), each / total) for each in rows]
+    (found,) = given
+    if found.is_meta:
+        return [Count(1.0, 1.0)] * len(slices)
+    weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]
+    refuse_weights(weights)
+    if how.slices is not None:
+        return [Count(weight, weight) for weight in weights]
+    (sums,) = summed((on_host([sum(weights)], found.device),), group, site)
+    total = nonzero_weight(sums.item())
+    return [Count(weight, weight / total) for weight in weights]
 
 
 def one_loss(how: StepOptions, loss: Any, slice: Slice) -> Tensor:

@@ -9,11 +9,10 @@ There is no pool: torch keeps freed pinned memory, and reuses it only after the 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from threading import get_ident
-from typing import cast
+from typing import Any
 from weakref import ref
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 RUNNING, AHEAD = 2, 4
 """The copies to the host that run at a time, and those back that start before they are needed."""
+_thread: Any = threading.local()
 
 
 def is_on_host(x: Tensor) -> bool:
@@ -33,7 +33,7 @@ def host_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
 
 
-def start_read(xs: Sequence[Tensor], into: Iterable[Tensor] | None = None) -> Callable[[], list[Tensor]]:
+def start_read(xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Callable[[], list[Tensor]]:
     """Start copying tensors to the host; return the function that waits for the copies and returns them."""
     copies = [x if is_on_host(x) else host_like(x) for x in xs] if into is None else [*into]
     for x, copy in zip(xs, copies, strict=True):
@@ -59,12 +59,18 @@ class HostCopy:
 
     def __init__(self, x: Tensor) -> None:
         self._device, self._values, self._fetched, self._is_used = x.device, host_like(x), None, False
-        self._stream = stream = _CopyStream.of(x.device, get_ident())
-        while len(stream.running) >= RUNNING:
-            stream.running.popleft().wait()
-        self._event = stream.copy(x, self._values)
-        stream.running.append(self._event)
-        self._previous, stream.last = stream.last, cast("ref[HostCopy]", ref(self))
+        self._event = _copy(x, self._values)
+        self._previous, _thread.last = getattr(_thread, "last", None), ref(self)
+        for copy in self._before(1 + RUNNING)[RUNNING:]:
+            copy.wait()
+
+    def _before(self, count: int) -> list[HostCopy]:
+        """Return this copy and those started before it."""
+        copy, copies = self, list[HostCopy]()
+        while copy is not None and len(copies) < count:
+            copies.append(copy)
+            copy = copy._previous and copy._previous()
+        return copies
 
     def wait(self) -> None:
         """Let the device wait for the copy: from now on it may write to the tensor."""
@@ -72,39 +78,28 @@ class HostCopy:
 
     def get(self) -> Tensor:
         """Return the tensor on its device."""
-        self._is_used, copy = False, self
-        for _ in range(1 + AHEAD):
-            copy = copy and copy._fetch()
-        self._event.wait()
-        x, self._fetched, self._is_used = cast(Tensor, self._fetched), None, True
+        self._is_used = False
+        for copy in self._before(1 + AHEAD):
+            if copy._fetched is None and not copy._is_used:
+                copy._fetched = torch.empty_like(copy._values, device=copy._device)
+                copy._event = _copy(copy._values, copy._fetched)
+        self.wait()
+        x, self._fetched, self._is_used = self._fetched, None, True
+        assert x is not None
         return x
 
-    def _fetch(self) -> HostCopy | None:
-        """Start the copy back, unless it was needed already; return the copy before this one."""
-        if self._fetched is None and not self._is_used:
-            self._fetched = torch.empty_like(self._values, device=self._device)
-            self._event = self._stream.copy(self._values, self._fetched)
-        return self._previous and self._previous()
+
+def _copy(source: Tensor, target: Tensor) -> torch.Event:
+    """Copy after what the current stream has so far; return the event of the end."""
+    x = target if is_on_host(source) else source
+    stream = _copy_stream(x.device)
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    x.record_stream(stream)  # its memory is not reused before
+    return stream.record_event()
 
 
-class _CopyStream:
-    """The stream for copies of a thread: the copies to the host that run, and the last one."""
-
-    last: ref[HostCopy] | None = None
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream, self.running = torch.cuda.Stream(device), deque[torch.Event]()
-
-    @staticmethod
-    @lru_cache
-    def of(device: torch.device, thread: int) -> _CopyStream:
-        return _CopyStream(device)
-
-    def copy(self, source: Tensor, target: Tensor) -> torch.Event:
-        """Copy after what the current stream has so far; return the event of the end."""
-        x = target if is_on_host(source) else source
-        self.stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-        x.record_stream(self.stream)  # its memory is not reused before
-        return self.stream.record_event()
+@lru_cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
