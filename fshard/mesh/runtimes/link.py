@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -56,19 +55,7 @@ class CallInfo:
     is made only for an error.
     """
 
-    __slots__ = (
-        "_dtype",
-        "_shapes",
-        "_stamp",
-        "began",
-        "group",
-        "is_send",
-        "meeting",
-        "move",
-        "peer",
-        "purpose",
-        "site",
-    )
+    __slots__ = ("_dtype", "_shapes", "_stamp", "group", "is_send", "meeting", "move", "peer", "purpose", "site")
     meeting: tuple[str, tuple[int, ...]]  # on groups of torch.distributed: its name on all processes, and their ranks
 
     def __init__(
@@ -85,7 +72,6 @@ class CallInfo:
         self._dtype, self._shapes = xs[0].dtype, tuple([x.shape for x in xs])
         self.purpose: Purpose = purpose()
         self._stamp: int | None = None
-        self.began = time.monotonic()
 
     def __str__(self) -> str:
         return f"{self.signature} (processes {list(self.group.members)}) at {self.site}"

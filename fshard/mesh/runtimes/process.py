@@ -13,10 +13,12 @@ import os
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,13 +30,12 @@ from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessErro
 from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.deadline import Deadline, abort_groups
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
 from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link, NcclLink
 from fshard.mesh.runtimes.message_links import MessageLinks, ring
 from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
-from fshard.mesh.runtimes.watch import Watch, watching
+from fshard.mesh.runtimes.watch import Watch, open_store, watching
 from fshard.mesh.shared_memory import large
 from fshard.mesh.shared_memory.direct import Direct
 from fshard.mesh.shared_memory.fast_path import FastPath, MessageLane
@@ -84,12 +85,14 @@ class ProcessWorld:
         self._hosts: dict[tuple[int, ...], Link] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._messages: MessageLinks | None = None
-        self._deadline: Deadline | None = None
+        self._has_left, self._store = Event(), open_store()
+        if not self._staged and self.device_type == "cuda":
+            context = torch.cuda.current_stream(), self._store, self._has_left
+            Thread(target=self._operations.end_hangs, args=context, name="fshard-hangs", daemon=True).start()
         if not self._staged:
-            self._deadline = Deadline(self._operations, self.device_type)
             make_unbound = partial(self.make_group, tuple(range(dist.get_world_size())), backend=self.backend)
             self._messages = MessageLinks(self.rank, self.device_type, make_unbound)
-        self._has_failed = False
+        self.has_failed = False
         self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch: Watch | None = None
         if watching():
@@ -99,7 +102,7 @@ class ProcessWorld:
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:
         """Return the world of a mesh; `make_mesh` joined it."""
-        world: ProcessWorld | None = _state["world"]
+        world = _state["world"]
         if world is not None and world._operations.error is not None:
             raise world._operations.error
         if world is None or not dist.is_initialized():
@@ -233,13 +236,11 @@ class ProcessWorld:
 
     def part(self, group: Group, error: BaseException) -> None:
         """Leave a group in which others may wait for this process."""
-        self._has_failed = True
-        failure = f"process {self.rank} has failed: {type(error).__name__}: {error}"
-        if self._deadline is not None:
-            self._deadline.stop(failure)
-        elif group.size > 1 and self.near(group.members):
+        self.has_failed = True
+        if group.size > 1 and self.near(group.members):
             known = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
-            self.link(group).fail(error if known else MismatchError(failure))
+            failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
+            self.link(group).fail(error if known else MismatchError(failed))
 
     def finish(self, waiting: bool) -> None:
         """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
@@ -248,24 +249,19 @@ class ProcessWorld:
             calls += self._operations.finish_sends() + self._neighbours.unreceived()
         if self._watch is not None:
             self._watch.finished()
-        if self._deadline is not None:
-            self._has_failed |= not waiting
-            self._deadline.stop(f"process {self.rank} has failed or left" if self._has_failed else None)
+        self._has_left.set()
+        self.has_failed |= not waiting
+        if self.has_failed and not self._staged:
+            with suppress(RuntimeError):  # the process with the store has failed
+                self._store.compare_set("failure", "", f"Process {self.rank} has failed: look for its own error.")
         self._neighbours.close()
         self._messages = None
         groups = (self._links, self._hosts, self._groups)
         for held in (self._to_itself, self._operations.in_progress, *groups, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
-        if calls and not self._has_failed:
-            self._has_failed = True
+        if calls and not self.has_failed:
+            self.has_failed = True
             raise MismatchError("\n  ".join(["Messages were sent but never received:", *sorted({*map(str, calls)})]))
-
-    def disconnect(self) -> None:
-        """Leave all groups; after a failure without waiting for calls that other processes may never make."""
-        if self._has_failed and self._deadline is not None:
-            abort_groups()
-        else:
-            dist.destroy_process_group()
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -302,7 +298,8 @@ class ProcessWorld:
         if self._staged:
             calm_gloo_threads()
         else:
-            self.warm_up(pg)
+            # A first call that some members do not make, such as a batch of messages, would hang.
+            dist.all_reduce(torch.zeros(1, device=self.device_type), group=pg)
         return link
 
     def axis_group(self, members: tuple[int, ...]) -> Any:
@@ -331,10 +328,6 @@ class ProcessWorld:
             world.bound_device_id = gpu
         _C10D._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(members)}
         return pg
-
-    def warm_up(self, pg: Any) -> None:
-        """Connect the members of a group: a first call that some of them do not make would hang on NCCL."""
-        dist.all_reduce(torch.zeros(1, device=self.device_type), group=pg)
 
     def near(self, members: tuple[int, ...]) -> bool:
         """Return True if all these processes are on this machine."""
@@ -371,14 +364,10 @@ def _split(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
 
 def join(device_type: str, timeout: float | None) -> ProcessWorld:
     """Join the world of processes, or return the one that this process is in."""
-    world: ProcessWorld | None = _state["world"]
-    if world is not None and dist.is_initialized():
-        if device_type == "cuda" and world.device_type == "cpu":
-            raise MeshError(
-                'device must be "cpu"; got "cuda", but these processes have joined for a mesh with device="cpu", over '
-                f'{world.backend}. Make a mesh with device="cuda" first.'
-            )
-        return world
+    if _state["world"] is not None and dist.is_initialized():
+        if device_type == "cuda" and _state["world"].device_type == "cpu":
+            raise MeshError('device must be "cpu"; got "cuda" after a mesh of CPUs. Make the mesh of GPUs first.')
+        return _state["world"]
     limit = time_limit(timeout)
     if not dist.is_initialized():
         import_module("torch.distributed.nn.functional")  # torch.func.grad imports it, and then it would keep the group
@@ -398,7 +387,8 @@ def leave(*, waiting: bool = True) -> None:
         try:
             world.finish(waiting)
         finally:
-            world.disconnect()
+            hangs = world.has_failed and world.backend != "gloo"  # in calls that the others may never make
+            (_C10D._abort_process_group if hangs else dist.destroy_process_group)()
 
 
 def _leave_at_exit() -> None:

@@ -50,6 +50,7 @@ def works(monkeypatch):
         return started[-1]
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    fs.make_mesh({"d": 2}, runtime="process", device="cpu")  # connects its groups
     for name in ("all_reduce", "broadcast", "all_to_all_single"):
         monkeypatch.setattr(dist, name, start)
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda messages: [start() for _ in messages])
