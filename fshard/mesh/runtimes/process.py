@@ -32,7 +32,7 @@ from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
 from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link, NcclLink
-from fshard.mesh.runtimes.message_links import MessageLinks, ring
+from fshard.mesh.runtimes.message_links import MessageLinks
 from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.watch import Watch, open_store, watching
@@ -139,12 +139,16 @@ class ProcessWorld:
                 return self._operations.start(link, wire, call, lambda _: results, verify)
         packed = [move.pack(x, n) for x in xs]
         widths = [one.shape[-1] for one in packed]
-        buffer, device = packed[0] if len(xs) == 1 else torch.cat(packed, dim=-1), packed[0].device
-        if self._staged and not buffer.is_cpu:
-            buffer = buffer.cpu()
-        is_on_device = self._staged or buffer.device.type == self.device_type
-        link = self.link(group) if is_on_device else self.host_link(group)
-        wire = link.begin(move, buffer.contiguous(), call)
+        device = packed[0].device
+        link = self.link(group) if self._staged or device.type == self.device_type else self.host_link(group)
+        if len(xs) == 1:
+            buffer = packed[0].contiguous()
+        elif move.wire == "gather" and isinstance(link, NcclLink):
+            buffer = packed[0].new_empty(n, sum(widths))  # gathered in place
+            torch.cat(packed, out=buffer[group.index])
+        else:
+            buffer = torch.cat(packed, dim=-1)
+        wire = link.begin(move, buffer.cpu() if self._staged else buffer, call)
         unpack = partial(_unpack, move, [x.shape for x in xs], device, widths, n)  # so `xs` may be freed
         return self._operations.start(link, wire, call, unpack, verify)
 
@@ -169,7 +173,7 @@ class ProcessWorld:
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
         """Send tensors as one buffer, which is kept alive until it is sent."""
-        call = CallInfo(None, xs, group, site, is_send=True, peer=to)
+        call = CallInfo(None, xs, group, site, is_send=True)
         if self._watch is not None:
             self._watch.sent(call, to)
         if to == group.index:
@@ -177,12 +181,12 @@ class ProcessWorld:
             return
         if self._staged and not xs[0].is_cpu:
             xs = tuple(x.cpu() for x in xs)
-        link, index = self._message_link(call, xs[0].device)
+        link, index = self._message_link(group, to, xs[0].device, is_send=True)
         self._operations.start(link, link.send(xs, index, call), call)
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
         """Start receiving tensors like these, as one buffer."""
-        call = CallInfo(None, likes, group, site, peer=source)
+        call = CallInfo(None, likes, group, site)
         verify = None if self._watch is None else partial(self._watch.expect, call, source)
         if source == group.index:
             if verify is not None:
@@ -190,7 +194,7 @@ class ProcessWorld:
             return Done(self._from_itself(call))
         size, device = sum([like.numel() for like in likes]), "cpu" if self._staged else likes[0].device
         make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
-        link, index = self._message_link(call, likes[0].device)
+        link, index = self._message_link(group, source, likes[0].device)
         return self._operations.start(link, link.receive(make, index, call), call, partial(_split, likes), verify)
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
@@ -198,11 +202,14 @@ class ProcessWorld:
         if self._messages is not None:
             self._messages.connect(members, pairs)
 
-    def _message_link(self, call: CallInfo, device: torch.device) -> tuple[Link, int]:
+    def _message_link(
+        self, group: Group, peer: int, device: torch.device, *, is_send: bool = False
+    ) -> tuple[Link, int]:
         """Return the link of a message in the memory of a device, and the index of its other end in the link."""
         if self._messages is not None and device.type == self.device_type:
-            return self._messages.link(call.route), call.group.members[call.peer]
-        return self.link(call.group) if self._staged else self.host_link(call.group), call.peer
+            rank = group.members[peer]
+            return self._messages.link(*((self.rank, rank) if is_send else (rank, self.rank))), rank
+        return self.link(group) if self._staged else self.host_link(group), peer
 
     def _from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
@@ -435,7 +442,8 @@ def use_groups(mesh: Mesh, known: DeviceMesh) -> None:
         pg: Any = known.get_group(axis)
         if isinstance(pg, dist.ProcessGroup) and not world.near(members := tuple(dist.get_process_group_ranks(pg))):
             world.add(members, pg)
-            world.connect(members, ring(len(members)))
+            n = len(members)
+            world.connect(members, {(i, (i + step) % n) for i in range(n) for step in (1, -1)})  # a ring
 
 
 def calm_gloo_threads() -> None:

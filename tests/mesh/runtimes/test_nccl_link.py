@@ -170,12 +170,26 @@ def test_started_reductions_keep_only_packed_gradients(works):
     run(main)
 
 
+def test_several_tensors_are_packed_into_the_row_that_is_gathered(works, monkeypatch):
+    offsets = []
+
+    def gather(rows, x, *args, **kwargs):
+        offsets.append((rows.numel(), x.numel(), x.data_ptr() - rows.data_ptr()))
+        return Work()
+
+    monkeypatch.setattr(native, "_all_gather", gather)
+    shards, lengths = run(lambda: fs.all_gather([torch.ones(3), torch.ones(0), torch.ones(2, 2)], "d")), [3, 0, 4]
+    assert offsets == [(56, 28, 0)]
+    assert [y.view(2, -1)[0].tolist() for y in shards] == [[1.0] * length for length in lengths]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_result_of_a_gather_is_freed_once_it_is_unpacked(works, monkeypatch, count):
     references = []
 
     def gather(call, x, move):
-        rows = x.new_empty(call.n, x.numel())
+        rows = x.view(call.n, -1) if x.ndim == 2 else x.new_empty(call.n, x.numel())
+        del x
         references.append(ref(rows))
         yield [Work()]
         return rows
