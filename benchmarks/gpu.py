@@ -7,6 +7,7 @@
 
     bf16, masters    a GPT and fused AdamW; all in bf16, or float32 masters of which bf16 copies compute
     features         what recomputation, offload, loss scaling, ... cost beside stage 3
+    reproducible     what the mode costs: the deterministic kernels of CUDA are chosen for this part
     wires            bus bandwidth of collectives, against plain torch.distributed
     pipeline         against torch.distributed.pipelining
     checkpoints      bytes a second, and how long a save in the background stops training, against DCP
@@ -57,6 +58,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fshard as fs
 from fshard import P
+from fshard.mesh.spmd.deterministic import CUDA_SETTINGS
 
 SIZES = {
     "350m": Gpt(width=1024, heads=16, depth=24, vocabulary=50304, length=1024, sequences=8),
@@ -206,6 +208,9 @@ TABLES: dict[str, Variants] = {
         "fp16": partial(fshard, 3, optimizer=fs.optim.loss_scaled, precision="fp16"),
         "clip": partial(fshard, 3, optimizer=partial(fs.optim.chain, fs.optim.clip_by_global_norm(1.0))),
         "accumulate 2": partial(fshard, 3, accumulate=2),
+    },
+    "reproducible": {
+        "fshard 3": partial(fshard, 3),
         "reproducible 0": partial(fshard, 0, reproducible=True),
         "reproducible 3": partial(fshard, 3, reproducible=True),
     },
@@ -422,6 +427,7 @@ def checkpoints(task: Task, rounds: int) -> Rows:
 
 
 PARTS: dict[str, Callable[[Task, int], Rows]] = {"wires": wires, "pipeline": pipeline, "checkpoints": checkpoints}
+ALL = ["bf16", "masters", "features", *PARTS, "reproducible"]  # the last, since its settings stay
 
 # -- the program ---------------------------------------------------------------------------------------------------
 
@@ -436,11 +442,18 @@ def join(device: str) -> fs.Mesh:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29611",
         }
-    if device == "cuda":  # one attention kernel for all
+    if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.backends.cuda.enable_math_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
     return fs.make_mesh({"data": int(os.environ["WORLD_SIZE"])}, device=device)
+
+
+def choose_deterministic_kernels(device: str) -> None:
+    """Make the settings that reproducible mode requires of a program on CUDA; they stay."""
+    for line in CUDA_SETTINGS if device == "cuda" else ():
+        exec(line)
 
 
 def machine(device: str) -> dict[str, str]:
@@ -466,7 +479,7 @@ def show(console: Console, title: str, rows: Rows) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=[*TABLES, *PARTS])
+    parser.add_argument("parts", nargs="*", default=ALL)
     parser.add_argument("--smoke", action="store_true", help="only see that everything runs")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--size", choices=SIZES, default="350m")
@@ -475,8 +488,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compile the loss functions of plain and fshard")
     parser.add_argument("--json", help="a file for all numbers")
     chosen = parser.parse_args()
-    if unknown := set(chosen.parts) - {*TABLES, *PARTS}:
-        parser.error(f"{', '.join(sorted(unknown))}: none of {', '.join([*TABLES, *PARTS])}")
+    if unknown := set(chosen.parts) - {*ALL}:
+        parser.error(f"{', '.join(sorted(unknown))}: none of {', '.join(ALL)}")
     if chosen.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"no GPU is here for --device {chosen.device}; --device cpu --size tiny shows that it runs")
     mesh = join(chosen.device)
@@ -490,6 +503,8 @@ def main() -> None:
     for part in chosen.parts:
         task = Task(SIZES[chosen.size], mesh, "bf16" if part == "bf16" else "masters", chosen.compile)
         measure = PARTS.get(part)
+        if part == "reproducible":
+            choose_deterministic_kernels(chosen.device)
         if measure is None:
             names = chosen.only or TABLES[part]
             measure = partial(steps, {name: make for name, make in TABLES[part].items() if name in names})

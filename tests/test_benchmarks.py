@@ -46,7 +46,7 @@ def gpu_benchmark(*argument_lists):
 def test_gpu_benchmark_runs_on_a_cpu():
     """Processes of gloo, tiny sizes: every part, and the checks of --smoke."""
     variants = ["--only", "ddp", "fully_shard", "fshard 3", "reproducible 0", "reproducible 3"]
-    parts = ["masters", "features", "wires", "pipeline", "checkpoints", *variants]
+    parts = ["masters", "reproducible", "wires", "pipeline", "checkpoints", *variants]
     (numbers, _), (_, smoke) = run_processes(gpu_benchmark, 2, parts, ["--smoke"], timeout=300)[0]
     assert list(numbers["masters"]) == ["ddp", "fully_shard", "fshard 3"]
     assert {"ms", "host ms", "tokens/s", "launches", "syncs", "exposed ms"} <= numbers["masters"]["fshard 3"].keys()
