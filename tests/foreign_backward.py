@@ -83,8 +83,8 @@ class Foreign:
     """A function that installs the engine first, in whatever process it is called."""
 
     def __init__(self, function):
+        update_wrapper(self, function)  # also copies attributes
         self.function = function
-        update_wrapper(self, function)
 
     def __call__(self, *args, **kwargs):
         install()

@@ -1,5 +1,7 @@
 """Branches that depend on the data: devices that use different parameters, or the same in another order."""
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.testing.processes import Processes
+from fshard.testing.processes import Processes, run_processes
 
 EXPERTS = 4
 
@@ -230,10 +232,29 @@ def reused_on_processes():
     return [gradients(3, 2, REUSED, reused, **options) for options in PREFETCHES[:3]]
 
 
-def test_use_of_an_unsharded_unit_on_one_device_keeps_the_prefetches_of_all(two):
-    """Such a use needs no communication, so it may depend on the data: units are prefetched alike, as is their order."""
-    for options in PREFETCHES:
-        assert_serial(gradients(3, 2, REUSED, reused, **options), REUSED, reused)
-    for found in two.run(reused_on_processes):
+@pytest.mark.parametrize("options", PREFETCHES, ids=str)
+def test_use_of_an_unsharded_unit_on_one_device_keeps_the_prefetches_of_all(options):
+    """Such a use needs no communication, so it may depend on the data."""
+    assert_serial(gradients(3, 2, REUSED, reused, **options), REUSED, reused)
+
+
+def by_order(steps):
+    """Run steps on a transport that pairs collectives by their order alone; return the errors of wrong ones."""
+    importlib.import_module("tests.mesh.runtimes.nccl_rules")
+    found = reused_on_processes()
+    return found, [refused(codes, [[0b1111, 0b1111]] * 2) for codes in steps]
+
+
+WRONG = {"0": [[0b0100, 0b1000]], "1": [[0b0100, 0b1000], [0b0001, 0b1111]]}
+"""Codes of wrong steps by FSHARD_CHECK. Without it the second, where sizes differ, would wait for the time-out."""
+
+
+@pytest.mark.parametrize("check", WRONG)
+def test_branches_on_a_transport_without_tags_are_equal_or_raise(check):
+    environment = {"FSHARD_BACKEND": "nccl_rules", "FSHARD_CHECK": check}
+    for found, errors in run_processes(by_order, 2, WRONG[check], environment=environment):
         for steps in found:
             assert_serial(steps, REUSED, reused)
+        assert len(errors) == len(WRONG[check])
+        for kind, notes in errors:
+            assert kind == "MismatchError" and "An all-gather needs all devices." in notes

@@ -287,10 +287,10 @@ def meet_all(device_type: str, limit: timedelta) -> None:
         store, rank, world = _meet(f"tcp://{host}:{here.port}", here.rank, here.world, limit)
         store.set_timeout(limit)
         backend = _backend(device_type, PrefixStore(f"meeting {next(_meetings)}", store), world, here)
-        default, device = PrefixStore("default_pg", store), None
-        if "nccl" in backend.split(":"):
-            device = torch.device("cuda", torch.cuda.current_device())  # communicators are made at once, and shared
-        dist.init_process_group(backend, store=default, rank=rank, world_size=world, timeout=limit, device_id=device)
+        default = PrefixStore("default_pg", store)
+        gpu = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+        backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend  # gloo is for tensors in host memory
+        dist.init_process_group(backend, store=default, rank=rank, world_size=world, timeout=limit, device_id=gpu)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise MeshError(
             f"Process {here.rank} of {here.world}, started by {here.by}, did not meet the others at {here.address}, port "
@@ -326,26 +326,21 @@ def time_limit(seconds: float | None) -> timedelta:
     raise MeshError(f"{name} must be a positive number of seconds, or inf for no limit; got {value!r}.")
 
 
-NCCL = "cpu:gloo,cuda:nccl"
-"""NCCL, with gloo for tensors in host memory."""
-
-
 def _backend(device_type: str, store: Any, world: int, here: ProcessInfo) -> str:
     """Return NCCL if every process has a GPU to itself; it refuses to share one.
 
     FSHARD_BACKEND names another backend of torch.distributed, for tests and experiments.
     """
     if backend := os.environ.get("FSHARD_BACKEND"):
-        return NCCL if backend == "nccl" else backend
+        return backend
     if device_type != "cuda" or not dist.is_nccl_available():
         return "gloo"
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     if each_its_own(gpu, store, world):
-        return NCCL
+        return "nccl"
     warnings.warn(
-        f"Several processes share a GPU, so they communicate over gloo, through host memory. Process {here.rank} of "
-        f"{world} has local rank {here.local_rank}, and GPU {torch.cuda.current_device()} of {torch.cuda.device_count()}. "
-        "Start at most one process for each GPU; if the local rank is not right, export LOCAL_RANK.",
+        f"Several processes share a GPU, so they communicate over gloo, through host memory. Process {here.rank} has local "
+        f"rank {here.local_rank} and GPU {torch.cuda.current_device()}. If that is not meant, export LOCAL_RANK.",
         stacklevel=4,
     )
     return "gloo"

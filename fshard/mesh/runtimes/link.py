@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import finalize
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -52,40 +52,18 @@ CALL = (1 << 32) - 1
 
 
 class CallInfo:
-    """A collective, or a message (`move` is None) to or from the device at index `peer`: as a stamp, and as text, which
-    is made only for an error.
-    """
+    """A collective, or a message (`move` is None): as a stamp, and as text, which is made only for an error."""
 
-    __slots__ = (
-        "_dtype",
-        "_shapes",
-        "_stamp",
-        "began",
-        "group",
-        "is_send",
-        "meeting",
-        "move",
-        "peer",
-        "purpose",
-        "site",
-    )
+    __slots__ = ("_dtype", "_shapes", "_stamp", "group", "is_send", "meeting", "move", "purpose", "site")
     meeting: tuple[str, tuple[int, ...]]  # on groups of torch.distributed: its name on all processes, and their ranks
 
     def __init__(
-        self,
-        move: Wired | None,
-        xs: tuple[Tensor, ...],
-        group: Group,
-        site: Site,
-        *,
-        is_send: bool = False,
-        peer: int = 0,
+        self, move: Wired | None, xs: tuple[Tensor, ...], group: Group, site: Site, *, is_send: bool = False
     ) -> None:
-        self.move, self.group, self.site, self.is_send, self.peer = move, group, site, is_send, peer
+        self.move, self.group, self.site, self.is_send = move, group, site, is_send
         self._dtype, self._shapes = xs[0].dtype, tuple([x.shape for x in xs])
         self.purpose: Purpose = purpose()
         self._stamp: int | None = None
-        self.began = time.monotonic()
 
     def __str__(self) -> str:
         return f"{self.signature} (processes {list(self.group.members)}) at {self.site}"
@@ -97,12 +75,6 @@ class CallInfo:
         dtype = str(self._dtype).removeprefix("torch.")
         shapes = ", ".join(f"{dtype}{list(shape)}" for shape in self._shapes)
         return f"{name} of {shapes}{self.site.given} over {'+'.join(self.group.axes)}"
-
-    @property
-    def route(self) -> tuple[int, int]:
-        """The ranks that send and receive a message."""
-        rank, other = self.group.members[self.group.index], self.group.members[self.peer]
-        return (rank, other) if self.is_send else (other, rank)
 
     @property
     def stamp(self) -> int:
@@ -247,8 +219,9 @@ class GroupLink:
         return into
 
     def _tag(self, peer: int, call: CallInfo) -> int:
-        number = next(self._messages[peer, call.is_send])
-        call.meeting = f"{self.pg.group_name}/{call.route}/{number}", call.route
+        number, ranks = next(self._messages[peer, call.is_send]), dist.get_process_group_ranks(self.pg)
+        route = (ranks[self.index], ranks[peer]) if call.is_send else (ranks[peer], ranks[self.index])
+        call.meeting = f"{self.pg.group_name}/{route}/{number}", route
         return MESSAGE_TAG + number * (_STAMP + 1) + (call.stamp & _STAMP)
 
     def wait(self, needs: Sequence[Any], timeout: timedelta, advance: Callable[[], bool]) -> None:

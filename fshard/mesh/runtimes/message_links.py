@@ -21,18 +21,9 @@ from torch.distributed import ProcessGroup
 from fshard.mesh.runtimes.link import NcclLink
 
 
-def direction(route: tuple[int, int]) -> str:
-    """Return the direction of messages between two ranks, of the sender and the receiver."""
-    return "up" if route[1] > route[0] else "down"
-
-
-def ring(n: int) -> set[tuple[int, int]]:
-    """Return the pairs of neighbours in a ring, in both orders.
-
-    >>> sorted(ring(3))
-    [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
-    """
-    return {(i, (i + step) % n) for i in range(n) for step in (1, -1)}
+def direction(sender: int, receiver: int) -> str:
+    """Return the direction of messages between two ranks."""
+    return "up" if receiver > sender else "down"
 
 
 class MessageLinks:
@@ -44,21 +35,20 @@ class MessageLinks:
         self._links = {name: NcclLink(pg, rank, pg.size(), {}) for name, pg in groups.items()}
         self._connected: set[tuple[int, int]] = set()
 
-    def link(self, route: tuple[int, int]) -> NcclLink:
-        """Return the link of the messages between two ranks."""
-        return self._links[direction(route)]
+    def link(self, sender: int, receiver: int) -> NcclLink:
+        """Return the link of the messages from one rank to another."""
+        return self._links[direction(sender, receiver)]
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
-        """Send a byte between members, from index to index, where none has been sent. Both ends of a pair call it.
+        """Send a byte between members, from index to index, unless one has been sent. Both ends of a pair call it.
 
         NCCL connects two ranks in their first call, which blocks the host until the other end makes its own: if all
-        members of a ring send before they receive, none would. The order of pairs is the same on all ranks, and begins
-        with disjoint ones.
+        members of a ring send before they receive, none would. All ranks take pairs in one order, disjoint ones first.
         """
         for pair in sorted(pairs, key=lambda pair: (min(pair) % 2, *sorted(pair), pair)):
             sender, receiver = route = members[pair[0]], members[pair[1]]
             if self._rank in route and sender != receiver and route not in self._connected:
                 self._connected.add(route)
-                byte, pg = torch.zeros(1, dtype=torch.uint8, device=self._device_type), self.link(route).pg
+                byte, pg = torch.zeros(1, dtype=torch.uint8, device=self._device_type), self.link(*route).pg
                 work = pg.send([byte], receiver, 0) if self._rank == sender else pg.recv([byte], sender, 0)
                 work.wait()

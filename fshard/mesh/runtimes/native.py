@@ -72,12 +72,11 @@ def _float_extreme(call: GroupCall, x: Tensor, move: Extreme) -> Wire:
 
 
 def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """All-gather. (elements,) -> (n, elements)"""
-    result = x.new_empty(call.n, x.numel())
-    row = result[call.index].copy_(x)  # in place: the packed shards are not kept beside the result
-    del x
-    yield [_all_gather(result.view(-1).view(torch.uint8), row.view(torch.uint8), call.pg, async_op=True)]
-    return result
+    """All-gather. (elements,), or in place (n, elements) with this process's row -> (n, elements)"""
+    rows = x if x.ndim == 2 else x.new_empty(call.n, x.numel())
+    shard = x[call.index] if x.ndim == 2 else x
+    yield [_all_gather(rows.view(-1).view(torch.uint8), shard.view(torch.uint8), call.pg, async_op=True)]
+    return rows
 
 
 def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:

@@ -6,6 +6,8 @@ be waited for in any order.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,13 +16,14 @@ from threading import Event, Lock
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.runtimes.link import CallInfo, GroupLink, Link, NcclLink, Wire
 from fshard.mesh.runtimes.watch import compare_failed
 
-LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed")
+LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed", "remote process")
 """Error texts of backends for a lost peer."""
 
 UNLIMITED = timedelta(days=30)
@@ -35,8 +38,8 @@ class Operations:
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
         self.in_progress: dict[Operation, None] = {}
-        self.recent: deque[CallInfo] = deque(maxlen=64)
-        self.error: FshardError | None = None  # after it no call can end
+        self.recent: deque[tuple[float, CallInfo]] = deque(maxlen=64)
+        self.error: FshardError | None = None
 
     def start(
         self,
@@ -50,9 +53,7 @@ class Operations:
 
         `unpack` makes the results. `verify` raises, before the result is waited for, unless all make the same call.
         """
-        if self.error is not None:
-            raise self.error
-        self.recent.append(call)
+        self.recent.append((time.monotonic(), call))
         self.hand_over()
         operation = Operation(self, link, wire, call, unpack, verify)
         self.in_progress[operation] = None
@@ -80,6 +81,29 @@ class Operations:
             with suppress(RuntimeError, FshardError):
                 operation.wait()
         return [operation.call for operation in sends if not operation.is_done]
+
+    def end_hangs(self, stream: Any, store: Any, stopped: Event) -> None:
+        """Mark a compute stream every second, until stopped: on NCCL the host waits for no call, so none could raise.
+
+        If it does not reach a mark within nine tenths of the time limit (then NCCL's watchdog would end the process), or
+        another process has failed, write the calls since the mark before to stderr, and abort the groups: kernels that
+        wait for other processes end, and the next call raises.
+        """
+        limit = 0.9 * self.timeout.total_seconds()
+        since, marked, mark = 0.0, time.monotonic(), stream.record_event()
+        with suppress(dist.DistError):  # the process with the store has ended
+            while self.error is None and not stopped.wait(min(1.0, limit / 20)):
+                if store.check(["failure"]):
+                    self.error = LostProcessError(store.get("failure").decode())
+                elif mark.query():
+                    since, marked, mark = marked, time.monotonic(), stream.record_event()
+                elif time.monotonic() - marked > limit:
+                    self.error = CollectiveTimeoutError(f"A call did not end within {limit:g} s.")
+        if self.error is not None:
+            calls = [f"\n  {call}" for began, call in [*self.recent] if began >= since]
+            sys.stderr.write(f"fshard: {self.error} Calls that may not have ended:{''.join(calls)}\n")
+            groups: Any = dist.distributed_c10d
+            groups._abort_process_group()
 
     def fail(self, error: BaseException, link: Link, call: CallInfo) -> NoReturn:
         """Leave a group, and raise with a description of the call: a time-out or a lost peer is an error of its own."""
@@ -162,14 +186,10 @@ class Operation:
                 self._run()
         if self._ended is not None:
             self._ended.wait(self._all.timeout.total_seconds() if self.call.is_send else None)
-        if error := self._error or self._all.error:
-            raise error
+        if self._error is not None:
+            raise self._error
         result, self._result = self._result, None  # freed as soon as it is unpacked
         return self._unpack(result)
-
-    def has_arrived(self) -> bool:
-        """Return True if what it waits for is complete."""
-        return all(work.is_completed() for work in self._needs)
 
     def hand_over(self) -> None:
         """Give it to its link's helper, if that has one; unless a thread waits for it already."""

@@ -13,10 +13,12 @@ import os
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,13 +30,12 @@ from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessErro
 from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.deadline import Deadline, abort_groups
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
 from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link, NcclLink
-from fshard.mesh.runtimes.message_links import MessageLinks, ring
+from fshard.mesh.runtimes.message_links import MessageLinks
 from fshard.mesh.runtimes.operations import Operations
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
-from fshard.mesh.runtimes.watch import Watch, watching
+from fshard.mesh.runtimes.watch import Watch, open_store, watching
 from fshard.mesh.shared_memory import large
 from fshard.mesh.shared_memory.direct import Direct
 from fshard.mesh.shared_memory.fast_path import FastPath, MessageLane
@@ -84,12 +85,14 @@ class ProcessWorld:
         self._hosts: dict[tuple[int, ...], Link] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._messages: MessageLinks | None = None
-        self._deadline: Deadline | None = None
+        self._has_left, self._store = Event(), open_store()
+        if not self._staged and self.device_type == "cuda":
+            context = torch.cuda.current_stream(), self._store, self._has_left
+            Thread(target=self._operations.end_hangs, args=context, name="fshard-hangs", daemon=True).start()
         if not self._staged:
-            self._deadline = Deadline(self._operations, self.device_type)
             make_unbound = partial(self.make_group, tuple(range(dist.get_world_size())), backend=self.backend)
             self._messages = MessageLinks(self.rank, self.device_type, make_unbound)
-        self._has_failed = False
+        self.has_failed = False
         self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch: Watch | None = None
         if watching():
@@ -99,7 +102,7 @@ class ProcessWorld:
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:
         """Return the world of a mesh; `make_mesh` joined it."""
-        world: ProcessWorld | None = _state["world"]
+        world = _state["world"]
         if world is not None and world._operations.error is not None:
             raise world._operations.error
         if world is None or not dist.is_initialized():
@@ -136,12 +139,16 @@ class ProcessWorld:
                 return self._operations.start(link, wire, call, lambda _: results, verify)
         packed = [move.pack(x, n) for x in xs]
         widths = [one.shape[-1] for one in packed]
-        buffer, device = packed[0] if len(xs) == 1 else torch.cat(packed, dim=-1), packed[0].device
-        if self._staged and not buffer.is_cpu:
-            buffer = buffer.cpu()
-        is_on_device = self._staged or buffer.device.type == self.device_type
-        link = self.link(group) if is_on_device else self.host_link(group)
-        wire = link.begin(move, buffer.contiguous(), call)
+        device = packed[0].device
+        link = self.link(group) if self._staged or device.type == self.device_type else self.host_link(group)
+        if len(xs) == 1:
+            buffer = packed[0].contiguous()
+        elif move.wire == "gather" and isinstance(link, NcclLink):
+            buffer = packed[0].new_empty(n, sum(widths))  # gathered in place
+            torch.cat(packed, out=buffer[group.index])
+        else:
+            buffer = torch.cat(packed, dim=-1)
+        wire = link.begin(move, buffer.cpu() if self._staged else buffer, call)
         unpack = partial(_unpack, move, [x.shape for x in xs], device, widths, n)  # so `xs` may be freed
         return self._operations.start(link, wire, call, unpack, verify)
 
@@ -166,7 +173,7 @@ class ProcessWorld:
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
         """Send tensors as one buffer, which is kept alive until it is sent."""
-        call = CallInfo(None, xs, group, site, is_send=True, peer=to)
+        call = CallInfo(None, xs, group, site, is_send=True)
         if self._watch is not None:
             self._watch.sent(call, to)
         if to == group.index:
@@ -174,12 +181,12 @@ class ProcessWorld:
             return
         if self._staged and not xs[0].is_cpu:
             xs = tuple(x.cpu() for x in xs)
-        link, index = self._message_link(call, xs[0].device)
+        link, index = self._message_link(group, to, xs[0].device, is_send=True)
         self._operations.start(link, link.send(xs, index, call), call)
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
         """Start receiving tensors like these, as one buffer."""
-        call = CallInfo(None, likes, group, site, peer=source)
+        call = CallInfo(None, likes, group, site)
         verify = None if self._watch is None else partial(self._watch.expect, call, source)
         if source == group.index:
             if verify is not None:
@@ -187,7 +194,7 @@ class ProcessWorld:
             return Done(self._from_itself(call))
         size, device = sum([like.numel() for like in likes]), "cpu" if self._staged else likes[0].device
         make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
-        link, index = self._message_link(call, likes[0].device)
+        link, index = self._message_link(group, source, likes[0].device)
         return self._operations.start(link, link.receive(make, index, call), call, partial(_split, likes), verify)
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
@@ -195,11 +202,14 @@ class ProcessWorld:
         if self._messages is not None:
             self._messages.connect(members, pairs)
 
-    def _message_link(self, call: CallInfo, device: torch.device) -> tuple[Link, int]:
+    def _message_link(
+        self, group: Group, peer: int, device: torch.device, *, is_send: bool = False
+    ) -> tuple[Link, int]:
         """Return the link of a message in the memory of a device, and the index of its other end in the link."""
         if self._messages is not None and device.type == self.device_type:
-            return self._messages.link(call.route), call.group.members[call.peer]
-        return self.link(call.group) if self._staged else self.host_link(call.group), call.peer
+            rank = group.members[peer]
+            return self._messages.link(*((self.rank, rank) if is_send else (rank, self.rank))), rank
+        return self.link(group) if self._staged else self.host_link(group), peer
 
     def _from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
@@ -233,13 +243,11 @@ class ProcessWorld:
 
     def part(self, group: Group, error: BaseException) -> None:
         """Leave a group in which others may wait for this process."""
-        self._has_failed = True
-        failure = f"process {self.rank} has failed: {type(error).__name__}: {error}"
-        if self._deadline is not None:
-            self._deadline.stop(failure)
-        elif group.size > 1 and self.near(group.members):
+        self.has_failed = True
+        if group.size > 1 and self.near(group.members):
             known = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
-            self.link(group).fail(error if known else MismatchError(failure))
+            failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
+            self.link(group).fail(error if known else MismatchError(failed))
 
     def finish(self, waiting: bool) -> None:
         """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
@@ -248,24 +256,19 @@ class ProcessWorld:
             calls += self._operations.finish_sends() + self._neighbours.unreceived()
         if self._watch is not None:
             self._watch.finished()
-        if self._deadline is not None:
-            self._has_failed |= not waiting
-            self._deadline.stop(f"process {self.rank} has failed or left" if self._has_failed else None)
+        self._has_left.set()
+        self.has_failed |= not waiting
+        if self.has_failed and not self._staged:
+            with suppress(RuntimeError):  # the process with the store has failed
+                self._store.compare_set("failure", "", f"Process {self.rank} has failed: look for its own error.")
         self._neighbours.close()
         self._messages = None
         groups = (self._links, self._hosts, self._groups)
         for held in (self._to_itself, self._operations.in_progress, *groups, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
-        if calls and not self._has_failed:
-            self._has_failed = True
+        if calls and not self.has_failed:
+            self.has_failed = True
             raise MismatchError("\n  ".join(["Messages were sent but never received:", *sorted({*map(str, calls)})]))
-
-    def disconnect(self) -> None:
-        """Leave all groups; after a failure without waiting for calls that other processes may never make."""
-        if self._has_failed and self._deadline is not None:
-            abort_groups()
-        else:
-            dist.destroy_process_group()
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -302,7 +305,8 @@ class ProcessWorld:
         if self._staged:
             calm_gloo_threads()
         else:
-            self.warm_up(pg)
+            # A first call that some members do not make, such as a batch of messages, would hang.
+            dist.all_reduce(torch.zeros(1, device=self.device_type), group=pg)
         return link
 
     def axis_group(self, members: tuple[int, ...]) -> Any:
@@ -331,10 +335,6 @@ class ProcessWorld:
             world.bound_device_id = gpu
         _C10D._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(members)}
         return pg
-
-    def warm_up(self, pg: Any) -> None:
-        """Connect the members of a group: a first call that some of them do not make would hang on NCCL."""
-        dist.all_reduce(torch.zeros(1, device=self.device_type), group=pg)
 
     def near(self, members: tuple[int, ...]) -> bool:
         """Return True if all these processes are on this machine."""
@@ -371,14 +371,10 @@ def _split(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
 
 def join(device_type: str, timeout: float | None) -> ProcessWorld:
     """Join the world of processes, or return the one that this process is in."""
-    world: ProcessWorld | None = _state["world"]
-    if world is not None and dist.is_initialized():
-        if device_type == "cuda" and world.device_type == "cpu":
-            raise MeshError(
-                'device must be "cpu"; got "cuda", but these processes have joined for a mesh with device="cpu", over '
-                f'{world.backend}. Make a mesh with device="cuda" first.'
-            )
-        return world
+    if _state["world"] is not None and dist.is_initialized():
+        if device_type == "cuda" and _state["world"].device_type == "cpu":
+            raise MeshError('device must be "cpu"; got "cuda" after a mesh of CPUs. Make the mesh of GPUs first.')
+        return _state["world"]
     limit = time_limit(timeout)
     if not dist.is_initialized():
         import_module("torch.distributed.nn.functional")  # torch.func.grad imports it, and then it would keep the group
@@ -398,7 +394,8 @@ def leave(*, waiting: bool = True) -> None:
         try:
             world.finish(waiting)
         finally:
-            world.disconnect()
+            hangs = world.has_failed and world.backend != "gloo"  # in calls that the others may never make
+            (_C10D._abort_process_group if hangs else dist.destroy_process_group)()
 
 
 def _leave_at_exit() -> None:
@@ -445,7 +442,8 @@ def use_groups(mesh: Mesh, known: DeviceMesh) -> None:
         pg: Any = known.get_group(axis)
         if isinstance(pg, dist.ProcessGroup) and not world.near(members := tuple(dist.get_process_group_ranks(pg))):
             world.add(members, pg)
-            world.connect(members, ring(len(members)))
+            n = len(members)
+            world.connect(members, {(i, (i + step) % n) for i in range(n) for step in (1, -1)})  # a ring
 
 
 def calm_gloo_threads() -> None:

@@ -79,13 +79,12 @@ class Route:
         self.actions = [[self._routed(action) for action in row] for row in rows]
         devices = range(schedule.devices)
         self.receives = [{source: list[Message]() for source in devices if source != device} for device in devices]
+        self.pairs = set[tuple[int, int]]()
         for source, row in enumerate(self.actions):
             for message, to in (output for routed in row for output in routed.outputs):
                 if to != source:
+                    self.pairs.add((source, to))
                     self.receives[to][source].append(message)
-        self.pairs = {
-            (source, to) for to, sources in enumerate(self.receives) for source, got in sources.items() if got
-        }
 
     def _routed(self, action: Action) -> RoutedAction:
         kind, inputs, outputs = Kind.F, self._to[action.stage], self._from[action.stage]

@@ -267,7 +267,8 @@ def followed(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 class ParamPlans:
     """The cached plans of a tree of parameters, and the order in which its units were last used.
 
-    A prefetch after this order may be wrong, which costs only time; all devices have agreed on the order of reductions.
+    A prefetch after this order may be wrong, which costs only time: it is on all devices. They have agreed on the order of
+    reductions.
     """
 
     leaves: tuple[ParamPlan, ...]

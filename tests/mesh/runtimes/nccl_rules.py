@@ -1,7 +1,7 @@
 """A process group for CPU tensors with the rules of NCCL: what is wrong there raises here, as text, within seconds.
 
 Importing this module registers the backend "nccl_rules". All ranks send their operations to a hub, a thread of rank 0,
-which plays the devices of all. The rules:
+which plays the devices of all: see nccl_hub.py. The rules:
 
     order       Operations of a communicator are paired by their order. Tags are ignored.
     queues      A communicator is a queue on each of its ranks: an operation starts when all before it have completed.
@@ -23,22 +23,18 @@ nowhere. `counts` has launches, waits, host synchronisations, polls and rendezvo
 
 from __future__ import annotations
 
-import atexit
 import os
 import pickle
-import random
 import threading
-import time
 import weakref
 import zlib
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import update_wrapper
 from itertools import accumulate, count
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Client
 from typing import Any, NoReturn
 
 import numpy as np
@@ -46,14 +42,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SEED = int(os.environ.get("NCCL_RULES_SEED", "0"))
-DELAY = 0.0005  # seconds, the longest delay of a completion
-QUIET = 0.5  # seconds of silence, then cycles are looked for
+from tests.mesh.runtimes.nccl_hub import QUIET, Hub, Op, array_of, bytes_of
 
 counts: Counter[str] = Counter()
 """Launches by name, and "launches", "waits", "host syncs", "polls", "rendezvous" and "aborts" of this process."""
 violations: list[str] = []
-"""The texts of all errors of this process, in case that the library has suppressed some."""
+"""The texts of all rule errors of this process, in case that the library has suppressed some."""
 
 _hosts: weakref.WeakSet[Any] = weakref.WeakSet()
 _state: dict[str, Any] = {"engine": None, "held": None}
@@ -82,266 +76,9 @@ def release() -> None:
 
 
 def _violate(text: str, kind: type[Exception] = RuleError) -> NoReturn:
-    violations.append(text)
+    if kind is RuleError:
+        violations.append(text)
     raise kind(text)
-
-
-# -- operations -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Op:
-    """An operation of one rank: a collective, or messages (peer, bytes, data or None to receive)."""
-
-    id: int
-    rank: int
-    comm: tuple[str, str]
-    members: tuple[int, ...]
-    name: str
-    signature: tuple[Any, ...] = ()
-    """What must be equal on all ranks."""
-    data: Sequence[bytes] = ()
-    sizes: Sequence[int] = ()
-    """Bytes of the results."""
-    messages: Sequence[tuple[int, int, bytes | None]] = ()
-    results: dict[int, bytes] = field(default_factory=dict)
-    pending: set[int] = field(default_factory=set)
-    is_matched: bool = False
-
-    def __str__(self) -> str:
-        ends = ", ".join(f"{'receive from' if data is None else 'send to'} {to}" for to, _, data in self.messages)
-        what = ends if self.messages else " ".join([self.name, *map(str, self.signature)])
-        return f"rank {self.rank}'s {what} (no. {self.id} there, group {' '.join(self.comm)})"
-
-
-def _listed(ops: Iterable[Op]) -> str:
-    return "; ".join(map(str, ops)) or "none"
-
-
-def _reduced(name: str, dtype: torch.dtype, rows: list[bytes], start: int) -> bytes:
-    """Combine the ranks' rows, beginning with one that depends on the number of operations before."""
-    xs = [torch.frombuffer(bytearray(row), dtype=dtype) if row else torch.empty(0, dtype=dtype) for row in rows]
-    xs = xs[start % len(xs) :] + xs[: start % len(xs)]
-    result = xs[0].clone()
-    for x in xs[1:]:
-        if name in ("MAX", "MIN"):
-            result = (torch.fmax if name == "MAX" else torch.fmin)(result, x)
-        elif name == "PRODUCT":
-            result *= x
-        else:
-            result += x
-    return _bytes_of(result / len(xs) if name == "AVG" else result)
-
-
-def _collective(op: Op, data: list[Sequence[bytes]], number: int) -> list[Sequence[bytes]]:
-    """Return the results of all ranks, from the data of all."""
-    n = len(data)
-    if op.name in ("all_reduce", "reduce", "reduce_scatter"):
-        dtype, reduction = op.signature[:2]
-        sums = [_reduced(reduction, dtype, [*rows], number) for rows in zip(*data, strict=True)]
-        if op.name == "all_reduce":
-            return [sums] * n
-        return [[sums[i]] if op.name == "reduce_scatter" or i == op.signature[-1] else [] for i in range(n)]
-    if op.name == "broadcast":
-        return [data[op.signature[-1]]] * n
-    if op.name == "all_to_all":
-        return [[rows[i] for rows in data] for i in range(n)]
-    if op.name == "scatter":
-        return [[data[op.signature[-1]][i]] for i in range(n)]
-    gathered = [rows[0] for rows in data]
-    return [gathered if op.name == "all_gather" or i == op.signature[-1] else [] for i in range(n)]
-
-
-# -- the hub --------------------------------------------------------------------------------------------------------
-
-
-class Hub:
-    """The devices of all ranks."""
-
-    def __init__(self, n: int) -> None:
-        self.n, self.listener = n, Listener(family="AF_UNIX", backlog=n)
-        self.ranks: dict[Connection, int] = {}
-        self.queues: dict[tuple[Any, int], deque[Op]] = defaultdict(deque)
-        self.joining: dict[Any, dict[int, Op]] = defaultdict(dict)
-        self.blocked: dict[int, Op] = {}
-        self.ended: set[int] = set()
-        self.ops: dict[tuple[int, int], Op] = {}
-        self.due: list[tuple[float, Op]] = []
-        self.numbers: Counter[Any] = Counter()
-        self.failure: tuple[str, str] | None = None
-        self.stall = float(os.environ.get("NCCL_RULES_STALL", "20"))
-        self.random, self.event = random.Random(SEED), time.monotonic()
-        self.thread = threading.Thread(target=self.run, name="nccl_rules", daemon=True)
-        self.thread.start()
-        atexit.register(self.thread.join, 5)
-
-    def run(self) -> None:
-        for _ in range(self.n):
-            connection = self.listener.accept()
-            self.ranks[connection] = connection.recv()
-        self.listener.close()
-        while self.ranks:
-            limit = min([at for at, _ in self.due], default=time.monotonic() + 0.1) - time.monotonic()
-            for connection in wait([*self.ranks], max(0.0, limit)):
-                assert isinstance(connection, Connection)
-                self.take(connection, self.ranks[connection])
-            self.complete()
-            if not self.failure:
-                self.look_for_deadlocks()
-
-    def take(self, connection: Connection, rank: int) -> None:
-        """Take a message of a rank."""
-        self.event = time.monotonic()
-        try:
-            kind, content = pickle.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            kind, content = "leave", None
-        if kind == "leave":
-            del self.ranks[connection]
-            self.ended.add(rank)
-            connection.close()
-        elif kind == "block":
-            if op := self.ops.get((rank, content)):
-                self.blocked[rank] = op
-        elif kind == "go on":
-            self.blocked.pop(rank, None)
-        elif self.failure:
-            self.tell(rank, "error", *self.failure)
-        else:
-            self.ops[rank, content.id] = content
-            if content.name == "rendezvous":
-                self.join(content)
-            else:
-                content.pending = {*range(len(content.messages))}
-                self.queues[content.comm, rank].append(content)
-                self.match(content.comm, content.members)
-
-    def tell(self, rank: int, *message: Any) -> None:
-        for connection in [connection for connection, index in self.ranks.items() if index == rank]:
-            with suppress(OSError):
-                connection.send_bytes(pickle.dumps(message))
-
-    def join(self, op: Op) -> None:
-        self.joining[op.comm][op.rank] = op
-        if self.joining[op.comm].keys() == {*op.members}:
-            for member in self.joining.pop(op.comm).values():
-                del self.ops[member.rank, member.id]
-                self.tell(member.rank, "done", member.id, {})
-
-    def match(self, comm: Any, members: tuple[int, ...]) -> None:
-        """Start what the heads of a communicator's queues allow."""
-        heads = {rank: queue[0] for rank in members if (queue := self.queues[comm, rank]) and not queue[0].is_matched}
-        collectives = [op for op in heads.values() if not op.messages]
-        if len({(op.name, op.signature) for op in collectives}) > 1:
-            self.fail(f"Operations are paired by order, but these differ: {_listed(collectives)}.")
-        elif len(collectives) == len(members):
-            self.numbers[comm] += 1
-            results = _collective(collectives[0], [op.data for op in collectives], self.numbers[comm])
-            for op, result in zip(collectives, results, strict=True):
-                if [len(row) for row in result] != [*op.sizes]:
-                    self.fail(f"{op} has {[*op.sizes]} bytes for {[len(row) for row in result]}.")
-                op.results = dict(enumerate(result))
-                self.schedule(op)
-        for op in heads.values():
-            self.exchange(op, heads)
-        for op in heads.values():
-            if op.messages and not op.pending:
-                self.schedule(op)
-
-    def exchange(self, op: Op, heads: dict[int, Op]) -> None:
-        """Pair the sends of an operation with the receives of the heads, in order for each pair of ranks."""
-        for i in sorted(op.pending):
-            to, size, data = op.messages[i]
-            if data is None or to not in heads:
-                continue
-            receives = [j for j in sorted(heads[to].pending) if heads[to].messages[j][::2] == (op.rank, None)]
-            if receives:
-                if size != heads[to].messages[receives[0]][1]:
-                    self.fail(f"Messages are paired by order, but sizes differ: {_listed([op, heads[to]])}.")
-                heads[to].results[receives[0]] = data
-                heads[to].pending.discard(receives[0])
-                op.pending.discard(i)
-
-    def schedule(self, op: Op) -> None:
-        op.is_matched = True
-        self.due.append((time.monotonic() + self.random.uniform(0, DELAY), op))
-
-    def complete(self) -> None:
-        """Complete what is due, and start what has waited behind it."""
-        now = time.monotonic()
-        due = [op for at, op in self.due if at <= now]
-        self.due = [(at, op) for at, op in self.due if at > now]
-        for op in due:
-            self.event = now
-            self.queues[op.comm, op.rank].popleft()
-            del self.ops[op.rank, op.id]
-            self.tell(op.rank, "done", op.id, op.results)
-            self.match(op.comm, op.members)
-
-    def fail(self, text: str, kind: str = "rules") -> None:
-        self.failure = self.failure or (kind, text)
-        for rank in self.ranks.values():
-            self.tell(rank, "error", *self.failure)
-
-    # -- deadlocks --------------------------------------------------------------------------------------------------
-
-    def look_for_deadlocks(self) -> None:
-        silence = time.monotonic() - self.event
-        if self.due or silence < QUIET:
-            return
-        for op in self.blocked.values():
-            for end, path in self.paths(op, {}):
-                text = "; ".join(f"{step} waits for {_reason(after)}" for step, after in path)
-                if isinstance(end, Op):
-                    self.fail(f"Deadlock: {text}.")
-                elif end in self.ended:
-                    self.fail(f"NCCL: a remote process has exited: {text}, which has ended.", "remote")
-        if self.blocked and silence > self.stall:
-            self.fail(f"Nothing has happened for {self.stall:g} s. Open: {_listed(self.ops.values())}.")
-
-    def paths(self, op: Op, path: dict[Op, Op | int]) -> Iterator[tuple[Op | int, list[tuple[Op, Op | int]]]]:
-        """Yield the cycles of operations that wait for each other, and the paths to ranks that are not blocked."""
-        if op in path:
-            steps = [*path.items()]
-            yield op, steps[[step for step, _ in steps].index(op) :]
-            return
-        for after in self.needs(op):
-            if isinstance(after, Op):
-                yield from self.paths(after, {**path, op: after})
-            else:
-                yield after, [*path.items(), (op, after)]
-
-    def needs(self, op: Op) -> Iterator[Op | int]:
-        """Yield what an operation waits for: operations, or ranks that are not blocked and have not made theirs."""
-        queue = [*self.queues[op.comm, op.rank]]
-        if op in queue[1:]:
-            yield queue[queue.index(op) - 1]
-            return
-        peers = [op.messages[i][0] for i in op.pending] if op.messages else [r for r in op.members if r != op.rank]
-        for peer in peers:
-            if op.name == "rendezvous":
-                posted = [self.joining[op.comm][peer]] if peer in self.joining[op.comm] else []
-            else:
-                posted = [after for after in self.queues[op.comm, peer] if _pairs(op, after)]
-            if not posted:
-                yield self.blocked.get(peer, peer)
-            elif posted[0] is not self.queues[op.comm, peer][0] if self.queues[op.comm, peer] else False:
-                yield posted[0]
-
-
-def _pairs(op: Op, after: Op) -> bool:
-    """Return True if an operation of another rank is one with which this one can be paired."""
-    if not op.messages or not after.messages:
-        return not op.messages and not after.messages
-    ends = {(to, data is None) for to, _, data in (op.messages[i] for i in op.pending)}
-    return any(to == op.rank and (after.rank, data is not None) in ends for to, _, data in after.messages)
-
-
-def _reason(after: Op | int) -> str:
-    return f"rank {after}" if isinstance(after, int) else str(after)
-
-
-# -- in each process ------------------------------------------------------------------------------------------------
 
 
 def _stream() -> int:
@@ -407,15 +144,6 @@ class Engine:
             self.tell("leave", None)  # the hub closes the connection, which ends the reader
 
 
-def _array(x: Tensor) -> np.ndarray[Any, Any]:
-    """Return the bytes of a contiguous tensor; writes to them are not seen by autograd, as NCCL's are not."""
-    return x.detach().reshape(-1).view(torch.uint8).numpy() if x.numel() else np.empty(0, np.uint8)
-
-
-def _bytes_of(x: Tensor) -> bytes:
-    return _array(x).tobytes()
-
-
 class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class that torch lets Python derive from
     """An operation that was started."""
 
@@ -428,8 +156,8 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
         if self.is_held:
             _state["held"].append(self)
         for x in outputs.values():
-            _array(x)[...] = 0xFF
-        self.digests = [zlib.crc32(_array(x)) for x in (*inputs, *outputs.values())]
+            array_of(x)[...] = 0xFF
+        self.digests = [zlib.crc32(array_of(x)) for x in (*inputs, *outputs.values())]
 
     def complete(self, results: dict[int, bytes]) -> None:
         self.results = results
@@ -452,17 +180,23 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
         if _stream() != self.stream:
             _violate(f"{self.op} was started in one thread and is waited for in another, which has other streams.")
         counts["waits"] += 1
-        if not self.is_held:
+        if self.is_held:
+            self.let_go()
+        else:
             self.finish()
         return True
 
     def finish(self) -> None:
         """Block until it has completed, and write the results."""
         self.group.engine.block(self, self.group.timeout)
+        outputs, results = self.outputs, self.results or {}
+        self.let_go()
+        for i, x in outputs.items():
+            array_of(x)[...] = np.frombuffer(results[i], np.uint8)
+
+    def let_go(self) -> None:
+        """Check the tensors and forget them, as NCCL does when a stream waits."""
         self._check()
-        results = self.results or {}
-        for i, x in self.outputs.items():
-            _array(x)[...] = np.frombuffer(results[i], np.uint8)
         self.inputs, self.outputs, self.digests = (), {}, []
 
     def synchronize(self) -> None:
@@ -471,24 +205,13 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
     def _check(self) -> None:
         """Raise if an input, or a result, has changed since the start."""
         for x, digest in zip((*self.inputs, *self.outputs.values()), self.digests, strict=True):
-            if zlib.crc32(_array(x)) != digest:
+            if zlib.crc32(array_of(x)) != digest:
                 _violate(f"{self.op}: a tensor {[*x.shape]} was written between start and wait.")
 
 
-_DTYPES = [
-    "int8",
-    "uint8",
-    "bool",
-    "int32",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "float8_e4m3fn",
-    "float8_e5m2",
-]
-DTYPES = {getattr(torch, name) for name in _DTYPES}
+INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
+FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+DTYPES = INTEGERS | FLOATS
 """The dtypes of torch's map for NCCL."""
 
 
@@ -565,7 +288,7 @@ class NcclRules(dist.ProcessGroup):
         comm = self.meet("", self.members)
         counts[name] += 1
         counts["launches"] += 1
-        data = [_bytes_of(x) for x in (inputs if rows is None else rows)]
+        data = [bytes_of(x) for x in (inputs if rows is None else rows)]
         sizes = [x.nbytes for x in outputs]
         op = Op(next(self.engine.ids), self.engine.rank, comm, self.members, name, signature, data, sizes)
         in_place = {x.data_ptr() for x in outputs}
@@ -668,7 +391,7 @@ class NcclRules(dist.ProcessGroup):
         comm = self.meet(channel, members)
         counts.update(["send" if is_send else "receive" for *_, is_send in messages])
         counts["launches"] += 1
-        coded = [(self.members[to], x.nbytes, _bytes_of(x) if is_send else None) for to, x, is_send in messages]
+        coded = [(self.members[to], x.nbytes, bytes_of(x) if is_send else None) for to, x, is_send in messages]
         op = Op(next(self.engine.ids), self.engine.rank, comm, members, "messages", messages=coded)
         received = {i: x for i, (_, x, is_send) in enumerate(messages) if not is_send}
         return self.post(op, [x for _, x, is_send in messages if is_send], received)
@@ -725,8 +448,8 @@ class Ruled:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        update_wrapper(self, function)  # also copies attributes
         self.function = function
-        update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         violations.clear()

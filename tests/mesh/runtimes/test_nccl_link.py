@@ -9,62 +9,36 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fshard as fs
 from fshard import P
 from fshard.mesh.collectives.moves import AllGather
 from fshard.mesh.reshard.execute import go, plan_reshard
-from fshard.mesh.runtimes import native, process
+from fshard.mesh.runtimes import native
 from fshard.mesh.runtimes.link import GroupLink
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.testing.processes import run_processes
-from tests.mesh.runtimes import nccl_rules
+from tests.mesh.runtimes import echo, nccl_rules
 from tests.mesh.runtimes.test_process import each_collective, extremes
 
 
-class Work:
-    """An operation that completes on `release`; it records the arguments and the thread of each wait."""
-
-    def __init__(self):
-        self.is_released, self.waits = False, []
-
-    def wait(self, *args):
-        self.waits.append((args, threading.get_ident()))
-
-    def is_completed(self):
-        return self.is_released
-
-    def release(self):
-        self.is_released = True
-
-
 @pytest.fixture
-def works(monkeypatch):
-    """The operations that a process of a mesh `d` of two starts, over a backend that only records them."""
-    started = []
-
-    def start(*args, **kwargs):
-        started.append(Work())
-        return started[-1]
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    for name in ("all_reduce", "broadcast", "all_to_all_single"):
-        monkeypatch.setattr(dist, name, start)
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda messages: [start() for _ in messages])
-    for name in ("_all_gather", "_reduce_scatter"):
-        monkeypatch.setattr(native, name, start)
-    yield started
-    process.leave(waiting=False)
+def mesh():
+    """A mesh `d` of two, of which this process plays both ranks."""
+    with echo.echoing(2):
+        mesh = fs.make_mesh({"d": 2}, runtime="process", device="cpu")
+        echo.forget()
+        yield mesh
 
 
-def run(main):
-    return fs.run(main, mesh=fs.make_mesh({"d": 2}, runtime="process", device="cpu"))[0]
+def group():
+    return require("test").group("d", "test")
 
 
-def test_collectives_start_before_any_completes_and_block_no_host(works):
-    x = torch.ones(4, 2)
+def test_collectives_start_before_any_completes_and_block_no_host(mesh, monkeypatch):
+    x, waits = torch.ones(4, 2), []
+    monkeypatch.setattr(echo.EchoWork, "wait", lambda work, *args: waits.append((work, args, threading.get_ident())))
 
     def main():
         handles = [
@@ -76,24 +50,23 @@ def test_collectives_start_before_any_completes_and_block_no_host(works):
             fs.ppermute.start(x, "d", [(0, 1), (1, 0)]),
             fs.pmin.start(x.int(), "d"),
         ]
-        started = len(works)
-        for work in works:
-            work.release()
+        assert len(echo.works) == 8 and not waits
+        for work in echo.works:
+            work.is_done = True
         fs.psum.start(x, "d").wait()  # begins another, which advances whatever can be advanced
-        assert not any(work.waits for work in works[:-1])
+        assert len(waits) == 1
         for handle in reversed(handles):
             handle.wait()
-        return started
 
-    assert run(main) == 8
-    assert [work.waits for work in works] == [[((), threading.get_ident())]] * 9
+    fs.run(main, mesh=mesh)
+    assert {work for work, *_ in waits} == {*echo.works} and len(waits) == 9
+    assert {(args, thread) for _, args, thread in waits} == {((), threading.get_ident())}
 
 
-def test_sends_end_when_the_device_has_read_the_buffer(works):
+def test_sends_end_when_the_device_has_read_the_buffer(mesh):
     def main():
-        group = require("test").group("d", "test")
-        link, operations = group.world.add((0, 1), dist.group.WORLD), group.world._operations
-        work, buffer = Work(), torch.ones(2)
+        link, operations = group().world.link(group()), group().world._operations
+        work, buffer = echo.EchoWork("send"), torch.ones(2)
 
         def wire(x):
             yield [work]
@@ -103,10 +76,10 @@ def test_sends_end_when_the_device_has_read_the_buffer(works):
         reference = ref(buffer)
         del buffer
         assert not operations.advance() and reference() is not None
-        work.release()
-        assert operations.advance() and not work.waits and reference() is None
+        work.is_done = True
+        assert operations.advance() and reference() is None
 
-    run(main)
+    fs.run(main, mesh=mesh)
 
 
 class Stream:
@@ -119,7 +92,7 @@ class Stream:
         self.waited.append(other.name)
 
 
-def test_waiter_on_another_stream_waits_for_the_stream_of_the_start(works, monkeypatch):
+def test_waiter_on_another_stream_waits_for_the_stream_of_the_start(mesh, monkeypatch):
     current, recorded, steps = [Stream("start")], [], []
 
     @contextmanager
@@ -132,7 +105,7 @@ def test_waiter_on_another_stream_waits_for_the_stream_of_the_start(works, monke
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: recorded.append((x.shape, stream.name)))
-    monkeypatch.setattr(Work, "wait", lambda self: steps.append(current[-1].name))
+    monkeypatch.setattr(echo.EchoWork, "wait", lambda work: steps.append(current[-1].name))
     other = Stream("other")
 
     def main():
@@ -142,14 +115,13 @@ def test_waiter_on_another_stream_waits_for_the_stream_of_the_start(works, monke
         with stream(other):
             handles[1].wait()
 
-    run(main)
+    fs.run(main, mesh=mesh)
     assert steps == ["start", "start"] and other.waited == ["start"]
     assert recorded == [((4,), "other"), ((6,), "other")]
 
 
-def test_started_reductions_keep_only_packed_gradients(works):
+def test_started_reductions_keep_only_packed_gradients(mesh):
     def main():
-        mesh = fs.make_mesh({"d": 2}, runtime="process")
         summands, shards = fs.Layout(mesh, P(unreduced="d")), fs.Layout(mesh, P.flat("d"))
         for after in (shards, fs.Layout(mesh, P())):
             gs = [torch.ones(3), torch.ones(2, 2)]
@@ -166,28 +138,42 @@ def test_started_reductions_keep_only_packed_gradients(works):
         assert [leaf() for leaf in alive] == [None, None]
         handle.wait()
 
-    run(main)
+    fs.run(main, mesh=mesh)
+
+
+def test_several_tensors_are_packed_into_the_row_that_is_gathered(mesh, monkeypatch):
+    offsets, gather = [], native._all_gather
+
+    def spy(rows, x, *args, **kwargs):
+        offsets.append((rows.numel(), x.numel(), x.data_ptr() - rows.data_ptr()))
+        return gather(rows, x, *args, **kwargs)
+
+    monkeypatch.setattr(native, "_all_gather", spy)
+    xs = [torch.ones(3), torch.ones(0), torch.ones(2, 2)]
+    ys = fs.run(lambda: fs.all_gather(xs, "d"), mesh=mesh)[0]
+    assert offsets == [(56, 28, 0)]
+    assert all(torch.equal(y, torch.cat([x, x])) for x, y in zip(xs, ys, strict=True))
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_result_of_a_gather_is_freed_once_it_is_unpacked(works, monkeypatch, count):
+def test_result_of_a_gather_is_freed_once_it_is_unpacked(mesh, monkeypatch, count):
     references = []
 
     def gather(call, x, move):
-        rows = x.new_empty(call.n, x.numel())
+        rows = x.view(call.n, -1) if x.ndim == 2 else x.new_empty(call.n, x.numel())
+        del x
         references.append(ref(rows))
-        yield [Work()]
+        yield [echo.EchoWork("gather")]
         return rows
 
     monkeypatch.setitem(native.WIRES, "gather", gather)
 
     def main():
-        group = require("test").group("d", "test")
-        pending = group.world.start(AllGather(1), (torch.ones(2, 2),) * count, group, call_site())
+        pending = group().world.start(AllGather(1), (torch.ones(2, 2),) * count, group(), call_site())
         full = pending.wait()
         assert references[0]() is None and [y.shape for y in full] == [(2, 4)] * count
 
-    run(main)
+    fs.run(main, mesh=mesh)
 
 
 def under_rules_of_nccl():
@@ -217,7 +203,7 @@ def test_collectives_obey_the_rules_of_nccl():
         assert texts == expected_texts and counts == [10, 0, []]
 
 
-def test_leaves_on_host_and_device_use_different_buffers_and_links(works):
+def test_leaves_on_host_and_device_use_different_buffers_and_links(mesh):
     xs = [torch.ones(1), torch.ones(2, device="meta"), torch.ones(3)]
     sizes = []
 
@@ -227,14 +213,13 @@ def test_leaves_on_host_and_device_use_different_buffers_and_links(works):
         return 2 * x
 
     def main():
-        group = require("test").group("d", "test")
-        group.world.device_type = "meta"
-        group.world._hosts[0, 1] = GroupLink(dist.group.WORLD, 0, 2, {"reduce": reduce})
+        world = group().world
+        world.device_type, world._hosts[0, 1] = "meta", GroupLink(dist.group.WORLD, 0, 2, {"reduce": reduce})
         return fs.psum(xs, "d")
 
-    ys = run(main)
+    ys = fs.run(main, mesh=mesh)[0]
     assert [(y.shape, y.device) for y in ys] == [(x.shape, x.device) for x in xs]
-    assert sizes == [4] and len(works) == 1 and torch.equal(ys[2], 2 * xs[2])
+    assert sizes == [4] and len(echo.works) == 1 and torch.equal(ys[2], 2 * xs[2])
 
 
 @pytest.mark.parametrize("names", [{}, {"all_gather_single": 1, "reduce_scatter_single": 2}])

@@ -311,24 +311,27 @@ def test_native_and_gloo_wires_equal_direct_ones(two):
 
 
 def between_hosts():
-    """Sum rows of numbers, as if the processes' own backend took only what lies on devices."""
+    """Sum rows of numbers and send one, as if the processes' own backend took only what lies on devices."""
     mesh = fs.make_mesh({"d": 2})
     world = ProcessWorld.of(mesh)
     world._staged, world.device_type = False, "cuda"
 
     def main():
         group = require("here").group("d", "here")
-        return summed((torch.tensor([1.0, float(group.index)]), torch.ones(1)), group, call_site())
+        fs.send(torch.full((1,), float(group.index)), "d", to=1 - group.index)
+        rows = summed((torch.tensor([1.0, float(group.index)]), torch.ones(1)), group, call_site())
+        return *rows, fs.recv(torch.empty(1), "d", source=1 - group.index) + group.index
 
     try:
         found = fs.run(main, mesh=mesh)[0]
     finally:
         world._staged, world.device_type = True, "cpu"
-    return [row.tolist() for row in found], list(world._hosts)
+    messages = [next(numbers) for numbers in world._hosts[0, 1]._messages.values()]
+    return [row.tolist() for row in found], [*world._hosts], messages
 
 
 def test_host_tensors_beside_nccl_use_a_gloo_link(two):
-    assert two.run(between_hosts) == [([[2.0, 1.0], [2.0]], [(0, 1)])] * 2
+    assert two.run(between_hosts) == [([[2.0, 1.0], [2.0], [1.0]], [(0, 1)], [1, 1])] * 2
 
 
 def share_state_of_gpus():
