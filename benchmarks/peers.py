@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from models import BETAS, DECAY, EPSILON, RATE, SEED, Batch, Model, Module, Step
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -36,6 +35,8 @@ def ddp(model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
 
 
 def ddp_zero(model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # whose import warns of torch.jit.script
+
     module = data_parallel(model)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW, parameters_as_bucket_view=True, lr=RATE, fused=True)
     return loop(module, optimizer, data)
@@ -45,12 +46,14 @@ def data_parallel(model: Model) -> nn.Module:
     return DistributedDataParallel(Module(model, SEED), gradient_as_bucket_view=True, static_graph=True)
 
 
-def fsdp(reshard: bool, model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
-    module, devices = Module(model, SEED), fs.mesh.to_device_mesh(mesh)
+def fsdp(
+    reshard: bool, model: Model, data: list[Batch], mesh: fs.Mesh, policy: MixedPrecisionPolicy | None = None
+) -> Step:
+    module, devices, policy = Module(model, SEED), fs.mesh.to_device_mesh(mesh), policy or MixedPrecisionPolicy()
     for name, unit in zip(model.units, module.units, strict=True):
         if name.startswith("blocks."):
-            fully_shard(unit, mesh=devices, reshard_after_forward=reshard)
-    fully_shard(module, mesh=devices, reshard_after_forward=reshard)
+            fully_shard(unit, mesh=devices, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(module, mesh=devices, reshard_after_forward=reshard, mp_policy=policy)
     return loop(module, AdamW(module.parameters(), lr=RATE, fused=True), data)
 
 

@@ -73,6 +73,7 @@ class Pipeline:
     task: Task
     name: str
     n: int
+    device: torch.device | str = "cpu"
 
     @property
     def schedule(self) -> Schedule:
@@ -95,9 +96,14 @@ class Pipeline:
         """How many a stage has."""
         return max(1, self.task.blocks // SCHEDULES[self.name][0])
 
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Return the global batch and its targets, on the device."""
+        x, target = self.task.data()
+        return x.to(self.device), target.to(self.device)
+
     def params(self, stage: int) -> list[Params]:
         """Return those of a stage, a dict for each block."""
-        drawn = self.task.model.init(SEED)
+        drawn = {name: x.to(self.device) for name, x in self.task.model.init(SEED).items()}
         return [part(drawn, f"blocks.{stage * self.blocks + place}") for place in range(self.blocks)]
 
     def modules(self) -> dict[int, nn.Module]:
@@ -140,7 +146,7 @@ def fshard(pipeline: Pipeline, mesh: fs.Mesh) -> tuple[Step, Callable[[], list[T
         tensor
         if stage in pipeline.own
         else tensor.new_empty(()).expand(tensor.shape)  # as torch's: who does not need it
-        for tensor, stage in zip(task.data(), (0, schedule.stages - 1), strict=True)
+        for tensor, stage in zip(pipeline.data(), (0, schedule.stages - 1), strict=True)
     )
     found: Any = None
 
@@ -169,9 +175,9 @@ def torchs_of(pipeline: Pipeline, modules: dict[int, nn.Module]) -> tuple[Step, 
     """Return the same for stages that the caller has."""
     chunks, make = SCHEDULES[pipeline.name]
     count = pipeline.n * chunks
-    stages = [PipelineStage(module, stage, count, torch.device("cpu")) for stage, module in modules.items()]
+    stages = [PipelineStage(module, stage, count, torch.device(pipeline.device)) for stage, module in modules.items()]
     run = make(stages if chunks > 1 else stages[0], pipeline.task.microbatches, loss_fn=F.mse_loss)
-    x, target = pipeline.task.data()
+    x, target = pipeline.data()
     inputs, targets = [x] * (0 in modules), target if count - 1 in modules else None
 
     def step() -> Tensor | None:
@@ -217,7 +223,7 @@ def _best(pipeline: Pipeline, costs: dict[int, tuple[float, float, float]], core
 def _block_costs(pipeline: Pipeline, times: int = 5) -> tuple[float, float, float]:
     """Return the seconds of F, I and W of a block, by autograd alone; gradients are added to those that are there."""
     module = UnitModule(pipeline.unit, pipeline.params(0)[0])
-    x = pipeline.task.data()[0][: pipeline.task.rows]
+    x = pipeline.data()[0][: pipeline.task.rows]
     rows: list[tuple[float, float, float]] = []
     for _ in range(times):
         given, clock = x.clone().requires_grad_(), [time.perf_counter()]

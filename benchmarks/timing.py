@@ -46,9 +46,9 @@ def interleaved(
     return {name: row[warm_up:] for name, row in times.items()}
 
 
-def slowest(times: Times) -> Times:
+def slowest(times: Times, device: torch.device | str = "cpu") -> Times:
     """Return for each round the time of the process that took longest."""
-    rows = torch.tensor(list(times.values()), dtype=torch.float64)
+    rows = torch.tensor(list(times.values()), dtype=torch.float64, device=device)
     dist.all_reduce(rows, dist.ReduceOp.MAX)
     return dict(zip(times, rows.tolist(), strict=True))
 

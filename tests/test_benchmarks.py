@@ -1,11 +1,18 @@
 """The benchmarks run, and what they compare trains the same."""
 
+import contextlib
 import importlib
+import io
+import json
 import sys
+import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+
+from fshard.testing.processes import run_processes
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -21,35 +28,47 @@ def load(monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
-def rows(text):
-    found = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
-    return {row[0]: row[1:] for row in found}
+def gpu_benchmark(*argument_lists):
+    """Run benchmarks/gpu.py in this process, once for each list of arguments; return its numbers, and what it printed."""
+    sys.path.insert(0, str(BENCHMARKS))
+    warnings.simplefilter("ignore")  # torch's own, of the peers
+    gpu, results = importlib.import_module("gpu"), []
+    for arguments in argument_lists:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
+            file = Path(folder, "numbers.json")
+            sys.argv = ["gpu.py", *arguments, "--device", "cpu", "--size", "tiny", "--rounds", "1", "--json", str(file)]
+            with contextlib.suppress(SystemExit):
+                gpu.main()
+            results.append((json.loads(file.read_text()) if file.is_file() else {}, printed.getvalue()))
+    return results
 
 
-def test_one_device_is_measured_on_a_cpu_too(load, monkeypatch, capsys):
-    gpu = load("gpu")
-    monkeypatch.setattr(gpu, "compiles", lambda device: False)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "masters", "--device", "cpu", "--size", "tiny", "--rounds", "1"])
-    gpu.main()
-    text = capsys.readouterr().out
-    assert "left out: torch.compile (it finds no compiler)" in text
-    found = rows(text)
-    assert set(found) == {"plain", "autocast", "fshard 0", "fshard 3"}
-    assert found["plain"][1] == "1.000" and all(float(row[0]) > 0 for row in found.values())
+def test_gpu_benchmark_runs_on_a_cpu():
+    """Processes of gloo, tiny sizes: every part, and the checks of --smoke."""
+    variants = ["--only", "ddp", "fully_shard", "fshard 3", "reproducible 0", "reproducible 3"]
+    parts = ["masters", "reproducible", "wires", "pipeline", "checkpoints", *variants]
+    (numbers, _), (_, smoke) = run_processes(gpu_benchmark, 2, parts, ["--smoke"], timeout=300)[0]
+    assert list(numbers["masters"]) == ["ddp", "fully_shard", "fshard 3"]
+    assert {"ms", "host ms", "tokens/s", "launches", "syncs", "exposed ms"} <= numbers["masters"]["fshard 3"].keys()
+    pairs = [row for part in ("wires", "pipeline", "checkpoints") for row in numbers[part].values()]
+    assert len(pairs) == 10 and all(row.keys() == {"ours", "torch"} and min(row.values()) > 0 for row in pairs)
+    assert "304 calls are exact" in smoke and "FAILED" not in smoke
 
 
-def test_a_variant_that_trains_something_else_is_an_error(load, monkeypatch):
-    gpu = load("gpu")
-    right = gpu.fshard
+def test_exposed_communication_is_that_without_kernels(load):
+    exposed, computed = load("gpu").exposed, [(0.0, 2.0), (1.0, 3.0), (6.0, 7.0)]
+    assert exposed([(2.5, 5.0), (4.0, 6.5)], computed) == 3.0
+    assert exposed([(1.0, 2.0)], computed) == exposed([], computed) == 0.0
 
-    def wrong(task):
-        step = right(0, task)
-        return lambda index: 1.1 * step(index)
 
-    monkeypatch.setitem(gpu.VARIANTS, "bf16", {"plain": gpu.plain, "wrong": wrong})
-    task = gpu.Task(gpu.SIZES["tiny"].model(), "cpu", "bf16", compiled=False)
-    with pytest.raises(AssertionError, match="wrong did not train what the plain loop did"):
-        gpu.measure(gpu.Console(), task, 1)
+def test_a_variant_that_trains_something_else_is_an_error(load):
+    compare = load("gpu").compare
+    losses = {f"loss {index}": 3.0 - index / 10 for index in range(4)}
+    compare({"plain": losses, "ddp": {**losses, "loss 3": 2.71}, "fshard 3": losses})
+    with pytest.raises(AssertionError, match=r"^ddp did not train"):
+        compare({"plain": losses, "ddp": {**losses, "loss 3": 2.9}, "fshard 3": losses})
+    with pytest.raises(AssertionError, match="reproducible steps"):
+        compare({"reproducible 0": losses, "reproducible 3": {**losses, "loss 3": 2.7000001}})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -90,7 +90,9 @@ TWO = {
     "checkpoint": checkpoint,
 }
 FOUR = {
-    **{f"{name} of 4": partial(stages, name, 4) for name in ("1f1b", "interleaved", "zbv")},  # the others: test_message_order
+    **{
+        f"{name} of 4": partial(stages, name, 4) for name in ("1f1b", "interleaved", "zbv")
+    },  # the others: test_message_order
     "readme": lambda: the_example()[0],
     "ring": ring,
     "hybrid": hybrid,

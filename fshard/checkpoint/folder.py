@@ -94,7 +94,8 @@ class Checkpoints:
     def save(self, step: int, tree: PyTree, *, wait: bool = True, metrics: Mapping[str, Any] | None = None) -> None:
         """Save a tree as the checkpoint of a step: see `fs.save`.
 
-        With `wait=False` the tree is copied to the host, and written beside training. The next save waits for it;
+        With `wait=False` the tree is copied to the host, and written beside training, which goes on while a GPU is
+        copied: the thread that writes waits for that. The next save waits for it;
         its errors are raised then, or by `wait()`. A process that exits writes it to the end first.
         """
         if wrong := integer("step", step, 0):
@@ -149,6 +150,7 @@ class Checkpoints:
             self._error = error
 
     def _write(self, step: int, taken: Any, token: str) -> None:
+        taken.wait()
         write(self.path / str(step), taken, token, self._timeout)
         if 0 in taken.shares:
             self._metrics[step] = taken.index.metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from fshard.checkpoint.index import Index, storable, validate_storable
 from fshard.checkpoint.names import NamedLeaf, is_array, is_object, leaves_of, opened, stored_parts, validate_unique
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, PyTree
+from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.runtimes.launchers import process_count, process_index
@@ -35,24 +36,28 @@ class WrittenRange(NamedTuple):
 class TreeSnapshot:
     """The ranges that the devices held here are to write, in the order of their files.
 
-    `replicas`: by device the digest of its shard of each array, "" of those that no other device has.
+    `replicas`: by device the digest of its shard of each array, "" of those that no other device has. `wait` returns when
+    the values are there.
     """
 
     index: Index
     shares: Mapping[int, Sequence[WrittenRange]]
     replicas: Mapping[int, Sequence[str]]
+    wait: Callable[[], object] = tuple
 
     def staged(self, staging: dict[int, Tensor]) -> TreeSnapshot:
-        """Return a copy on the host, in memory of each device that is kept for the next one."""
+        """Start a copy on the host, in memory of each device that is kept for the next one; devices go on meanwhile."""
         shares: dict[int, list[WrittenRange]] = {}
         for device, ranges in self.shares.items():
             size = sum(one.values.nbytes for one in ranges)
             if device not in staging or len(staging[device]) < size:
-                staging[device] = torch.empty(size, dtype=torch.uint8, device="cpu")
+                pinned = any(one.values.is_cuda for one in ranges)
+                staging[device] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             parts = staging[device][:size].split([one.values.nbytes for one in ranges])
-            copies = [part.view(one.values.dtype).copy_(one.values) for part, one in zip(parts, ranges, strict=True)]
+            copies = [part.view(one.values.dtype) for part, one in zip(parts, ranges, strict=True)]
             shares[device] = [one._replace(values=own) for one, own in zip(ranges, copies, strict=True)]
-        return TreeSnapshot(self.index, shares, self.replicas)
+        values = [[one.values for ranges in tree.values() for one in ranges] for tree in (self.shares, shares)]
+        return TreeSnapshot(self.index, shares, self.replicas, start_read(*values))
 
 
 class WritingDevices(NamedTuple):

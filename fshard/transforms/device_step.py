@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fshard.errors import FshardError, MismatchError
 from fshard.mesh.layout import Layout, P, PyTree, flatten_with_paths
+from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.scope import Group, owning
 from fshard.optim.scaling import finite_scale
@@ -105,11 +107,17 @@ class StepOptions:
 
 
 class SliceTurn(NamedTuple):
-    """A slice, its weight, and its index among those of all devices."""
+    """A slice, its index among those of the device and of all devices, and the function that returns their weights."""
 
     slice: Slice
-    weight: Count
+    turn: int
     number: int
+    counts: Callable[[], list[Count]]
+
+    @property
+    def weight(self) -> Count:
+        """Its weight."""
+        return self.counts()[self.turn]
 
 
 class SliceOutput(NamedTuple):
@@ -217,11 +225,12 @@ class DeviceStep:
 
     def _one(self, turn: SliceTurn, keep: AccumulateInto | None = None) -> SliceOutput:
         """Take the forward and backward of one slice; `keep` takes its gradients if they are not to be reduced yet."""
-        runtime, (slice, count, number) = self.runtime, turn
+        runtime, slice, number = self.runtime, turn.slice, turn.number
         runtime.begin()
         with self.running(number), slice_state(idle=not slice.rows):
             loss, buffers, aux = self._forward(slice)
             self.agree_on_axes(loss.device)
+            count = turn.weight  # where the host waits, behind a forward that is launched
             share = count.share if self.how.slices is None else 1.0  # else sums are weighted, in 32 bits
             start = self.begin_backward(loss, share, keep, idle=not count.weight)
             if loss.requires_grad:
@@ -391,18 +400,23 @@ def slice_turns(
 ) -> list[SliceTurn]:
     """Return the slices of the device at index `place`, with their weights; `group` are the devices with the others."""
     slices = batch.slices(place, count, apart=how.slices is not None)
-    counts = counts_of(how, batch, slices, group, site)
+    weight = how.weight
+    weights = [] if weight is None else [torch.stack([weight_of(weight(batch.tree(one.leaves))) for one in slices])]
+    read = start_read(weights)
+    counts = cache(lambda: counts_of(how, batch, slices, read(), group, site))
     first = 0 if group is None else group.index * count
-    return [SliceTurn(*pair, first + turn) for turn, pair in enumerate(zip(slices, counts, strict=True))]
+    return [SliceTurn(slice, turn, first + turn, counts) for turn, slice in enumerate(slices)]
 
 
-def counts_of(how: StepOptions, batch: Batch, slices: list[Slice], group: Group | None, site: Site) -> list[Count]:
-    """Return the weights of a device's slices; `group` are the devices that have the others."""
+def counts_of(
+    how: StepOptions, batch: Batch, slices: list[Slice], given: list[Tensor], group: Group | None, site: Site
+) -> list[Count]:
+    """Return the weights of a device's slices, `given` or their rows; `group` are the devices that have the others."""
     rows = [slice.rows for slice in slices]
-    if how.weight is None:
+    if not given:
         total = batch.total(len(slices)) if how.slices is None else 1
         return [Count(float(each), each / total) for each in rows]
-    found = torch.stack([weight_of(how.weight(batch.tree(slice.leaves))) for slice in slices])
+    (found,) = given
     if found.is_meta:
         return [Count(1.0, 1.0)] * len(slices)
     weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]

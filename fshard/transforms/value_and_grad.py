@@ -61,13 +61,13 @@ def value_and_grad(
         live_units: number of sharded units that are unsharded at a time, beside the prefetched ones, and in the backward
             those of a rematerialised block that is run again.
         prefetch: number of units to all-gather ahead of their use, in the order of the previous step.
-        in_flight: number of reductions that may run during the backward.
+        in_flight: number of reductions that may run during the backward; each holds a packed copy of its gradients.
         bucket: approximate bytes of gradients of replicated parameters (ZeRO 0 to 2) to reduce together: units wait,
             in the order of the backward. 0: each unit alone. Default 8 MiB: 1 is slower where the backward depends on
             caches, 25 (torch's) where bandwidth is the limit, and takes more memory.
         compute: the floating dtype of parameters and batch in computation, if not their own.
         reduce: the dtype that gradients are reduced in. Default: that of the computation; in reproducible mode, and where
-            slices are summed, that or float32, whichever is wider.
+            slices are summed, that or float32, whichever is wider. NCCL rounds a sum in 16 bits at each addition.
 
     The function also takes `scale=`: gradients are then those of the loss times that, which `optim.loss_scaled` needs:
     `gradient(params, batch, scale=opt.loss_scale(state))`.

@@ -64,7 +64,7 @@ def psum(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Sum over the devices along `axis`; every device gets the sum.
 
     Sends 2(n-1)/n of the bytes. Booleans are counted. 16-bit floats accumulate in 32 bits, in a fixed binary tree
-    (NCCL: in its own order and precision). Backward: the cotangent passes through.
+    (NCCL: in its own order and precision, except in reproducible mode). Backward: the cotangent passes through.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})

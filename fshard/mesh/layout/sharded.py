@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout.array_methods import ArrayMethods
+from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.layout.layout import Layout, Memory, ShardType, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import P
@@ -231,7 +232,7 @@ def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
 def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
     """Return a shard in the memory that its layout names: the mesh's devices', or the host's."""
     if mesh.device_type == "cuda" and memory == "host":
-        return x.to("cpu", non_blocking=False)
+        return start_read([x])()[0]
     if mesh.device_type == "meta" and x.device.type != "meta":
         return without_values(x)
     if x.is_meta and mesh.device_type != "meta":

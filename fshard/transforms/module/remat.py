@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from fshard.errors import PolicyError
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import flatten, unflatten
+from fshard.mesh.layout.host_copies import HostCopy, is_on_host
 from fshard.mesh.spmd.scope import entered, here
 
 Args = ParamSpec("Args")
@@ -149,17 +150,12 @@ def _checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...],
     return checkpoint(body, *tensors, use_reentrant=False, context_fn=lambda: (Keeping(region), Replaying(region)))
 
 
-def _to_host(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-    if is_on_host(x) or x.is_leaf:  # parameters and inputs are referenced elsewhere
-        return x
-    return x.device, torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=False)
+def _to_host(x: Tensor) -> Tensor | HostCopy:
+    return x if is_on_host(x) or x.is_leaf else HostCopy(x)  # parameters and inputs are referenced elsewhere
 
 
-def _from_host(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    device, x = packed
-    return x.to(device, non_blocking=True)
+def _from_host(packed: Tensor | HostCopy) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.get()
 
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -171,16 +167,13 @@ DOTS = frozenset(
 
 
 class KeptResult(NamedTuple):
-    """A kept result: an alias of it and its version when it was kept, or a copy on the host."""
+    """A kept result: an alias of it, and its version when it was kept."""
 
     value: Tensor
-    version: int | None
-    device: torch.device
+    version: int
 
     def get(self) -> Tensor | None:
         """Return the result, or None if it has been written to."""
-        if self.version is None:
-            return self.value.to(self.device)
         return _alias(self.value) if self.value._version == self.version else None
 
 
@@ -203,7 +196,7 @@ class Region:
 
     names: frozenset[str] | None
     host: bool
-    kept: dict[int, KeptResult] = field(default_factory=dict[int, KeptResult])
+    kept: dict[int, KeptResult | HostCopy] = field(default_factory=dict[int, KeptResult | HostCopy])
 
     def counts(self, op: Any) -> bool:
         """Return True if an operation has a number."""
@@ -212,9 +205,10 @@ class Region:
     def keep(self, number: int, x: Tensor) -> None:
         """Keep a result."""
         if self.host and not is_on_host(x):
-            self.kept[number] = KeptResult(x.detach().to("cpu"), None, x.device)
+            self.kept[number] = copy = HostCopy(x.detach())
+            copy.wait()  # unlike a tensor that autograd saves, a result may be written to
         else:
-            self.kept[number] = KeptResult(_alias(x), x._version, x.device)
+            self.kept[number] = KeptResult(_alias(x), x._version)
 
 
 class Keeping(TorchDispatchMode):
@@ -300,11 +294,6 @@ def mark(x: Tensor, label: str) -> None:
     """Pass a value's name to the surrounding regions."""
     for region in _open.regions:
         region.mark(x, label)
-
-
-def is_on_host(x: Tensor) -> bool:
-    """Return True if a tensor takes no accelerator memory."""
-    return x.device.type in ("cpu", "meta")
 
 
 def _memory(x: Tensor) -> int:

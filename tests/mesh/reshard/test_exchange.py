@@ -15,6 +15,7 @@ from fshard.mesh.reshard.plan import plan
 from fshard.mesh.runtimes import native
 from fshard.mesh.runtimes.link import GroupLink
 from fshard.mesh.runtimes.process import ProcessWorld
+from fshard.mesh.spmd.deterministic import deterministic
 from fshard.testing.processes import Processes
 from tests.mesh.reshard.test_reshard import as_laid, problems, specs
 
@@ -126,10 +127,10 @@ def in_processes(table):
         dist = torch.distributed
         everybody = tuple(range(dist.get_world_size()))
         world._links[everybody] = GroupLink(dist.group.WORLD, dist.get_rank(), len(everybody), native.WIRES)
+    cases = [(*case, dtype) for case in some_problems() for dtype in (torch.float32, torch.bfloat16)]
     try:
-        return [
-            resharded(*case, dtype, "process") for case in some_problems() for dtype in (torch.float32, torch.bfloat16)
-        ]
+        with deterministic(table == "native", "cpu"):  # else the backend adds in an order of its own
+            return [resharded(*case, "process") for case in cases]
     finally:
         world._links.clear()
 

@@ -57,14 +57,14 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-def zero3(**options):
-    """Return a training step of stage 3 with its arguments, after two steps."""
+def after_two_steps(stage=3, **options):
+    """Return a training step with its arguments."""
     mesh = fs.make_mesh({"data": N}, runtime="process", device="cpu")
     apply, params, _ = fs.functionalize(torch.nn.Sequential(*[Block() for _ in range(UNITS)]))
-    params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
-    opt = fs.partition_optimizer(fs.optim.sgd(0.1), mesh=mesh, axis="data", stage=3)
+    params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.sgd(0.1), mesh=mesh, axis="data", stage=stage)
     step = fs.train_step(lambda p, x: apply(p, {}, x)[0].sum(), opt, mesh=mesh, batch=P("data"), donate=True, **options)
-    state, batch = opt.init(params), fs.device_put(torch.ones(N, SIZE), fs.Layout(mesh, P("data")))
+    state, batch = opt.init(params), fs.device_put(torch.ones(2 * N, SIZE), fs.Layout(mesh, P("data")))
     for _ in range(2):
         params, state, _ = step(params, state, batch)
     echo.forget()
@@ -79,7 +79,7 @@ def alone():
 
 def test_step_launches_everything_before_anything_completes(alone):
     """What the host reads of tensors is tested in `test_host_syncs`."""
-    step, params, state, batch = zero3()
+    step, params, state, batch = after_two_steps()
     step(params, state, batch)
     names = [work.name for work in echo.works]
     forward, backward, end = names[:UNITS], names[UNITS:-2], names[-2:]
@@ -90,9 +90,17 @@ def test_step_launches_everything_before_anything_completes(alone):
     assert not any(work.is_completed() for work in echo.works)
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"in_flight": 0}], ids=str)
+@pytest.mark.parametrize("stage", range(4))
+def test_no_step_blocks_the_host(alone, stage, options):
+    step, params, state, batch = after_two_steps(stage, **options)
+    step(params, state, batch)
+    assert echo.works and echo.blocking == []
+
+
 def peak(**options):
     """Return the most bytes of a step beyond the shards of parameters."""
-    step, params, state, batch = zero3(**options)
+    step, params, state, batch = after_two_steps(**options)
     with LiveBytes(flatten_shards((params, state, batch))[0]) as live:
         step(params, state, batch)
     return live.most - UNITS * SHARD
@@ -107,7 +115,7 @@ def fsdp2_peak():
     for _ in range(3):
         model.zero_grad()
         with LiveBytes([x.to_local() for x in model.parameters()]) as live:
-            model(torch.ones(1, SIZE)).sum().backward()
+            model(torch.ones(2, SIZE)).sum().backward()
     return live.most - UNITS * SHARD
 
 
