@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.mesh.collectives.moves import Broadcast, Extreme, Permute, Wired, combining
-from fshard.mesh.layout.arithmetic import WIDER, chunk, combined, flipped
+from fshard.mesh.layout.arithmetic import WIDER, combined, flipped
 from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
 
@@ -136,16 +136,12 @@ def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
 
 def tree_reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """All-reduce in the fixed tree: each process combines one row, then all gather the rows. (elements,) -> (elements,)
-
-    The stream waits for the first operation here, so the order of calls does not depend on when handles are waited for.
-    """
-    each = chunk(x.numel(), call.n)
-    rows = x.new_zeros(call.n * each)
-    rows[: x.numel()] = x
+    """All-reduce in the fixed tree: each process combines one row, then all gather the rows. (elements,) -> (elements,)"""
+    rows = torch.cat([x, x.new_zeros(-x.numel() % call.n)])
     arrived = torch.empty_like(rows)
+    # The stream waits here, not when the handle is waited for: all processes start the same operations in one order.
     dist.all_to_all_single(arrived.view(torch.uint8), rows.view(torch.uint8), group=call.pg)
-    row = _combined(arrived.view(call.n, each), move)
+    row = _combined(arrived.view(call.n, rows.numel() // call.n), move)
     return (yield from gather(call, row, move)).view(-1)[: x.numel()]
 
 

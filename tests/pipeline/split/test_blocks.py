@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fshard as fs
-from fshard.mesh.spmd.run import one_thread
+from fshard.mesh.spmd.deterministic import deterministic
 from tests.transforms.module import test_hugging_face as hugging_face
 
 WORDS, WIDTH, BLOCKS = 11, 8, 4
@@ -90,7 +90,7 @@ def check_bits(model, stages, batch, loss_of, name="1f1b"):
     mesh = fs.make_mesh({"pipe": schedule.devices})
     step = fs.pipeline.pipelined(fns, schedule, lambda y, _: loss_of(y), mesh=mesh, reproducible=True)
     found = step(params, [batch], weights=[1])
-    with one_thread(True):
+    with deterministic(True, "cpu"):
         loss = loss_of(model(**batch))
         expected = gradients(model, loss)
     assert torch.equal(found.loss, loss.detach().float() if loss.dtype != torch.float64 else loss.detach())
