@@ -94,9 +94,9 @@ class Checkpoints:
     def save(self, step: int, tree: PyTree, *, wait: bool = True, metrics: Mapping[str, Any] | None = None) -> None:
         """Save a tree as the checkpoint of a step: see `fs.save`.
 
-        With `wait=False` the tree is copied to the host, and written beside training, which goes on while a GPU is
-        copied: the thread that writes waits for that. The next save waits for it;
-        its errors are raised then, or by `wait()`. A process that exits writes it to the end first.
+        With `wait=False` the tree is copied to the host, and written beside training; only the thread that writes
+        waits for copies from a GPU. The next save waits for it; its errors are raised then, or by `wait()`. A process
+        that exits writes it to the end first.
         """
         if wrong := integer("step", step, 0):
             raise ValueError(f"Checkpoints.save: {wrong[0]}.")

@@ -21,7 +21,7 @@ from fshard.checkpoint import files
 from fshard.checkpoint.folder import remove
 from fshard.errors import CheckpointError
 from fshard.testing.processes import run_processes
-from tests.fake_gpu import FakeEvent, FakeGpu
+from tests.mesh.layout.fake_gpu import FakeEvent, FakeGpu
 
 
 def tree(step):

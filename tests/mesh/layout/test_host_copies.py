@@ -12,7 +12,7 @@ from fshard.mesh.layout.host_copies import AHEAD, HostCopy, start_read
 from fshard.mesh.layout.sharded import in_memory
 from fshard.nn import checkpoint_name, offload, save_names
 from fshard.transforms.module import remat
-from tests.fake_gpu import FakeEvent, FakeGpu
+from tests.mesh.layout.fake_gpu import FakeEvent, FakeGpu
 
 
 @pytest.fixture

@@ -89,10 +89,10 @@ TWO = {
     **{f"{name} of 2": partial(stages, name, 2) for name in BUILDERS},
     "checkpoint": checkpoint,
 }
+SOME = ("1f1b", "interleaved", "zbv")
+"""Schedules that are tried on four devices; test_message_order.py has them all."""
 FOUR = {
-    **{
-        f"{name} of 4": partial(stages, name, 4) for name in ("1f1b", "interleaved", "zbv")
-    },  # the others: test_message_order
+    **{f"{name} of 4": partial(stages, name, 4) for name in SOME},
     "readme": lambda: the_example()[0],
     "ring": ring,
     "hybrid": hybrid,
