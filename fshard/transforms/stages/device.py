@@ -221,7 +221,7 @@ class StageStep:
 
     def end(self, microbatch: int, y: PyTree) -> Tensor:
         """Return the loss of the last stage's result."""
-        how, (slice, count, _) = self.plan.how, self.turns[microbatch]
+        how, slice = self.plan.how, self.turns[microbatch].slice
         with self._draws(microbatch, part=0), self._slice_state(microbatch):
             returned, aux = how.loss_fn(y, self._tree(microbatch)), ()
             if how.has_aux:
@@ -229,7 +229,7 @@ class StageStep:
                     raise ValueError(f"the loss function must return (loss, aux); got a {type(returned).__name__}.")
                 returned, aux = returned
             loss = one_loss(how, returned, slice)
-        self.parts[microbatch] = slice_results(loss, count, aux, slice.samples, how.aux)
+        self.parts[microbatch] = slice_results(loss, self.turns[microbatch].weight, aux, slice.samples, how.aux)
         self.scaled = finite_scale(loss.dtype, self.scale)
         return loss
 
