@@ -444,8 +444,7 @@ def join(device: str) -> fs.Mesh:
         }
     if device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-        torch.backends.cuda.enable_math_sdp(False)
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_math_sdp(False)  # attention is flash, or memory-efficient in float32
         torch.backends.cuda.enable_cudnn_sdp(False)
     return fs.make_mesh({"data": int(os.environ["WORLD_SIZE"])}, device=device)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu import SIZES, Task, choose_deterministic_kernels, fshard, machine, plain
+from gpu import SIZES, Task, choose_deterministic_kernels, fshard, machine, pipeline, plain
 from models import RATE, SEED, Batch, Gpt, Model, Params
 from rich.console import Console
 from torch import Tensor
@@ -46,7 +46,7 @@ LIMIT = 1e-3
 def smoke(console: Console, mesh: fs.Mesh) -> int:
     """Run all checks; return the number of those that failed."""
     failures = 0
-    for check in (names, steps, calls, host_time, virtual):
+    for check in (names, steps, stages, calls, host_time, virtual):
         began = time.perf_counter()
         try:
             outcome = check(mesh)
@@ -96,6 +96,13 @@ def steps(mesh: fs.Mesh) -> str:
     for name, curve in curves.items():
         torch.testing.assert_close(curve, first, rtol=2e-2, atol=0, msg=f"{name}: {curves}")
     return f"losses {first} in {', '.join(curves)}"
+
+
+def stages(mesh: fs.Mesh) -> str:
+    if mesh.size == 1:
+        return "left out: one process sends no messages"
+    task = Task(MODEL if mesh.device_type == "cuda" else SIZES["tiny"], mesh, "masters")
+    return f"three steps of each schedule have torch's gradients: {', '.join(pipeline(task, rounds=1))}"
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------

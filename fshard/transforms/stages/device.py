@@ -221,15 +221,15 @@ class StageStep:
 
     def end(self, microbatch: int, y: PyTree) -> Tensor:
         """Return the loss of the last stage's result."""
-        how, turn = self.plan.how, self.turns[microbatch]
+        how, slice = self.plan.how, self.turns[microbatch].slice
         with self._draws(microbatch, part=0), self._slice_state(microbatch):
             returned, aux = how.loss_fn(y, self._tree(microbatch)), ()
             if how.has_aux:
                 if not isinstance(returned, tuple | list) or len(returned) != 2:
                     raise ValueError(f"the loss function must return (loss, aux); got a {type(returned).__name__}.")
                 returned, aux = returned
-            loss = one_loss(how, returned, turn.slice)
-        self.parts[microbatch] = slice_results(loss, turn.weight, aux, turn.slice.samples, how.aux)
+            loss = one_loss(how, returned, slice)
+        self.parts[microbatch] = slice_results(loss, self.turns[microbatch].weight, aux, slice.samples, how.aux)
         self.scaled = finite_scale(loss.dtype, self.scale)
         return loss
 
