@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "optim": GROUND | {"mesh"},
     "transforms": GROUND | {"mesh", "optim", "pipeline"},  # a training step is a gradient and an optimizer
     "pipeline": GROUND | {"mesh"},
+    "comm": GROUND | {"mesh", "optim", "transforms"},
     "nn": {"transforms"},
     "booster": GROUND | {"mesh", "transforms", "optim", "pipeline", "tensor", "checkpoint"},
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
@@ -57,6 +58,7 @@ MAY_IMPORT = {
         "pipeline",
         "booster",
         "checkpoint",
+        "comm",
         "explore",
         "report",
         "nn",
