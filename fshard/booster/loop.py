@@ -29,7 +29,7 @@ from fshard.errors import MismatchError, ModuleError
 from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
 from fshard.mesh.spmd.run import local_devices, one_thread, resolve_mesh, run_on_devices
 from fshard.optim.partition import Partitioned
-from fshard.optim.torch_instances import OptimizerSource
+from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.source import call_site
 from fshard.transforms.batch import Slice
 from fshard.transforms.device_step import DeviceStep

@@ -1,14 +1,17 @@
 """Combinators: compressors around a compressor, which keep what it has not sent.
 
-What is not sent is a sum not yet made: the total of these residuals over devices is what is missing in the totals.
+A residual is a sum not yet made: the total of these residuals over devices is what is missing in the totals.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fshard.comm.compressor import Compressor, Reduced
+from fshard.mesh.collectives.api import axis_size
 from fshard.mesh.layout import Axes, PyTree, flatten, map_leaves, unflatten
 from fshard.optim.arguments import validate, within
 
@@ -22,6 +25,10 @@ def _combined(function: object, tree: PyTree, *trees: PyTree) -> PyTree:
 
 def _zeros(params: PyTree) -> PyTree:
     return map_leaves(lambda x: torch.zeros_like(x, requires_grad=False), params)
+
+
+def _around(compress: Compressor, init: Callable[[PyTree], PyTree], reduce: Callable[..., Reduced]) -> Compressor:
+    return Compressor(init, reduce, compress.full)
 
 
 def error_feedback(compress: Compressor, *, decay: float = 1.0) -> Compressor:
@@ -40,7 +47,7 @@ def error_feedback(compress: Compressor, *, decay: float = 1.0) -> Compressor:
         residual = _combined(lambda x, y: (x - y) * decay, wanted, sent)
         return Reduced(total, sent, {"inner": inner, "residual": residual})
 
-    return Compressor(lambda params: {"inner": compress.init(params), "residual": _zeros(params)}, reduce)
+    return _around(compress, lambda params: {"inner": compress.init(params), "residual": _zeros(params)}, reduce)
 
 
 def ef21(compress: Compressor) -> Compressor:
@@ -50,11 +57,16 @@ def ef21(compress: Compressor) -> Compressor:
     def reduce(grads: PyTree, state: PyTree, axis: Axes) -> Reduced:
         change = _combined(torch.sub, grads, state["estimate"])
         total, sent, inner = compress.reduce(change, state["inner"], axis)
-        estimate, sums = _combined(torch.add, state["estimate"], sent), _combined(torch.add, state["total"], total)
-        return Reduced(sums, estimate, {"inner": inner, "estimate": estimate, "total": sums})
+        estimate, n = _combined(torch.add, state["estimate"], sent), axis_size(axis)
+        share = _combined(lambda x, y: x + y / n, state["share"], total)  # of the total of all estimates
+        return Reduced(
+            map_leaves(lambda x: x * n, share), estimate, {"inner": inner, "estimate": estimate, "share": share}
+        )
 
-    return Compressor(
-        lambda params: {"inner": compress.init(params), "estimate": _zeros(params), "total": _zeros(params)}, reduce
+    return _around(
+        compress,
+        lambda params: {"inner": compress.init(params), "estimate": _zeros(params), "share": _zeros(params)},
+        reduce,
     )
 
 
@@ -76,15 +88,17 @@ def momentum_corrected(compress: Compressor, momentum: float = 0.9) -> Compresso
         residual, velocity = _combined(torch.sub, wanted, sent), _combined(restarted, velocity, sent)
         return Reduced(total, sent, {"inner": inner, "velocity": velocity, "residual": residual})
 
-    return Compressor(
-        lambda params: {"inner": compress.init(params), "velocity": _zeros(params), "residual": _zeros(params)}, reduce
+    return _around(
+        compress,
+        lambda params: {"inner": compress.init(params), "velocity": _zeros(params), "residual": _zeros(params)},
+        reduce,
     )
 
 
 def delayed(compress: Compressor, steps: int = 1) -> Compressor:
     """Reduce the gradients of some steps before; the first totals are zero.
 
-    What waits counts as sent: put `error_feedback` inside.
+    Gradients that wait count as sent: put `error_feedback` inside.
     """
     validate("delayed", within("[1, inf)", integer=True, steps=steps))
 
@@ -94,6 +108,8 @@ def delayed(compress: Compressor, steps: int = 1) -> Compressor:
         total, _, inner = compress.reduce(first, state["inner"], axis)
         return Reduced(total, grads, {"inner": inner, "waiting": [*others, grads]})
 
-    return Compressor(
-        lambda params: {"inner": compress.init(params), "waiting": [_zeros(params) for _ in range(steps)]}, reduce
+    return _around(
+        compress,
+        lambda params: {"inner": compress.init(params), "waiting": [_zeros(params) for _ in range(steps)]},
+        reduce,
     )

@@ -36,6 +36,7 @@ class Compressor(NamedTuple):
         init: from a device's tree to its state.
         reduce: from a device's gradients, its state and the axis to the total, what this device sent, and the next state.
             Its arguments are not modified. Along an axis of one device both are the gradients.
+        full: it needs full leaves, in their shapes: no shards.
         encoding: what `chain` joins; None: it cannot be chained.
 
     >>> import torch, fshard as fs
@@ -49,10 +50,11 @@ class Compressor(NamedTuple):
 
     init: Callable[[PyTree], PyTree]
     reduce: Callable[[PyTree, PyTree, Axes], Reduced]
+    full: bool = False
     encoding: Any = None
 
 
-class Leaf(NamedTuple):
+class FlatLeaf(NamedTuple):
     """A leaf to compress: its values in one dim, and its key for random draws."""
 
     x: Tensor
@@ -77,7 +79,7 @@ def dense_bytes(x: Tensor, n: int) -> float:
 
 def compressor(
     bytes_sent: Callable[[Tensor, int], float],
-    reduce_leaves: Callable[[Sequence[Leaf], Axes], LeafTotals],
+    reduce_leaves: Callable[[Sequence[FlatLeaf], Axes], LeafTotals],
     encoding: Any = None,
 ) -> Compressor:
     """Return a compressor of flat floating leaves; a leaf that it would not make smaller is reduced by psum.
@@ -100,7 +102,7 @@ def compressor(
         is_shorter = [x.is_floating_point() and bytes_sent(x, n) < dense_bytes(x, n) for x in leaves]
         key = f"{int(state['step'])}"
         chosen = [
-            Leaf(x.reshape(-1), f"{key} {path}")
+            FlatLeaf(x.reshape(-1), f"{key} {path}")
             for x, path, short in zip(leaves, paths, is_shorter, strict=True)
             if short
         ]
@@ -114,4 +116,4 @@ def compressor(
             sent.append(next(parts).view(x.shape).to(x.dtype) if short else x)
         return Reduced(unflatten(structure, total), unflatten(structure, sent), after)
 
-    return Compressor(init, reduce, encoding)
+    return Compressor(init, reduce, encoding=encoding)

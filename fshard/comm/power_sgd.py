@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.comm.compressor import Compressor, Leaf, Reduced
+from fshard.comm.compressor import Compressor, FlatLeaf, Reduced
 from fshard.mesh.collectives.api import axis_size, psum
 from fshard.mesh.layout import Axes, PyTree, flatten_with_paths, unflatten
 from fshard.optim.arguments import validate, within
@@ -34,7 +34,7 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
         paths, leaves, _ = flatten_with_paths(params)
         return {
             "q": {
-                path: _draw(Leaf(x, path), rank, seed)
+                path: _draw(FlatLeaf(x, path), rank, seed)
                 for path, x in zip(paths, leaves, strict=True)
                 if x.ndim and is_compressed(x)
             }
@@ -66,9 +66,9 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
         ]
         return Reduced(unflatten(structure, total), unflatten(structure, sent), {"q": q})
 
-    return Compressor(init, reduce)
+    return Compressor(init, reduce, full=True)
 
 
-def _draw(leaf: Leaf, rank: int, seed: int) -> Tensor:
+def _draw(leaf: FlatLeaf, rank: int, seed: int) -> Tensor:
     columns = leaf.x[0].numel()
     return torch.randn(columns, rank, generator=leaf.generator(seed)).to(leaf.x.device)

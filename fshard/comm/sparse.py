@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard.comm.block_code import Bits, BlockCode, Codes
-from fshard.comm.compressor import Compressor, Leaf, LeafTotals, compressor
+from fshard.comm.compressor import Compressor, FlatLeaf, LeafTotals, compressor
 from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum
 from fshard.mesh.layout import Axes
 from fshard.optim.arguments import validate, within
@@ -31,7 +31,7 @@ class Selection(NamedTuple):
     def count(self, numel: int) -> int:
         return min(numel, ceil(self.fraction * numel))
 
-    def indices(self, leaf: Leaf) -> Tensor:
+    def indices(self, leaf: FlatLeaf) -> Tensor:
         count = self.count(leaf.x.numel())
         if self.seed is not None:
             return torch.randperm(leaf.x.numel(), generator=leaf.generator(self.seed))[:count].to(leaf.x.device)
@@ -39,7 +39,7 @@ class Selection(NamedTuple):
 
 
 class Encoding(NamedTuple):
-    """What is sent: a selection of the numbers, a code of them, or a code of a selection."""
+    """The form in which a leaf is sent: a selection of its numbers, a code of them, or a code of a selection."""
 
     selection: Selection | None = None
     code: BlockCode | None = None
@@ -121,7 +121,7 @@ def _index_dtype(x: Tensor) -> torch.dtype:
 def _compressor(encoding: Encoding) -> Compressor:
     selection, code = encoding
 
-    def reduce_leaves(leaves: Sequence[Leaf], axis: Axes) -> LeafTotals:
+    def reduce_leaves(leaves: Sequence[FlatLeaf], axis: Axes) -> LeafTotals:
         if selection is None:
             assert code is not None
             return _reduce_codes(leaves, code, axis)
@@ -139,7 +139,7 @@ def _compressor(encoding: Encoding) -> Compressor:
     return compressor(encoding.bytes_sent, reduce_leaves, encoding)
 
 
-def _scattered(leaves: Sequence[Leaf], indices: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+def _scattered(leaves: Sequence[FlatLeaf], indices: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
     """Return leaves that are zero but for these values; those of one index are added up."""
     return [
         torch.zeros_like(leaf.x, dtype=x.dtype).index_add_(0, index, x)
@@ -148,7 +148,11 @@ def _scattered(leaves: Sequence[Leaf], indices: Sequence[Tensor], values: Sequen
 
 
 def _gather_sum(
-    leaves: Sequence[Leaf], chosen: Sequence[Leaf], indices: Sequence[Tensor], code: BlockCode | None, axis: Axes
+    leaves: Sequence[FlatLeaf],
+    chosen: Sequence[FlatLeaf],
+    indices: Sequence[Tensor],
+    code: BlockCode | None,
+    axis: Axes,
 ) -> LeafTotals:
     """All-gather the chosen numbers of each device with their indices, and add them up."""
     n, counts = axis_size(axis), [len(index) for index in indices]
@@ -171,17 +175,17 @@ def _gather_sum(
     return LeafTotals(totals, _scattered(leaves, indices, sent))
 
 
-def _rows(leaf: Leaf, code: BlockCode, axis: Axes, rows: int) -> tuple[Tensor, torch.Generator | None]:
-    """Return a leaf, padded to rows of whole blocks, and the generator of its code."""
+def _rows(leaf: FlatLeaf, code: BlockCode, axis: Axes, rows: int) -> tuple[Tensor, torch.Generator | None]:
+    """Return a leaf, padded to rows of full blocks, and the generator of its code."""
     x = torch.nn.functional.pad(leaf.x, (0, _padded(leaf.x.numel(), rows * code.block) - leaf.x.numel()))
     generator = None if code.seed is None else leaf.generator(code.seed, device=axis_index(axis))
     return x.view(rows, -1), generator
 
 
-def _reduce_codes(leaves: Sequence[Leaf], code: BlockCode, axis: Axes) -> LeafTotals:
+def _reduce_codes(leaves: Sequence[FlatLeaf], code: BlockCode, axis: Axes) -> LeafTotals:
     """Send a row of codes to each device, which adds its rows up; all-gather the codes of the sums.
 
-    What is lost of a sum counts as not sent by the device that has encoded it.
+    The error of a sum's code counts as not sent by the device that has encoded it.
     """
     n, index = axis_size(axis), axis_index(axis)
     rows = [_rows(leaf, code, axis, n) for leaf in leaves]

@@ -138,7 +138,11 @@ def train_step(
     if schedule is None:
         options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
     gradient = gradient_of("train_step", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)
-    how = gradient.how
+    how, compression = gradient.how, getattr(opt, "compression", None)
+    if compression is not None and how.slices is not None:
+        raise ValueError(
+            "train_step: reproducible must be False with compress=, whose sums depend on the mesh; got True."
+        )
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
     if how.slices is not None:  # torch's fused kernels round differently where a shard ends; updates do without them
         write = step_of(Optimizer(opt.init, opt.update, arrays=True))
@@ -155,6 +159,8 @@ def train_step(
         with torch.no_grad(), one_thread(exact), exact_norms(exact):
             if not donate:
                 params, state = copied((params, state))
+            if compression is not None:
+                grads, state = compression.reduce(grads, state, params)
             norm_of = norm_later(grads, exact=exact)
             params, state = write(grads, state, params)  # (9)
             norm = norm_of() / scale
