@@ -150,6 +150,20 @@ def test_plugins_compress(name):
     assert not torch.allclose(runs["few"][1][0], runs["none"][1][0])
 
 
+def two_nodes():
+    mesh, compress = fs.make_mesh({"node": 2}), comm.error_feedback(comm.quantized(4, block=8))
+    return train({"node": compress}, mesh=mesh, axis="node")[0], boosted(fs.ZeroPlugin(compress=compress))
+
+
+def test_processes_train_to_the_bits_of_virtual_devices(two):
+    compress = comm.error_feedback(comm.quantized(4, block=8))
+    trained, *_ = train({"node": compress}, mesh=fs.make_mesh({"node": 2}), axis="node")
+    results = two.run(two_nodes)
+    for params, (weights, norms) in results:
+        assert all(torch.equal(params[name], trained[name]) for name in trained)
+        torch.testing.assert_close((weights, norms), results[0][1])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
