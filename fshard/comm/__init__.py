@@ -9,6 +9,7 @@ from fshard.comm.combinators import delayed, ef21, error_feedback, momentum_corr
 from fshard.comm.compressor import Compressor, Reduced
 from fshard.comm.graph import Graph, complete, exponential, from_matrix, hypercube, mix, one_peer, random_pairs, ring
 from fshard.comm.power_sgd import power_sgd
+from fshard.comm.replicas import diloco, gossip, local_sgd, mean
 from fshard.comm.sparse import chain, quantized, random_k, sign, top_k
 
 __all__ = [
@@ -17,12 +18,16 @@ __all__ = [
     "Reduced",
     "chain",
     "complete",
+    "diloco",
     "delayed",
     "ef21",
     "error_feedback",
     "exponential",
     "from_matrix",
+    "gossip",
     "hypercube",
+    "local_sgd",
+    "mean",
     "mix",
     "momentum_corrected",
     "one_peer",

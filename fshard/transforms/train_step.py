@@ -167,7 +167,9 @@ def train_step(
         return params, state, *((value.buffers,) if how.has_buffers else ()), _metrics(how, value, norm)
 
     warning = "torch.compile(step) has no effect. Compile the loss function: train_step(torch.compile(loss_fn), ...)."
-    return uncompiled(step, warning=warning)
+    made: Any = uncompiled(step, warning=warning)
+    made.init = opt.init  # for steps around this one: fs.comm.diloco
+    return made
 
 
 def _metrics(how: StepOptions, value: StepValue, norm: Tensor) -> Metrics:
