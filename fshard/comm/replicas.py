@@ -27,8 +27,8 @@ from fshard.optim.contract import Optimizer, step_of
 from fshard.optim.leaves import count_from_zero
 
 
-class Rule(NamedTuple):
-    """What follows the inner step on each device: of trees of one replica.
+class ReplicaRule(NamedTuple):
+    """Functions that follow the inner step on each device, of trees of one replica.
 
     Args:
         init: from parameters to the rule's state.
@@ -41,13 +41,13 @@ class Rule(NamedTuple):
 
 
 class ReplicaStep:
-    """A step of (params, state, batch) of all replicas; `init` makes the first two.
+    """A step of (params, state, batch) of all replicas; `init` makes the first two arguments.
 
     The batch is that of all replicas: each gets an equal part of its rows, in order. The metrics are means over the replicas,
     but for "finite" (of all) and "samples" (their sum).
     """
 
-    def __init__(self, inner: Callable[..., Any], mesh: Mesh, axis: str, rule: Rule) -> None:
+    def __init__(self, inner: Callable[..., Any], mesh: Mesh, axis: str, rule: ReplicaRule) -> None:
         if not callable(getattr(inner, "init", None)):
             raise ValueError(f"inner must be a step of fs.train_step, on the mesh of one replica; got {inner!r}.")
         mesh.check_axes(axis, "axis=")
@@ -188,7 +188,7 @@ def local_sgd(inner: Callable[..., Any], *, every: int, mesh: Mesh, axis: str, a
         is_due = count <= after or (count - after) % every == 0
         return (_each(lambda xs: pmean(xs, axis), params) if is_due else params), state
 
-    return ReplicaStep(inner, mesh, axis, Rule(lambda params: {}, act))
+    return ReplicaStep(inner, mesh, axis, ReplicaRule(lambda params: {}, act))
 
 
 def diloco(
@@ -236,7 +236,7 @@ def diloco(
         after = _each(lambda xs: [x.clone() for x in xs], anchor)
         return after, {"anchor": anchor, "outer": outer_state, **compressed}
 
-    return ReplicaStep(inner, mesh, axis, Rule(init, act))
+    return ReplicaStep(inner, mesh, axis, ReplicaRule(init, act))
 
 
 def gossip(inner: Callable[..., Any], graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
@@ -260,4 +260,4 @@ def gossip(inner: Callable[..., Any], graph: Graph, *, mesh: Mesh, axis: str) ->
 
         return _each(mixed, before, params), state
 
-    return ReplicaStep(inner, mesh, axis, Rule(lambda params: {}, act))
+    return ReplicaStep(inner, mesh, axis, ReplicaRule(lambda params: {}, act))
