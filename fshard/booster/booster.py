@@ -27,7 +27,7 @@ from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Partitioned
-from fshard.optim.torch_instances import OptimizerSource, optimizer_source
+from fshard.optim.torch_optim.instances import OptimizerSource, optimizer_source
 from fshard.pipeline.split.stages import Layer, split_stages
 from fshard.transforms.module.lora import LoraConfig, lora
 from fshard.transforms.reproducible.randomness import folded, keyed_random

@@ -20,9 +20,9 @@ from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
-from fshard.optim.instance_state import ByKey
-from fshard.optim.torch_classes import CLASSES
-from fshard.optim.torch_instances import GroupsSource, InstanceSource, OptimizerSource, TorchSource
+from fshard.optim.torch_optim.classes import CLASSES
+from fshard.optim.torch_optim.instance_state import ByKey
+from fshard.optim.torch_optim.instances import GroupsSource, InstanceSource, OptimizerSource, TorchSource
 from fshard.transforms.module.lazy import fill
 
 FirstNames = Mapping[str, str]

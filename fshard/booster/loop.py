@@ -30,7 +30,7 @@ from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.partition import Partitioned
-from fshard.optim.torch_instances import OptimizerSource
+from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.source import call_site
 from fshard.transforms.agree import mark
 from fshard.transforms.batch import Slice

@@ -17,7 +17,7 @@ from fshard.errors import ModuleError, ScopeError
 from fshard.mesh.layout import Layout, Mesh, PyTree, map_leaves
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.mesh.spmd.run import is_outside
-from fshard.optim.torch_instances import OptimizerSource
+from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.tensor.joined import concatenated
 from fshard.tensor.plan import Plan
 from fshard.transforms.fsdp.lazy_param import LazyParam

@@ -26,7 +26,7 @@ from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.norms import exact_norms, global_norm
 from fshard.optim.partition import Partitioned, partition_optimizer
 from fshard.optim.scaling import loss_scaled
-from fshard.optim.torch_instances import OptimizerSource, TorchSource
+from fshard.optim.torch_optim.instances import OptimizerSource, TorchSource
 from fshard.uncompiled import uncompiled
 
 
@@ -39,7 +39,9 @@ def partitioned(plugin: Plugin, source: OptimizerSource) -> Callable[[], Partiti
     @lru_cache(maxsize=1)
     def partition(opt: Optimizer) -> Partitioned:
         opt = loss_scaled(opt) if plugin.precision == "fp16" and opt.loss_scale is None else opt
-        found = partition_optimizer(opt, mesh=mesh, axis=zero_axes or mesh.axis_names, stage=stage)
+        found = partition_optimizer(
+            opt, mesh=mesh, axis=zero_axes or mesh.axis_names, stage=stage, compress=plugin.compressors(mesh)
+        )
         if layers and stage == 0 and opt.elementwise is not True:  # the shards of a matrix are collected by one device
             owned = partition_optimizer(opt, mesh=mesh, axis=layers, stage=1)
             found = owned._replace(gradients=found.gradients)
@@ -119,7 +121,9 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def grads(self) -> PyTree:
         """The gradients of all backwards since the last step, of `scale` times the loss, in their layouts."""
         if self._grads is None:
-            self._grads = self._model.gradients()
+            self._grads, compression = self._model.gradients(), self._partitioned().compression
+            if compression is not None:
+                self._grads, self.state = compression.reduce(self._grads, self.state, self._model.params)
         return self._grads
 
     def clip_grad_by_norm(

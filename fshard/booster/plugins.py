@@ -10,7 +10,7 @@ HybridParallelPlugin     those of a stage on its devices, of layers by a plan, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, cast
 
@@ -129,6 +129,10 @@ class Plugin:
         """Return the layouts of parameters, which plans shard by the rules `within`."""
         return P() if within is None else within
 
+    def compressors(self, mesh: Mesh) -> Mapping[str, Any] | None:
+        """Return the compressors of gradients, by axis."""
+        return None
+
     def gradient_options(self) -> dict[str, Any]:
         """Return the options of `value_and_grad`."""
         mesh = self.default_mesh()
@@ -149,8 +153,34 @@ class Plugin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPPlugin(Plugin):
+class _Compressing(Plugin):
+    """A plugin with replicated parameters, whose gradients can be compressed."""
+
+    compress: Any = None
+
+    def errors(self) -> list[str]:
+        wrong = super().errors()
+        if self.compress is not None and self.reproducible:
+            wrong.append("compress must be None with reproducible=True, since its sums depend on the mesh")
+        return wrong
+
+    def compressors(self, mesh: Mesh) -> Mapping[str, Any] | None:
+        if self.compress is None or isinstance(self.compress, Mapping):
+            return self.compress
+        axes = [axis for axis in self.axes(mesh) if mesh.shape[axis] > 1]
+        if len(axes) > 1:
+            raise ValueError(
+                f"compress must have a compressor for each axis of {', '.join(axes)}, as {{{axes[0]!r}: ...}}."
+            )
+        return dict.fromkeys(axes, self.compress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPPlugin(_Compressing):
     """Data parallelism: parameters are replicated and gradients all-reduced.
+
+    Args:
+        compress: a compressor of `fs.comm` that reduces gradients instead, along the axis of the batch; or one by axis.
 
     >>> DDPPlugin(precision="fp8", seed=-1)
     Traceback (most recent call last):
@@ -159,8 +189,11 @@ class DDPPlugin(Plugin):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroPlugin(Plugin):
-    """ZeRO 1 and 2: the optimizer's state is sharded.  `stage` 2 reduces gradients in each backward, 1 once a step."""
+class ZeroPlugin(_Compressing):
+    """ZeRO 1 and 2: the optimizer's state is sharded.  `stage` 2 reduces gradients in each backward, 1 once a step.
+
+    `compress` is that of `DDPPlugin`.
+    """
 
     stage: Literal[1, 2] = 1
 

@@ -21,7 +21,7 @@ from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
 from fshard.optim.leaves import Leaf, Leaves, map_shards
 from fshard.optim.partition import Partitioned
-from fshard.optim.torch_instances import OptimizerSource
+from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.source import call_site
 from fshard.transforms.gradient import GradientFunction, StepValue
 from fshard.transforms.value_and_grad import gradient_of

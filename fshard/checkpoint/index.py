@@ -234,11 +234,6 @@ def validate_storable(leaves: Sequence[NamedLeaf]) -> None:
     keys = [(one.name, entry[0]) for one in leaves for entry in one.path if isinstance(entry, list)]
     wrong = [f"{name} has dtype {x.dtype}" for name, x in arrays if x.dtype not in DTYPES]
     wrong += [
-        f"{name} is unreduced over {', '.join(x.spec.unreduced)}; psum it first"
-        for name, x in arrays
-        if isinstance(x, Sharded) and x.spec.unreduced
-    ]
-    wrong += [
         f"{name} has the key {key!r}, which must be a string or number" for name, key in keys if not _is_json(key)
     ]
     plain = [(name, x) for name, x in arrays if not isinstance(x, Sharded)]

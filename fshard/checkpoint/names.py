@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import optree
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import PyTree, flatten
+from fshard.mesh.layout import P, PyTree, flatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.layout.tree import NAMESPACE
 
@@ -130,14 +131,26 @@ def is_object(x: Any) -> bool:
     )
 
 
+class SummandArray(Sharded):
+    """An unreduced array as its summands along a first dim, in the same memory; their number may differ on another mesh."""
+
+    @staticmethod
+    def of(x: Sharded) -> SummandArray:
+        axes, spec = x.spec.unreduced, x.spec.with_unreduced(())
+        stacked = P(axes, *spec.entries, at=dict(spec.at))
+        layout = x.layout.with_spec(stacked.flattened(*spec.flat_axes) if spec.flat_axes is not None else stacked)
+        shards = x.shards if spec.is_flat else [shard[None] for shard in x.shards]
+        return SummandArray((prod(x.mesh.shape[axis] for axis in axes), *x.shape), layout, tuple(shards))
+
+
 def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Replace modules by their tensors, and objects that have a `sharded_state` by it.
+    """Replace modules by their tensors, objects that have a `sharded_state` by it, and unreduced arrays by their summands.
 
     Return the tree, and a function that gives the objects such a state again.
     """
     flatten(tree)  # registers the dataclasses in it
     leaves, structure = _optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    states = [_state(x) if is_object(x) else x for x in leaves]
+    states = [_state(x) if is_object(x) else _summands(x) for x in leaves]
     if all(x is state for x, state in zip(leaves, states, strict=True)):
         return tree, lambda result: result
 
@@ -159,6 +172,10 @@ def _state(x: Any) -> Any:
         return x.sharded_state()
     state = dict(x.state_dict(keep_vars=True)) if isinstance(x, nn.Module) else {}
     return state if state and all(map(is_array, state.values())) else x
+
+
+def _summands(x: Any) -> Any:
+    return SummandArray.of(x) if isinstance(x, Sharded) and x.spec.unreduced else x
 
 
 def _is_leaf(x: Any) -> bool:

@@ -24,6 +24,7 @@ from fshard.checkpoint.division import span_of
 from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.names import (
     NamedLeaf,
+    SummandArray,
     build,
     flattened,
     is_array,
@@ -196,7 +197,7 @@ def fill(source: Any, tree: PyTree, *, strict: bool, cast: bool, what: str) -> t
     unfit = {*differences.missing, *misshaped}
     fit, after = [leaf for leaf in wanted if leaf.name not in unfit], list[Callable[[], object]]()
     once = {_key(leaf.value): leaf for leaf in fit if is_array(leaf.value) and leaf.name in source.arrays}
-    source.read([one for leaf in once.values() for one in _targets(leaf, after)])
+    source.read([one for leaf in once.values() for one in _targets(leaf, source.arrays[leaf.name].shape, after)])
     for act in after:
         act()
     result = list[Any]()
@@ -277,7 +278,7 @@ def _unfit(source: Any, name: str, x: Any, cast: bool) -> str | None:
         return f"{name} must be {kinds[0]}; got {kinds[1]}"
     if stored is None:
         return None
-    if tuple(x.shape) != stored.shape:
+    if tuple(x.shape) != stored.shape and not (isinstance(x, SummandArray) and tuple(x.shape[1:]) == stored.shape[1:]):
         return f"{name} must have shape {tuple(x.shape)}; got {stored.shape}"
     if x.dtype != stored.dtype and not cast:
         return f"{name} must have dtype {dtype_name(x.dtype)}; got {dtype_name(stored.dtype)} (cast=True converts it)"
@@ -304,8 +305,11 @@ def _more(names: Sequence[str]) -> str:
     return f" and {len(names) - 20} more" if len(names) > 20 else ""
 
 
-def _targets(leaf: NamedLeaf, after: list[Callable[[], object]]) -> Iterator[Target]:
+def _targets(leaf: NamedLeaf, stored: tuple[int, ...], after: list[Callable[[], object]]) -> Iterator[Target]:
     """Yield the ranges of an array that are held here, with their memory."""
+    if tuple(leaf.value.shape) != stored:
+        yield from _summand_targets(leaf, stored[0], after)
+        return
     pairs = [(at, *pair) for at, x in stored_parts(leaf.value) for pair in _spans(x)]
     for at, span, shard in pairs:
         if any(at):
@@ -320,6 +324,16 @@ def _targets(leaf: NamedLeaf, after: list[Callable[[], object]]) -> Iterator[Tar
             yield Target(leaf.name, span, buffer)
         else:
             yield Target(leaf.name, span, shard.view(-1))
+
+
+def _summand_targets(leaf: NamedLeaf, count: int, after: list[Callable[[], object]]) -> Iterator[Target]:
+    """Yield the ranges of all summands of an array, of which the first device gets the total."""
+    for span, shard in _spans(leaf.value):
+        rows, (first, *block) = torch.zeros(count, shard.numel(), dtype=shard.dtype), span.block
+        if first[0] == 0 and shard.numel():
+            for row in range(count):
+                yield Target(leaf.name, Span(((row, row + 1), *block), span.start, span.stop), rows[row])
+        after.append(lambda shard=shard, rows=rows: shard.copy_(rows.sum(0).view(shard.shape)))
 
 
 def _spans(x: Any) -> list[tuple[Span, Tensor]]:

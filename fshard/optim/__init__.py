@@ -19,7 +19,7 @@ from fshard.optim.rules.sgd import sgd
 from fshard.optim.rules.shampoo import shampoo
 from fshard.optim.scaling import all_finite, loss_scaled, skip_if_not_finite
 from fshard.optim.schedules import Rate, Schedule
-from fshard.optim.torch_classes import adafactor, from_torch, muon
+from fshard.optim.torch_optim.classes import adafactor, from_torch, muon
 from fshard.optim.wrappers import accumulate, ema, ema_params, with_master_weights
 
 

@@ -17,13 +17,14 @@ are ready (`train_step`). The layout of the state follows from the shards that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
 from math import prod
 from operator import is_
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
@@ -31,6 +32,7 @@ from fshard.mesh.layout import Layout, Mesh, P, PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard_all
 from fshard.mesh.spmd.run import fills, resolve_mesh
+from fshard.optim.compression import Compression
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, kind_of
 from fshard.optim.per_device import check_not_partitioned, on_arrays
@@ -54,10 +56,17 @@ class Partitioned(NamedTuple):
     gradients: Callable[[Layout], Layout]
     stage: Stage
     arrays: bool = True
+    compression: Compression | None = None
 
 
 def partition_optimizer(
-    opt: Optimizer, *, mesh: Mesh, axis: str | tuple[str, ...], stage: Stage, unit: Unit | None = None
+    opt: Optimizer,
+    *,
+    mesh: Mesh,
+    axis: str | tuple[str, ...],
+    stage: Stage,
+    unit: Unit | None = None,
+    compress: Mapping[str, Any] | None = None,
 ) -> Partitioned:
     """Shard an optimizer's state and work over the devices along `axis`.
 
@@ -69,6 +78,8 @@ def partition_optimizer(
             of `shard_params`: one that is replicated along `axis` is treated in stage 3 as in 2.
         unit: every leaf as flat ranges ("elementwise"), or the leaves in full at owners of about equal total size
             ("matrix"). None: flat where the optimizer is elementwise, in `by_label` leaf by leaf, else at owners.
+        compress: by axis, along which the parameters are replicated, a compressor of `fs.comm`: it reduces the gradients
+            there. Then the state is {"compress", "inner"}.
 
     In stages 1 to 3 an own `update` of plain tensors sees the device's shards or the leaves that it owns, so a norm of its
     gradients would be wrong: `fs.optim.global_norm(grads)` there is that of all. `fs.testing.check_elementwise` tests it.
@@ -127,7 +138,7 @@ def partition_optimizer(
 
         return run
 
-    return Partitioned(
+    made = Partitioned(
         init,
         divided(opt.update, donated=False) if is_divided else opt.update,
         divided(step_of(opt), donated=True) if is_divided else opt.step,
@@ -135,6 +146,33 @@ def partition_optimizer(
         opt.loss_scale,
         (lambda layout: shard_layout(layout, axes)) if is_divided else (lambda layout: layout),
         stage,
+    )
+    return made if compress is None else _compressed(made, compress, mesh, axes if is_divided else ())
+
+
+def _compressed(opt: Partitioned, compress: Mapping[str, Any], mesh: Mesh, axes: tuple[str, ...]) -> Partitioned:
+    """Return a partitioned optimizer whose gradients are reduced by compressors along some axes."""
+    rest = tuple(axis for axis in axes if axis not in compress)
+    reduced = Compression(compress, mesh, lambda layout: shard_layout(layout, rest), opt.loss_scale)
+
+    def compressed(act: Update) -> Update:
+        @uncompiled
+        @torch.no_grad()
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            grads, state = reduced.reduce(grads, state, params)
+            params, inner = act(grads, state["inner"], params)
+            return params, {"compress": state["compress"], "inner": inner}
+
+        return run
+
+    scale = opt.loss_scale
+    return opt._replace(
+        init=lambda params: {"compress": reduced.init(params), "inner": opt.init(params)},
+        update=compressed(opt.update),
+        step=opt.step and compressed(opt.step),
+        loss_scale=None if scale is None else lambda state: scale(state["inner"]),
+        gradients=reduced.layout,
+        compression=reduced,
     )
 
 

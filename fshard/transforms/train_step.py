@@ -138,7 +138,11 @@ def train_step(
     if schedule is None:
         options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
     gradient = gradient_of("train_step", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)
-    how = gradient.how
+    how, compression = gradient.how, getattr(opt, "compression", None)
+    if compression is not None and how.slices is not None:
+        raise ValueError(
+            "train_step: reproducible must be False with compress=, whose sums depend on the mesh; got True."
+        )
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
     if how.slices is not None:  # torch's fused kernels round differently where a shard ends; updates do without them
         write = step_of(Optimizer(opt.init, opt.update, arrays=True))
@@ -155,13 +159,17 @@ def train_step(
         with torch.no_grad(), deterministic(exact, gradient.mesh.device_type), exact_norms(exact):
             if not donate:
                 params, state = copied((params, state))
+            if compression is not None:
+                grads, state = compression.reduce(grads, state, params)
             norm_of = norm_later(grads, exact=exact)
             params, state = write(grads, state, params)  # (9)
             norm = norm_of() / scale
         return params, state, *((value.buffers,) if how.has_buffers else ()), _metrics(how, value, norm)
 
     warning = "torch.compile(step) has no effect. Compile the loss function: train_step(torch.compile(loss_fn), ...)."
-    return uncompiled(step, warning=warning)
+    made: Any = uncompiled(step, warning=warning)
+    made.init = opt.init  # for steps around this one: fs.comm.diloco
+    return made
 
 
 def _metrics(how: StepOptions, value: StepValue, norm: Tensor) -> Metrics:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fshard as fs
 from fshard.booster.full_state import full_leaves
 from fshard.errors import CheckpointError
-from fshard.optim.torch_classes import CLASSES
+from fshard.optim.torch_optim.classes import CLASSES
 
 DATA = TensorDataset(
     torch.randn(40, 4, 8, generator=torch.Generator().manual_seed(1)).double(),

@@ -8,7 +8,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import P, optim
-from fshard.optim.torch_classes import CLASSES
+from fshard.optim.torch_optim.classes import CLASSES
 from fshard.testing import check_elementwise
 from tests.optim.optimizers import (
     FOREIGN,

@@ -186,6 +186,10 @@ class P(CachedHash):
         """Return this spec, of which `axes` split each shard further, flat."""
         return self._replace(flat_axes=(*(self.flat_axes or ()), *axes))
 
+    def with_unreduced(self, axes: Iterable[str]) -> P:
+        """Return this spec, unreduced along `axes` alone."""
+        return self._replace(unreduced=tuple(sorted(axes)))
+
     def coordinates(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return `at` axis by axis, on a mesh of these sizes.
 

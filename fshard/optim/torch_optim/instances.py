@@ -26,11 +26,11 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.optim.by_label import NOTHING, by_label
 from fshard.optim.contract import Optimizer, check_optimizer, copied, differences
-from fshard.optim.instance_state import InstanceState
 from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable
 from fshard.optim.rules.adam import adam, adamw
 from fshard.optim.rules.sgd import sgd
-from fshard.optim.torch_classes import CLASSES, check_divisible, from_torch
+from fshard.optim.torch_optim.classes import CLASSES, check_divisible, from_torch
+from fshard.optim.torch_optim.instance_state import InstanceState
 
 
 @dataclass(frozen=True)

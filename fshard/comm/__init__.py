@@ -1,0 +1,41 @@
+"""Communication algorithms for slow links: compressed reductions, as pure functions on trees.
+
+top_k, random_k, sign, quantized, power_sgd                       compressors: an approximate psum
+error_feedback, ef21, momentum_corrected, delayed, chain          combinators: compressors of compressors
+ring, exponential, one_peer, hypercube, random_pairs, complete    graphs of devices that average, by `mix`
+"""
+
+from fshard.comm.combinators import delayed, ef21, error_feedback, momentum_corrected
+from fshard.comm.compressor import Compressor, Reduced
+from fshard.comm.graph import Graph, complete, exponential, from_matrix, hypercube, mix, one_peer, random_pairs, ring
+from fshard.comm.power_sgd import power_sgd
+from fshard.comm.replicas import diloco, gossip, local_sgd, mean
+from fshard.comm.sparse import chain, quantized, random_k, sign, top_k
+
+__all__ = [
+    "Compressor",
+    "Graph",
+    "Reduced",
+    "chain",
+    "complete",
+    "diloco",
+    "delayed",
+    "ef21",
+    "error_feedback",
+    "exponential",
+    "from_matrix",
+    "gossip",
+    "hypercube",
+    "local_sgd",
+    "mean",
+    "mix",
+    "momentum_corrected",
+    "one_peer",
+    "power_sgd",
+    "quantized",
+    "random_k",
+    "random_pairs",
+    "ring",
+    "sign",
+    "top_k",
+]

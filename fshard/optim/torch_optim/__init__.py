@@ -1,0 +1,1 @@
+"""torch.optim's classes and instances as optimizers of fshard."""

@@ -1,0 +1,92 @@
+"""Graphs: weights, gaps, and averages of neighbours."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import comm
+
+GRAPHS = {
+    "ring": comm.ring,
+    "exponential": comm.exponential,
+    "one_peer": comm.one_peer,
+    "complete": comm.complete,
+    "random_pairs": lambda n: comm.random_pairs(n, seed=3, rounds=8),
+}
+
+
+@given(name=st.sampled_from(sorted(GRAPHS)), n=st.integers(1, 17))
+def test_columns_sum_to_one_and_rounds_contract(name, n):
+    graph = GRAPHS[name](n)
+    for turn in range(len(graph.rounds)):
+        torch.testing.assert_close(graph.matrix(turn).sum(0), torch.ones(n, dtype=torch.float64))
+    assert 0 < graph.gap <= 1 + 1e-9
+
+
+def test_gaps_are_those_of_the_literature():
+    assert 1 - comm.ring(8).gap == pytest.approx(0.8047, abs=1e-4)
+    assert [comm.exponential(n).gap for n in (8, 16, 64)] == pytest.approx([1 / 2, 2 / 5, 2 / 7])
+    assert comm.complete(5).gap == pytest.approx(1)
+
+
+def mixed(graph, xs, rounds, axis="node"):
+    def main():
+        tree = {"x": xs[fs.axis_index(axis)]}
+        for turn in range(rounds):
+            tree = comm.mix(tree, graph, turn, axis)
+        return tree["x"]
+
+    return fs.run(main, mesh=fs.make_mesh({"node": len(xs)}))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("n", [2, 5, 8])
+def test_mix_multiplies_by_the_matrix(name, n):
+    graph, xs = GRAPHS[name](n), torch.randn(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = graph.matrix(1) @ graph.matrix(0) @ xs
+    torch.testing.assert_close(torch.stack(mixed(graph, xs, 2)), expected)
+
+
+def test_mix_of_other_weights():
+    graph = comm.from_matrix([[0.5, 0.5, 0], [0, 0.25, 0.75], [0.5, 0.25, 0.25]])
+    xs = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(torch.stack(mixed(graph, xs, 1)), graph.matrix(0) @ xs)
+
+
+def test_rounds_of_a_hypercube_are_pmean_to_the_bit():
+    xs = torch.randn(8, 100, generator=torch.Generator().manual_seed(0))
+    mean = fs.run(lambda: fs.pmean(xs[fs.axis_index("node")], "node"), mesh=fs.make_mesh({"node": 8}))
+    for x, y in zip(mixed(comm.hypercube(8), xs, 3), mean, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_ring_adds_left_itself_and_right():
+    xs = torch.randn(4, 100, generator=torch.Generator().manual_seed(0))
+    for i, x in enumerate(mixed(comm.ring(4), xs, 1)):
+        assert torch.equal(x, (xs[i - 1] + xs[i] + xs[(i + 1) % 4]) / 3)
+
+
+@pytest.mark.parametrize(("graph", "edges"), [(comm.ring(4), 2), (comm.exponential(4), 2), (comm.one_peer(4), 1)])
+def test_bytes_are_those_of_the_edges(graph, edges):
+    with fs.ledger() as ledger:
+        mixed(graph, torch.zeros(4, 100), 1)
+    assert ledger.bytes() == 4 * 100 * edges
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: comm.from_matrix([[0.5, 0.4], [0.5, 0.5]]), "row 0 sums to 0.9"),
+        (lambda: comm.from_matrix([[1.0, 0.0], [0.0, 1.0]]), "must be connected"),
+        (lambda: comm.from_matrix([[2.0, -1.0], [0.5, 0.5]]), "must not be negative"),
+        (lambda: comm.from_matrix([[1.0, 0.0]]), "must be square"),
+        (lambda: comm.hypercube(6), "power of two"),
+        (lambda: comm.ring(0), "n must be in"),
+        (lambda: mixed(comm.ring(3), torch.zeros(2, 1), 1), "the graph must be of 2 devices"),
+    ],
+)
+def test_wrong_graphs_raise(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
