@@ -150,27 +150,38 @@ def _even(n: int, sources: Sequence[int]) -> Row:
     return tuple([1 / len({*sources}) if j in sources else 0.0 for j in range(n)])
 
 
-def mix(tree: PyTree, graph: Graph, turn: int, axis: Axes) -> PyTree:
+def mix(tree: PyTree, graph: Graph, turn: int, axis: Axes, *, push: bool = False) -> PyTree:
     """Average a tree with those of the device's neighbours in a round, by a ppermute for each set of disjoint edges.
 
     Weights that are equal are applied to the sum. Sends the bytes of the tree along each edge.
+
+    Args:
+        tree: this device's.
+        graph: of the devices along `axis`.
+        turn: number of the round.
+        axis: an axis of the mesh.
+        push: divide the tree among its neighbours instead: the sum over devices stays, as in push-sum.
     """
     if graph.size != axis_size(axis):
         raise ValueError(f"mix: the graph must be of {axis_size(axis)} devices, those along {axis}; got {graph.size}.")
-    index, weights = axis_index(axis), graph.rounds[turn % len(graph.rounds)]
+    index, turn = axis_index(axis), turn % len(graph.rounds)
+    matrix = graph.rounds[turn]
+    row = [line[index] for line in matrix] if push else matrix[index]
     leaves, structure = flatten(tree)
-    row, parts = weights[index], {index: leaves}
-    for edges in _disjoint(graph, turn % len(graph.rounds)):
+    parts = {index: leaves}
+    for edges in _disjoint(graph, turn, push):
         received = ppermute(leaves, axis, edges)
         parts.update({source: received for source, to in edges if to == index})
-    order = sorted(parts, key=lambda source: (source - index + 1) % graph.size)  # of a ring: left, itself, right
-    used = {row[source] for source in order if row[source]}
-    terms = [(source, parts[source]) for source in order if row[source]]
-    if len(used) == 1:
-        sums = [_summed(column) for column in zip(*[xs for _, xs in terms], strict=True)]
-        return unflatten(structure, [x / len(terms) for x in sums])
-    columns = zip(*[[x * row[source] for x in xs] for source, xs in terms], strict=True)
-    return unflatten(structure, [_summed(column) for column in columns])
+    sources = sorted(
+        (j for j in parts if row[j]), key=lambda j: (j - index + 1) % graph.size
+    )  # of a ring: left, itself, right
+    weights = [row[source] for source in sources]
+    columns = [*zip(*[parts[source] for source in sources], strict=True)]
+    if {*weights} == {1 / len(weights)}:
+        return unflatten(structure, [_summed(column) / len(weights) for column in columns])
+    return unflatten(
+        structure, [_summed([x * weight for x, weight in zip(column, weights, strict=True)]) for column in columns]
+    )
 
 
 def _summed(xs: Sequence[Tensor]) -> Tensor:
@@ -181,9 +192,10 @@ def _summed(xs: Sequence[Tensor]) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _disjoint(graph: Graph, turn: int) -> tuple[list[tuple[int, int]], ...]:
+def _disjoint(graph: Graph, turn: int, push: bool) -> tuple[list[tuple[int, int]], ...]:
     """Return the edges of a round in sets in which each device sends and receives at most once."""
-    return tuple(_colored(graph.edges(turn), graph.size))
+    edges = graph.edges(turn)
+    return tuple(_colored([(to, source) for source, to in edges] if push else edges, graph.size))
 
 
 def _colored(edges: Sequence[tuple[int, int]], n: int) -> Iterator[list[tuple[int, int]]]:

@@ -248,9 +248,7 @@ def gossip(inner: Callable[..., Any], graph: Graph, *, mesh: Mesh, axis: str) ->
         mesh: all devices.
         axis: along which the replicas are.
     """
-    n = mesh.shape[mesh.check_axes(axis, "gossip(axis=)")[0]]
-    if graph.size != n:
-        raise ValueError(f"gossip: graph must be of {n} devices, those along {axis}; got {graph.name} of {graph.size}.")
+    _validate_graph("gossip", graph, mesh, axis)
 
     @torch.no_grad()
     def act(before: PyTree, params: PyTree, state: PyTree, count: int) -> tuple[PyTree, PyTree]:
@@ -261,3 +259,41 @@ def gossip(inner: Callable[..., Any], graph: Graph, *, mesh: Mesh, axis: str) ->
         return _each(mixed, before, params), state
 
     return ReplicaStep(inner, mesh, axis, ReplicaRule(lambda params: {}, act))
+
+
+def push_sum(inner: Callable[..., Any], graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
+    """Divide the step's result among neighbours (stochastic gradient push, Assran 2019), for graphs with one-way edges.
+
+    Parameters times a weight, and the weight itself, are divided by the rows of the graph, so that their sums over the
+    replicas stay; the parameters are their quotient.
+
+    Args:
+        inner: a step of `train_step` on the mesh of one replica.
+        graph: who sends to whom: entry (i, j) is the share that i sends to j.
+        mesh: all devices.
+        axis: along which the replicas are.
+    """
+    _validate_graph("push_sum", graph, mesh, axis)
+
+    @torch.no_grad()
+    def act(before: PyTree, params: PyTree, state: PyTree, count: int) -> tuple[PyTree, PyTree]:
+        weight = state["weight"]
+        sent = mix(weight, graph, count - 1, axis, push=True)
+
+        def divided(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+            summands = [x * weight.to(x.dtype) + (y - x) for x, y in zip(old, new, strict=True)]
+            return [x / sent.to(x.dtype) for x in mix(summands, graph, count - 1, axis, push=True)]
+
+        return _each(divided, before, params), {"weight": sent}
+
+    return ReplicaStep(
+        inner, mesh, axis, ReplicaRule(lambda params: {"weight": torch.ones((), dtype=torch.float64)}, act)
+    )
+
+
+def _validate_graph(function: str, graph: Graph, mesh: Mesh, axis: str) -> None:
+    n = mesh.shape[mesh.check_axes(axis, f"{function}(axis=)")[0]]
+    if graph.size != n:
+        raise ValueError(
+            f"{function}: graph must be of {n} devices, those along {axis}; got {graph.name} of {graph.size}."
+        )

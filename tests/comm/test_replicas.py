@@ -139,6 +139,29 @@ def test_gossip_mixes_and_steps(name):
     assert_like(params, plain(act))
 
 
+DIRECTED = comm.from_matrix(
+    [[0.5, 0.25, 0.25, 0], [0, 0.5, 0.5, 0], [0.25, 0, 0.25, 0.5], [0.75, 0, 0, 0.25]],
+    torch.eye(4).roll(1, 0) / 2 + torch.eye(4) / 2,
+)
+
+
+def test_push_sum_keeps_both_sums():
+    params, state, _ = train(lambda inner, mesh: comm.push_sum(inner, DIRECTED, mesh=mesh, axis="node"))
+    weights, totals = torch.ones(4), [dict(FULL) for _ in range(4)]
+
+    def act(before, after, count):
+        nonlocal weights, totals
+        shares = DIRECTED.matrix(count - 1).float()
+        moved = [{k: totals[i][k] + after[i][k] - before[i][k] for k in FULL} for i in range(4)]
+        totals = [{k: sum(shares[i, j] * moved[i][k] for i in range(4)) for k in FULL} for j in range(4)]
+        weights = shares.T @ weights
+        return [{k: totals[j][k] / weights[j] for k in FULL} for j in range(4)]
+
+    assert_like(params, plain(act))
+    weight = fs.unshard(state["rule"]["weight"])
+    assert weight.sum().item() == pytest.approx(4) and not torch.allclose(weight, torch.ones(4, dtype=torch.float64))
+
+
 def test_the_mean_of_gossip_moves_as_the_mean_gradient():
     params, *_ = train(lambda inner, mesh: comm.gossip(inner, comm.ring(4), mesh=mesh, axis="node"), count=1)
     grads = [slope(FULL, x) for x in batch(0).chunk(4)]
