@@ -58,7 +58,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.spmd.deterministic import CUDA_SETTINGS
+from fshard.mesh.spmd.deterministic import missing_cuda_settings
 
 SIZES = {
     "350m": Gpt(width=1024, heads=16, depth=24, vocabulary=50304, length=1024, sequences=8),
@@ -451,7 +451,7 @@ def join(device: str) -> fs.Mesh:
 
 def choose_deterministic_kernels(device: str) -> None:
     """Make the settings that reproducible mode requires of a program on CUDA; they stay."""
-    for line in CUDA_SETTINGS if device == "cuda" else ():
+    for line in missing_cuda_settings() if device == "cuda" else ():
         exec(line)
 
 

@@ -156,7 +156,7 @@ def train_step(
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
         value, grads = gradient.run(params, buffers, batch, call_site(), scale)
         exact = how.slices is not None
-        with torch.no_grad(), deterministic(exact, gradient.mesh.device_type), exact_norms(exact):
+        with torch.no_grad(), deterministic(exact, mesh.device_type), exact_norms(exact):
             if not donate:
                 params, state = copied((params, state))
             if compression is not None:
