@@ -121,7 +121,7 @@ def hypercube(n: int) -> Graph:
 
 
 def random_pairs(n: int, *, seed: int = 0, rounds: int = 64) -> Graph:
-    """Pairs that are drawn anew for each round average; of an odd number one device waits."""
+    """Pairs that are drawn for each round average; of an odd number one device keeps its own."""
     validate("random_pairs", within("[1, inf)", integer=True, n=n, rounds=rounds))
     draw, peers = torch.Generator().manual_seed(seed), list[dict[int, int]]()
     for _ in range(rounds):

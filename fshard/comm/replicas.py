@@ -96,7 +96,7 @@ class ReplicaStep:
         return resolve_mesh(self._replica)
 
     def _shard(self, x: Sharded) -> Tensor:
-        return x.shards[axis_place(self._mesh) if len(x.shards) > 1 else 0]
+        return x.shards[device_index(self._mesh) if len(x.shards) > 1 else 0]
 
     def _rows(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.ndim:
@@ -155,7 +155,7 @@ class ReplicaStep:
         return first
 
 
-def axis_place(mesh: Mesh) -> int:
+def device_index(mesh: Mesh) -> int:
     """Return the index of the calling device among those of a mesh."""
     return local_devices(mesh)[0]
 

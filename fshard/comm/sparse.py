@@ -61,7 +61,7 @@ def top_k(fraction: float) -> Compressor:
 
 
 def random_k(fraction: float, *, seed: int = 0) -> Compressor:
-    """Send numbers that all devices draw alike, anew in each step.  Sends 8 k (n-1)/n bytes of k numbers in float32.
+    """Send numbers that all devices draw alike, others in each step.  Sends 8 k (n-1)/n bytes of k numbers in float32.
 
     They are not scaled up by 1 / fraction: with `error_feedback` what is not drawn is sent later.
     """

@@ -298,7 +298,7 @@ class ProcessWorld:
         """Use a group of torch.distributed that this process is in."""
         link = self._links.get(members)
         if isinstance(link, GroupLink) and link.pg is pg:
-            return link  # another would number its messages anew
+            return link  # another would number its messages from 0 again
         self._groups[members] = pg
         kind = GroupLink if self._staged else NcclLink
         self._links[members] = link = kind(pg, members.index(self.rank), len(members), self._wires)

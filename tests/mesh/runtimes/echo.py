@@ -36,7 +36,7 @@ class EchoWork(dist._Work):
 works: list[EchoWork] = []
 """All operations since `forget`, in order."""
 blocking: list[str] = []
-"""What would have blocked the host."""
+"""The calls that would have blocked the host."""
 
 
 def forget():

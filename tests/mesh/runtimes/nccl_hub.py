@@ -47,7 +47,7 @@ class Op:
     members: tuple[int, ...]
     name: str
     signature: tuple[Any, ...] = ()
-    """What must be equal on all ranks."""
+    """The properties that must be equal on all ranks."""
     data: Sequence[bytes] = ()
     sizes: Sequence[int] = ()
     """Bytes of the results."""

@@ -311,7 +311,7 @@ def test_native_and_gloo_wires_equal_direct_ones(two):
 
 
 def between_hosts():
-    """Sum rows of numbers and send one, as if the processes' own backend took only what lies on devices."""
+    """Sum rows of numbers and send one, as if the processes' own backend took only tensors of devices."""
     mesh = fs.make_mesh({"d": 2})
     world = ProcessWorld.of(mesh)
     world._staged, world.device_type = False, "cuda"

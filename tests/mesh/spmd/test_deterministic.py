@@ -17,7 +17,7 @@ SUMMANDS = torch.tensor([1e8, 1.0, -1e8, 1.0, 1e8, 3.0, -1e8, 0.1])
 
 
 def summands(count, dtype, index):
-    """What a device adds: numbers whose sum depends on the order in which they are added."""
+    """Return the summands of a device: numbers whose sum depends on the order in which they are added."""
     xs = torch.stack([SUMMANDS.roll(index + i % 5)[0] * (1 + i % 3) for i in range(count)]) if count else torch.ones(0)
     return xs.to(dtype)
 

@@ -78,7 +78,7 @@ def alone():
 
 
 def test_step_launches_everything_before_anything_completes(alone):
-    """What the host reads of tensors is tested in `test_host_syncs`."""
+    """Reads of values by the host are counted in `test_host_syncs`."""
     step, params, state, batch = after_two_steps()
     step(params, state, batch)
     names = [work.name for work in echo.works]
