@@ -1,19 +1,17 @@
 """Pairs of functions on plain tensors, as optimizers of global arrays: run on the tensors of one device at a time.
 
     params               {"w", "v"}     not elementwise: device 0 owns w, device 1 owns v
-    device 0 gets        {"w"}
-    device 1 gets        {"v"}
+    device 0 gets        {"w": tensor, "v": None}
+    device 1 gets        {"w": None, "v": tensor}
     state                {"m": {"w", "v"}, "count"}     m has the structure of the parameters: m["w"] has w's layout
                                                         count has not: it is replicated, a number equal on all devices
 
-A device gets its shards of the parameters with a gradient. All others are left out of dicts, lists and tuples, and are
-an empty tuple in other containers: parameters of other owners or stages, frozen ones, ties after the first, and those
-without a gradient, whose state does not change.
+A device gets its shards of the parameters with a gradient, and None for all others: parameters of other owners or stages,
+frozen ones, ties after the first, and those without a gradient, whose state does not change.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Any, NamedTuple
@@ -48,11 +46,12 @@ def on_arrays(opt: Any, who: str) -> Any:
 
     >>> import torch, fshard as fs
     >>> from fshard import P
+    >>> from optree import tree_map
     >>> def init(params):
-    ...     return {"m": {name: torch.zeros_like(x) for name, x in params.items()}, "count": torch.tensor(0)}
+    ...     return {"m": tree_map(torch.zeros_like, params), "count": torch.tensor(0)}
     >>> def update(grads, state, params):
-    ...     m = {name: 0.5 * state["m"][name] + grads[name] for name in grads}
-    ...     return {name: -x for name, x in m.items()}, {"m": m, "count": state["count"] + 1}
+    ...     m = tree_map(lambda m, g: 0.5 * m + g, state["m"], grads)
+    ...     return tree_map(torch.neg, m), {"m": m, "count": state["count"] + 1}
     >>> opt = on_arrays(fs.optim.Optimizer(init, update), "train_step")
     >>> params = fs.device_put({"w": torch.ones(3, 2)}, fs.Layout(fs.make_mesh({"data": 2}), P(at={"data": 1})))
     >>> updates, state = opt.update(params, opt.init(params), params)
@@ -104,28 +103,25 @@ def check_not_partitioned(opt: Any, who: str) -> None:
 def _init(init: Callable[[PyTree], PyTree], at: Leaves) -> PyTree:
     """Run an init of plain tensors on each device, and assemble the state."""
     moved = _trained(at)
-    trees = [{i: _local(at.leaves[i], place) for i in held} for place, held in _devices(at, moved)]
-    if elsewhere := {i: shape_of_shard(at.leaves[i]) for i in set(moved).difference(*trees)}:
-        trees.append(elsewhere)  # the state that other processes own: its shapes
-    made = [init(_only(at, tree)) for tree in trees]
-    states = [_State.of(x, flatten(_only(at, tree), none_is_leaf=True)[1]) for x, tree in zip(made, trees, strict=True)]
-    first = next((state for state, tree in zip(states, trees, strict=True) if tree), states[0])
-    states = [state if tree else first.beside(x) for state, x, tree in zip(states, made, trees, strict=True)]
+    rows = [{i: _local(at.leaves[i], index) for i in indices} for index, indices in _devices(at, moved)]
+    if elsewhere := {i: shape_of_shard(at.leaves[i]) for i in set(moved).difference(*rows)}:
+        rows.append(elsewhere)  # the state that other processes own: its shapes
+    states = [_State.of(init(_tree(at, row)), at.structure) for row in rows]
+    first = states[0]
     if any((state.structure, state.is_like) != (first.structure, first.is_like) for state in states):
         raise OptimizerError(
-            "init must make the same state on all devices, but for subtrees with the structure of the parameters that it is "
-            "given. Make dicts with the names of the parameters."
+            "init must make the same state on all devices, but for subtrees with the structure of the parameters. Give None "
+            "where a parameter is None: optree.tree_map(f, params)."
         )
     others = [x for x, like in zip(first.entries, first.is_like, strict=True) if isinstance(x, Tensor) and not like]
     if any(x.ndim for x in others) and not all(map(_is_replicated, at.leaves)):
         raise OptimizerError(
             "state of divided parameters must be numbers, but for subtrees with the structure of the parameters; got other "
-            "tensors. Make such subtrees: {'m': tree_map(torch.zeros_like, params)}."
+            "tensors. Make such subtrees: {'m': optree.tree_map(torch.zeros_like, params)}."
         )
 
-    def assembled(*entries: list[Any]) -> PyTree:
-        rows = [dict(zip(tree, own, strict=True)) for tree, own in zip(trees, entries, strict=True)]
-        return at.rebuild([_assembled(x, [row.get(i) for row in rows]) for i, x in enumerate(at.leaves)])
+    def assembled(*columns: list[Any]) -> PyTree:
+        return at.rebuild([_assembled(param, shards) for param, *shards in zip(at.leaves, *columns, strict=True)])
 
     columns = zip(first.is_like, *(state.entries for state in states), strict=True)
     return unflatten(first.structure, [assembled(*column) if like else column[0] for like, *column in columns])
@@ -133,46 +129,45 @@ def _init(init: Callable[[PyTree], PyTree], at: Leaves) -> PyTree:
 
 def _act(act: Update, grads: PyTree, state: PyTree, at: Leaves, *, writes: bool) -> tuple[PyTree, PyTree]:
     """Run an update, or a step (`writes`), of plain tensors on each device; return arrays."""
-    given, before = at.gradients(grads), _State.of(state, at.structure)
-    moved = [i for i in _trained(at) if given[i] is not None]
+    gradients, before = at.gradients(grads), _State.of(state, at.structure)
+    moved = [i for i in _trained(at) if gradients[i] is not None]
     devices = _devices(at, moved)
 
-    def on_device(place: int) -> tuple[dict[int, Any], list[Any]]:
-        held = devices[place][1]
-
+    def on_device(index: int) -> tuple[list[Any], list[Any]]:
         def local(leaves: list[Leaf]) -> PyTree:
-            return _only(at, {i: _local(leaves[i], place) for i in held})
+            return _tree(at, {i: _local(leaves[i], index) for i in devices[index][1]})
 
         def arrays(tree: PyTree) -> list[Leaf]:
             """Return a local tree as arrays; shards of those that the device does not hold are empty."""
-            shards = _by_index(tree, structure, held, "the tree of global_norm")
-            return [like(at.leaves[i], [shards.get(i, _local(at.leaves[i], place))]) for i in moved]
+            shards = _leaves(tree, at, "the tree of global_norm")
+            return [
+                like(at.leaves[i], [_local(at.leaves[i], index) if shards[i] is None else shards[i]]) for i in moved
+            ]
 
-        own = local(at.leaves)
-        structure = flatten(own, none_is_leaf=True)[1]
         entries = [local(x) if like else x for x, like in zip(before.entries, before.is_like, strict=True)]
         context = copy_context()
         context.run(local_arrays.set, arrays)
-        result, after = context.run(act, local(given), unflatten(before.structure, entries), own)
+        result, after = context.run(act, local(gradients), unflatten(before.structure, entries), local(at.leaves))
         entries = zip(before.structure.flatten_up_to(after), before.is_like, strict=True)
-        after = [_by_index(x, structure, held, "state") if like else x for x, like in entries]
-        return _by_index(result, structure, held, "updates"), after
+        after = [_leaves(x, at, "state") if like else x for x, like in entries]
+        return _leaves(result, at, "updates"), after
 
     mesh = next((leaf.mesh for leaf in at.leaves if isinstance(leaf, Sharded)), None)
     if mesh is None:
-        found = [on_device(0)]
+        results = [on_device(0)]
     else:
         numbers = local_devices(mesh)
-        found = run_on_devices(mesh, lambda device: on_device(numbers.index(device)))
-    results, states = zip(*found, strict=True)
-    new = {i: _joined(at.leaves[i], [row.get(i) for row in results], "update") for i in moved}
-    leaves = [new.get(first, at.leaves[i] if writes else None) for i, first in enumerate(at.firsts)]
+        results = run_on_devices(mesh, lambda device: on_device(numbers.index(device)))
+    updates, states = zip(*results, strict=True)
+
+    def joined(old: list[Leaf], rows: Sequence[list[Any]], name: str) -> list[Leaf]:
+        return [_joined(leaf, shards, name) for leaf, *shards in zip(old, *rows, strict=True)]
+
+    new = joined([leaf if i in moved else None for i, leaf in enumerate(at.leaves)], updates, "update")
+    leaves = [new[first] if first in moved else (at.leaves[i] if writes else None) for i, first in enumerate(at.firsts)]
     columns = zip(before.is_like, before.entries, zip(*states, strict=True), strict=True)
-    kept = [
-        at.rebuild([_joined(x, [row.get(i) for row in rows], "state") for i, x in enumerate(old)]) if like else rows[0]
-        for like, old, rows in columns
-    ]
-    return at.rebuild(leaves), unflatten(before.structure, kept)
+    entries = [at.rebuild(joined(old, rows, "state")) if like else rows[0] for like, old, rows in columns]
+    return at.rebuild(leaves), unflatten(before.structure, entries)
 
 
 # -- devices, and their shards -----------------------------------------------------------------------------------------
@@ -237,31 +232,20 @@ def _joined(old: Leaf, made: Sequence[Any], what: str) -> Leaf:
     )
 
 
-# -- trees with leaves left out, and states ----------------------------------------------------------------------------
-
-_ABSENT = object()
-"""In the place of a leaf that a device does not get."""
+# -- trees of a device, and states -------------------------------------------------------------------------------------
 
 
-def _only(at: Leaves, leaves: dict[int, Any]) -> PyTree:
-    """Return a tree of some leaves, by index: the others are left out."""
-    return _without_absent(at.rebuild([leaves.get(i, _ABSENT) for i in range(len(at.leaves))]))
+def _tree(at: Leaves, leaves: dict[int, Any]) -> PyTree:
+    """Return a tree of some leaves, by index: None for the others."""
+    return at.rebuild([leaves.get(i) for i in range(len(at.leaves))])
 
 
-def _without_absent(tree: Any) -> Any:
-    kind: Any = type(tree)
-    if kind in (dict, OrderedDict, defaultdict):
-        rest = tree.copy()  # of the same kind
-        for name, x in tree.items():
-            rest[name] = _without_absent(x)
-            if x is _ABSENT:
-                del rest[name]
-        return rest
-    if kind in (list, tuple):
-        return kind(_without_absent(x) for x in tree if x is not _ABSENT)
-    if hasattr(kind, "_fields"):
-        return kind(*map(_without_absent, tree))
-    return _optree.tree_map(lambda x: () if x is _ABSENT else x, tree, none_is_leaf=True, namespace=NAMESPACE)
+def _leaves(tree: PyTree, at: Leaves, name: str) -> list[Any]:
+    """Return the leaves of a device's tree with the structure of the parameters."""
+    leaves, structure = flatten(tree, none_is_leaf=True)
+    if structure != at.structure:
+        raise OptimizerError(f"{name} must be a tree like the parameters, {at.structure}; got {structure}.")
+    return leaves
 
 
 class _State(NamedTuple):
@@ -277,28 +261,10 @@ class _State(NamedTuple):
 
         def is_like(x: Any) -> bool:
             if is_single:  # a number is not like a single parameter
-                return bool(getattr(x, "ndim", 0))
+                return x is None or bool(getattr(x, "ndim", 0))
             return not isinstance(x, Tensor) and flatten(x, none_is_leaf=True)[1] == params
 
         subtrees, structure = _optree.tree_flatten(state, is_leaf=is_like, none_is_leaf=True, namespace=NAMESPACE)
-        found = [is_like(x) for x in subtrees]
-        entries = [flatten(x, none_is_leaf=True)[0] if like else x for x, like in zip(subtrees, found, strict=True)]
-        return _State(structure, entries, found)
-
-    def beside(self, state: PyTree) -> _State:
-        """Take the state of a device without parameters apart, whose empty trees may be like the parameters or not."""
-        try:
-            entries = self.structure.flatten_up_to(state)
-        except ValueError:
-            return _State(self.structure, [], [])
-        return self._replace(entries=[[] if like else x for x, like in zip(entries, self.is_like, strict=True)])
-
-
-def _by_index(tree: PyTree, structure: Structure, indices: list[int], what: str) -> dict[int, Any]:
-    """Return the leaves of a tree with the structure of a device's parameters, by the indices of these."""
-    leaves, found = flatten(tree, none_is_leaf=True)
-    if found != structure or (what == "updates" and not all(isinstance(x, Tensor) for x in leaves)):
-        raise OptimizerError(
-            f"{what} must be a tree like the parameters, with a tensor for each; got {found}. The parameters are {structure}."
-        )
-    return dict(zip(indices, leaves, strict=True))
+        flags = [is_like(x) for x in subtrees]
+        entries = [flatten(x, none_is_leaf=True)[0] if like else x for x, like in zip(subtrees, flags, strict=True)]
+        return _State(structure, entries, flags)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._pytree import tree_map
+from optree import tree_map
 
 import fshard as fs
 from fshard import P, optim
@@ -133,12 +133,13 @@ def trained(opt, stage, n=2, **options):
 
 
 def by_names_init(params):
-    return {"m": {name: torch.zeros_like(x) for name, x in params.items()}, "count": torch.tensor(0)}
+    return {"m": {k: None if x is None else torch.zeros_like(x) for k, x in params.items()}, "count": torch.tensor(0)}
 
 
 def by_names_update(grads, state, params):
-    m = {name: 0.5 * state["m"][name] + grads[name] for name in grads}
-    return {name: -0.1 * x / x.norm() for name, x in m.items()}, {"m": m, "count": state["count"] + 1}
+    m = {k: None if g is None else 0.5 * state["m"][k] + g for k, g in grads.items()}
+    updates = {k: None if x is None else -0.1 * x / x.norm() for k, x in m.items()}
+    return updates, {"m": m, "count": state["count"] + 1}
 
 
 BY_NAMES = optim.Optimizer(by_names_init, by_names_update)
@@ -193,10 +194,10 @@ def test_params_like_state_has_params_layouts():
 
 def test_number_state_beside_flat_shards_is_replicated():
     def init(params):
-        return {name: torch.tensor(0.0) for name in params}
+        return tree_map(lambda x: torch.tensor(0.0), params)
 
     def update(grads, state, params):
-        return grads, {name: state[name] + 1 for name in grads}
+        return grads, tree_map(lambda count: count + 1, state)
 
     mesh = fs.make_mesh({"data": 2})
     params = fs.shard_params({"w": torch.ones(4), "v": torch.ones(2, 2)}, fs.fsdp("data"), mesh=mesh)
@@ -245,7 +246,7 @@ def test_pair_with_own_step_writes_params():
 
 
 def listed(params):
-    return [torch.zeros_like(x) for x in params.values()]
+    return [torch.zeros_like(x) for x in params.values() if x is not None]
 
 
 def stacked(params):
@@ -265,7 +266,7 @@ def another_state(grads, state, params):
 
 
 def larger(grads, state, params):
-    return grads, {name: torch.cat([x, x]) for name, x in state.items()}
+    return grads, tree_map(lambda x: torch.cat([x, x]), state)
 
 
 MISTAKES = {

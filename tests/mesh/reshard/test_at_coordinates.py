@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optree import tree_map
 
 import fshard as fs
 from fshard import P
@@ -164,11 +165,11 @@ def test_plain_optimizer_at_coordinates_updates(stage):
     """Its state lies with the parameters, a count of each parameter's too."""
 
     def init(params):
-        return [torch.zeros_like(x) for x in params], [torch.zeros(()) for _ in params]
+        return tree_map(torch.zeros_like, params), tree_map(lambda x: torch.zeros(()), params)
 
     def update(grads, state, params):
-        means = [0.5 * m + g for m, g in zip(state[0], grads, strict=True)]
-        return [-m for m in means], (means, [count + 1 for count in state[1]])
+        means = tree_map(lambda m, g: 0.5 * m + g, state[0], grads)
+        return tree_map(torch.neg, means), (means, tree_map(lambda count: count + 1, state[1]))
 
     mesh, wholes = fs.make_mesh(MESH), [numbers((4, 3), 0), numbers((5,), 1)]
     rest = [P.flat("data", at={"pipe": at}) if stage == 3 else P(at={"pipe": at}) for at in (0, 1)]
