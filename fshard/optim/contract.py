@@ -47,7 +47,7 @@ class Optimizer(NamedTuple):
 
     Subtrees of the state with the structure of the parameters get their layouts, leaf by leaf; state of an owner may
     have any shape. All other state is replicated: numbers, equal on all devices. Functions of plain tensors get a
-    device's shards of the parameters with a gradient: others are left out of dicts, lists and tuples.
+    device's shards of the parameters with a gradient, and None for the others, which optree.tree_map skips.
 
     >>> import torch, fshard.optim as optim
     >>> opt = optim.sgd(0.5)
