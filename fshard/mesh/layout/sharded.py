@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import optree
@@ -21,7 +22,7 @@ from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.layout.layout import Layout, Memory, ShardType, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
-from fshard.mesh.layout.spec import P
+from fshard.mesh.layout.spec import Axes, P, as_axes
 from fshard.mesh.layout.tree import NAMESPACE, PyTree, Structure, flatten, unflatten
 from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.run import agree, inside, local_devices, resolve_mesh, without_values
@@ -112,6 +113,27 @@ class Sharded(ArrayMethods):
     def __repr__(self) -> str:
         kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
         return f"Sharded {kinds[0] if kinds else typeof(self)} on {self.mesh}"
+
+
+def stack(x: Sharded, axes: Axes) -> Sharded:
+    """Return an array with a first dim for the values that devices have along `axes`, varying or unreduced, in place."""
+    names = as_axes(axes)
+    return _reshaped(x, names, (prod(x.mesh.shape[axis] for axis in names), *x.shape), (names, *x.spec.entries))
+
+
+def unstack(x: Sharded, axes: Axes) -> Sharded:
+    """Return the array whose values along `axes`, varying ones, an array has along its first dim, in place."""
+    names = as_axes(axes)
+    if not x.ndim or x.spec.dims(1)[0] != names or x.shape[0] != prod(x.mesh.shape[axis] for axis in names):
+        raise LayoutError(f"an array must have a first dim with an index for each device along {axes}; got {x!r}.")
+    return _reshaped(x, names, x.shape[1:], x.spec.entries[1:])
+
+
+def _reshaped(x: Sharded, axes: tuple[str, ...], shape: tuple[int, ...], entries: Sequence[Axes | None]) -> Sharded:
+    unreduced = tuple([axis for axis in x.spec.unreduced if axis not in axes])
+    layout = x.layout.with_spec(P(*entries, flat=x.spec.flat_axes, unreduced=unreduced, at=dict(x.spec.at)))
+    shapes = _local_shapes(layout, shape, local_devices(x.mesh))
+    return Sharded(shape, layout, tuple([shard.reshape(local) for shard, local in zip(x.shards, shapes, strict=True)]))
 
 
 @lru_cache(maxsize=4096)
