@@ -3,41 +3,39 @@
 `inner` is a step on the mesh of one replica, `mesh["gpu"]`. Trees of all replicas have a first dim, sharded along `axis`:
 
     one replica     f32[64, 16]            on mesh["gpu"]     each device of a replica runs `inner` on its shards,
-    all             f32[4@node, 64, 16]    on mesh            and then a rule that combines replicas
+    all             f32[4@node, 64, 16]    on mesh            and around it a rule that combines replicas
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard.comm.compressor import Compressor
-from fshard.comm.graph import Graph, mix
+from fshard.comm.graph import Graph, mix, start_mix
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.api import axis_index, axis_size, pmean, pmin, psum
-from fshard.mesh.layout import Layout, Mesh, P, PyTree, Structure, flatten, map_leaves, unflatten
-from fshard.mesh.layout.sharded import Sharded, flatten_shards
+from fshard.mesh.layout import Layout, Mesh, PyTree, flatten_with_paths, map_leaves
+from fshard.mesh.layout.sharded import Sharded, key_of, stack, unstack
 from fshard.mesh.reshard.device_put import unshard
+from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.arguments import validate, within
-from fshard.optim.contract import Optimizer, step_of
-from fshard.optim.leaves import count_from_zero
+from fshard.optim.contract import Optimizer, copied, pure_step
+from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, like, map_shards, trainable
+from fshard.optim.per_device import on_arrays
 
-
-class ReplicaRule(NamedTuple):
-    """Functions that follow the inner step on each device, of trees of one replica.
-
-    Args:
-        init: from parameters to the rule's state.
-        act: from the parameters before and after the inner step, the rule's state and the number of this step, from 1, to the
-            parameters and the state.
-    """
-
-    init: Callable[[PyTree], PyTree]
-    act: Callable[[PyTree, PyTree, PyTree, int], tuple[PyTree, PyTree]]
+Step = Callable[..., Any]
+Arrays = list[Sharded]
+"""Parameters of one replica on one device: those that are trained, of tied ones the first."""
+Combining = Generator[Any, Arrays, None]
+_NUMBER = "number"
+"""The unit of arrays that are plain tensors of the devices: numbers of a state."""
 
 
 class ReplicaStep:
@@ -45,133 +43,129 @@ class ReplicaStep:
 
     The batch is that of all replicas: each gets an equal part of its rows, in order. The metrics are means over the replicas,
     but for "finite" (of all) and "samples" (their sum).
+
+    Args:
+        inner: a step of `train_step` on the mesh of one replica.
+        mesh: all devices.
+        axis: along which the replicas are.
+        init: on each device, from parameters to the state of the rule.
+        rule: on each device, from parameters, state and the number of this step, from 1, to a generator: it yields once for
+            the inner step and is sent its parameters; then it yields the next parameters and state.
     """
 
-    def __init__(self, inner: Callable[..., Any], mesh: Mesh, axis: str, rule: ReplicaRule) -> None:
+    def __init__(
+        self, inner: Step, mesh: Mesh, axis: str, init: Callable[[Arrays], PyTree], rule: Callable[..., Combining]
+    ) -> None:
         if not callable(getattr(inner, "init", None)):
             raise ValueError(f"inner must be a step of fs.train_step, on the mesh of one replica; got {inner!r}.")
         mesh.check_axes(axis, "axis=")
-        self._inner, self._mesh, self._axis, self._rule = inner, mesh, axis, rule
+        self._inner: Any = inner
+        self._mesh, self._axis, self._init, self._rule = mesh, axis, init, rule
         self._replica = mesh[tuple(name for name in mesh.axis_names if name != axis)]
-        self._is_array: dict[Structure, list[bool]] = {}
 
     def init(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Return the parameters of all replicas and the state, from parameters that are replicated along the axis."""
-        trees = self._on_devices(lambda: self._first(params))
-        return self._joined([tree for tree, _ in trees]), self._joined([state for _, state in trees])
+        arrays = dict(zip(*flatten_with_paths(params)[:2], strict=True))
+        for path, x in arrays.items():
+            if not isinstance(x, Sharded) or self._axis in x.spec.axes:
+                raise LayoutError(
+                    f"init: parameters must be arrays, replicated along {self._axis}; got {x!r} for {path}. Give "
+                    "fs.shard_params(params, P(), mesh=mesh); the mean of replicas is fs.comm.mean(params)."
+                )
+        compare_inputs("init", self._mesh, {path: x.shards for path, x in arrays.items()}, (self._axis,))
+        replicas = Leaves.of(params).mapped(lambda x: x if x is None else stack(x, self._axis))
 
-    def _first(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        own = map_leaves(self._own, params)
-        return own, {"inner": self._inner.init(own), "rule": self._rule.init(own), "count": count_from_zero()}  # pyright: ignore[reportFunctionMemberAccess]
+        def on_device() -> PyTree:
+            tree = self._local(replicas)
+            rule = self._init(_trained(tree))
+            return {"inner": self._inner.init(tree), "rule": rule, "count": count_from_zero()}
 
-    def _own(self, x: Any) -> Any:
-        if not isinstance(x, Sharded):
-            raise LayoutError("init: parameters must be arrays, as fs.shard_params(params, P(), mesh=mesh) makes them.")
-        if self._axis in x.spec.axes:
-            raise LayoutError(f"init: parameters must be replicated along {self._axis}; got {x!r}.")
-        return Sharded(
-            x.shape, Layout(self._here, x.spec, x.layout.memory, x.layout.unit, x.layout.frozen), (self._shard(x),)
-        )
+        return replicas, self._joined(self._run(on_device))
 
     def __call__(self, params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, dict[str, Any]]:
         def on_device() -> tuple[PyTree, PyTree, dict[str, Any]]:
-            before, held = self._split(params), self._split(state)
-            after, inner, metrics = self._inner(before, held["inner"], map_leaves(self._rows, batch))
-            count = held["count"] + 1
-            after, rule = self._rule.act(before, after, held["rule"], int(count))
-            return after, {"inner": inner, "rule": rule, "count": count}, self._combined(metrics)
+            before, local_state = self._local(params), self._local(state)
+            count = local_state["count"] + 1
+            rule = self._rule(_trained(before), local_state["rule"], int(count))
+            with torch.no_grad():
+                next(rule)
+            after, inner, metrics = self._inner(before, local_state["inner"], map_leaves(self._rows, batch))
+            with torch.no_grad():
+                arrays, rule_state = rule.send(_trained(after))
+            results = {key_of(x): y for x, y in zip(_trained(after), arrays, strict=True)}
+            after = Leaves.of(after).mapped(lambda x: results.get(key_of(x), x))
+            return after, {"inner": inner, "rule": rule_state, "count": count}, self._mean_metrics(metrics)
 
-        results = self._on_devices(on_device)
-        params, state = (self._joined([result[i] for result in results]) for i in (0, 1))
-        return params, state, results[0][2]
+        all_params, states, metrics = zip(*self._run(on_device), strict=True)
+        return self._joined(all_params), self._joined(states), metrics[0]
 
-    # -- one device -----------------------------------------------------------------------------------------------------
-
-    def _on_devices(self, body: Callable[[], Any]) -> list[Any]:
+    def _run(self, body: Callable[[], Any]) -> list[Any]:
         return run_on_devices(resolve_mesh(self._mesh), lambda _: body(), mapped=(self._axis,))
 
-    @property
-    def _here(self) -> Mesh:
-        """The mesh of this device's replica."""
-        return resolve_mesh(self._replica)
+    def _local(self, tree: PyTree) -> PyTree:
+        """Return the tree of this device's replica."""
+        device, mesh = local_devices(resolve_mesh(self._mesh))[0], resolve_mesh(self._replica)
 
-    def _shard(self, x: Sharded) -> Tensor:
-        return x.shards[device_index(self._mesh) if len(x.shards) > 1 else 0]
+        def local(x: Leaf) -> Leaf:
+            if not isinstance(x, Sharded):
+                return x
+            shard = x.shards[device if len(x.shards) > 1 else 0]
+            x = unstack(Sharded(x.shape, x.layout, (shard,)), self._axis)
+            return x.shards[0] if x.layout.unit == _NUMBER else Sharded(x.shape, x.layout.on(mesh), x.shards)
+
+        return Leaves.of(tree).mapped(local)
+
+    def _joined(self, trees: Sequence[PyTree]) -> PyTree:
+        """Return the tree of all replicas from those of the devices here."""
+        mesh, (first, *others) = resolve_mesh(self._mesh), map(Leaves.of, trees)
+
+        def joined(*leaves: Leaf) -> Leaf:
+            x, is_array = leaves[0], isinstance(leaves[0], Sharded)
+            if x is None:
+                return None
+            layout = x.layout.on(mesh) if is_array else Layout(mesh, unit=_NUMBER)
+            return stack(Sharded(x.shape, layout, tuple([y.shards[0] if is_array else y for y in leaves])), self._axis)
+
+        return first.mapped(joined, *[tree.leaves for tree in others])
 
     def _rows(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.ndim:
-            return x
-        n, index = axis_size(self._axis), axis_index(self._axis)
-        return x[len(x) * index // n : len(x) * (index + 1) // n]
+        is_batch = isinstance(x, Tensor) and x.ndim
+        return x.tensor_split(axis_size(self._axis))[axis_index(self._axis)] if is_batch else x
 
-    def _combined(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def _mean_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         finite, samples = metrics["finite"], metrics.get("samples")
         numbers = {name: x for name, x in metrics.items() if name not in ("finite", "samples")}
         mean = pmean(map_leaves(lambda x: x if x.is_floating_point() else x.double(), numbers), self._axis)
         mean["finite"] = pmin(torch.as_tensor(finite).to(torch.uint8), self._axis).bool()
         return mean if samples is None else {**mean, "samples": psum(samples, self._axis)}
 
-    # -- trees of one replica, and of all -------------------------------------------------------------------------------
 
-    def _split(self, tree: PyTree) -> PyTree:
-        """Return the tree of this device's replica."""
-        leaves, structure = flatten(tree)
-        kinds = self._is_array.get(structure)
-        if kinds is None:
-            raise LayoutError("the step must be called with trees like those of its `init`. Call init first.")
-        return unflatten(structure, [self._take(x, is_array) for x, is_array in zip(leaves, kinds, strict=True)])
-
-    def _take(self, x: Any, is_array: bool) -> Any:
-        if not isinstance(x, Sharded):
-            return x
-        shard, spec = self._shard(x), x.spec
-        shard = shard if spec.is_flat else shard[0]
-        if not is_array:
-            return shard
-        inner = P(*spec.entries[1:], unreduced=spec.unreduced, at=dict(spec.at))
-        inner = inner.flattened(*spec.flat_axes) if spec.flat_axes is not None else inner
-        layout = Layout(self._here, inner, x.layout.memory, x.layout.unit, x.layout.frozen)
-        return Sharded(x.shape[1:], layout, (shard,))
-
-    def _joined(self, trees: list[PyTree]) -> PyTree:
-        """Return the tree of all replicas from those of the devices held here."""
-        structure, columns = flatten(trees[0])[1], zip(*[flatten(tree)[0] for tree in trees], strict=True)
-        leaves = [*map(self._join, columns)]
-        self._is_array[structure] = [isinstance(x, Sharded) for x in flatten(trees[0])[0]]
-        return unflatten(structure, leaves)
-
-    def _join(self, column: tuple[Any, ...]) -> Any:
-        first, n, mesh = column[0], self._mesh.shape[self._axis], resolve_mesh(self._mesh)
-        if isinstance(first, Sharded):
-            spec, layout = first.spec, first.layout
-            outer = P(self._axis, *spec.entries, unreduced=spec.unreduced, at=dict(spec.at))
-            outer = outer.flattened(*spec.flat_axes) if spec.flat_axes is not None else outer
-            shards = [x.shards[0] if spec.is_flat else x.shards[0][None] for x in column]
-            return Sharded(
-                (n, *first.shape), Layout(mesh, outer, layout.memory, layout.unit, layout.frozen), tuple(shards)
-            )
-        if isinstance(first, Tensor):
-            return Sharded((n, *first.shape), Layout(mesh, P(self._axis)), tuple([x[None] for x in column]))
-        return first
+def _trained(params: PyTree) -> Arrays:
+    return [*{key_of(x): x for x in Leaves.of(params).leaves if trainable(x)}.values()]
 
 
-def device_index(mesh: Mesh) -> int:
-    """Return the index of the calling device among those of a mesh."""
-    return local_devices(mesh)[0]
+def _shards(arrays: Arrays) -> list[Tensor]:
+    return [x.shards[0] for x in arrays]
+
+
+def _arrays(shards: Sequence[Tensor], params: Arrays) -> Arrays:
+    return [like(x, (shard,)) for x, shard in zip(params, shards, strict=True)]
 
 
 def mean(params: PyTree) -> PyTree:
     """Return the mean of all replicas, as plain tensors."""
-    return map_leaves(lambda x: unshard(x).mean(0), params)
+
+    def mean_leaf(x: Any) -> Tensor:
+        axes = isinstance(x, Sharded) and x.spec.dims(1)[0]
+        if not axes:
+            raise LayoutError(f"mean: params must be those of all replicas, from `init` of their step; got {x!r}.")
+        unstack(x, axes)
+        return unshard(x).mean(0) if trainable(x) else unshard(x)[0]
+
+    return map_leaves(mean_leaf, params)
 
 
-def _each(function: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
-    """Apply a function of lists of tensors to the shards of arrays of one replica."""
-    shards, structure = flatten_shards(tree)
-    return structure.unflatten(function(shards, *[flatten_shards(each)[0] for each in trees]))
-
-
-def local_sgd(inner: Callable[..., Any], *, every: int, mesh: Mesh, axis: str, after: int = 0) -> ReplicaStep:
+def local_sgd(inner: Step, *, every: int, mesh: Mesh, axis: str, after: int = 0) -> ReplicaStep:
     """Average the parameters of replicas every few steps (Stich 2018; post-local SGD, Lin 2018).
 
     Args:
@@ -183,112 +177,161 @@ def local_sgd(inner: Callable[..., Any], *, every: int, mesh: Mesh, axis: str, a
     """
     validate("local_sgd", within("[1, inf)", integer=True, every=every), within("[0, inf)", integer=True, after=after))
 
-    @torch.no_grad()
-    def act(before: PyTree, params: PyTree, state: PyTree, count: int) -> tuple[PyTree, PyTree]:
+    def rule(params: Arrays, state: PyTree, count: int) -> Combining:
+        arrays = yield
         is_due = count <= after or (count - after) % every == 0
-        return (_each(lambda xs: pmean(xs, axis), params) if is_due else params), state
+        yield _arrays(pmean(_shards(arrays), axis), arrays) if is_due else arrays, state
 
-    return ReplicaStep(inner, mesh, axis, ReplicaRule(lambda params: {}, act))
+    return ReplicaStep(inner, mesh, axis, lambda params: None, rule)
 
 
 def diloco(
-    inner: Callable[..., Any],
+    inner: Step, outer: Optimizer, *, every: int, mesh: Mesh, axis: str, compress: Compressor | None = None
+) -> ReplicaStep:
+    """Take a step of an outer optimizer along the mean change of the replicas' parameters (Douillard 2023).
+
+    It is `streaming_diloco` of one fragment, without delay.
+    """
+    return streaming_diloco(inner, outer, every=every, fragments=1, mesh=mesh, axis=axis, compress=compress)
+
+
+def streaming_diloco(
+    inner: Step,
     outer: Optimizer,
     *,
     every: int,
+    fragments: int,
+    delay: int = 0,
+    mix: float = 1.0,
     mesh: Mesh,
     axis: str,
     compress: Compressor | None = None,
 ) -> ReplicaStep:
-    """Take a step of an outer optimizer along the mean change of the replicas' parameters (Douillard 2023).
+    """Take DiLoCo's outer steps for fragments of the parameters in turn (Streaming DiLoCo, Douillard 2025).
 
-    gradient of the outer optimizer = parameters at the last such step - mean of the replicas' parameters
+    step s            gradient = parameters after the fragment's last outer step - the replica's parameters
+    step s + delay    parameters = mix * (outer step along the mean gradient) + (1 - mix) * the replica's parameters
+
+    Without a compressor the mean is under way during the inner step of s + delay. The paper's alpha is 1 - mix.
 
     Args:
-        inner: a step of `train_step` on the mesh of one replica.
+        inner: as in `local_sgd`; so are mesh and axis.
         outer: an elementwise optimizer, such as `fs.optim.sgd(0.7, momentum=0.9, nesterov=True)`.
-        every: steps between those of the outer optimizer.
-        mesh: all devices.
-        axis: along which the replicas are.
-        compress: the compressor of the changes; None: they are averaged by pmean.
+        every: steps between outer steps of a fragment; those of fragment f are f * every // fragments later.
+        fragments: groups of consecutive parameters, of about equal sizes.
+        delay: inner steps before the gradient is reduced, fewer than `every`.
+        mix: weight of the outer step.
+        compress: the compressor of the gradients; None: they are averaged by pmean.
     """
-    validate("diloco", within("[1, inf)", integer=True, every=every))
-    write = step_of(outer)
+    validate(
+        "streaming_diloco",
+        within("[1, inf)", integer=True, every=every),
+        within(f"[1, {every}]", integer=True, fragments=fragments),
+        within(f"[0, {every})", integer=True, delay=delay),
+        within("[0, 1]", mix=mix),
+    )
+    outer_step, compression = pure_step(outer), compress and _compression(compress, axis)
 
-    def init(params: PyTree) -> PyTree:
-        anchor = map_leaves(lambda x: x, params)
-        state = {"anchor": anchor, "outer": outer.init(anchor)}
-        return state if compress is None else {**state, "compress": compress.init(flatten_shards(params)[0])}
+    def is_due(count: int) -> bool:
+        return count > 0 and count % every == 0
 
-    @torch.no_grad()
-    def act(before: PyTree, params: PyTree, state: PyTree, count: int) -> tuple[PyTree, PyTree]:
-        if count % every:
-            return params, state
-        change = _each(lambda xs, ys: [x - y for x, y in zip(xs, ys, strict=True)], state["anchor"], params)
-        compressed: dict[str, PyTree] = {}
-        if compress is None:
-            grads = _each(lambda xs: pmean(xs, axis), change)
-        else:
-            shards, structure = flatten_shards(change)
-            total, _, compressed["compress"] = compress.reduce(shards, state["compress"], axis)
-            grads = structure.unflatten([x / axis_size(axis) for x in total])
-        anchor, outer_state = write(grads, state["outer"], _each(lambda xs: [x.clone() for x in xs], state["anchor"]))
-        after = _each(lambda xs: [x.clone() for x in xs], anchor)
-        return after, {"anchor": anchor, "outer": outer_state, **compressed}
+    def init_fragment(params: Arrays) -> dict[str, PyTree]:
+        anchor = copied(params)
+        waiting = each_shard(torch.zeros_like, anchor) if delay else None
+        compressed = compression and compression.init(anchor)
+        return {"anchor": anchor, "outer": outer.init(anchor), "waiting": waiting, "compress": compressed}
 
-    return ReplicaStep(inner, mesh, axis, ReplicaRule(init, act))
+    def start_mean(grads: Arrays, state: PyTree) -> Callable[[], tuple[Arrays, PyTree]]:
+        if compression is not None:
+            return lambda: compression.update(grads, state["compress"], grads)
+        means = pmean.start(_shards(grads), axis)
+        return lambda: (_arrays(means.wait(), grads), None)
+
+    def rule(params: Arrays, state: list[PyTree], count: int) -> Combining:
+        counts, after = [count - f * every // fragments for f in range(fragments)], [*state]
+        ready = [f for f in range(fragments) if delay and is_due(counts[f] - delay)]
+        means = {f: start_mean(state[f]["waiting"], state[f]) for f in ready}
+        groups = _divide((yield), fragments)
+        for f, local in enumerate(groups):
+            if is_due(counts[f]):
+                grads = [map_shards(torch.sub, x, y) for x, y in zip(state[f]["anchor"], local, strict=True)]
+                if delay:
+                    after[f] = {**state[f], "waiting": grads}
+                else:
+                    means[f] = start_mean(grads, state[f])
+        for f, finish in means.items():
+            grads, compressed = finish()
+            anchor, outer_state = outer_step(grads, state[f]["outer"], state[f]["anchor"])
+            after[f] = {**state[f], "anchor": anchor, "outer": outer_state, "compress": compressed}
+            groups[f] = [map_shards(lambda x, y: x.lerp(y, mix), x, y) for x, y in zip(groups[f], anchor, strict=True)]
+        yield [x for group in groups for x in group], after
+
+    return ReplicaStep(inner, mesh, axis, lambda params: [*map(init_fragment, _divide(params, fragments))], rule)
 
 
-def gossip(inner: Callable[..., Any], graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
+def _compression(compress: Compressor, axis: str) -> Optimizer:
+    """Return the mean by a compressor as a transformation of gradients."""
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        total, _, after = compress.reduce(grads, state, axis)
+        return map_leaves(lambda x: x / axis_size(axis), total), after
+
+    return on_arrays(Optimizer(compress.init, update, elementwise=not compress.full), "diloco")
+
+
+def _divide(params: Arrays, fragments: int) -> list[Arrays]:
+    """Divide parameters into groups of consecutive ones, of about equal sizes."""
+    if fragments > len(params) > 0:
+        raise ValueError(f"streaming_diloco: fragments must be at most the {len(params)} parameters; got {fragments}.")
+    ends = [0, *accumulate(prod(x.shape) for x in params)]
+    centers = [(start + end) / 2 / ends[-1] for start, end in pairwise(ends)]
+    return [
+        [x for x, center in zip(params, centers, strict=True) if f <= center * fragments < f + 1]
+        for f in range(fragments)
+    ]
+
+
+def gossip(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
     """Average with neighbours in each step (D-PSGD, Lian 2017): params = mix(params) + the inner step's change.
 
+    The averages are under way during the inner step.
+
     Args:
-        inner: a step of `train_step` on the mesh of one replica.
+        inner: as in `local_sgd`; so are mesh and axis.
         graph: who averages with whom, such as `ring(n)`.
-        mesh: all devices.
-        axis: along which the replicas are.
     """
     _validate_graph("gossip", graph, mesh, axis)
 
-    @torch.no_grad()
-    def act(before: PyTree, params: PyTree, state: PyTree, count: int) -> tuple[PyTree, PyTree]:
-        def mixed(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
-            averages = mix(old, graph, count - 1, axis)
-            return [average + (y - x) for average, x, y in zip(averages, old, new, strict=True)]
+    def rule(params: Arrays, state: PyTree, count: int) -> Combining:
+        before = _shards(copied(params))  # the inner step may reuse their memory
+        averages = start_mix(before, graph, count - 1, axis)
+        arrays = yield
+        columns = zip(averages.wait(), before, _shards(arrays), strict=True)
+        yield _arrays([average + (y - x) for average, x, y in columns], arrays), state
 
-        return _each(mixed, before, params), state
-
-    return ReplicaStep(inner, mesh, axis, ReplicaRule(lambda params: {}, act))
+    return ReplicaStep(inner, mesh, axis, lambda params: None, rule)
 
 
-def push_sum(inner: Callable[..., Any], graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
+def push_sum(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
     """Divide the step's result among neighbours (stochastic gradient push, Assran 2019), for graphs with one-way edges.
 
     Parameters times a weight, and the weight itself, are divided by the rows of the graph, so that their sums over the
     replicas stay; the parameters are their quotient.
 
     Args:
-        inner: a step of `train_step` on the mesh of one replica.
+        inner: as in `local_sgd`; so are mesh and axis.
         graph: who sends to whom: entry (i, j) is the share that i sends to j.
-        mesh: all devices.
-        axis: along which the replicas are.
     """
     _validate_graph("push_sum", graph, mesh, axis)
 
-    @torch.no_grad()
-    def act(before: PyTree, params: PyTree, state: PyTree, count: int) -> tuple[PyTree, PyTree]:
-        weight = state["weight"]
-        sent = mix(weight, graph, count - 1, axis, push=True)
+    def rule(params: Arrays, weight: Tensor, count: int) -> Combining:
+        before, weight_after = _shards(copied(params)), mix(weight, graph, count - 1, axis, push=True)
+        arrays = yield
+        sums = [x * weight.to(x.dtype) + (y - x) for x, y in zip(before, _shards(arrays), strict=True)]
+        shares = mix(sums, graph, count - 1, axis, push=True)
+        yield _arrays([x / weight_after.to(x.dtype) for x in shares], arrays), weight_after
 
-        def divided(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
-            summands = [x * weight.to(x.dtype) + (y - x) for x, y in zip(old, new, strict=True)]
-            return [x / sent.to(x.dtype) for x in mix(summands, graph, count - 1, axis, push=True)]
-
-        return _each(divided, before, params), {"weight": sent}
-
-    return ReplicaStep(
-        inner, mesh, axis, ReplicaRule(lambda params: {"weight": torch.ones((), dtype=torch.float64)}, act)
-    )
+    return ReplicaStep(inner, mesh, axis, lambda params: torch.ones((), dtype=torch.float64), rule)
 
 
 def _validate_graph(function: str, graph: Graph, mesh: Mesh, axis: str) -> None:
