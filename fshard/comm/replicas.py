@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from itertools import accumulate, pairwise
-from math import prod
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,15 +27,14 @@ from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, copied, pure_step
-from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, like, map_shards, trainable
+from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, like, shards_of, trainable
 from fshard.optim.per_device import on_arrays
 
 Step = Callable[..., Any]
 Arrays = list[Sharded]
 """Parameters of one replica on one device: those that are trained, of tied ones the first."""
-Combining = Generator[Any, Arrays, None]
-_NUMBER = "number"
-"""The unit of arrays that are plain tensors of the devices: numbers of a state."""
+Combining = Generator[Any, list[Tensor], None]
+_NUMBER = "number"  # the unit of arrays that are plain tensors of the devices
 
 
 class ReplicaStep:
@@ -49,13 +48,11 @@ class ReplicaStep:
         mesh: all devices.
         axis: along which the replicas are.
         init: on each device, from parameters to the state of the rule.
-        rule: on each device, from parameters, state and the number of this step, from 1, to a generator: it yields once for
-            the inner step and is sent its parameters; then it yields the next parameters and state.
+        rule: on each device, from the shards of parameters, the state and the number of this step, from 1, to a generator: it
+            yields for the inner step, whose shards it is sent; then it yields the next shards and state.
     """
 
-    def __init__(
-        self, inner: Step, mesh: Mesh, axis: str, init: Callable[[Arrays], PyTree], rule: Callable[..., Combining]
-    ) -> None:
+    def __init__(self, inner: Step, mesh: Mesh, axis: str, init: Any, rule: Callable[..., Combining]) -> None:
         if not callable(getattr(inner, "init", None)):
             raise ValueError(f"inner must be a step of fs.train_step, on the mesh of one replica; got {inner!r}.")
         mesh.check_axes(axis, "axis=")
@@ -69,38 +66,36 @@ class ReplicaStep:
         for path, x in arrays.items():
             if not isinstance(x, Sharded) or self._axis in x.spec.axes:
                 raise LayoutError(
-                    f"init: parameters must be arrays, replicated along {self._axis}; got {x!r} for {path}. Give "
-                    "fs.shard_params(params, P(), mesh=mesh); the mean of replicas is fs.comm.mean(params)."
+                    f"init: parameters must be arrays, replicated along {self._axis}; got {x!r} for {path}. "
+                    "Make them by fs.shard_params; of replicas take fs.comm.mean."
                 )
         compare_inputs("init", self._mesh, {path: x.shards for path, x in arrays.items()}, (self._axis,))
         replicas = Leaves.of(params).mapped(lambda x: x if x is None else stack(x, self._axis))
 
-        def on_device() -> PyTree:
+        def on_device(_: int) -> PyTree:
             tree = self._local(replicas)
-            rule = self._init(_trained(tree))
-            return {"inner": self._inner.init(tree), "rule": rule, "count": count_from_zero()}
+            return {"inner": self._inner.init(tree), "rule": self._init(_trained(tree)), "count": count_from_zero()}
 
-        return replicas, self._joined(self._run(on_device))
+        return replicas, self._joined(run_on_devices(resolve_mesh(self._mesh), on_device, mapped=(self._axis,)))
 
     def __call__(self, params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, dict[str, Any]]:
-        def on_device() -> tuple[PyTree, PyTree, dict[str, Any]]:
+        def on_device(_: int) -> tuple[PyTree, PyTree, dict[str, Any]]:
             before, local_state = self._local(params), self._local(state)
             count = local_state["count"] + 1
-            rule = self._rule(_trained(before), local_state["rule"], int(count))
+            rule = self._rule(_shards(_trained(before)), local_state["rule"], int(count))
             with torch.no_grad():
                 next(rule)
             after, inner, metrics = self._inner(before, local_state["inner"], map_leaves(self._rows, batch))
+            arrays = _trained(after)
             with torch.no_grad():
-                arrays, rule_state = rule.send(_trained(after))
-            results = {key_of(x): y for x, y in zip(_trained(after), arrays, strict=True)}
+                shards, rule_state = rule.send(_shards(arrays))
+            results = {key_of(x): y for x, y in zip(arrays, _arrays(shards, arrays), strict=True)}
             after = Leaves.of(after).mapped(lambda x: results.get(key_of(x), x))
             return after, {"inner": inner, "rule": rule_state, "count": count}, self._mean_metrics(metrics)
 
-        all_params, states, metrics = zip(*self._run(on_device), strict=True)
+        results = run_on_devices(resolve_mesh(self._mesh), on_device, mapped=(self._axis,))
+        all_params, states, metrics = zip(*results, strict=True)
         return self._joined(all_params), self._joined(states), metrics[0]
-
-    def _run(self, body: Callable[[], Any]) -> list[Any]:
-        return run_on_devices(resolve_mesh(self._mesh), lambda _: body(), mapped=(self._axis,))
 
     def _local(self, tree: PyTree) -> PyTree:
         """Return the tree of this device's replica."""
@@ -116,21 +111,20 @@ class ReplicaStep:
         return Leaves.of(tree).mapped(local)
 
     def _joined(self, trees: Sequence[PyTree]) -> PyTree:
-        """Return the tree of all replicas from those of the devices here."""
-        mesh, (first, *others) = resolve_mesh(self._mesh), map(Leaves.of, trees)
+        """Return the tree of all replicas from those of the devices here; numbers that are one tensor become several."""
+        mesh = resolve_mesh(self._mesh)
 
-        def joined(*leaves: Leaf) -> Leaf:
-            x, is_array = leaves[0], isinstance(leaves[0], Sharded)
+        def joined(x: Leaf, *others: Leaf) -> Leaf:
             if x is None:
                 return None
-            layout = x.layout.on(mesh) if is_array else Layout(mesh, unit=_NUMBER)
-            return stack(Sharded(x.shape, layout, tuple([y.shards[0] if is_array else y for y in leaves])), self._axis)
+            layout = x.layout.on(mesh) if isinstance(x, Sharded) else Layout(mesh, unit=_NUMBER)
+            return stack(Sharded(x.shape, layout, tuple([shards_of(y)[0] for y in (x, *others)])), self._axis)
 
-        return first.mapped(joined, *[tree.leaves for tree in others])
+        trees = [map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, tree) for tree in trees]
+        return Leaves.of(trees[0]).mapped(joined, *[Leaves.of(tree).leaves for tree in trees[1:]])
 
     def _rows(self, x: Any) -> Any:
-        is_batch = isinstance(x, Tensor) and x.ndim
-        return x.tensor_split(axis_size(self._axis))[axis_index(self._axis)] if is_batch else x
+        return x.tensor_split(axis_size(self._axis))[axis_index(self._axis)] if isinstance(x, Tensor) and x.ndim else x
 
     def _mean_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         finite, samples = metrics["finite"], metrics.get("samples")
@@ -156,10 +150,9 @@ def mean(params: PyTree) -> PyTree:
     """Return the mean of all replicas, as plain tensors."""
 
     def mean_leaf(x: Any) -> Tensor:
-        axes = isinstance(x, Sharded) and x.spec.dims(1)[0]
-        if not axes:
+        if not isinstance(x, Sharded) or not x.spec.dims(1)[0]:
             raise LayoutError(f"mean: params must be those of all replicas, from `init` of their step; got {x!r}.")
-        unstack(x, axes)
+        unstack(x, x.spec.dims(1)[0])
         return unshard(x).mean(0) if trainable(x) else unshard(x)[0]
 
     return map_leaves(mean_leaf, params)
@@ -177,10 +170,9 @@ def local_sgd(inner: Step, *, every: int, mesh: Mesh, axis: str, after: int = 0)
     """
     validate("local_sgd", within("[1, inf)", integer=True, every=every), within("[0, inf)", integer=True, after=after))
 
-    def rule(params: Arrays, state: PyTree, count: int) -> Combining:
-        arrays = yield
-        is_due = count <= after or (count - after) % every == 0
-        yield _arrays(pmean(_shards(arrays), axis), arrays) if is_due else arrays, state
+    def rule(before: list[Tensor], state: PyTree, count: int) -> Combining:
+        shards = yield
+        yield pmean(shards, axis) if count <= after or (count - after) % every == 0 else shards, state
 
     return ReplicaStep(inner, mesh, axis, lambda params: None, rule)
 
@@ -188,10 +180,7 @@ def local_sgd(inner: Step, *, every: int, mesh: Mesh, axis: str, after: int = 0)
 def diloco(
     inner: Step, outer: Optimizer, *, every: int, mesh: Mesh, axis: str, compress: Compressor | None = None
 ) -> ReplicaStep:
-    """Take a step of an outer optimizer along the mean change of the replicas' parameters (Douillard 2023).
-
-    It is `streaming_diloco` of one fragment, without delay.
-    """
+    """Take outer steps along the replicas' mean change (DiLoCo, Douillard 2023): `streaming_diloco` of one fragment."""
     return streaming_diloco(inner, outer, every=every, fragments=1, mesh=mesh, axis=axis, compress=compress)
 
 
@@ -212,66 +201,62 @@ def streaming_diloco(
     step s            gradient = parameters after the fragment's last outer step - the replica's parameters
     step s + delay    parameters = mix * (outer step along the mean gradient) + (1 - mix) * the replica's parameters
 
-    Without a compressor the mean is under way during the inner step of s + delay. The paper's alpha is 1 - mix.
-
     Args:
         inner: as in `local_sgd`; so are mesh and axis.
         outer: an elementwise optimizer, such as `fs.optim.sgd(0.7, momentum=0.9, nesterov=True)`.
         every: steps between outer steps of a fragment; those of fragment f are f * every // fragments later.
-        fragments: groups of consecutive parameters, of about equal sizes.
-        delay: inner steps before the gradient is reduced, fewer than `every`.
-        mix: weight of the outer step.
-        compress: the compressor of the gradients; None: they are averaged by pmean.
+        fragments: number of groups of consecutive parameters, about equally many in each.
+        delay: inner steps that follow, fewer than `every`; during the last of them gradients are averaged by pmean.
+        mix: weight of the outer step: 1 - alpha of the paper.
+        compress: the compressor of the gradients, after the delay; None: pmean.
     """
-    validate(
-        "streaming_diloco",
-        within("[1, inf)", integer=True, every=every),
-        within(f"[1, {every}]", integer=True, fragments=fragments),
-        within(f"[0, {every})", integer=True, delay=delay),
-        within("[0, 1]", mix=mix),
-    )
+    errors = within("[1, inf)", integer=True, every=every) + within(f"[1, {every}]", integer=True, fragments=fragments)
+    errors += within(f"[0, {every})", integer=True, delay=delay) + within("[0, 1]", mix=mix)
+    validate("streaming_diloco", errors)
     outer_step, compression = pure_step(outer), compress and _compression(compress, axis)
 
-    def is_due(count: int) -> bool:
-        return count > 0 and count % every == 0
+    def due(count: int) -> list[int]:
+        turns = [count - f * every // fragments for f in range(fragments)]
+        return [f for f, turn in enumerate(turns) if turn > 0 and turn % every == 0]
 
-    def init_fragment(params: Arrays) -> dict[str, PyTree]:
-        anchor = copied(params)
-        waiting = each_shard(torch.zeros_like, anchor) if delay else None
-        compressed = compression and compression.init(anchor)
-        return {"anchor": anchor, "outer": outer.init(anchor), "waiting": waiting, "compress": compressed}
+    def init(params: Arrays) -> list[PyTree]:
+        if fragments > max(len(params), 1):
+            raise ValueError(
+                f"streaming_diloco: fragments must be at most {len(params)}, a parameter each; got {fragments}."
+            )
+        bounds = pairwise([f * len(params) // fragments for f in range(fragments + 1)])
+        anchors = [copied(params[start:end]) for start, end in bounds]
+        waiting = [each_shard(torch.zeros_like, anchor) if delay else None for anchor in anchors]
+        compressed = [compression and compression.init(anchor) for anchor in anchors]
+        columns = zip(anchors, map(outer.init, anchors), waiting, compressed, strict=True)
+        return [dict(zip(("anchor", "outer", "waiting", "compress"), column, strict=True)) for column in columns]
 
     def start_mean(grads: Arrays, state: PyTree) -> Callable[[], tuple[Arrays, PyTree]]:
         if compression is not None:
-            return lambda: compression.update(grads, state["compress"], grads)
+            return partial(compression.update, grads, state["compress"], grads)
         means = pmean.start(_shards(grads), axis)
         return lambda: (_arrays(means.wait(), grads), None)
 
-    def rule(params: Arrays, state: list[PyTree], count: int) -> Combining:
-        counts, after = [count - f * every // fragments for f in range(fragments)], [*state]
-        ready = [f for f in range(fragments) if delay and is_due(counts[f] - delay)]
-        means = {f: start_mean(state[f]["waiting"], state[f]) for f in ready}
-        groups = _divide((yield), fragments)
-        for f, local in enumerate(groups):
-            if is_due(counts[f]):
-                grads = [map_shards(torch.sub, x, y) for x, y in zip(state[f]["anchor"], local, strict=True)]
-                if delay:
-                    after[f] = {**state[f], "waiting": grads}
-                else:
-                    means[f] = start_mean(grads, state[f])
+    def rule(before: list[Tensor], state: list[PyTree], count: int) -> Combining:
+        means = {f: start_mean(state[f]["waiting"], state[f]) for f in due(count - delay) if delay}
+        shards = iter((yield))
+        groups, after = [[next(shards) for _ in fragment["anchor"]] for fragment in state], [*state]
+        for f in due(count):
+            anchor = state[f]["anchor"]
+            grads = _arrays([x - y for x, y in zip(_shards(anchor), groups[f], strict=True)], anchor)
+            after[f] = {**state[f], "waiting": grads if delay else None}
+            means |= {} if delay else {f: start_mean(grads, state[f])}
         for f, finish in means.items():
             grads, compressed = finish()
             anchor, outer_state = outer_step(grads, state[f]["outer"], state[f]["anchor"])
             after[f] = {**state[f], "anchor": anchor, "outer": outer_state, "compress": compressed}
-            groups[f] = [map_shards(lambda x, y: x.lerp(y, mix), x, y) for x, y in zip(groups[f], anchor, strict=True)]
+            groups[f] = [x.lerp(y, mix) for x, y in zip(groups[f], _shards(anchor), strict=True)]
         yield [x for group in groups for x in group], after
 
-    return ReplicaStep(inner, mesh, axis, lambda params: [*map(init_fragment, _divide(params, fragments))], rule)
+    return ReplicaStep(inner, mesh, axis, init, rule)
 
 
 def _compression(compress: Compressor, axis: str) -> Optimizer:
-    """Return the mean by a compressor as a transformation of gradients."""
-
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         total, _, after = compress.reduce(grads, state, axis)
         return map_leaves(lambda x: x / axis_size(axis), total), after
@@ -279,35 +264,19 @@ def _compression(compress: Compressor, axis: str) -> Optimizer:
     return on_arrays(Optimizer(compress.init, update, elementwise=not compress.full), "diloco")
 
 
-def _divide(params: Arrays, fragments: int) -> list[Arrays]:
-    """Divide parameters into groups of consecutive ones, of about equal sizes."""
-    if fragments > len(params) > 0:
-        raise ValueError(f"streaming_diloco: fragments must be at most the {len(params)} parameters; got {fragments}.")
-    ends = [0, *accumulate(prod(x.shape) for x in params)]
-    centers = [(start + end) / 2 / ends[-1] for start, end in pairwise(ends)]
-    return [
-        [x for x, center in zip(params, centers, strict=True) if f <= center * fragments < f + 1]
-        for f in range(fragments)
-    ]
-
-
 def gossip(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
-    """Average with neighbours in each step (D-PSGD, Lian 2017): params = mix(params) + the inner step's change.
-
-    The averages are under way during the inner step.
+    """Average with neighbours during each step (D-PSGD, Lian 2017): params = mix(params) + the inner step's change.
 
     Args:
         inner: as in `local_sgd`; so are mesh and axis.
         graph: who averages with whom, such as `ring(n)`.
     """
-    _validate_graph("gossip", graph, mesh, axis)
 
-    def rule(params: Arrays, state: PyTree, count: int) -> Combining:
-        before = _shards(copied(params))  # the inner step may reuse their memory
-        averages = start_mix(before, graph, count - 1, axis)
-        arrays = yield
-        columns = zip(averages.wait(), before, _shards(arrays), strict=True)
-        yield _arrays([average + (y - x) for average, x, y in columns], arrays), state
+    def rule(before: list[Tensor], state: PyTree, count: int) -> Combining:
+        copies = [x.clone() for x in before]  # the inner step may reuse the memory of its arguments
+        averages = start_mix(copies, graph, count - 1, axis)
+        shards = yield
+        yield [average + (y - x) for average, x, y in zip(averages.wait(), copies, shards, strict=True)], state
 
     return ReplicaStep(inner, mesh, axis, lambda params: None, rule)
 
@@ -322,21 +291,12 @@ def push_sum(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep
         inner: as in `local_sgd`; so are mesh and axis.
         graph: who sends to whom: entry (i, j) is the share that i sends to j.
     """
-    _validate_graph("push_sum", graph, mesh, axis)
 
-    def rule(params: Arrays, weight: Tensor, count: int) -> Combining:
-        before, weight_after = _shards(copied(params)), mix(weight, graph, count - 1, axis, push=True)
-        arrays = yield
-        sums = [x * weight.to(x.dtype) + (y - x) for x, y in zip(before, _shards(arrays), strict=True)]
-        shares = mix(sums, graph, count - 1, axis, push=True)
-        yield _arrays([x / weight_after.to(x.dtype) for x in shares], arrays), weight_after
+    def rule(before: list[Tensor], weight: Tensor, count: int) -> Combining:
+        sums = [x * weight.to(x.dtype) - x for x in before]
+        weight_after = mix(weight, graph, count - 1, axis, push=True)
+        shards = yield
+        sums = mix([x + y for x, y in zip(sums, shards, strict=True)], graph, count - 1, axis, push=True)
+        yield [x / weight_after.to(x.dtype) for x in sums], weight_after
 
     return ReplicaStep(inner, mesh, axis, lambda params: torch.ones((), dtype=torch.float64), rule)
-
-
-def _validate_graph(function: str, graph: Graph, mesh: Mesh, axis: str) -> None:
-    n = mesh.shape[mesh.check_axes(axis, f"{function}(axis=)")[0]]
-    if graph.size != n:
-        raise ValueError(
-            f"{function}: graph must be of {n} devices, those along {axis}; got {graph.name} of {graph.size}."
-        )

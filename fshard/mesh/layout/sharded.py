@@ -125,7 +125,7 @@ def unstack(x: Sharded, axes: Axes) -> Sharded:
     """Return the array whose values along `axes`, varying ones, an array has along its first dim, in place."""
     names = as_axes(axes)
     if not x.ndim or x.spec.dims(1)[0] != names or x.shape[0] != prod(x.mesh.shape[axis] for axis in names):
-        raise LayoutError(f"an array must have a first dim with an index for each device along {axes}; got {x!r}.")
+        raise LayoutError(f"replicas must have a first dim along {axes}, as the `init` of their step makes; got {x!r}.")
     return _reshaped(x, names, x.shape[1:], x.spec.entries[1:])
 
 
