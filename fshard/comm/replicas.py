@@ -52,12 +52,11 @@ class ReplicaStep:
             yields for the inner step, whose shards it is sent; then it yields the next shards and state.
     """
 
-    def __init__(self, inner: Step, mesh: Mesh, axis: str, init: Any, rule: Callable[..., Combining]) -> None:
+    def __init__(self, inner: Any, mesh: Mesh, axis: str, init: Any, rule: Callable[..., Combining]) -> None:
         if not callable(getattr(inner, "init", None)):
             raise ValueError(f"inner must be a step of fs.train_step, on the mesh of one replica; got {inner!r}.")
         mesh.check_axes(axis, "axis=")
-        self._inner: Any = inner
-        self._mesh, self._axis, self._init, self._rule = mesh, axis, init, rule
+        self._inner, self._mesh, self._axis, self._init, self._rule = inner, mesh, axis, init, rule
         self._replica = mesh[tuple(name for name in mesh.axis_names if name != axis)]
 
     def init(self, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -86,11 +85,10 @@ class ReplicaStep:
             with torch.no_grad():
                 next(rule)
             after, inner, metrics = self._inner(before, local_state["inner"], map_leaves(self._rows, batch))
-            arrays = _trained(after)
             with torch.no_grad():
-                shards, rule_state = rule.send(_shards(arrays))
-            results = {key_of(x): y for x, y in zip(arrays, _arrays(shards, arrays), strict=True)}
-            after = Leaves.of(after).mapped(lambda x: results.get(key_of(x), x))
+                shards, rule_state = rule.send(_shards(_trained(after)))
+            arrays = {key_of(x): like(x, (shard,)) for x, shard in zip(_trained(after), shards, strict=True)}
+            after = Leaves.of(after).mapped(lambda x: arrays.get(key_of(x), x))
             return after, {"inner": inner, "rule": rule_state, "count": count}, self._mean_metrics(metrics)
 
         results = run_on_devices(resolve_mesh(self._mesh), on_device, mapped=(self._axis,))
@@ -219,17 +217,17 @@ def streaming_diloco(
         turns = [count - f * every // fragments for f in range(fragments)]
         return [f for f, turn in enumerate(turns) if turn > 0 and turn % every == 0]
 
+    def init_fragment(params: Arrays) -> dict[str, PyTree]:
+        anchor = copied(params)
+        waiting = each_shard(torch.zeros_like, anchor) if delay else None
+        compressed = compression and compression.init(anchor)
+        return {"anchor": anchor, "outer": outer.init(anchor), "waiting": waiting, "compress": compressed}
+
     def init(params: Arrays) -> list[PyTree]:
         if fragments > max(len(params), 1):
-            raise ValueError(
-                f"streaming_diloco: fragments must be at most {len(params)}, a parameter each; got {fragments}."
-            )
+            raise ValueError(f"streaming_diloco: fragments must be at most {len(params)}, one a leaf; got {fragments}.")
         bounds = pairwise([f * len(params) // fragments for f in range(fragments + 1)])
-        anchors = [copied(params[start:end]) for start, end in bounds]
-        waiting = [each_shard(torch.zeros_like, anchor) if delay else None for anchor in anchors]
-        compressed = [compression and compression.init(anchor) for anchor in anchors]
-        columns = zip(anchors, map(outer.init, anchors), waiting, compressed, strict=True)
-        return [dict(zip(("anchor", "outer", "waiting", "compress"), column, strict=True)) for column in columns]
+        return [init_fragment(params[start:end]) for start, end in bounds]
 
     def start_mean(grads: Arrays, state: PyTree) -> Callable[[], tuple[Arrays, PyTree]]:
         if compression is not None:
