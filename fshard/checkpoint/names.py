@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import optree
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import P, PyTree, flatten
-from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.layout import PyTree, flatten
+from fshard.mesh.layout.sharded import Sharded, stack
 from fshard.mesh.layout.tree import NAMESPACE
 
 _optree: Any = optree
@@ -136,11 +135,8 @@ class SummandArray(Sharded):
 
     @staticmethod
     def of(x: Sharded) -> SummandArray:
-        axes, spec = x.spec.unreduced, x.spec.with_unreduced(())
-        stacked = P(axes, *spec.entries, at=dict(spec.at))
-        layout = x.layout.with_spec(stacked.flattened(*spec.flat_axes) if spec.flat_axes is not None else stacked)
-        shards = x.shards if spec.is_flat else [shard[None] for shard in x.shards]
-        return SummandArray((prod(x.mesh.shape[axis] for axis in axes), *x.shape), layout, tuple(shards))
+        summands = stack(x, x.spec.unreduced)
+        return SummandArray(summands.shape, summands.layout, summands.shards)
 
 
 def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:

@@ -3,14 +3,14 @@
 top_k, random_k, sign, quantized, power_sgd                       compressors: an approximate psum
 error_feedback, ef21, momentum_corrected, delayed, chain          combinators: compressors of compressors
 ring, exponential, one_peer, hypercube, random_pairs, complete    graphs of devices that average, by `mix`
-local_sgd, diloco, gossip, push_sum                               training steps of replicas that differ
+local_sgd, diloco, streaming_diloco, gossip, push_sum             training steps of replicas that differ
 """
 
 from fshard.comm.combinators import delayed, ef21, error_feedback, momentum_corrected
 from fshard.comm.compressor import Compressor, Reduced
 from fshard.comm.graph import Graph, complete, exponential, from_matrix, hypercube, mix, one_peer, random_pairs, ring
 from fshard.comm.power_sgd import power_sgd
-from fshard.comm.replicas import diloco, gossip, local_sgd, mean, push_sum
+from fshard.comm.replicas import diloco, gossip, local_sgd, mean, push_sum, streaming_diloco
 from fshard.comm.sparse import chain, quantized, random_k, sign, top_k
 
 __all__ = [
@@ -39,5 +39,6 @@ __all__ = [
     "random_pairs",
     "ring",
     "sign",
+    "streaming_diloco",
     "top_k",
 ]

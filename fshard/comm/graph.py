@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.collectives.api import axis_index, axis_size, ppermute
+from fshard.mesh.collectives.on_trees import Handle
 from fshard.mesh.layout import Axes, PyTree, flatten, unflatten
 from fshard.optim.arguments import validate, within
 
@@ -162,26 +163,36 @@ def mix(tree: PyTree, graph: Graph, turn: int, axis: Axes, *, push: bool = False
         axis: an axis of the mesh.
         push: divide the tree among its neighbours instead: the sum over devices stays, as in push-sum.
     """
+    return start_mix(tree, graph, turn, axis, push=push).wait()
+
+
+def start_mix(tree: PyTree, graph: Graph, turn: int, axis: Axes, *, push: bool = False) -> Handle:
+    """Start a `mix`; the tree must not be modified before its handle is waited for."""
     if graph.size != axis_size(axis):
         raise ValueError(f"mix: the graph must be of {axis_size(axis)} devices, those along {axis}; got {graph.size}.")
     index, turn = axis_index(axis), turn % len(graph.rounds)
     matrix = graph.rounds[turn]
     row = [line[index] for line in matrix] if push else matrix[index]
     leaves, structure = flatten(tree)
-    parts = {index: leaves}
-    for edges in _disjoint(graph, turn, push):
-        received = ppermute(leaves, axis, edges)
-        parts.update({source: received for source, to in edges if to == index})
-    sources = sorted(
-        (j for j in parts if row[j]), key=lambda j: (j - index + 1) % graph.size
-    )  # of a ring: left, itself, right
-    weights = [row[source] for source in sources]
-    columns = [*zip(*[parts[source] for source in sources], strict=True)]
-    if {*weights} == {1 / len(weights)}:
-        return unflatten(structure, [_summed(column) / len(weights) for column in columns])
-    return unflatten(
-        structure, [_summed([x * weight for x, weight in zip(column, weights, strict=True)]) for column in columns]
-    )
+    messages = [(edges, ppermute.start(leaves, axis, edges)) for edges in _disjoint(graph, turn, push)]
+
+    def finish() -> PyTree:
+        parts = {index: leaves}
+        for edges, message in messages:
+            received = message.wait()
+            parts.update({source: received for source, to in edges if to == index})
+        sources = sorted(
+            (j for j in parts if row[j]), key=lambda j: (j - index + 1) % graph.size
+        )  # of a ring: left, itself, right
+        weights = [row[source] for source in sources]
+        columns = [*zip(*[parts[source] for source in sources], strict=True)]
+        if {*weights} == {1 / len(weights)}:
+            return unflatten(structure, [_summed(column) / len(weights) for column in columns])
+        return unflatten(
+            structure, [_summed([x * weight for x, weight in zip(column, weights, strict=True)]) for column in columns]
+        )
+
+    return Handle(finish)
 
 
 def _summed(xs: Sequence[Tensor]) -> Tensor:

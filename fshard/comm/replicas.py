@@ -3,41 +3,38 @@
 `inner` is a step on the mesh of one replica, `mesh["gpu"]`. Trees of all replicas have a first dim, sharded along `axis`:
 
     one replica     f32[64, 16]            on mesh["gpu"]     each device of a replica runs `inner` on its shards,
-    all             f32[4@node, 64, 16]    on mesh            and then a rule that combines replicas
+    all             f32[4@node, 64, 16]    on mesh            and around it a rule that combines replicas
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard.comm.compressor import Compressor
-from fshard.comm.graph import Graph, mix
+from fshard.comm.graph import Graph, mix, start_mix
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.api import axis_index, axis_size, pmean, pmin, psum
-from fshard.mesh.layout import Layout, Mesh, P, PyTree, Structure, flatten, map_leaves, unflatten
-from fshard.mesh.layout.sharded import Sharded, flatten_shards
+from fshard.mesh.layout import Layout, Mesh, PyTree, flatten_with_paths, map_leaves
+from fshard.mesh.layout.sharded import Sharded, key_of, stack, unstack
 from fshard.mesh.reshard.device_put import unshard
+from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.arguments import validate, within
-from fshard.optim.contract import Optimizer, step_of
-from fshard.optim.leaves import count_from_zero
+from fshard.optim.contract import Optimizer, copied, pure_step
+from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, like, trainable
+from fshard.optim.per_device import on_arrays
 
-
-class ReplicaRule(NamedTuple):
-    """Functions that follow the inner step on each device, of trees of one replica.
-
-    Args:
-        init: from parameters to the rule's state.
-        act: from the parameters before and after the inner step, the rule's state and the number of this step, from 1, to the
-            parameters and the state.
-    """
-
-    init: Callable[[PyTree], PyTree]
-    act: Callable[[PyTree, PyTree, PyTree, int], tuple[PyTree, PyTree]]
+Step = Callable[..., Any]
+Arrays = list[Sharded]
+"""Parameters of one replica on one device: those that are trained, of tied ones the first."""
+Combining = Generator[Any, list[Tensor], None]
+_NUMBER = "number"  # the unit of arrays that are plain tensors of the devices
 
 
 class ReplicaStep:
@@ -45,133 +42,121 @@ class ReplicaStep:
 
     The batch is that of all replicas: each gets an equal part of its rows, in order. The metrics are means over the replicas,
     but for "finite" (of all) and "samples" (their sum).
+
+    Args:
+        inner: a step of `train_step` on the mesh of one replica.
+        mesh: all devices.
+        axis: along which the replicas are.
+        init: on each device, from parameters to the state of the rule.
+        rule: on each device, from the shards of parameters, the state and the number of this step, from 1, to a generator: it
+            yields for the inner step, whose shards it is sent; then it yields the next shards and state.
     """
 
-    def __init__(self, inner: Callable[..., Any], mesh: Mesh, axis: str, rule: ReplicaRule) -> None:
+    def __init__(self, inner: Any, mesh: Mesh, axis: str, init: Any, rule: Callable[..., Combining]) -> None:
         if not callable(getattr(inner, "init", None)):
             raise ValueError(f"inner must be a step of fs.train_step, on the mesh of one replica; got {inner!r}.")
         mesh.check_axes(axis, "axis=")
-        self._inner, self._mesh, self._axis, self._rule = inner, mesh, axis, rule
+        self._inner, self._mesh, self._axis, self._init, self._rule = inner, mesh, axis, init, rule
         self._replica = mesh[tuple(name for name in mesh.axis_names if name != axis)]
-        self._is_array: dict[Structure, list[bool]] = {}
 
     def init(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Return the parameters of all replicas and the state, from parameters that are replicated along the axis."""
-        trees = self._on_devices(lambda: self._first(params))
-        return self._joined([tree for tree, _ in trees]), self._joined([state for _, state in trees])
+        arrays = dict(zip(*flatten_with_paths(params)[:2], strict=True))
+        for path, x in arrays.items():
+            if not isinstance(x, Sharded) or self._axis in x.spec.axes:
+                raise LayoutError(
+                    f"init: parameters must be arrays, replicated along {self._axis}; got {x!r} for {path}. "
+                    "Make them by fs.shard_params; of replicas take fs.comm.mean."
+                )
+        compare_inputs("init", self._mesh, {path: x.shards for path, x in arrays.items()}, (self._axis,))
+        replicas = Leaves.of(params).mapped(lambda x: x if x is None else stack(x, self._axis))
 
-    def _first(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        own = map_leaves(self._own, params)
-        return own, {"inner": self._inner.init(own), "rule": self._rule.init(own), "count": count_from_zero()}  # pyright: ignore[reportFunctionMemberAccess]
+        def on_device(_: int) -> PyTree:
+            tree = self._local(replicas)
+            return {"inner": self._inner.init(tree), "rule": self._init(_trained(tree)), "count": count_from_zero()}
 
-    def _own(self, x: Any) -> Any:
-        if not isinstance(x, Sharded):
-            raise LayoutError("init: parameters must be arrays, as fs.shard_params(params, P(), mesh=mesh) makes them.")
-        if self._axis in x.spec.axes:
-            raise LayoutError(f"init: parameters must be replicated along {self._axis}; got {x!r}.")
-        return Sharded(
-            x.shape, Layout(self._here, x.spec, x.layout.memory, x.layout.unit, x.layout.frozen), (self._shard(x),)
-        )
+        return replicas, self._joined(run_on_devices(resolve_mesh(self._mesh), on_device, mapped=(self._axis,)))
 
     def __call__(self, params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, dict[str, Any]]:
-        def on_device() -> tuple[PyTree, PyTree, dict[str, Any]]:
-            before, held = self._split(params), self._split(state)
-            after, inner, metrics = self._inner(before, held["inner"], map_leaves(self._rows, batch))
-            count = held["count"] + 1
-            after, rule = self._rule.act(before, after, held["rule"], int(count))
-            return after, {"inner": inner, "rule": rule, "count": count}, self._combined(metrics)
+        def on_device(_: int) -> tuple[PyTree, PyTree, dict[str, Any]]:
+            before, local_state = self._local(params), self._local(state)
+            count = local_state["count"] + 1
+            rule = self._rule(_shards(_trained(before)), local_state["rule"], int(count))
+            with torch.no_grad():
+                next(rule)
+            after, inner, metrics = self._inner(before, local_state["inner"], map_leaves(self._rows, batch))
+            with torch.no_grad():
+                shards, rule_state = rule.send(_shards(_trained(after)))
+            arrays = {key_of(x): like(x, (shard,)) for x, shard in zip(_trained(after), shards, strict=True)}
+            after = Leaves.of(after).mapped(lambda x: arrays.get(key_of(x), x))
+            return after, {"inner": inner, "rule": rule_state, "count": count}, self._mean_metrics(metrics)
 
-        results = self._on_devices(on_device)
-        params, state = (self._joined([result[i] for result in results]) for i in (0, 1))
-        return params, state, results[0][2]
+        results = run_on_devices(resolve_mesh(self._mesh), on_device, mapped=(self._axis,))
+        all_params, states, metrics = zip(*results, strict=True)
+        return self._joined(all_params), self._joined(states), metrics[0]
 
-    # -- one device -----------------------------------------------------------------------------------------------------
+    def _local(self, tree: PyTree) -> PyTree:
+        """Return the tree of this device's replica."""
+        device, mesh = local_devices(resolve_mesh(self._mesh))[0], resolve_mesh(self._replica)
 
-    def _on_devices(self, body: Callable[[], Any]) -> list[Any]:
-        return run_on_devices(resolve_mesh(self._mesh), lambda _: body(), mapped=(self._axis,))
+        def local(x: Leaf) -> Leaf:
+            if not isinstance(x, Sharded):
+                return x
+            shard = x.shards[device if len(x.shards) > 1 else 0]
+            x = unstack(Sharded(x.shape, x.layout, (shard,)), self._axis, mesh)
+            return x.shards[0] if x.layout.unit == _NUMBER else x
 
-    @property
-    def _here(self) -> Mesh:
-        """The mesh of this device's replica."""
-        return resolve_mesh(self._replica)
+        return Leaves.of(tree).mapped(local)
 
-    def _shard(self, x: Sharded) -> Tensor:
-        return x.shards[device_index(self._mesh) if len(x.shards) > 1 else 0]
+    def _joined(self, trees: Sequence[PyTree]) -> PyTree:
+        """Return the tree of all replicas from those of the devices here; numbers that are one tensor become several."""
+        mesh = resolve_mesh(self._mesh)
+        number = Layout(mesh, unit=_NUMBER)
+
+        def joined(x: Leaf, *others: Leaf) -> Leaf:
+            shards = tuple([y.shards[0] if isinstance(y, Sharded) else y for y in (x, *others)])
+            layout = x.layout if isinstance(x, Sharded) else number
+            return x if x is None else stack(Sharded(x.shape, layout, shards), self._axis, mesh)
+
+        trees = [map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, tree) for tree in trees]
+        return Leaves.of(trees[0]).mapped(joined, *[Leaves.of(tree).leaves for tree in trees[1:]])
 
     def _rows(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.ndim:
-            return x
-        n, index = axis_size(self._axis), axis_index(self._axis)
-        return x[len(x) * index // n : len(x) * (index + 1) // n]
+        return x.tensor_split(axis_size(self._axis))[axis_index(self._axis)] if isinstance(x, Tensor) and x.ndim else x
 
-    def _combined(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def _mean_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         finite, samples = metrics["finite"], metrics.get("samples")
         numbers = {name: x for name, x in metrics.items() if name not in ("finite", "samples")}
         mean = pmean(map_leaves(lambda x: x if x.is_floating_point() else x.double(), numbers), self._axis)
         mean["finite"] = pmin(torch.as_tensor(finite).to(torch.uint8), self._axis).bool()
         return mean if samples is None else {**mean, "samples": psum(samples, self._axis)}
 
-    # -- trees of one replica, and of all -------------------------------------------------------------------------------
 
-    def _split(self, tree: PyTree) -> PyTree:
-        """Return the tree of this device's replica."""
-        leaves, structure = flatten(tree)
-        kinds = self._is_array.get(structure)
-        if kinds is None:
-            raise LayoutError("the step must be called with trees like those of its `init`. Call init first.")
-        return unflatten(structure, [self._take(x, is_array) for x, is_array in zip(leaves, kinds, strict=True)])
-
-    def _take(self, x: Any, is_array: bool) -> Any:
-        if not isinstance(x, Sharded):
-            return x
-        shard, spec = self._shard(x), x.spec
-        shard = shard if spec.is_flat else shard[0]
-        if not is_array:
-            return shard
-        inner = P(*spec.entries[1:], unreduced=spec.unreduced, at=dict(spec.at))
-        inner = inner.flattened(*spec.flat_axes) if spec.flat_axes is not None else inner
-        layout = Layout(self._here, inner, x.layout.memory, x.layout.unit, x.layout.frozen)
-        return Sharded(x.shape[1:], layout, (shard,))
-
-    def _joined(self, trees: list[PyTree]) -> PyTree:
-        """Return the tree of all replicas from those of the devices held here."""
-        structure, columns = flatten(trees[0])[1], zip(*[flatten(tree)[0] for tree in trees], strict=True)
-        leaves = [*map(self._join, columns)]
-        self._is_array[structure] = [isinstance(x, Sharded) for x in flatten(trees[0])[0]]
-        return unflatten(structure, leaves)
-
-    def _join(self, column: tuple[Any, ...]) -> Any:
-        first, n, mesh = column[0], self._mesh.shape[self._axis], resolve_mesh(self._mesh)
-        if isinstance(first, Sharded):
-            spec, layout = first.spec, first.layout
-            outer = P(self._axis, *spec.entries, unreduced=spec.unreduced, at=dict(spec.at))
-            outer = outer.flattened(*spec.flat_axes) if spec.flat_axes is not None else outer
-            shards = [x.shards[0] if spec.is_flat else x.shards[0][None] for x in column]
-            return Sharded(
-                (n, *first.shape), Layout(mesh, outer, layout.memory, layout.unit, layout.frozen), tuple(shards)
-            )
-        if isinstance(first, Tensor):
-            return Sharded((n, *first.shape), Layout(mesh, P(self._axis)), tuple([x[None] for x in column]))
-        return first
+def _trained(params: PyTree) -> Arrays:
+    return [*{key_of(x): x for x in Leaves.of(params).leaves if trainable(x)}.values()]
 
 
-def device_index(mesh: Mesh) -> int:
-    """Return the index of the calling device among those of a mesh."""
-    return local_devices(mesh)[0]
+def _shards(arrays: Arrays) -> list[Tensor]:
+    return [x.shards[0] for x in arrays]
+
+
+def _arrays(shards: Sequence[Tensor], params: Arrays) -> Arrays:
+    return [like(x, (shard,)) for x, shard in zip(params, shards, strict=True)]
 
 
 def mean(params: PyTree) -> PyTree:
     """Return the mean of all replicas, as plain tensors."""
-    return map_leaves(lambda x: unshard(x).mean(0), params)
+
+    def mean_leaf(x: Any) -> Tensor:
+        if not isinstance(x, Sharded) or not x.spec.dims(1)[0]:
+            raise LayoutError(f"mean: params must be those of all replicas, from `init` of their step; got {x!r}.")
+        unstack(x, x.spec.dims(1)[0])
+        return unshard(x).mean(0) if trainable(x) else unshard(x)[0]
+
+    return map_leaves(mean_leaf, params)
 
 
-def _each(function: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
-    """Apply a function of lists of tensors to the shards of arrays of one replica."""
-    shards, structure = flatten_shards(tree)
-    return structure.unflatten(function(shards, *[flatten_shards(each)[0] for each in trees]))
-
-
-def local_sgd(inner: Callable[..., Any], *, every: int, mesh: Mesh, axis: str, after: int = 0) -> ReplicaStep:
+def local_sgd(inner: Step, *, every: int, mesh: Mesh, axis: str, after: int = 0) -> ReplicaStep:
     """Average the parameters of replicas every few steps (Stich 2018; post-local SGD, Lin 2018).
 
     Args:
@@ -183,117 +168,133 @@ def local_sgd(inner: Callable[..., Any], *, every: int, mesh: Mesh, axis: str, a
     """
     validate("local_sgd", within("[1, inf)", integer=True, every=every), within("[0, inf)", integer=True, after=after))
 
-    @torch.no_grad()
-    def act(before: PyTree, params: PyTree, state: PyTree, count: int) -> tuple[PyTree, PyTree]:
-        is_due = count <= after or (count - after) % every == 0
-        return (_each(lambda xs: pmean(xs, axis), params) if is_due else params), state
+    def rule(before: list[Tensor], state: PyTree, count: int) -> Combining:
+        shards = yield
+        yield pmean(shards, axis) if count <= after or (count - after) % every == 0 else shards, state
 
-    return ReplicaStep(inner, mesh, axis, ReplicaRule(lambda params: {}, act))
+    return ReplicaStep(inner, mesh, axis, lambda params: None, rule)
 
 
 def diloco(
-    inner: Callable[..., Any],
+    inner: Step, outer: Optimizer, *, every: int, mesh: Mesh, axis: str, compress: Compressor | None = None
+) -> ReplicaStep:
+    """Take outer steps along the replicas' mean change (DiLoCo, Douillard 2023): `streaming_diloco` of one fragment."""
+    return streaming_diloco(inner, outer, every=every, fragments=1, mesh=mesh, axis=axis, compress=compress)
+
+
+def streaming_diloco(
+    inner: Step,
     outer: Optimizer,
     *,
     every: int,
+    fragments: int,
+    delay: int = 0,
+    mix: float = 1.0,
     mesh: Mesh,
     axis: str,
     compress: Compressor | None = None,
 ) -> ReplicaStep:
-    """Take a step of an outer optimizer along the mean change of the replicas' parameters (Douillard 2023).
+    """Take DiLoCo's outer steps for fragments of the parameters in turn (Streaming DiLoCo, Douillard 2025).
 
-    gradient of the outer optimizer = parameters at the last such step - mean of the replicas' parameters
+    step s            gradient = parameters after the fragment's last outer step - the replica's parameters
+    step s + delay    parameters = mix * (outer step along the mean gradient) + (1 - mix) * the replica's parameters
 
     Args:
-        inner: a step of `train_step` on the mesh of one replica.
+        inner: as in `local_sgd`; so are mesh and axis.
         outer: an elementwise optimizer, such as `fs.optim.sgd(0.7, momentum=0.9, nesterov=True)`.
-        every: steps between those of the outer optimizer.
-        mesh: all devices.
-        axis: along which the replicas are.
-        compress: the compressor of the changes; None: they are averaged by pmean.
+        every: steps between outer steps of a fragment; those of fragment f are f * every // fragments later.
+        fragments: number of groups of consecutive parameters, about equally many in each.
+        delay: inner steps that follow, fewer than `every`; during the last of them gradients are averaged by pmean.
+        mix: weight of the outer step: 1 - alpha of the paper.
+        compress: the compressor of the gradients, after the delay; None: pmean.
     """
-    validate("diloco", within("[1, inf)", integer=True, every=every))
-    write = step_of(outer)
+    errors = within("[1, inf)", integer=True, every=every) + within(f"[1, {every}]", integer=True, fragments=fragments)
+    errors += within(f"[0, {every})", integer=True, delay=delay) + within("[0, 1]", mix=mix)
+    validate("streaming_diloco", errors)
+    outer_step, compression = pure_step(outer), compress and _compression(compress, axis)
 
-    def init(params: PyTree) -> PyTree:
-        anchor = map_leaves(lambda x: x, params)
-        state = {"anchor": anchor, "outer": outer.init(anchor)}
-        return state if compress is None else {**state, "compress": compress.init(flatten_shards(params)[0])}
+    def due(count: int) -> list[int]:
+        turns = [count - f * every // fragments for f in range(fragments)]
+        return [f for f, turn in enumerate(turns) if turn > 0 and turn % every == 0]
 
-    @torch.no_grad()
-    def act(before: PyTree, params: PyTree, state: PyTree, count: int) -> tuple[PyTree, PyTree]:
-        if count % every:
-            return params, state
-        change = _each(lambda xs, ys: [x - y for x, y in zip(xs, ys, strict=True)], state["anchor"], params)
-        compressed: dict[str, PyTree] = {}
-        if compress is None:
-            grads = _each(lambda xs: pmean(xs, axis), change)
-        else:
-            shards, structure = flatten_shards(change)
-            total, _, compressed["compress"] = compress.reduce(shards, state["compress"], axis)
-            grads = structure.unflatten([x / axis_size(axis) for x in total])
-        anchor, outer_state = write(grads, state["outer"], _each(lambda xs: [x.clone() for x in xs], state["anchor"]))
-        after = _each(lambda xs: [x.clone() for x in xs], anchor)
-        return after, {"anchor": anchor, "outer": outer_state, **compressed}
+    def init_fragment(params: Arrays) -> dict[str, PyTree]:
+        anchor = copied(params)
+        waiting = each_shard(torch.zeros_like, anchor) if delay else None
+        compressed = compression and compression.init(anchor)
+        return {"anchor": anchor, "outer": outer.init(anchor), "waiting": waiting, "compress": compressed}
 
-    return ReplicaStep(inner, mesh, axis, ReplicaRule(init, act))
+    def init(params: Arrays) -> list[PyTree]:
+        if fragments > max(len(params), 1):
+            raise ValueError(f"streaming_diloco: fragments must be at most {len(params)}, one a leaf; got {fragments}.")
+        bounds = pairwise([f * len(params) // fragments for f in range(fragments + 1)])
+        return [init_fragment(params[start:end]) for start, end in bounds]
+
+    def start_mean(grads: Arrays, state: PyTree) -> Callable[[], tuple[Arrays, PyTree]]:
+        if compression is not None:
+            return partial(compression.update, grads, state["compress"], grads)
+        means = pmean.start(_shards(grads), axis)
+        return lambda: (_arrays(means.wait(), grads), None)
+
+    def rule(before: list[Tensor], state: list[PyTree], count: int) -> Combining:
+        means = {f: start_mean(state[f]["waiting"], state[f]) for f in due(count - delay) if delay}
+        shards = iter((yield))
+        groups, after = [[next(shards) for _ in fragment["anchor"]] for fragment in state], [*state]
+        for f in due(count):
+            anchor = state[f]["anchor"]
+            grads = _arrays([x - y for x, y in zip(_shards(anchor), groups[f], strict=True)], anchor)
+            after[f] = {**state[f], "waiting": grads if delay else None}
+            means |= {} if delay else {f: start_mean(grads, state[f])}
+        for f, finish in means.items():
+            grads, compressed = finish()
+            anchor, outer_state = outer_step(grads, state[f]["outer"], state[f]["anchor"])
+            after[f] = {**state[f], "anchor": anchor, "outer": outer_state, "compress": compressed}
+            groups[f] = [x.lerp(y, mix) for x, y in zip(groups[f], _shards(anchor), strict=True)]
+        yield [x for group in groups for x in group], after
+
+    return ReplicaStep(inner, mesh, axis, init, rule)
 
 
-def gossip(inner: Callable[..., Any], graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
-    """Average with neighbours in each step (D-PSGD, Lian 2017): params = mix(params) + the inner step's change.
+def _compression(compress: Compressor, axis: str) -> Optimizer:
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        total, _, after = compress.reduce(grads, state, axis)
+        return map_leaves(lambda x: x / axis_size(axis), total), after
+
+    return on_arrays(Optimizer(compress.init, update, elementwise=not compress.full), "diloco")
+
+
+def gossip(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
+    """Average with neighbours during each step (D-PSGD, Lian 2017): params = mix(params) + the inner step's change.
 
     Args:
-        inner: a step of `train_step` on the mesh of one replica.
+        inner: as in `local_sgd`; so are mesh and axis.
         graph: who averages with whom, such as `ring(n)`.
-        mesh: all devices.
-        axis: along which the replicas are.
     """
-    _validate_graph("gossip", graph, mesh, axis)
 
-    @torch.no_grad()
-    def act(before: PyTree, params: PyTree, state: PyTree, count: int) -> tuple[PyTree, PyTree]:
-        def mixed(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
-            averages = mix(old, graph, count - 1, axis)
-            return [average + (y - x) for average, x, y in zip(averages, old, new, strict=True)]
+    def rule(before: list[Tensor], state: PyTree, count: int) -> Combining:
+        copies = [x.clone() for x in before]  # the inner step may reuse the memory of its arguments
+        averages = start_mix(copies, graph, count - 1, axis)
+        shards = yield
+        yield [average + (y - x) for average, x, y in zip(averages.wait(), copies, shards, strict=True)], state
 
-        return _each(mixed, before, params), state
-
-    return ReplicaStep(inner, mesh, axis, ReplicaRule(lambda params: {}, act))
+    return ReplicaStep(inner, mesh, axis, lambda params: None, rule)
 
 
-def push_sum(inner: Callable[..., Any], graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
+def push_sum(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
     """Divide the step's result among neighbours (stochastic gradient push, Assran 2019), for graphs with one-way edges.
 
     Parameters times a weight, and the weight itself, are divided by the rows of the graph, so that their sums over the
     replicas stay; the parameters are their quotient.
 
     Args:
-        inner: a step of `train_step` on the mesh of one replica.
+        inner: as in `local_sgd`; so are mesh and axis.
         graph: who sends to whom: entry (i, j) is the share that i sends to j.
-        mesh: all devices.
-        axis: along which the replicas are.
     """
-    _validate_graph("push_sum", graph, mesh, axis)
 
-    @torch.no_grad()
-    def act(before: PyTree, params: PyTree, state: PyTree, count: int) -> tuple[PyTree, PyTree]:
-        weight = state["weight"]
-        sent = mix(weight, graph, count - 1, axis, push=True)
+    def rule(before: list[Tensor], weight: Tensor, count: int) -> Combining:
+        sums = [x * weight.to(x.dtype) - x for x in before]
+        weight_after = mix(weight, graph, count - 1, axis, push=True)
+        shards = yield
+        sums = mix([x + y for x, y in zip(sums, shards, strict=True)], graph, count - 1, axis, push=True)
+        yield [x / weight_after.to(x.dtype) for x in sums], weight_after
 
-        def divided(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
-            summands = [x * weight.to(x.dtype) + (y - x) for x, y in zip(old, new, strict=True)]
-            return [x / sent.to(x.dtype) for x in mix(summands, graph, count - 1, axis, push=True)]
-
-        return _each(divided, before, params), {"weight": sent}
-
-    return ReplicaStep(
-        inner, mesh, axis, ReplicaRule(lambda params: {"weight": torch.ones((), dtype=torch.float64)}, act)
-    )
-
-
-def _validate_graph(function: str, graph: Graph, mesh: Mesh, axis: str) -> None:
-    n = mesh.shape[mesh.check_axes(axis, f"{function}(axis=)")[0]]
-    if graph.size != n:
-        raise ValueError(
-            f"{function}: graph must be of {n} devices, those along {axis}; got {graph.name} of {graph.size}."
-        )
+    return ReplicaStep(inner, mesh, axis, lambda params: torch.ones((), dtype=torch.float64), rule)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import optree
@@ -21,7 +22,7 @@ from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.layout.layout import Layout, Memory, ShardType, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
-from fshard.mesh.layout.spec import P
+from fshard.mesh.layout.spec import Axes, P, as_axes
 from fshard.mesh.layout.tree import NAMESPACE, PyTree, Structure, flatten, unflatten
 from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.run import agree, inside, local_devices, resolve_mesh, without_values
@@ -112,6 +113,33 @@ class Sharded(ArrayMethods):
     def __repr__(self) -> str:
         kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
         return f"Sharded {kinds[0] if kinds else typeof(self)} on {self.mesh}"
+
+
+def stack(x: Sharded, axes: Axes, mesh: Mesh | None = None) -> Sharded:
+    """Return an array with a first dim for the values that devices have along `axes`, varying or unreduced, in place."""
+    names, mesh = as_axes(axes), mesh or x.mesh
+    return _reshaped(x, (prod(mesh.shape[axis] for axis in names), *x.shape), (names, *x.spec.entries), names, mesh)
+
+
+def unstack(x: Sharded, axes: Axes, mesh: Mesh | None = None) -> Sharded:
+    """Return the array whose values along `axes`, varying ones, an array has along its first dim, in place."""
+    names = as_axes(axes)
+    if not x.ndim or x.spec.dims(1)[0] != names or x.shape[0] != prod(x.mesh.shape[axis] for axis in names):
+        raise LayoutError(f"replicas must have a first dim along {axes}, as the `init` of their step makes; got {x!r}.")
+    return _reshaped(x, x.shape[1:], x.spec.entries[1:], names, mesh or x.mesh)
+
+
+def _reshaped(x: Sharded, shape: tuple[int, ...], entries: Any, axes: tuple[str, ...], mesh: Mesh) -> Sharded:
+    layout = _with_entries(x.layout, entries, axes, mesh)
+    shapes = _local_shapes(layout, shape, local_devices(mesh))
+    return Sharded(shape, layout, tuple([shard.reshape(local) for shard, local in zip(x.shards, shapes, strict=True)]))
+
+
+@lru_cache(maxsize=4096)
+def _with_entries(layout: Layout, entries: Any, axes: tuple[str, ...], mesh: Mesh) -> Layout:
+    unreduced = tuple([axis for axis in layout.spec.unreduced if axis not in axes])
+    spec = P(*entries, flat=layout.spec.flat_axes, unreduced=unreduced, at=dict(layout.spec.at))
+    return Layout(mesh, spec, layout.memory, layout.unit, layout.frozen)
 
 
 @lru_cache(maxsize=4096)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
+from fshard.errors import LayoutError
 from fshard.mesh.layout import arithmetic
-from fshard.mesh.layout.sharded import in_memory
+from fshard.mesh.layout.sharded import in_memory, stack, unstack
+from fshard.testing import strategies
 
 
 def test_mesh_compared_and_hashed_by_value():
@@ -242,3 +244,19 @@ def test_in_memory_tensor_of_another_gpu_moves_to_this_process():
     """`to("cuda")` moves to the process's GPU and compares the index: a tensor of cuda:0 may not stay there on rank 3."""
     x = SimpleNamespace(device=torch.device("cuda", 0), is_meta=False, to=lambda target: ("moved", target))
     assert in_memory(x, SimpleNamespace(device_type="cuda"), "device") == ("moved", "cuda")
+
+
+@given(st.data())
+def test_stacked_summands_have_the_arrays_memory_and_its_total(data):
+    mesh = data.draw(strategies.meshes())
+    shape = data.draw(strategies.shapes_for(mesh))
+    layout = data.draw(strategies.layouts(mesh, shape).filter(lambda layout: layout.spec.unreduced))
+    x, axes = fs.device_put(data.draw(strategies.dyadic(shape, torch.float32)), layout), layout.spec.unreduced
+    stacked = stack(x, axes)
+    stacked.check()
+    assert torch.equal(fs.unshard(stacked).sum(0), fs.unshard(x))
+    varying = unstack(stacked, axes)
+    assert varying.spec == layout.spec.with_unreduced(()) and varying.shape == shape
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(varying.shards, x.shards, strict=True))
+    with pytest.raises(LayoutError, match="must have a first dim"):
+        unstack(varying, axes)
