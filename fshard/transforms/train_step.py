@@ -160,7 +160,7 @@ def train_step(
             if not donate:
                 params, state = copied((params, state))
             if compression is not None:
-                grads, state = compression.reduce(grads, state, params)
+                grads, state = compression.reduce(grads, state)
             norm_of = norm_later(grads, exact=exact)
             params, state = write(grads, state, params)  # (9)
             norm = norm_of() / scale
