@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 import torch
 
-from fshard.comm.compressor import Compressor, Phases, Reduced, started
+from fshard.comm.compressor import Compressor, Phases, Reduced
 from fshard.mesh.collectives.api import axis_size
+from fshard.mesh.collectives.on_trees import Handle
 from fshard.mesh.layout import Axes, PyTree, map_leaves
 from fshard.optim.arguments import validate, within
 
 
-def _combinator(compress: Compressor, phases: Callable[[PyTree, PyTree, Axes], Phases], *names: str) -> Compressor:
+def _combinator(compress: Compressor, phases: Callable[..., Phases], *names: str) -> Compressor:
     """Return a compressor around a compressor, with state of the parameters' structure: trees of zeros by name."""
 
     def init(params: PyTree) -> PyTree:
@@ -84,12 +85,12 @@ def delayed(compress: Compressor, steps: int = 1) -> Compressor:
     validate("delayed", within("[1, inf)", integer=True, steps=steps))
     names = [f"waiting_{step}" for step in range(steps)]
 
-    def early(state: PyTree, axis: Axes) -> Phases:
-        total, _, inner = yield compress.start(state[names[0]], state["inner"], axis)
-        rest = [state[name] for name in names[1:]]
-        return lambda grads: Reduced(total, grads, {"inner": inner, **dict(zip(names, [*rest, grads], strict=True))})
+    def early(state: PyTree, axis: Axes) -> Handle:
+        return compress.start(state[names[0]], state["inner"], axis)
 
-    def phases(grads: PyTree, state: PyTree, axis: Axes) -> Phases:
-        return (yield started(early(state, axis)))(grads)
+    def phases(grads: PyTree, state: PyTree, axis: Axes, handle: Handle | None = None) -> Phases:
+        total, _, inner = yield handle or early(state, axis)
+        waiting = [*[state[name] for name in names[1:]], grads]
+        return Reduced(total, grads, {"inner": inner, **dict(zip(names, waiting, strict=True))})
 
     return _combinator(compress, phases, *names)._replace(early=early)

@@ -9,7 +9,7 @@ what they `sent` is the `total`, so a device can keep what it has not sent: grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ class Compressor(NamedTuple):
             arguments are not modified. Along an axis of one device total and sent are the gradients.
         full: it needs full leaves, in their shapes: no shards.
         encoding: the form of the leaves, for `chain`; None: it cannot be chained.
-        early: from the state and the axis, before there are gradients, to a function from these to `Reduced`; or None.
+        early: starts, from the state and the axis, what needs no gradients: `phases` then takes the handle too.
 
     >>> import torch, fshard as fs
     >>> mesh, compress = fs.make_mesh({"data": 2}), fs.comm.top_k(0.1)
@@ -54,18 +54,18 @@ class Compressor(NamedTuple):
     """
 
     init: Callable[[PyTree], PyTree]
-    phases: Callable[[PyTree, PyTree, Axes], Phases]
+    phases: Callable[..., Phases]
     full: bool = False
     encoding: Any = None
-    early: Callable[[PyTree, Axes], Phases] | None = None
+    early: Callable[[PyTree, Axes], Handle] | None = None
 
-    def start(self, grads: PyTree, state: PyTree, axis: Axes) -> Handle:
+    def start(self, grads: PyTree, state: PyTree, axis: Axes, *early: Handle) -> Handle:
         """Start a reduction, which `wait` of the handle finishes."""
-        return started(torch.no_grad()(self.phases)(grads, state, axis))
+        return started(torch.no_grad()(self.phases)(grads, state, axis, *early))
 
-    def reduce(self, grads: PyTree, state: PyTree, axis: Axes) -> Reduced:
+    def reduce(self, grads: PyTree, state: PyTree, axis: Axes, *early: Handle) -> Reduced:
         """Return the total of a device's gradients, what it sent, and its next state."""
-        return self.start(grads, state, axis).wait()
+        return self.start(grads, state, axis, *early).wait()
 
 
 def started(phases: Phases, result: Any = None) -> Handle:
@@ -99,23 +99,24 @@ def compressor(
     two lists: their totals, and what this device sent.
     """
 
+    def is_dense(x: Tensor, n: int) -> bool:
+        return not x.is_floating_point() or bytes_sent(x, n) >= 2 * (n - 1) / n * x.nbytes
+
     def phases(grads: PyTree, state: PyTree, axis: Axes) -> Phases:
         n, step = axis_size(axis), state["step"]
         if n == 1:
             return Reduced(grads, grads, {"step": step + 1})
-        paths, leaves, structure = flatten_with_paths(grads)
-        is_dense = [not x.is_floating_point() or bytes_sent(x, n) >= 2 * (n - 1) / n * x.nbytes for x in leaves]
-        dense = [x for x, skip in zip(leaves, is_dense, strict=True) if skip]
-        keys = [f"{int(step)} {path}" for path in paths]
-        flat = [FlatLeaf(x.reshape(-1), key) for x, key, skip in zip(leaves, keys, is_dense, strict=True) if not skip]
+        paths, xs, structure = flatten_with_paths(grads)
+        leaves = dict(zip(paths, xs, strict=True))
+        dense = {path: x for path, x in leaves.items() if is_dense(x, n)}
+        flat = [FlatLeaf(x.reshape(-1), f"{int(step)} {path}") for path, x in leaves.items() if path not in dense]
         psum_handle, flat_handle = psum.start(dense, axis), started(leaf_phases(flat, axis))
         dense_totals, (flat_totals, flat_sent) = (yield psum_handle), (yield flat_handle)
 
-        def tree(dense: Iterable[Tensor], flat: Iterable[Tensor]) -> PyTree:
-            rows = {True: iter(dense), False: iter(flat)}
-            column = zip(leaves, is_dense, strict=True)
-            return unflatten(structure, [next(rows[skip]).view_as(x).to(x.dtype) for x, skip in column])
+        def tree(dense: dict[str, Tensor], flat: Iterator[Tensor]) -> PyTree:
+            shaped = {path: next(flat).view_as(x).to(x.dtype) for path, x in leaves.items() if path not in dense}
+            return unflatten(structure, [*map({**dense, **shaped}.__getitem__, paths)])
 
-        return Reduced(tree(dense_totals, flat_totals), tree(dense, flat_sent), {"step": step + 1})
+        return Reduced(tree(dense_totals, iter(flat_totals)), tree(dense, iter(flat_sent)), {"step": step + 1})
 
     return Compressor(lambda params: {"step": count_from_zero()}, phases, encoding=encoding)

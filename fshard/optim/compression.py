@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
-from fshard.mesh.collectives.api import psum
+from fshard.mesh.collectives.api import axis_index, psum
 from fshard.mesh.layout import Layout, Mesh, PyTree, flatten, map_leaves
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaf, Leaves, each_shard
 from fshard.optim.per_device import on_arrays
+
+Handles = dict[tuple[str, int], Any]
+"""Reductions that are started, by axis and device."""
 
 
 class Compression:
@@ -52,6 +55,7 @@ class Compression:
                     f"got {compressor!r}."
                 )
         self._compressors = {axis: each for axis, each in compressors.items() if mesh.shape[axis] > 1}
+        self._has_gradient: list[bool] = []  # of each leaf in the last step
 
     def layout(self, layout: Layout, first: int = 0) -> Layout:
         """Return the layout of a parameter's gradient before its reductions from the first on: unreduced along their axes."""
@@ -70,38 +74,56 @@ class Compression:
 
     def init(self, params: PyTree) -> PyTree:
         """Return the state of each compressor."""
+        leaves, steps = Leaves.of(params), {axis: self._on_devices(axis, self._reduce) for axis in self._compressors}
+        return {axis: step.init(leaves.mapped(partial(self._like, axis))) for axis, step in steps.items()}
 
-        def like(x: Leaf, first: int) -> Leaf:
-            return reshard(x, self.layout(x.layout, first)) if isinstance(x, Sharded) else x
+    def start(self, state: PyTree, params: PyTree) -> Handles:
+        """Start, before the forward, what needs no gradients; `reduce` takes the result."""
+        leaves, handles = Leaves.of(params), Handles()
 
-        return {
-            axis: self._on_devices(axis).init(Leaves.of(params).mapped(partial(like, first=index)))
-            for index, axis in enumerate(self._compressors)
-        }
+        def start(axis: str, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            handles[axis, axis_index(self._mesh.axis_names)] = self._compressors[axis].early(state, axis)
+            return grads, state
 
-    def reduce(self, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        for axis, compressor in self._compressors.items():
+            if compressor.early is not None and len(self._has_gradient) == len(leaves.leaves):
+                like = leaves.mapped(partial(self._like, axis), self._has_gradient)
+                self._on_devices(axis, start).update(like, state["compress"][axis], like)
+        return handles
+
+    def reduce(self, grads: PyTree, state: PyTree, handles: Handles | None = None) -> tuple[PyTree, PyTree]:
         """Reduce gradients; those that are reduced already stay. `state` is that of the compressors and the optimizer."""
         if not any(x.layout.spec.unreduced for x in flatten(grads)[0] if isinstance(x, Sharded)):
             return grads, state
+        has_gradient = [x is not None for x in Leaves.of(grads).leaves]
+        early = handles if handles and has_gradient == self._has_gradient else Handles()
+        self._has_gradient = has_gradient
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale(state["inner"]))
         grads, states = _scaled(grads, 1 / scale), dict[str, PyTree]()
         for axis in self._compressors:
-            grads, states[axis] = self._on_devices(axis).update(grads, state["compress"][axis], grads)
+            step = self._on_devices(axis, partial(self._reduce, early=early))
+            grads, states[axis] = step.update(grads, state["compress"][axis], grads)
         grads = map_leaves(lambda x: Sharded(x.shape, x.layout.with_spec(x.spec.with_unreduced(())), x.shards), grads)
         return _scaled(grads, scale), {**state, "compress": states}
 
-    def _on_devices(self, axis: str) -> Optimizer:
-        """Return a reduction as a function of arrays. Unless all is finite, the total is nan and the state stays."""
-        compressor = self._compressors[axis]
+    def _reduce(self, axis: str, grads: PyTree, state: PyTree, params: PyTree, early: Handles) -> tuple[PyTree, PyTree]:
+        """Reduce gradients on one device. Unless all are finite, the total is nan and the state stays."""
+        handle = early.get((axis, axis_index(self._mesh.axis_names)))
+        total, _, after = self._compressors[axis].reduce(grads, state, axis, *([] if handle is None else [handle]))
+        summands = [(x * 0).sum().abs().float() for x in flatten((grads, total))[0]]
+        is_finite = psum(sum(summands, torch.zeros((), device=self._mesh.device_type)), self._mesh.axis_names) == 0
+        total = map_leaves(lambda x: x.where(is_finite, torch.nan), total)
+        return total, map_leaves(lambda x, y: x.where(is_finite.to(x.device), y), after, state)
 
-        def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            total, _, after = compressor.reduce(grads, state, axis)
-            summands = [(x * 0).sum().abs().float() for x in flatten((grads, total))[0]]
-            is_finite = psum(sum(summands, torch.zeros((), device=self._mesh.device_type)), self._mesh.axis_names) == 0
-            total = map_leaves(lambda x: x.where(is_finite, torch.nan), total)
-            return total, map_leaves(lambda x, y: x.where(is_finite.to(x.device), y), after, state)
+    def _like(self, axis: str, param: Leaf, has_gradient: bool = True) -> Leaf:
+        """Return an array of the layout and shape of a parameter's gradient before the reduction along an axis."""
+        if not has_gradient or not isinstance(param, Sharded):
+            return None
+        return reshard(param, self.layout(param.layout, [*self._compressors].index(axis)))
 
-        return on_arrays(Optimizer(compressor.init, update, elementwise=True), "compress")
+    def _on_devices(self, axis: str, update: Callable[..., Any]) -> Optimizer:
+        """Return a function of an axis and one device's trees as one of arrays."""
+        return on_arrays(Optimizer(self._compressors[axis].init, partial(update, axis), elementwise=True), "compress")
 
 
 def _scaled(grads: PyTree, factor: float) -> PyTree:
