@@ -47,13 +47,14 @@ class Compression:
         loss_scale: Callable[[PyTree], Tensor] | None,
     ) -> None:
         self._mesh, self._gradients, self._loss_scale = mesh, gradients, loss_scale
-        for axis, compressor in compressors.items():
+        is_mapping = isinstance(compressors, Mapping)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not is_mapping or not all(callable(getattr(each, "reduce", None)) for each in compressors.values()):
+            raise OptimizerError(
+                "partition_optimizer: compress must be a compressor for each axis, as "
+                f"{{{mesh.axis_names[0]!r}: fs.comm.top_k(0.01)}}; got {compressors!r}."
+            )
+        for axis in compressors:
             mesh.check_axes(axis, "partition_optimizer(compress=)")
-            if not callable(getattr(compressor, "reduce", None)):
-                raise OptimizerError(
-                    f"partition_optimizer: compress must be a compressor for each axis, as {{{axis!r}: fs.comm.top_k(0.01)}}; "
-                    f"got {compressor!r}."
-                )
         self._compressors = {axis: each for axis, each in compressors.items() if mesh.shape[axis] > 1}
         self._has_gradient: list[bool] = []  # of each leaf in the last step
 
@@ -65,7 +66,7 @@ class Compression:
                 f"for a parameter of {layout}. Compress along another axis, where they are replicated."
             )
         reduced = self._gradients(layout)
-        if reduced.spec.split_axes and any(compressor.full for compressor in self._compressors.values()):
+        if reduced.spec.sharded_axes and any(compressor.full for compressor in self._compressors.values()):
             raise LayoutError(
                 f"partition_optimizer: compress must not be power_sgd where gradients are shards, of {reduced}: a shard of a "
                 "matrix has other factors. Use stage=0, or another compressor."
