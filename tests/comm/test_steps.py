@@ -56,15 +56,19 @@ def follow(step, params, opt, count, x):
     return fs.unshard(params), state, metrics
 
 
-def train_stages(compress, *, name="1f1b", axes=("pipe",), **options):
-    """Train the same in two stages, of which the last device has the last parameters."""
+def double(params, y):
+    return 2 * y
+
+
+def train_stages(compress, *, name="1f1b", axes=("pipe",), second=last, keys=("scale", "odd"), **options):
+    """Train in two stages, which have `w`, `b` and `frozen`, and the parameters of these keys."""
     mesh = fs.make_mesh({"node": 2, **dict.fromkeys(axes, 2)})
     schedule, full = fs.pipeline_schedule(name, stages=2, microbatches=2), full_params()
-    params = [{key: full[key] for key in keys} for keys in (("w", "b", "frozen"), ("scale", "odd"))]
+    params = [{key: full[key] for key in names} for names in (("w", "b", "frozen"), keys)]
     params = fs.shard_stages(params, P(), mesh=mesh, schedule=schedule)
     opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis=axes[-1], stage=len(axes) - 1, compress=compress)
     step = fs.train_step(
-        [first, last],
+        [first, second],
         opt,
         mesh=mesh,
         batch=P(("node", *axes[1:])),
@@ -133,6 +137,7 @@ STAGED = {
     "1f1b": ({}, {}),
     "gpipe, zero 1": ({"name": "gpipe", "axes": ("pipe", "gpu")}, {"shards": 2}),
     "delayed": ({"compress": comm.delayed(FEEDBACK)}, {"delay": 1}),
+    "no parameters": ({"second": double, "keys": ()}, {}),
 }
 
 
@@ -148,9 +153,10 @@ def test_a_step_follows_the_sequential_loop(name):
     if name in PROGRAMS:
         expected, norms = sequential(loss_fn, full, **PROGRAMS[name][1])
     else:
-        full = {key: full[key] for key in ("w", "b", "frozen", "scale", "odd")}
-        options = STAGED[name.removeprefix("stages ")][1]
-        expected, norms = sequential(lambda p, x: last(p, first(p, x)).square().mean(), full, **options)
+        options, arguments = STAGED[name.removeprefix("stages ")]
+        second = options.get("second", last)
+        full = {key: full[key] for key in ("w", "b", "frozen", *options.get("keys", ("scale", "odd")))}
+        expected, norms = sequential(lambda p, x: second(p, first(p, x)).square().mean(), full, **arguments)
     for key, x in expected.items():
         torch.testing.assert_close(params[key], x, rtol=100 * torch.finfo(x.dtype).eps, atol=1e-5)
     torch.testing.assert_close(torch.stack([each["grad_norm"] for each in metrics]), torch.stack(norms))
@@ -233,11 +239,11 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path):
 def test_a_step_that_is_not_finite_leaves_the_state_alone(compress):
     """Whether or not what was sent is finite, the step is skipped, and training goes on as if it had not been."""
     mesh, x = fs.make_mesh(AXES), batch().clone()
-    x[3] = float("inf")
+    x[3, 3] = float("inf")
     scaled = fs.optim.loss_scaled(fs.optim.sgd(RATE), initial=8.0)
     opt = fs.partition_optimizer(scaled, mesh=mesh, axis="gpu", stage=1, compress={"node": compress})
-    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P(mesh.axis_names))
-    params = fs.shard_params(full_params(), P(), mesh=mesh, frozen="frozen")
+    step = fs.train_step(lambda p, x: (p["w"] * x.mean(0)[:, None]).sum(), opt, mesh=mesh, batch=P(mesh.axis_names))
+    params = fs.shard_params({"w": full_params()["w"]}, P(), mesh=mesh)
     params, before, _ = step(params, opt.init(params), batch())
     skipped, after, metrics = step(params, before, x)
     assert not metrics["finite"]
