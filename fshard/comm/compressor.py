@@ -109,7 +109,8 @@ def compressor(
         paths, xs, structure = flatten_with_paths(grads)
         leaves = dict(zip(paths, xs, strict=True))
         dense = {path: x for path, x in leaves.items() if is_dense(x, n)}
-        flat = [FlatLeaf(x.reshape(-1), f"{int(step)} {path}") for path, x in leaves.items() if path not in dense]
+        key = "" if step.is_meta else f"{int(step)} "  # draws have no values on an abstract mesh
+        flat = [FlatLeaf(x.reshape(-1), key + path) for path, x in leaves.items() if path not in dense]
         psum_handle, flat_handle = psum.start(dense, axis), started(leaf_phases(flat, axis))
         dense_totals, (flat_totals, flat_sent) = (yield psum_handle), (yield flat_handle)
 

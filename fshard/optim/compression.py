@@ -111,10 +111,11 @@ class Compression:
         """Reduce gradients on one device. Unless all are finite, the total is nan and the state stays."""
         handle = early.get((axis, axis_index(self._mesh.axis_names)))
         total, _, after = self._compressors[axis].reduce(grads, state, axis, *([] if handle is None else [handle]))
-        summands = [(x * 0).sum().abs().float() for x in flatten((grads, total))[0]]
-        is_finite = psum(sum(summands, torch.zeros((), device=self._mesh.device_type)), self._mesh.axis_names) == 0
-        total = map_leaves(lambda x: x.where(is_finite, torch.nan), total)
-        return total, map_leaves(lambda x, y: x.where(is_finite.to(x.device), y), after, state)
+        zero = torch.zeros((), device=self._mesh.device_type)  # 0 times the sum of what is not finite is nan
+        sums = [x.sum(dtype=torch.promote_types(x.dtype, zero.dtype)).abs() * 0 for x in flatten((grads, total))[0]]
+        is_finite = psum(sum(sums, zero).float(), self._mesh.axis_names) == 0
+        is_finite = is_finite.is_meta or bool(is_finite)  # counts in the state are on the host, which has to wait
+        return (total, after) if is_finite else (map_leaves(lambda x: x * torch.nan, total), state)
 
     def _like(self, axis: str, param: Leaf, has_gradient: bool = True) -> Leaf:
         """Return an array of the layout and shape of a parameter's gradient before the reduction along an axis."""

@@ -404,3 +404,17 @@ def test_processes_overlap_and_agree(two):
 def test_wrong_uses_raise(call, message):
     with pytest.raises((ValueError, fs.errors.FshardError), match=message):
         call()
+
+
+@pytest.mark.parametrize("compress", [FEEDBACK, comm.random_k(0.1), comm.delayed(comm.sign(block=8))])
+def test_an_abstract_mesh_counts_the_bytes_of_a_virtual_one(compress):
+    sent = []
+    for runtime, device in (("virtual", "cpu"), ("abstract", "meta")):
+        mesh = fs.make_mesh(AXES, runtime=runtime)
+        opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis="gpu", stage=1, compress={"node": compress})
+        step = fs.train_step(lambda p, x: (x @ p["w"]).square().mean(), opt, mesh=mesh, batch=P(mesh.axis_names))
+        params = fs.shard_params({"w": torch.zeros(6, 50, device=device)}, P(), mesh=mesh)
+        with fs.ledger() as ledger:
+            follow(step, params, opt, 2, batch().to(device))
+        sent.append(ledger.bytes(axis="node"))
+    assert sent[0] == sent[1]
