@@ -64,7 +64,6 @@ def momentum_corrected(compress: Compressor, momentum: float = 0.9) -> Compresso
     It takes the place of the optimizer's momentum: use plain SGD behind it.
     """
     validate("momentum_corrected", within("[0, 1)", momentum=momentum))
-
     feedback = error_feedback(compress)
 
     def phases(grads: PyTree, state: PyTree, axis: Axes) -> Phases:
@@ -83,14 +82,14 @@ def delayed(compress: Compressor, steps: int = 1) -> Compressor:
     as sent: put `error_feedback` inside.
     """
     validate("delayed", within("[1, inf)", integer=True, steps=steps))
-    names = [f"waiting_{step}" for step in range(steps)]
+    names = [f"queue_{step}" for step in range(steps)]
 
     def early(state: PyTree, axis: Axes) -> Handle:
         return compress.start(state[names[0]], state["inner"], axis)
 
     def phases(grads: PyTree, state: PyTree, axis: Axes, handle: Handle | None = None) -> Phases:
         total, _, inner = yield handle or early(state, axis)
-        waiting = [*[state[name] for name in names[1:]], grads]
-        return Reduced(total, grads, {"inner": inner, **dict(zip(names, waiting, strict=True))})
+        queue = [*[state[name] for name in names[1:]], grads]
+        return Reduced(total, grads, {"inner": inner, **dict(zip(names, queue, strict=True))})
 
     return _combinator(compress, phases, *names)._replace(early=early)

@@ -61,20 +61,20 @@ class Compressor(NamedTuple):
 
     def start(self, grads: PyTree, state: PyTree, axis: Axes, *early: Handle) -> Handle:
         """Start a reduction, which `wait` of the handle finishes."""
-        return started(torch.no_grad()(self.phases)(grads, state, axis, *early))
+        return begin(torch.no_grad()(self.phases)(grads, state, axis, *early))
 
     def reduce(self, grads: PyTree, state: PyTree, axis: Axes, *early: Handle) -> Reduced:
         """Return the total of a device's gradients, what it sent, and its next state."""
         return self.start(grads, state, axis, *early).wait()
 
 
-def started(phases: Phases, result: Any = None) -> Handle:
+def begin(phases: Phases, result: Any = None) -> Handle:
     """Run phases up to the next collective that they wait for; `wait` of the handle runs the rest."""
     try:
         handle = phases.send(result)
     except StopIteration as end:
         return Handle(None, end.value)
-    return Handle(lambda: started(phases, handle.wait()).wait())
+    return Handle(lambda: begin(phases, handle.wait()).wait())
 
 
 class FlatLeaf(NamedTuple):
@@ -108,16 +108,17 @@ def compressor(
             return Reduced(grads, grads, {"step": step + 1})
         paths, xs, structure = flatten_with_paths(grads)
         leaves = dict(zip(paths, xs, strict=True))
-        dense = {path: x for path, x in leaves.items() if is_dense(x, n)}
+        dense_leaves = {path: x for path, x in leaves.items() if is_dense(x, n)}
         key = "" if step.is_meta else f"{int(step)} "  # draws have no values on an abstract mesh
-        flat = [FlatLeaf(x.reshape(-1), key + path) for path, x in leaves.items() if path not in dense]
-        psum_handle, flat_handle = psum.start(dense, axis), started(leaf_phases(flat, axis))
+        flat_leaves = [FlatLeaf(x.reshape(-1), key + path) for path, x in leaves.items() if path not in dense_leaves]
+        psum_handle, flat_handle = psum.start(dense_leaves, axis), begin(leaf_phases(flat_leaves, axis))
         dense_totals, (flat_totals, flat_sent) = (yield psum_handle), (yield flat_handle)
 
         def tree(dense: dict[str, Tensor], flat: Iterator[Tensor]) -> PyTree:
             shaped = {path: next(flat).view_as(x).to(x.dtype) for path, x in leaves.items() if path not in dense}
             return unflatten(structure, [*map({**dense, **shaped}.__getitem__, paths)])
 
-        return Reduced(tree(dense_totals, iter(flat_totals)), tree(dense, iter(flat_sent)), {"step": step + 1})
+        total, sent = tree(dense_totals, iter(flat_totals)), tree(dense_leaves, iter(flat_sent))
+        return Reduced(total, sent, {"step": step + 1})
 
     return Compressor(lambda params: {"step": count_from_zero()}, phases, encoding=encoding)

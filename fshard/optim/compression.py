@@ -25,8 +25,7 @@ from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaf, Leaves, each_shard
 from fshard.optim.per_device import on_arrays
 
-Handles = dict[tuple[str, int], Any]
-"""Reductions that are started, by axis and device."""
+Handles = dict[tuple[str, int], Any]  # of reductions that are started, by axis and device
 
 
 class Compression:
@@ -76,7 +75,7 @@ class Compression:
     def init(self, params: PyTree) -> PyTree:
         """Return the state of each compressor."""
         leaves, steps = Leaves.of(params), {axis: self._on_devices(axis, self._reduce) for axis in self._compressors}
-        return {axis: step.init(leaves.mapped(partial(self._like, axis))) for axis, step in steps.items()}
+        return {axis: step.init(leaves.mapped(partial(self._example, axis))) for axis, step in steps.items()}
 
     def start(self, state: PyTree, params: PyTree) -> Handles:
         """Start, before the forward, what needs no gradients; `reduce` takes the result."""
@@ -88,8 +87,8 @@ class Compression:
 
         for axis, compressor in self._compressors.items():
             if compressor.early is not None and len(self._has_gradient) == len(leaves.leaves):
-                like = leaves.mapped(partial(self._like, axis), self._has_gradient)
-                self._on_devices(axis, start).update(like, state["compress"][axis], like)
+                examples = leaves.mapped(partial(self._example, axis), self._has_gradient)
+                self._on_devices(axis, start).update(examples, state["compress"][axis], examples)
         return handles
 
     def reduce(self, grads: PyTree, state: PyTree, handles: Handles | None = None) -> tuple[PyTree, PyTree]:
@@ -117,7 +116,7 @@ class Compression:
         is_finite = is_finite.is_meta or bool(is_finite)  # counts in the state are on the host, which has to wait
         return (total, after) if is_finite else (map_leaves(lambda x: x * torch.nan, total), state)
 
-    def _like(self, axis: str, param: Leaf, has_gradient: bool = True) -> Leaf:
+    def _example(self, axis: str, param: Leaf, has_gradient: bool = True) -> Leaf:
         """Return an array of the layout and shape of a parameter's gradient before the reduction along an axis."""
         if not has_gradient or not isinstance(param, Sharded):
             return None

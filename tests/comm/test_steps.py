@@ -29,11 +29,11 @@ def loss_fn(params, x):
     return y.square().mean() + (params["half"] * 4.0 ** torch.arange(-10, -1).bfloat16()).sum() + params["empty"].sum()
 
 
-def first(params, x):
+def first_stage(params, x):
     return x @ params["w"] + params["b"] * params["frozen"]
 
 
-def last(params, y):
+def last_stage(params, y):
     return y * params["scale"] + params["odd"][:5]
 
 
@@ -60,7 +60,7 @@ def double(params, y):
     return 2 * y
 
 
-def train_stages(compress, *, name="1f1b", axes=("pipe",), second=last, keys=("scale", "odd"), **options):
+def train_stages(compress, *, name="1f1b", axes=("pipe",), second=last_stage, keys=("scale", "odd"), **options):
     """Train in two stages, which have `w`, `b` and `frozen`, and the parameters of these keys."""
     mesh = fs.make_mesh({"node": 2, **dict.fromkeys(axes, 2)})
     schedule, full = fs.pipeline_schedule(name, stages=2, microbatches=2), full_params()
@@ -68,7 +68,7 @@ def train_stages(compress, *, name="1f1b", axes=("pipe",), second=last, keys=("s
     params = fs.shard_stages(params, P(), mesh=mesh, schedule=schedule)
     opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis=axes[-1], stage=len(axes) - 1, compress=compress)
     step = fs.train_step(
-        [first, second],
+        [first_stage, second],
         opt,
         mesh=mesh,
         batch=P(("node", *axes[1:])),
@@ -78,8 +78,8 @@ def train_stages(compress, *, name="1f1b", axes=("pipe",), second=last, keys=("s
         inputs=lambda x: x,
         **options,
     )
-    (one, two), state, metrics = follow(step, params, opt, 3, batch())
-    return {**one, **two}, state, metrics
+    trees, state, metrics = follow(step, params, opt, 3, batch())
+    return {**trees[0], **trees[1]}, state, metrics
 
 
 # -- the oracle: one loop over plain tensors ---------------------------------------------------------------------------
@@ -96,26 +96,26 @@ def largest(x):
 
 def sequential(loss_fn, params, *, shards=1, tied=False, max_norm=float("inf"), delay=0, count=3):
     """Follow two nodes: top_k of gradients and residuals, their sum, and SGD; return parameters and norms of the sums."""
-    fixed = {name: params[name] for name in ("frozen", "unused") if name in params}
-    params = {name: x for name, x in params.items() if name not in fixed}
+    constants = {name: params[name] for name in ("frozen", "unused") if name in params}
+    params = {name: x for name, x in params.items() if name not in constants}
     zeros = {name: torch.zeros_like(x) for name, x in params.items()}
     residuals, waiting, norms = [dict(zeros), dict(zeros)], [[zeros, zeros] for _ in range(delay)], []
     for _ in range(count):
-        both = [
-            torch.func.grad(lambda p, x=x: loss_fn({**p, **fixed, **({"tied": p["w"]} if tied else {})}, x))(params)
+        gradients = [
+            torch.func.grad(lambda p, x=x: loss_fn({**p, **constants, **({"tied": p["w"]} if tied else {})}, x))(params)
             for x in batch().chunk(2)
         ]
-        waiting.append([{name: g / 2 for name, g in grads.items()} for grads in both])
+        waiting.append([{name: g / 2 for name, g in grads.items()} for grads in gradients])
         totals = dict(zeros)
         for grads, residual in zip(waiting.pop(0), residuals, strict=True):
             for name, g in grads.items():
-                whole = g + residual[name]
-                sent = torch.cat([largest(x) for x in whole.flatten().chunk(shards)]).view_as(whole)
-                residual[name], totals[name] = whole - sent, totals[name] + sent
+                target = g + residual[name]
+                sent = torch.cat([largest(x) for x in target.flatten().chunk(shards)]).view_as(target)
+                residual[name], totals[name] = target - sent, totals[name] + sent
         norms.append(torch.stack([x.float().norm() for x in totals.values()]).norm())
         rate = RATE * min(1.0, max_norm / max(float(norms[-1]), 1e-9))
         params = {name: x - rate * totals[name] for name, x in params.items()}
-    return {**params, **fixed}, norms
+    return {**params, **constants}, norms
 
 
 CLIP = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.optim.sgd(RATE))
@@ -154,9 +154,9 @@ def test_a_step_follows_the_sequential_loop(name):
         expected, norms = sequential(loss_fn, full, **PROGRAMS[name][1])
     else:
         options, arguments = STAGED[name.removeprefix("stages ")]
-        second = options.get("second", last)
+        second = options.get("second", last_stage)
         full = {key: full[key] for key in ("w", "b", "frozen", *options.get("keys", ("scale", "odd")))}
-        expected, norms = sequential(lambda p, x: second(p, first(p, x)).square().mean(), full, **arguments)
+        expected, norms = sequential(lambda p, x: second(p, first_stage(p, x)).square().mean(), full, **arguments)
     for key, x in expected.items():
         torch.testing.assert_close(params[key], x, rtol=100 * torch.finfo(x.dtype).eps, atol=1e-5)
     torch.testing.assert_close(torch.stack([each["grad_norm"] for each in metrics]), torch.stack(norms))
@@ -263,7 +263,7 @@ def test_residuals_are_not_scaled():
 # -- overlap -----------------------------------------------------------------------------------------------------------
 
 
-def logged(log):
+def logging_psum(log):
     """Return a psum that logs its start and its end."""
 
     def phases(grads, state, axis):
@@ -283,7 +283,7 @@ def train_delayed():
         log.append("forward")
         return loss_fn(params, x)
 
-    for delayed in (comm.delayed(logged(log)), comm.delayed(logged(log))._replace(early=None)):
+    for delayed in (comm.delayed(logging_psum(log)), comm.delayed(logging_psum(log))._replace(early=None)):
         log.clear()
         params = fs.shard_params(full_params(), P(), mesh=mesh, frozen="frozen")
         opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis="node", stage=0, compress={"node": delayed})
