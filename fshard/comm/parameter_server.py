@@ -54,7 +54,7 @@ class ParameterServer:
         axis: along which the server is at index 0, and worker w at w + 1.
         compensate: lambda of DC-ASGD (Zheng 2017): a gradient g becomes g + lambda g g (params - params that it was read at).
         compress: `top_k`, `random_k`, `quantized`, `sign` or a `chain`: what a worker has not sent joins its next gradient.
-        live: take whoever comes first, within the bound, on processes; each worker pushes as often as in `arrivals`. The
+        live: apply pushes as they arrive, within the bound, on processes; each worker pushes as often as in `arrivals`. The
             metric "arrivals" is the log: replayed, it gives the same bits.
 
     >>> import torch, fshard as fs
@@ -159,7 +159,7 @@ class ParameterServer:
         return params, opt_state, torch.stack(losses), torch.tensor(order.events or self.arrivals.events)
 
     def _first_come(self, order: PushOrder) -> Iterator[tuple[int, Tensor]]:
-        """Yield the worker and the loss of each push: the first that has come, within the bound."""
+        """Yield the worker and the loss of each push, as they arrive, within the bound."""
         group, arrived = require("parameter_server").group(self.axis, "parameter_server"), SimpleQueue[Any]()
         world, left, losses = cast("ProcessWorld", group.world), self._counts, dict[int, Tensor]()
         for worker in left:

@@ -200,8 +200,8 @@ class ProcessWorld:
         return self._operations.start(link, link.receive(make, index, call), call, partial(_split, likes), verify)
 
     def listen(self, like: Tensor, group: Group, source: int, arrived: SimpleQueue[tuple[int, Any]]) -> None:
-        """Receive a message of the device at index `source` in a thread; put the index and the tensor, or an error, into a
-        queue. One queue for several sources receives from whoever comes first.
+        """Receive a message of the device at index `source` in a thread; put the index and the tensor, or the error, into a
+        queue. With one queue for several sources, the first message to arrive is the first in it.
         """
         call = CallInfo(None, (like,), group, call_site())
         link, index = self._message_link(group, source, like.device)
