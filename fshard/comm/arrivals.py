@@ -39,14 +39,10 @@ class Arrivals:
         received = dict[int, int]()
         for push, (worker, version) in enumerate(self.events):
             newest, event = received.get(worker, 0), f"Arrivals: events[{push}] = {(worker, version)}"
-            if version > push:
-                raise ValueError(f"{event}: the version must not be in the future of push {push}.")
             if version != newest:
-                raise ValueError(f"{event}: the version must be {newest}, the one that the worker has received last.")
+                raise ValueError(f"{event}: the version must be {newest}, which the worker has received last.")
             if push - version > self.bound:
-                raise ValueError(
-                    f"{event}: the staleness must be at most the bound, {self.bound}; got {push - version}."
-                )
+                raise ValueError(f"{event}: staleness must be at most the bound, {self.bound}; got {push - version}.")
             received[worker] = push + 1
 
     @property
@@ -68,8 +64,8 @@ class PushOrder:
         """Log the push of the first waiting worker whose turn may come, and return the worker; None if none may."""
         push = len(self.events)
         for worker in self.waiting:
-            others = sorted(version for other, version in self.versions.items() if other != worker)
-            if all(later - version <= self.bound for later, version in enumerate(others, push + 1)):
+            versions = sorted(version for peer, version in self.versions.items() if peer != worker)
+            if all(later - version <= self.bound for later, version in enumerate(versions, push + 1)):
                 self.waiting.remove(worker)
                 self.events.append((worker, self.versions[worker]))
                 self.versions[worker] = push + 1
