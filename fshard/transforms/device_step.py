@@ -7,44 +7,51 @@ gradients kept   accumulated      accumulated, reduced as each unit's are ready
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from math import inf
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fshard.errors import FshardError, MismatchError
+from fshard.errors import FshardError
 from fshard.mesh.layout import Layout, P, PyTree, flatten_with_paths
 from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.spmd.global_inputs import digest
-from fshard.mesh.spmd.scope import Group, owning
+from fshard.mesh.spmd.scope import Group, loss_scope
 from fshard.optim.scaling import finite_scale
 from fshard.source import Site
-from fshard.transforms.agree import CURE, CollectiveRecord, marks, objection, on_host, summed, unlike
+from fshard.transforms.agreement import (
+    SliceLoss,
+    StepAgreement,
+    average_losses,
+    difference,
+    host_row,
+    input_differences,
+    reduce_rows,
+    tree_sum,
+)
 from fshard.transforms.batch import Batch, Slice
 from fshard.transforms.fsdp.engine import Gradients, UnitOptions
 from fshard.transforms.fsdp.param_runtime import Order, ParamRuntime, followed
 from fshard.transforms.fsdp.reductions import AccumulateInto
 from fshard.transforms.fsdp.units import Unit
 from fshard.transforms.graph_checks import refuse_unreached
-from fshard.transforms.means import (
-    AuxLeaves,
-    Count,
-    LossSums,
-    Weight,
-    averaged_results,
-    collected,
-    combine_aux,
-    nonzero_weight,
-    refuse_weights,
-    slice_results,
-    slice_state,
-    weight_of,
+from fshard.transforms.loss_collectives import LossCollectives
+from fshard.transforms.metrics import SliceMetrics, combine_metrics, metrics_of, slice_loss
+from fshard.transforms.module.buffers import (
+    Buffers,
+    Written,
+    averaged,
+    entries_to_average,
+    flags,
+    irregular_difference,
+    written_paths,
 )
-from fshard.transforms.module.buffers import Buffers, Written, averaged, entries_to_average, irregular, written_paths
-from fshard.transforms.origin import Inputs, inputs_of, refuse_different_samples, samples_mark
+from fshard.transforms.options import Weight
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
@@ -106,6 +113,13 @@ class StepOptions:
         return own
 
 
+class Count(NamedTuple):
+    """The weight of a slice, and the factor of its gradient."""
+
+    weight: float
+    share: float
+
+
 class SliceTurn(NamedTuple):
     """A slice, its index among those of the device and of all devices, and the function that returns their weights."""
 
@@ -123,8 +137,8 @@ class SliceTurn(NamedTuple):
 class SliceOutput(NamedTuple):
     """The results of one slice, and the buffers that it wrote."""
 
-    found: LossSums
-    aux: AuxLeaves
+    loss: SliceLoss
+    metrics: SliceMetrics
     written: dict[str, Tensor]
 
 
@@ -172,8 +186,8 @@ class DeviceStep:
         self.place, self.key, self.scale, self.scaled = place, key, scale, scale
         self.group = self._along(batch.axes)  # the devices that have other samples
         self.turns = how.turns(1 if self.group is None else self.group.size)
-        objected = objection(batch, self.turns, reproducible=how.slices is not None)
-        self.collectives = CollectiveRecord(batch, objected, how.local)
+        is_reproducible = how.slices is not None
+        self.collectives = LossCollectives(batch, self.turns, is_reproducible=is_reproducible, local=how.local)
 
     @property
     def everyone(self) -> Group | None:
@@ -210,24 +224,18 @@ class DeviceStep:
         return parts
 
     def _result(self, parts: list[SliceOutput], slices: list[Slice]) -> DeviceResult:
-        mean, used, changed = self.together([part.found for part in parts], [part.written for part in parts])
+        mean, used, changed = self.agree([part.loss for part in parts], [part.written for part in parts])
         gradients = self.gradients(used, mean.weight)
-        counts = [slice.rows if self.batch.cut else None for slice in slices]
-        aux = combine_aux([part.aux for part in parts], counts, mean, self._rows)
+        along, metrics = self.collectives.along, [part.metrics for part in parts]
+        aux = combine_metrics(metrics, slices, mean, self.batch, along, self._along, self.runtime.site)
         self.runtime.close()
         return DeviceResult(mean.loss, mean.weight, aux, gradients, changed, self.runtime.order)
-
-    def _rows(self, rows: Sequence[Tensor]) -> Tensor:
-        """Concatenate the slices' results that have a row per sample."""
-        cut = () if self.batch.cut is None else self.batch.cut.axes
-        same = tuple(axis for axis in (*self.collectives.along, *self.batch.axes) if axis not in cut)
-        return collected(rows, self.batch, self._along(same), self._along(cut), self.runtime.site)
 
     def _one(self, turn: SliceTurn, keep: AccumulateInto | None = None) -> SliceOutput:
         """Take the forward and backward of one slice; `keep` takes its gradients if they are not to be reduced yet."""
         runtime, slice, number = self.runtime, turn.slice, turn.number
         runtime.begin()
-        with self.running(number), slice_state(idle=not slice.rows):
+        with self.running(number, is_idle=not slice.rows):
             loss, buffers, aux = self._forward(slice)
             self.agree_on_axes(loss.device)
             count = turn.weight  # where the host waits, behind a forward that is launched
@@ -238,7 +246,8 @@ class DeviceStep:
         if keep is None:
             runtime.reductions.end()
         written = self.buffers.changed(self.place, buffers, loss.device)
-        return SliceOutput(*slice_results(loss, count, aux, slice.samples, self.how.aux), written)
+        metrics = metrics_of(aux, slice, loss.device, self.how.aux)
+        return SliceOutput(slice_loss(loss, count.weight, metrics), metrics, written)
 
     def _forward(self, slice: Slice) -> tuple[Tensor, PyTree, PyTree]:
         how, runtime = self.how, self.runtime
@@ -257,21 +266,25 @@ class DeviceStep:
         self.collectives.agree(self.runtime.scope, known, near, self.runtime.site)
 
     @contextmanager
-    def running(self, number: int) -> Generator[None]:
+    def running(self, number: int, *, is_idle: bool = False) -> Generator[None]:
         """Draw as the slice of this number, and record collectives."""
-        with keyed_random(self.key, 0, number), owning(self.batch.mesh.axis_names, self.collectives.notice):
+        with keyed_random(self.key, 0, number), self._loss_scope(is_idle=is_idle):
             yield
+
+    def _loss_scope(self, *, is_idle: bool) -> AbstractContextManager[None]:
+        return loss_scope(self.batch.mesh.axis_names, self.collectives.record, is_idle=is_idle)
 
     def begin_backward(self, loss: Tensor, share: float, keep: AccumulateInto | None, *, idle: bool) -> Tensor:
         """Begin the backward of a loss of this share; return its cotangent."""
-        idle = idle and not self.collectives.mixed  # else other losses may depend on samples of weight 0
+        idle = idle and not self.collectives.is_mixed  # else other losses may depend on samples of weight 0
         self.runtime.begin_backward(self.everyone, self.collectives.along, keep, idle=idle)
         self.scaled = finite_scale(loss.dtype, self.scale)
         return torch.full_like(loss, share * self.scaled)
 
     def differentiate(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
         """Run autograd, which calls the backwards of units, and runs parts of the forward again."""
-        with self.runtime.reductions.collecting(), owning(self.batch.mesh.axis_names, self.collectives.notice):
+        is_idle = self.runtime.scope.slice.is_idle
+        with self.runtime.reductions.collecting(), self._loss_scope(is_idle=is_idle):
             torch.autograd.grad(outputs, [self.runtime.anchor], cotangents, allow_unused=True)
 
     def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
@@ -321,72 +334,59 @@ class DeviceStep:
             )
         error.add_note(f"{self.how.caller}: {note}.")
 
-    def together(
-        self, found: list[LossSums], changed: Sequence[Mapping[str, Tensor]]
-    ) -> tuple[LossSums, list[float], dict[str, Tensor]]:
-        """Average losses, metrics and buffers, and reduce the remaining gradients.
+    def agree(
+        self, losses: list[SliceLoss], changed: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[SliceLoss, Sequence[float], dict[str, Tensor]]:
+        """Average losses, metrics and buffers over all devices, and reduce the remaining gradients.
 
         Args:
-            found: the losses and metrics of each slice.
+            losses: of each slice.
             changed: the buffers that each has written.
 
         Returns also how many devices used each parameter, and the averaged buffers that were written.
         """
-        runtime, paths = self.runtime, self.buffers.paths
+        runtime, group, paths = self.runtime, self.everyone, self.buffers.paths
         runtime.check_unchanged()
         runtime.end()
-        if runtime.fresh and len(found) > 1:
+        if runtime.fresh and len(losses) > 1:
             runtime.warn_of_attributes()
-        written = [Written(one.weight, own) for one, own in zip(found, changed, strict=True)]
-        along = self.collectives.along
-        given, near, inputs = self.buffers.before(self.place), found[0].loss.device, self._inputs()
-        wrote, others = written_paths(written), irregular(written, given)
-        several_shapes = len({entry.path for entry in others}) < len(others)
-        columns = {
-            "marks": marks(runtime.sequence, [*inputs], *([others] if paths else [])),
-            "wrote": [float(path in wrote) for path in paths],
-            "several": [float(several_shapes)] if paths else [],
-            "kept": [float(unit.accumulated is not None) for unit in runtime.units],
-            "used": [*map(float, runtime.reductions.used)],
-            "samples": [samples_mark(self.batch, self.place, self._along(along), fresh=runtime.fresh)],
-        }
-        row = [number for column in columns.values() for number in column]
-        mean, row = averaged_results(found, row, self.everyone, self.collectives.many, runtime.site)
-        rest = iter(row)
-        sums = {name: [next(rest) for _ in column] for name, column in columns.items()}
-        differing, used = unlike(sums["marks"]), sums["used"]
-        self._refuse_different(inputs, differing)
-        refuse_different_samples(self.how.caller, sums["samples"][0], along)
+        before = self.buffers.before(self.place)
+        written = [Written(slice.weight, buffers) for slice, buffers in zip(losses, changed, strict=True)]
+        agreement = StepAgreement(
+            tree_sum([slice.weight for slice in losses]),
+            self._input_differences() | (irregular_difference(written, before, group) if paths else {}),
+            written=flags(paths, written_paths(written)),
+            accumulated=[float(unit.accumulated is not None) for unit in runtime.units],
+            used=[*map(float, runtime.reductions.used)],
+        )
+        copies, row = self.collectives.copies, agreement.pack()
+        mean, row = average_losses(losses, row, group, runtime.site, copies=copies)
+        agreement = agreement.unpack(row)
+        agreement.check_inputs(self.how.caller, self.collectives.along)
         if any(leaf.trained for leaf in runtime.leaves):
-            refuse_detached([times for times, leaf in zip(used, runtime.leaves, strict=True) if leaf.trained])
-        runtime.reductions.rest(sums["kept"], used)
+            refuse_detached(agreement.used)
+        runtime.reductions.rest(agreement.accumulated, agreement.used)
         if not paths:
-            return mean, used, {}
-        agreed = not differing and not any(sums["several"])
-        entries = entries_to_average(paths, sums["wrote"], written, given, agreed=agreed)
-        return mean, used, averaged(written, entries, self.everyone, given, near, runtime.site)
+            return mean, agreement.used, {}
+        is_regular = not agreement.differences["buffers"]
+        entries = entries_to_average(paths, agreement.written, written, before, agreed=is_regular)
+        near = losses[0].loss.device
+        return mean, agreement.used, averaged(written, entries, group, before, near, runtime.site)
 
-    def _inputs(self) -> Inputs:
-        runtime, key = self.runtime, None if self.how.slices is None else self.key
-        pairs = zip(runtime.leaves, runtime.shards, strict=True)
-        full = (x for leaf, x in pairs if not leaf.gather.steps and not leaf.used.entries)
-        inputs = inputs_of(self.batch, key, full, fresh=runtime.fresh)
-        if self.how.local and runtime.fresh and self.batch.alone and self.group is not None:
-            pairs = zip(runtime.leaves, runtime.shards, strict=True)
-            own = marks([digest(x) for leaf, x in pairs if not leaf.gather.steps and leaf.used.entries])
-            (sums,) = summed((on_host(own, runtime.reductions.device),), self.group, runtime.site)
-            inputs.leaves.append(self.group.index if unlike(sums.tolist()) else 0)  # then all devices raise
-        return inputs
-
-    def _refuse_different(self, inputs: Inputs, differing: Sequence[int]) -> None:
-        """Raise if devices have different inputs (1), or else if they all-gathered different units (0)."""
-        group = self.everyone
-        if group is not None and 1 in differing:  # which may be the reason for different all-gathers
-            inputs.refuse(self.how.caller, group, self.runtime.site)
-        if group is not None and 0 in differing:
-            raise MismatchError(
-                f"{self.how.caller}: devices gathered different units, so one was given another's values. {CURE}"
-            )
+    def _input_differences(self) -> dict[str, float]:
+        """Return the differences of inputs; parameters that are used as they are stored are equal along the batch's axes."""
+        runtime, group, is_first_step = self.runtime, self.everyone, self.runtime.fresh
+        key = None if self.how.slices is None else self.key
+        stored = [(leaf, x) for leaf, x in zip(runtime.leaves, runtime.shards, strict=True) if not leaf.gather.steps]
+        params = (x for leaf, x in stored if not leaf.used.entries)
+        same_samples = self._along(self.collectives.along)
+        differences = input_differences(
+            self.batch, self.place, key, params, group, same_samples, is_first_step=is_first_step
+        )
+        if self.how.local and is_first_step and self.batch.alone:
+            local = [digest(x) for leaf, x in stored if leaf.used.entries]
+            differences["params"] += difference(local, self.group)
+        return differences | {"gathers": difference(runtime.sequence, group)}
 
     def gradients(self, used: Sequence[float], weight: float = 1.0) -> Gradients:
         """Return the gradients; None for a parameter that no device used. `weight` is the total of all slices."""
@@ -420,12 +420,29 @@ def counts_of(
     if found.is_meta:
         return [Count(1.0, 1.0)] * len(slices)
     weights = [weight * bool(each) for weight, each in zip(found.tolist(), rows, strict=True)]
-    refuse_weights(weights)
+    for weight in weights:
+        if not 0 <= weight < inf:
+            raise ValueError(f"weight= must return finite numbers of at least 0; got {weight}.")
     if how.slices is not None:
         return [Count(weight, weight) for weight in weights]
-    (sums,) = summed((on_host([sum(weights)], found.device),), group, site)
+    (sums,) = reduce_rows((host_row([sum(weights)], found.device),), group, site)
     total = nonzero_weight(sums.item())
     return [Count(weight, weight / total) for weight in weights]
+
+
+def weight_of(weight: Any) -> Tensor:
+    """Return the result of `weight=` in float64."""
+    if not isinstance(weight, Tensor | Real) or (isinstance(weight, Tensor) and weight.numel() != 1):
+        found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        raise ValueError(f"weight= must return one number for a part of the batch; got {found}.")
+    return torch.as_tensor(weight, dtype=torch.float64).reshape(())
+
+
+def nonzero_weight(total: float) -> float:
+    """Return the weight of the entire batch, which must not be 0."""
+    if not total:
+        raise ValueError("weight= gave 0 for all of the batch, which has no mean loss then. Leave the batch out.")
+    return total
 
 
 def one_loss(how: StepOptions, loss: Any, slice: Slice) -> Tensor:

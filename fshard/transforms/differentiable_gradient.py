@@ -18,12 +18,11 @@ from fshard.mesh.layout import Layout, Mesh, PyTree, flatten, paths_of, unflatte
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard, unshard
 from fshard.mesh.spmd.outer_autograd import run_mapped
-from fshard.mesh.spmd.scope import owning, require
+from fshard.mesh.spmd.scope import loss_scope, require
 from fshard.optim.leaves import like, trainable, without_static
+from fshard.transforms.array_checks import validate_mesh
 from fshard.transforms.batch import placed
-from fshard.transforms.device_step import StepOptions, one_loss
-from fshard.transforms.means import weight_of
-from fshard.transforms.origin import refuse_unplaced
+from fshard.transforms.device_step import StepOptions, one_loss, weight_of
 from fshard.transforms.patterns import Choice, chosen
 from fshard.transforms.reproducible.randomness import drawn_key, keyed_random
 
@@ -40,7 +39,7 @@ def differentiable_gradient(
     """Return the mean loss and its gradient, as functions of the parameters that can be differentiated again."""
     params, restore = without_static(params)
     leaves, structure = flatten(params)
-    refuse_unplaced(leaves, structure, mesh)
+    validate_mesh(leaves, structure, mesh)
     parts, key, dtype = placed(batch, specs, mesh), drawn_key(), how.unit_options.compute
     fixed = chosen(frozen, [*paths_of(structure)], "frozen")
     trained = [place for place, x in enumerate(leaves) if trainable(x) and not fixed[place]]
@@ -57,7 +56,7 @@ def differentiable_gradient(
         samples = parts.tree(own, dtype)
         varying = [pvary(x if dtype is None else x.to(dtype), mesh.axis_names) for x in given[: len(leaves)]]
         number = require("a loss function").group(parts.axes, "value_and_grad").index if parts.axes else 0
-        with keyed_random(key, 0, number), owning(mesh.axis_names):
+        with keyed_random(key, 0, number), loss_scope(mesh.axis_names):
             loss = one_loss(how, how.loss_fn(restore(unflatten(structure, varying)), samples), part)
         weight = weight_of(float(part.rows) if how.weight is None else how.weight(samples)).to(loss.device)
         total = psum(weight, mesh.axis_names)

@@ -17,7 +17,7 @@ thread. Then the bits are the same on any mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -45,15 +45,15 @@ from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.leaves import trainable, without_static
 from fshard.source import Site, call_site
-from fshard.transforms.agree import gathered
+from fshard.transforms.agreement import FIX_UNEVEN_GATHERS
+from fshard.transforms.array_checks import validate_mesh, validate_run
 from fshard.transforms.batch import Batch, BatchPart, placed
 from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions
 from fshard.transforms.fsdp.engine import Gradients, ParamPlan, Reducer, Storage, UnitOptions, local_plans
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
-from fshard.transforms.means import Weight, global_aux
+from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
-from fshard.transforms.options import wrong_options
-from fshard.transforms.origin import refuse_distant, refuse_unplaced
+from fshard.transforms.options import Weight, wrong_options
 from fshard.transforms.patterns import Choice, chosen, named, parts_of
 from fshard.transforms.reproducible.randomness import drawn_key
 from fshard.uncompiled import uncompiled
@@ -178,7 +178,7 @@ class GradientFunction:
         if transformed():  # the engine differentiates detached shards, of which torch.func sees nothing
             return self.differentiable(params, *given)
         buffers, batch = given if how.has_buffers else ((), *given)
-        refuse_distant(self.mesh, how.caller, params=params, buffers=buffers, batch=batch)
+        validate_run(self.mesh, how.caller, params=params, buffers=buffers, batch=batch)
         value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))
         rest = (value.buffers,) * how.has_buffers + (value.aux,) * how.has_aux
         return ((value.loss, *rest) if rest else value.loss), grads
@@ -209,7 +209,7 @@ class GradientFunction:
         first = results[0]
         grads = gradient_tree(plans.leaves, [result.gradients for result in results], structure, at)
         after = memory.after([result.buffers for result in results])
-        aux = global_aux([result.aux for result in results], parts, self.how.aux) if self.how.has_aux else ()
+        aux = global_metrics([result.aux for result in results], parts, self.how.aux) if self.how.has_aux else ()
         value = StepValue(first.loss, first.weight, parts.samples, after, aux)
         return value, grads
 
@@ -264,7 +264,7 @@ class GradientFunction:
 
     def check_params(self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh) -> None:
         """Raise unless the parameters are on the mesh."""
-        refuse_unplaced(leaves, structure, mesh)
+        validate_mesh(leaves, structure, mesh)
 
     def buffers_on(self, mesh: Mesh, buffers: PyTree) -> Buffers:
         """Return the given buffers on the mesh."""
@@ -347,10 +347,8 @@ class Gradient(GradientFunction):
         try:
             results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
         except (MismatchError, DeadlockError, CollectiveTimeoutError) as error:
-            units = {device: runtime.sequence for device, runtime in runtimes.items()}
-            words = next((runtime.words() for runtime in runtimes.values()), [])
-            if found := gathered(mesh, units, words):
-                error.add_note(f"{self.how.caller}: {found}")
+            if gathers := describe_gathers(mesh, runtimes):
+                error.add_note(f"{self.how.caller}: {gathers}")
             raise
         plans.order = results[0].order
         return results
@@ -364,3 +362,15 @@ class Gradient(GradientFunction):
         reducer = Reducer(plans.ways, site, ahead=options.in_flight > 0)
         how = {"several": several, "each_use": reproducible}
         return ParamRuntime(leaves, plans.by_unit, shards, storage, reducer, options, site, plans.order, **how)
+
+
+def describe_gathers(mesh: Mesh, runtimes: Mapping[int, ParamRuntime]) -> str:
+    """Return the units that each device has all-gathered, and the fix; empty if several devices have gathered the same."""
+    if len(runtimes) > 1 and len({*(tuple(runtime.sequence) for runtime in runtimes.values())}) == 1:
+        return ""
+    devices = list[str]()
+    for device, runtime in runtimes.items():
+        coordinates = ", ".join(f"{axis}={index}" for axis, index in mesh.coordinates(device).items())
+        units = ", then ".join(runtime.words()[number] for number in runtime.sequence)
+        devices.append(f"({coordinates}) has gathered {units or 'nothing'}")
+    return f"{'; '.join(devices)}. {FIX_UNEVEN_GATHERS}"

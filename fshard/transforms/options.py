@@ -8,12 +8,15 @@ from reprlib import repr as shown
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
+from torch import Tensor
 
 from fshard.errors import FshardError
 from fshard.foreign_names import NAMES
 from fshard.mesh.layout import Axes, Layout, PyTree, flatten
-from fshard.transforms.means import AuxReduction, Weight
 from fshard.transforms.patterns import Choice
+
+AuxReduction = Literal["mean", "sum", "rows"]
+Weight = Callable[[PyTree], Tensor | int | float]
 
 
 class Options(TypedDict, total=False):

@@ -20,10 +20,10 @@ from fshard.optim.partition import Partitioned
 from fshard.optim.per_device import on_arrays
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
+from fshard.transforms.array_checks import validate_run
 from fshard.transforms.device_step import StepOptions
 from fshard.transforms.gradient import StepValue
 from fshard.transforms.options import Options
-from fshard.transforms.origin import refuse_distant
 from fshard.transforms.value_and_grad import gradient_of
 from fshard.uncompiled import uncompiled
 
@@ -152,7 +152,7 @@ def train_step(
             takes = "params, state, buffers, batch" if how.has_buffers else "params, state, batch"
             raise ValueError(f"train_step: a step takes ({takes}), {2 + len(given)} are given.")
         buffers, batch = given if how.has_buffers else ((), *given)
-        refuse_distant(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
+        validate_run(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
         value, grads = gradient.run(params, buffers, batch, call_site(), scale)
         exact = how.slices is not None

@@ -30,13 +30,12 @@ from fshard.pipeline.schedule.actions import UNITS, Kind
 from fshard.pipeline.schedule.communication import with_units
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.verify import verify
+from fshard.transforms.array_checks import validate_mesh
 from fshard.transforms.device_step import DeviceResult, StepOptions
 from fshard.transforms.fsdp.engine import UnitOptions
 from fshard.transforms.gradient import GradientFunction, StepInputs, same_layouts
-from fshard.transforms.means import Weight
 from fshard.transforms.module.buffers import Buffers
-from fshard.transforms.options import wrong_options
-from fshard.transforms.origin import refuse_unplaced
+from fshard.transforms.options import Weight, wrong_options
 from fshard.transforms.patterns import Choice, named, parts_of
 from fshard.transforms.stages.buffers import StageWrites, stage_buffers, stage_of, with_buffers
 from fshard.transforms.stages.device import StageStep
@@ -154,7 +153,7 @@ class Staged(GradientFunction):
             )
         if not leaves:
             raise ValueError(f"{self.how.caller}: no stage has a parameter, so there is nothing to train.")
-        refuse_unplaced(leaves, structure, mesh, self.how.caller, _LAY)
+        validate_mesh(leaves, structure, mesh, self.how.caller, _LAY)
 
     def buffers_on(self, mesh: Mesh, buffers: PyTree) -> Buffers:
         """Return the given buffers of all stages on the mesh."""
