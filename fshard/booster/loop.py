@@ -119,7 +119,7 @@ class LoopModel(BoostedModel):
         step.share = (stop - start) / part.cut.length
         with self.draws(grad=grad):
             key = drawn_key()
-        step.device = DeviceStep(self._gradient.how, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
+        step.device = DeviceStep(self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
         try:
             output = self._run_slices(step, sliced=sliced)
         except BaseException:
@@ -175,7 +175,7 @@ class LoopModel(BoostedModel):
     def _run(self, step: _Step, leaves: list[Any], buffers: PyTree, number: int) -> tuple[Any, PyTree]:
         """Run the module once; return its output, and the buffers after it."""
         device, runtime, grad = step.device, step.runtime, torch.is_grad_enabled()
-        args, kwargs = device.batch.tree(leaves, device.how.unit_options.compute)
+        args, kwargs = device.batch.tree(leaves, device.options.compute)
         with device.running(number), runtime.saved.watch() if grad else nullcontext():
             output, after = self.function(step.params(), buffers, *args, **kwargs)
         if grad and runtime.fresh:
@@ -212,7 +212,7 @@ class LoopModel(BoostedModel):
                 reductions.reduce(unit, trees.result(unit) or [None] * len(unit.indices))
             reductions.send()
         else:
-            keep = None if sync or not device.how.once else Unit.accumulate
+            keep = None if sync or not device.options.reduce_once else Unit.accumulate
             device.differentiate([loss], [device.begin_backward(loss, step.share, keep, idle=not step.share)])
             if keep is None:
                 reductions.end()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from math import inf
 from numbers import Real
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import FshardError
-from fshard.mesh.layout import Layout, P, PyTree, flatten_with_paths
+from fshard.mesh.layout import PyTree, flatten_with_paths
 from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.scope import Group, loss_scope
@@ -35,7 +34,7 @@ from fshard.transforms.agreement import (
     tree_sum,
 )
 from fshard.transforms.batch import Batch, Slice
-from fshard.transforms.fsdp.engine import Gradients, UnitOptions
+from fshard.transforms.fsdp.engine import Gradients
 from fshard.transforms.fsdp.param_runtime import Order, ParamRuntime, followed
 from fshard.transforms.fsdp.reductions import AccumulateInto
 from fshard.transforms.fsdp.units import Unit
@@ -51,66 +50,10 @@ from fshard.transforms.module.buffers import (
     irregular_difference,
     written_paths,
 )
-from fshard.transforms.options import Weight
+from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """How each device takes the gradient of its part.
-
-    Args:
-        loss_fn: of (params, batch).
-        has_buffers: True if it takes and returns buffers: (params, buffers, batch) -> (loss, buffers).
-        has_aux: True if it returns metrics too, and `aux` how they are combined.
-        weight: the weight of a part of the batch.
-        accumulate: number of slices per device.
-        once: True accumulates gradients over the slices before they are reduced.
-        slices: number of slices of the global batch in reproducible mode; None: another mode.
-        unit_options: options of units.
-        backward: False takes no gradient.
-        caller: the function that was called, for messages.
-        local: the axes along which parameters are used as they are stored; the loss is the mean over them.
-    """
-
-    loss_fn: Callable[..., Any]
-    has_buffers: bool
-    has_aux: bool
-    weight: Weight | None
-    accumulate: int
-    once: bool
-    slices: int | None
-    unit_options: UnitOptions
-    backward: bool = True
-    caller: str = "value_and_grad"
-    local: tuple[str, ...] = ()
-    aux: PyTree = None
-
-    def used(self, layout: Layout) -> Layout:
-        """Return the layout in which a parameter is used: sharded along local axes, as it is stored, else replicated."""
-        return Layout(layout.mesh, P(*layout.spec.entries)) if self.local else Layout(layout.mesh)
-
-    def turns(self, n: int) -> int:
-        """Return the number of slices of each of n devices; in reproducible mode they are one branch of the global
-        tree.
-        """
-        if self.slices is None:
-            return self.accumulate
-        own, left = divmod(self.slices, n)
-        if left or own % self.accumulate:
-            raise ValueError(
-                f"reproducible mode cuts the batch into {self.slices} slices, which {n} devices do not share evenly "
-                f"in {self.accumulate} turns. Give a number of slices that all your meshes divide."
-            )
-        if n > 1 and own & (own - 1):
-            raise ValueError(
-                f"reproducible mode adds {self.slices} slices in one binary tree, of which the {own} of each of {n} devices "
-                f"are no branch: one device would round differently. "
-                f"Give each 1, 2, 4, ... slices, such as {n << own.bit_length()}."
-            )
-        return own
 
 
 class Count(NamedTuple):
@@ -161,7 +104,7 @@ class DeviceStep:
     """One device in one step.
 
     Args:
-        how: options of the step.
+        options: of the step.
         runtime: its parameters.
         params: returns them as the tree that the loss function takes.
         buffers: of the loss function.
@@ -173,7 +116,7 @@ class DeviceStep:
 
     def __init__(
         self,
-        how: StepOptions,
+        options: StepOptions,
         runtime: ParamRuntime,
         params: Callable[[], PyTree],
         buffers: Buffers,
@@ -182,12 +125,11 @@ class DeviceStep:
         key: int,
         scale: float,
     ) -> None:
-        self.how, self.runtime, self.params, self.buffers, self.batch = how, runtime, params, buffers, batch
+        self.options, self.runtime, self.params, self.buffers, self.batch = options, runtime, params, buffers, batch
         self.place, self.key, self.scale, self.scaled = place, key, scale, scale
         self.group = self._along(batch.axes)  # the devices that have other samples
-        self.turns = how.turns(1 if self.group is None else self.group.size)
-        is_reproducible = how.slices is not None
-        self.collectives = LossCollectives(batch, self.turns, is_reproducible=is_reproducible, local=how.local)
+        self.turns = options.turns(1 if self.group is None else self.group.size)
+        self.collectives = LossCollectives(batch, self.turns, options)
 
     @property
     def everyone(self) -> Group | None:
@@ -199,12 +141,12 @@ class DeviceStep:
 
     def run(self) -> DeviceResult:
         """Run the step: forward and backward of the device's slices, then the reductions of all devices."""
-        how, runtime = self.how, self.runtime
-        turns = slice_turns(how, self.batch, self.place, self.turns, self.group, runtime.site)
-        if how.slices is not None:
+        options, runtime = self.options, self.runtime
+        turns = slice_turns(options, self.batch, self.place, self.turns, self.group, runtime.site)
+        if options.reproducible:
             parts = self._run_reproducible(turns)
         else:
-            parts = self._accumulate(turns) if how.once else [self._one(turn) for turn in turns]
+            parts = self._accumulate(turns) if options.reduce_once else [self._one(turn) for turn in turns]
         return self._result(parts, [turn.slice for turn in turns])
 
     def _accumulate(self, turns: list[SliceTurn]) -> list[SliceOutput]:
@@ -239,23 +181,23 @@ class DeviceStep:
             loss, buffers, aux = self._forward(slice)
             self.agree_on_axes(loss.device)
             count = turn.weight  # where the host waits, behind a forward that is launched
-            share = count.share if self.how.slices is None else 1.0  # else sums are weighted, in 32 bits
+            share = count.share if not self.options.reproducible else 1.0  # else sums are weighted, in 32 bits
             start = self.begin_backward(loss, share, keep, idle=not count.weight)
             if loss.requires_grad:
                 self.differentiate([loss], [start])
         if keep is None:
             runtime.reductions.end()
         written = self.buffers.changed(self.place, buffers, loss.device)
-        metrics = metrics_of(aux, slice, loss.device, self.how.aux)
+        metrics = metrics_of(aux, slice, loss.device, self.options.aux)
         return SliceOutput(slice_loss(loss, count.weight, metrics), metrics, written)
 
     def _forward(self, slice: Slice) -> tuple[Tensor, PyTree, PyTree]:
-        how, runtime = self.how, self.runtime
-        with torch.set_grad_enabled(how.backward):
-            batch = self.batch.tree(slice.leaves, how.unit_options.compute)
+        options, runtime = self.options, self.runtime
+        with torch.set_grad_enabled(options.backward):
+            batch = self.batch.tree(slice.leaves, options.compute)
             with runtime.saved.watch():
                 loss, buffers, aux = self._called(batch)
-            loss = one_loss(how, loss, slice)
+            loss = one_loss(options, loss, slice)
         if runtime.fresh:
             refuse_unreached(loss)
         return loss, buffers, aux
@@ -289,16 +231,16 @@ class DeviceStep:
 
     def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
         """Call the loss function; return the loss, buffers and metrics."""
-        how = self.how
+        options = self.options
         given = self.buffers.part(self.place)
         params = self.params()
         try:
-            result = followed(how.loss_fn)(params, *((given,) if how.has_buffers else ()), batch)
+            result = followed(options.loss_fn)(params, *((given,) if options.has_buffers else ()), batch)
         except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
             if not isinstance(error, FshardError):
                 self._explain(error, params, batch)
             raise
-        wanted = ["loss", *(["buffers"] if how.has_buffers else []), *(["aux"] if how.has_aux else [])]
+        wanted = ["loss", *(["buffers"] if options.has_buffers else []), *(["aux"] if options.has_aux else [])]
         if len(wanted) == 1:
             return result, given, ()
         if not isinstance(result, tuple | list) or len(result) != len(wanted):
@@ -311,7 +253,7 @@ class DeviceStep:
 
     def _explain(self, error: Exception, params: PyTree, batch: PyTree) -> None:
         """Add the arguments of the loss function to its error, and the fix if they are of several dtypes."""
-        buffers = "buffers, " if self.how.has_buffers else ""
+        buffers = "buffers, " if self.options.has_buffers else ""
         note = f"The loss function is called as loss_fn(params, {buffers}batch)"
         dtypes = {leaf.dtype for leaf in self.runtime.leaves if leaf.dtype.is_floating_point}
         paths, leaves, _ = flatten_with_paths(batch)
@@ -320,7 +262,7 @@ class DeviceStep:
             for path, x in zip(paths, leaves, strict=True)
             if isinstance(x, Tensor) and x.dtype not in dtypes
         ]
-        if other and len(dtypes) == 1 and self.how.unit_options.compute is None:
+        if other and len(dtypes) == 1 and self.options.compute is None:
             dtype = str(dtypes.pop())
             note += f"; params are {dtype.removeprefix('torch.')}, {', '.join(other)}"
             note += f". Where they meet, convert the batch, x.to({dtype}), or give compute={dtype} for floating ones"
@@ -332,7 +274,7 @@ class DeviceStep:
             note += (
                 ". Mark the part that calls torch.func.grad, vjp or jacrev: fs.with_unsharded_params(part, keep=True)"
             )
-        error.add_note(f"{self.how.caller}: {note}.")
+        error.add_note(f"{self.options.caller}: {note}.")
 
     def agree(
         self, losses: list[SliceLoss], changed: Sequence[Mapping[str, Tensor]]
@@ -362,7 +304,7 @@ class DeviceStep:
         copies, row = self.collectives.copies, agreement.pack()
         mean, row = average_losses(losses, row, group, runtime.site, copies=copies)
         agreement = agreement.unpack(row)
-        agreement.check_inputs(self.how.caller, self.collectives.along)
+        agreement.check_inputs(self.options.caller, self.collectives.along)
         if any(leaf.trained for leaf in runtime.leaves):
             refuse_detached(agreement.used)
         runtime.reductions.rest(agreement.accumulated, agreement.used)
@@ -376,45 +318,47 @@ class DeviceStep:
     def _input_differences(self) -> dict[str, float]:
         """Return the differences of inputs; parameters that are used as they are stored are equal along the batch's axes."""
         runtime, group, is_first_step = self.runtime, self.everyone, self.runtime.fresh
-        key = None if self.how.slices is None else self.key
+        key = None if not self.options.reproducible else self.key
         stored = [(leaf, x) for leaf, x in zip(runtime.leaves, runtime.shards, strict=True) if not leaf.gather.steps]
         params = (x for leaf, x in stored if not leaf.used.entries)
         same_samples = self._along(self.collectives.along)
         differences = input_differences(
             self.batch, self.place, key, params, group, same_samples, is_first_step=is_first_step
         )
-        if self.how.local and is_first_step and self.batch.alone:
+        if self.options.local and is_first_step and self.batch.alone:
             local = [digest(x) for leaf, x in stored if leaf.used.entries]
             differences["params"] += difference(local, self.group)
         return differences | {"gathers": difference(runtime.sequence, group)}
 
     def gradients(self, used: Sequence[float], weight: float = 1.0) -> Gradients:
         """Return the gradients; None for a parameter that no device used. `weight` is the total of all slices."""
-        divisor = 1.0 if self.how.slices is None or self.batch.mesh.runtime == "abstract" else nonzero_weight(weight)
+        divisor = (
+            1.0 if not self.options.reproducible or self.batch.mesh.runtime == "abstract" else nonzero_weight(weight)
+        )
         divisor *= self.scaled / self.scale
         return self.runtime.reductions.gradients(used, divisor)
 
 
 def slice_turns(
-    how: StepOptions, batch: Batch, place: int, count: int, group: Group | None, site: Site
+    options: StepOptions, batch: Batch, place: int, count: int, group: Group | None, site: Site
 ) -> list[SliceTurn]:
     """Return the slices of the device at index `place`, with their weights; `group` are the devices with the others."""
-    slices = batch.slices(place, count, apart=how.slices is not None)
-    weight = how.weight
+    slices = batch.slices(place, count, apart=options.reproducible)
+    weight = options.weight
     weights = [] if weight is None else [torch.stack([weight_of(weight(batch.tree(one.leaves))) for one in slices])]
     read = start_read(weights)
-    counts = cache(lambda: counts_of(how, batch, slices, read(), group, site))
+    counts = cache(lambda: counts_of(options, batch, slices, read(), group, site))
     first = 0 if group is None else group.index * count
     return [SliceTurn(slice, turn, first + turn, counts) for turn, slice in enumerate(slices)]
 
 
 def counts_of(
-    how: StepOptions, batch: Batch, slices: list[Slice], given: list[Tensor], group: Group | None, site: Site
+    options: StepOptions, batch: Batch, slices: list[Slice], given: list[Tensor], group: Group | None, site: Site
 ) -> list[Count]:
     """Return the weights of a device's slices, `given` or their rows; `group` are the devices that have the others."""
     rows = [slice.rows for slice in slices]
     if not given:
-        total = batch.total(len(slices)) if how.slices is None else 1
+        total = batch.total(len(slices)) if not options.reproducible else 1
         return [Count(float(each), each / total) for each in rows]
     (found,) = given
     if found.is_meta:
@@ -423,7 +367,7 @@ def counts_of(
     for weight in weights:
         if not 0 <= weight < inf:
             raise ValueError(f"weight= must return finite numbers of at least 0; got {weight}.")
-    if how.slices is not None:
+    if options.reproducible:
         return [Count(weight, weight) for weight in weights]
     (sums,) = reduce_rows((host_row([sum(weights)], found.device),), group, site)
     total = nonzero_weight(sums.item())
@@ -445,9 +389,9 @@ def nonzero_weight(total: float) -> float:
     return total
 
 
-def one_loss(how: StepOptions, loss: Any, slice: Slice) -> Tensor:
+def one_loss(options: StepOptions, loss: Any, slice: Slice) -> Tensor:
     """Return the loss of a slice as one number, from the result of the loss function."""
-    if isinstance(loss, Tensor) and loss.shape == (slice.samples,) and how.weight is None:
+    if isinstance(loss, Tensor) and loss.shape == (slice.samples,) and options.weight is None:
         loss = loss.mean()
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -60,7 +60,7 @@ def evaluate(
         when = "without schedule=" if schedule is None else "with schedule="
         raise ValueError(f"evaluate has no option {', '.join(unknown)} {when}. Leave out what has no meaning there.")
     forward = gradient_of("evaluate", loss_fn, mesh=mesh, batch=batch, schedule=schedule, backward=False, **options)
-    has_buffers, has_aux = forward.how.has_buffers, forward.how.has_aux
+    has_buffers, has_aux = forward.options.has_buffers, forward.options.has_aux
 
     def run(params: PyTree, *given: PyTree) -> Any:
         buffers, batch = given if has_buffers else ((), *given)

@@ -29,6 +29,7 @@ from fshard.mesh.spmd.scope import Group, Scope
 from fshard.source import Site, call_site
 from fshard.transforms.agreement import host_row, reduce_rows
 from fshard.transforms.batch import Batch
+from fshard.transforms.options import StepOptions
 
 LOCAL_CALLS = ("fs.pvary", "fs.axis_size")
 """Calls that need no communication. `fs.axis_index` needs none either, but it counts in the first step, where devices agree."""
@@ -45,18 +46,17 @@ class LossCollectives:
     Args:
         batch: of the step.
         turns: the number of slices that each device takes.
-        is_reproducible: True in reproducible mode.
-        local: the axes along which parameters are used as they are stored.
+        options: of the step.
     """
 
-    def __init__(self, batch: Batch, turns: int, *, is_reproducible: bool, local: tuple[str, ...] = ()) -> None:
-        self._cut, self._axes, self._is_reproducible = batch.cut, frozenset(batch.axes), is_reproducible
+    def __init__(self, batch: Batch, turns: int, options: StepOptions) -> None:
+        self._cut, self._axes, self._is_reproducible = batch.cut, frozenset(batch.axes), options.reproducible
         self._sizes = {axis: size for axis, size in batch.mesh.shape.items() if size > 1}
         self._slices = 0 if batch.cut is None else batch.cut.parts * turns
         self._indexed = set[str]()
         self.along: tuple[str, ...] = ()
         self.is_mixed = False
-        self._add(local)
+        self._add(options.local)
 
     def record(self, call: str, group: Group) -> None:
         """Record a call over the axes of a group; raise if its result would depend on the mesh."""

@@ -66,17 +66,16 @@ class StageStep:
         site: Site,
     ) -> None:
         self.plan, self.batch, self.key, self.scale, self.fresh, self.site = plan, batch, key, scale, plan.fresh, site
-        self.at, self.number, self.scaled, self.writes, how = at, device, scale, writes, plan.how
-        self.scope = require(how.caller)
-        self.pipe = self.scope.group(plan.axis, how.caller)
+        self.at, self.number, self.scaled, self.writes, options = at, device, scale, writes, plan.options
+        self.scope = require(options.caller)
+        self.pipe = self.scope.group(plan.axis, options.caller)
         self.beside = self._along(batch.axes)
-        count = how.turns(1 if self.beside is None else self.beside.size)
-        is_reproducible = how.slices is not None
-        self.collectives = LossCollectives(batch, count, is_reproducible=is_reproducible, local=how.local)
+        count = options.turns(1 if self.beside is None else self.beside.size)
+        self.collectives = LossCollectives(batch, count, options)
         self.local = self.collectives.along
         self.same_stages = self._along((*self.local, *batch.axes)) if self.local else self.beside
-        self.everyone = self.scope.group((plan.axis, *self.local, *batch.axes), how.caller)
-        self.turns = slice_turns(how, batch, at, count, self.beside, site)
+        self.everyone = self.scope.group((plan.axis, *self.local, *batch.axes), options.caller)
+        self.turns = slice_turns(options, batch, at, count, self.beside, site)
         self.mine = [stage for stage, place in enumerate(plan.route.placement) if place == self.pipe.index]
         self.device = shards[0].device
         here = self._borrow(shards)
@@ -85,7 +84,7 @@ class StageStep:
         self.parts: dict[int, tuple[SliceLoss, SliceMetrics]] = {}
 
     def _along(self, axes: tuple[str, ...]) -> Group | None:
-        return self.scope.group(axes, self.plan.how.caller) if axes else None
+        return self.scope.group(axes, self.plan.options.caller) if axes else None
 
     @property
     def weight(self) -> float:
@@ -102,18 +101,18 @@ class StageStep:
         return here
 
     def _unit(self, stage: int, here: Sequence[Tensor]) -> StageUnit:
-        own, options = self.plan.params.own[stage], self.plan.how.unit_options
+        own, options = self.plan.params.own[stage], self.plan.options
         own = own._replace(leaves=local_plans(tuple(own.leaves), self.number)) if self.local else own
         storage = Storage(own.leaves, [here[index] for index in own.indices], options.compute, self.site)
-        return StageUnit(own, storage, options, self.device)
+        return StageUnit(own, storage, options.unit_options, self.device)
 
     def _totals(self) -> StageSums:
-        plan, how = self.plan.params, self.plan.how
-        weights = [turn.weight.share for turn in self.turns] if how.slices is not None else None
-        wide = how.slices is not None or how.accumulate > 1
-        reducer = Reducer(lambda along: plan.ways, self.site, ahead=how.unit_options.in_flight > 0)
+        plan, options = self.plan.params, self.plan.options
+        weights = [turn.weight.share for turn in self.turns] if options.reproducible else None
+        wide = options.reproducible or options.accumulate > 1
+        reducer = Reducer(lambda along: plan.ways, self.site, ahead=options.in_flight > 0)
         leaves = local_plans(tuple(plan.leaves), self.number) if self.local else plan.leaves
-        reduced = GradientSums(leaves, self.device, how.unit_options, reducer, wide)
+        reduced = GradientSums(leaves, self.device, options.unit_options, reducer, wide)
         reduced.along = self.local
         return StageSums(plan, self.mine, weights, self.pipe.index, reduced, self.site)
 
@@ -125,7 +124,7 @@ class StageStep:
         kinds: list[Hashable] = [  # idle slices have rows of others
             (shape_key(turn.slice.leaves), turn.slice.rows) for turn in self.turns
         ]
-        how = plan.how
+        options = plan.options
         with self._loss_scope(), parting(self.everyone):
             device = StageDevice(
                 plan.route,
@@ -135,7 +134,7 @@ class StageStep:
                 self.site,
                 kinds,
                 known,
-                backward=how.backward,
+                backward=options.backward,
                 has_outcome=True,
             )
             try:
@@ -150,7 +149,7 @@ class StageStep:
         self.totals.finish()
         agreement, buffers = self._agree()
         weight = nonzero_weight(agreement.weight)
-        divisor = held * weight if how.slices is not None else held if self.scale != 1.0 else 1.0
+        divisor = held * weight if options.reproducible else held if self.scale != 1.0 else 1.0
         gradients = self.totals.reduced.gradients(agreement.used, divisor)
         gradients = [
             self._nothing(at) if times and g is None else g
@@ -174,7 +173,7 @@ class StageStep:
         paths = [path for unit in self.units.values() for path in unit.written()]
         if paths:
             names = ", ".join(named(parts_of(path)) for path in paths)
-            raise ModuleError(f"{self.plan.how.caller}: stages write to parameters in place: {names}. {WRITES}")
+            raise ModuleError(f"{self.plan.options.caller}: stages write to parameters in place: {names}. {WRITES}")
 
     # -- the work of a schedule -----------------------------------------------------------------------------------
 
@@ -183,11 +182,11 @@ class StageStep:
         return self.plan.inputs(self._tree(microbatch))
 
     def _tree(self, microbatch: int) -> PyTree:
-        return self.batch.tree(self.turns[microbatch].slice.leaves, self.plan.how.unit_options.compute)
+        return self.batch.tree(self.turns[microbatch].slice.leaves, self.plan.options.compute)
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; its random draws depend on the samples and the layer."""
-        is_moved = self.writes is not None and self.plan.how.slices is None
+        is_moved = self.writes is not None and not self.plan.options.reproducible
         moments = list[Any]() if is_moved else None
         with self._draws(microbatch, part=stage), self._loss_scope(microbatch, moments):
             called, params = stage_for(self.plan.stages[stage], microbatch), self.units[stage].tree
@@ -211,22 +210,22 @@ class StageStep:
 
     def end(self, microbatch: int, y: PyTree) -> Tensor:
         """Return the loss of the last stage's result."""
-        how, slice = self.plan.how, self.turns[microbatch].slice
+        options, slice = self.plan.options, self.turns[microbatch].slice
         with self._draws(microbatch, part=0), self._loss_scope(microbatch):
-            returned, aux = how.loss_fn(y, self._tree(microbatch)), ()
-            if how.has_aux:
+            returned, aux = options.loss_fn(y, self._tree(microbatch)), ()
+            if options.has_aux:
                 if not isinstance(returned, tuple | list) or len(returned) != 2:
                     raise ValueError(f"the loss function must return (loss, aux); got a {type(returned).__name__}.")
                 returned, aux = returned
-            loss = one_loss(how, returned, slice)
-        metrics = metrics_of(aux, slice, loss.device, how.aux)
+            loss = one_loss(options, returned, slice)
+        metrics = metrics_of(aux, slice, loss.device, options.aux)
         self.parts[microbatch] = slice_loss(loss, self.turns[microbatch].weight.weight, metrics), metrics
         self.scaled = finite_scale(loss.dtype, self.scale)
         return loss
 
     def start(self, microbatch: int) -> Tensor:
         """Return a loss weighted by its part of the batch; in reproducible mode sums are weighted, in 32 bits."""
-        share = self.turns[microbatch].weight.share if self.plan.how.slices is None else 1.0
+        share = self.turns[microbatch].weight.share if not self.plan.options.reproducible else 1.0
         return torch.full_like(self.parts[microbatch][0].loss, share * self.scaled)
 
     def edges(self, stage: int) -> list[GradientEdge]:
@@ -277,7 +276,7 @@ class StageStep:
 
     def _agree(self) -> tuple[StepAgreement, dict[str, Tensor]]:
         """Return the sums over all devices, and the buffers that changed; raise if inputs differ."""
-        how, writes, key = self.plan.how, self.writes, None if self.plan.how.slices is None else self.key
+        options, writes, key = self.plan.options, self.writes, None if not self.plan.options.reproducible else self.key
         along = (self.plan.axis, *self.local)
         written = [] if writes is None else writes.written([turn.weight.weight for turn in self.turns])
         paths = [] if writes is None else writes.paths
@@ -292,8 +291,8 @@ class StageStep:
             written=flags(paths, written_paths(written)),
             used=[*map(float, self.totals.reduced.used)],
         ).reduce(self.everyone, self.site)
-        agreement.check_inputs(how.caller, along)
-        if how.backward:
+        agreement.check_inputs(options.caller, along)
+        if options.backward:
             refuse_detached(agreement.used)
         if writes is None:
             return agreement, {}
