@@ -146,19 +146,19 @@ class DeviceStep:
         if options.reproducible:
             parts = self._run_reproducible(turns)
         else:
-            parts = self._accumulate(turns) if options.reduce_once else [self._one(turn) for turn in turns]
+            parts = self._accumulate(turns) if options.reduce_once else [self.run_slice(turn) for turn in turns]
         return self._result(parts, [turn.slice for turn in turns])
 
     def _accumulate(self, turns: list[SliceTurn]) -> list[SliceOutput]:
         """Add the gradients of all slices up on the device, and reduce them with those of the last one."""
         *others, last = turns
-        return [*(self._one(turn, Unit.accumulate) for turn in others), self._one(last)]
+        return [*(self.run_slice(turn, Unit.accumulate) for turn in others), self.run_slice(last)]
 
     def _run_reproducible(self, turns: list[SliceTurn]) -> list[SliceOutput]:
         """Add the gradients of all slices up in one binary tree, which the reduction continues over devices."""
         trees, parts = TreeAccumulator(self.runtime.units, self.runtime.reductions.as_reduced), list[SliceOutput]()
         for turn in turns:
-            parts.append(self._one(turn, trees.add))
+            parts.append(self.run_slice(turn, trees.add))
             trees.end_slice(turn.weight.share)
         for unit in self.runtime.units:
             unit.accumulated = trees.result(unit)
@@ -173,8 +173,8 @@ class DeviceStep:
         self.runtime.close()
         return DeviceResult(mean.loss, mean.weight, aux, gradients, changed, self.runtime.order)
 
-    def _one(self, turn: SliceTurn, keep: AccumulateInto | None = None) -> SliceOutput:
-        """Take the forward and backward of one slice; `keep` takes its gradients if they are not to be reduced yet."""
+    def run_slice(self, turn: SliceTurn, accumulate_into: AccumulateInto | None = None) -> SliceOutput:
+        """Run forward and backward of one slice; its gradients are reduced, or accumulated for a later reduction."""
         runtime, slice, number = self.runtime, turn.slice, turn.number
         runtime.begin()
         with self.running(number, is_idle=not slice.rows):
@@ -182,10 +182,10 @@ class DeviceStep:
             self.agree_on_axes(loss.device)
             count = turn.weight  # where the host waits, behind a forward that is launched
             share = count.share if not self.options.reproducible else 1.0  # else sums are weighted, in 32 bits
-            start = self.begin_backward(loss, share, keep, idle=not count.weight)
+            start = self.begin_backward(loss, share, accumulate_into, idle=not count.weight)
             if loss.requires_grad:
                 self.differentiate([loss], [start])
-        if keep is None:
+        if accumulate_into is None:
             runtime.reductions.end()
         written = self.buffers.changed(self.place, buffers, loss.device)
         metrics = metrics_of(aux, slice, loss.device, self.options.aux)
@@ -196,16 +196,16 @@ class DeviceStep:
         with torch.set_grad_enabled(options.backward):
             batch = self.batch.tree(slice.leaves, options.compute)
             with runtime.saved.watch():
-                loss, buffers, aux = self._called(batch)
+                loss, buffers, aux = self._call_loss(batch)
             loss = one_loss(options, loss, slice)
         if runtime.fresh:
             refuse_unreached(loss)
         return loss, buffers, aux
 
-    def agree_on_axes(self, near: torch.device) -> None:
+    def agree_on_axes(self, device: torch.device) -> None:
         """Agree with all devices on the axes over which any of them called a collective, once."""
-        known = None if self.runtime.fresh else self.runtime.expected.along
-        self.collectives.agree(self.runtime.scope, known, near, self.runtime.site)
+        cached = None if self.runtime.fresh else self.runtime.expected.along
+        self.collectives.agree(self.runtime.scope, cached, device, self.runtime.site)
 
     @contextmanager
     def running(self, number: int, *, is_idle: bool = False) -> Generator[None]:
@@ -216,10 +216,12 @@ class DeviceStep:
     def _loss_scope(self, *, is_idle: bool) -> AbstractContextManager[None]:
         return loss_scope(self.batch.mesh.axis_names, self.collectives.record, is_idle=is_idle)
 
-    def begin_backward(self, loss: Tensor, share: float, keep: AccumulateInto | None, *, idle: bool) -> Tensor:
+    def begin_backward(
+        self, loss: Tensor, share: float, accumulate_into: AccumulateInto | None, *, idle: bool
+    ) -> Tensor:
         """Begin the backward of a loss of this share; return its cotangent."""
         idle = idle and not self.collectives.is_mixed  # else other losses may depend on samples of weight 0
-        self.runtime.begin_backward(self.everyone, self.collectives.along, keep, idle=idle)
+        self.runtime.begin_backward(self.everyone, self.collectives.along, accumulate_into, idle=idle)
         self.scaled = finite_scale(loss.dtype, self.scale)
         return torch.full_like(loss, share * self.scaled)
 
@@ -229,52 +231,48 @@ class DeviceStep:
         with self.runtime.reductions.collecting(), self._loss_scope(is_idle=is_idle):
             torch.autograd.grad(outputs, [self.runtime.anchor], cotangents, allow_unused=True)
 
-    def _called(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
+    def _call_loss(self, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
         """Call the loss function; return the loss, buffers and metrics."""
-        options = self.options
-        given = self.buffers.part(self.place)
-        params = self.params()
+        options, buffers = self.options, self.buffers.part(self.place)
+        arguments = {"params": self.params(), **({"buffers": buffers} if options.has_buffers else {}), "batch": batch}
         try:
-            result = followed(options.loss_fn)(params, *((given,) if options.has_buffers else ()), batch)
+            result = followed(options.loss_fn)(*arguments.values())
         except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
             if not isinstance(error, FshardError):
-                self._explain(error, params, batch)
+                call = f"The loss function is called as loss_fn({', '.join(arguments)})"
+                error.add_note(f"{options.caller}: {call}{self._hint(error, batch)}.")
             raise
-        wanted = ["loss", *(["buffers"] if options.has_buffers else []), *(["aux"] if options.has_aux else [])]
-        if len(wanted) == 1:
-            return result, given, ()
-        if not isinstance(result, tuple | list) or len(result) != len(wanted):
+        names = ["loss", *(["buffers"] if options.has_buffers else []), *(["aux"] if options.has_aux else [])]
+        if len(names) == 1:
+            return result, buffers, ()
+        if not isinstance(result, tuple | list) or len(result) != len(names):
             size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
             raise ValueError(
-                f"the loss function must return ({', '.join(wanted)}); got a {type(result).__name__}{size}."
+                f"the loss function must return ({', '.join(names)}); got a {type(result).__name__}{size}."
             )
-        named = dict(zip(wanted, result, strict=True))
-        return named["loss"], named.get("buffers", given), named.get("aux", ())
+        values = {"buffers": buffers, "aux": ()} | dict(zip(names, result, strict=True))
+        return values["loss"], values["buffers"], values["aux"]
 
-    def _explain(self, error: Exception, params: PyTree, batch: PyTree) -> None:
-        """Add the arguments of the loss function to its error, and the fix if they are of several dtypes."""
-        buffers = "buffers, " if self.options.has_buffers else ""
-        note = f"The loss function is called as loss_fn(params, {buffers}batch)"
-        dtypes = {leaf.dtype for leaf in self.runtime.leaves if leaf.dtype.is_floating_point}
-        paths, leaves, _ = flatten_with_paths(batch)
-        other = [
-            f"{named(('batch', *parts_of(path)))} is {str(x.dtype).removeprefix('torch.')}"
-            for path, x in zip(paths, leaves, strict=True)
-            if isinstance(x, Tensor) and x.dtype not in dtypes
-        ]
-        if other and len(dtypes) == 1 and self.options.compute is None:
-            dtype = str(dtypes.pop())
-            note += f"; params are {dtype.removeprefix('torch.')}, {', '.join(other)}"
-            note += f". Where they meet, convert the batch, x.to({dtype}), or give compute={dtype} for floating ones"
-        if ("'str'" in str(error) or "not str" in str(error)) and not isinstance(batch, Mapping):
-            note += (
-                f". It indexes the batch, a {type(batch).__name__}, by a string: swap its arguments if params are last"
-            )
-        if "saved tensor hooks" in str(error):
-            note += (
+    def _hint(self, error: Exception, batch: PyTree) -> str:
+        """Return the likely fix of an error in the loss function."""
+        text, paths_and_leaves = str(error), zip(*flatten_with_paths(batch)[:2], strict=True)
+        if "saved tensor hooks" in text:
+            return (
                 ". Mark the part that calls torch.func.grad, vjp or jacrev: fs.with_unsharded_params(part, keep=True)"
             )
-        error.add_note(f"{self.options.caller}: {note}.")
+        if ("'str'" in text or "not str" in text) and not isinstance(batch, Mapping):
+            return (
+                f". It indexes the batch, a {type(batch).__name__}, by a string: swap its arguments if params are last"
+            )
+        dtype, *others = {leaf.dtype for leaf in self.runtime.leaves if leaf.dtype.is_floating_point} or {None}
+        for path, x in paths_and_leaves:
+            if isinstance(x, Tensor) and x.dtype != dtype and dtype and not others and self.options.compute is None:
+                short, name = (str(y).removeprefix("torch.") for y in (dtype, x.dtype))
+                return (
+                    f"; params are {short}, {named(('batch', *parts_of(path)))} is {name}. Where they meet, convert the "
+                    f"batch, x.to({dtype}), or give compute={dtype} for floating ones"
+                )
+        return ""
 
     def agree(
         self, losses: list[SliceLoss], changed: Sequence[Mapping[str, Tensor]]
