@@ -127,15 +127,10 @@ def input_differences(
     *,
     is_first_step: bool,
 ) -> dict[str, float]:
-    """Return the differences of a device's inputs.
+    """Return the differences of the inputs of the device at an index.
 
-    Args:
-        batch: the batch, and `device_index` the index of the device among the local ones.
-        key: of random draws, if all devices draw alike.
-        params: those that every device has in full.
-        group: all devices.
-        same_samples: those that have the same samples as this one.
-        is_first_step: compare all bits. An accelerator is waited for in the first step only.
+    `key`: of random draws, if all devices draw alike; `params`: those that each has in full. An accelerator is waited for
+    in the first step only.
     """
     is_full = batch.alone and is_first_step
     has_copies = batch.alone and same_samples is not None and same_samples.size > 1

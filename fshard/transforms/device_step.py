@@ -168,8 +168,8 @@ class DeviceStep:
     def _result(self, parts: list[SliceOutput], slices: list[Slice]) -> DeviceResult:
         mean, used, changed = self.agree([part.loss for part in parts], [part.written for part in parts])
         gradients = self.gradients(used, mean.weight)
-        along, metrics = self.collectives.along, [part.metrics for part in parts]
-        aux = combine_metrics(metrics, slices, mean, self.batch, along, self._along, self.runtime.site)
+        along, metrics, runtime = self.collectives.along, [part.metrics for part in parts], self.runtime
+        aux = combine_metrics(metrics, slices, mean, self.batch, along, runtime.scope, runtime.site)
         self.runtime.close()
         return DeviceResult(mean.loss, mean.weight, aux, gradients, changed, self.runtime.order)
 

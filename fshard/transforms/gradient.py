@@ -320,7 +320,7 @@ class Gradient(GradientFunction):
 
     def runtime(self, plans: ParamPlans, shards: Sequence[Tensor], site: Site, device: int) -> ParamRuntime:
         """Return the parameters of one device for a step, of which it holds these shards."""
-        options, unit_options, leaves = self.options, self.options.unit_options, plans.leaves
+        options, leaves = self.options, plans.leaves
         if options.local:
             leaves = local_plans(leaves, device)
         return ParamRuntime(
@@ -329,7 +329,7 @@ class Gradient(GradientFunction):
             shards,
             Storage(leaves, shards, options.compute, site),
             Reducer(plans.ways, site, ahead=options.in_flight > 0),
-            unit_options,
+            options,
             site,
             plans.order,
             several=options.reproducible or (options.reduce_once and options.accumulate > 1),

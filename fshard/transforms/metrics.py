@@ -11,7 +11,7 @@ rows of integers or bools are the first one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.moves import AllGather, Broadcast, Psum
 from fshard.mesh.layout import Layout, P, PyTree, Structure, broadcast_prefix, flatten, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.spmd.scope import Group
+from fshard.mesh.spmd.scope import Scope
 from fshard.source import Site
 from fshard.transforms.agreement import SliceLoss
 from fshard.transforms.batch import Batch, Slice
@@ -96,26 +96,43 @@ def combine_metrics(
     mean: SliceLoss,
     batch: Batch,
     along: tuple[str, ...],
-    group_along: Callable[[tuple[str, ...]], Group | None],
+    scope: Scope,
     site: Site,
 ) -> PyTree:
     """Return the metrics of one device from those of its slices.
 
     Args:
-        metrics: of each slice.
-        slices: of the batch; those without samples have no rows.
+        metrics: of each slice of the batch.
+        slices: those without samples have no rows.
         mean: the mean over all slices of all devices.
         batch: of which a row of the metrics is a sample.
         along: axes beside the batch's along which devices have the same samples.
-        group_along: returns the group along axes.
+        scope: of the device.
         site: the source line of the step.
     """
-    means = iter(mean.means)
+    means, cut = iter(mean.means), batch.cut
+    cut_axes = () if cut is None else cut.axes
+    copy_axes = tuple(axis for axis in (*along, *batch.axes) if axis not in cut_axes)
+
+    def global_rows(rows: Tensor) -> Tensor:
+        """Average a device's rows over devices with the same samples; gather those of all, where the batch is uneven."""
+        if copy_axes and (copies := scope.group(copy_axes, "value_and_grad")).size > 1:
+            is_averaged = rows.is_floating_point() or rows.is_complex()
+            (rows,) = Bound(Psum() if is_averaged else Broadcast(0), copies, site).run((rows,))
+            rows = rows / copies.size if is_averaged else rows
+        if cut is None or not cut_axes or cut.is_even:
+            return rows
+        longest = -(-cut.length // cut.parts)
+        padded = rows.new_zeros(longest, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        (gathered,) = Bound(AllGather(0, True), scope.group(cut_axes, "value_and_grad"), site).run((padded,))
+        return torch.cat([shard[:length] for shard, length in zip(gathered.split(longest), cut.lengths(), strict=True)])
 
     def combined(reduction: AuxReduction, column: Sequence[Tensor]) -> Tensor:
         if reduction == "rows":
-            rows = torch.cat([x[: slice.rows] if batch.cut else x for x, slice in zip(column, slices, strict=True)])
-            return _global_rows(rows, batch, along, group_along, site)
+            return global_rows(
+                torch.cat([x[: slice.rows] if cut else x for x, slice in zip(column, slices, strict=True)])
+            )
         x, dtype = next(means), column[0].dtype
         if reduction == "sum":
             x = (x * mean.weight).to(dtype) if dtype.is_floating_point else (x * mean.weight).round().long()
@@ -123,30 +140,6 @@ def combine_metrics(
 
     columns = zip(*(each.leaves for each in metrics), strict=True)
     return unflatten(metrics[-1].structure, [*map(combined, metrics[-1].reductions, columns)])
-
-
-def _global_rows(
-    rows: Tensor,
-    batch: Batch,
-    along: tuple[str, ...],
-    group_along: Callable[[tuple[str, ...]], Group | None],
-    site: Site,
-) -> Tensor:
-    """Return a device's rows, averaged over devices with the same samples; those of all, where the batch is uneven."""
-    cut_axes = () if batch.cut is None else batch.cut.axes
-    same_samples = group_along(tuple(axis for axis in (*along, *batch.axes) if axis not in cut_axes))
-    if same_samples is not None and same_samples.size > 1:
-        is_averaged = rows.is_floating_point() or rows.is_complex()
-        (rows,) = Bound(Psum() if is_averaged else Broadcast(0), same_samples, site).run((rows,))
-        rows = rows / same_samples.size if is_averaged else rows
-    cut, group = batch.cut, group_along(cut_axes)
-    if cut is None or group is None or cut.is_even:
-        return rows
-    longest = -(-cut.length // cut.parts)
-    padded = rows.new_zeros(longest, *rows.shape[1:])
-    padded[: len(rows)] = rows
-    (gathered,) = Bound(AllGather(0, True), group, site).run((padded,))
-    return torch.cat([shard[:length] for shard, length in zip(gathered.split(longest), cut.lengths(), strict=True)])
 
 
 def global_metrics(trees: Sequence[PyTree], batch: Batch, prefix: PyTree) -> PyTree:

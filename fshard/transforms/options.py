@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from numbers import Integral
 from reprlib import repr as shown
 from typing import Any, Literal, TypedDict, get_args
@@ -15,7 +14,6 @@ from torch import Tensor
 from fshard.errors import FshardError
 from fshard.foreign_names import NAMES
 from fshard.mesh.layout import Axes, Layout, P, PyTree, as_axes, flatten
-from fshard.transforms.fsdp.engine import UnitOptions
 from fshard.transforms.patterns import Choice
 
 AuxReduction = Literal["mean", "sum", "rows"]
@@ -108,13 +106,16 @@ class StepOptions:
         }
         return cls(loss_fn=loss_fn, **(chosen | others))
 
-    @cached_property
-    def unit_options(self) -> UnitOptions:
-        """The options of units."""
-        in_flight, bucket, compute, reduce = self.in_flight, self.bucket, self.compute, self.reduce
-        return UnitOptions(
-            self.reshard_after_forward, self.live_units, self.prefetch, in_flight, bucket, compute, reduce
-        )
+    def used_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a parameter of this dtype is used."""
+        return self.compute or dtype if dtype.is_floating_point else dtype
+
+    def reduced_in(self, dtype: torch.dtype, *, wide: bool) -> torch.dtype:
+        """Return the dtype that the gradient of a parameter is reduced in; at least 32 bits if it is `wide`."""
+        if dtype.is_complex:
+            return dtype
+        used = self.compute or dtype
+        return self.reduce or (torch.promote_types(used, torch.float32) if wide else used)
 
     def used(self, layout: Layout) -> Layout:
         """Return the layout in which a parameter is used: sharded along local axes, as it is stored, else replicated."""

@@ -27,9 +27,10 @@ from torch import Tensor
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 from fshard.transforms.agreement import host_row, reduce_rows
-from fshard.transforms.fsdp.engine import Along, Gradients, GradientSums, ParamPlan, Reducer, UnitOptions
+from fshard.transforms.fsdp.engine import Along, Gradients, GradientSums, ParamPlan, Reducer
 from fshard.transforms.fsdp.units import Unit
 from fshard.transforms.graph_checks import refuse_backward
+from fshard.transforms.options import StepOptions
 
 AccumulateInto = Callable[[Unit, Gradients], None]
 """Takes a slice's gradients of a unit instead of reducing them."""
@@ -43,7 +44,7 @@ class Reductions(GradientSums):
         units: Sequence[Unit],
         leaves: Sequence[ParamPlan],
         device: torch.device,
-        options: UnitOptions,
+        options: StepOptions,
         reducer: Reducer,
         *,
         turns: Sequence[int],

@@ -104,7 +104,7 @@ class StageStep:
         own, options = self.plan.params.own[stage], self.plan.options
         own = own._replace(leaves=local_plans(tuple(own.leaves), self.number)) if self.local else own
         storage = Storage(own.leaves, [here[index] for index in own.indices], options.compute, self.site)
-        return StageUnit(own, storage, options.unit_options, self.device)
+        return StageUnit(own, storage, options, self.device)
 
     def _totals(self) -> StageSums:
         plan, options = self.plan.params, self.plan.options
@@ -112,7 +112,7 @@ class StageStep:
         wide = options.reproducible or options.accumulate > 1
         reducer = Reducer(lambda along: plan.ways, self.site, ahead=options.in_flight > 0)
         leaves = local_plans(tuple(plan.leaves), self.number) if self.local else plan.leaves
-        reduced = GradientSums(leaves, self.device, options.unit_options, reducer, wide)
+        reduced = GradientSums(leaves, self.device, options, reducer, wide)
         reduced.along = self.local
         return StageSums(plan, self.mine, weights, self.pipe.index, reduced, self.site)
 
@@ -258,7 +258,7 @@ class StageStep:
         losses, metrics = zip(*(self.parts[microbatch] for microbatch in range(len(self.turns))), strict=True)
         mean, _ = average_losses(losses, [self.weight], self.same_stages, self.site, copies=self.collectives.copies)
         slices = [turn.slice for turn in self.turns]
-        aux = combine_metrics(metrics, slices, mean, self.batch, self.local, self._along, self.site)
+        aux = combine_metrics(metrics, slices, mean, self.batch, self.local, self.scope, self.site)
         return mean.loss, torch.full_like(mean.loss, self.scaled / self.scale, dtype=torch.float64), aux
 
     # -- agreement with all devices -----------------------------------------------------------------------------------
