@@ -317,13 +317,14 @@ class DeviceStep:
         """Return the differences of inputs; parameters that are used as they are stored are equal along the batch's axes."""
         runtime, group, is_first_step = self.runtime, self.everyone, self.runtime.fresh
         key = None if not self.options.reproducible else self.key
-        stored = [(leaf, x) for leaf, x in zip(runtime.leaves, runtime.shards, strict=True) if not leaf.gather.steps]
+        pairs = zip(runtime.leaves, runtime.shards, strict=True) if is_first_step else ()
+        stored = [(leaf, x) for leaf, x in pairs if not leaf.gather.steps]
         params = (x for leaf, x in stored if not leaf.used.entries)
         same_samples = self._along(self.collectives.along)
         differences = input_differences(
             self.batch, self.place, key, params, group, same_samples, is_first_step=is_first_step
         )
-        if self.options.local and is_first_step and self.batch.alone:
+        if self.options.local and self.batch.alone:
             local = [digest(x) for leaf, x in stored if leaf.used.entries]
             differences["params"] += difference(local, self.group)
         return differences | {"gathers": difference(runtime.sequence, group)}
