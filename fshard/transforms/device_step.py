@@ -181,7 +181,7 @@ class DeviceStep:
             loss, buffers, aux = self._forward(slice)
             self.agree_on_axes(loss.device)
             count = turn.weight  # where the host waits, behind a forward that is launched
-            share = count.share if not self.options.reproducible else 1.0  # else sums are weighted, in 32 bits
+            share = 1.0 if self.options.reproducible else count.share  # 1: sums are weighted, in 32 bits
             start = self.begin_backward(loss, share, accumulate_into, idle=not count.weight)
             if loss.requires_grad:
                 self.differentiate([loss], [start])
@@ -299,8 +299,8 @@ class DeviceStep:
             accumulated=[float(unit.accumulated is not None) for unit in runtime.units],
             used=[*map(float, runtime.reductions.used)],
         )
-        copies, row = self.collectives.copies, agreement.pack()
-        mean, row = average_losses(losses, row, group, runtime.site, copies=copies)
+        copies = self.collectives.copies
+        mean, row = average_losses(losses, agreement.pack(), group, runtime.site, copies=copies)
         agreement = agreement.unpack(row)
         agreement.check_inputs(self.options.caller, self.collectives.along)
         if any(leaf.trained for leaf in runtime.leaves):
@@ -310,13 +310,13 @@ class DeviceStep:
             return mean, agreement.used, {}
         is_regular = not agreement.differences["buffers"]
         entries = entries_to_average(paths, agreement.written, written, before, agreed=is_regular)
-        near = losses[0].loss.device
-        return mean, agreement.used, averaged(written, entries, group, before, near, runtime.site)
+        device = losses[0].loss.device
+        return mean, agreement.used, averaged(written, entries, group, before, device, runtime.site)
 
     def _input_differences(self) -> dict[str, float]:
         """Return the differences of inputs; parameters that are used as they are stored are equal along the batch's axes."""
         runtime, group, is_first_step = self.runtime, self.everyone, self.runtime.fresh
-        key = None if not self.options.reproducible else self.key
+        key = self.key if self.options.reproducible else None
         pairs = zip(runtime.leaves, runtime.shards, strict=True) if is_first_step else ()
         stored = [(leaf, x) for leaf, x in pairs if not leaf.gather.steps]
         params = (x for leaf, x in stored if not leaf.used.entries)
@@ -331,10 +331,9 @@ class DeviceStep:
 
     def gradients(self, used: Sequence[float], weight: float = 1.0) -> Gradients:
         """Return the gradients; None for a parameter that no device used. `weight` is the total of all slices."""
-        divisor = (
-            1.0 if not self.options.reproducible or self.batch.mesh.runtime == "abstract" else nonzero_weight(weight)
-        )
-        divisor *= self.scaled / self.scale
+        divisor = self.scaled / self.scale
+        if self.options.reproducible and self.batch.mesh.runtime != "abstract":
+            divisor *= nonzero_weight(weight)
         return self.runtime.reductions.gradients(used, divisor)
 
 

@@ -276,7 +276,7 @@ class StageStep:
 
     def _agree(self) -> tuple[StepAgreement, dict[str, Tensor]]:
         """Return the sums over all devices, and the buffers that changed; raise if inputs differ."""
-        options, writes, key = self.plan.options, self.writes, None if not self.plan.options.reproducible else self.key
+        options, writes, key = self.plan.options, self.writes, self.key if self.plan.options.reproducible else None
         along = (self.plan.axis, *self.local)
         written = [] if writes is None else writes.written([turn.weight.weight for turn in self.turns])
         paths = [] if writes is None else writes.paths
