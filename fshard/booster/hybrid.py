@@ -113,7 +113,7 @@ class HybridParallelPlugin(Plugin):
         sizes += one_of("tensor_mode", self.tensor_mode, *MODEL_AXES)
         sizes += one_of("sequence_mode", self.sequence_mode, *get_args(How), "megatron")
         wrong = integer("pipeline", self.pipeline) + one_of("zero_stage", self.zero_stage, 0, 1, 2, 3)
-        wrong += wrong_options(False, {"recompute": self.recompute}) + (sizes or self._unfit_layers())
+        wrong += wrong_options({"recompute": self.recompute}) + (sizes or self._unfit_layers())
         if not wrong and self.in_stages():
             wrong += refusal(lambda: check_balance(self.balance, self.plan().stages, self.sample))
             wrong += ["sync_batchnorm=True has no meaning for stages"] * self.sync_batchnorm

@@ -32,7 +32,7 @@ from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.source import call_site
-from fshard.transforms.agree import mark
+from fshard.transforms.agreement import SliceLoss, hash_of
 from fshard.transforms.batch import Slice
 from fshard.transforms.device_step import DeviceStep
 from fshard.transforms.fsdp.lazy_param import unsharded
@@ -40,7 +40,6 @@ from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbe
 from fshard.transforms.fsdp.units import Unit
 from fshard.transforms.gradient import gradient_tree, unstaged
 from fshard.transforms.graph_checks import refuse_other_parameters, refuse_unreached
-from fshard.transforms.means import LossSums
 from fshard.transforms.module.buffers import Buffers
 from fshard.transforms.reproducible.joined_outputs import JoinedOutput, join, split_backward
 from fshard.transforms.reproducible.randomness import drawn_key
@@ -120,7 +119,7 @@ class LoopModel(BoostedModel):
         step.share = (stop - start) / part.cut.length
         with self.draws(grad=grad):
             key = drawn_key()
-        step.device = DeviceStep(self._gradient.how, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
+        step.device = DeviceStep(self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
         try:
             output = self._run_slices(step, sliced=sliced)
         except BaseException:
@@ -132,7 +131,7 @@ class LoopModel(BoostedModel):
         else:
             step.runtime.end()
             if step.runtime.sequence:
-                self._gathers = int(mark((self._gathers, step.runtime.sequence)))
+                self._gathers = hash_of((self._gathers, step.runtime.sequence))
             step.runtime.close()
         return output
 
@@ -176,7 +175,7 @@ class LoopModel(BoostedModel):
     def _run(self, step: _Step, leaves: list[Any], buffers: PyTree, number: int) -> tuple[Any, PyTree]:
         """Run the module once; return its output, and the buffers after it."""
         device, runtime, grad = step.device, step.runtime, torch.is_grad_enabled()
-        args, kwargs = device.batch.tree(leaves, device.how.unit_options.compute)
+        args, kwargs = device.batch.tree(leaves, device.options.compute)
         with device.running(number), runtime.saved.watch() if grad else nullcontext():
             output, after = self.function(step.params(), buffers, *args, **kwargs)
         if grad and runtime.fresh:
@@ -213,7 +212,7 @@ class LoopModel(BoostedModel):
                 reductions.reduce(unit, trees.result(unit) or [None] * len(unit.indices))
             reductions.send()
         else:
-            keep = None if sync or not device.how.once else Unit.accumulate
+            keep = None if sync or not device.options.reduce_once else Unit.accumulate
             device.differentiate([loss], [device.begin_backward(loss, step.share, keep, idle=not step.share)])
             if keep is None:
                 reductions.end()
@@ -236,10 +235,10 @@ class LoopModel(BoostedModel):
     def _agree(self, step: _Step) -> PyTree:
         """Reduce the remaining gradients, and average buffers: the one time in a step that all devices agree."""
         device, near = step.done, torch.zeros((), device=step.runtime.reductions.device)
-        found = [LossSums(near, sum(weights), []) for weights in zip(*step.backwards, strict=True)]
-        changed = [self._agreed.changed(0, tree, near.device) for tree in self._written_by(len(found))]
+        losses = [SliceLoss(near, sum(weights), []) for weights in zip(*step.backwards, strict=True)]
+        changed = [self._agreed.changed(0, tree, near.device) for tree in self._written_by(len(losses))]
         step.runtime.sequence.append(self._gathers)
-        mean, used, after = device.together(found, changed)
+        mean, used, after = device.agree(losses, changed)
         if not self.is_reproducible and abs(mean.weight - len(step.backwards)) > 1e-6:
             raise MismatchError(
                 f"the devices' parts of the batch must add up to one; got {mean.weight / len(step.backwards):.3f}: rows fit "

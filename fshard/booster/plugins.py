@@ -84,7 +84,8 @@ class Plugin:
         wrong += flag("sync_batchnorm", self.sync_batchnorm) + flag("reproducible", self.reproducible)
         wrong += integer("slices", self.slices) + integer("seed", self.seed, 0)
         known = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
-        wrong += unknown("options", self.options, sorted(known)) + wrong_options(self.reproducible, self.options)
+        wrong += unknown("options", self.options, sorted(known))
+        wrong += wrong_options({**self.options, "reproducible": self.reproducible})
         if self.reproducible and self.sync_batchnorm:
             wrong.append("sync_batchnorm=True needs all devices together, reproducible=True computes slices one by one")
         if isinstance(mesh, Mesh):

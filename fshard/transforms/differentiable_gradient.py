@@ -6,7 +6,6 @@ differentiable program, whose gradient torch.func takes: more memory and communi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,31 +17,29 @@ from fshard.mesh.layout import Layout, Mesh, PyTree, flatten, paths_of, unflatte
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard, unshard
 from fshard.mesh.spmd.outer_autograd import run_mapped
-from fshard.mesh.spmd.scope import owning, require
+from fshard.mesh.spmd.scope import loss_scope, require
 from fshard.optim.leaves import like, trainable, without_static
+from fshard.transforms.array_checks import validate_mesh
 from fshard.transforms.batch import placed
-from fshard.transforms.device_step import StepOptions, one_loss
-from fshard.transforms.means import weight_of
-from fshard.transforms.origin import refuse_unplaced
-from fshard.transforms.patterns import Choice, chosen
+from fshard.transforms.device_step import one_loss, weight_of
+from fshard.transforms.options import StepOptions
+from fshard.transforms.patterns import chosen
 from fshard.transforms.reproducible.randomness import drawn_key, keyed_random
 
 
 def differentiable_gradient(
-    how: StepOptions,
+    options: StepOptions,
     mesh: Mesh,
     specs: PyTree,
-    gradients: Callable[[Layout], Layout],
-    frozen: Choice,
     params: PyTree,
     batch: PyTree,
 ) -> tuple[Tensor, PyTree]:
     """Return the mean loss and its gradient, as functions of the parameters that can be differentiated again."""
     params, restore = without_static(params)
     leaves, structure = flatten(params)
-    refuse_unplaced(leaves, structure, mesh)
-    parts, key, dtype = placed(batch, specs, mesh), drawn_key(), how.unit_options.compute
-    fixed = chosen(frozen, [*paths_of(structure)], "frozen")
+    validate_mesh(leaves, structure, mesh)
+    parts, key, dtype = placed(batch, specs, mesh), drawn_key(), options.compute
+    fixed = chosen(options.frozen, [*paths_of(structure)], "frozen")
     trained = [place for place, x in enumerate(leaves) if trainable(x) and not fixed[place]]
 
     slices = [parts.slices(place, 1)[0] for place in range(len(parts.devices))]
@@ -57,9 +54,9 @@ def differentiable_gradient(
         samples = parts.tree(own, dtype)
         varying = [pvary(x if dtype is None else x.to(dtype), mesh.axis_names) for x in given[: len(leaves)]]
         number = require("a loss function").group(parts.axes, "value_and_grad").index if parts.axes else 0
-        with keyed_random(key, 0, number), owning(mesh.axis_names):
-            loss = one_loss(how, how.loss_fn(restore(unflatten(structure, varying)), samples), part)
-        weight = weight_of(float(part.rows) if how.weight is None else how.weight(samples)).to(loss.device)
+        with keyed_random(key, 0, number), loss_scope(mesh.axis_names):
+            loss = one_loss(options, options.loss_fn(restore(unflatten(structure, varying)), samples), part)
+        weight = weight_of(float(part.rows) if options.weight is None else options.weight(samples)).to(loss.device)
         total = psum(weight, mesh.axis_names)
         return (psum(loss * weight, mesh.axis_names) / total,)
 
@@ -76,5 +73,5 @@ def differentiable_gradient(
     found, loss = torch.func.grad(mean_loss, has_aux=True)([leaves[place].shards for place in trained])
     grads: list[Any] = [None] * len(leaves)
     for place, shards in zip(trained, found, strict=True):
-        grads[place] = reshard(like(leaves[place], shards), gradients(leaves[place].layout))
+        grads[place] = reshard(like(leaves[place], shards), options.gradients(leaves[place].layout))
     return loss, unflatten(structure, grads)

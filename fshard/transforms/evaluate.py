@@ -14,8 +14,8 @@ import torch
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
+from fshard.transforms.array_checks import validate_run
 from fshard.transforms.options import Options
-from fshard.transforms.origin import refuse_distant
 from fshard.transforms.value_and_grad import gradient_of, refuse_unscheduled
 from fshard.uncompiled import uncompiled
 
@@ -60,11 +60,11 @@ def evaluate(
         when = "without schedule=" if schedule is None else "with schedule="
         raise ValueError(f"evaluate has no option {', '.join(unknown)} {when}. Leave out what has no meaning there.")
     forward = gradient_of("evaluate", loss_fn, mesh=mesh, batch=batch, schedule=schedule, backward=False, **options)
-    has_buffers, has_aux = forward.how.has_buffers, forward.how.has_aux
+    has_buffers, has_aux = forward.options.has_buffers, forward.options.has_aux
 
     def run(params: PyTree, *given: PyTree) -> Any:
         buffers, batch = given if has_buffers else ((), *given)
-        refuse_distant(mesh, "evaluate", params=params, buffers=buffers, batch=batch)
+        validate_run(mesh, "evaluate", params=params, buffers=buffers, batch=batch)
         with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=()):
             value, _ = forward.run(params, buffers, batch, call_site())
         return (value.loss, value.aux) if has_aux else value.loss

@@ -17,7 +17,7 @@ thread. Then the bits are the same on any mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -28,13 +28,10 @@ from torch import Tensor
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import (
-    Axes,
-    Layout,
     Mesh,
     P,
     PyTree,
     Structure,
-    as_axes,
     as_written,
     flatten,
     paths_of,
@@ -45,75 +42,41 @@ from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.leaves import trainable, without_static
 from fshard.source import Site, call_site
-from fshard.transforms.agree import gathered
+from fshard.transforms.agreement import FIX_UNEVEN_GATHERS
+from fshard.transforms.array_checks import validate_mesh, validate_run
 from fshard.transforms.batch import Batch, BatchPart, placed
-from fshard.transforms.device_step import DeviceResult, DeviceStep, StepOptions
-from fshard.transforms.fsdp.engine import Gradients, ParamPlan, Reducer, Storage, UnitOptions, local_plans
+from fshard.transforms.device_step import DeviceResult, DeviceStep
+from fshard.transforms.fsdp.engine import Gradients, ParamPlan, Reducer, Storage, local_plans
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
-from fshard.transforms.means import Weight, global_aux
+from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
-from fshard.transforms.options import wrong_options
-from fshard.transforms.origin import refuse_distant, refuse_unplaced
-from fshard.transforms.patterns import Choice, chosen, named, parts_of
+from fshard.transforms.options import StepOptions, wrong_options
+from fshard.transforms.patterns import chosen, named, parts_of
 from fshard.transforms.reproducible.randomness import drawn_key
 from fshard.uncompiled import uncompiled
 
 
 def unstaged(
-    loss_fn: Callable[..., Any],
-    *,
-    mesh: Mesh,
-    batch: PyTree,
-    has_buffers: bool = False,
-    has_aux: bool = False,
-    aux: PyTree = None,
-    weight: Weight | None = None,
-    accumulate: int = 1,
-    reduce_once: bool = True,
-    gradients: Callable[[Layout], Layout] | None = None,
-    frozen: Choice = None,
-    local: Axes = (),
-    reproducible: bool = False,
-    slices: int | None = None,
-    reshard_after_forward: bool = True,
-    live_units: int = 2,
-    prefetch: int = 1,
-    in_flight: int = 2,
-    bucket: int = 8 << 20,
-    compute: torch.dtype | None = None,
-    reduce: torch.dtype | None = None,
-    backward: bool = True,
+    loss_fn: Callable[..., Any], *, mesh: Mesh, batch: PyTree, backward: bool = True, **given: Any
 ) -> Gradient:
     """Return the gradient of a loss function of the full model; for its options see `value_and_grad`."""
-    numbers = {"accumulate": accumulate, "slices": slices, "live_units": live_units, "bucket": bucket}
-    numbers |= {"in_flight": in_flight, "prefetch": prefetch, "reduce": reduce, "compute": compute, "aux": aux}
-    if wrong := wrong_options(reproducible, numbers):
-        raise ValueError(f"value_and_grad: {'; '.join(wrong)}.")
-    count = 8 if slices is None else slices
-    unit_options = UnitOptions(reshard_after_forward, live_units, prefetch, in_flight, bucket, compute, reduce)
-    once = reduce_once or reproducible
-    slices = count if reproducible else None
-    returned = loss_fn, has_buffers, has_aux or aux is not None, weight
-    how = StepOptions(*returned, accumulate, once, slices, unit_options, backward, local=as_axes(local), aux=aux)
-    return Gradient(how, mesh, batch, gradients or same_layouts, frozen)
+    if errors := wrong_options(given):
+        raise ValueError(f"value_and_grad: {'; '.join(errors)}.")
+    return Gradient(StepOptions.of(loss_fn, given, backward=backward), mesh, batch)
 
 
-def same_layouts(layout: Layout) -> Layout:
-    """Give gradients the layouts of their parameters."""
-    return layout
-
-
-def refuse_not_local(how: StepOptions, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
+def refuse_not_local(options: StepOptions, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
     """Raise with the parameters that are not sharded along local axes by dims, and along others flat."""
     wrong = [
         f"{named(parts_of(path)) or 'the parameter'} is {x.spec}"
         for path, x in zip(paths, leaves, strict=True)
-        if any((axis in how.local) == (axis in (x.spec.flat_axes or ()) + x.spec.at_axes) for axis in x.spec.axes)
+        if any((axis in options.local) == (axis in (x.spec.flat_axes or ()) + x.spec.at_axes) for axis in x.spec.axes)
     ]
-    if how.local and wrong:
+    if options.local and wrong:
         raise LayoutError(
-            f"{how.caller}(local=): along {as_written(how.local)} dims of parameters may be sharded, along other axes their "
-            f"flattened shards only; {'; '.join(wrong)}. Write fs.shard_params(params, fs.fsdp(axis, within=rules), mesh=mesh)."
+            f"{options.caller}(local=): along {as_written(options.local)} dims of parameters may be sharded, along other axes "
+            f"their flattened shards only; {'; '.join(wrong)}. Write fs.shard_params(params, fs.fsdp(axis, within=rules), "
+            "mesh=mesh)."
         )
 
 
@@ -164,32 +127,30 @@ class GradientFunction:
     `run` is one algorithm for a full model and for one in stages; they differ in plans and in what each device does.
     """
 
-    how: StepOptions
+    options: StepOptions
     mesh: Mesh
     specs: PyTree
-    gradients: Callable[[Layout], Layout]
-    frozen: Choice
     plans: list[tuple[object, Any]] = field(init=False, default_factory=list[Any], compare=False, repr=False)
 
     @uncompiled
     def __call__(self, params: PyTree, *given: PyTree, scale: Tensor | float | None = None) -> tuple[Any, PyTree]:
         """Return the loss, or loss and metrics, and the gradient of `scale` times the loss."""
-        how = self.how
+        options = self.options
         if transformed():  # the engine differentiates detached shards, of which torch.func sees nothing
             return self.differentiable(params, *given)
-        buffers, batch = given if how.has_buffers else ((), *given)
-        refuse_distant(self.mesh, how.caller, params=params, buffers=buffers, batch=batch)
+        buffers, batch = given if options.has_buffers else ((), *given)
+        validate_run(self.mesh, options.caller, params=params, buffers=buffers, batch=batch)
         value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))
-        rest = (value.buffers,) * how.has_buffers + (value.aux,) * how.has_aux
+        rest = (value.buffers,) * options.has_buffers + (value.aux,) * options.has_aux
         return ((value.loss, *rest) if rest else value.loss), grads
 
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
     ) -> tuple[StepValue, PyTree]:
         """Run forward and backward on all devices; return the loss, and the gradients of `scale` times it in their layouts."""
-        if self.how.backward and torch.is_inference_mode_enabled():
+        if self.options.backward and torch.is_inference_mode_enabled():
             raise ValueError(
-                f"{self.how.caller} under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
+                f"{self.options.caller} under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
                 "Call it outside, or in torch.inference_mode(False)."
             )
         mesh = resolve_mesh(self.mesh)
@@ -198,24 +159,26 @@ class GradientFunction:
         self._refuse_swapped(leaves, batch)
         self.check_params(params, leaves, structure, mesh)
         parts = placed(batch, self.specs, mesh)
-        parts.check(self.how.turns(prod(mesh.shape[axis] for axis in parts.axes)))
+        parts.check(self.options.turns(prod(mesh.shape[axis] for axis in parts.axes)))
         own, at = numbered(leaves)  # a tied leaf is one, however often it occurs
         plans = self.plans_of(structure, leaves, at, mesh, parts.axes)  # (1)
         drawn = drawn_key()  # the same on every process
-        memory = self.buffers_on(mesh, buffers) if self.how.has_buffers else no_buffers(mesh)
+        memory = self.buffers_on(mesh, buffers) if self.options.has_buffers else no_buffers(mesh)
         inputs = StepInputs(leaves, structure, restore, own, at, parts, memory, drawn, scale, site)
-        with deterministic(self.how.slices is not None, mesh.device_type):
+        with deterministic(self.options.reproducible, mesh.device_type):
             results = self.run_devices(plans, inputs, mesh)
         first = results[0]
         grads = gradient_tree(plans.leaves, [result.gradients for result in results], structure, at)
         after = memory.after([result.buffers for result in results])
-        aux = global_aux([result.aux for result in results], parts, self.how.aux) if self.how.has_aux else ()
+        aux = (
+            global_metrics([result.aux for result in results], parts, self.options.aux) if self.options.has_aux else ()
+        )
         value = StepValue(first.loss, first.weight, parts.samples, after, aux)
         return value, grads
 
     def differentiable(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
         """Return the loss and its gradient within a transform of `torch.func`."""
-        raise TypeError(f"{self.how.caller} of stages must not be called within a torch.func transform.")
+        raise TypeError(f"{self.options.caller} of stages must not be called within a torch.func transform.")
 
     def plans_of(
         self, structure: Structure, leaves: Sequence[Sharded], at: Sequence[int], mesh: Mesh, axes: tuple[str, ...]
@@ -228,10 +191,10 @@ class GradientFunction:
         found = next((plans for known, plans in self.plans if known == key), None)
         if found is None:
             paths = [*paths_of(structure)]
-            fixed = chosen(self.frozen, paths, "frozen")
+            fixed = chosen(self.options.frozen, paths, "frozen")
             refuse_half_frozen(paths, at, fixed)
             self._refuse_integers(paths, leaves)
-            refuse_not_local(self.how, paths, leaves)
+            refuse_not_local(self.options, paths, leaves)
             found = self.plan(structure, [*zip(paths, leaves, fixed, strict=True)], at, mesh, axes)
             self.plans[:] = [(key, found), *self.plans[: KNOWN - 1]]
         return found
@@ -240,31 +203,35 @@ class GradientFunction:
         """Raise if the parameters were given as the batch, and the batch as the parameters."""
         if batch is None and isinstance(self.specs, P) and self.specs.axes:
             raise TypeError(
-                f"{self.how.caller}: the batch must be a tree of tensors, sharded by {self.specs}; got None."
+                f"{self.options.caller}: the batch must be a tree of tensors, sharded by {self.specs}; got None."
             )
         if any(isinstance(x, Sharded) for x in leaves) or isinstance(batch, Tensor | BatchPart):
             return
         if any(isinstance(x, Sharded) for x in flatten(batch)[0]):
             raise ValueError(
-                f"{self.how.caller}: params must be sharded parameters; got plain tensors, and sharded ones as the batch. "
+                f"{self.options.caller}: params must be sharded parameters; got plain tensors, and sharded ones as the batch. "
                 "Swap the two: the order is (params, batch), in a step (params, state, batch)."
             )
 
     def _refuse_integers(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
         """Raise if there is nothing to differentiate by."""
-        if self.how.backward and leaves and not any(x.dtype.is_floating_point or x.dtype.is_complex for x in leaves):
+        if (
+            self.options.backward
+            and leaves
+            and not any(x.dtype.is_floating_point or x.dtype.is_complex for x in leaves)
+        ):
             found = ", ".join(
                 f"{named(parts_of(path)) or 'the parameter'} is {str(x.dtype).removeprefix('torch.')}"
                 for path, x in zip(paths, leaves, strict=True)
             )
             raise TypeError(
-                f"{self.how.caller}: parameters must be floating-point or complex to have gradients; {found}. "
+                f"{self.options.caller}: parameters must be floating-point or complex to have gradients; {found}. "
                 "Shard x.float() of them."
             )
 
     def check_params(self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh) -> None:
         """Raise unless the parameters are on the mesh."""
-        refuse_unplaced(leaves, structure, mesh)
+        validate_mesh(leaves, structure, mesh)
 
     def buffers_on(self, mesh: Mesh, buffers: PyTree) -> Buffers:
         """Return the given buffers on the mesh."""
@@ -304,15 +271,13 @@ class Gradient(GradientFunction):
         """Return the loss and its gradient within a transform of `torch.func`."""
         from fshard.transforms.differentiable_gradient import differentiable_gradient  # rare
 
-        how = self.how
-        wrong = {"has_buffers": how.has_buffers, "has_aux": how.has_aux, "reproducible": how.slices is not None}
+        options = self.options
+        wrong = {"has_buffers": options.has_buffers, "has_aux": options.has_aux, "reproducible": options.reproducible}
         if found := [name for name, given in wrong.items() if given]:
             raise ValueError(
-                f"{how.caller} must not have {', '.join(found)} within a torch.func transform: return the loss alone."
+                f"{options.caller} must not have {', '.join(found)} within a torch.func transform: return the loss alone."
             )
-        return differentiable_gradient(
-            how, resolve_mesh(self.mesh), self.specs, self.gradients, self.frozen, params, *given
-        )
+        return differentiable_gradient(options, resolve_mesh(self.mesh), self.specs, params, *given)
 
     def plan(
         self,
@@ -325,10 +290,10 @@ class Gradient(GradientFunction):
         """Return the plans of parameters, each once."""
         plans: dict[int, ParamPlan] = {}
         for (path, x, fix), place in zip(given, at, strict=True):
-            trained = self.how.backward and trainable(x) and not fix
-            gradients, used = self.gradients if trained else None, self.how.used(x.layout)
+            trained = self.options.backward and trainable(x) and not fix
+            gradients, used = self.options.gradients if trained else None, self.options.used(x.layout)
             plans.setdefault(place, plan_param(path, x, gradients, used))
-        return ParamPlans(tuple(plans[place] for place in sorted(plans)), mesh, axes, self.how.slices is not None)
+        return ParamPlans(tuple(plans[place] for place in sorted(plans)), mesh, axes, self.options.reproducible)
 
     def run_devices(self, plans: ParamPlans, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:
         """Run the step on each device of the caller; errors name the units in which devices differ."""
@@ -342,25 +307,43 @@ class Gradient(GradientFunction):
             def tree() -> PyTree:
                 return restore(unflatten(structure, [runtime.lazy_params[place] for place in at]))
 
-            return DeviceStep(self.how, runtime, tree, buffers, batch, place, key, scale).run()
+            return DeviceStep(self.options, runtime, tree, buffers, batch, place, key, scale).run()
 
         try:
             results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
         except (MismatchError, DeadlockError, CollectiveTimeoutError) as error:
-            units = {device: runtime.sequence for device, runtime in runtimes.items()}
-            words = next((runtime.words() for runtime in runtimes.values()), [])
-            if found := gathered(mesh, units, words):
-                error.add_note(f"{self.how.caller}: {found}")
+            if gathers := describe_gathers(mesh, runtimes):
+                error.add_note(f"{self.options.caller}: {gathers}")
             raise
         plans.order = results[0].order
         return results
 
     def runtime(self, plans: ParamPlans, shards: Sequence[Tensor], site: Site, device: int) -> ParamRuntime:
         """Return the parameters of one device for a step, of which it holds these shards."""
-        reproducible = self.how.slices is not None
-        several = reproducible or (self.how.once and self.how.accumulate > 1)
-        options, leaves = self.how.unit_options, local_plans(plans.leaves, device) if self.how.local else plans.leaves
-        storage = Storage(leaves, shards, options.compute, site)
-        reducer = Reducer(plans.ways, site, ahead=options.in_flight > 0)
-        how = {"several": several, "each_use": reproducible}
-        return ParamRuntime(leaves, plans.by_unit, shards, storage, reducer, options, site, plans.order, **how)
+        options, leaves = self.options, plans.leaves
+        if options.local:
+            leaves = local_plans(leaves, device)
+        return ParamRuntime(
+            leaves,
+            plans.by_unit,
+            shards,
+            Storage(leaves, shards, options.compute, site),
+            Reducer(plans.ways, site, ahead=options.in_flight > 0),
+            options,
+            site,
+            plans.order,
+            several=options.reproducible or (options.reduce_once and options.accumulate > 1),
+            each_use=options.reproducible,
+        )
+
+
+def describe_gathers(mesh: Mesh, runtimes: Mapping[int, ParamRuntime]) -> str:
+    """Return the units that each device has all-gathered, and the fix; empty if several devices have gathered the same."""
+    if len(runtimes) > 1 and len({*(tuple(runtime.sequence) for runtime in runtimes.values())}) == 1:
+        return ""
+    devices = list[str]()
+    for device, runtime in runtimes.items():
+        coordinates = ", ".join(f"{axis}={index}" for axis, index in mesh.coordinates(device).items())
+        units = ", then ".join(runtime.words()[number] for number in runtime.sequence)
+        devices.append(f"({coordinates}) has gathered {units or 'nothing'}")
+    return f"{'; '.join(devices)}. {FIX_UNEVEN_GATHERS}"

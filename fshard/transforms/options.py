@@ -3,41 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from numbers import Integral
 from reprlib import repr as shown
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
+from torch import Tensor
 
 from fshard.errors import FshardError
 from fshard.foreign_names import NAMES
-from fshard.mesh.layout import Axes, Layout, PyTree, flatten
-from fshard.transforms.means import AuxReduction, Weight
+from fshard.mesh.layout import Axes, Layout, P, PyTree, as_axes, flatten
 from fshard.transforms.patterns import Choice
+
+AuxReduction = Literal["mean", "sum", "rows"]
+Weight = Callable[[PyTree], Tensor | int | float]
 
 
 class Options(TypedDict, total=False):
-    """All options by name: first those of any gradient, then those of a loss function, then those of stages."""
+    """All options by name: those of loss functions, then those of stages alone."""
 
     has_buffers: bool
     has_aux: bool
     aux: PyTree
     weight: Weight | None
+    accumulate: int
+    reduce_once: bool
     gradients: Callable[[Layout], Layout] | None
     frozen: Choice
     local: Axes
     reproducible: bool
-    live_units: int
-    compute: torch.dtype | None
-    reduce: torch.dtype | None
-
-    accumulate: int
-    reduce_once: bool
     slices: int | None
     reshard_after_forward: bool
+    live_units: int
     prefetch: int
     in_flight: int
     bucket: int
+    compute: torch.dtype | None
+    reduce: torch.dtype | None
 
     loss: Callable[..., Any] | None
     inputs: Callable[[PyTree], PyTree] | None
@@ -49,18 +52,104 @@ class Options(TypedDict, total=False):
 
 OF_STAGES_ALONE = ("loss", "inputs", "skips", "axis", "dynamic", "recompute")
 OF_LOSSES_ALONE = ("accumulate", "reduce_once", "slices", "reshard_after_forward", "prefetch", "in_flight", "bucket")
-_BOTH = [name for name in Options.__annotations__ if name not in OF_LOSSES_ALONE + OF_STAGES_ALONE]
-OF_LOSSES = [*_BOTH[:4], *OF_LOSSES_ALONE, *_BOTH[4:]]
-OF_STAGES = [*OF_STAGES_ALONE, *_BOTH]
+OF_LOSSES = [name for name in Options.__annotations__ if name not in OF_STAGES_ALONE]
+OF_STAGES = [*OF_STAGES_ALONE, *(name for name in OF_LOSSES if name not in OF_LOSSES_ALONE)]
+
+
+def same_layouts(layout: Layout) -> Layout:
+    """Give gradients the layouts of their parameters."""
+    return layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """The options of a step, with their defaults; for those of the user see `value_and_grad`.
+
+    Args:
+        loss_fn: of (params, batch), or of what the last stage returns and the microbatch.
+        caller: the function that was called, for messages.
+        backward: False takes no gradient.
+        slices: the number of slices of the global batch in reproducible mode; None: another mode.
+    """
+
+    loss_fn: Callable[..., Any]
+    caller: str = "value_and_grad"
+    backward: bool = True
+    has_buffers: bool = False
+    has_aux: bool = False
+    aux: PyTree = None
+    weight: Weight | None = None
+    accumulate: int = 1
+    reduce_once: bool = True
+    gradients: Callable[[Layout], Layout] = same_layouts
+    frozen: Choice = None
+    local: tuple[str, ...] = ()
+    reproducible: bool = False
+    slices: int | None = None
+    reshard_after_forward: bool = True
+    live_units: int = 2
+    prefetch: int = 1
+    in_flight: int = 2
+    bucket: int = 8 << 20
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, loss_fn: Callable[..., Any], options: Mapping[str, Any], **others: Any) -> StepOptions:
+        """Return the step's options from valid ones of the user."""
+        chosen: dict[str, Any] = {
+            **options,
+            "has_aux": options.get("has_aux", False) or options.get("aux") is not None,
+            "gradients": options.get("gradients") or same_layouts,
+            "local": as_axes(options.get("local", ())),
+            "slices": (options.get("slices") or 8) if options.get("reproducible") else None,
+        }
+        return cls(loss_fn=loss_fn, **(chosen | others))
+
+    def used_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a parameter of this dtype is used."""
+        return self.compute or dtype if dtype.is_floating_point else dtype
+
+    def reduced_in(self, dtype: torch.dtype, *, wide: bool) -> torch.dtype:
+        """Return the dtype that the gradient of a parameter is reduced in; at least 32 bits if it is `wide`."""
+        if dtype.is_complex:
+            return dtype
+        used = self.compute or dtype
+        return self.reduce or (torch.promote_types(used, torch.float32) if wide else used)
+
+    def used(self, layout: Layout) -> Layout:
+        """Return the layout in which a parameter is used: sharded along local axes, as it is stored, else replicated."""
+        return Layout(layout.mesh, P(*layout.spec.entries)) if self.local else Layout(layout.mesh)
+
+    def turns(self, n: int) -> int:
+        """Return the number of slices of each of n devices; in reproducible mode they are one branch of the global
+        tree.
+        """
+        if self.slices is None:  # not in reproducible mode
+            return self.accumulate
+        count, rest = divmod(self.slices, n)
+        if rest or count % self.accumulate:
+            raise ValueError(
+                f"reproducible mode cuts the batch into {self.slices} slices, which {n} devices do not share evenly "
+                f"in {self.accumulate} turns. Give a number of slices that all your meshes divide."
+            )
+        if n > 1 and count & (count - 1):
+            raise ValueError(
+                f"reproducible mode adds {self.slices} slices in one binary tree, of which the {count} of each of {n} devices "
+                f"are no branch: one device would round differently. "
+                f"Give each 1, 2, 4, ... slices, such as {n << count.bit_length()}."
+            )
+        return count
+
 
 _LEAST = {"live_units": 1, "accumulate": 1, "slices": 1, "prefetch": 0, "in_flight": 0, "bucket": 0}
 _FLAGS = ("has_buffers", "has_aux", "reproducible", "reduce_once", "reshard_after_forward", "dynamic")
 _FUNCTIONS = ("weight", "gradients", "loss", "inputs")
 
 
-def wrong_options(reproducible: bool, given: Mapping[str, Any]) -> list[str]:
+def wrong_options(given: Mapping[str, Any]) -> list[str]:
     """List the errors of each option and of their combination."""
-    wrong: list[str] = []
+    wrong, reproducible = list[str](), bool(given.get("reproducible"))
     for name, x in given.items():
         if name in _LEAST and not (name == "slices" and x is None):
             wrong += integer(name, x, _LEAST[name])

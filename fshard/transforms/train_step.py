@@ -20,10 +20,9 @@ from fshard.optim.partition import Partitioned
 from fshard.optim.per_device import on_arrays
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
-from fshard.transforms.device_step import StepOptions
+from fshard.transforms.array_checks import validate_run
 from fshard.transforms.gradient import StepValue
-from fshard.transforms.options import Options
-from fshard.transforms.origin import refuse_distant
+from fshard.transforms.options import Options, StepOptions
 from fshard.transforms.value_and_grad import gradient_of
 from fshard.uncompiled import uncompiled
 
@@ -138,7 +137,7 @@ def train_step(
     if schedule is None:
         options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
     gradient = gradient_of("train_step", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)
-    how, compression = gradient.how, getattr(opt, "compression", None)
+    how, compression = gradient.options, getattr(opt, "compression", None)
     if compression is not None and how.slices is not None:
         raise ValueError(
             "train_step: reproducible must be False with compress=, whose sums depend on the mesh; got True."
@@ -152,7 +151,7 @@ def train_step(
             takes = "params, state, buffers, batch" if how.has_buffers else "params, state, batch"
             raise ValueError(f"train_step: a step takes ({takes}), {2 + len(given)} are given.")
         buffers, batch = given if how.has_buffers else ((), *given)
-        refuse_distant(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
+        validate_run(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
         early = None if compression is None else compression.start(state, params)
         value, grads = gradient.run(params, buffers, batch, call_site(), scale)

@@ -21,7 +21,7 @@ from fshard.mesh.layout.sharded import flatten_shards
 from fshard.transforms.fsdp.lazy_param import LazyParam
 
 PACKAGE = Path(fs.__file__).parent
-CPU_ONLY = {"samples_mark", "shrunk"}
+CPU_ONLY = {"_sample_digests", "shrunk"}
 """Functions that read a tensor only if it `is_cpu`, which is so for all here."""
 
 

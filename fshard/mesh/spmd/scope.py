@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -67,6 +67,14 @@ Notice = Callable[[str, Group], None]
 """Called with the name and group of every collective of the user's code; raises if it is not allowed."""
 
 
+@dataclass
+class SliceState:
+    """The slice of the batch that a device's loss function runs on."""
+
+    is_idle: bool = False  # it has no samples of its own, but a neighbour's
+    moments: list[Any] | None = None  # BatchNorm layers append their sums, if the statistics are taken over all slices
+
+
 class Scope:
     """The device that a thread or process runs as: set by `shard_map` and `run`, read by collectives."""
 
@@ -92,6 +100,7 @@ class Scope:
         self.inner: dict[object, Scope] = {}
         self.own: frozenset[str] = outer.own if outer else frozenset()
         self.notice: Notice | None = None
+        self.slice: SliceState = outer.slice if outer else SliceState()  # one for all scopes of a device
 
     def twin(self, *, checked: bool = False, own: Iterable[str] = ()) -> Scope:
         """Return a scope of the same device and axes, with checks or with values that are its own along more axes."""
@@ -161,15 +170,21 @@ def outside() -> Generator[None]:
 
 
 @contextmanager
-def owning(axes: Iterable[str], notice: Notice | None = None) -> Generator[None]:
-    """Let every value along some axes be the calling device's own for a while: see `fshard.transforms.agree`."""
+def loss_scope(
+    axes: Iterable[str], notice: Notice | None = None, *, is_idle: bool = False, moments: list[Any] | None = None
+) -> Generator[None]:
+    """Run a loss function, in which every value is varying along axes: see `fshard.transforms.loss_collectives`.
+
+    `notice` gets the collectives that it calls; `is_idle` and `moments` describe its slice.
+    """
     scope = require("a loss function")
-    before = scope.own, scope.notice, scope.fast_paths
+    state, fields = scope.slice, (scope.own, scope.notice, scope.fast_paths, scope.slice.is_idle, scope.slice.moments)
     scope.own, scope.notice, scope.fast_paths = frozenset(axes), notice, None  # fast paths would skip the observer
+    state.is_idle, state.moments = is_idle, moments
     try:
         yield
     finally:
-        scope.own, scope.notice, scope.fast_paths = before
+        scope.own, scope.notice, scope.fast_paths, state.is_idle, state.moments = fields
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch import Tensor
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
 from fshard.source import Site
+from fshard.transforms.options import StepOptions
 
 Along = tuple[str, ...]
 """Axes besides the batch's over which gradients are summed."""
@@ -42,34 +43,6 @@ class ParamPlan(NamedTuple):
     trained: bool
     gradient: Layout
     used: P = P()
-
-
-@dataclass(frozen=True)
-class UnitOptions:
-    """Options of all units.
-
-    Args:
-        reshard: free sharded units after their forward, and unshard them again for the backward.
-        live: number of sharded units that are unsharded at a time, beside those being prefetched and those that a
-            rematerialised block uses.
-        prefetch: number of units to all-gather ahead of their use, in the order of the previous step.
-        in_flight: number of reductions that may run asynchronously; 0: each is waited for immediately.
-        bucket: approximate bytes of gradients of replicated units to reduce together.
-        compute: the dtype that floating-point parameters are cast to; None: their own.
-        reduce: the dtype that gradients are reduced in; None: that of the gradient.
-    """
-
-    reshard: bool = True
-    live: int = 2
-    prefetch: int = 1
-    in_flight: int = 2
-    bucket: int = 8 << 20
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-
-    def used_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter of this dtype is used."""
-        return self.compute or dtype if dtype.is_floating_point else dtype
 
 
 @dataclass(frozen=True)
@@ -174,7 +147,7 @@ class GradientSums:
     """
 
     def __init__(
-        self, leaves: Sequence[ParamPlan], device: torch.device, options: UnitOptions, reducer: Reducer, wide: bool
+        self, leaves: Sequence[ParamPlan], device: torch.device, options: StepOptions, reducer: Reducer, wide: bool
     ) -> None:
         self.leaves, self.device, self.options, self.reducer, self.wide = leaves, device, options, reducer, wide
         self.along: Along = ()
@@ -192,7 +165,7 @@ class GradientSums:
 
     def cast(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> Gradients:
         """Cast gradients to the dtypes that they are reduced in."""
-        dtypes = [reduced_in(self.leaves[index].dtype, self.options, self.wide) for index in indices]
+        dtypes = [self.options.reduced_in(self.leaves[index].dtype, wide=self.wide) for index in indices]
         return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
 
     def put(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> None:
@@ -200,7 +173,7 @@ class GradientSums:
         for index, g in zip(indices, self.cast(indices, gs), strict=True):
             leaf = self.leaves[index]
             if leaf.trained:
-                dtype = reduced_in(leaf.dtype, self.options, self.wide)
+                dtype = self.options.reduced_in(leaf.dtype, wide=self.wide)
                 g = torch.zeros(leaf.shape, dtype=dtype, device=self.device) if g is None else g
                 self._bucket.append((index, g))
                 self._size += g.nbytes
@@ -243,15 +216,6 @@ class GradientSums:
             g if g is None or g.dtype is leaf.dtype else g.to(leaf.dtype)
             for g, leaf in zip(sums, self.leaves, strict=True)
         ]
-
-
-@lru_cache(maxsize=256)
-def reduced_in(dtype: torch.dtype, options: UnitOptions, wide: bool) -> torch.dtype:
-    """Return the dtype that the gradient of a parameter is reduced in."""
-    if dtype.is_complex:
-        return dtype
-    used = options.compute or dtype
-    return options.reduce or (torch.promote_types(used, torch.float32) if wide else used)
 
 
 def has_communication(way: ReshardPlan) -> bool:

@@ -32,7 +32,7 @@ from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
 from fshard.mesh.spmd.scope import Group, require
 from fshard.optim.leaves import firsts_of
 from fshard.source import Site
-from fshard.transforms.fsdp.engine import Along, ParamPlan, Reducer, Storage, UnitOptions, plan_reduction, versions_of
+from fshard.transforms.fsdp.engine import Along, ParamPlan, Reducer, Storage, plan_reduction, versions_of
 from fshard.transforms.fsdp.lazy_param import (
     WRITES,
     LazyParam,
@@ -45,6 +45,7 @@ from fshard.transforms.fsdp.lazy_param import (
 from fshard.transforms.fsdp.reductions import AccumulateInto, Reductions
 from fshard.transforms.fsdp.units import Unit
 from fshard.transforms.module.replica import Replica
+from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import named, parts_of, unit_of
 
 
@@ -83,7 +84,7 @@ class ParamRuntime:
         shards: Sequence[Tensor],
         storage: Storage,
         reducer: Reducer,
-        options: UnitOptions,
+        options: StepOptions,
         site: Site,
         order: Order | None = None,
         *,
@@ -103,7 +104,7 @@ class ParamRuntime:
         self._versions = versions_of(shards)
         self.seen, self.expected = Order([], [], []), order or Order([], [], [])
         self.units = [Unit(self, number, indices) for number, indices in enumerate(by_unit)]
-        self.saved = SavedTensors(options.reshard and any(unit.sharded for unit in self.units))
+        self.saved = SavedTensors(options.reshard_after_forward and any(unit.sharded for unit in self.units))
         turns, along = self.expected.turns, self.expected.along
         device = shards[0].device if shards else torch.device("cpu")
         self.reductions = Reductions(
@@ -130,7 +131,7 @@ class ParamRuntime:
     def make_room(self, unit: Unit) -> None:
         """Reshard the units that were used longest ago, so that one more can be unsharded."""
         self.live = [other for other in self.live if other is not unit]
-        while self.options.reshard and len(self.live) >= self.options.live:
+        while self.options.reshard_after_forward and len(self.live) >= self.options.live_units:
             self.live[0].reshard()  # (6)
         self.live.append(unit)
 
@@ -252,7 +253,7 @@ def with_unsharded_params(fn: Callable[..., Any], *, keep: bool = False) -> Call
                 return fn(*own_args, **own_kwargs)
         finally:
             for unit in units.values():
-                if unit.sharded and unit.runtime.options.reshard:
+                if unit.sharded and unit.runtime.options.reshard_after_forward:
                     unit.reshard()
 
     return run

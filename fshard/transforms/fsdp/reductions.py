@@ -1,10 +1,18 @@
 """`Reductions`: the gradients of units, reduced in an order that all devices share, and summed over slices.
 
-                  complete            its turn (`agree`)         full                finished
+                  complete            its turn (agreed)          full                finished
 a unit's uses  ─────────────>  waiting  ─────────────>  bucket  ──────>  in flight  ─────────>  sums
       └─ accumulated: of earlier slices
 
-All devices reduce in one order and in one dtype, so that their buckets match. The gradient of a sharded unit is sent
+All devices reduce in one order and in one dtype, so that their buckets match. Gradients become complete in an order that may
+depend on the data, and some never do where a branch skips them. So a unit before its turn waits, one that is missing after
+the backward is reduced as zeros, and one without a turn is reduced last.
+
+    turns       head  blocks[1]  blocks[0]            agreed in the first step: device 0's order of use, reversed
+    device 0    head  blocks[0]              ->       head  blocks[1] = 0  blocks[0]
+    device 1    head  blocks[1]              ->       head  blocks[1]      blocks[0] = 0
+
+The gradient of a sharded unit is sent
 immediately, to free its memory; gradients of replicated units wait until a bucket is full.
 """
 
@@ -18,10 +26,11 @@ from torch import Tensor
 
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
-from fshard.transforms.agree import agreed_turns
-from fshard.transforms.fsdp.engine import Along, Gradients, GradientSums, ParamPlan, Reducer, UnitOptions
+from fshard.transforms.agreement import host_row, reduce_rows
+from fshard.transforms.fsdp.engine import Along, Gradients, GradientSums, ParamPlan, Reducer
 from fshard.transforms.fsdp.units import Unit
 from fshard.transforms.graph_checks import refuse_backward
+from fshard.transforms.options import StepOptions
 
 AccumulateInto = Callable[[Unit, Gradients], None]
 """Takes a slice's gradients of a unit instead of reducing them."""
@@ -35,7 +44,7 @@ class Reductions(GradientSums):
         units: Sequence[Unit],
         leaves: Sequence[ParamPlan],
         device: torch.device,
-        options: UnitOptions,
+        options: StepOptions,
         reducer: Reducer,
         *,
         turns: Sequence[int],
@@ -74,7 +83,19 @@ class Reductions(GradientSums):
         if along != self.along:
             self.turns, self.along = [], along  # there are more devices to agree
         if not self.turns and any(leaf.trained for leaf in self.leaves):
-            self.turns = agreed_turns(used, len(self.units), group, self._site, self.device)
+            self.turns = self._agree_on_turns(used, group)
+
+    def _agree_on_turns(self, used: Sequence[int], group: Group | None) -> list[int]:
+        """Return the order of all devices: the first one's, reversed, then units that only others have used."""
+        is_first, count = group is None or not group.index, len(self.units)
+        positions = {number: 1.0 + position for position, number in enumerate(used)}
+        row = [is_first * positions.get(number, 0.0) for number in range(count)]
+        row += [float(number in positions) for number in range(count)]
+        (sums,) = reduce_rows((host_row(row, self.device),), group, self._site)
+        if sums.is_meta:
+            return list(reversed(used))
+        firsts, users = sums.view(2, count).tolist()
+        return sorted((number for number in range(count) if users[number]), key=lambda number: -firsts[number])
 
     @contextmanager
     def collecting(self) -> Generator[None]:

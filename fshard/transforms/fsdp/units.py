@@ -125,7 +125,7 @@ class Unit:
     def end_use(self) -> None:
         """Count the end of the backward of one use, and reshard."""
         self.pending_backwards -= 1
-        if self.sharded and self.runtime.options.reshard:
+        if self.sharded and self.runtime.options.reshard_after_forward:
             self.reshard()
 
     def accumulate(self, gs: Gradients) -> None:

@@ -16,7 +16,6 @@ from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.collectives.on_trees import call
 from fshard.mesh.layout import Axes
 from fshard.mesh.spmd.scope import here
-from fshard.transforms.means import current_slice
 
 
 class Moments(NamedTuple):
@@ -30,7 +29,8 @@ class Moments(NamedTuple):
 
 def _record(layer: Any, x: Tensor) -> None:
     """Record the moments of a layer's input, after its forward."""
-    moments = current_slice.moments
+    scope = here()
+    moments = None if scope is None else scope.slice.moments
     if moments is not None and layer.training and layer.running_mean is not None:
         weight = 1 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
         moments.append(Moments(layer.running_mean, layer.running_var, weight, sums_of(x.detach())))
@@ -107,7 +107,8 @@ def moments(x: Tensor, axis: Axes) -> tuple[Tensor, Tensor, Tensor]:
 
 def sums_of(x: Tensor) -> Tensor:
     """Return n m and n (v + m^2) of every channel, and n, in float64."""
-    x = x[:0] if current_slice.idle else x
+    scope = here()
+    x = x[:0] if scope is not None and scope.slice.is_idle else x
     n = x.numel() // max(x.shape[1], 1)
     if n == 0:
         own = x.sum(dim=[0, *range(2, x.ndim)]).double()  # zeros connected to the graph

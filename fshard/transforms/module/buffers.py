@@ -14,7 +14,7 @@ Each device adds one flag per buffer to the numbers that are summed anyway; then
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,8 +27,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
-from fshard.transforms.agree import summed
-from fshard.transforms.means import sum_of_rows
+from fshard.transforms.agreement import difference, reduce_rows, tree_sum
 from fshard.transforms.patterns import named, parts_of
 
 
@@ -87,10 +86,9 @@ class Buffers:
             return {}
         paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
         before = self.before(place)
-        wrong = [f"{named(parts_of(path))} is missing" for path in sorted(before.keys() - {*paths})]
-        wrong += [f"{named(parts_of(path))} was not given" for path in sorted({*paths} - before.keys())]
-        if wrong:
-            raise ValueError(f"the loss function must return the buffers that it was given; {', '.join(wrong)}.")
+        for path in sorted(before.keys() ^ {*paths}):
+            error = f"{named(parts_of(path))} {'is missing' if path in before else 'was not given'}"
+            raise ValueError(f"the loss function must return the buffers that it was given; {error}.")
         return {path: number_of(path, x, near) for path, x in zip(paths, leaves, strict=True) if x is not before[path]}
 
     def after(self, changed: Sequence[Mapping[str, Tensor]]) -> PyTree:
@@ -139,6 +137,18 @@ def irregular(slices: Iterable[Written], given: Mapping[str, Any]) -> list[Buffe
     return sorted((entry for entry in found if entry_of(entry.path, given[entry.path]) != entry), key=repr)
 
 
+def irregular_difference(slices: Sequence[Written], given: Mapping[str, Any], group: Group | None) -> dict[str, float]:
+    """Return the difference of the irregular buffers: not 0 unless all devices have the same, each of one shape."""
+    entries = irregular(slices, given)
+    has_several_shapes = len({entry.path for entry in entries}) < len(entries)
+    return {"buffers": has_several_shapes + difference(entries, group)}
+
+
+def flags(paths: Sequence[str], written: Collection[str]) -> list[float]:
+    """Return 1 for each of the paths that was written to, else 0."""
+    return [float(path in written) for path in paths]
+
+
 def entries_to_average(
     paths: Sequence[str], flags: Sequence[float], slices: Sequence[Written], given: Mapping[str, Any], agreed: bool
 ) -> list[BufferEntry]:
@@ -183,9 +193,8 @@ def averaged(
         return {}
     with torch.no_grad():
         begun = {entry.path: given[entry.path] for entry in entries if _counts_from(given.get(entry.path), entry)}
-        sums = sum_of_rows(torch.stack([_row(one, entries, begun, near) for one in slices]))
-    if group is not None and group.size > 1:
-        (sums,) = summed((sums,), group, site)
+        sums = tree_sum([_row(one, entries, begun, near) for one in slices])
+    (sums,) = reduce_rows((sums,), group, site)
     *totals, counts = sums.split([*(_count(entry) for entry in entries), len(entries)])
     result: dict[str, Tensor] = {}
     for entry, total, count in zip(entries, totals, counts, strict=True):

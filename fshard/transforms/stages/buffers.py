@@ -19,8 +19,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.scope import Group
 from fshard.pipeline.execution.leaves import Stage
 from fshard.source import Site
-from fshard.transforms.agree import summed
-from fshard.transforms.means import sum_of_rows
+from fshard.transforms.agreement import reduce_rows, tree_sum
 from fshard.transforms.module.batchnorm import Moments
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entry_of, number_of
 from fshard.transforms.module.functionalize import module_function
@@ -88,17 +87,13 @@ class StageWrites:
         own = {path for path in self._given if stage_of(path) == stage}
         near = torch.device("cpu")
         new = {path: number_of(path, x, near) for path, x in found.items() if x is not self._given.get(path, self)}
-        wrong = [f"{_shown(path)} is missing" for path in own - found.keys()]
-        wrong += [f"{_shown(path)} is new" for path in new.keys() - own]
-        wrong += [
-            f"{_shown(path)} is {str(x.dtype)[6:]}{list(x.shape)}"
-            for path, x in new.items()
-            if path in own and entry_of(path, x) != entry_of(path, self._given[path])
-        ]
-        if wrong:
+        changed = {path for path in new.keys() & own if entry_of(path, new[path]) != entry_of(path, self._given[path])}
+        for path in sorted((own ^ found.keys()) | changed):
+            x = new.get(path)
+            error = "is missing" if x is None else f"is {str(x.dtype)[6:]}{list(x.shape)}" if path in own else "is new"
             raise ValueError(
                 f"{self._caller}: stage {stage} must return (y, buffers), of the names, shapes and dtypes that it was given; "
-                f"{'; '.join(sorted(wrong))}."
+                f"{_shown(path)} {error}."
             )
         self._written.setdefault(microbatch, {}).update(new)
         names, calls = {id(x): path for path, x in new.items()}, [id(each.running_mean) for each in moments]
@@ -134,7 +129,7 @@ class StageWrites:
         for paths, moments in sorted(self._moments.items()):
             zero = torch.zeros_like(next(iter(moments.values())).sums)
             rows = [moments[at].sums if weight and at in moments else zero for at, weight in enumerate(weights)]
-            (sums,) = summed((sum_of_rows(torch.stack(rows)),), group, site)
+            (sums,) = reduce_rows((tree_sum(rows),), group, site)
             total, squares = sums[:-1].chunk(2)
             n, mean, given = sums[-1], total / sums[-1], [self._given[path] for path in paths]
             unbiased = (squares - n * mean * mean) / (n - 1).clamp(min=1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
-from math import prod
 from typing import Any
 
 import torch
@@ -18,31 +17,21 @@ from torch.autograd.graph import GradientEdge
 from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.execute import go
-from fshard.mesh.spmd.scope import Group, owning, parting, require
+from fshard.mesh.spmd.scope import Group, loss_scope, parting, require
 from fshard.optim.scaling import finite_scale
 from fshard.pipeline.execution.device import StageDevice
 from fshard.pipeline.execution.leaves import stage_for
 from fshard.pipeline.execution.microbatches import shape_key
 from fshard.source import Site, call_site
-from fshard.transforms.agree import NOT_HEARD, marks, objection, on_host, summed, unlike
+from fshard.transforms.agreement import SliceLoss, StepAgreement, average_losses, input_differences, tree_sum
 from fshard.transforms.batch import Batch
-from fshard.transforms.device_step import DeviceResult, one_loss, refuse_detached, slice_turns
+from fshard.transforms.device_step import DeviceResult, nonzero_weight, one_loss, refuse_detached, slice_turns
 from fshard.transforms.fsdp.engine import GradientSums, Reducer, Storage, local_plans
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.graph_checks import refuse_unreached
-from fshard.transforms.means import (
-    AuxLeaves,
-    LossSums,
-    averaged_results,
-    collected,
-    combine_aux,
-    nonzero_weight,
-    slice_results,
-    slice_state,
-    tree_sum,
-)
-from fshard.transforms.module.buffers import written_paths
-from fshard.transforms.origin import inputs_of, refuse_different_samples, samples_mark
+from fshard.transforms.loss_collectives import LOCAL_CALLS, LossCollectives
+from fshard.transforms.metrics import SliceMetrics, combine_metrics, metrics_of, slice_loss
+from fshard.transforms.module.buffers import flags, written_paths
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.reproducible.randomness import folded, keyed_apart
 from fshard.transforms.stages.buffers import StageWrites
@@ -77,34 +66,30 @@ class StageStep:
         site: Site,
     ) -> None:
         self.plan, self.batch, self.key, self.scale, self.fresh, self.site = plan, batch, key, scale, plan.fresh, site
-        self.at, self.number, self.scaled, self.writes, how = at, device, scale, writes, plan.how
-        self.scope = require(how.caller)
-        self.pipe = self.scope.group(plan.axis, how.caller)
-        self.local = tuple([axis for axis, size in batch.mesh.shape.items() if size > 1 and axis in how.local])
+        self.at, self.number, self.scaled, self.writes, options = at, device, scale, writes, plan.options
+        self.scope = require(options.caller)
+        self.pipe = self.scope.group(plan.axis, options.caller)
         self.beside = self._along(batch.axes)
+        count = options.turns(1 if self.beside is None else self.beside.size)
+        self.collectives = LossCollectives(batch, count, options)
+        self.local = self.collectives.along
         self.same_stages = self._along((*self.local, *batch.axes)) if self.local else self.beside
-        self.everyone = self.scope.group((plan.axis, *self.local, *batch.axes), how.caller)
-        count = how.turns(1 if self.beside is None else self.beside.size)
-        self.turns = slice_turns(how, batch, at, count, self.beside, site)
-        self.weight = self._weight()
+        self.everyone = self.scope.group((plan.axis, *self.local, *batch.axes), options.caller)
+        self.turns = slice_turns(options, batch, at, count, self.beside, site)
         self.mine = [stage for stage, place in enumerate(plan.route.placement) if place == self.pipe.index]
         self.device = shards[0].device
-        self._objection = objection(batch, count, reproducible=how.slices is not None)
         here = self._borrow(shards)
         self.units = {stage: self._unit(stage, here) for stage in self.mine}
         self.totals = self._totals()
-        self.parts: dict[int, tuple[LossSums, AuxLeaves]] = {}
+        self.parts: dict[int, tuple[SliceLoss, SliceMetrics]] = {}
 
     def _along(self, axes: tuple[str, ...]) -> Group | None:
-        return self.scope.group(axes, self.plan.how.caller) if axes else None
+        return self.scope.group(axes, self.plan.options.caller) if axes else None
 
-    def _weight(self) -> float:
-        """Return the weight of the entire batch."""
-        if self.plan.how.weight is None:
-            return float(self.batch.total(len(self.turns)))
-        own = tree_sum([turn.weight.weight for turn in self.turns])
-        (total,) = summed((on_host([own], torch.device("cpu")),), self.beside, self.site)
-        return nonzero_weight(total.item())
+    @property
+    def weight(self) -> float:
+        """The weight of the device's microbatches."""
+        return tree_sum([turn.weight.weight for turn in self.turns])
 
     def _borrow(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the device's shards of parameters, with those that it borrows."""
@@ -116,18 +101,18 @@ class StageStep:
         return here
 
     def _unit(self, stage: int, here: Sequence[Tensor]) -> StageUnit:
-        own, options = self.plan.params.own[stage], self.plan.how.unit_options
+        own, options = self.plan.params.own[stage], self.plan.options
         own = own._replace(leaves=local_plans(tuple(own.leaves), self.number)) if self.local else own
         storage = Storage(own.leaves, [here[index] for index in own.indices], options.compute, self.site)
         return StageUnit(own, storage, options, self.device)
 
     def _totals(self) -> StageSums:
-        plan, how = self.plan.params, self.plan.how
-        weights = [turn.weight.share for turn in self.turns] if how.slices is not None else None
-        wide = how.slices is not None or how.accumulate > 1
-        reducer = Reducer(lambda along: plan.ways, self.site, ahead=how.unit_options.in_flight > 0)
+        plan, options = self.plan.params, self.plan.options
+        weights = [turn.weight.share for turn in self.turns] if options.reproducible else None
+        wide = options.reproducible or options.accumulate > 1
+        reducer = Reducer(lambda along: plan.ways, self.site, ahead=options.in_flight > 0)
         leaves = local_plans(tuple(plan.leaves), self.number) if self.local else plan.leaves
-        reduced = GradientSums(leaves, self.device, how.unit_options, reducer, wide)
+        reduced = GradientSums(leaves, self.device, options, reducer, wide)
         reduced.along = self.local
         return StageSums(plan, self.mine, weights, self.pipe.index, reduced, self.site)
 
@@ -139,8 +124,8 @@ class StageStep:
         kinds: list[Hashable] = [  # idle slices have rows of others
             (shape_key(turn.slice.leaves), turn.slice.rows) for turn in self.turns
         ]
-        how = plan.how
-        with owning(self.scope.mesh.axis_names, self._notice), parting(self.everyone):
+        options = plan.options
+        with self._loss_scope(), parting(self.everyone):
             device = StageDevice(
                 plan.route,
                 self,
@@ -149,7 +134,7 @@ class StageStep:
                 self.site,
                 kinds,
                 known,
-                backward=how.backward,
+                backward=options.backward,
                 has_outcome=True,
             )
             try:
@@ -162,14 +147,15 @@ class StageStep:
                     unit.close()
         self._refuse_written()
         self.totals.finish()
-        used, buffers = self._agreed()
-        divisor = held * self.weight if how.slices is not None else held if self.scale != 1.0 else 1.0
-        gradients = self.totals.reduced.gradients(used, divisor)
+        agreement, buffers = self._agree()
+        weight = nonzero_weight(agreement.weight)
+        divisor = held * weight if options.reproducible else held if self.scale != 1.0 else 1.0
+        gradients = self.totals.reduced.gradients(agreement.used, divisor)
         gradients = [
             self._nothing(at) if times and g is None else g
-            for at, (g, times) in enumerate(zip(gradients, used, strict=True))
+            for at, (g, times) in enumerate(zip(gradients, agreement.used, strict=True))
         ]
-        return DeviceResult(loss, self.weight, aux, gradients, buffers)
+        return DeviceResult(loss, weight, aux, gradients, buffers)
 
     def _nothing(self, index: int) -> Tensor | None:
         """Return the empty gradient of a parameter of another device's stage, the same in all steps."""
@@ -187,7 +173,7 @@ class StageStep:
         paths = [path for unit in self.units.values() for path in unit.written()]
         if paths:
             names = ", ".join(named(parts_of(path)) for path in paths)
-            raise ModuleError(f"{self.plan.how.caller}: stages write to parameters in place: {names}. {WRITES}")
+            raise ModuleError(f"{self.plan.options.caller}: stages write to parameters in place: {names}. {WRITES}")
 
     # -- the work of a schedule -----------------------------------------------------------------------------------
 
@@ -196,13 +182,13 @@ class StageStep:
         return self.plan.inputs(self._tree(microbatch))
 
     def _tree(self, microbatch: int) -> PyTree:
-        return self.batch.tree(self.turns[microbatch].slice.leaves, self.plan.how.unit_options.compute)
+        return self.batch.tree(self.turns[microbatch].slice.leaves, self.plan.options.compute)
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Call a stage; its random draws depend on the samples and the layer."""
-        is_moved = self.writes is not None and self.plan.how.slices is None
+        is_moved = self.writes is not None and not self.plan.options.reproducible
         moments = list[Any]() if is_moved else None
-        with self._draws(microbatch, part=stage), self._slice_state(microbatch, moments):
+        with self._draws(microbatch, part=stage), self._loss_scope(microbatch, moments):
             called, params = stage_for(self.plan.stages[stage], microbatch), self.units[stage].tree
             if self.writes is None:
                 y = called(params, x, **skips)
@@ -216,26 +202,30 @@ class StageStep:
     def _draws(self, microbatch: int, part: int) -> AbstractContextManager[None]:
         return keyed_apart(folded(self.key, 0, self.turns[microbatch].number), part)
 
-    def _slice_state(self, microbatch: int, moments: list[Any] | None = None) -> AbstractContextManager[None]:
-        return slice_state(idle=not self.turns[microbatch].slice.rows, moments=moments)
+    def _loss_scope(
+        self, microbatch: int | None = None, moments: list[Any] | None = None
+    ) -> AbstractContextManager[None]:
+        is_idle = microbatch is not None and not self.turns[microbatch].slice.rows
+        return loss_scope(self.scope.mesh.axis_names, self._record, is_idle=is_idle, moments=moments)
 
     def end(self, microbatch: int, y: PyTree) -> Tensor:
         """Return the loss of the last stage's result."""
-        how, slice = self.plan.how, self.turns[microbatch].slice
-        with self._draws(microbatch, part=0), self._slice_state(microbatch):
-            returned, aux = how.loss_fn(y, self._tree(microbatch)), ()
-            if how.has_aux:
+        options, slice = self.plan.options, self.turns[microbatch].slice
+        with self._draws(microbatch, part=0), self._loss_scope(microbatch):
+            returned, aux = options.loss_fn(y, self._tree(microbatch)), ()
+            if options.has_aux:
                 if not isinstance(returned, tuple | list) or len(returned) != 2:
                     raise ValueError(f"the loss function must return (loss, aux); got a {type(returned).__name__}.")
                 returned, aux = returned
-            loss = one_loss(how, returned, slice)
-        self.parts[microbatch] = slice_results(loss, self.turns[microbatch].weight, aux, slice.samples, how.aux)
+            loss = one_loss(options, returned, slice)
+        metrics = metrics_of(aux, slice, loss.device, options.aux)
+        self.parts[microbatch] = slice_loss(loss, self.turns[microbatch].weight.weight, metrics), metrics
         self.scaled = finite_scale(loss.dtype, self.scale)
         return loss
 
     def start(self, microbatch: int) -> Tensor:
         """Return a loss weighted by its part of the batch; in reproducible mode sums are weighted, in 32 bits."""
-        share = self.turns[microbatch].weight.share if self.plan.how.slices is None else 1.0
+        share = self.turns[microbatch].weight.share if not self.plan.options.reproducible else 1.0
         return torch.full_like(self.parts[microbatch][0].loss, share * self.scaled)
 
     def edges(self, stage: int) -> list[GradientEdge]:
@@ -265,52 +255,46 @@ class StageStep:
 
     def outcome(self) -> tuple[Tensor, Tensor, PyTree]:
         """Return the loss, the ratio of its scale to the given one, and the metrics."""
-        parts, batch = [self.parts[microbatch] for microbatch in range(len(self.turns))], self.batch
-        many = prod(batch.mesh.shape[axis] for axis in self.local)
-        mean, _ = averaged_results([found for found, _ in parts], [], self.same_stages, many, self.site)
-        cut = () if batch.cut is None else batch.cut.axes
-        same = tuple(axis for axis in (*self.local, *batch.axes) if axis not in cut)
-
-        def collect(rows: Sequence[Tensor]) -> Tensor:
-            return collected(rows, batch, self._along(same), self._along(cut), self.site)
-
-        counts = [turn.slice.rows if batch.cut else None for turn in self.turns]
-        aux = combine_aux([own for _, own in parts], counts, mean, collect)
+        losses, metrics = zip(*(self.parts[microbatch] for microbatch in range(len(self.turns))), strict=True)
+        mean, _ = average_losses(losses, [self.weight], self.same_stages, self.site, copies=self.collectives.copies)
+        slices = [turn.slice for turn in self.turns]
+        aux = combine_metrics(metrics, slices, mean, self.batch, self.local, self.scope, self.site)
         return mean.loss, torch.full_like(mean.loss, self.scaled / self.scale, dtype=torch.float64), aux
 
     # -- agreement with all devices -----------------------------------------------------------------------------------
 
-    def _notice(self, what: str, group: Group) -> None:
+    def _record(self, call: str, group: Group) -> None:
         """Raise if a stage calls a collective that stages may not call."""
         legal = (*self.batch.axes, *self.local)
         elsewhere = {axis for axis in group.axes if self.scope.mesh.shape.get(axis, 1) > 1} - {*legal}
-        if elsewhere and what not in NOT_HEARD:
+        if elsewhere and call not in LOCAL_CALLS:
             raise ValueError(
-                f"{what} over {', '.join(sorted(elsewhere))} in a stage, at {call_site()}: stages of a pipeline may "
+                f"{call} over {', '.join(sorted(elsewhere))} in a stage, at {call_site()}: stages of a pipeline may "
                 f"communicate only with devices that have other samples, along {', '.join(legal) or 'no axis'}."
             )
-        if self._objection is not None:
-            self._objection(what, group)
+        self.collectives.record(call, group)
 
-    def _agreed(self) -> tuple[list[float], dict[str, Tensor]]:
-        """Return how many devices used each parameter, and the buffers that changed; raise if inputs differ."""
-        how, writes = self.plan.how, self.writes
-        inputs = inputs_of(self.batch, None if how.slices is None else self.key, (), fresh=self.fresh)
+    def _agree(self) -> tuple[StepAgreement, dict[str, Tensor]]:
+        """Return the sums over all devices, and the buffers that changed; raise if inputs differ."""
+        options, writes, key = self.plan.options, self.writes, self.key if self.plan.options.reproducible else None
+        along = (self.plan.axis, *self.local)
         written = [] if writes is None else writes.written([turn.weight.weight for turn in self.turns])
         paths = [] if writes is None else writes.paths
-        wrote, own = written_paths(written), marks([*inputs])
-        along = (self.plan.axis, *self.local)
-        row = [samples_mark(self.batch, self.at, self._along(along), fresh=self.fresh)]
-        row += [*own, *(float(path in wrote) for path in paths), *map(float, self.totals.reduced.used)]
-        (sums,) = summed((on_host(row, torch.device("cpu")),), self.everyone, self.site)
-        different, *found = sums.tolist()
-        if unlike(found[: len(own)]):
-            inputs.refuse(how.caller, self.everyone, self.site)
-        refuse_different_samples(how.caller, different, along)
-        flags, used = found[len(own) :][: len(paths)], found[len(own) + len(paths) :]
-        if how.backward:
-            refuse_detached(used)
+        is_first = self.everyone.index < (
+            1 if self.beside is None else self.beside.size
+        )  # of those with the same samples
+        agreement = StepAgreement(
+            self.weight if is_first else 0.0,
+            input_differences(
+                self.batch, self.at, key, (), self.everyone, self._along(along), is_first_step=self.fresh
+            ),
+            written=flags(paths, written_paths(written)),
+            used=[*map(float, self.totals.reduced.used)],
+        ).reduce(self.everyone, self.site)
+        agreement.check_inputs(options.caller, along)
+        if options.backward:
+            refuse_detached(agreement.used)
         if writes is None:
-            return used, {}
-        flagged = [path for path, times in zip(paths, flags, strict=True) if times]
-        return used, writes.average(written, flagged, self.mine, self.same_stages, self.site)
+            return agreement, {}
+        flagged = [path for path, times in zip(paths, agreement.written, strict=True) if times]
+        return agreement, writes.average(written, flagged, self.mine, self.same_stages, self.site)

@@ -31,13 +31,12 @@ from fshard.transforms.fsdp.engine import (
     Gradients,
     GradientSums,
     Storage,
-    UnitOptions,
     has_communication,
-    reduced_in,
     versions_of,
 )
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.module.replica import Replica
+from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stages.plan import StageLeaves, StageParams, Tie
 
@@ -74,7 +73,7 @@ class StageUnit:
         device: of the parameters.
     """
 
-    def __init__(self, own: StageLeaves, storage: Storage, options: UnitOptions, device: torch.device) -> None:
+    def __init__(self, own: StageLeaves, storage: Storage, options: StepOptions, device: torch.device) -> None:
         leaves = own.leaves
         self._storage, self._replicas = storage, list[Replica]()
         self._sharded = [at for at, leaf in enumerate(leaves) if has_communication(leaf.gather)]
@@ -178,7 +177,7 @@ class StageSums:
         }
         self._is_plain = {  # the sums are in the dtype in which parameters are used
             stage: all(
-                reduced_in(leaves[index].dtype, options, reduced.wide) is options.used_in(leaves[index].dtype)
+                options.reduced_in(leaves[index].dtype, wide=reduced.wide) is options.used_in(leaves[index].dtype)
                 for index in own
             )
             for stage, own in self._trained.items()
@@ -262,7 +261,7 @@ class StageSums:
         """Return the dtype in which the stages' gradients of a tied parameter are added."""
         dtype, options = self.reduced.leaves[index].dtype, self.reduced.options
         if self._weights is None:
-            return reduced_in(dtype, options, self.reduced.wide)
+            return options.reduced_in(dtype, wide=self.reduced.wide)
         return options.used_in(dtype)  # those of one microbatch are added as in one backward
 
 

@@ -30,10 +30,10 @@ from fshard.pipeline.execution.leaves import Stage
 from fshard.pipeline.execution.mailbox import Forms
 from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.schedule import Schedule
-from fshard.transforms.device_step import StepOptions
 from fshard.transforms.fsdp.engine import ParamPlan, plan_reduction
 from fshard.transforms.fsdp.param_runtime import plan_param
 from fshard.transforms.module.lazy import draw, fill, reserved
+from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import Choice, named, parts_of
 from fshard.transforms.shard_params import Rules, layouts_of
 
@@ -91,7 +91,7 @@ class StagePlan:
     """The plan of a model in stages, the same for all devices and steps.
 
     Args:
-        how: options of the step.
+        options: of the step.
         axis: of the pipeline.
         stages: the functions.
         inputs: returns the first stage's input of a microbatch.
@@ -102,7 +102,7 @@ class StagePlan:
         fresh: True before the first step.
     """
 
-    how: StepOptions
+    options: StepOptions
     axis: str
     stages: Sequence[Stage]
     inputs: Callable[[PyTree], PyTree]
@@ -123,18 +123,16 @@ class StagePlanner:
     """Plans the parameters of stages.
 
     Args:
-        how: options of the step.
+        options: of the step.
         axis: of the pipeline.
         placement: the coordinate of each stage.
-        gradients: from a parameter's layout to its gradient's.
         mesh: the devices.
         over: local axes and those that shard the batch, along which gradients are summed.
     """
 
-    how: StepOptions
+    options: StepOptions
     axis: str
     placement: Sequence[int]
-    gradients: Callable[[Layout], Layout]
     mesh: Mesh
     over: tuple[str, ...]
 
@@ -168,16 +166,16 @@ class StagePlanner:
 
     def _used(self, layout: Layout, place: int) -> Layout:
         """Return the layout in which a parameter is used by the devices of a coordinate."""
-        return on_place(self.how.used(layout), self.axis, place)
+        return on_place(self.options.used(layout), self.axis, place)
 
     def _leaf(self, path: str, x: Sharded, fixed: bool) -> ParamPlan:
-        trained, place = self.how.backward and trainable(x) and not fixed, place_of(x.layout, self.axis)
+        trained, place = self.options.backward and trainable(x) and not fixed, place_of(x.layout, self.axis)
         assert place is not None
-        leaf = plan_param(path, x, self.gradients if trained else None, self._used(x.layout, place))
+        leaf = plan_param(path, x, self.options.gradients if trained else None, self._used(x.layout, place))
         if place_of(leaf.gradient, self.axis) != place:
             raise LayoutError(
-                f"{self.how.caller}: gradients= gives that of {named(parts_of(path))} the layout {leaf.gradient.spec}, not on "
-                f"the devices of the parameter, {x.spec}. Keep its coordinate along {self.axis}."
+                f"{self.options.caller}: gradients= gives that of {named(parts_of(path))} the layout {leaf.gradient.spec}, not "
+                f"on the devices of the parameter, {x.spec}. Keep its coordinate along {self.axis}."
             )
         return leaf
 
@@ -207,11 +205,11 @@ class StagePlanner:
         place = place_of(leaf.gradient, self.axis)
         if not leaf.trained or place is None:
             return None
-        return plan_reduction(self.mesh, self.over, leaf, in_order=self.how.slices is not None)
+        return plan_reduction(self.mesh, self.over, leaf, in_order=self.options.reproducible)
 
     def _tie(self, index: int, leaf: ParamPlan, stages: list[int]) -> Tie:
         places = tuple(self.placement[stage] for stage in stages)
-        stack = (1 if self.how.slices is None else self.how.accumulate, *leaf.shape)
+        stack = (1 if not self.options.reproducible else self.options.accumulate, *leaf.shape)
         rows = [on_place(Layout(self.mesh, P(None, *leaf.used.entries)), self.axis, place) for place in places]
         homes = tuple(plan_reshard(row, rows[0], stack) for row in rows)
         return Tie(index, tuple(stages), places, homes)

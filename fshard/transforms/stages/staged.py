@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch
 from torch import nn
 
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Axes, Layout, Mesh, P, PyTree, Structure, as_axes, flatten
+from fshard.mesh.layout import Mesh, P, PyTree, Structure, as_axes, flatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.pipeline.execution.leaves import Stage
@@ -30,14 +29,12 @@ from fshard.pipeline.schedule.actions import UNITS, Kind
 from fshard.pipeline.schedule.communication import with_units
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.verify import verify
-from fshard.transforms.device_step import DeviceResult, StepOptions
-from fshard.transforms.fsdp.engine import UnitOptions
-from fshard.transforms.gradient import GradientFunction, StepInputs, same_layouts
-from fshard.transforms.means import Weight
+from fshard.transforms.array_checks import validate_mesh
+from fshard.transforms.device_step import DeviceResult
+from fshard.transforms.gradient import GradientFunction, StepInputs
 from fshard.transforms.module.buffers import Buffers
-from fshard.transforms.options import wrong_options
-from fshard.transforms.origin import refuse_unplaced
-from fshard.transforms.patterns import Choice, named, parts_of
+from fshard.transforms.options import StepOptions, wrong_options
+from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stages.buffers import StageWrites, stage_buffers, stage_of, with_buffers
 from fshard.transforms.stages.device import StageStep
 from fshard.transforms.stages.functions import How as Recompute
@@ -53,57 +50,45 @@ def staged(
     mesh: Mesh,
     batch: PyTree,
     schedule: Schedule,
+    caller: str = "value_and_grad",
+    backward: bool = True,
+    in_place: bool = False,
     loss: Callable[..., Any] | None = None,
     inputs: Callable[[PyTree], PyTree] | None = None,
     skips: Mapping[str, tuple[int, int]] | None = None,
     axis: str = "pipe",
-    has_buffers: bool = False,
-    has_aux: bool = False,
-    aux: PyTree = None,
-    weight: Weight | None = None,
-    gradients: Callable[[Layout], Layout] | None = None,
-    frozen: Choice = None,
-    local: Axes = (),
-    reproducible: bool = False,
-    live_units: int = 2,
     dynamic: bool = False,
     recompute: Recompute = "never",
-    compute: torch.dtype | None = None,
-    reduce: torch.dtype | None = None,
-    backward: bool = True,
-    in_place: bool = False,
-    caller: str = "value_and_grad",
+    **given: Any,
 ) -> Staged:
     """Return the gradient of stages that run by a schedule; for its options see `train_step`."""
-    given: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
-    complaints = _complaints(given, mesh, batch, axis, loss)
-    options: dict[str, Any] = {"live_units": live_units, "reduce": reduce, "compute": compute, "dynamic": dynamic}
-    options |= {"recompute": recompute, "skips": skips, "inputs": inputs, "aux": aux}
-    complaints += wrong_options(reproducible, options)
-    complaints += [f"the axis of the stages, {axis}, is local, but shards no parameter"] * (axis in as_axes(local))
-    refuse_unfit(caller, len(given), mesh, schedule, axis, *complaints)
+    functions: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
+    errors = _complaints(functions, mesh, batch, axis, loss)
+    errors += wrong_options({**given, "inputs": inputs, "dynamic": dynamic, "recompute": recompute})
+    errors += [f"the axis of the stages, {axis}, is local, but shards no parameter"] * (
+        axis in as_axes(given.get("local", ()))
+    )
+    refuse_unfit(caller, len(functions), mesh, schedule, axis, *errors)
     assert loss is not None
+    count, microbatches = len(functions), schedule.microbatches
+    slices = prod(mesh.shape[name] for name in _cut_over(batch, mesh)) * microbatches
+    options = StepOptions.of(
+        loss, {**given, "slices": slices}, caller=caller, backward=backward, accumulate=microbatches, in_flight=count
+    )
     if not backward:
         schedule = schedule.with_rows([one for one in row if one.kind is Kind.F] for row in schedule.rows)
     if not any(action.kind in UNITS for row in schedule.rows for action in row):
-        schedule = with_units(schedule, live_units)
+        schedule = with_units(schedule, options.live_units)
     if not backward:
         schedule = schedule.with_rows([one for one in row if one.kind is not Kind.REDUCE] for row in schedule.rows)
     verify(schedule)
-    slices = prod(mesh.shape[name] for name in _cut_over(batch, mesh)) * schedule.microbatches
-    unit_options = UnitOptions(live=live_units, in_flight=len(given), compute=compute, reduce=reduce)
-    returned = loss, has_buffers, has_aux or aux is not None, weight
-    slicing = schedule.microbatches, True, slices if reproducible else None
-    how = StepOptions(*returned, *slicing, unit_options, backward, caller, as_axes(local), aux)
     route = Route(schedule, skips or {}, backward, units=True)
-    functions = given
-    if has_buffers:
+    if options.has_buffers:
         if isinstance(recompute, int):
-            functions, recompute = in_groups(given, recompute), "never"
+            functions, recompute = in_groups(functions, recompute), "never"
         functions = [with_buffers(stage, in_place=in_place) for stage in functions]
-    called, _ = stage_functions(functions, recompute, microbatches=schedule.microbatches)
-    layouts, first = gradients or same_layouts, inputs or first_of_two
-    return Staged(how, mesh, batch, layouts, frozen, axis, called, first, route, dynamic)
+    called, _ = stage_functions(functions, recompute, microbatches=microbatches)
+    return Staged(options, mesh, batch, axis, called, inputs or first_of_two, route, dynamic)
 
 
 def _complaints(stages: Sequence[Any], mesh: Mesh, batch: PyTree, axis: str, loss: object) -> list[str]:
@@ -150,15 +135,15 @@ class Staged(GradientFunction):
         if not isinstance(params, list | tuple) or len(params) != len(self.stages):
             found = f"{len(params)} are given" if isinstance(params, list | tuple) else f"found {type(params).__name__}"
             raise ValueError(
-                f"{self.how.caller}: {len(self.stages)} stages have a list of as many trees of parameters; {found}."
+                f"{self.options.caller}: {len(self.stages)} stages have a list of as many trees of parameters; {found}."
             )
         if not leaves:
-            raise ValueError(f"{self.how.caller}: no stage has a parameter, so there is nothing to train.")
-        refuse_unplaced(leaves, structure, mesh, self.how.caller, _LAY)
+            raise ValueError(f"{self.options.caller}: no stage has a parameter, so there is nothing to train.")
+        validate_mesh(leaves, structure, mesh, self.options.caller, _LAY)
 
     def buffers_on(self, mesh: Mesh, buffers: PyTree) -> Buffers:
         """Return the given buffers of all stages on the mesh."""
-        return stage_buffers(self.how.caller, buffers, mesh, self.axis, self.route.placement)
+        return stage_buffers(self.options.caller, buffers, mesh, self.axis, self.route.placement)
 
     def plan(
         self,
@@ -179,22 +164,22 @@ class Staged(GradientFunction):
         ]
         if wrong:
             raise LayoutError(
-                f"{self.how.caller}: parameters must be on the devices of their stages, along {self.axis}: "
+                f"{self.options.caller}: parameters must be on the devices of their stages, along {self.axis}: "
                 f"{'; '.join(wrong)}. Put them there: {_LAY}."
             )
-        over = (*(axis for axis in mesh.axis_names if axis in self.how.local), *axes)
-        planner = StagePlanner(self.how, self.axis, self.route.placement, self.gradients, mesh, over)
+        over = (*(axis for axis in mesh.axis_names if axis in self.options.local), *axes)
+        planner = StagePlanner(self.options, self.axis, self.route.placement, mesh, over)
         planned = planner.plan(structure.children(), given, at)
         messages = None if self.dynamic else {}
-        return StagePlan(self.how, self.axis, self.stages, self.inputs, self.route, planned, messages)
+        return StagePlan(self.options, self.axis, self.stages, self.inputs, self.route, planned, messages)
 
     def run_devices(self, plans: StagePlan, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:
         """Run the schedule on each device of the caller."""
-        devices, how = local_devices(mesh), self.how
+        devices, options = local_devices(mesh), self.options
 
         def on_device(device: int) -> DeviceResult:
             place = devices.index(device) if len(devices) > 1 else 0
-            writes = StageWrites(how.caller, inputs.buffers, place) if how.has_buffers else None
+            writes = StageWrites(options.caller, inputs.buffers, place) if options.has_buffers else None
             return StageStep(
                 plans, inputs.shards(place), inputs.batch, device, place, inputs.key, inputs.scale, writes, inputs.site
             ).run()

@@ -18,7 +18,7 @@ from fshard.mesh.shared_memory import large
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.testing.processes import run_processes
-from fshard.transforms.agree import summed
+from fshard.transforms.agreement import reduce_rows
 
 
 def the_example():
@@ -319,7 +319,7 @@ def between_hosts():
     def main():
         group = require("here").group("d", "here")
         fs.send(torch.full((1,), float(group.index)), "d", to=1 - group.index)
-        rows = summed((torch.tensor([1.0, float(group.index)]), torch.ones(1)), group, call_site())
+        rows = reduce_rows((torch.tensor([1.0, float(group.index)]), torch.ones(1)), group, call_site())
         return *rows, fs.recv(torch.empty(1), "d", source=1 - group.index) + group.index
 
     try:
@@ -363,7 +363,7 @@ def make_groups_unevenly():
         group = require("here").group(axis, "here")
         world._staged, world.device_type = False, "cuda"
         try:
-            return summed((torch.tensor([1.0 + rank]),), group, call_site())[0].item()
+            return reduce_rows((torch.tensor([1.0 + rank]),), group, call_site())[0].item()
         finally:
             world._staged, world.device_type = True, "cpu"
 

@@ -72,7 +72,9 @@ def after_two_steps(stage=3, **options):
 
 
 @pytest.fixture
-def alone():
+def alone(monkeypatch):
+    """Play all ranks. Each is the first one here, so differences of inputs would not add up to 0."""
+    monkeypatch.setattr("fshard.transforms.agreement.hash_of", lambda value: 0)
     with echo.echoing(N):
         yield
 

@@ -1,0 +1,211 @@
+"""Agreement of devices in a step: losses, buffers, used parameters, and that their inputs are equal.
+
+    on devices    loss x weight, metrics x weight                             ──> tree over slices ──┐
+    on hosts      weight, differences, written, accumulated, used (`StepAgreement`) ─────────────────┴──> psum
+
+The row of the host waits for no accelerator. A slice of weight 0 adds nothing, even if its loss is not finite. Differences
+are hashes of what must be equal on all devices:
+
+    shapes of the global batch, order of all-gathers, in reproducible mode the key of random draws      in every step
+    replicated parameters, batches that are given in full: each bit                                     in the first step
+    samples of devices with the same                 in the first step; then up to 64 KiB of each tensor in host memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+import xxhash
+from torch import Tensor
+
+from fshard.errors import MismatchError
+from fshard.mesh.collectives.autograd import Bound
+from fshard.mesh.collectives.moves import Psum
+from fshard.mesh.spmd.global_inputs import digest
+from fshard.mesh.spmd.scope import Group
+from fshard.source import Site
+from fshard.transforms.batch import Batch
+
+FIX_UNEVEN_GATHERS = (
+    "An all-gather needs all devices. Let each of them call the part with the parameters, and branch inside: "
+    "fs.with_unsharded_params(part, keep=True); or put them into a unit that all devices use: fs.fsdp(axis, unit=...)."
+)
+
+INPUT_ERRORS = {
+    "key": "the random state, from which reproducible=True draws the key of the step, must be the same on all devices. Give "
+    "all processes one seed: torch.manual_seed(0), not that of a rank.",
+    "params": "replicated parameters must be the same on all devices. Make them from one seed on all processes, or load them "
+    "from one file.",
+    "shapes": "devices were given batches of different shapes. Every process gets the global batch and takes its part: give "
+    "all the same, or each its own by fs.from_local.",
+    "batch": "devices were given different batches, of the same shapes. A plain tensor is the global batch, of which each "
+    'takes its part. If this process has loaded its own part: fs.from_local(x, fs.Layout(mesh, P("data"))).',
+    "samples": "devices along {axes} must have the same samples, since they compute one loss together; got different ones. "
+    "Load them by the coordinate along the batch's axes: seed and shard a loader by these alone.",
+    "gathers": f"devices gathered different units, so one was given another's values. {FIX_UNEVEN_GATHERS}",
+}
+"""The error of each difference. Where several differ, the first is the reason."""
+
+
+class StepAgreement(NamedTuple):
+    """The numbers of one device in a step or, after `unpack`, their sums over all devices.
+
+    Args:
+        weight: of the device's slices.
+        differences: see `difference`; 0 if all devices have the same.
+        written: for each buffer, 1 if the device wrote to it.
+        accumulated: for each unit, 1 if the device has gradients of it that are not reduced yet.
+        used: for each parameter, 1 if the device used it.
+    """
+
+    weight: float
+    differences: Mapping[str, float]
+    written: Sequence[float] = ()
+    accumulated: Sequence[float] = ()
+    used: Sequence[float] = ()
+
+    def pack(self) -> list[float]:
+        """Return all numbers as one row, the weight first."""
+        return [self.weight, *self.differences.values(), *self.written, *self.accumulated, *self.used]
+
+    def unpack(self, row: Sequence[float]) -> StepAgreement:
+        """Return the agreement of a row of this one's form: `unpack(pack())` is equal to it."""
+        weight, *rest = row
+        numbers = iter(rest)
+        differences = {name: next(numbers) for name in self.differences}
+        return StepAgreement(weight, differences, *([next(numbers) for _ in column] for column in self[2:]))
+
+    def reduce(self, group: Group | None, site: Site) -> StepAgreement:
+        """Return the sums over the devices of a group."""
+        (row,) = reduce_rows((host_row(self.pack(), torch.device("cpu")),), group, site)
+        return self.unpack(row.tolist())
+
+    def check_inputs(self, caller: str, axes: Sequence[str]) -> None:
+        """Raise with the first difference; devices along `axes` must have the same samples."""
+        for name, error in INPUT_ERRORS.items():
+            if self.differences.get(name):
+                raise MismatchError(f"{caller}: {error.format(axes=', '.join(axes))}")
+
+
+# Note [Differences of inputs]
+# Device i of n adds c_i h_i, where c = (n - 1, -1, ..., -1) and h_i is a hash of 32 bits of its value. The sum is 0 if all
+# values are equal, since c adds up to 0. If they are not, the hash of device 0's value counts once for each device with
+# another value: whatever the other hashes are, it makes the sum 0 by one of 2^32 values.
+# All sums of any of the c_i h_i are below n 2^32, so float64 adds them exactly in any order while n 2^32 <= 2^53: up to
+# 2^21 devices, 2^20 where two differences are one number. The hash includes the group, so that those of two groups do not
+# cancel.
+def difference(value: object, group: Group | None) -> float:
+    """Return a number whose sum over a group is 0 if all its devices have the same value: Note [Differences of inputs]."""
+    if not value or group is None or group.size == 1 or not group.world.has_values:
+        return 0.0
+    number = hash_of((group.base, value))
+    return float(number * (group.size - 1) if group.index == 0 else -number)
+
+
+def hash_of(value: object) -> int:
+    """Return a hash of 32 bits of a value's text, equal on all processes."""
+    return xxhash.xxh32_intdigest(repr(value).encode())
+
+
+def input_differences(
+    batch: Batch,
+    device_index: int,
+    key: int | None,
+    params: Iterable[Tensor],
+    group: Group | None,
+    same_samples: Group | None,
+    *,
+    is_first_step: bool,
+) -> dict[str, float]:
+    """Return the differences of the inputs of the device at an index.
+
+    `key`: of random draws, if all devices draw alike; `params`: those that each has in full. An accelerator is waited for
+    in the first step only.
+    """
+    is_full = batch.alone and is_first_step
+    has_copies = batch.alone and same_samples is not None and same_samples.size > 1
+    return {
+        "key": difference(key is not None and (key,), group),
+        "params": difference(is_full and [*map(digest, params)], group),
+        "shapes": difference(batch.shapes, group),
+        "batch": difference(is_full and [digest(x) for x in batch.given if isinstance(x, Tensor)], group),
+        "samples": difference(has_copies and _sample_digests(batch, device_index, is_full=is_full), same_samples),
+    }
+
+
+def _sample_digests(batch: Batch, device_index: int, *, is_full: bool) -> list[int]:
+    shards = [column[device_index] for column in batch.columns]
+    pairs = zip(shards, batch.has_samples, strict=True)
+    tensors = [x for x, rows in pairs if isinstance(x, Tensor) and (is_full or (rows and x.device.type == "cpu"))]
+    return [digest(x if is_full else x.reshape(-1)[:: 1 + x.nbytes // (1 << 16)]) for x in tensors]
+
+
+# -- sums over slices and devices -----------------------------------------------------------------------------------
+
+
+class SliceLoss(NamedTuple):
+    """The loss of a slice, or of all together, its weight, and the metrics that are averaged with it."""
+
+    loss: Tensor
+    weight: float
+    means: list[Tensor]
+
+
+def average_losses(
+    slices: Sequence[SliceLoss], row: list[float], group: Group | None, site: Site, *, copies: int = 1
+) -> tuple[SliceLoss, list[float]]:
+    """Average losses and metrics over the slices of all devices; return also the sum of their rows.
+
+    Args:
+        slices: of this device.
+        row: its numbers, the weight of its slices first.
+        group: the devices.
+        site: the source line of the step.
+        copies: the number of devices that have the same samples.
+    """
+    first, is_alone = slices[0], group is None or group.size == 1
+    loss_dtype = torch.promote_types(first.loss.dtype, torch.float32)
+    if is_alone and len(slices) == 1 and first.weight:  # a mean of one
+        return first._replace(loss=first.loss.to(loss_dtype)), row
+    with torch.no_grad():
+        sums = tree_sum([_weighted(x, first.loss.device) for x in slices])
+    if not is_alone:
+        sums, numbers = reduce_rows((sums, host_row(row, first.loss.device)), group, site)
+        row = row if numbers.is_meta else numbers.tolist()
+    weight = row[0]
+    loss, *totals = (sums / weight).split([1, *(x.numel() for x in first.means)])
+    means = [total.reshape(x.shape).to(x) for x, total in zip(first.means, totals, strict=True)]
+    return SliceLoss(loss.reshape(()).to(loss_dtype), weight / copies, means), row
+
+
+def _weighted(slice: SliceLoss, device: torch.device) -> Tensor:
+    """Return the numbers of a slice times its weight; those of weight 0 are 0, finite or not."""
+    columns = [x.to(device, torch.float64).reshape(-1) for x in (slice.loss, *slice.means)]
+    row = columns[0] if len(columns) == 1 else torch.cat(columns)
+    return row * slice.weight if slice.weight else torch.zeros_like(row)
+
+
+Number = TypeVar("Number", float, Tensor)
+
+
+def tree_sum(numbers: Sequence[Number]) -> Number:
+    """Add up the numbers or tensors of slices in the tree in which their gradients are added."""
+    level = [*numbers]
+    while len(level) > 1:
+        level = [a + b for a, b in zip(level[::2], level[1::2], strict=False)] + level[len(level) // 2 * 2 :]
+    return level[0]
+
+
+def reduce_rows(rows: tuple[Tensor, ...], group: Group | None, site: Site) -> tuple[Tensor, ...]:
+    """Sum rows of numbers over devices, all rows in one collective; a single device has the sums already."""
+    if group is None or group.size == 1:
+        return rows
+    psum = Bound(Psum(), group, site).run
+    return psum(rows) if len({row.device for row in rows}) == 1 else tuple(psum((row,))[0] for row in rows)
+
+
+def host_row(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Return a row of numbers in the memory of the host; without values, where a device has none."""
+    return torch.tensor(numbers, dtype=torch.float64, device=device if device.type == "meta" else "cpu")

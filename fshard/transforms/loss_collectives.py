@@ -1,0 +1,108 @@
+"""The collectives that a loss function calls: over which axes it is averaged, and which of them raise.
+
+Every value in a loss function is varying, and the objective is the mean of all devices' losses, weighted by their parts of
+the batch, as a function of all devices' values:
+
+    mean over all devices of    f(z_d, psum(z))          each device's parameters, with equal numbers
+           │                       │     └ backward: psum of all cotangents        │
+           └ 1/n to each           └ backward: its own                             └ backward: gradients summed over all
+
+The devices are those along the batch's axes, and those along any other axis over which the loss function of some device
+calls a collective or, in the first step, `axis_index`. Along all other axes devices compute the same.
+
+Some collectives raise, since their result would differ on other meshes (`sync_batchnorm` weights devices by samples):
+
+    5 samples on 2 devices      fs.pmean is no mean over samples: [0 1] and [2 3 4] have equal weights
+    3 samples on 4 devices      one device computes on a neighbour's sample, which a sum would count twice
+    reproducible mode           a slice sees only the slices that other devices compute concurrently
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+
+from fshard.mesh.layout import as_written
+from fshard.mesh.spmd.scope import Group, Scope
+from fshard.source import Site, call_site
+from fshard.transforms.agreement import host_row, reduce_rows
+from fshard.transforms.batch import Batch
+from fshard.transforms.options import StepOptions
+
+LOCAL_CALLS = ("fs.pvary", "fs.axis_size")
+"""Calls that need no communication. `fs.axis_index` needs none either, but it counts in the first step, where devices agree."""
+
+ALLOWED_ON_UNEVEN_BATCHES = ("fs.pmax", "fs.pmin", "fs.axis_index", "sync_batchnorm")
+"""Collectives that a sample which is there twice does not change."""
+
+
+class LossCollectives:
+    """The collectives that one device's loss function calls in a step.
+
+    `along`: axes beside the batch's that were used, local ones always; `is_mixed`: True if a collective used both kinds.
+
+    Args:
+        batch: of the step.
+        turns: the number of slices that each device takes.
+        options: of the step.
+    """
+
+    def __init__(self, batch: Batch, turns: int, options: StepOptions) -> None:
+        self._cut, self._axes, self._is_reproducible = batch.cut, frozenset(batch.axes), options.reproducible
+        self._sizes = {axis: size for axis, size in batch.mesh.shape.items() if size > 1}
+        self._slices = 0 if batch.cut is None else batch.cut.parts * turns
+        self._indexed = set[str]()
+        self.along: tuple[str, ...] = ()
+        self.is_mixed = False
+        self._add(options.local)
+
+    def record(self, call: str, group: Group) -> None:
+        """Record a call over the axes of a group; raise if its result would depend on the mesh."""
+        if call in LOCAL_CALLS:
+            return
+        self._check_call(call, group)
+        if call == "fs.axis_index":
+            self._indexed.update(group.axes)
+            return
+        self.is_mixed |= not self._axes.isdisjoint(group.axes)
+        self._add(group.axes)
+
+    def _check_call(self, call: str, group: Group) -> None:
+        if self._is_reproducible and not self._axes.isdisjoint(group.axes):
+            raise ValueError(
+                f"{call} over {as_written(group.axes)} in the loss function, at {call_site()}: with reproducible=True a "
+                "slice of the batch must be computed independently, so that it does not depend on the mesh. Use its own "
+                "samples only, or leave reproducible=True out."
+            )
+        cut, slices = self._cut, self._slices
+        if cut is None or cut.length % slices == 0 or (cut.length > slices and call != "fs.pmean"):
+            return
+        if group.size > 1 and call not in ALLOWED_ON_UNEVEN_BATCHES and not {*cut.axes}.isdisjoint(group.axes):
+            raise ValueError(
+                f"{call} in the loss function: the {cut.length} samples of the batch are cut into {slices} slices, which are "
+                "not of one size, or some without samples, and all would count alike. Give batches of a multiple of "
+                f"{slices}."
+            )
+
+    def agree(self, scope: Scope, cached: tuple[str, ...] | None, device: torch.device, site: Site) -> None:
+        """Add the axes over which any device called a collective, or those `cached` from an earlier step."""
+        if cached is not None:
+            self._add(cached)
+            return
+        others = [axis for axis in self._sizes if axis not in self._axes]
+        if others:
+            group, used = scope.group(tuple(self._sizes), "value_and_grad"), {*self.along, *self._indexed}
+            (row,) = reduce_rows((host_row([float(axis in used) for axis in others], device),), group, site)
+            if not row.is_meta:
+                self._add(axis for axis, times in zip(others, row.tolist(), strict=True) if times)
+
+    def _add(self, axes: Iterable[str]) -> None:
+        axes = {*axes, *self.along} - self._axes
+        self.along = tuple([axis for axis in self._sizes if axis in axes])
+
+    @property
+    def copies(self) -> int:
+        """The number of devices along these axes, which have the same samples."""
+        return prod(self._sizes[axis] for axis in self.along)
