@@ -53,8 +53,12 @@ SIZE = sum(x.numel() for x in MODEL.init(SEED).values())
 
 
 def hooked(hook: Any, state: Callable[[], Any], model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
-    """Torch's data parallelism with one of its communication hooks."""
-    module: Any = data_parallel(model)
+    """Torch's data parallelism with one of its communication hooks.
+
+    Hooks that wait for a second collective block a thread of gloo for each bucket, and deadlock with its two threads. So
+    all gradients are one bucket.
+    """
+    module: Any = data_parallel(model, bucket_cap_mb=1000)
     module.register_comm_hook(state(), hook)
     return loop(module, AdamW(module.parameters(), lr=RATE, fused=True), data)
 
