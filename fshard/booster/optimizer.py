@@ -123,7 +123,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         if self._grads is None:
             self._grads, compression = self._model.gradients(), self._partitioned().compression
             if compression is not None:
-                self._grads, self.state = compression.reduce(self._grads, self.state, self._model.params)
+                self._grads, self.state = compression.reduce(self._grads, self.state)
         return self._grads
 
     def clip_grad_by_norm(

@@ -8,27 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from fshard.comm.compressor import Compressor, Reduced
+from fshard.comm.compressor import Compressor, Phases, Reduced
 from fshard.mesh.collectives.api import axis_size
-from fshard.mesh.layout import Axes, PyTree, flatten, map_leaves, unflatten
+from fshard.mesh.collectives.on_trees import Handle
+from fshard.mesh.layout import Axes, PyTree, map_leaves
 from fshard.optim.arguments import validate, within
 
 
-def _combined(function: object, tree: PyTree, *trees: PyTree) -> PyTree:
-    """Apply a function to the leaves of trees of one structure."""
-    assert callable(function)
-    leaves, structure = flatten(tree)
-    return unflatten(structure, [*map(function, leaves, *(flatten(each)[0] for each in trees))])
+def _combinator(compress: Compressor, phases: Callable[..., Phases], *names: str) -> Compressor:
+    """Return a compressor around a compressor, with state of the parameters' structure: trees of zeros by name."""
 
+    def init(params: PyTree) -> PyTree:
+        zeros = {name: map_leaves(lambda x: torch.zeros_like(x, requires_grad=False), params) for name in names}
+        return {"inner": compress.init(params), **zeros}
 
-def _zeros(params: PyTree) -> PyTree:
-    return map_leaves(lambda x: torch.zeros_like(x, requires_grad=False), params)
-
-
-def _around(compress: Compressor, init: Callable[[PyTree], PyTree], reduce: Callable[..., Reduced]) -> Compressor:
-    return Compressor(init, reduce, compress.full)
+    return Compressor(init, phases, compress.full)
 
 
 def error_feedback(compress: Compressor, *, decay: float = 1.0) -> Compressor:
@@ -40,34 +35,27 @@ def error_feedback(compress: Compressor, *, decay: float = 1.0) -> Compressor:
     """
     validate("error_feedback", within("[0, 1]", decay=decay))
 
-    @torch.no_grad()
-    def reduce(grads: PyTree, state: PyTree, axis: Axes) -> Reduced:
-        wanted = _combined(torch.add, grads, state["residual"])
-        total, sent, inner = compress.reduce(wanted, state["inner"], axis)
-        residual = _combined(lambda x, y: (x - y) * decay, wanted, sent)
+    def phases(grads: PyTree, state: PyTree, axis: Axes) -> Phases:
+        target = map_leaves(torch.add, grads, state["residual"])
+        total, sent, inner = yield compress.start(target, state["inner"], axis)
+        residual = map_leaves(lambda x, y: (x - y) * decay, target, sent)
         return Reduced(total, sent, {"inner": inner, "residual": residual})
 
-    return _around(compress, lambda params: {"inner": compress.init(params), "residual": _zeros(params)}, reduce)
+    return _combinator(compress, phases, "residual")
 
 
 def ef21(compress: Compressor) -> Compressor:
     """Send the change of an estimate of this device's gradient; the total is that of the estimates (Richtarik 2021)."""
 
-    @torch.no_grad()
-    def reduce(grads: PyTree, state: PyTree, axis: Axes) -> Reduced:
-        change = _combined(torch.sub, grads, state["estimate"])
-        total, sent, inner = compress.reduce(change, state["inner"], axis)
-        estimate, n = _combined(torch.add, state["estimate"], sent), axis_size(axis)
-        share = _combined(lambda x, y: x + y / n, state["share"], total)  # of the total of all estimates
-        return Reduced(
-            map_leaves(lambda x: x * n, share), estimate, {"inner": inner, "estimate": estimate, "share": share}
-        )
+    def phases(grads: PyTree, state: PyTree, axis: Axes) -> Phases:
+        change = map_leaves(torch.sub, grads, state["estimate"])
+        total, sent, inner = yield compress.start(change, state["inner"], axis)
+        estimate, n = map_leaves(torch.add, state["estimate"], sent), axis_size(axis)
+        share = map_leaves(lambda x, y: x + y / n, state["share"], total)  # of the total of all estimates
+        total = map_leaves(lambda x: x * n, share)
+        return Reduced(total, estimate, {"inner": inner, "estimate": estimate, "share": share})
 
-    return _around(
-        compress,
-        lambda params: {"inner": compress.init(params), "estimate": _zeros(params), "share": _zeros(params)},
-        reduce,
-    )
+    return _combinator(compress, phases, "estimate", "share")
 
 
 def momentum_corrected(compress: Compressor, momentum: float = 0.9) -> Compressor:
@@ -77,39 +65,32 @@ def momentum_corrected(compress: Compressor, momentum: float = 0.9) -> Compresso
     """
     validate("momentum_corrected", within("[0, 1)", momentum=momentum))
 
-    def restarted(x: Tensor, sent: Tensor) -> Tensor:
-        return torch.where(sent != 0, torch.zeros_like(x), x)
+    feedback = error_feedback(compress)
 
-    @torch.no_grad()
-    def reduce(grads: PyTree, state: PyTree, axis: Axes) -> Reduced:
-        velocity = _combined(lambda u, g: momentum * u + g, state["velocity"], grads)
-        wanted = _combined(torch.add, state["residual"], velocity)
-        total, sent, inner = compress.reduce(wanted, state["inner"], axis)
-        residual, velocity = _combined(torch.sub, wanted, sent), _combined(restarted, velocity, sent)
-        return Reduced(total, sent, {"inner": inner, "velocity": velocity, "residual": residual})
+    def phases(grads: PyTree, state: PyTree, axis: Axes) -> Phases:
+        velocity = map_leaves(lambda u, g: momentum * u + g, state["velocity"], grads)
+        total, sent, inner = yield feedback.start(velocity, state["inner"], axis)
+        velocity = map_leaves(lambda u, y: u.where(y == 0, 0), velocity, sent)
+        return Reduced(total, sent, {"inner": inner, "velocity": velocity})
 
-    return _around(
-        compress,
-        lambda params: {"inner": compress.init(params), "velocity": _zeros(params), "residual": _zeros(params)},
-        reduce,
-    )
+    return _combinator(feedback, phases, "velocity")
 
 
 def delayed(compress: Compressor, steps: int = 1) -> Compressor:
-    """Reduce the gradients of some steps before; the first totals are zero.
+    """Reduce the gradients of some steps before, while the next are computed; the first totals are zero.
 
-    Gradients that wait count as sent: put `error_feedback` inside.
+    `train_step` starts the reduction before the forward, and waits for it after the backward. Gradients that wait count
+    as sent: put `error_feedback` inside.
     """
     validate("delayed", within("[1, inf)", integer=True, steps=steps))
+    names = [f"waiting_{step}" for step in range(steps)]
 
-    @torch.no_grad()
-    def reduce(grads: PyTree, state: PyTree, axis: Axes) -> Reduced:
-        first, *others = state["waiting"]
-        total, _, inner = compress.reduce(first, state["inner"], axis)
-        return Reduced(total, grads, {"inner": inner, "waiting": [*others, grads]})
+    def early(state: PyTree, axis: Axes) -> Handle:
+        return compress.start(state[names[0]], state["inner"], axis)
 
-    return _around(
-        compress,
-        lambda params: {"inner": compress.init(params), "waiting": [_zeros(params) for _ in range(steps)]},
-        reduce,
-    )
+    def phases(grads: PyTree, state: PyTree, axis: Axes, handle: Handle | None = None) -> Phases:
+        total, _, inner = yield handle or early(state, axis)
+        waiting = [*[state[name] for name in names[1:]], grads]
+        return Reduced(total, grads, {"inner": inner, **dict(zip(names, waiting, strict=True))})
+
+    return _combinator(compress, phases, *names)._replace(early=early)

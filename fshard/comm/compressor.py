@@ -9,7 +9,7 @@ what they `sent` is the `total`, so a device can keep what it has not sent: grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,12 @@ import xxhash
 from torch import Tensor
 
 from fshard.mesh.collectives.api import axis_size, psum
+from fshard.mesh.collectives.on_trees import Handle
 from fshard.mesh.layout import Axes, PyTree, flatten_with_paths, unflatten
 from fshard.optim.leaves import count_from_zero
+
+Phases = Generator[Handle, Any, Any]
+"""Yields the collectives that it has started, and is resumed with their results."""
 
 
 class Reduced(NamedTuple):
@@ -30,14 +34,15 @@ class Reduced(NamedTuple):
 
 
 class Compressor(NamedTuple):
-    """An approximate psum as pure functions on trees of plain tensors.
+    """An approximate psum as pure functions on trees of plain tensors: `init`, and `reduce`, which runs the `phases`.
 
     Args:
         init: from a device's tree to its state.
-        reduce: from a device's gradients, its state and the axis to the total, what this device sent, and the next state.
-            Its arguments are not modified. Along an axis of one device both are the gradients.
+        phases: from a device's gradients, its state and the axis to `Reduced`: a generator of started collectives. Its
+            arguments are not modified. Along an axis of one device total and sent are the gradients.
         full: it needs full leaves, in their shapes: no shards.
-        encoding: what `chain` joins; None: it cannot be chained.
+        encoding: the form of the leaves, for `chain`; None: it cannot be chained.
+        early: starts, from the state and the axis, what needs no gradients: `phases` then takes the handle too.
 
     >>> import torch, fshard as fs
     >>> mesh, compress = fs.make_mesh({"data": 2}), fs.comm.top_k(0.1)
@@ -49,9 +54,27 @@ class Compressor(NamedTuple):
     """
 
     init: Callable[[PyTree], PyTree]
-    reduce: Callable[[PyTree, PyTree, Axes], Reduced]
+    phases: Callable[..., Phases]
     full: bool = False
     encoding: Any = None
+    early: Callable[[PyTree, Axes], Handle] | None = None
+
+    def start(self, grads: PyTree, state: PyTree, axis: Axes, *early: Handle) -> Handle:
+        """Start a reduction, which `wait` of the handle finishes."""
+        return started(torch.no_grad()(self.phases)(grads, state, axis, *early))
+
+    def reduce(self, grads: PyTree, state: PyTree, axis: Axes, *early: Handle) -> Reduced:
+        """Return the total of a device's gradients, what it sent, and its next state."""
+        return self.start(grads, state, axis, *early).wait()
+
+
+def started(phases: Phases, result: Any = None) -> Handle:
+    """Run phases up to the next collective that they wait for; `wait` of the handle runs the rest."""
+    try:
+        handle = phases.send(result)
+    except StopIteration as end:
+        return Handle(None, end.value)
+    return Handle(lambda: started(phases, handle.wait()).wait())
 
 
 class FlatLeaf(NamedTuple):
@@ -65,55 +88,36 @@ class FlatLeaf(NamedTuple):
         return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {self.key} {device}".encode()) >> 1)
 
 
-class LeafTotals(NamedTuple):
-    """The totals of compressed leaves, and what this device sent of each."""
-
-    totals: Sequence[Tensor]
-    sent: Sequence[Tensor]
-
-
-def dense_bytes(x: Tensor, n: int) -> float:
-    """Return the bytes that each of n devices sends in a psum."""
-    return 2 * (n - 1) / n * x.nbytes
-
-
 def compressor(
     bytes_sent: Callable[[Tensor, int], float],
-    reduce_leaves: Callable[[Sequence[FlatLeaf], Axes], LeafTotals],
+    leaf_phases: Callable[[Sequence[FlatLeaf], Axes], Phases],
     encoding: Any = None,
 ) -> Compressor:
-    """Return a compressor of flat floating leaves; a leaf that it would not make smaller is reduced by psum.
+    """Return a compressor of flat floating leaves; a leaf for which it sends no less than psum is reduced by psum.
 
-    Args:
-        bytes_sent: the bytes that each device sends of a leaf, from the leaf and the number of devices.
-        reduce_leaves: the reduction of the others, all at once.
-        encoding: see `Compressor`.
+    `bytes_sent` is that of each device, from a leaf and the number of devices. `leaf_phases` reduces the other leaves to
+    two lists: their totals, and what this device sent.
     """
 
-    def init(params: PyTree) -> PyTree:
-        return {"step": count_from_zero()}
+    def is_dense(x: Tensor, n: int) -> bool:
+        return not x.is_floating_point() or bytes_sent(x, n) >= 2 * (n - 1) / n * x.nbytes
 
-    @torch.no_grad()
-    def reduce(grads: PyTree, state: PyTree, axis: Axes) -> Reduced:
-        n, after = axis_size(axis), {"step": state["step"] + 1}
+    def phases(grads: PyTree, state: PyTree, axis: Axes) -> Phases:
+        n, step = axis_size(axis), state["step"]
         if n == 1:
-            return Reduced(grads, grads, after)
-        paths, leaves, structure = flatten_with_paths(grads)
-        is_shorter = [x.is_floating_point() and bytes_sent(x, n) < dense_bytes(x, n) for x in leaves]
-        key = f"{int(state['step'])}"
-        chosen = [
-            FlatLeaf(x.reshape(-1), f"{key} {path}")
-            for x, path, short in zip(leaves, paths, is_shorter, strict=True)
-            if short
-        ]
-        dense = [x for x, short in zip(leaves, is_shorter, strict=True) if not short]
-        dense_totals = iter(psum(dense, axis) if dense else [])
-        reduced = reduce_leaves(chosen, axis) if chosen else LeafTotals([], [])
-        totals, parts = iter(reduced.totals), iter(reduced.sent)
-        total, sent = list[Tensor](), list[Tensor]()
-        for x, short in zip(leaves, is_shorter, strict=True):
-            total.append(next(totals).view(x.shape).to(x.dtype) if short else next(dense_totals))
-            sent.append(next(parts).view(x.shape).to(x.dtype) if short else x)
-        return Reduced(unflatten(structure, total), unflatten(structure, sent), after)
+            return Reduced(grads, grads, {"step": step + 1})
+        paths, xs, structure = flatten_with_paths(grads)
+        leaves = dict(zip(paths, xs, strict=True))
+        dense = {path: x for path, x in leaves.items() if is_dense(x, n)}
+        key = "" if step.is_meta else f"{int(step)} "  # draws have no values on an abstract mesh
+        flat = [FlatLeaf(x.reshape(-1), key + path) for path, x in leaves.items() if path not in dense]
+        psum_handle, flat_handle = psum.start(dense, axis), started(leaf_phases(flat, axis))
+        dense_totals, (flat_totals, flat_sent) = (yield psum_handle), (yield flat_handle)
 
-    return Compressor(init, reduce, encoding=encoding)
+        def tree(dense: dict[str, Tensor], flat: Iterator[Tensor]) -> PyTree:
+            shaped = {path: next(flat).view_as(x).to(x.dtype) for path, x in leaves.items() if path not in dense}
+            return unflatten(structure, [*map({**dense, **shaped}.__getitem__, paths)])
+
+        return Reduced(tree(dense_totals, iter(flat_totals)), tree(dense, iter(flat_sent)), {"step": step + 1})
+
+    return Compressor(lambda params: {"step": count_from_zero()}, phases, encoding=encoding)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.comm.compressor import Compressor, FlatLeaf, Reduced
+from fshard.comm.compressor import Compressor, FlatLeaf, Phases, Reduced
 from fshard.mesh.collectives.api import axis_size, psum
 from fshard.mesh.layout import Axes, PyTree, flatten_with_paths, unflatten
 from fshard.optim.arguments import validate, within
@@ -40,8 +40,7 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
             }
         }
 
-    @torch.no_grad()
-    def reduce(grads: PyTree, state: PyTree, axis: Axes) -> Reduced:
+    def phases(grads: PyTree, state: PyTree, axis: Axes) -> Phases:
         n = axis_size(axis)
         if n == 1:
             return Reduced(grads, grads, state)
@@ -49,9 +48,11 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
         matrices = {path: x.float().flatten(1) for path, x in zip(paths, leaves, strict=True) if path in state["q"]}
         rest = {path: x for path, x in zip(paths, leaves, strict=True) if path not in matrices}
         products: dict[str, Tensor]
-        products, rest_totals = psum(({path: m @ state["q"][path] for path, m in matrices.items()}, rest), axis)
+        products, rest_totals = yield psum.start(
+            ({path: m @ state["q"][path] for path, m in matrices.items()}, rest), axis
+        )
         factors = {path: torch.linalg.qr(p).Q for path, p in products.items()}
-        q: Any = psum({path: m.T @ factors[path] for path, m in matrices.items()}, axis) if matrices else {}
+        q: Any = yield psum.start({path: m.T @ factors[path] for path, m in matrices.items()}, axis)
         q = {
             path: torch.where(x.any(), x, state["q"][path]) for path, x in q.items()
         }  # a gradient of zero leads nowhere
@@ -66,7 +67,7 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
         ]
         return Reduced(unflatten(structure, total), unflatten(structure, sent), {"q": q})
 
-    return Compressor(init, reduce, full=True)
+    return Compressor(init, phases, full=True)
 
 
 def _draw(leaf: FlatLeaf, rank: int, seed: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard.comm.block_code import Bits, BlockCode, Codes
-from fshard.comm.compressor import Compressor, FlatLeaf, LeafTotals, compressor
+from fshard.comm.compressor import Compressor, FlatLeaf, Phases, compressor
 from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum
 from fshard.mesh.layout import Axes
 from fshard.optim.arguments import validate, within
@@ -121,22 +121,22 @@ def _index_dtype(x: Tensor) -> torch.dtype:
 def _compressor(encoding: Encoding) -> Compressor:
     selection, code = encoding
 
-    def reduce_leaves(leaves: Sequence[FlatLeaf], axis: Axes) -> LeafTotals:
+    def leaf_phases(leaves: Sequence[FlatLeaf], axis: Axes) -> Phases:
         if selection is None:
             assert code is not None
-            return _reduce_codes(leaves, code, axis)
+            return (yield from _reduce_codes(leaves, code, axis))
         indices = [selection.indices(leaf) for leaf in leaves]
         chosen = [leaf._replace(x=leaf.x[index]) for leaf, index in zip(leaves, indices, strict=True)]
         if selection.seed is None:
-            return _gather_sum(leaves, chosen, indices, code, axis)
+            return (yield from _gather_sum(leaves, chosen, indices, code, axis))
         if code is not None:
-            totals, sent = _reduce_codes(chosen, code, axis)
+            totals, sent = yield from _reduce_codes(chosen, code, axis)
         else:
             sent = [leaf.x for leaf in chosen]
-            totals = psum(sent, axis)
-        return LeafTotals(_scattered(leaves, indices, totals), _scattered(leaves, indices, sent))
+            totals = yield psum.start(sent, axis)
+        return _scattered(leaves, indices, totals), _scattered(leaves, indices, sent)
 
-    return compressor(encoding.bytes_sent, reduce_leaves, encoding)
+    return compressor(encoding.bytes_sent, leaf_phases, encoding)
 
 
 def _scattered(leaves: Sequence[FlatLeaf], indices: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
@@ -153,26 +153,26 @@ def _gather_sum(
     indices: Sequence[Tensor],
     code: BlockCode | None,
     axis: Axes,
-) -> LeafTotals:
+) -> Phases:
     """All-gather the chosen numbers of each device with their indices, and add them up."""
     n, counts = axis_size(axis), [len(index) for index in indices]
     short = [index.to(_index_dtype(leaf.x)) for leaf, index in zip(leaves, indices, strict=True)]
     if code is None:
         sent = [leaf.x for leaf in chosen]
-        values, gathered = all_gather((sent, short), axis, to="replicated")
+        values, gathered = yield all_gather.start((sent, short), axis, to="replicated")
     else:
         codes = [code.encode(*_rows(leaf, code, axis, 1)) for leaf in chosen]
         sent = [
             code.decode(each)[0, :count].to(leaf.x.dtype)
             for leaf, each, count in zip(leaves, codes, counts, strict=True)
         ]
-        codes, gathered = all_gather((codes, short), axis, to="replicated")
+        codes, gathered = yield all_gather.start((codes, short), axis, to="replicated")
         values = [code.decode(each)[:, :count].flatten() for each, count in zip(codes, counts, strict=True)]
     wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in values]
     totals = _scattered(
         leaves, [index.view(n * count).long() for index, count in zip(gathered, counts, strict=True)], wide
     )
-    return LeafTotals(totals, _scattered(leaves, indices, sent))
+    return totals, _scattered(leaves, indices, sent)
 
 
 def _rows(leaf: FlatLeaf, code: BlockCode, axis: Axes, rows: int) -> tuple[Tensor, torch.Generator | None]:
@@ -182,7 +182,7 @@ def _rows(leaf: FlatLeaf, code: BlockCode, axis: Axes, rows: int) -> tuple[Tenso
     return x.view(rows, -1), generator
 
 
-def _reduce_codes(leaves: Sequence[FlatLeaf], code: BlockCode, axis: Axes) -> LeafTotals:
+def _reduce_codes(leaves: Sequence[FlatLeaf], code: BlockCode, axis: Axes) -> Phases:
     """Send a row of codes to each device, which adds its rows up; all-gather the codes of the sums.
 
     The error of a sum's code counts as not sent by the device that has encoded it.
@@ -190,15 +190,16 @@ def _reduce_codes(leaves: Sequence[FlatLeaf], code: BlockCode, axis: Axes) -> Le
     n, index = axis_size(axis), axis_index(axis)
     rows = [_rows(leaf, code, axis, n) for leaf in leaves]
     codes = [code.encode(*each) for each in rows]
-    received = all_to_all(codes, axis)
+    received = yield all_to_all.start(codes, axis)
     sums = [code.decode(Codes(*each)).sum(0, keepdim=True) for each in received]
     sum_codes = [code.encode(x, generator) for x, (_, generator) in zip(sums, rows, strict=True)]
-    totals = [code.decode(Codes(*each)).flatten() for each in all_gather(sum_codes, axis, to="replicated")]
+    gathered = yield all_gather.start(sum_codes, axis, to="replicated")
+    totals = [code.decode(Codes(*each)).flatten() for each in gathered]
     sent = [code.decode(each) for each in codes]
     for x, total, encoded in zip(sent, sums, sum_codes, strict=True):
         x[index] -= (total - code.decode(encoded))[0]
     lengths = [leaf.x.numel() for leaf in leaves]
-    return LeafTotals(
+    return (
         [x[:length] for x, length in zip(totals, lengths, strict=True)],
         [x.flatten()[:length] for x, length in zip(sent, lengths, strict=True)],
     )

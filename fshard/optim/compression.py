@@ -10,27 +10,30 @@ on another mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
-from fshard.mesh.collectives.api import psum
-from fshard.mesh.layout import Layout, Mesh, PyTree, flatten, map_leaves, unflatten
+from fshard.mesh.collectives.api import axis_index, psum
+from fshard.mesh.layout import Layout, Mesh, PyTree, flatten, map_leaves
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import reshard_all
-from fshard.optim.contract import Optimizer, Update
-from fshard.optim.leaves import Leaf, Leaves, map_shards
+from fshard.mesh.reshard.device_put import reshard
+from fshard.optim.contract import Optimizer
+from fshard.optim.leaves import Leaf, Leaves, each_shard
 from fshard.optim.per_device import on_arrays
-from fshard.source import call_site
+
+Handles = dict[tuple[str, int], Any]
+"""Reductions that are started, by axis and device."""
 
 
 class Compression:
     """The compressed reductions before an optimizer, along some axes, in order.
 
     Args:
-        compressors: by axis: pairs of init and reduce, as those of `fs.comm`.
+        compressors: by axis: those of `fs.comm`.
         mesh: the devices.
         gradients: from a parameter's layout to that of its reduced gradient.
         loss_scale: of the optimizer's state: gradients are divided by it while they are compressed.
@@ -44,93 +47,86 @@ class Compression:
         loss_scale: Callable[[PyTree], Tensor] | None,
     ) -> None:
         self._mesh, self._gradients, self._loss_scale = mesh, gradients, loss_scale
-        for axis, compressor in compressors.items():
-            mesh.check_axes(axis, "partition_optimizer(compress=)")
-            if not callable(getattr(compressor, "reduce", None)):
-                raise OptimizerError(
-                    f"partition_optimizer: compress must be a compressor for each axis, as {{{axis!r}: fs.comm.top_k(0.01)}}; "
-                    f"got {compressor!r}."
-                )
-        self._compressors = [compressor for axis, compressor in compressors.items() if mesh.shape[axis] > 1]
-        self._steps = {
-            axis: on_arrays(
-                Optimizer(compressor.init, self._on_device(axis, compressor.reduce), elementwise=True), "compress"
+        is_mapping = isinstance(compressors, Mapping)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not is_mapping or not all(callable(getattr(each, "reduce", None)) for each in compressors.values()):
+            raise OptimizerError(
+                "partition_optimizer: compress must be a compressor for each axis, as "
+                f"{{{mesh.axis_names[0]!r}: fs.comm.top_k(0.01)}}; got {compressors!r}."
             )
-            for axis, compressor in compressors.items()
-            if mesh.shape[axis] > 1
-        }
+        for axis in compressors:
+            mesh.check_axes(axis, "partition_optimizer(compress=)")
+        self._compressors = {axis: each for axis, each in compressors.items() if mesh.shape[axis] > 1}
+        self._has_gradient: list[bool] = []  # of each leaf in the last step
 
-    def layout(self, layout: Layout) -> Layout:
-        """Return the layout of a parameter's gradient: unreduced along the axes of the compressors."""
-        return _relabelled(self._reduced(layout), tuple(self._steps))
-
-    def _reduced(self, layout: Layout) -> Layout:
-        if sharded := [axis for axis in self._steps if axis in layout.spec.sharded_axes]:
+    def layout(self, layout: Layout, first: int = 0) -> Layout:
+        """Return the layout of a parameter's gradient before its reductions from the first on: unreduced along their axes."""
+        if sharded := [axis for axis in self._compressors if axis in layout.spec.sharded_axes]:
             raise LayoutError(
                 f"partition_optimizer: compress must be along axes that do not shard the parameters; got {', '.join(sharded)} "
                 f"for a parameter of {layout}. Compress along another axis, where they are replicated."
             )
         reduced = self._gradients(layout)
-        if reduced.spec.split_axes and any(compressor.full for compressor in self._compressors):
+        if reduced.spec.sharded_axes and any(compressor.full for compressor in self._compressors.values()):
             raise LayoutError(
                 f"partition_optimizer: compress must not be power_sgd where gradients are shards, of {reduced}: a shard of a "
                 "matrix has other factors. Use stage=0, or another compressor."
             )
-        return reduced
+        return reduced.with_spec(reduced.spec.with_unreduced([*self._compressors][first:]))
 
     def init(self, params: PyTree) -> PyTree:
         """Return the state of each compressor."""
-        return {axis: opt.init(self._labelled(params)) for axis, opt in self._steps.items()}
+        leaves, steps = Leaves.of(params), {axis: self._on_devices(axis, self._reduce) for axis in self._compressors}
+        return {axis: step.init(leaves.mapped(partial(self._like, axis))) for axis, step in steps.items()}
 
-    def reduce(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Reduce gradients; those that are reduced already stay. `state` is that of the compressors and the optimizer."""
-        leaves = [x for x in flatten(grads)[0] if isinstance(x, Sharded)]
-        if not any(x.layout.spec.unreduced for x in leaves):
+    def start(self, state: PyTree, params: PyTree) -> Handles:
+        """Start, before the forward, what needs no gradients; `reduce` takes the result."""
+        leaves, handles = Leaves.of(params), Handles()
+
+        def start(axis: str, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            handles[axis, axis_index(self._mesh.axis_names)] = self._compressors[axis].early(state, axis)
             return grads, state
+
+        for axis, compressor in self._compressors.items():
+            if compressor.early is not None and len(self._has_gradient) == len(leaves.leaves):
+                like = leaves.mapped(partial(self._like, axis), self._has_gradient)
+                self._on_devices(axis, start).update(like, state["compress"][axis], like)
+        return handles
+
+    def reduce(self, grads: PyTree, state: PyTree, handles: Handles | None = None) -> tuple[PyTree, PyTree]:
+        """Reduce gradients; those that are reduced already stay. `state` is that of the compressors and the optimizer."""
+        if not any(x.layout.spec.unreduced for x in flatten(grads)[0] if isinstance(x, Sharded)):
+            return grads, state
+        has_gradient = [x is not None for x in Leaves.of(grads).leaves]
+        early = handles if handles and has_gradient == self._has_gradient else Handles()
+        self._has_gradient = has_gradient
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale(state["inner"]))
-        like, states, rest = self._labelled(params), dict[str, PyTree](), [*self._steps]
-        if scale != 1.0:
-            grads = map_leaves(lambda x: map_shards(lambda g: g / scale, x), grads)
-        for axis, opt in self._steps.items():
-            grads, states[axis] = opt.update(grads, state["compress"][axis], like)
-            rest.remove(axis)
-            grads, like = (map_leaves(lambda x: _with_unreduced(x, tuple(rest)), tree) for tree in (grads, like))
-        if scale != 1.0:
-            grads = map_leaves(lambda x: map_shards(lambda g: g * scale, x), grads)
-        return grads, {"compress": states, "inner": state["inner"]}
+        grads, states = _scaled(grads, 1 / scale), dict[str, PyTree]()
+        for axis in self._compressors:
+            step = self._on_devices(axis, partial(self._reduce, early=early))
+            grads, states[axis] = step.update(grads, state["compress"][axis], grads)
+        grads = map_leaves(lambda x: Sharded(x.shape, x.layout.with_spec(x.spec.with_unreduced(())), x.shards), grads)
+        return _scaled(grads, scale), {**state, "compress": states}
 
-    def _labelled(self, params: PyTree) -> PyTree:
-        """Return the parameters in the layouts of their unreduced gradients: only layouts and shapes are used."""
-        at, axes = Leaves.of(params), tuple(self._steps)
-        targets = [None if leaf is None else self._reduced(leaf.layout) for leaf in at.leaves]
-        moved = iter(
-            reshard_all([x for x in at.leaves if x is not None], [x for x in targets if x is not None], call_site())
-        )
-        return at.rebuild([None if leaf is None else _with_unreduced(next(moved), axes) for leaf in at.leaves])
+    def _reduce(self, axis: str, grads: PyTree, state: PyTree, params: PyTree, early: Handles) -> tuple[PyTree, PyTree]:
+        """Reduce gradients on one device. Unless all are finite, the total is nan and the state stays."""
+        handle = early.get((axis, axis_index(self._mesh.axis_names)))
+        total, _, after = self._compressors[axis].reduce(grads, state, axis, *([] if handle is None else [handle]))
+        zero = torch.zeros((), device=self._mesh.device_type)  # 0 times the sum of what is not finite is nan
+        sums = [x.sum(dtype=torch.promote_types(x.dtype, zero.dtype)).abs() * 0 for x in flatten((grads, total))[0]]
+        is_finite = psum(sum(sums, zero).float(), self._mesh.axis_names) == 0
+        is_finite = is_finite.is_meta or bool(is_finite)  # counts in the state are on the host, which has to wait
+        return (total, after) if is_finite else (map_leaves(lambda x: x * torch.nan, total), state)
 
-    def _on_device(self, axis: str, reduce: Callable[..., Any]) -> Update:
-        """Return the reduction on one device; gradients that are not finite anywhere leave the state as it is."""
+    def _like(self, axis: str, param: Leaf, has_gradient: bool = True) -> Leaf:
+        """Return an array of the layout and shape of a parameter's gradient before the reduction along an axis."""
+        if not has_gradient or not isinstance(param, Sharded):
+            return None
+        return reshard(param, self.layout(param.layout, [*self._compressors].index(axis)))
 
-        def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            total, _, after = reduce(grads, state, axis)
-            sums = [x.sum() * 0 for x in flatten(total)[0]]
-            if not sums:
-                return total, after
-            is_finite = psum(torch.stack([x.float() for x in sums]).sum(), self._mesh.axis_names) == 0
-            before, structure = flatten(state)
-            kept = [
-                torch.where(is_finite.to(new.device), new, old)
-                for new, old in zip(flatten(after)[0], before, strict=True)
-            ]
-            return total, unflatten(structure, kept)
-
-        return update
+    def _on_devices(self, axis: str, update: Callable[..., Any]) -> Optimizer:
+        """Return a function of an axis and one device's trees as one of arrays."""
+        return on_arrays(Optimizer(self._compressors[axis].init, partial(update, axis), elementwise=True), "compress")
 
 
-def _relabelled(layout: Layout, unreduced: tuple[str, ...]) -> Layout:
-    return layout.with_spec(layout.spec.with_unreduced(unreduced))
-
-
-def _with_unreduced(x: Leaf, axes: tuple[str, ...]) -> Leaf:
-    """Return an array whose shards are summands along some axes."""
-    return Sharded(x.shape, _relabelled(x.layout, axes), x.shards) if isinstance(x, Sharded) else x
+def _scaled(grads: PyTree, factor: float) -> PyTree:
+    return grads if factor == 1.0 else each_shard(lambda g: g * factor, grads)

@@ -159,7 +159,7 @@ def _compressed(opt: Partitioned, compress: Mapping[str, Any], mesh: Mesh, axes:
         @uncompiled
         @torch.no_grad()
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            grads, state = reduced.reduce(grads, state, params)
+            grads, state = reduced.reduce(grads, state)
             params, inner = act(grads, state["inner"], params)
             return params, {"compress": state["compress"], "inner": inner}
 

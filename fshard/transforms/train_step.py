@@ -154,13 +154,14 @@ def train_step(
         buffers, batch = given if how.has_buffers else ((), *given)
         refuse_distant(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
+        early = None if compression is None else compression.start(state, params)
         value, grads = gradient.run(params, buffers, batch, call_site(), scale)
         exact = how.slices is not None
         with torch.no_grad(), deterministic(exact, mesh.device_type), exact_norms(exact):
             if not donate:
                 params, state = copied((params, state))
             if compression is not None:
-                grads, state = compression.reduce(grads, state, params)
+                grads, state = compression.reduce(grads, state, early)
             norm_of = norm_later(grads, exact=exact)
             params, state = write(grads, state, params)  # (9)
             norm = norm_of() / scale

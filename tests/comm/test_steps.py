@@ -5,14 +5,18 @@ import torch
 
 import fshard as fs
 from fshard import P, comm
+from fshard.mesh.layout import flatten
 
 AXES = {"node": 2, "gpu": 2}
-FEEDBACK = comm.error_feedback(comm.top_k(0.2))
+FRACTION, RATE = 0.2, 0.1
+FEEDBACK = comm.error_feedback(comm.top_k(FRACTION))
 
 
 def full_params():
     draw = torch.Generator().manual_seed(0)
-    return {"w": torch.randn(6, 5, generator=draw), "b": torch.randn(5, generator=draw), "scale": torch.tensor(1.5)}
+    shapes = {"w": (6, 5), "b": (5,), "scale": (), "empty": (0, 3), "odd": (7,), "frozen": (5,), "unused": (8,)}
+    params = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    return {**params, "half": torch.ones(9, dtype=torch.bfloat16)}
 
 
 def batch(rows=8):
@@ -20,67 +24,186 @@ def batch(rows=8):
 
 
 def loss_fn(params, x):
-    return ((x @ params["w"] + params["b"]) * params["scale"]).square().mean()
+    y = (x @ params["w"] + params["b"] * params["frozen"]) * params["scale"]
+    y = y @ params.get("tied", params["w"]).T + params["odd"][:6] * params["odd"][1:]
+    return y.square().mean() + (params["half"] * 4.0 ** torch.arange(-10, -1).bfloat16()).sum() + params["empty"].sum()
 
 
-def train(compress, *, stage=1, axis="gpu", opt=None, count=3, mesh=None, rules=None, x=None, **options):
-    mesh = mesh or fs.make_mesh(AXES)
-    params = fs.shard_params(full_params(), rules or P(), mesh=mesh)
-    opt = fs.partition_optimizer(
-        opt or fs.optim.sgd(0.1, momentum=0.9), mesh=mesh, axis=axis, stage=stage, compress=compress
+def first(params, x):
+    return x @ params["w"] + params["b"] * params["frozen"]
+
+
+def last(params, y):
+    return y * params["scale"] + params["odd"][:5]
+
+
+def train(compress, *, stage=0, axis="gpu", opt=None, count=3, mesh=None, rules=None, x=None, tied=False, **options):
+    """Train a model in which `frozen`, `unused` and maybe ties occur; return its parameters, state and metrics."""
+    mesh, params = mesh or fs.make_mesh(AXES), full_params()
+    params = fs.shard_params(
+        {**params, "tied": params["w"]} if tied else params, rules or P(), mesh=mesh, frozen="frozen"
     )
+    opt = fs.partition_optimizer(opt or fs.optim.sgd(RATE), mesh=mesh, axis=axis, stage=stage, compress=compress)
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P(mesh.axis_names), **options)
+    return follow(step, params, opt, count, batch() if x is None else x)
+
+
+def follow(step, params, opt, count, x):
     state, metrics = opt.init(params), []
     for _ in range(count):
-        params, state, values = step(params, state, batch() if x is None else x)
+        params, state, values = step(params, state, x)
         metrics.append(values)
     return fs.unshard(params), state, metrics
 
 
-CASES = {
-    "0": {"stage": 0},
-    "1": {"stage": 1},
-    "1, both axes": {"stage": 1, "axis": ("node", "gpu")},
-    "2": {"stage": 2},
-    "3": {"stage": 3, "rules": fs.fsdp("gpu")},
-    "accumulate": {"accumulate": 2},
-    "donate": {"donate": True},
-    "clip": {"opt": fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.optim.sgd(0.1))},
-    "scaled": {"opt": fs.optim.loss_scaled(fs.optim.sgd(0.1))},
-    "matrix": {"opt": fs.optim.shampoo(0.1)},
+def double(params, y):
+    return 2 * y
+
+
+def train_stages(compress, *, name="1f1b", axes=("pipe",), second=last, keys=("scale", "odd"), **options):
+    """Train in two stages, which have `w`, `b` and `frozen`, and the parameters of these keys."""
+    mesh = fs.make_mesh({"node": 2, **dict.fromkeys(axes, 2)})
+    schedule, full = fs.pipeline_schedule(name, stages=2, microbatches=2), full_params()
+    params = [{key: full[key] for key in names} for names in (("w", "b", "frozen"), keys)]
+    params = fs.shard_stages(params, P(), mesh=mesh, schedule=schedule)
+    opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis=axes[-1], stage=len(axes) - 1, compress=compress)
+    step = fs.train_step(
+        [first, second],
+        opt,
+        mesh=mesh,
+        batch=P(("node", *axes[1:])),
+        schedule=schedule,
+        frozen="0.frozen",
+        loss=lambda y, x: y.square().mean(),
+        inputs=lambda x: x,
+        **options,
+    )
+    (one, two), state, metrics = follow(step, params, opt, 3, batch())
+    return {**one, **two}, state, metrics
+
+
+# -- the oracle: one loop over plain tensors ---------------------------------------------------------------------------
+
+
+def largest(x):
+    """Return the part of a shard that top_k sends: all of it where that is no shorter."""
+    count = -(-len(x) * int(100 * FRACTION) // 100)
+    if (x.itemsize + 4) * count >= x.itemsize * len(x):
+        return x
+    index = x.abs().argsort(descending=True)[:count]
+    return torch.zeros_like(x).index_copy(0, index, x[index])
+
+
+def sequential(loss_fn, params, *, shards=1, tied=False, max_norm=float("inf"), delay=0, count=3):
+    """Follow two nodes: top_k of gradients and residuals, their sum, and SGD; return parameters and norms of the sums."""
+    fixed = {name: params[name] for name in ("frozen", "unused") if name in params}
+    params = {name: x for name, x in params.items() if name not in fixed}
+    zeros = {name: torch.zeros_like(x) for name, x in params.items()}
+    residuals, waiting, norms = [dict(zeros), dict(zeros)], [[zeros, zeros] for _ in range(delay)], []
+    for _ in range(count):
+        both = [
+            torch.func.grad(lambda p, x=x: loss_fn({**p, **fixed, **({"tied": p["w"]} if tied else {})}, x))(params)
+            for x in batch().chunk(2)
+        ]
+        waiting.append([{name: g / 2 for name, g in grads.items()} for grads in both])
+        totals = dict(zeros)
+        for grads, residual in zip(waiting.pop(0), residuals, strict=True):
+            for name, g in grads.items():
+                whole = g + residual[name]
+                sent = torch.cat([largest(x) for x in whole.flatten().chunk(shards)]).view_as(whole)
+                residual[name], totals[name] = whole - sent, totals[name] + sent
+        norms.append(torch.stack([x.float().norm() for x in totals.values()]).norm())
+        rate = RATE * min(1.0, max_norm / max(float(norms[-1]), 1e-9))
+        params = {name: x - rate * totals[name] for name, x in params.items()}
+    return {**params, **fixed}, norms
+
+
+CLIP = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.optim.sgd(RATE))
+PROGRAMS = {
+    "zero 0": ({}, {}),
+    "zero 1": ({"stage": 1}, {"shards": 2}),
+    "zero 1, both axes": ({"stage": 1, "axis": ("node", "gpu")}, {"shards": 2}),
+    "zero 2": ({"stage": 2}, {"shards": 2}),
+    "zero 3": ({"stage": 3, "rules": fs.fsdp("gpu")}, {"shards": 2}),
+    "tied": ({"stage": 1, "tied": True}, {"shards": 2, "tied": True}),
+    "accumulate": ({"accumulate": 2}, {}),
+    "donate": ({"donate": True, "stage": 1}, {"shards": 2}),
+    "clip": ({"opt": CLIP}, {"max_norm": 0.5}),
+    "scaled": ({"opt": fs.optim.loss_scaled(fs.optim.sgd(RATE))}, {}),
+    "delayed": ({"compress": comm.delayed(FEEDBACK, 2)}, {"delay": 2}),
+    "delayed, zero 1": ({"compress": comm.delayed(FEEDBACK), "stage": 1}, {"shards": 2, "delay": 1}),
+}
+STAGED = {
+    "1f1b": ({}, {}),
+    "gpipe, zero 1": ({"name": "gpipe", "axes": ("pipe", "gpu")}, {"shards": 2}),
+    "delayed": ({"compress": comm.delayed(FEEDBACK)}, {"delay": 1}),
+    "no parameters": ({"second": double, "keys": ()}, {}),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_fraction_of_one_trains_as_without_compression(case):
-    params, _, metrics = train({"node": comm.error_feedback(comm.top_k(1.0))}, **CASES[case])
-    expected, _, exact = train(None, **CASES[case])
-    torch.testing.assert_close(params, expected)
-    torch.testing.assert_close(metrics[-1]["grad_norm"], exact[-1]["grad_norm"])
+def run_program(name):
+    options = {"compress": FEEDBACK, **(PROGRAMS.get(name) or STAGED[name.removeprefix("stages ")])[0]}
+    return (train if name in PROGRAMS else train_stages)({"node": options.pop("compress")}, **options)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_residual_is_what_the_step_has_not_sent(case):
-    """In the first step: the gradient is the reduced one and the residual."""
-    options = {**CASES[case], "opt": fs.optim.sgd(1.0), "count": 1}
-    params, state, metrics = train({"node": FEEDBACK}, **options)
-    before = full_params()
-    gradient = torch.func.grad(loss_fn)(before, batch())
-    residual = fs.unshard(state["compress"]["node"]["residual"])
-    sent = {name: before[name] - params[name] for name in before}
-    for name in before:
-        torch.testing.assert_close(sent[name] + residual[name], gradient[name])
-    norm = torch.stack([x.norm() for x in sent.values()]).norm()
-    torch.testing.assert_close(metrics[0]["grad_norm"], norm)
+@pytest.mark.parametrize("name", [*PROGRAMS, *(f"stages {name}" for name in STAGED)])
+def test_a_step_follows_the_sequential_loop(name):
+    params, _, metrics = run_program(name)
+    full = full_params()
+    if name in PROGRAMS:
+        expected, norms = sequential(loss_fn, full, **PROGRAMS[name][1])
+    else:
+        options, arguments = STAGED[name.removeprefix("stages ")]
+        second = options.get("second", last)
+        full = {key: full[key] for key in ("w", "b", "frozen", *options.get("keys", ("scale", "odd")))}
+        expected, norms = sequential(lambda p, x: second(p, first(p, x)).square().mean(), full, **arguments)
+    for key, x in expected.items():
+        torch.testing.assert_close(params[key], x, rtol=100 * torch.finfo(x.dtype).eps, atol=1e-5)
+    torch.testing.assert_close(torch.stack([each["grad_norm"] for each in metrics]), torch.stack(norms))
+
+
+DYADIC = torch.randint(-4, 5, (8, 6), generator=torch.Generator().manual_seed(2)) / 2
+
+
+@pytest.mark.parametrize("compress", [comm.top_k(1.0), comm.random_k(1.0), comm.error_feedback(comm.top_k(1.0))])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_fraction_of_one_is_psum_to_the_bit(compress, stage):
+    """Sums of dyadic numbers are exact, so their order does not matter."""
+    mesh = fs.make_mesh(AXES)
+    full = {name: (8 * x).round() / 8 for name, x in full_params().items() if name in ("w", "b")}
+
+    def step_with(compress):
+        opt = fs.partition_optimizer(fs.optim.sgd(0.5), mesh=mesh, axis="gpu", stage=stage, compress=compress)
+        step = fs.train_step(
+            lambda p, x: (x @ p["w"] + p["b"]).square().sum(1).mean(), opt, mesh=mesh, batch=P(mesh.axis_names)
+        )
+        params, _, metrics = follow(step, fs.shard_params(full, P(), mesh=mesh), opt, 1, DYADIC)
+        return [*params.values(), metrics[0]["grad_norm"]]
+
+    for x, y in zip(step_with({"node": compress}), step_with(None), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_two_axes_keep_the_total_of_each_residual(tmp_path):
+    """The gradient is the reduced one and both residuals, on this mesh and on another."""
+    compress = {"node": FEEDBACK, "gpu": FEEDBACK}
+    params, state, _ = train(compress, opt=fs.optim.sgd(1.0), count=1)
+    _, example, _ = train(compress, mesh=fs.make_mesh({"node": 4, "gpu": 2}), count=1)
+    fs.save(tmp_path / "c", state)
+    full = full_params()
+    gradient = torch.func.grad(lambda w: loss_fn({**full, "w": w}, batch()))(full["w"])
+    for tree in (state, fs.restore(tmp_path / "c", example)):
+        residuals = [fs.unshard(tree["compress"][axis]["residual"]["w"]) for axis in AXES]
+        torch.testing.assert_close(full["w"] - params["w"] + sum(residuals), gradient)
 
 
 def test_residuals_are_unreduced_and_keep_their_total_on_another_mesh(tmp_path):
-    _, state, _ = train({"node": FEEDBACK})
+    _, state, _ = train({"node": FEEDBACK}, stage=1)
     assert str(fs.typeof(state["compress"]["node"]["residual"]["w"])) == "f32[6, 5]{flat:gpu, U:node}"
     fs.save(tmp_path / "c", state)
     total = fs.unshard(state["compress"]["node"]["residual"])
     mesh = fs.make_mesh({"node": 4, "gpu": 1})
-    _, other, _ = train({"node": FEEDBACK}, mesh=mesh, count=1)
+    _, other, _ = train({"node": FEEDBACK}, stage=1, mesh=mesh, count=1)
     restored = fs.restore(tmp_path / "c", other)
     torch.testing.assert_close(fs.unshard(restored["compress"]["node"]["residual"]), total)
 
@@ -103,18 +226,102 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path):
     )
 
 
-def test_a_step_that_is_not_finite_leaves_residuals_alone():
-    opt, x = fs.optim.loss_scaled(fs.optim.sgd(0.1)), batch().clone()
-    _, before, _ = train({"node": FEEDBACK}, opt=opt, count=1)
-    mesh = fs.make_mesh(AXES)
-    made = fs.partition_optimizer(opt, mesh=mesh, axis="gpu", stage=1, compress={"node": FEEDBACK})
-    step = fs.train_step(loss_fn, made, mesh=mesh, batch=P(mesh.axis_names))
-    x[3] = float("inf")
-    _, after, metrics = step(fs.shard_params(full_params(), P(), mesh=mesh), before, x)
+@pytest.mark.parametrize(
+    "compress",
+    [
+        FEEDBACK,
+        comm.error_feedback(comm.random_k(0.05)),
+        comm.momentum_corrected(comm.sign(block=8)),
+        comm.ef21(comm.quantized(8, block=8)),
+        comm.delayed(FEEDBACK),
+    ],
+)
+def test_a_step_that_is_not_finite_leaves_the_state_alone(compress):
+    """Whether or not what was sent is finite, the step is skipped, and training goes on as if it had not been."""
+    mesh, x = fs.make_mesh(AXES), batch().clone()
+    x[3, 3] = float("inf")
+    scaled = fs.optim.loss_scaled(fs.optim.sgd(RATE), initial=8.0)
+    opt = fs.partition_optimizer(scaled, mesh=mesh, axis="gpu", stage=1, compress={"node": compress})
+    step = fs.train_step(lambda p, x: (p["w"] * x.mean(0)[:, None]).sum(), opt, mesh=mesh, batch=P(mesh.axis_names))
+    params = fs.shard_params({"w": full_params()["w"]}, P(), mesh=mesh)
+    params, before, _ = step(params, opt.init(params), batch())
+    skipped, after, metrics = step(params, before, x)
     assert not metrics["finite"]
-    residuals = [fs.unshard(state["compress"]["node"]["residual"]) for state in (before, after)]
-    assert all(torch.equal(residuals[0][name], residuals[1][name]) for name in residuals[0])
-    assert all(x.isfinite().all() for x in residuals[1].values())
+    for tree, same in ((params, skipped), (before["compress"], after["compress"])):
+        assert all(map(torch.equal, flatten(fs.unshard(tree))[0], flatten(fs.unshard(same))[0]))
+    assert step(skipped, after, batch())[2]["finite"]
+
+
+def test_residuals_are_not_scaled():
+    plain, scaled = (
+        fs.unshard(train({"node": FEEDBACK}, opt=opt, count=2)[1]["compress"]["node"]["residual"]["w"])
+        for opt in (fs.optim.sgd(RATE), fs.optim.loss_scaled(fs.optim.sgd(RATE), initial=1024.0))
+    )
+    torch.testing.assert_close(scaled, plain)
+
+
+# -- overlap -----------------------------------------------------------------------------------------------------------
+
+
+def logged(log):
+    """Return a psum that logs its start and its end."""
+
+    def phases(grads, state, axis):
+        log.append("start")
+        total = yield fs.psum.start(grads, axis)
+        log.append("end")
+        return comm.Reduced(total, grads, state)
+
+    return comm.Compressor(lambda params: {}, phases)
+
+
+def train_delayed():
+    """Return what happens in three steps, and whether the results are those without overlap."""
+    log, mesh, results = [], fs.make_mesh({"node": 2}), []
+
+    def logged_loss(params, x):
+        log.append("forward")
+        return loss_fn(params, x)
+
+    for delayed in (comm.delayed(logged(log)), comm.delayed(logged(log))._replace(early=None)):
+        log.clear()
+        params = fs.shard_params(full_params(), P(), mesh=mesh, frozen="frozen")
+        opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis="node", stage=0, compress={"node": delayed})
+        step = fs.train_step(logged_loss, opt, mesh=mesh, batch=P("node"))
+        params, *_ = follow(step, params, opt, 3, batch())
+        results.append(([*log], [*params.values()]))
+    (events, params), (_, expected) = results
+    return events, all(map(torch.equal, params, expected))
+
+
+def check_overlap(events, devices):
+    """After the first step, in which nothing waits, the reduction starts before the forward, and ends after it."""
+    steps = "".join(event[0] for event in events)
+    assert steps == "f" * devices + "s" * devices + "e" * devices + 2 * ("s" * devices + "f" * devices + "e" * devices)
+
+
+def test_a_delayed_reduction_starts_before_the_forward():
+    events, is_equal = train_delayed()
+    assert is_equal
+    check_overlap(events, 2)
+
+
+def test_delayed_gradients_are_reduced_if_other_leaves_are_used():
+    """The leaves with a gradient change in every step, so what was started cannot be used."""
+    mesh, results = fs.make_mesh({"node": 2}), []
+
+    def loss(params, x):
+        used = params["w"] if x[0, 0] > 0 else params["odd"]
+        return (used**2).sum() + (params["b"] * x.mean()).sum()
+
+    for delayed in (comm.delayed(FEEDBACK), comm.delayed(FEEDBACK)._replace(early=None)):
+        params = fs.shard_params(full_params(), P(), mesh=mesh)
+        opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis="node", stage=0, compress={"node": delayed})
+        step, state = fs.train_step(loss, opt, mesh=mesh, batch=P("node")), opt.init(params)
+        for sign in (1, -1, 1, 1, -1, -1):
+            params, state, _ = step(params, state, sign * torch.ones(8, 6))
+        results.append([*fs.unshard(params).values()])
+    assert all(map(torch.equal, *results))
 
 
 PLUGINS = {
@@ -150,18 +357,31 @@ def test_plugins_compress(name):
     assert not torch.allclose(runs["few"][1][0], runs["none"][1][0])
 
 
+def all_programs():
+    return {name: run_program(name)[0] for name in ON_PROCESSES}
+
+
+ON_PROCESSES = ("zero 1", "zero 3", "tied", "delayed, zero 1", "stages 1f1b", "stages delayed")
+
+
+def test_processes_train_to_the_bits_of_virtual_devices(four):
+    expected = {name: run_program(name)[0] for name in ON_PROCESSES}
+    for programs in four.run(all_programs):
+        for name, params in expected.items():
+            assert all(torch.equal(programs[name][key], x) for key, x in params.items()), name
+
+
 def two_nodes():
-    mesh, compress = fs.make_mesh({"node": 2}), comm.error_feedback(comm.quantized(4, block=8))
-    return train({"node": compress}, mesh=mesh, axis="node")[0], boosted(fs.ZeroPlugin(compress=compress))
-
-
-def test_processes_train_to_the_bits_of_virtual_devices(two):
     compress = comm.error_feedback(comm.quantized(4, block=8))
-    trained, *_ = train({"node": compress}, mesh=fs.make_mesh({"node": 2}), axis="node")
+    return train_delayed(), boosted(fs.ZeroPlugin(compress=compress))
+
+
+def test_processes_overlap_and_agree(two):
     results = two.run(two_nodes)
-    for params, (weights, norms) in results:
-        assert all(torch.equal(params[name], trained[name]) for name in trained)
-        torch.testing.assert_close((weights, norms), results[0][1])
+    for (events, is_equal), weights in results:
+        assert is_equal
+        check_overlap(events, 1)
+        torch.testing.assert_close(weights, results[0][1])
 
 
 @pytest.mark.parametrize(
@@ -172,6 +392,11 @@ def test_processes_train_to_the_bits_of_virtual_devices(two):
         (lambda: train({"node": comm.power_sgd(1)}, stage=1), "must not be power_sgd"),
         (lambda: train({"host": FEEDBACK}), "host"),
         (lambda: train({"node": 0.1}), "compress must be a compressor"),
+        (lambda: train(FEEDBACK), "compress must be a"),
+        (lambda: train({"node": FEEDBACK}, reduce=torch.int8), "reduce must be a floating dtype"),
+        (lambda: fs.DDPPlugin(options={"reduce": torch.int8}), "reduce must be a floating dtype"),
+        (lambda: train_stages({"node": comm.power_sgd(1)}), "must not be power_sgd"),
+        (lambda: train_stages({"pipe": FEEDBACK}), "axes that do not shard the parameters"),
         (lambda: fs.DDPPlugin(compress=FEEDBACK, reproducible=True), "compress must be None with reproducible"),
         (lambda: fs.run(lambda: boosted(fs.DDPPlugin(compress=FEEDBACK)), mesh=fs.make_mesh(AXES)), "for each axis"),
     ],
@@ -179,3 +404,17 @@ def test_processes_train_to_the_bits_of_virtual_devices(two):
 def test_wrong_uses_raise(call, message):
     with pytest.raises((ValueError, fs.errors.FshardError), match=message):
         call()
+
+
+@pytest.mark.parametrize("compress", [FEEDBACK, comm.random_k(0.1), comm.delayed(comm.sign(block=8))])
+def test_an_abstract_mesh_counts_the_bytes_of_a_virtual_one(compress):
+    sent = []
+    for runtime, device in (("virtual", "cpu"), ("abstract", "meta")):
+        mesh = fs.make_mesh(AXES, runtime=runtime)
+        opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis="gpu", stage=1, compress={"node": compress})
+        step = fs.train_step(lambda p, x: (x @ p["w"]).square().mean(), opt, mesh=mesh, batch=P(mesh.axis_names))
+        params = fs.shard_params({"w": torch.zeros(6, 50, device=device)}, P(), mesh=mesh)
+        with fs.ledger() as ledger:
+            follow(step, params, opt, 2, batch().to(device))
+        sent.append(ledger.bytes(axis="node"))
+    assert sent[0] == sent[1]
