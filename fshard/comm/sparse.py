@@ -33,9 +33,9 @@ class Selection(NamedTuple):
 
     def indices(self, leaf: FlatLeaf) -> Tensor:
         count = self.count(leaf.x.numel())
-        if self.seed is not None:
-            return torch.randperm(leaf.x.numel(), generator=leaf.generator(self.seed))[:count].to(leaf.x.device)
-        return leaf.x.abs().topk(count, sorted=False).indices
+        if self.seed is None:
+            return _largest(leaf.x.abs(), count)
+        return torch.randperm(leaf.x.numel(), generator=leaf.generator(self.seed))[:count].to(leaf.x.device)
 
 
 class Encoding(NamedTuple):
@@ -44,14 +44,21 @@ class Encoding(NamedTuple):
     selection: Selection | None = None
     code: BlockCode | None = None
 
+    @property
+    def is_gathered(self) -> bool:
+        """True if devices select different numbers, so that indices are sent and nothing is added up on the way."""
+        return self.selection is not None and self.selection.seed is None
+
     def bytes_sent(self, x: Tensor, n: int) -> float:
         """Return the bytes that each of n devices sends of a leaf."""
         count = x.numel() if self.selection is None else self.selection.count(x.numel())
-        each, is_gathered = float(x.element_size()), self.selection is not None and self.selection.seed is None
+        size = float(x.element_size())
         if self.code is not None:
-            each = self.code.bytes_per_number
-            count = _padded(count, self.code.block * (1 if is_gathered else n))
-        return (n - 1) * count * (each + _index_dtype(x).itemsize) if is_gathered else 2 * (n - 1) / n * count * each
+            size = self.code.bytes_per_number
+            count = _padded(count, self.code.block * (1 if self.is_gathered else n))
+        if self.is_gathered:
+            return (n - 1) * count * (size + _index_dtype(x).itemsize)
+        return 2 * (n - 1) / n * count * size
 
 
 def top_k(fraction: float) -> Compressor:
@@ -118,31 +125,42 @@ def _index_dtype(x: Tensor) -> torch.dtype:
     return torch.int32 if x.numel() < 1 << 31 else torch.int64
 
 
+def _largest(sizes: Tensor, count: int) -> Tensor:
+    """Return the indices of the largest numbers: they are in those columns of 8 numbers whose largest are the largest."""
+    columns = len(sizes) // 8
+    if 4 * count > columns:
+        return sizes.topk(count, sorted=False).indices
+    heads = sizes[: 8 * columns].view(8, columns).amax(0).topk(count, sorted=False).indices
+    rows = torch.arange(0, 8 * columns, columns, device=sizes.device)
+    rest = torch.arange(8 * columns, len(sizes), device=sizes.device)
+    candidates = torch.cat([(rows[:, None] + heads).flatten(), rest])
+    return candidates[sizes[candidates].topk(count, sorted=False).indices]
+
+
 def _compressor(encoding: Encoding) -> Compressor:
     selection, code = encoding
 
     def leaf_phases(leaves: Sequence[FlatLeaf], axis: Axes) -> Phases:
         if selection is None:
-            assert code is not None
-            return (yield from _reduce_codes(leaves, code, axis))
+            return (yield from _reduce(leaves, code, axis))
         indices = [selection.indices(leaf) for leaf in leaves]
         chosen = [leaf._replace(x=leaf.x[index]) for leaf, index in zip(leaves, indices, strict=True)]
-        if selection.seed is None:
-            return (yield from _gather_sum(leaves, chosen, indices, code, axis))
-        if code is not None:
-            totals, sent = yield from _reduce_codes(chosen, code, axis)
+        if encoding.is_gathered:
+            totals, sent = yield from _gather_sum(leaves, chosen, indices, code, axis)
         else:
-            sent = [leaf.x for leaf in chosen]
-            totals = yield psum.start(sent, axis)
-        return _scattered(leaves, indices, totals), _scattered(leaves, indices, sent)
+            # a number that is not finite makes the total so, drawn or not
+            chosen = [leaf._replace(x=leaf.x + (x.x * 0).sum()) for leaf, x in zip(chosen, leaves, strict=True)]
+            totals, sent = yield from _reduce(chosen, code, axis)
+            totals = _scattered(leaves, indices, totals)
+        return totals, _scattered(leaves, indices, sent)
 
     return compressor(encoding.bytes_sent, leaf_phases, encoding)
 
 
 def _scattered(leaves: Sequence[FlatLeaf], indices: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Return leaves that are zero but for these values; those of one index are added up."""
+    """Return leaves that are zero but for these values."""
     return [
-        torch.zeros_like(leaf.x, dtype=x.dtype).index_add_(0, index, x)
+        torch.zeros_like(leaf.x, dtype=x.dtype).index_copy_(0, index, x)
         for leaf, index, x in zip(leaves, indices, values, strict=True)
     ]
 
@@ -154,52 +172,50 @@ def _gather_sum(
     code: BlockCode | None,
     axis: Axes,
 ) -> Phases:
-    """All-gather the chosen numbers of each device with their indices, and add them up."""
-    n, counts = axis_size(axis), [len(index) for index in indices]
-    short = [index.to(_index_dtype(leaf.x)) for leaf, index in zip(leaves, indices, strict=True)]
+    """All-gather the chosen numbers of each device with their indices, and add them up, device by device."""
+    n = axis_size(axis)
+    codes = [leaf.x[None] if code is None else code.encode(*_rows(leaf, code, axis, 1)) for leaf in chosen]
+    short = [index[None].to(_index_dtype(leaf.x)) for leaf, index in zip(leaves, indices, strict=True)]
+    gathered = yield all_gather.start((codes, short), axis, to="replicated")
+    totals = list[Tensor]()
+    for leaf, values, index in zip(leaves, *gathered, strict=True):
+        total = torch.zeros_like(leaf.x, dtype=torch.promote_types(leaf.x.dtype, torch.float32))
+        values = values if code is None else code.decode(Codes(*values))[:, : index.shape[1]]
+        for device in range(n):
+            total.index_add_(0, index[device].long(), values[device].to(total.dtype))
+        totals.append(total)
     if code is None:
-        sent = [leaf.x for leaf in chosen]
-        values, gathered = yield all_gather.start((sent, short), axis, to="replicated")
-    else:
-        codes = [code.encode(*_rows(leaf, code, axis, 1)) for leaf in chosen]
-        sent = [
-            code.decode(each)[0, :count].to(leaf.x.dtype)
-            for leaf, each, count in zip(leaves, codes, counts, strict=True)
-        ]
-        codes, gathered = yield all_gather.start((codes, short), axis, to="replicated")
-        values = [code.decode(each)[:, :count].flatten() for each, count in zip(codes, counts, strict=True)]
-    wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in values]
-    totals = _scattered(
-        leaves, [index.view(n * count).long() for index, count in zip(gathered, counts, strict=True)], wide
-    )
-    return totals, _scattered(leaves, indices, sent)
+        return totals, [leaf.x for leaf in chosen]
+    return totals, [code.decode(each)[0, : len(leaf.x)] for each, leaf in zip(codes, chosen, strict=True)]
 
 
 def _rows(leaf: FlatLeaf, code: BlockCode, axis: Axes, rows: int) -> tuple[Tensor, torch.Generator | None]:
     """Return a leaf, padded to rows of full blocks, and the generator of its code."""
-    x = torch.nn.functional.pad(leaf.x, (0, _padded(leaf.x.numel(), rows * code.block) - leaf.x.numel()))
+    missing = _padded(leaf.x.numel(), rows * code.block) - leaf.x.numel()
+    x = torch.nn.functional.pad(leaf.x, (0, missing)) if missing else leaf.x
     generator = None if code.seed is None else leaf.generator(code.seed, device=axis_index(axis))
     return x.view(rows, -1), generator
 
 
-def _reduce_codes(leaves: Sequence[FlatLeaf], code: BlockCode, axis: Axes) -> Phases:
+def _reduce(leaves: Sequence[FlatLeaf], code: BlockCode | None, axis: Axes) -> Phases:
     """Send a row of codes to each device, which adds its rows up; all-gather the codes of the sums.
 
     The error of a sum's code counts as not sent by the device that has encoded it.
     """
+    if code is None:
+        sent = [leaf.x for leaf in leaves]
+        return (yield psum.start(sent, axis)), sent
     n, index = axis_size(axis), axis_index(axis)
     rows = [_rows(leaf, code, axis, n) for leaf in leaves]
     codes = [code.encode(*each) for each in rows]
     received = yield all_to_all.start(codes, axis)
     sums = [code.decode(Codes(*each)).sum(0, keepdim=True) for each in received]
     sum_codes = [code.encode(x, generator) for x, (_, generator) in zip(sums, rows, strict=True)]
-    gathered = yield all_gather.start(sum_codes, axis, to="replicated")
-    totals = [code.decode(Codes(*each)).flatten() for each in gathered]
-    sent = [code.decode(each) for each in codes]
-    for x, total, encoded in zip(sent, sums, sum_codes, strict=True):
-        x[index] -= (total - code.decode(encoded))[0]
-    lengths = [leaf.x.numel() for leaf in leaves]
-    return (
-        [x[:length] for x, length in zip(totals, lengths, strict=True)],
-        [x.flatten()[:length] for x, length in zip(sent, lengths, strict=True)],
+    handle = all_gather.start(sum_codes, axis, to="replicated")
+    sent = [code.decode(each) for each in codes]  # while the codes are on their way
+    totals = [code.decode(Codes(*each)) for each in (yield handle)]
+    for x, total, exact in zip(sent, totals, sums, strict=True):
+        x[index] += total[index] - exact[0]
+    return tuple(
+        [x.flatten()[: len(leaf.x)] for x, leaf in zip(part, leaves, strict=True)] for part in (totals, sent)
     )
