@@ -8,18 +8,23 @@ codes      all               all_to_all; each device adds its part up and encode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from functools import partial
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from fshard.comm.block_code import Bits, BlockCode, Codes
+from fshard.comm.block_code import Bits, BlockCode
 from fshard.comm.compressor import Compressor, FlatLeaf, Phases, compressor
 from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum
 from fshard.mesh.layout import Axes
 from fshard.optim.arguments import validate, within
+
+LeafPhases = Generator[Any, Any, tuple[Tensor, Tensor]]
+"""Yields what goes into each collective, is resumed with its result, and returns the total and what this device sent."""
 
 
 class Selection(NamedTuple):
@@ -139,83 +144,73 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
 
 def _compressor(encoding: Encoding) -> Compressor:
     selection, code = encoding
+    gather = partial(all_gather.start, to="replicated")
+    collectives = [gather] if encoding.is_gathered else [psum.start] if code is None else [all_to_all.start, gather]
+
+    def phases_of(leaf: FlatLeaf, axis: Axes) -> LeafPhases:
+        if selection is None:
+            return _sum(leaf, code, axis)
+        return (_gather_sum if encoding.is_gathered else _sum_drawn)(leaf, selection.indices(leaf), code, axis)
 
     def leaf_phases(leaves: Sequence[FlatLeaf], axis: Axes) -> Phases:
-        if selection is None:
-            return (yield from _reduce(leaves, code, axis))
-        indices = [selection.indices(leaf) for leaf in leaves]
-        chosen = [leaf._replace(x=leaf.x[index]) for leaf, index in zip(leaves, indices, strict=True)]
-        if encoding.is_gathered:
-            totals, sent = yield from _gather_sum(leaves, chosen, indices, code, axis)
-        else:
-            # a number that is not finite makes the total so, drawn or not
-            chosen = [leaf._replace(x=leaf.x + (x.x * 0).sum()) for leaf, x in zip(chosen, leaves, strict=True)]
-            totals, sent = yield from _reduce(chosen, code, axis)
-            totals = _scattered(leaves, indices, totals)
-        return totals, _scattered(leaves, indices, sent)
+        phases, values = [phases_of(leaf, axis) for leaf in leaves], [None] * len(leaves)
+        for start in collectives:  # each is of all leaves
+            values = yield start([*map(_resume, phases, values)], axis)
+        results = [*map(_resume, phases, values)]
+        return [total for total, _ in results], [sent for _, sent in results]
 
     return compressor(encoding.bytes_sent, leaf_phases, encoding)
 
 
-def _scattered(leaves: Sequence[FlatLeaf], indices: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Return leaves that are zero but for these values."""
-    return [
-        torch.zeros_like(leaf.x, dtype=x.dtype).index_copy_(0, index, x)
-        for leaf, index, x in zip(leaves, indices, values, strict=True)
-    ]
+def _resume(phases: LeafPhases, value: Any) -> Any:
+    try:
+        return phases.send(value)
+    except StopIteration as end:
+        return end.value
 
 
-def _gather_sum(
-    leaves: Sequence[FlatLeaf],
-    chosen: Sequence[FlatLeaf],
-    indices: Sequence[Tensor],
-    code: BlockCode | None,
-    axis: Axes,
-) -> Phases:
-    """All-gather the chosen numbers of each device with their indices, and add them up, device by device."""
-    n = axis_size(axis)
-    codes = [leaf.x[None] if code is None else code.encode(*_rows(leaf, code, axis, 1)) for leaf in chosen]
-    short = [index[None].to(_index_dtype(leaf.x)) for leaf, index in zip(leaves, indices, strict=True)]
-    gathered = yield all_gather.start((codes, short), axis, to="replicated")
-    totals = list[Tensor]()
-    for leaf, values, index in zip(leaves, *gathered, strict=True):
-        total = torch.zeros_like(leaf.x, dtype=torch.promote_types(leaf.x.dtype, torch.float32))
-        values = values if code is None else code.decode(Codes(*values))[:, : index.shape[1]]
-        for device in range(n):
-            total.index_add_(0, index[device].long(), values[device].to(total.dtype))
-        totals.append(total)
-    if code is None:
-        return totals, [leaf.x for leaf in chosen]
-    return totals, [code.decode(each)[0, : len(leaf.x)] for each, leaf in zip(codes, chosen, strict=True)]
-
-
-def _rows(leaf: FlatLeaf, code: BlockCode, axis: Axes, rows: int) -> tuple[Tensor, torch.Generator | None]:
-    """Return a leaf, padded to rows of full blocks, and the generator of its code."""
-    missing = _padded(leaf.x.numel(), rows * code.block) - leaf.x.numel()
-    x = torch.nn.functional.pad(leaf.x, (0, missing)) if missing else leaf.x
-    generator = None if code.seed is None else leaf.generator(code.seed, device=axis_index(axis))
-    return x.view(rows, -1), generator
-
-
-def _reduce(leaves: Sequence[FlatLeaf], code: BlockCode | None, axis: Axes) -> Phases:
+def _sum(leaf: FlatLeaf, code: BlockCode | None, axis: Axes) -> LeafPhases:
     """Send a row of codes to each device, which adds its rows up; all-gather the codes of the sums.
 
     The error of a sum's code counts as not sent by the device that has encoded it.
     """
     if code is None:
-        sent = [leaf.x for leaf in leaves]
-        return (yield psum.start(sent, axis)), sent
-    n, index = axis_size(axis), axis_index(axis)
-    rows = [_rows(leaf, code, axis, n) for leaf in leaves]
-    codes = [code.encode(*each) for each in rows]
-    received = yield all_to_all.start(codes, axis)
-    sums = [code.decode(Codes(*each)).sum(0, keepdim=True) for each in received]
-    sum_codes = [code.encode(x, generator) for x, (_, generator) in zip(sums, rows, strict=True)]
-    handle = all_gather.start(sum_codes, axis, to="replicated")
-    sent = [code.decode(each) for each in codes]  # while the codes are on their way
-    totals = [code.decode(Codes(*each)) for each in (yield handle)]
-    for x, total, exact in zip(sent, totals, sums, strict=True):
-        x[index] += total[index] - exact[0]
-    return tuple(
-        [x.flatten()[: len(leaf.x)] for x, leaf in zip(part, leaves, strict=True)] for part in (totals, sent)
-    )
+        return (yield leaf.x), leaf.x
+    rows, generator = _rows(leaf, code, axis, axis_size(axis))
+    codes, index = code.encode(rows, generator), axis_index(axis)
+    sums = code.decode((yield codes)).sum(0, keepdim=True)
+    total, sent = code.decode((yield code.encode(sums, generator))), code.decode(codes)
+    sent[index] += total[index] - sums[0]
+    return total.flatten()[: len(leaf.x)], sent.flatten()[: len(leaf.x)]
+
+
+def _sum_drawn(leaf: FlatLeaf, index: Tensor, code: BlockCode | None, axis: Axes) -> LeafPhases:
+    """Reduce the numbers that all devices have drawn. One that is not finite makes them so, drawn or not."""
+    chosen = leaf._replace(x=leaf.x[index] + (leaf.x * 0).sum())
+    total, sent = yield from _sum(chosen, code, axis)
+    return _at(leaf, index, total), _at(leaf, index, sent)
+
+
+def _gather_sum(leaf: FlatLeaf, index: Tensor, code: BlockCode | None, axis: Axes) -> LeafPhases:
+    """All-gather the numbers of each device with their indices, and add them up, device by device."""
+    x = leaf.x[index]
+    codes = x[None] if code is None else code.encode(*_rows(leaf._replace(x=x), code, axis, 1))
+    gathered, indices = yield codes, index[None].to(_index_dtype(leaf.x))
+    values = gathered if code is None else code.decode(gathered)[:, : len(x)]
+    total = torch.zeros_like(leaf.x, dtype=torch.promote_types(x.dtype, torch.float32))
+    for index_of_device, numbers in zip(indices, values, strict=True):
+        total.index_add_(0, index_of_device.long(), numbers.to(total.dtype))
+    sent = x if code is None else code.decode(codes)[0, : len(x)]
+    return total, _at(leaf, index, sent)
+
+
+def _at(leaf: FlatLeaf, index: Tensor, x: Tensor) -> Tensor:
+    """Return a leaf that is zero but for some numbers."""
+    return torch.zeros_like(leaf.x, dtype=x.dtype).index_copy_(0, index, x)
+
+
+def _rows(leaf: FlatLeaf, code: BlockCode, axis: Axes, rows: int) -> tuple[Tensor, torch.Generator | None]:
+    """Return a leaf, padded to rows of full blocks, and the generator of its code."""
+    missing = _padded(len(leaf.x), rows * code.block) - len(leaf.x)
+    generator = None if code.seed is None else leaf.generator(code.seed, device=axis_index(axis))
+    return (pad(leaf.x, (0, missing)) if missing else leaf.x).view(rows, -1), generator
