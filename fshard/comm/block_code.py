@@ -13,10 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fshard.comm.compressor import FlatLeaf
-from fshard.mesh.collectives.api import axis_index
-from fshard.mesh.layout import Axes
-
 Bits = Literal[8, 4, 2, 1, "fp8"]
 _FP8 = torch.float8_e4m3fn
 
@@ -45,43 +41,37 @@ class BlockCode(NamedTuple):
     def padded(self, count: int, rows: int) -> int:
         return -(-count // (rows * self.block)) * rows * self.block
 
-    def draws(self, leaf: FlatLeaf, axis: Axes) -> torch.Generator | None:
-        return None if self.seed is None else leaf.generator(self.seed, device=axis_index(axis))
-
     def encode(self, x: Tensor, rows: int, draws: torch.Generator | None) -> Codes:
         """Encode numbers in rows, padded. (numbers,) -> codes (rows, bytes), scales (rows, blocks)"""
         padding = self.padded(len(x), rows) - len(x)
         blocks = (pad(x, (0, padding)) if padding else x).float().view(rows, -1, self.block)
         if self.bits == 1:
-            return Codes(self._pack((blocks >= 0).view(torch.uint8)), blocks.abs().mean(-1))
+            return Codes(_pack((blocks >= 0).byte(), 1), blocks.abs().mean(-1))
         largest = torch.finfo(_FP8).max if self.bits == "fp8" else float(2 ** (self.bits - 1) - 1)
         scales = torch.maximum(blocks.amax(-1), -blocks.amin(-1)) / largest
         parts = blocks / torch.where(scales > 0, scales, 1.0)[..., None]
         if self.bits == "fp8":
             return Codes(parts.clamp_(-largest, largest).to(_FP8).view(torch.uint8).flatten(1), scales)
         shift = 0.5 if draws is None else torch.rand(parts.shape, generator=draws).to(parts.device)
-        return Codes(self._pack(parts.add_(shift + largest).clamp_(0, 2 * largest).to(torch.uint8)), scales)
+        return Codes(_pack(parts.add_(shift + largest).clamp_(0, 2 * largest).byte(), self.bits), scales)
 
     def decode(self, codes: Codes) -> Tensor:
         """Decode rows. codes (rows, bytes), scales (rows, blocks) -> (rows, blocks * block)"""
         if self.bits == "fp8":
             parts = codes.packed.view(_FP8).float()
         elif self.bits == 1:
-            parts = self._unpack(codes.packed).float().mul_(2).sub_(1)
+            parts = _unpack(codes.packed, 1).float().mul_(2).sub_(1)
         else:
-            parts = self._unpack(codes.packed).float().sub_(2 ** (self.bits - 1) - 1)
+            parts = _unpack(codes.packed, self.bits).float().sub_(2 ** (self.bits - 1) - 1)
         return parts.view(len(parts), -1, self.block).mul_(codes.scales[..., None]).flatten(1)
 
-    def _pack(self, codes: Tensor) -> Tensor:
-        """Pack codes into bytes: of k codes in a byte, each is of another k-th of the row."""
-        if self.bits == 8:
-            return codes.flatten(1)
-        return (codes.view(len(codes), 8 // int(self.bits), -1) << self._shifts(codes)).sum(1, dtype=torch.uint8)
 
-    def _unpack(self, packed: Tensor) -> Tensor:
-        if self.bits == 8:
-            return packed
-        return ((packed[:, None] >> self._shifts(packed)) & (2 ** int(self.bits) - 1)).flatten(1)
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes into bytes: of k codes in a byte, each is of another k-th of the row."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)[:, None]
+    return (codes.view(len(codes), len(shifts), -1) << shifts).sum(1, dtype=torch.uint8)
 
-    def _shifts(self, like: Tensor) -> Tensor:
-        return torch.arange(0, 8, int(self.bits), dtype=torch.uint8, device=like.device)[:, None]
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
+    return (packed[:, None] >> shifts & 2**bits - 1).flatten(1)

@@ -25,15 +25,13 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
     """
     validate("power_sgd", within("[1, inf)", integer=True, rank=rank))
 
-    def is_compressed(x: Tensor) -> bool:
-        return x.is_floating_point() and x.ndim > 1 and rank * (len(x) + x[:1].numel()) < x.numel()
-
     def init(params: PyTree) -> PyTree:
         paths, leaves, _ = flatten_with_paths(params)
-        return {"q": {path: draw(FlatLeaf(x, path)) for path, x in zip(paths, leaves, strict=True) if is_compressed(x)}}
-
-    def draw(leaf: FlatLeaf) -> Tensor:
-        return torch.randn(rank, leaf.x[0].numel(), generator=leaf.generator(seed)).to(leaf.x.device)
+        q = dict[str, Tensor]()
+        for path, x in zip(paths, leaves, strict=True):
+            if x.is_floating_point() and x.ndim > 1 and rank * (len(x) + x[:1].numel()) < x.numel():
+                q[path] = torch.randn(rank, x[0].numel(), generator=FlatLeaf(x, path).generator(seed)).to(x.device)
+        return {"q": q}
 
     def phases(grads: PyTree, state: PyTree, axis: Axes) -> Phases:
         n, before = axis_size(axis), state["q"]
@@ -48,15 +46,11 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
         p = {path: torch.linalg.qr(x.T).Q for path, x in products.items()}
         q = yield psum.start({path: p[path].T @ m for path, m in matrices.items()}, axis)
         for path in matrices:
-            x = sent[path]
-            total[path] = (p[path] @ q[path]).view(x.shape).to(x.dtype)
-            sent[path] = (p[path] @ (q[path] / n)).view(x.shape).to(x.dtype)
+            total[path] = (p[path] @ q[path]).view_as(sent[path]).to(sent[path].dtype)
+            sent[path] = total[path] / n
         # a gradient of zero leads nowhere
         after = {path: torch.where(x.any(), x, before[path]) for path, x in q.items()}
-        return Reduced(
-            unflatten(structure, [total[path] for path in paths]),
-            unflatten(structure, [sent[path] for path in paths]),
-            {"q": after},
-        )
+        total, sent = (unflatten(structure, [tree[path] for path in paths]) for tree in (total, sent))
+        return Reduced(total, sent, {"q": after})
 
     return Compressor(init, phases, full=True)

@@ -99,14 +99,13 @@ def chain(first: Compressor, second: Compressor) -> Compressor:
 
 
 def _compressor(encoding: Encoding) -> Compressor:
-    gather, sums = partial(all_gather.start, to="replicated"), psum.start
-    collectives = [sums] if encoding.code is None else [all_to_all.start, gather]
-    phases_of, collectives = (_gather_sum, [gather]) if encoding.is_gathered else (_sum, collectives)
+    phases_of, gather = (_gather_sum if encoding.is_gathered else _sum), partial(all_gather.start, to="replicated")
+    collectives = [psum.start] if encoding.code is None else [all_to_all.start, gather]
 
     def leaf_phases(leaves: Sequence[FlatLeaf], axis: Axes) -> Phases:
         phases = [phases_of(leaf, encoding, axis) for leaf in leaves]
         values = [next(each) for each in phases]
-        for start in collectives:  # each is of all leaves
+        for start in [gather] if encoding.is_gathered else collectives:  # each is of all leaves
             results = yield start(values, axis)
             values = [each.send(result) for each, result in zip(phases, results, strict=True)]
         return [total for total, _ in values], [sent for _, sent in values]
@@ -128,7 +127,7 @@ def _sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> LeafPhases:
     if code is None:
         total, sent = (yield x), x
     else:
-        draws, device = code.draws(leaf, axis), axis_index(axis)
+        draws, device = _draws(leaf, code, axis), axis_index(axis)
         codes = code.encode(x, axis_size(axis), draws)
         sums = code.decode((yield codes)).sum(0)
         total, sent = code.decode((yield code.encode(sums, 1, draws))), code.decode(codes)
@@ -142,7 +141,7 @@ def _gather_sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> LeafPhases:
     index, code = _largest(leaf.x.abs(), encoding.count(leaf.x)), encoding.code
     x = sent = codes = leaf.x[index]
     if code is not None:
-        codes = code.encode(x, 1, code.draws(leaf, axis))
+        codes = code.encode(x, 1, _draws(leaf, code, axis))
         sent = code.decode(codes).view(-1)[: len(x)]
     gathered, indices = yield codes, index.to(_index_dtype(leaf.x))
     values = gathered if code is None else code.decode(gathered)
@@ -150,6 +149,10 @@ def _gather_sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> LeafPhases:
     for i, y in zip(indices.view(-1, len(x)), values.view(axis_size(axis), -1), strict=True):
         total.index_add_(0, i.long(), y[: len(x)].to(total.dtype))
     yield total, _sparse(leaf, index, sent)
+
+
+def _draws(leaf: FlatLeaf, code: BlockCode, axis: Axes) -> torch.Generator | None:
+    return None if code.seed is None else leaf.generator(code.seed, device=axis_index(axis))
 
 
 def _sparse(leaf: FlatLeaf, index: Tensor, values: Tensor) -> Tensor:
