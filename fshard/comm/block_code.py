@@ -15,13 +15,8 @@ from torch.nn.functional import pad
 
 Bits = Literal[8, 4, 2, 1, "fp8"]
 _FP8 = torch.float8_e4m3fn
-
-
-class Codes(NamedTuple):
-    """Codes, packed into bytes, and the scale of each block. A block that is not finite has such a scale."""
-
-    packed: Tensor
-    scales: Tensor
+Codes = tuple[Tensor, Tensor]
+"""Codes, packed into bytes, and the scale of each block; that of a block that is not finite is not finite."""
 
 
 class BlockCode(NamedTuple):
@@ -41,29 +36,30 @@ class BlockCode(NamedTuple):
     def padded(self, count: int, rows: int) -> int:
         return -(-count // (rows * self.block)) * rows * self.block
 
-    def encode(self, x: Tensor, rows: int, draws: torch.Generator | None) -> Codes:
+    def encode(self, x: Tensor, rows: int, draws: torch.Generator) -> Codes:
         """Encode numbers in rows, padded. (numbers,) -> codes (rows, bytes), scales (rows, blocks)"""
         padding = self.padded(len(x), rows) - len(x)
         blocks = (pad(x, (0, padding)) if padding else x).float().view(rows, -1, self.block)
         if self.bits == 1:
-            return Codes(_pack((blocks >= 0).byte(), 1), blocks.abs().mean(-1))
+            return (_pack((blocks >= 0).byte(), 1), blocks.abs().mean(-1))
         largest = torch.finfo(_FP8).max if self.bits == "fp8" else float(2 ** (self.bits - 1) - 1)
         scales = torch.maximum(blocks.amax(-1), -blocks.amin(-1)) / largest
         parts = blocks / torch.where(scales > 0, scales, 1.0)[..., None]
         if self.bits == "fp8":
-            return Codes(parts.clamp_(-largest, largest).to(_FP8).view(torch.uint8).flatten(1), scales)
-        shift = 0.5 if draws is None else torch.rand(parts.shape, generator=draws).to(parts.device)
-        return Codes(_pack(parts.add_(shift + largest).clamp_(0, 2 * largest).byte(), self.bits), scales)
+            return (parts.clamp_(-largest, largest).to(_FP8).view(torch.uint8).flatten(1), scales)
+        shift = 0.5 if self.seed is None else torch.rand(parts.shape, generator=draws).to(parts.device)
+        return (_pack(parts.add_(shift + largest).clamp_(0, 2 * largest).byte(), self.bits), scales)
 
     def decode(self, codes: Codes) -> Tensor:
         """Decode rows. codes (rows, bytes), scales (rows, blocks) -> (rows, blocks * block)"""
+        packed, scales = codes
         if self.bits == "fp8":
-            parts = codes.packed.view(_FP8).float()
+            parts = packed.view(_FP8).float()
         elif self.bits == 1:
-            parts = _unpack(codes.packed, 1).float().mul_(2).sub_(1)
+            parts = _unpack(packed, 1).float().mul_(2).sub_(1)
         else:
-            parts = _unpack(codes.packed, self.bits).float().sub_(2 ** (self.bits - 1) - 1)
-        return parts.view(len(parts), -1, self.block).mul_(codes.scales[..., None]).flatten(1)
+            parts = _unpack(packed, self.bits).float().sub_(2 ** (self.bits - 1) - 1)
+        return parts.view(*scales.shape, self.block).mul_(scales[..., None]).flatten(1)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

@@ -48,8 +48,7 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
         for path in matrices:
             total[path] = (p[path] @ q[path]).view_as(sent[path]).to(sent[path].dtype)
             sent[path] = total[path] / n
-        # a gradient of zero leads nowhere
-        after = {path: torch.where(x.any(), x, before[path]) for path, x in q.items()}
+        after = {path: torch.where(x.any(), x, before[path]) for path, x in q.items()}  # zeros lead nowhere
         total, sent = (unflatten(structure, [tree[path] for path in paths]) for tree in (total, sent))
         return Reduced(total, sent, {"q": after})
 

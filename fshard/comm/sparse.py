@@ -22,9 +22,6 @@ from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis
 from fshard.mesh.layout import Axes
 from fshard.optim.arguments import validate, within
 
-LeafPhases = Generator[Any, Any, None]
-"""Yields what goes into each collective, is resumed with its result; last yields the total and what this device sent."""
-
 
 class Encoding(NamedTuple):
     """The form in which a leaf is sent: the largest numbers, or with a seed drawn ones, and the code of numbers."""
@@ -93,7 +90,7 @@ def chain(first: Compressor, second: Compressor) -> Compressor:
     numbers, codes = first.encoding, second.encoding
     if not numbers or not codes or numbers.code or not codes.code:
         raise ValueError(
-            "chain: the compressors must be top_k or random_k, and then quantized or sign. Put combinators around a chain."
+            "chain: the compressors must be top_k or random_k, then quantized or sign. Combinators go around."
         )
     return _compressor(numbers._replace(code=codes.code))
 
@@ -103,6 +100,7 @@ def _compressor(encoding: Encoding) -> Compressor:
     collectives = [psum.start] if encoding.code is None else [all_to_all.start, gather]
 
     def leaf_phases(leaves: Sequence[FlatLeaf], axis: Axes) -> Phases:
+        # a leaf's phases yield what goes into each collective, get its result, and last yield the total and what was sent
         phases = [phases_of(leaf, encoding, axis) for leaf in leaves]
         values = [next(each) for each in phases]
         for start in [gather] if encoding.is_gathered else collectives:  # each is of all leaves
@@ -113,12 +111,8 @@ def _compressor(encoding: Encoding) -> Compressor:
     return compressor(encoding.bytes_sent, leaf_phases, encoding)
 
 
-def _sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> LeafPhases:
-    """Add numbers up that are the same ones on all devices.
-
-    Codes: send a row to each device, which adds its rows up, and all-gather the codes of the sums. The error of a sum's
-    code counts as not sent by the device that has encoded it.
-    """
+def _sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> Generator[Any, Any, None]:
+    """Add up numbers of the same indices. The error of a sum's code counts as not sent by the device that encodes it."""
     x, index, code = leaf.x, None, encoding.code
     if encoding.seed is not None:
         order = torch.randperm(len(x), generator=leaf.generator(encoding.seed))
@@ -127,21 +121,22 @@ def _sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> LeafPhases:
     if code is None:
         total, sent = (yield x), x
     else:
-        draws, device = _draws(leaf, code, axis), axis_index(axis)
+        device = axis_index(axis)
+        draws = leaf.generator(code.seed or 0, device=device)
         codes = code.encode(x, axis_size(axis), draws)
         sums = code.decode((yield codes)).sum(0)
         total, sent = code.decode((yield code.encode(sums, 1, draws))), code.decode(codes)
         sent[device] += total[device] - sums
         total, sent = total.view(-1)[: len(x)], sent.view(-1)[: len(x)]
-    yield (total, sent) if index is None else (_sparse(leaf, index, total), _sparse(leaf, index, sent))
+    yield _sparse(leaf, index, total), _sparse(leaf, index, sent)
 
 
-def _gather_sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> LeafPhases:
+def _gather_sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> Generator[Any, Any, None]:
     """All-gather the largest numbers of each device with their indices, and add them up, device by device."""
     index, code = _largest(leaf.x.abs(), encoding.count(leaf.x)), encoding.code
     x = sent = codes = leaf.x[index]
     if code is not None:
-        codes = code.encode(x, 1, _draws(leaf, code, axis))
+        codes = code.encode(x, 1, leaf.generator(code.seed or 0, device=axis_index(axis)))
         sent = code.decode(codes).view(-1)[: len(x)]
     gathered, indices = yield codes, index.to(_index_dtype(leaf.x))
     values = gathered if code is None else code.decode(gathered)
@@ -151,12 +146,8 @@ def _gather_sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> LeafPhases:
     yield total, _sparse(leaf, index, sent)
 
 
-def _draws(leaf: FlatLeaf, code: BlockCode, axis: Axes) -> torch.Generator | None:
-    return None if code.seed is None else leaf.generator(code.seed, device=axis_index(axis))
-
-
-def _sparse(leaf: FlatLeaf, index: Tensor, values: Tensor) -> Tensor:
-    return torch.zeros_like(leaf.x, dtype=values.dtype).index_copy_(0, index, values)
+def _sparse(leaf: FlatLeaf, index: Tensor | None, values: Tensor) -> Tensor:
+    return values if index is None else torch.zeros_like(leaf.x, dtype=values.dtype).index_copy_(0, index, values)
 
 
 def _index_dtype(x: Tensor) -> torch.dtype:
