@@ -23,8 +23,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -47,7 +47,6 @@ N, WARM_UP, EVERY = 2, 3, 25
 RATE_OF_LINK, DELAY = 100e6, 1e-3
 """Of the slow link: bits per second each way, and seconds."""
 MODEL = WORKLOADS["communication"]
-SIZE = sum(x.numel() for x in MODEL.init(SEED).values())
 
 # -- the variants --------------------------------------------------------------------------------------------------
 
@@ -64,7 +63,7 @@ def hooked(hook: Any, state: Callable[[], Any], model: Model, data: list[Batch],
 
 
 class StackedFutures:
-    """The all_gather that torch's quantization hook expects: NCCL's, whose future holds all results as a tensor."""
+    """The all_gather that torch's quantization hook expects: its future holds all results as a tensor."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
@@ -74,11 +73,7 @@ class StackedFutures:
         return SimpleNamespace(get_future=lambda: future.then(lambda done: [torch.stack(done.value())]))
 
 
-quantization_hooks.dist = StackedFutures()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def power_sgd_state() -> Any:
-    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+quantization_hooks.dist = StackedFutures()  # pyright: ignore[reportAttributeAccessIssue, reportPrivateImportUsage]
 
 
 def fshard(
@@ -123,12 +118,8 @@ class Bar(NamedTuple):
     baseline: str = "ddp"
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A way to train, the numbers of 32 bits that it sends in a step, and its bars.
-
-    A call makes `steps` steps.
-    """
+class Variant(NamedTuple):
+    """A way to train, the numbers of 32 bits that it sends in a step, its bars, and the steps that a call makes."""
 
     make: Callable[[Model, list[Batch], fs.Mesh], Step]
     numbers: float
@@ -137,42 +128,32 @@ class Variant:
     steps: int = 1
 
 
-def thin(rank: int) -> float:
-    """Return the numbers of two thin factors of each matrix, and of the vectors."""
-    shapes = [x.shape for x in MODEL.init(SEED).values()]
-    return sum(rank * sum(shape) if len(shape) == 2 else shape[0] for shape in shapes)
-
-
 def variants() -> dict[str, Variant]:
-    blocks = 1 / 256  # a scale for each block of 256 numbers
-    residual = comm.error_feedback
-    hooks: dict[str, tuple[Any, Callable[[], Any], float]] = {
-        "powerSGD_hook": (powerSGD_hook.powerSGD_hook, power_sgd_state, thin(4)),
-        "fp16_compress_hook": (default_hooks.fp16_compress_hook, lambda: None, SIZE / 2),
-        "perchannel_hook": (quantization_hooks.quantization_perchannel_hook, lambda: None, SIZE * (1 / 4 + 2 / 512)),
+    shapes = [x.shape for x in MODEL.init(SEED).values()]
+    size = sum(map(prod, shapes))
+    thin = sum(4 * sum(shape) if len(shape) == 2 else shape[0] for shape in shapes)  # factors of rank 4, and vectors
+    scale = 1 / 256  # for each block
+    power_sgd = partial(powerSGD_hook.PowerSGDState, None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    hooks = {
+        "powerSGD_hook": (powerSGD_hook.powerSGD_hook, power_sgd, thin),
+        "fp16_compress_hook": (default_hooks.fp16_compress_hook, lambda: None, size / 2),
+        "perchannel_hook": (quantization_hooks.quantization_perchannel_hook, lambda: None, size * (1 / 4 + 2 / 512)),
     }
-    compressors: dict[str, tuple[comm.Compressor, float, Bar | None, Bar | None]] = {
-        "power_sgd(4)": (residual(comm.power_sgd(4)), thin(4), Bar(1.00, "powerSGD_hook"), Bar(0.10)),
-        "quantized(8)": (comm.quantized(8), SIZE * (1 / 4 + blocks), Bar(0.5, "perchannel_hook"), Bar(0.40)),
-        "sign": (residual(comm.sign()), SIZE * (1 / 32 + blocks), None, Bar(0.15)),
-        "top_k(0.01)": (residual(comm.top_k(0.01)), SIZE * 0.02, None, Bar(0.15)),
+    feedback, fp16 = comm.error_feedback, Bar(1.05, "fp16_compress_hook")  # torch's bf16 hook needs NCCL
+    ours: dict[str, tuple[comm.Compressor | None, dict[str, Any], float, Bar | None, Bar | None]] = {
+        "no compress=": (None, {}, size, None, None),
+        "reduce=fp16": (None, {"reduce": torch.float16}, size / 2, fp16, None),
+        "reduce=bf16": (None, {"reduce": torch.bfloat16}, size / 2, fp16, None),
+        "power_sgd(4)": (feedback(comm.power_sgd(4)), {}, thin, Bar(1.00, "powerSGD_hook"), Bar(0.10)),
+        "quantized(8)": (comm.quantized(8), {}, size * (1 / 4 + scale), Bar(0.50, "perchannel_hook"), Bar(0.40)),
+        "sign": (feedback(comm.sign()), {}, size * (1 / 32 + scale), None, Bar(0.15)),
+        "top_k(0.01)": (feedback(comm.top_k(0.01)), {}, size * 0.02, None, Bar(0.15)),
     }
-    sixteen = {"fp16": torch.float16, "bf16": torch.bfloat16}  # torch's bf16 hook needs NCCL
     return {
-        "ddp": Variant(ddp, SIZE),
+        "ddp": Variant(ddp, size),
         **{name: Variant(partial(hooked, hook, state), count) for name, (hook, state, count) in hooks.items()},
-        "no compress=": Variant(partial(fshard, None, {}), SIZE, Bar(1.01)),
-        **{
-            f"reduce={name}": Variant(
-                partial(fshard, None, {"reduce": dtype}), SIZE / 2, Bar(1.05, "fp16_compress_hook")
-            )
-            for name, dtype in sixteen.items()
-        },
-        **{
-            name: Variant(partial(fshard, compress, {}), count, loopback, slow)
-            for name, (compress, count, loopback, slow) in compressors.items()
-        },
-        f"diloco({EVERY})": Variant(diloco, SIZE / EVERY, None, Bar(0.10), EVERY),
+        **{name: Variant(partial(fshard, *row[:2]), *row[2:]) for name, row in ours.items()},
+        f"diloco({EVERY})": Variant(diloco, size / EVERY, None, Bar(0.10), EVERY),
     }
 
 
@@ -238,23 +219,20 @@ def timed(console: Console, link: str, rounds: int, names: list[str], title: str
 
 def slow(arguments: list[str]) -> None:
     """Run this program on a slow link: in a network namespace whose loopback carries both ways, so at twice the rate."""
-    bits = f"rate {2 * RATE_OF_LINK / 1e6:.0f}mbit"
-    links = {
-        "tc": f"netem {bits} delay {DELAY * 1e3:g}ms",
-        "tc, no delay (this kernel has no netem)": f"tbf {bits} burst 256kb latency 1s",
-        "both sides sleep the textbook time (tc is not permitted)": None,
+    rate = f"rate {2 * RATE_OF_LINK / 1e6:.0f}mbit"
+    queues = {
+        "tc": f"netem {rate} delay {DELAY * 1e3:g}ms",
+        "tc, no delay (this kernel has no netem)": f"tbf {rate} burst 256kb latency 1s",
+        "both sides sleep the textbook time (tc is not permitted)": "",
     }
-    for title, queue in links.items():
-        prefix = [] if queue is None else ["unshare", "-rn", "sh", "-c", up(queue), "sh"]
-        if queue is None or subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0:
+    for title, queue in queues.items():
+        link = f'ip link set lo up && tc qdisc add dev lo root {queue} && exec "$@"'
+        prefix = ["unshare", "-rn", "sh", "-c", link, "sh"] if queue else []
+        if not queue or subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0:
             script = [sys.executable, __file__, "here", "--title", f"100 Mbit/s + 1 ms: {title}", *arguments]
             variables = {"GLOO_SOCKET_IFNAME": "lo"} if queue else {}
             subprocess.run([*prefix, *script], env=os.environ | variables, check=True)
             return
-
-
-def up(queue: str) -> str:
-    return f'ip link set lo up && tc qdisc add dev lo root {queue} && exec "$@"'
 
 
 def main() -> None:

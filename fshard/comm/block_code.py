@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 
 Bits = Literal[8, 4, 2, 1, "fp8"]
 _FP8 = torch.float8_e4m3fn
-Codes = tuple[Tensor, Tensor]
-"""Codes, packed into bytes, and the scale of each block; that of a block that is not finite is not finite."""
+Codes = tuple[Tensor, Tensor]  # packed into bytes; the scale of each block, which shows if it is not finite
 
 
 class BlockCode(NamedTuple):

@@ -9,7 +9,6 @@ M is approximately P Q
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from fshard.comm.compressor import Compressor, FlatLeaf, Phases, Reduced
 from fshard.mesh.collectives.api import axis_size, psum
@@ -27,7 +26,7 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
 
     def init(params: PyTree) -> PyTree:
         paths, leaves, _ = flatten_with_paths(params)
-        q = dict[str, Tensor]()
+        q = dict[str, torch.Tensor]()
         for path, x in zip(paths, leaves, strict=True):
             if x.is_floating_point() and x.ndim > 1 and rank * (len(x) + x[:1].numel()) < x.numel():
                 q[path] = torch.randn(rank, x[0].numel(), generator=FlatLeaf(x, path).generator(seed)).to(x.device)
@@ -40,8 +39,8 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
         paths, leaves, structure = flatten_with_paths(grads)
         sent = dict(zip(paths, leaves, strict=True))
         matrices = {path: sent[path].float().flatten(1) for path in before}
-        rest = {path: x for path, x in sent.items() if path not in before}
         products = {path: before[path] @ m.T for path, m in matrices.items()}  # fast, with the thin one left
+        rest = {path: x for path, x in sent.items() if path not in before}
         products, total = yield psum.start((products, rest), axis)
         p = {path: torch.linalg.qr(x.T).Q for path, x in products.items()}
         q = yield psum.start({path: p[path].T @ m for path, m in matrices.items()}, axis)

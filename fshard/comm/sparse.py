@@ -31,8 +31,7 @@ class Encoding(NamedTuple):
     code: BlockCode | None = None
 
     @property
-    def is_gathered(self) -> bool:
-        """True if devices select different numbers, so that they send indices."""
+    def is_gathered(self) -> bool:  # devices select different numbers, so they send indices
         return self.fraction is not None and self.seed is None
 
     def count(self, x: Tensor) -> int:
@@ -100,7 +99,7 @@ def _compressor(encoding: Encoding) -> Compressor:
     collectives = [psum.start] if encoding.code is None else [all_to_all.start, gather]
 
     def leaf_phases(leaves: Sequence[FlatLeaf], axis: Axes) -> Phases:
-        # a leaf's phases yield what goes into each collective, get its result, and last yield the total and what was sent
+        # a leaf's phases yield the input of each collective, receive its result, and last yield the total and what was sent
         phases = [phases_of(leaf, encoding, axis) for leaf in leaves]
         values = [next(each) for each in phases]
         for start in [gather] if encoding.is_gathered else collectives:  # each is of all leaves
