@@ -213,8 +213,7 @@ def resnet_18():
     return [torch.zeros(shape) for shape in shapes]
 
 
-def test_power_sgd_sends_a_243rd_of_resnet_18():
-    """The rate of PowerSGD's paper (Vogels 2019, appendix)."""
+def test_power_sgd_sends_a_243rd_of_resnet_18():  # as in the appendix of its paper (Vogels 2019)
     grads, compress = resnet_18(), comm.power_sgd(1)
     with fs.ledger() as ledger:
         fs.run(lambda: compress.reduce(grads, compress.init(grads), "data"), mesh=fs.make_mesh({"data": 2}))
