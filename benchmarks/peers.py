@@ -42,8 +42,8 @@ def ddp_zero(model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
     return loop(module, optimizer, data)
 
 
-def data_parallel(model: Model) -> nn.Module:
-    return DistributedDataParallel(Module(model, SEED), gradient_as_bucket_view=True, static_graph=True)
+def data_parallel(model: Model, **options: Any) -> nn.Module:
+    return DistributedDataParallel(Module(model, SEED), gradient_as_bucket_view=True, static_graph=True, **options)
 
 
 def fsdp(

@@ -8,56 +8,47 @@ codes      all               all_to_all; each device adds its part up and encode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from functools import partial
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fshard.comm.block_code import Bits, BlockCode, Codes
+from fshard.comm.block_code import Bits, BlockCode
 from fshard.comm.compressor import Compressor, FlatLeaf, Phases, compressor
 from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum
 from fshard.mesh.layout import Axes
 from fshard.optim.arguments import validate, within
 
 
-class Selection(NamedTuple):
-    """A fraction of a leaf's numbers: the largest, or with a seed drawn ones."""
-
-    fraction: float
-    seed: int | None = None
-
-    def count(self, numel: int) -> int:
-        return min(numel, ceil(self.fraction * numel))
-
-    def indices(self, leaf: FlatLeaf) -> Tensor:
-        count = self.count(leaf.x.numel())
-        if self.seed is not None:
-            return torch.randperm(leaf.x.numel(), generator=leaf.generator(self.seed))[:count].to(leaf.x.device)
-        return leaf.x.abs().topk(count, sorted=False).indices
-
-
 class Encoding(NamedTuple):
-    """The form in which a leaf is sent: a selection of its numbers, a code of them, or a code of a selection."""
+    """The form in which a leaf is sent: the largest numbers, or with a seed drawn ones, and the code of numbers."""
 
-    selection: Selection | None = None
+    fraction: float | None = None
+    seed: int | None = None
     code: BlockCode | None = None
+
+    @property
+    def is_gathered(self) -> bool:  # devices select different numbers, so they send indices
+        return self.fraction is not None and self.seed is None
+
+    def count(self, x: Tensor) -> int:
+        return x.numel() if self.fraction is None else min(x.numel(), ceil(self.fraction * x.numel()))
 
     def bytes_sent(self, x: Tensor, n: int) -> float:
         """Return the bytes that each of n devices sends of a leaf."""
-        count = x.numel() if self.selection is None else self.selection.count(x.numel())
-        each, is_gathered = float(x.element_size()), self.selection is not None and self.selection.seed is None
+        count, size = self.count(x), float(x.element_size())
         if self.code is not None:
-            each = self.code.bytes_per_number
-            count = _padded(count, self.code.block * (1 if is_gathered else n))
-        return (n - 1) * count * (each + _index_dtype(x).itemsize) if is_gathered else 2 * (n - 1) / n * count * each
+            count, size = self.code.padded(count, 1 if self.is_gathered else n), self.code.bytes_per_number
+        return count * ((n - 1) * (size + _index_dtype(x).itemsize) if self.is_gathered else 2 * (n - 1) / n * size)
 
 
 def top_k(fraction: float) -> Compressor:
     """Send the largest numbers of each leaf, and their indices.  Sends 8 k (n-1) bytes of k numbers in float32."""
     validate("top_k", within("(0, 1]", fraction=fraction))
-    return _compressor(Encoding(Selection(fraction)))
+    return _compressor(Encoding(fraction))
 
 
 def random_k(fraction: float, *, seed: int = 0) -> Compressor:
@@ -66,140 +57,108 @@ def random_k(fraction: float, *, seed: int = 0) -> Compressor:
     They are not scaled up by 1 / fraction: with `error_feedback` what is not drawn is sent later.
     """
     validate("random_k", within("(0, 1]", fraction=fraction))
-    return _compressor(Encoding(Selection(fraction, seed)))
+    return _compressor(Encoding(fraction, seed))
 
 
-def quantized(
-    bits: Literal[8, 4, 2, "fp8"], *, block: int = 256, stochastic: bool = False, seed: int = 0
-) -> Compressor:
+def quantized(bits: Bits, *, block: int = 256, stochastic: bool = False, seed: int = 0) -> Compressor:
     """Send codes of a few bits, with a scale for each block.  Sends 2 (n-1)/n (bits/8 + 4/block) bytes per number.
 
     Args:
-        bits: of each code; 2: -1, 0 and 1; "fp8": float8_e4m3fn.
+        bits: of each code, 8, 4, 2 or 1; 2: -1, 0 and 1; 1: see `sign`; "fp8": float8_e4m3fn.
         block: numbers that share a scale.
         stochastic: round up or down at random, so that the result is right on average.
         seed: of these draws.
     """
-    if bits not in (8, 4, 2, "fp8"):
-        raise ValueError(f'quantized: bits must be 8, 4, 2 or "fp8"; got {bits!r}.')
-    if stochastic and bits == "fp8":
-        raise ValueError('quantized: stochastic must be False for "fp8", whose steps differ in size; got True.')
-    return _compressor(Encoding(None, _block_code("quantized", bits, block, seed if stochastic else None)))
+    validate("quantized", within("[8, inf)", integer=True, block=block))
+    if block % 8:
+        raise ValueError(f"quantized: block must be a multiple of 8; got {block}.")
+    if bits not in (8, 4, 2, 1, "fp8"):
+        raise ValueError(f'quantized: bits must be 8, 4, 2, 1 or "fp8"; got {bits!r}.')
+    if stochastic and bits in (1, "fp8"):
+        raise ValueError(f"quantized: stochastic must be False for {bits!r}, whose steps differ in size; got True.")
+    return _compressor(Encoding(code=BlockCode(bits, block, seed if stochastic else None)))
 
 
 def sign(*, block: int = 256) -> Compressor:
     """Send the sign of each number and the mean size of each block.  Sends 2 (n-1)/n (1/8 + 4/block) bytes per number."""
-    return _compressor(Encoding(None, _block_code("sign", 1, block, None)))
+    return quantized(1, block=block)
 
 
 def chain(first: Compressor, second: Compressor) -> Compressor:
     """Return a compressor that encodes what the first one selects by the second: `chain(top_k(0.01), quantized(4))`."""
-    selection, code = first.encoding, second.encoding
-    if not (isinstance(selection, Encoding) and isinstance(code, Encoding)) or (selection.code or code.selection):
+    numbers, codes = first.encoding, second.encoding
+    if not numbers or not codes or numbers.code or not codes.code:
         raise ValueError(
-            "chain: the compressors must be top_k or random_k, and then quantized or sign. Combinators go around a chain: "
-            "error_feedback(chain(...))."
+            "chain: the compressors must be top_k or random_k, then quantized or sign. Combinators go around."
         )
-    return _compressor(Encoding(selection.selection, code.code))
+    return _compressor(numbers._replace(code=codes.code))
 
 
-def _block_code(function: str, bits: Bits, block: int, seed: int | None) -> BlockCode:
-    validate(function, within("[8, inf)", integer=True, block=block))
-    if block % 8:
-        raise ValueError(f"{function}: block must be a multiple of 8; got {block}.")
-    return BlockCode(bits, block, seed)
+def _compressor(encoding: Encoding) -> Compressor:
+    phases_of, gather = (_gather_sum if encoding.is_gathered else _sum), partial(all_gather.start, to="replicated")
+    collectives = [psum.start] if encoding.code is None else [all_to_all.start, gather]
+
+    def leaf_phases(leaves: Sequence[FlatLeaf], axis: Axes) -> Phases:
+        # a leaf's phases yield the input of each collective, receive its result, and last yield the total and what was sent
+        phases = [phases_of(leaf, encoding, axis) for leaf in leaves]
+        values = [next(each) for each in phases]
+        for start in [gather] if encoding.is_gathered else collectives:  # each is of all leaves
+            results = yield start(values, axis)
+            values = [each.send(result) for each, result in zip(phases, results, strict=True)]
+        return [total for total, _ in values], [sent for _, sent in values]
+
+    return compressor(encoding.bytes_sent, leaf_phases, encoding)
 
 
-def _padded(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+def _sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> Generator[Any, Any, None]:
+    """Add up numbers of the same indices. The error of a sum's code counts as not sent by the device that encodes it."""
+    x, index, code = leaf.x, None, encoding.code
+    if encoding.seed is not None:
+        order = torch.randperm(len(x), generator=leaf.generator(encoding.seed))
+        index = order[: encoding.count(x)].to(x.device)
+        x = x[index] + (x * 0).sum()  # a number that is not finite makes them so, drawn or not
+    if code is None:
+        total, sent = (yield x), x
+    else:
+        device = axis_index(axis)
+        draws = leaf.generator(code.seed or 0, device=device)
+        codes = code.encode(x, axis_size(axis), draws)
+        sums = code.decode((yield codes)).sum(0)
+        total, sent = code.decode((yield code.encode(sums, 1, draws))), code.decode(codes)
+        sent[device] += total[device] - sums
+        total, sent = total.view(-1)[: len(x)], sent.view(-1)[: len(x)]
+    yield _sparse(leaf, index, total), _sparse(leaf, index, sent)
+
+
+def _gather_sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> Generator[Any, Any, None]:
+    """All-gather the largest numbers of each device with their indices, and add them up, device by device."""
+    index, code = _largest(leaf.x.abs(), encoding.count(leaf.x)), encoding.code
+    x = sent = codes = leaf.x[index]
+    if code is not None:
+        codes = code.encode(x, 1, leaf.generator(code.seed or 0, device=axis_index(axis)))
+        sent = code.decode(codes).view(-1)[: len(x)]
+    gathered, indices = yield codes, index.to(_index_dtype(leaf.x))
+    values = gathered if code is None else code.decode(gathered)
+    total = torch.zeros_like(leaf.x, dtype=torch.promote_types(x.dtype, torch.float32))
+    for i, y in zip(indices.view(-1, len(x)), values.view(axis_size(axis), -1), strict=True):
+        total.index_add_(0, i.long(), y[: len(x)].to(total.dtype))
+    yield total, _sparse(leaf, index, sent)
+
+
+def _sparse(leaf: FlatLeaf, index: Tensor | None, values: Tensor) -> Tensor:
+    return values if index is None else torch.zeros_like(leaf.x, dtype=values.dtype).index_copy_(0, index, values)
 
 
 def _index_dtype(x: Tensor) -> torch.dtype:
     return torch.int32 if x.numel() < 1 << 31 else torch.int64
 
 
-def _compressor(encoding: Encoding) -> Compressor:
-    selection, code = encoding
-
-    def leaf_phases(leaves: Sequence[FlatLeaf], axis: Axes) -> Phases:
-        if selection is None:
-            assert code is not None
-            return (yield from _reduce_codes(leaves, code, axis))
-        indices = [selection.indices(leaf) for leaf in leaves]
-        chosen = [leaf._replace(x=leaf.x[index]) for leaf, index in zip(leaves, indices, strict=True)]
-        if selection.seed is None:
-            return (yield from _gather_sum(leaves, chosen, indices, code, axis))
-        if code is not None:
-            totals, sent = yield from _reduce_codes(chosen, code, axis)
-        else:
-            sent = [leaf.x for leaf in chosen]
-            totals = yield psum.start(sent, axis)
-        return _scattered(leaves, indices, totals), _scattered(leaves, indices, sent)
-
-    return compressor(encoding.bytes_sent, leaf_phases, encoding)
-
-
-def _scattered(leaves: Sequence[FlatLeaf], indices: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Return leaves that are zero but for these values; those of one index are added up."""
-    return [
-        torch.zeros_like(leaf.x, dtype=x.dtype).index_add_(0, index, x)
-        for leaf, index, x in zip(leaves, indices, values, strict=True)
-    ]
-
-
-def _gather_sum(
-    leaves: Sequence[FlatLeaf],
-    chosen: Sequence[FlatLeaf],
-    indices: Sequence[Tensor],
-    code: BlockCode | None,
-    axis: Axes,
-) -> Phases:
-    """All-gather the chosen numbers of each device with their indices, and add them up."""
-    n, counts = axis_size(axis), [len(index) for index in indices]
-    short = [index.to(_index_dtype(leaf.x)) for leaf, index in zip(leaves, indices, strict=True)]
-    if code is None:
-        sent = [leaf.x for leaf in chosen]
-        values, gathered = yield all_gather.start((sent, short), axis, to="replicated")
-    else:
-        codes = [code.encode(*_rows(leaf, code, axis, 1)) for leaf in chosen]
-        sent = [
-            code.decode(each)[0, :count].to(leaf.x.dtype)
-            for leaf, each, count in zip(leaves, codes, counts, strict=True)
-        ]
-        codes, gathered = yield all_gather.start((codes, short), axis, to="replicated")
-        values = [code.decode(each)[:, :count].flatten() for each, count in zip(codes, counts, strict=True)]
-    wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in values]
-    totals = _scattered(
-        leaves, [index.view(n * count).long() for index, count in zip(gathered, counts, strict=True)], wide
-    )
-    return totals, _scattered(leaves, indices, sent)
-
-
-def _rows(leaf: FlatLeaf, code: BlockCode, axis: Axes, rows: int) -> tuple[Tensor, torch.Generator | None]:
-    """Return a leaf, padded to rows of full blocks, and the generator of its code."""
-    x = torch.nn.functional.pad(leaf.x, (0, _padded(leaf.x.numel(), rows * code.block) - leaf.x.numel()))
-    generator = None if code.seed is None else leaf.generator(code.seed, device=axis_index(axis))
-    return x.view(rows, -1), generator
-
-
-def _reduce_codes(leaves: Sequence[FlatLeaf], code: BlockCode, axis: Axes) -> Phases:
-    """Send a row of codes to each device, which adds its rows up; all-gather the codes of the sums.
-
-    The error of a sum's code counts as not sent by the device that has encoded it.
-    """
-    n, index = axis_size(axis), axis_index(axis)
-    rows = [_rows(leaf, code, axis, n) for leaf in leaves]
-    codes = [code.encode(*each) for each in rows]
-    received = yield all_to_all.start(codes, axis)
-    sums = [code.decode(Codes(*each)).sum(0, keepdim=True) for each in received]
-    sum_codes = [code.encode(x, generator) for x, (_, generator) in zip(sums, rows, strict=True)]
-    gathered = yield all_gather.start(sum_codes, axis, to="replicated")
-    totals = [code.decode(Codes(*each)).flatten() for each in gathered]
-    sent = [code.decode(each) for each in codes]
-    for x, total, encoded in zip(sent, sums, sum_codes, strict=True):
-        x[index] -= (total - code.decode(encoded))[0]
-    lengths = [leaf.x.numel() for leaf in leaves]
-    return (
-        [x[:length] for x, length in zip(totals, lengths, strict=True)],
-        [x.flatten()[:length] for x, length in zip(sent, lengths, strict=True)],
-    )
+def _largest(sizes: Tensor, count: int) -> Tensor:
+    """Return the indices of the largest numbers: they are in those columns of 8 numbers whose largest are the largest."""
+    columns = len(sizes) // 8
+    if 4 * count > columns:
+        return sizes.topk(count, sorted=False).indices
+    heads = sizes[: 8 * columns].view(8, columns).amax(0).topk(count, sorted=False).indices
+    rest = torch.arange(8 * columns, len(sizes), device=sizes.device)
+    candidates = torch.cat([rest, *(heads + columns * row for row in range(8))])
+    return candidates[sizes[candidates].topk(count, sorted=False).indices]

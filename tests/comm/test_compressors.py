@@ -26,11 +26,6 @@ COMPRESSORS = {
     "chain": lambda: comm.chain(comm.top_k(0.2), comm.quantized(8, block=8)),
     "chain of random_k": lambda: comm.chain(comm.random_k(0.5), comm.quantized(8, block=8)),
 }
-COMBINED = {
-    "error_feedback": lambda c: comm.error_feedback(c),
-    "momentum_corrected": lambda c: comm.momentum_corrected(c, 0.0),
-    "ef21": lambda c: comm.ef21(c),
-}
 SHAPES = {"matrix": (16, 24), "vector": (200,), "small": (3,), "number": (), "none": (0, 4)}
 
 
@@ -72,27 +67,19 @@ def test_totals_are_equal_and_the_sum_of_what_was_sent(name):
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-@pytest.mark.parametrize("around", COMBINED)
-def test_what_is_not_sent_is_kept(name, around):
-    """After any number of steps the totals and the residuals add up to all gradients; for ef21 to the last ones."""
-    compress, n, count = COMBINED[around](COMPRESSORS[name]()), 3, 4
+def test_totals_and_residuals_add_up_to_all_gradients(name):
+    compress, n, count = comm.error_feedback(COMPRESSORS[name]()), 3, 4
 
     def main():
         state, totals = compress.init(gradients(0, 0)), []
         for step in range(count):
             total, _, state = compress.reduce(gradients(fs.axis_index("data"), step), state, "data")
             totals.append(total)
-        return totals, state
+        return totals, state["residual"]
 
     results = fs.run(main, mesh=fs.make_mesh({"data": n}))
-    if around == "ef21":
-        estimates = summed([state["estimate"] for _, state in results])
-        assert_close(estimates, {leaf: x.double() for leaf, x in results[0][0][-1].items()}, 1e-4)
-        return
-    states = [state["inner"] if around == "momentum_corrected" else state for _, state in results]
-    kept = summed([state["residual"] for state in states])
-    got = summed([*results[0][0], kept])
-    assert_close(got, summed([gradients(device, step) for device in range(n) for step in range(count)]), 1e-4)
+    sums = summed([*results[0][0], *(residual for _, residual in results)])
+    assert_close(sums, summed([gradients(device, step) for device in range(n) for step in range(count)]), 1e-4)
 
 
 def test_top_k_adds_up_the_largest_numbers_of_each_device():
@@ -143,15 +130,17 @@ def test_a_fraction_of_one_is_psum_to_the_bit(rows):
         assert torch.equal(result, xs.sum(0))
 
 
-SCALES = st.sampled_from([0.0, 1e-42, 1e-30, 1.0, 1e20])
+DELTAS = {"top_k": 0.1, "chain": 0.19, "sign": 1 / 16, "8 bits": 0.99, "4 bits": 0.6, "2 bits": 1 / 8, "fp8": 0.99}
+EDGES = st.sampled_from([0.0, 1.0, -1.0, 2.0**-149])
 
 
 @given(
     name=st.sampled_from(sorted({*COMPRESSORS} - {"stochastic", "power_sgd"})),
-    x=st.lists(st.floats(-1, 1, width=32), min_size=64, max_size=64),
-    scale=SCALES,
+    x=st.lists(st.floats(-1, 1, width=32) | EDGES, min_size=64, max_size=64),
+    scale=st.sampled_from([0.0, 1e-42, 1e-30, 1.0, 1e20]),
 )
-def test_what_is_lost_is_smaller_than_the_gradient(name, x, scale):
+def test_what_is_lost_is_a_part_of_the_gradient(name, x, scale):
+    """|x - C(x)|^2 <= (1 - delta) |x|^2, with zeros, ties and denormals."""
     compress, x = COMPRESSORS[name](), torch.tensor(x).mul(scale)
 
     def main():
@@ -160,8 +149,19 @@ def test_what_is_lost_is_smaller_than_the_gradient(name, x, scale):
 
     result = fs.run(main, mesh=fs.make_mesh({"data": 2}))[0]
     lost = (x.double() - result.sent[0].double()).square().sum()
-    assert lost <= x.double().square().sum() * (1 + 1e-6)
+    assert lost <= x.double().square().sum() * (1 - DELTAS.get(name, 0) + 1e-6) + 1e-80
     assert torch.isfinite(result.total[0]).all()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_a_gradient_that_is_not_finite_makes_the_total_so(name, number):
+    def make(device, step):
+        tree = gradients(device, step)
+        return tree if device == 0 else {**tree, "matrix": tree["matrix"].index_fill(0, torch.tensor(3), number)}
+
+    for ((total, _),) in on_devices(COMPRESSORS[name](), n=3, make=make):
+        assert not torch.isfinite(total["matrix"]).all() and torch.isfinite(total["vector"]).all()
 
 
 def test_stochastic_codes_are_right_on_average():
@@ -203,6 +203,24 @@ def test_bytes_are_those_of_the_formula(compress, expected, n):
     assert ledger.bytes() == expected(n)
 
 
+def resnet_18():
+    """Zeros in the shapes of ResNet-18's parameters, for images of 32 x 32 in 10 classes."""
+    shapes, width = [(64, 3, 3, 3), (64,), (64,), (10, 512), (10,)], 64
+    for wide in (64, 128, 256, 512):
+        convs = [(wide, width, 3, 3), *[(wide, wide, 3, 3)] * 3, *[(wide, width, 1, 1)] * (wide > width)]
+        shapes += [shape for conv in convs for shape in (conv, (wide,), (wide,))]
+        width = wide
+    return [torch.zeros(shape) for shape in shapes]
+
+
+def test_power_sgd_sends_a_243rd_of_resnet_18():  # as in the appendix of its paper (Vogels 2019)
+    grads, compress = resnet_18(), comm.power_sgd(1)
+    with fs.ledger() as ledger:
+        fs.run(lambda: compress.reduce(grads, compress.init(grads), "data"), mesh=fs.make_mesh({"data": 2}))
+    assert sum(x.numel() for x in grads) == 11_173_962
+    assert sum(x.nbytes for x in grads) / float(ledger.bytes()) == pytest.approx(243.26, abs=0.005)
+
+
 def test_power_sgd_finds_a_matrix_of_its_rank_in_two_steps():
     u, v = torch.randn(30, generator=torch.Generator().manual_seed(1)), torch.linspace(1, 2, 20)
 
@@ -216,13 +234,6 @@ def test_power_sgd_finds_a_matrix_of_its_rank_in_two_steps():
 def test_power_sgd_goes_on_after_a_gradient_of_zero():
     results = on_devices(comm.power_sgd(1), 2, n=2, make=lambda device, step: {"m": torch.ones(9, 9) * step})
     torch.testing.assert_close(results[0][1][0]["m"], 2 * torch.ones(9, 9))
-
-
-def test_delayed_totals_are_those_of_steps_before():
-    now, later = on_devices(comm.top_k(0.1), 4), on_devices(comm.delayed(comm.top_k(0.1), 2), 4)
-    assert all(not x.any() for x in later[0][0][0].values())
-    for leaf in SHAPES:
-        assert torch.equal(later[0][2][0][leaf], now[0][0][0][leaf])
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
