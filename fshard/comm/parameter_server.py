@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from fshard.comm.arrivals import Arrivals, PushOrder
-from fshard.comm.block_code import Codes
 from fshard.comm.compressor import Compressor, FlatLeaf
-from fshard.comm.sparse import Encoding
+from fshard.comm.sparse import Encoding, index_dtype, sparse
 from fshard.errors import MeshError
 from fshard.mesh.collectives.api import axis_index, broadcast, psum
 from fshard.mesh.collectives.send_recv import recv, send
@@ -182,39 +181,39 @@ class ParameterServer:
 parameter_server = ParameterServer
 
 
-def _flat_leaves(tree: PyTree, key: str) -> list[FlatLeaf]:
-    paths, leaves, _ = flatten_with_paths(tree)
-    return [FlatLeaf(x.reshape(-1), f"{key} {path}") for path, x in zip(paths, leaves, strict=True)]
-
-
-def _encode(tree: PyTree, key: str, encoding: Encoding) -> list[list[Tensor]]:
+def _encode(tree: PyTree, key: str, encoding: Encoding) -> list[Any]:
     """Return the tensors that are sent of each leaf: itself, where they would not be shorter."""
-    (selection, code), payloads = encoding, list[list[Tensor]]()
+    payloads = list[Any]()
     for leaf in _flat_leaves(tree, key):
-        payload = [leaf.x]
-        if leaf.x.is_floating_point() and encoding.bytes_sent(leaf.x, 2) < leaf.x.nbytes:
-            indices = None if selection is None else selection.indices(leaf)
-            payload = [leaf.x if indices is None else leaf.x[indices]]
+        payload = leaf.x
+        if _is_encoded(leaf, encoding):
+            index, code = encoding.indices(leaf), encoding.code
+            payload = leaf.x if index is None else leaf.x[index]
             if code is not None:
-                padded = torch.nn.functional.pad(payload[0], (0, -len(payload[0]) % code.block))
-                payload = [*code.encode(padded[None], None if code.seed is None else leaf.generator(code.seed))]
-            if indices is not None and selection is not None and selection.seed is None:
-                payload.append(indices.to(torch.int32 if len(leaf.x) < 1 << 31 else torch.int64))
+                payload = code.encode(payload, 1, leaf.generator(code.seed or 0))
+            if encoding.is_gathered and index is not None:
+                payload = payload, index.to(index_dtype(leaf.x))
         payloads.append(payload)
     return payloads
 
 
-def _decode(payloads: list[list[Tensor]], tree: PyTree, key: str, encoding: Encoding) -> PyTree:
+def _decode(payloads: list[Any], tree: PyTree, key: str, encoding: Encoding) -> PyTree:
     """Return the tree that was sent; its shapes are those of `tree`."""
-    (selection, code), (leaves, structure), decoded = encoding, flatten(tree), list[Tensor]()
-    for payload, leaf, like in zip(payloads, _flat_leaves(tree, key), leaves, strict=True):
-        x = payload[0]
-        if len(payload) > 1 or len(x) < len(leaf.x):
-            values = x if code is None else code.decode(Codes(*payload[:2]))[0].to(leaf.x.dtype)
-            if selection is None:
-                x = values[: len(leaf.x)]
-            else:
-                indices = selection.indices(leaf) if selection.seed is not None else payload[-1].long()
-                x = torch.zeros_like(leaf.x).index_copy(0, indices, values[: len(indices)])
-        decoded.append(x.view(like.shape))
+    (leaves, structure), decoded = flatten(tree), list[Tensor]()
+    for payload, leaf, x in zip(payloads, _flat_leaves(tree, key), leaves, strict=True):
+        if _is_encoded(leaf, encoding):
+            payload, index = payload if encoding.is_gathered else (payload, encoding.indices(leaf))
+            if encoding.code is not None:
+                payload = encoding.code.decode(payload)[0, : encoding.count(leaf.x)].to(x.dtype)
+            payload = sparse(leaf, None if index is None else index.long(), payload)
+        decoded.append(payload.view(x.shape))
     return unflatten(structure, decoded)
+
+
+def _is_encoded(leaf: FlatLeaf, encoding: Encoding) -> bool:
+    return leaf.x.is_floating_point() and encoding.bytes_sent(leaf.x, 2) < leaf.x.nbytes
+
+
+def _flat_leaves(tree: PyTree, key: str) -> list[FlatLeaf]:
+    paths, leaves, _ = flatten_with_paths(tree)
+    return [FlatLeaf(x.reshape(-1), f"{key} {path}") for path, x in zip(paths, leaves, strict=True)]

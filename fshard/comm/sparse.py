@@ -37,12 +37,21 @@ class Encoding(NamedTuple):
     def count(self, x: Tensor) -> int:
         return x.numel() if self.fraction is None else min(x.numel(), ceil(self.fraction * x.numel()))
 
+    def indices(self, leaf: FlatLeaf) -> Tensor | None:
+        """Return the indices of the numbers that are sent; None for all."""
+        if self.fraction is None:
+            return None
+        if self.seed is None:
+            return _largest(leaf.x.abs(), self.count(leaf.x))
+        order = torch.randperm(len(leaf.x), generator=leaf.generator(self.seed))
+        return order[: self.count(leaf.x)].to(leaf.x.device)
+
     def bytes_sent(self, x: Tensor, n: int) -> float:
         """Return the bytes that each of n devices sends of a leaf."""
         count, size = self.count(x), float(x.element_size())
         if self.code is not None:
             count, size = self.code.padded(count, 1 if self.is_gathered else n), self.code.bytes_per_number
-        return count * ((n - 1) * (size + _index_dtype(x).itemsize) if self.is_gathered else 2 * (n - 1) / n * size)
+        return count * ((n - 1) * (size + index_dtype(x).itemsize) if self.is_gathered else 2 * (n - 1) / n * size)
 
 
 def top_k(fraction: float) -> Compressor:
@@ -112,10 +121,8 @@ def _compressor(encoding: Encoding) -> Compressor:
 
 def _sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> Generator[Any, Any, None]:
     """Add up numbers of the same indices. The error of a sum's code counts as not sent by the device that encodes it."""
-    x, index, code = leaf.x, None, encoding.code
-    if encoding.seed is not None:
-        order = torch.randperm(len(x), generator=leaf.generator(encoding.seed))
-        index = order[: encoding.count(x)].to(x.device)
+    x, index, code = leaf.x, encoding.indices(leaf), encoding.code
+    if index is not None:
         x = x[index] + (x * 0).sum()  # a number that is not finite makes them so, drawn or not
     if code is None:
         total, sent = (yield x), x
@@ -127,29 +134,32 @@ def _sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> Generator[Any, Any, 
         total, sent = code.decode((yield code.encode(sums, 1, draws))), code.decode(codes)
         sent[device] += total[device] - sums
         total, sent = total.view(-1)[: len(x)], sent.view(-1)[: len(x)]
-    yield _sparse(leaf, index, total), _sparse(leaf, index, sent)
+    yield sparse(leaf, index, total), sparse(leaf, index, sent)
 
 
 def _gather_sum(leaf: FlatLeaf, encoding: Encoding, axis: Axes) -> Generator[Any, Any, None]:
     """All-gather the largest numbers of each device with their indices, and add them up, device by device."""
-    index, code = _largest(leaf.x.abs(), encoding.count(leaf.x)), encoding.code
+    index, code = encoding.indices(leaf), encoding.code
+    assert index is not None
     x = sent = codes = leaf.x[index]
     if code is not None:
         codes = code.encode(x, 1, leaf.generator(code.seed or 0, device=axis_index(axis)))
         sent = code.decode(codes).view(-1)[: len(x)]
-    gathered, indices = yield codes, index.to(_index_dtype(leaf.x))
+    gathered, indices = yield codes, index.to(index_dtype(leaf.x))
     values = gathered if code is None else code.decode(gathered)
     total = torch.zeros_like(leaf.x, dtype=torch.promote_types(x.dtype, torch.float32))
     for i, y in zip(indices.view(-1, len(x)), values.view(axis_size(axis), -1), strict=True):
         total.index_add_(0, i.long(), y[: len(x)].to(total.dtype))
-    yield total, _sparse(leaf, index, sent)
+    yield total, sparse(leaf, index, sent)
 
 
-def _sparse(leaf: FlatLeaf, index: Tensor | None, values: Tensor) -> Tensor:
+def sparse(leaf: FlatLeaf, index: Tensor | None, values: Tensor) -> Tensor:
+    """Return a leaf of zeros but for these values, or of the values alone."""
     return values if index is None else torch.zeros_like(leaf.x, dtype=values.dtype).index_copy_(0, index, values)
 
 
-def _index_dtype(x: Tensor) -> torch.dtype:
+def index_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of the indices of a leaf."""
     return torch.int32 if x.numel() < 1 << 31 else torch.int64
 
 
