@@ -9,6 +9,7 @@ M is approximately P Q
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fshard.comm.compressor import Compressor, FlatLeaf, Phases, Reduced
 from fshard.mesh.collectives.api import axis_size, psum
@@ -24,20 +25,23 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
     """
     validate("power_sgd", within("[1, inf)", integer=True, rank=rank))
 
+    def factor(path: str, x: Tensor) -> Tensor | None:
+        if not x.is_floating_point() or x.ndim < 2 or rank * (len(x) + x[:1].numel()) >= x.numel():
+            return None
+        return torch.randn(rank, x[0].numel(), generator=FlatLeaf(x, path).generator(seed)).to(x.device)
+
     def init(params: PyTree) -> PyTree:
-        paths, leaves, _ = flatten_with_paths(params)
-        q = dict[str, torch.Tensor]()
-        for path, x in zip(paths, leaves, strict=True):
-            if x.is_floating_point() and x.ndim > 1 and rank * (len(x) + x[:1].numel()) < x.numel():
-                q[path] = torch.randn(rank, x[0].numel(), generator=FlatLeaf(x, path).generator(seed)).to(x.device)
-        return {"q": q}
+        paths, leaves, structure = flatten_with_paths(params)
+        return {"q": unflatten(structure, [*map(factor, paths, leaves)])}
 
     def phases(grads: PyTree, state: PyTree, axis: Axes) -> Phases:
-        n, before = axis_size(axis), state["q"]
-        if n == 1:
+        if (n := axis_size(axis)) == 1:
             return Reduced(grads, grads, state)
         paths, leaves, structure = flatten_with_paths(grads)
-        sent = dict(zip(paths, leaves, strict=True))
+        sent, before = (
+            dict(zip(paths, leaves, strict=True)),
+            dict(zip(*flatten_with_paths(state["q"])[:2], strict=True)),
+        )
         matrices = {path: sent[path].float().flatten(1) for path in before}
         products = {path: before[path] @ m.T for path, m in matrices.items()}  # fast, with the thin one left
         rest = {path: x for path, x in sent.items() if path not in before}
@@ -47,8 +51,8 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
         for path in matrices:
             total[path] = (p[path] @ q[path]).view_as(sent[path]).to(sent[path].dtype)
             sent[path] = total[path] / n
-        after = {path: torch.where(x.any(), x, before[path]) for path, x in q.items()}  # zeros lead nowhere
-        total, sent = (unflatten(structure, [tree[path] for path in paths]) for tree in (total, sent))
-        return Reduced(total, sent, {"q": after})
+        q = {path: torch.where(x.any(), x, before[path]) for path, x in q.items()}  # zeros lead nowhere
+        total, sent, q = (unflatten(structure, [*map(tree.get, paths)]) for tree in (total, sent, q))
+        return Reduced(total, sent, {"q": q})
 
     return Compressor(init, phases, full=True)

@@ -65,7 +65,7 @@ class Compression:
                 f"for a parameter of {layout}. Compress along another axis, where they are replicated."
             )
         reduced = self._gradients(layout)
-        if reduced.spec.sharded_axes and any(compressor.full for compressor in self._compressors.values()):
+        if reduced.spec.split_axes and any(compressor.full for compressor in self._compressors.values()):
             raise LayoutError(
                 f"partition_optimizer: compress must not be power_sgd where gradients are shards, of {reduced}: a shard of a "
                 "matrix has other factors. Use stage=0, or another compressor."

@@ -205,7 +205,7 @@ def _assembled(param: Leaf, made: Sequence[Any]) -> Leaf:
     if example is None or not isinstance(param, Sharded):
         return example
     leaf = assembled_state(param, made)
-    if example.ndim and leaf.layout is not param.layout and not is_unsharded(param):
+    if example.ndim and leaf.layout is not param.layout and param.spec.split_axes and not is_unsharded(param):
         raise OptimizerError(
             f"state of an elementwise optimizer must have the shape of its parameter's shard, or be a number; got "
             f"{tuple(example.shape)} beside {kind_of(param)}. Leave out elementwise=True: an owner then has all of it."

@@ -60,7 +60,9 @@ def double(params, y):
     return 2 * y
 
 
-def train_stages(compress, *, name="1f1b", axes=("pipe",), second=last_stage, keys=("scale", "odd"), **options):
+def train_stages(
+    compress, *, name="1f1b", axes=("pipe",), second=last_stage, keys=("scale", "odd"), count=3, **options
+):
     """Train in two stages, which have `w`, `b` and `frozen`, and the parameters of these keys."""
     mesh = fs.make_mesh({"node": 2, **dict.fromkeys(axes, 2)})
     schedule, full = fs.pipeline_schedule(name, stages=2, microbatches=2), full_params()
@@ -78,7 +80,7 @@ def train_stages(compress, *, name="1f1b", axes=("pipe",), second=last_stage, ke
         inputs=lambda x: x,
         **options,
     )
-    trees, state, metrics = follow(step, params, opt, 3, batch())
+    trees, state, metrics = follow(step, params, opt, count, batch())
     return {**trees[0], **trees[1]}, state, metrics
 
 
@@ -160,6 +162,18 @@ def test_a_step_follows_the_sequential_loop(name):
     for key, x in expected.items():
         torch.testing.assert_close(params[key], x, rtol=100 * torch.finfo(x.dtype).eps, atol=1e-5)
     torch.testing.assert_close(torch.stack([each["grad_norm"] for each in metrics]), torch.stack(norms))
+
+
+def test_power_sgd_projects_the_gradient_of_a_stage():
+    """P = orthogonal(G Q^T) and the total is P P^T G, of the gradient G of all nodes."""
+    full, compress = full_params(), comm.power_sgd(2)
+    q = compress.init([{"w": full["w"]}])["q"][0]["w"]
+    params, state, _ = train_stages({"node": compress}, count=1)
+    gradient = torch.func.grad(lambda w: last_stage(full, first_stage({**full, "w": w}, batch())).square().mean())
+    g = gradient(full["w"])
+    p = torch.linalg.qr(g @ q.T).Q
+    torch.testing.assert_close(params["w"], full["w"] - RATE * p @ p.T @ g)
+    assert str(fs.typeof(state["compress"]["node"]["q"][0]["w"])) == "f32[2, 5]{at:pipe=0}"
 
 
 DYADIC = torch.randint(-4, 5, (8, 6), generator=torch.Generator().manual_seed(2)) / 2
@@ -288,7 +302,7 @@ def train_delayed():
         params = fs.shard_params(full_params(), P(), mesh=mesh, frozen="frozen")
         opt = fs.partition_optimizer(fs.optim.sgd(RATE), mesh=mesh, axis="node", stage=0, compress={"node": delayed})
         step = fs.train_step(logged_loss, opt, mesh=mesh, batch=P("node"))
-        params, *_ = follow(step, params, opt, 3, batch())
+        params, *_ = follow(step, params, opt, count, batch())
         results.append(([*log], [*params.values()]))
     (events, params), (_, expected) = results
     return events, all(map(torch.equal, params, expected))
@@ -395,7 +409,6 @@ def test_processes_overlap_and_agree(two):
         (lambda: train(FEEDBACK), "compress must be a"),
         (lambda: train({"node": FEEDBACK}, reduce=torch.int8), "reduce must be a floating dtype"),
         (lambda: fs.DDPPlugin(options={"reduce": torch.int8}), "reduce must be a floating dtype"),
-        (lambda: train_stages({"node": comm.power_sgd(1)}), "must not be power_sgd"),
         (lambda: train_stages({"pipe": FEEDBACK}), "axes that do not shard the parameters"),
         (lambda: fs.DDPPlugin(compress=FEEDBACK, reproducible=True), "compress must be None with reproducible"),
         (lambda: fs.run(lambda: boosted(fs.DDPPlugin(compress=FEEDBACK)), mesh=fs.make_mesh(AXES)), "for each axis"),
