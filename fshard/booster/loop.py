@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class LoopModel(BoostedModel):
         self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned, state: DeviceState
     ) -> None:
         super().__init__(module, plugin, source)
-        self._axes, self._state = plugin.axes(self.mesh), state
+        self._axes, self._state = plugin.replica_axes(self.mesh), state
         self._gradient = unstaged(self.function, gradients=opt.gradients, **plugin.gradient_options())
         self._step: _Step | None = None
         self._gathers = 0  # a hash of the all-gathers without gradients, which devices compare in the next step
@@ -116,13 +116,12 @@ class LoopModel(BoostedModel):
         if not step.is_pending:
             step.runtime.begin()
         sliced, part, mesh = grad and self.is_reproducible, self._state.part_of(given), resolve_mesh(self.mesh)
-        batch, (start, stop) = part.on(mesh, split=sliced), part.cut.own(mesh)
-        step.share = (stop - start) / part.cut.length
+        batch, step.share = replace(part.on(mesh, split=sliced), axes=self._axes), part.cut.share(mesh, self._axes)
         with self.draws(grad=grad):
             key = drawn_key()
         step.device = DeviceStep(self._gradient.how, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
         try:
-            output = self._run_slices(step, sliced=sliced)
+            output = self._run_slices(step, part.cut.index(mesh), sliced=sliced)
         except BaseException:
             if step is not self._step:  # no later call uses it
                 step.runtime.leave()
@@ -145,8 +144,11 @@ class LoopModel(BoostedModel):
         shards, (device,) = [leaves[place].shards[0] for place in own], local_devices(mesh)
         return _Step(self._gradient.runtime(plans, shards, call_site(), device), plans, structure, at)
 
-    def _run_slices(self, step: _Step, *, sliced: bool) -> Any:
-        """Run the module; once for each slice, whose outputs are joined as if it had been called once."""
+    def _run_slices(self, step: _Step, index: int, *, sliced: bool) -> Any:
+        """Run the module; once for each slice, whose outputs are joined as if it had been called once.
+
+        `index` is that of the device among all with other samples.
+        """
         device = step.device
         given = Slice([x for (x,) in device.batch.columns], 1, None)
         slices = device.batch.slices(0, device.turns, apart=True) if sliced else [given]
@@ -155,7 +157,7 @@ class LoopModel(BoostedModel):
                 "reproducible=True: arguments of the model must not need a gradient, as the output of another call does: "
                 "slices are cut off from its graph. detach() them, or leave reproducible=True out."
             )
-        first = 0 if device.group is None else device.group.index * len(slices)
+        first = index * len(slices)
         pairs = zip(slices, self._written_by(len(slices)), strict=True)
         found = [self._run(step, slice.leaves, buffers, first + turn) for turn, (slice, buffers) in enumerate(pairs)]
         outputs, written = [output for output, _ in found], [buffers for _, buffers in found]

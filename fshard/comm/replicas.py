@@ -19,7 +19,7 @@ from torch import Tensor
 from fshard.comm.compressor import Compressor
 from fshard.comm.graph import Graph, mix, start_mix
 from fshard.errors import LayoutError
-from fshard.mesh.collectives.api import axis_index, axis_size, pmean, pmin, psum
+from fshard.mesh.collectives.api import axis_index, axis_size, broadcast, pmean, pmin, psum
 from fshard.mesh.layout import Layout, Mesh, PyTree, flatten_with_paths, map_leaves
 from fshard.mesh.layout.sharded import Sharded, key_of, stack, unstack
 from fshard.mesh.reshard.device_put import unshard
@@ -88,6 +88,14 @@ class Replicas(NamedTuple):
 
         trees = [map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, tree) for tree in trees]
         return Leaves.of(trees[0]).mapped(joined, *[Leaves.of(tree).leaves for tree in trees[1:]])
+
+    def mean(self, tree: PyTree) -> PyTree:
+        """Return the mean of the replicas' trees, from this device's; of integers the first replica's."""
+
+        def mean_shard(x: Tensor) -> Tensor:
+            return pmean(x, self.axis) if x.is_floating_point() else broadcast(x, self.axis)
+
+        return run_on_devices(resolve_mesh(self.mesh), lambda _: each_shard(mean_shard, tree))[0]
 
 
 class ReplicaStep:
