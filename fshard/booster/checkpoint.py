@@ -66,10 +66,12 @@ class Checkpointing:
 
         All replicas get them.
         """
-        target = model if model.replicas is None else model.state_dict()
-        restore(checkpoint, target, strict=strict)
-        if target is not model:
-            model.load_state_dict(target)
+        if model.replicas is None:
+            restore(checkpoint, model, strict=strict)
+        else:
+            state = model.state_dict()
+            restore(checkpoint, state, strict=strict)
+            model.load_state_dict(state)
 
     def save_model(self, x: Any, /, checkpoint: Folder, **options: Any) -> None:
         """Save the state of a model, an optimizer (with its groups) or a scheduler; there are no options.

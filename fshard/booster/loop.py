@@ -121,7 +121,7 @@ class LoopModel(BoostedModel):
             key = drawn_key()
         step.device = DeviceStep(self._gradient.how, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
         try:
-            output = self._run_slices(step, part.cut.index(mesh), sliced=sliced)
+            output = self._run_slices(step, part.cut.device_index(mesh), sliced=sliced)
         except BaseException:
             if step is not self._step:  # no later call uses it
                 step.runtime.leave()

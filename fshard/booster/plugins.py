@@ -191,7 +191,9 @@ class _SlowLinkPlugin(Plugin):
             return value
         axes = [axis for axis in self.axes(mesh) if mesh.shape[axis] > 1]
         if len(axes) > 1:
-            raise ValueError(f"{name} must be for each axis of {', '.join(axes)}, as {{{axes[0]!r}: ...}}; got {value}.")
+            raise ValueError(
+                f"{name} must be for each axis of {', '.join(axes)}, as {{{axes[0]!r}: ...}}; got {value}."
+            )
         return dict.fromkeys(axes, value)
 
     def compressors(self, mesh: Mesh) -> Mapping[str, Any] | None:

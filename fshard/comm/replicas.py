@@ -136,7 +136,9 @@ class ReplicaStep:
             tree = self._replicas.local(replicas, resolve_mesh(self._replica))
             return {"inner": self._inner.init(tree), "rule": self._init(_trained(tree)), "count": count_from_zero()}
 
-        return replicas, self._replicas.joined(run_on_devices(resolve_mesh(self._mesh), on_device, mapped=(self._axis,)))
+        return replicas, self._replicas.joined(
+            run_on_devices(resolve_mesh(self._mesh), on_device, mapped=(self._axis,))
+        )
 
     def __call__(self, params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, dict[str, Any]]:
         def on_device(_: int) -> tuple[PyTree, PyTree, dict[str, Any]]:

@@ -67,13 +67,13 @@ class Cut(NamedTuple):
         """Return which samples the caller's first device takes."""
         return self.ranges(mesh, local_devices(mesh)[0], 1)[0]
 
-    def index(self, mesh: Mesh) -> int:
+    def device_index(self, mesh: Mesh) -> int:
         """Return the index of the caller's first device along the axes."""
         return _index(self.axes, mesh, local_devices(mesh)[0])
 
     def share(self, mesh: Mesh, axes: tuple[str, ...]) -> float:
         """Return the caller's share of the samples of the devices along some of the axes; an equal one if they have none."""
-        lengths, index = self.lengths(), self.index(mesh)
+        lengths, index = self.lengths(), self.device_index(mesh)
         if axes == self.axes:
             return lengths[index] / self.length
         coordinates = mesh.coordinates(local_devices(mesh)[0])
