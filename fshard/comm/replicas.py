@@ -27,7 +27,7 @@ from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, copied, pure_step
-from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, like, shards_of, trainable
+from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, like, trainable
 from fshard.optim.per_device import on_arrays
 
 Step = Callable[..., Any]
@@ -71,20 +71,20 @@ class Replicas(NamedTuple):
             if not isinstance(x, Sharded):
                 return x
             shard = x.shards[device if len(x.shards) > 1 else 0]
-            x = unstack(Sharded(x.shape, x.layout, (shard,)), self.axis)
-            return x.shards[0] if x.layout.unit == _NUMBER else Sharded(x.shape, x.layout.on(mesh), x.shards)
+            x = unstack(Sharded(x.shape, x.layout, (shard,)), self.axis, mesh)
+            return x.shards[0] if x.layout.unit == _NUMBER else x
 
         return Leaves.of(tree).mapped(local)
 
     def joined(self, trees: Sequence[PyTree]) -> PyTree:
         """Return the tree of all replicas from those of the devices here; numbers that are one tensor become several."""
         mesh = resolve_mesh(self.mesh)
+        number = Layout(mesh, unit=_NUMBER)
 
         def joined(x: Leaf, *others: Leaf) -> Leaf:
-            if x is None:
-                return None
-            layout = x.layout.on(mesh) if isinstance(x, Sharded) else Layout(mesh, unit=_NUMBER)
-            return stack(Sharded(x.shape, layout, tuple([shards_of(y)[0] for y in (x, *others)])), self.axis)
+            shards = tuple([y.shards[0] if isinstance(y, Sharded) else y for y in (x, *others)])
+            layout = x.layout if isinstance(x, Sharded) else number
+            return x if x is None else stack(Sharded(x.shape, layout, shards), self.axis, mesh)
 
         trees = [map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, tree) for tree in trees]
         return Leaves.of(trees[0]).mapped(joined, *[Leaves.of(tree).leaves for tree in trees[1:]])

@@ -115,25 +115,31 @@ class Sharded(ArrayMethods):
         return f"Sharded {kinds[0] if kinds else typeof(self)} on {self.mesh}"
 
 
-def stack(x: Sharded, axes: Axes) -> Sharded:
+def stack(x: Sharded, axes: Axes, mesh: Mesh | None = None) -> Sharded:
     """Return an array with a first dim for the values that devices have along `axes`, varying or unreduced, in place."""
-    names = as_axes(axes)
-    return _reshaped(x, names, (prod(x.mesh.shape[axis] for axis in names), *x.shape), (names, *x.spec.entries))
+    names, mesh = as_axes(axes), mesh or x.mesh
+    return _reshaped(x, (prod(mesh.shape[axis] for axis in names), *x.shape), (names, *x.spec.entries), names, mesh)
 
 
-def unstack(x: Sharded, axes: Axes) -> Sharded:
+def unstack(x: Sharded, axes: Axes, mesh: Mesh | None = None) -> Sharded:
     """Return the array whose values along `axes`, varying ones, an array has along its first dim, in place."""
     names = as_axes(axes)
     if not x.ndim or x.spec.dims(1)[0] != names or x.shape[0] != prod(x.mesh.shape[axis] for axis in names):
         raise LayoutError(f"replicas must have a first dim along {axes}, as the `init` of their step makes; got {x!r}.")
-    return _reshaped(x, names, x.shape[1:], x.spec.entries[1:])
+    return _reshaped(x, x.shape[1:], x.spec.entries[1:], names, mesh or x.mesh)
 
 
-def _reshaped(x: Sharded, axes: tuple[str, ...], shape: tuple[int, ...], entries: Sequence[Axes | None]) -> Sharded:
-    unreduced = tuple([axis for axis in x.spec.unreduced if axis not in axes])
-    layout = x.layout.with_spec(P(*entries, flat=x.spec.flat_axes, unreduced=unreduced, at=dict(x.spec.at)))
-    shapes = _local_shapes(layout, shape, local_devices(x.mesh))
+def _reshaped(x: Sharded, shape: tuple[int, ...], entries: Any, axes: tuple[str, ...], mesh: Mesh) -> Sharded:
+    layout = _with_entries(x.layout, entries, axes, mesh)
+    shapes = _local_shapes(layout, shape, local_devices(mesh))
     return Sharded(shape, layout, tuple([shard.reshape(local) for shard, local in zip(x.shards, shapes, strict=True)]))
+
+
+@lru_cache(maxsize=4096)
+def _with_entries(layout: Layout, entries: Any, axes: tuple[str, ...], mesh: Mesh) -> Layout:
+    unreduced = tuple([axis for axis in layout.spec.unreduced if axis not in axes])
+    spec = P(*entries, flat=layout.spec.flat_axes, unreduced=unreduced, at=dict(layout.spec.at))
+    return Layout(mesh, spec, layout.memory, layout.unit, layout.frozen)
 
 
 @lru_cache(maxsize=4096)
