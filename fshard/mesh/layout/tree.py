@@ -70,10 +70,12 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> PyTree:
     return _o.tree_unflatten(structure, leaves)
 
 
-def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """Apply a function to every leaf; a `Sharded` is one."""
+def map_leaves(f: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
+    """Apply a function to every leaf, and to those of other trees beside it; a `Sharded` is one."""
     leaves, structure = flatten(tree)
-    return unflatten(structure, [f(leaf) for leaf in leaves])
+    return unflatten(
+        structure, [f(*column) for column in zip(leaves, *[flatten(each)[0] for each in trees], strict=True)]
+    )
 
 
 def broadcast_prefix(prefix: PyTree, tree: PyTree, *, none_is_leaf: bool = False) -> list[Any]:

@@ -18,6 +18,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from fshard.mesh.shared_memory import large
 from fshard.mesh.shared_memory.direct import Direct
 from fshard.mesh.shared_memory.fast_path import FastPath, MessageLane
 from fshard.mesh.shared_memory.neighbours import Neighbours, meet
+from fshard.source import call_site
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Wired
@@ -196,6 +198,31 @@ class ProcessWorld:
         make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
         link, index = self._message_link(group, source, likes[0].device)
         return self._operations.start(link, link.receive(make, index, call), call, partial(_split, likes), verify)
+
+    def listen(self, like: Tensor, group: Group, source: int, arrived: SimpleQueue[tuple[int, Any]]) -> None:
+        """Receive a message of the device at index `source` in a thread; put the index and the tensor, or the error, into a
+        queue. With one queue for several sources, the first message to arrive is the first in it.
+        """
+        call = CallInfo(None, (like,), group, call_site())
+        link, index = self._message_link(group, source, like.device)
+        make = partial(torch.empty, like.numel(), dtype=like.dtype, device=like.device)
+        operation = self._operations.start(link, link.receive(make, index, call), call)
+
+        def wait() -> None:
+            try:
+                result: Any = operation.wait()[0].view(like.shape)
+                if self._watch is not None:
+                    self._watch.expect(call, source)
+            except BaseException as error:
+                result = error
+                if isinstance(
+                    link, GroupLink
+                ):  # a time-out closes gloo's connections: else others wait for this process
+                    with suppress(RuntimeError):
+                        link.pg.recv_anysource([torch.empty(1)], 0).wait(timedelta(milliseconds=1))
+            arrived.put((source, result))
+
+        Thread(target=wait, name="fshard-listener", daemon=True).start()
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
         """Connect pairs of members, given as indices, where a first message would block the sender: on NCCL."""

@@ -1,0 +1,214 @@
+"""Asynchronous training against sequential loops of plain tensors."""
+
+import os
+import signal
+import time
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import comm
+from fshard.testing.processes import run_processes
+
+OPTIMIZERS = {"sgd": fs.optim.sgd(0.25), "momentum": fs.optim.sgd(0.25, momentum=0.9), "adam": fs.optim.adam(0.1)}
+
+
+def drawn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def params():
+    return {
+        "w": drawn(6, 3, seed=0),
+        "b": drawn(3, seed=1).bfloat16(),
+        "scale": drawn(seed=2),
+        "empty": torch.zeros(0, 2),
+    }
+
+
+def batch(worker, number):
+    return drawn(4, 6, seed=100 * worker + number)
+
+
+def gradient(params, x):
+    def loss_fn(w, b, scale, empty):
+        return (torch.tanh(x @ w + b.float()) * scale - 0.5).square().mean() + empty.sum()
+
+    grads, loss = torch.func.grad_and_value(lambda params: loss_fn(**params))(params)
+    return loss, grads
+
+
+def loop(arrivals, opt, compensate=0.0):
+    """Apply the pushes one after the other; keep all versions of the parameters."""
+    versions, state, losses, numbers = [params()], opt.init(params()), [], Counter()
+    for worker, version in arrivals.events:
+        now, read = versions[-1], versions[version]
+        loss, grads = gradient(read, batch(worker, numbers[worker]))
+        if compensate:
+            grads = {name: g + compensate * g * g * (now[name] - read[name]) for name, g in grads.items()}
+        after, state = opt.step(grads, state, {name: x.clone() for name, x in now.items()})
+        versions.append({name: x.clone() for name, x in after.items()})
+        numbers[worker] += 1
+        losses.append(loss.item())
+    return versions[-1], losses
+
+
+CODES = {  # of 18 numbers: the compressor, and the bytes of its formula on 2 devices
+    "dense": (None, 4 * 18),
+    "top_k": (comm.top_k(0.25), 8 * 5),
+    "random_k": (comm.random_k(0.25), 4 * 5),
+    "sign": (comm.sign(block=8), 24 * (1 / 8 + 4 / 8)),
+    "quantized": (comm.quantized(4, block=16, stochastic=True), 32 * (4 / 8 + 4 / 16)),
+    "chain": (comm.chain(comm.top_k(0.4), comm.quantized(8, block=8)), 8 * (4 + 8 / 8 + 4 / 8)),
+}
+
+
+def server_of(arrivals, opt="adam", n=4, gradient=gradient, code="dense", **options):
+    mesh, options = fs.make_mesh({"node": n}), {"compress": CODES[code][0], **options}
+    return comm.parameter_server(gradient, OPTIMIZERS[opt], arrivals, mesh=mesh, axis="node", **options)
+
+
+def train(*args, batches=batch, **options):
+    server = server_of(*args, **options)
+    return server(params(), server.init(params()), batches)
+
+
+def assert_same_bits(tree, other):
+    assert all(torch.equal(tree[name], other[name]) for name in other)
+
+
+SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)
+
+
+@settings(max_examples=25)
+@given(SPEEDS, st.integers(0, 6), st.integers(0, 5), st.sampled_from([*OPTIMIZERS]), st.sampled_from([0.0, 0.5]))
+def test_arrivals_are_a_sequential_loop(speeds, slack, seed, opt, compensate):
+    bound = len(speeds) - 1 + slack
+    arrivals = comm.arrivals(speeds, bound=bound, count=10, seed=seed, jitter=0.5)
+    assert max(arrivals.staleness) <= bound and arrivals == comm.Arrivals([*arrivals.events], bound)
+    trained, _, metrics = train(arrivals, opt, len(speeds) + 1, compensate=compensate)
+    expected, losses = loop(arrivals, OPTIMIZERS[opt], compensate)
+    assert_same_bits(trained, expected)
+    assert metrics["loss"].tolist() == losses and metrics["arrivals"] == arrivals
+
+
+def test_bound_makes_fast_workers_wait():
+    free, bounded = [comm.arrivals([1.0, 100.0], bound=bound, count=60, jitter=0.0) for bound in (60, 3)]
+    assert {worker for worker, _ in free.events} == {1}
+    assert [worker for worker, _ in bounded.events] == [1, 1, 1, 0] * 15
+
+
+def test_one_worker_is_plain_sgd():
+    expected = params()
+    opt = torch.optim.SGD([*expected.values()], 0.25)
+    for number in range(8):
+        for name, grad in gradient(expected, batch(0, number))[1].items():
+            expected[name].grad = grad
+        opt.step()
+    assert_same_bits(train(comm.arrivals([1.0], bound=0, count=8), "sgd", 2)[0], expected)
+
+
+@pytest.mark.parametrize(("staleness", "limit"), [(1, 1.0), (2, 0.618), (3, 0.445), (4, 0.347)])
+def test_staleness_limits_the_learning_rate(staleness, limit):
+    """One run has all learning rates, as factors of the gradients of curvature 1; bisection finds the last stable one."""
+    rates, reads = torch.linspace(0.3, 1.1, 801).double(), []
+
+    def slope(w, _):
+        reads.append(w)
+        return w.sum(), 4 * rates * w  # the optimizer's learning rate is 0.25
+
+    arrivals = comm.arrivals([1.0] * (staleness + 1), bound=staleness, count=600, jitter=0.0)
+    assert {*arrivals.staleness[staleness:]} == {staleness}
+    server, w = server_of(arrivals, "sgd", staleness + 2, slope), torch.ones_like(rates)
+    server(w, server.init(w), lambda worker, number: None)
+    first, second = (torch.stack(half).abs().amax(0) for half in (reads[200:400], reads[400:]))
+    low, high = 0, len(rates)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if second[middle] < first[middle] else (low, middle)
+    assert rates[low].item() == pytest.approx(limit, abs=0.003)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_compressed_pushes_feed_back_their_errors(code):
+    """Of gradients that do not depend on the parameters, all is sent or still to be sent, after two calls."""
+    compress, size = CODES[code]
+    arrivals = comm.arrivals([1.0, 2.0], bound=2, count=10)
+    server = server_of(arrivals, "sgd", 3, lambda w, x: (x.sum(), x[:3].T), code)
+    w, state = torch.zeros(6, 3), server.init(torch.zeros(6, 3))
+    for _ in range(2):
+        with fs.ledger() as ledger:
+            w, state, _ = server(w, state, batch)
+    numbers = Counter(worker for worker, _ in arrivals.events)
+    total = 2 * sum(batch(worker, number)[:3].T for worker in numbers for number in range(numbers[worker]))
+    torch.testing.assert_close((state["unsent"] if compress else 0) - 4 * w, total)
+    assert ledger.bytes(2, collective="send") == numbers[1] * (size + 8) and ledger.bytes(0, collective="send") == 720
+
+
+LIVE = comm.Arrivals([(0, 0), (1, 0), (2, 0), (0, 1), (1, 2), (2, 3), (0, 4), *[(0, push) for push in range(7, 12)]], 6)
+
+
+def late_batch(path, worker, number):
+    """Let worker 2 begin when worker 0 has pushed 4 times."""
+    if (worker, number) == (0, 4):
+        path.touch()
+    while (worker, number) == (2, 0) and not path.exists():
+        time.sleep(0.01)
+    return batch(worker, number)
+
+
+def deadly_batch(worker, number):
+    if (worker, number) == (1, 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch(worker, number)
+
+
+over_gloo = pytest.mark.skipif(
+    os.environ.get("FSHARD_BACKEND") == "nccl_rules",
+    reason="losses are sent over gloo, to which these rules do not apply",
+)
+
+
+@over_gloo
+def test_live_log_replays_to_the_same_bits(four, tmp_path):
+    batches = partial(late_batch, tmp_path / "late")
+    (trained, _, metrics), *others = four.run(train, LIVE, code="random_k", batches=batches, live=True)
+    log = metrics["arrivals"]
+    assert sorted(worker for worker, _ in log.events) == sorted(worker for worker, _ in LIVE.events)
+    assert 4 <= log.events.index((2, 0)) <= log.bound
+    for tree, *_ in [train(log, code="random_k"), *four.run(train, log, code="random_k"), *others]:
+        assert_same_bits(tree, trained)
+
+
+@over_gloo
+def test_worker_that_dies_ends_all(link):
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="process 2 of 4 was killed") as error:
+        run_processes(train, 4, LIVE, batches=deadly_batch, live=True, environment=link)
+    notes = "".join(error.value.__notes__)
+    assert all(f"process {process} failed:\nLostProcessError" in notes for process in (0, 1, 3))
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: comm.Arrivals([(0, 0), (0, 2)], bound=2), "the version must be 1, which the worker has received"),
+        (lambda: comm.Arrivals([(0, 0), (0, 0)], bound=2), "the version must be 1, which the worker has received"),
+        (lambda: comm.Arrivals([(0, 0), (1, 0)], bound=0), "at most the bound"),
+        (lambda: comm.arrivals([1.0, 0.0], bound=2, count=3), "speeds"),
+        (lambda: comm.arrivals([1.0] * 3, bound=1, count=3), "bound must be at least 2"),
+        (lambda: server_of(LIVE, n=3), "workers below 2"),
+        (lambda: server_of(LIVE, n=1), "workers below 0"),
+        (lambda: server_of(LIVE, compress=comm.power_sgd(1)), "compress"),
+        (lambda: server_of(LIVE, live=True), "processes"),
+    ],
+)
+def test_wrong_arguments_raise(make, error):
+    with pytest.raises(ValueError, match=error):
+        make()
