@@ -121,7 +121,7 @@ class LoopModel(BoostedModel):
             key = drawn_key()
         step.device = DeviceStep(self._gradient.how, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
         try:
-            output = self._run_slices(step, part.cut.device_index(mesh), sliced=sliced)
+            output = self._run_slices(step, sliced=sliced)
         except BaseException:
             if step is not self._step:  # no later call uses it
                 step.runtime.leave()
@@ -144,11 +144,8 @@ class LoopModel(BoostedModel):
         shards, (device,) = [leaves[place].shards[0] for place in own], local_devices(mesh)
         return _Step(self._gradient.runtime(plans, shards, call_site(), device), plans, structure, at)
 
-    def _run_slices(self, step: _Step, index: int, *, sliced: bool) -> Any:
-        """Run the module; once for each slice, whose outputs are joined as if it had been called once.
-
-        `index` is that of the device among all with other samples.
-        """
+    def _run_slices(self, step: _Step, *, sliced: bool) -> Any:
+        """Run the module; once for each slice, whose outputs are joined as if it had been called once."""
         device = step.device
         given = Slice([x for (x,) in device.batch.columns], 1, None)
         slices = device.batch.slices(0, device.turns, apart=True) if sliced else [given]
@@ -157,7 +154,7 @@ class LoopModel(BoostedModel):
                 "reproducible=True: arguments of the model must not need a gradient, as the output of another call does: "
                 "slices are cut off from its graph. detach() them, or leave reproducible=True out."
             )
-        first = index * len(slices)
+        first = self._state.cut(0).device_index(device.batch.mesh) * len(slices)
         pairs = zip(slices, self._written_by(len(slices)), strict=True)
         found = [self._run(step, slice.leaves, buffers, first + turn) for turn, (slice, buffers) in enumerate(pairs)]
         outputs, written = [output for output, _ in found], [buffers for _, buffers in found]

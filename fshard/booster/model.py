@@ -180,10 +180,7 @@ class BoostedModel(nn.Module):
         return {name: first.setdefault(id(x), name) for name, x in tensors}
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return parameters and buffers by the names of `state_dict`, as they are sharded: `fs.save` stores these.
-
-        Those of replicas are arrays with a first dim along their axis.
-        """
+        """Return what `fs.save` stores: shards by the names of `state_dict`, those of replicas with a first dim."""
         state = self._local_state()
         return state if self.replicas is None else self.replicas.joined([state])
 

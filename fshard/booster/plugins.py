@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fshard.comm.graph import Graph
-from fshard.comm.replicas import Replicas, gossip_rule, local_sgd_rule
+from fshard.comm.replicas import ReplicaGroup, gossip_rule, local_sgd_rule
 from fshard.foreign_names import NAMES
 from fshard.mesh.layout import Mesh, P
 from fshard.mesh.layout.make import make_mesh
@@ -123,7 +123,7 @@ class Plugin:
         """Return the axes along which ZeRO shards."""
         return self.replica_axes(mesh)
 
-    def replicas(self, mesh: Mesh) -> Replicas | None:
+    def replicas(self, mesh: Mesh) -> ReplicaGroup | None:
         """Return the replicas that train apart; None: all devices train one model."""
         return None
 
@@ -199,7 +199,7 @@ class _SlowLinkPlugin(Plugin):
     def compressors(self, mesh: Mesh) -> Mapping[str, Any] | None:
         return self._by_axis("compress", mesh)
 
-    def replicas(self, mesh: Mesh) -> Replicas | None:
+    def replicas(self, mesh: Mesh) -> ReplicaGroup | None:
         name = "gossip" if self.local_steps is None else "local_steps"
         values = self._by_axis(name, mesh)
         if values is None:
@@ -208,11 +208,11 @@ class _SlowLinkPlugin(Plugin):
             raise ValueError(f"{name} must be along one axis of the batch, of several devices; got {mesh}.")
         ((axis, value),) = values.items()
         if name == "local_steps":
-            return Replicas(mesh, axis, local_sgd_rule(axis, value))
+            return ReplicaGroup(mesh, axis, local_sgd_rule(axis, value))
         graph = value(mesh.shape[axis]) if callable(value) else value
         if not isinstance(graph, Graph) or graph.size != mesh.shape[axis]:
             raise ValueError(f"gossip must be a graph of the {mesh.shape[axis]} devices along {axis}; got {value}.")
-        return Replicas(mesh, axis, gossip_rule(axis, graph))
+        return ReplicaGroup(mesh, axis, gossip_rule(axis, graph))
 
 
 @dataclass(frozen=True, kw_only=True)

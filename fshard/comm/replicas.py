@@ -38,7 +38,7 @@ Rule = Callable[[list[Tensor], PyTree, int], Combining]
 _NUMBER = "number"  # the unit of arrays that are plain tensors of the devices
 
 
-class Replicas(NamedTuple):
+class ReplicaGroup(NamedTuple):
     """The replicas along an axis, which a rule combines around each step.
 
     Args:
@@ -109,7 +109,7 @@ class ReplicaStep:
         mesh: all devices.
         axis: along which the replicas are.
         init: on each device, from parameters to the state of the rule.
-        rule: see `Replicas`.
+        rule: see `ReplicaGroup`.
     """
 
     def __init__(self, inner: Any, mesh: Mesh, axis: str, init: Any, rule: Rule) -> None:
@@ -117,7 +117,7 @@ class ReplicaStep:
             raise ValueError(f"inner must be a step of fs.train_step, on the mesh of one replica; got {inner!r}.")
         mesh.check_axes(axis, "axis=")
         self._inner, self._mesh, self._axis, self._init = inner, mesh, axis, init
-        self._replicas = Replicas(mesh, axis, rule)
+        self._replicas = ReplicaGroup(mesh, axis, rule)
         self._replica = mesh[tuple(name for name in mesh.axis_names if name != axis)]
 
     def init(self, params: PyTree) -> tuple[PyTree, PyTree]:
