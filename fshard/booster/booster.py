@@ -27,7 +27,7 @@ from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import here
 from fshard.optim.partition import Partitioned
-from fshard.optim.torch_optim.instances import OptimizerSource, optimizer_source
+from fshard.optim.torch_optim.instances import InstanceSource, OptimizerSource, optimizer_source
 from fshard.pipeline.split.stages import Layer, split_stages
 from fshard.transforms.module.lora import LoraConfig, lora
 from fshard.transforms.reproducible.randomness import folded, keyed_random
@@ -72,6 +72,11 @@ class Booster(Checkpointing):
         """Return a module, its plugin, whose draws differ from those of the models before, and its optimizer."""
         model = split_stages(model, 1)[0] if isinstance(model, list) else model
         source, own, plugin = _source_of(who, model, optimizer), self._own, self.plugin.on_mesh()
+        if plugin.replicas(own.mesh) is not None and (who == "init" or isinstance(source, InstanceSource)):
+            raise ModuleError(
+                f"{who}: local_steps and gossip must be used in a loop, with an optimizer of torch or fs.optim; got "
+                f"{type(optimizer).__name__} in {who}. Around fs.train_step use fs.comm.local_sgd or fs.comm.gossip."
+            )
         number, own.models = own.models, own.models + 1
         plugin = replace(plugin, seed=folded(plugin.seed, number)) if number else plugin
         return model, plugin, source, partitioned(plugin, source)

@@ -62,14 +62,17 @@ class Checkpointing:
         vars(model).update(tree["counters"])
 
     def load_model(self, model: BoostedModel, checkpoint: Folder, strict: bool = True) -> None:
-        """Load parameters and buffers from any source of `fs.restore`; those that have all names if `strict`."""
-        restore(checkpoint, model, strict=strict)
+        """Load all replicas' parameters and buffers from any source of `fs.restore`; those that have all names if `strict`."""
+        target: Any = model if model.replicas is None else model.state_dict()
+        restore(checkpoint, target, strict=strict)
+        if target is not model:
+            model.load_state_dict(target)
 
     def save_model(self, x: Any, /, checkpoint: Folder, **options: Any) -> None:
-        """Save the state of a model, an optimizer (with its groups) or a scheduler; there are no options."""
+        """Save the state of a model (the mean of replicas), an optimizer (with its groups) or a scheduler; without options."""
         if errors := unknown("save_model, save_optimizer", options, ["checkpoint"]):
             raise TypeError(f"{errors[0]}.")
-        save(checkpoint, x)
+        save(checkpoint, x if getattr(x, "replicas", None) is None else x.state_dict())
 
     save_optimizer = save_lr_scheduler = save_model
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class LoopModel(BoostedModel):
         self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned, state: DeviceState
     ) -> None:
         super().__init__(module, plugin, source)
-        self._axes, self._state = plugin.axes(self.mesh), state
+        self._axes, self._state = plugin.replica_axes(self.mesh), state
         self._gradient = unstaged(self.function, gradients=opt.gradients, **plugin.gradient_options())
         self._step: _Step | None = None
         self._gathers = 0  # a hash of the all-gathers without gradients, which devices compare in the next step
@@ -115,8 +115,7 @@ class LoopModel(BoostedModel):
         if not step.is_pending:
             step.runtime.begin()
         sliced, part, mesh = grad and self.is_reproducible, self._state.part_of(given), resolve_mesh(self.mesh)
-        batch, (start, stop) = part.on(mesh, split=sliced), part.cut.own(mesh)
-        step.share = (stop - start) / part.cut.length
+        batch, step.share = replace(part.on(mesh, split=sliced), axes=self._axes), part.cut.share(mesh, self._axes)
         with self.draws(grad=grad):
             key = drawn_key()
         step.device = DeviceStep(self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
@@ -154,7 +153,7 @@ class LoopModel(BoostedModel):
                 "reproducible=True: arguments of the model must not need a gradient, as the output of another call does: "
                 "slices are cut off from its graph. detach() them, or leave reproducible=True out."
             )
-        first = 0 if device.group is None else device.group.index * len(slices)
+        first = self._state.cut(0).device_index(device.batch.mesh) * len(slices)
         pairs = zip(slices, self._written_by(len(slices)), strict=True)
         found = [self._run(step, slice.leaves, buffers, first + turn) for turn, (slice, buffers) in enumerate(pairs)]
         outputs, written = [output for output, _ in found], [buffers for _, buffers in found]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +16,7 @@ from fshard.copying import copied
 from fshard.errors import ModuleError, ScopeError
 from fshard.mesh.layout import Layout, Mesh, PyTree, map_leaves
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
-from fshard.mesh.spmd.run import is_outside
+from fshard.mesh.spmd.run import is_outside, resolve_mesh, run_on_devices
 from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.tensor.joined import concatenated
 from fshard.tensor.plan import Plan
@@ -52,7 +52,7 @@ def shard_model(
         buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
         trees = [tree for own in zip(has_stages(**where), params, buffers, strict=True) if own[0] for tree in own[1:]]
     else:
-        synchronised, plan = plugin.axes(mesh) if plugin.sync_batchnorm else None, plans[0]
+        synchronised, plan = plugin.replica_axes(mesh) if plugin.sync_batchnorm else None, plans[0]
         how: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised, "in_place": in_place}
         run, own, buffers = module_function(model, **how) if plan is None else planned(plan, model, **how)
         trained = source.trained({name: x for name, x in model.named_parameters() if name in own})
@@ -126,6 +126,7 @@ class BoostedModel(nn.Module):
     def __init__(self, module: nn.Module, plugin: Plugin, source: OptimizerSource) -> None:
         super().__init__()
         self.module, self.mesh, self.is_reproducible = module, plugin.default_mesh(), plugin.reproducible
+        self.replicas = plugin.replicas(self.mesh)
         self._seed, self._steps, self._forwards, self._others = plugin.seed, 0, 0, 0
         refuse_outside(self.mesh)
         self.function, self.params, self.module_buffers = shard_model(plugin, module, source, in_place=True)
@@ -145,6 +146,15 @@ class BoostedModel(nn.Module):
         self._forwards += 1
         return keyed_random(self._seed, self._steps, self._forwards - 1)
 
+    def combine(self, step: Callable[[PyTree], tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree]:
+        """Return the parameters after an optimizer's step, combined with those of other replicas, and its state."""
+        replicas = self.replicas
+        if replicas is None:
+            return step(self.params)
+        mesh, params = resolve_mesh(self.mesh), self.params
+        (result,) = run_on_devices(mesh, lambda _: replicas.run(params, None, self._steps, lambda: step(params)))
+        return result[0], result[2]
+
     def end_step(self) -> None:
         """Count a step of the optimizer."""
         self._steps, self._forwards = self._steps + 1, 0
@@ -152,6 +162,7 @@ class BoostedModel(nn.Module):
     def unwrap(self) -> nn.Module:
         """Return a copy of the module with full parameters; all devices must call it."""
         tree = {name: x for tree in self.trees() for name, x in tree.items()}
+        tree = tree if self.replicas is None else self.replicas.mean(tree)
         values = {leaf.name: leaf.value for leaf in full_leaves(tree)}
         full: dict[int, Any] = {id(x): values.get(name, x).clone() for name, x in self.module.named_buffers()}
         for name, x in self.module.named_parameters():
@@ -169,7 +180,11 @@ class BoostedModel(nn.Module):
         return {name: first.setdefault(id(x), name) for name, x in tensors}
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return parameters and buffers by the names of `state_dict`, as they are sharded: `fs.save` stores these."""
+        """Return what `fs.save` stores: shards by the names of `state_dict`, those of replicas with a first dim."""
+        state = self._local_state()
+        return state if self.replicas is None else self.replicas.joined([state])
+
+    def _local_state(self) -> dict[str, Any]:
         trees = [
             tree for own in (self.params, self.module_buffers) for tree in (own if isinstance(own, list) else [own])
         ]
@@ -179,8 +194,12 @@ class BoostedModel(nn.Module):
 
     def load_sharded_state(self, state: Mapping[str, Any]) -> None:
         """Use arrays of `sharded_state`, into which others have been written, and extra state of modules."""
-        self.set_buffers(self.module_buffers)
-        for key in state.keys() - self.first_names().keys():
+        buffers, first = self.module_buffers, self.first_names()
+        if self.replicas is not None:
+            local = self.replicas.local({first.get(key, key): x for key, x in state.items()}, self.mesh)
+            buffers = {name: local.get(name, x) for name, x in buffers.items()}
+        self.set_buffers(buffers)
+        for key in state.keys() - first.keys():
             self.module.get_submodule(key.rpartition(".")[0]).set_extra_state(state[key])
 
     def state_dict(self, **options: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -191,7 +210,7 @@ class BoostedModel(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> Any:
         """Load full parameters and buffers, as the module's `load_state_dict`; all devices must call it, with equal ones."""
-        module, own = self.unwrap(), self.sharded_state()
+        module, own = self.unwrap(), self._local_state()
         differences, values = module.load_state_dict(state_dict, strict=strict), module.state_dict()
         for key in values.keys() & self.first_names().keys():
             put(as_leaf(own[key]), values[key])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -158,8 +158,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
         model, opt, exact = self._model, self._partitioned(), self._model.is_reproducible
         step = None if exact else opt.step  # fused kernels round otherwise where a shard ends
         with torch.no_grad(), deterministic(exact, model.mesh.device_type), exact_norms(exact):
-            write = step_of(Optimizer(opt.init, opt.update, step, arrays=True))
-            model.params, self.state = write(self.grads, self.state, model.params)
+            write = partial(step_of(Optimizer(opt.init, opt.update, step, arrays=True)), self.grads, self.state)
+            model.params, self.state = model.combine(write)
         self._grads = None
         if isinstance(self.optim, torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = True  # schedulers check that a step precedes theirs
@@ -180,15 +180,19 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def sharded_state(self) -> dict[str, Any]:
         """Return state and groups by the names of parameters, as they are sharded: `fs.save` stores these."""
         groups = {"groups": self._source} if isinstance(self._source, TorchSource) else {}
-        return {"state": self.state, **groups}
+        replicas = self._model.replicas
+        return {"state": self.state if replicas is None else replicas.joined([self.state]), **groups}
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Use arrays of `sharded_state`, into which others have been written."""
-        self.state = state["state"]
+        replicas = self._model.replicas
+        self.state = state["state"] if replicas is None else replicas.local(state["state"], self._model.mesh)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: of an optimizer of torch in its form. All devices must call it."""
-        return full_state(self._source, self.state, self._model.first_names())
+        replicas = self._model.replicas
+        state = self.state if replicas is None else replicas.mean(self.state)
+        return full_state(self._source, state, self._model.first_names())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full state, such as that of the optimizer on one device; all devices must give equal ones."""

@@ -17,6 +17,8 @@ from typing import Any, Literal, Self, cast
 import torch
 from torch import nn
 
+from fshard.comm.graph import Graph
+from fshard.comm.replicas import ReplicaGroup, gossip_rule, local_sgd_rule
 from fshard.foreign_names import NAMES
 from fshard.mesh.layout import Mesh, P
 from fshard.mesh.layout.make import make_mesh
@@ -120,7 +122,16 @@ class Plugin:
 
     def zero_axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes along which ZeRO shards."""
-        return self.axes(mesh)
+        return self.replica_axes(mesh)
+
+    def replicas(self, mesh: Mesh) -> ReplicaGroup | None:
+        """Return the replicas that train apart; None: all devices train one model."""
+        return None
+
+    def replica_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """Return the axes that shard the batch of one replica."""
+        axes, replicas = self.axes(mesh), self.replicas(mesh)
+        return axes if replicas is None else tuple([axis for axis in axes if axis != replicas.axis])
 
     def plans_of(self, model: nn.Module, stages: Sequence[nn.Module]) -> Sequence[Plan | None]:
         """Return the plan of layers of each stage that are sharded."""
@@ -139,7 +150,7 @@ class Plugin:
         mesh = self.default_mesh()
         return {
             "mesh": mesh,
-            "batch": P(axes) if (axes := self.axes(mesh)) else P(),
+            "batch": P(axes) if (axes := self.replica_axes(mesh)) else P(),
             "has_buffers": True,
             "compute": next((dtype for dtype, name in _PRECISIONS.items() if name == self.precision), None),
             "reduce": torch.float32 if self.precision == "fp16" else None,
@@ -154,34 +165,68 @@ class Plugin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Compressing(Plugin):
-    """A plugin with replicated parameters, whose gradients can be compressed."""
+class _SlowLinkPlugin(Plugin):
+    """A plugin with replicated parameters, whose gradients are compressed, or whose replicas train apart."""
 
     compress: Any = None
+    local_steps: Any = None
+    gossip: Any = None
 
     def errors(self) -> list[str]:
-        wrong = super().errors()
-        if self.compress is not None and self.reproducible:
-            wrong.append("compress must be None with reproducible=True, since its sums depend on the mesh")
-        return wrong
+        wrong, mesh = super().errors(), self.mesh
+        names = [name for name in ("compress", "local_steps", "gossip") if getattr(self, name) is not None]
+        if len(names) > 1:
+            wrong.append(f"{' and '.join(names)} must not be combined: give one of them")
+        if names and self.reproducible:
+            wrong.append(f"{names[0]} must be None with reproducible=True, since its sums depend on the mesh")
+        if names and names != ["compress"] and self.zero() > 1:
+            wrong.append(f"{names[-1]} must be None in stage {self.zero()}: use stage 0 or 1")
+        steps = self.local_steps.values() if isinstance(self.local_steps, Mapping) else [self.local_steps]
+        wrong += [error for every in steps if every is not None for error in integer("local_steps", every)]
+        return wrong + ([] if wrong or mesh is None else refusal(lambda: self.replicas(mesh)))
 
-    def compressors(self, mesh: Mesh) -> Mapping[str, Any] | None:
-        if self.compress is None or isinstance(self.compress, Mapping):
-            return self.compress
+    def _by_axis(self, name: str, mesh: Mesh) -> Mapping[str, Any] | None:
+        """Return the values of an option by axis; a single one is for the axis of the batch."""
+        value = getattr(self, name)
+        if value is None or isinstance(value, Mapping):
+            return value
         axes = [axis for axis in self.axes(mesh) if mesh.shape[axis] > 1]
         if len(axes) > 1:
             raise ValueError(
-                f"compress must have a compressor for each axis of {', '.join(axes)}, as {{{axes[0]!r}: ...}}."
+                f"{name} must be for each axis of {', '.join(axes)}, as {{{axes[0]!r}: ...}}; got {value}."
             )
-        return dict.fromkeys(axes, self.compress)
+        return dict.fromkeys(axes, value)
+
+    def compressors(self, mesh: Mesh) -> Mapping[str, Any] | None:
+        return self._by_axis("compress", mesh)
+
+    def replicas(self, mesh: Mesh) -> ReplicaGroup | None:
+        name = "gossip" if self.local_steps is None else "local_steps"
+        values = self._by_axis(name, mesh)
+        if values is None:
+            return None
+        if len(values) != 1 or any(axis not in self.axes(mesh) or mesh.shape[axis] == 1 for axis in values):
+            raise ValueError(f"{name} must be along one axis of the batch, of several devices; got {mesh}.")
+        ((axis, value),) = values.items()
+        if name == "local_steps":
+            return ReplicaGroup(mesh, axis, local_sgd_rule(axis, value))
+        graph = value(mesh.shape[axis]) if callable(value) else value
+        if not isinstance(graph, Graph) or graph.size != mesh.shape[axis]:
+            raise ValueError(f"gossip must be a graph of the {mesh.shape[axis]} devices along {axis}; got {value}.")
+        return ReplicaGroup(mesh, axis, gossip_rule(axis, graph))
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPPlugin(_Compressing):
+class DDPPlugin(_SlowLinkPlugin):
     """Data parallelism: parameters are replicated and gradients all-reduced.
 
     Args:
         compress: a compressor of `fs.comm` that reduces gradients instead, along the axis of the batch; or one by axis.
+        local_steps: the replicas along that axis train apart, and are averaged every so many steps; or {axis: steps}.
+        gossip: such replicas average with neighbours in each step: a graph, or a function from their number to one, such as
+            `fs.comm.ring`; or one by axis.
+
+    With local_steps or gossip each device runs the model of its replica; `state_dict` and `unwrap` return their mean.
 
     >>> DDPPlugin(precision="fp8", seed=-1)
     Traceback (most recent call last):
@@ -190,10 +235,10 @@ class DDPPlugin(_Compressing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroPlugin(_Compressing):
+class ZeroPlugin(_SlowLinkPlugin):
     """ZeRO 1 and 2: the optimizer's state is sharded.  `stage` 2 reduces gradients in each backward, 1 once a step.
 
-    `compress` is that of `DDPPlugin`.
+    `compress` and, in stage 1, `local_steps` and `gossip` are those of `DDPPlugin`.
     """
 
     stage: Literal[1, 2] = 1

@@ -146,32 +146,35 @@ def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """
     flatten(tree)  # registers the dataclasses in it
     leaves, structure = _optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    states = [_state(x) if is_object(x) else _summands(x) for x in leaves]
-    if all(x is state for x, state in zip(leaves, states, strict=True)):
+    pairs = [_opened_leaf(x) for x in leaves]
+    if all(x is state for x, (state, _) in zip(leaves, pairs, strict=True)):
         return tree, lambda result: result
 
     def closed(result: PyTree) -> PyTree:
-        found = structure.flatten_up_to(result)
-        for place, (x, state, own) in enumerate(zip(leaves, states, found, strict=True)):
-            if x is not state:
-                found[place] = x
-                if hasattr(x, "sharded_state"):
-                    x.load_sharded_state(own)
-        return _optree.tree_unflatten(structure, found)
+        values = zip(pairs, structure.flatten_up_to(result), strict=True)
+        return _optree.tree_unflatten(structure, [close(value) for (_, close), value in values])
 
-    return _optree.tree_unflatten(structure, states), closed
+    return _optree.tree_unflatten(structure, [state for state, _ in pairs]), closed
 
 
-def _state(x: Any) -> Any:
-    """Return the tree of arrays that is the state of an object; the object itself if its state is no such tree."""
+def _opened_leaf(x: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return the tree that is stored of a leaf, and the function that returns the leaf from such a tree, in its memory."""
+    if isinstance(x, Sharded) and x.spec.unreduced:
+        return SummandArray.of(x), lambda result: x
+    if not is_object(x):
+        return x, lambda result: result
     if hasattr(x, "sharded_state"):
-        return x.sharded_state()
+        state, closed = opened(x.sharded_state())
+
+        def load(result: Any) -> Any:
+            x.load_sharded_state(closed(result))
+            return x
+
+        return state, load
     state = dict(x.state_dict(keep_vars=True)) if isinstance(x, nn.Module) else {}
-    return state if state and all(map(is_array, state.values())) else x
-
-
-def _summands(x: Any) -> Any:
-    return SummandArray.of(x) if isinstance(x, Sharded) and x.spec.unreduced else x
+    if state and all(map(is_array, state.values())):
+        return state, lambda result: x
+    return x, lambda result: result
 
 
 def _is_leaf(x: Any) -> bool:

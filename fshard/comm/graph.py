@@ -7,10 +7,11 @@ hypercube(4)            0 - 1, 2 - 3, then 0 - 2, 1 - 3: the mean of all after l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from math import log2
+from functools import reduce
+from math import cos, pi, sin
 
 import torch
 from torch import Tensor
@@ -20,40 +21,40 @@ from fshard.mesh.collectives.on_trees import Handle
 from fshard.mesh.layout import Axes, PyTree, flatten, unflatten
 from fshard.optim.arguments import validate, within
 
-Row = tuple[float, ...]
-_ROUNDING = 1e-9
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Graph:
-    """Weights of averages between devices, round by round.
+    """Weights of averages between devices, round by round; drawn in notebooks.
 
     Args:
         name: for messages.
         rounds: a matrix for each round, after the last the first again; entry (i, j) is the weight of j in the average of i.
 
-    >>> ring(4).matrix(0)[0]
-    tensor([0.3333, 0.3333, 0.0000, 0.3333], dtype=torch.float64)
+    >>> ring(4), ring(4).matrix(0)[0]
+    (ring(4): 1 round, gap 0.667, tensor([0.3333, 0.3333, 0.0000, 0.3333], dtype=torch.float64))
     >>> hypercube(4).edges(1)
     [(2, 0), (3, 1), (0, 2), (1, 3)]
     """
 
     name: str
-    rounds: tuple[tuple[Row, ...], ...]
+    rounds: tuple[tuple[tuple[float, ...], ...], ...]
 
     def __post_init__(self) -> None:
         sizes = {len(row) for matrix in self.rounds for row in matrix} | {len(matrix) for matrix in self.rounds}
         if len(sizes) != 1:
             raise ValueError(f"{self.name}: matrices must be square and of one size; got sizes {sorted(sizes)}.")
-        sums = [(i, sum(row)) for matrix in self.rounds for i, row in enumerate(matrix)]
-        if wrong := [f"row {i} sums to {total:.6g}" for i, total in sums if abs(total - 1) > _ROUNDING]:
+        rows = [(i, row) for matrix in self.rounds for i, row in enumerate(matrix)]
+        errors = [f"row {i} has {min(row):.6g}" for i, row in rows if min(row) < 0]
+        errors += [f"row {i} sums to {sum(row):.6g}" for i, row in rows if abs(sum(row) - 1) > 1e-9]
+        if errors:
             raise ValueError(
-                f"{self.name}: rows of weights must sum to 1; {', '.join(wrong[:4])}. Divide each by its sum."
+                f"{self.name}: rows must be weights >= 0 of sum 1; {', '.join(errors[:4])}. Divide by sums."
             )
-        if any(weight < 0 for matrix in self.rounds for row in matrix for weight in row):
-            raise ValueError(f"{self.name}: weights must not be negative.")
-        if not self._is_connected():
-            raise ValueError(f"{self.name}: the graph must be connected; some devices never hear from others.")
+        reached = torch.eye(self.size, dtype=torch.float64) + sum(map(self.matrix, range(len(self.rounds))))
+        for _ in range(self.size.bit_length()):
+            reached = ((reached @ reached) > 0).double()
+        if errors := [f"{j} to {i}" for i, j in (reached == 0).nonzero().tolist()]:
+            raise ValueError(f"{self.name}: the graph must be connected; got no path from {errors[0]}. Add edges.")
 
     @property
     def size(self) -> int:
@@ -66,157 +67,117 @@ class Graph:
 
     def edges(self, turn: int) -> list[tuple[int, int]]:
         """Return the messages of a round: (source, destination)."""
-        matrix = self.rounds[turn % len(self.rounds)]
-        return [(j, i) for i, row in enumerate(matrix) for j, weight in enumerate(row) if weight and i != j]
+        return [(j, i) for i, j in self.matrix(turn).nonzero().tolist() if i != j]
 
     @property
     def gap(self) -> float:
         """1 - the factor by which differences from the mean shrink in a round, or in all rounds."""
-        product = torch.eye(self.size, dtype=torch.float64)
-        for turn in range(len(self.rounds)):
-            product = self.matrix(turn) @ product
-        sizes = sorted(torch.linalg.eigvals(product).abs().tolist())
-        return 1 - sizes[-2] if len(sizes) > 1 else 1.0
+        product = reduce(lambda x, turn: self.matrix(turn) @ x, range(1, len(self.rounds)), self.matrix(0))
+        return 1 - sorted([0.0, *torch.linalg.eigvals(product).abs().tolist()])[-2]
 
-    def _is_connected(self) -> bool:
-        reached = torch.eye(self.size) > 0
-        for _ in range(max(self.size.bit_length(), 1)):
-            for turn in range(len(self.rounds)):
-                reached = ((self.matrix(turn) > 0).float() @ reached.float() + reached.float()) > 0
-            reached = (reached.float() @ reached.float()) > 0
-        return bool(reached.all())
+    def __repr__(self) -> str:
+        n = len(self.rounds)
+        return f"{self.name}({self.size}): {n} round{'s' * (n > 1)}, gap {self.gap:.3f}"
+
+    def _repr_svg_(self) -> str:
+        """Draw the devices on a circle for each of the first rounds, with edges as opaque as their weights."""
+        parts, count = [f'<text x="10" y="20">{self!r}</text>'], min(len(self.rounds), 6)
+        for turn in range(count):
+            angles = [2 * pi * i / self.size for i in range(self.size)]
+            ends = [f"{100 + 180 * turn + 70 * sin(angle):.1f} {115 - 70 * cos(angle):.1f}" for angle in angles]
+            for j, i in self.edges(turn):
+                opacity = max(self.rounds[turn][i][j], 0.15)
+                parts.append(
+                    f'<path d="M{ends[j]}L{ends[i]}" stroke="#4c78a8" stroke-width="2" opacity="{opacity:.2f}"/>'
+                )
+            for i, end in enumerate(ends):
+                parts.append(f'<g transform="translate({end})"><circle r="10" fill="#4c78a8"/>')
+                parts.append(f'<text y="4" text-anchor="middle" style="fill:#fff">{i}</text></g>')
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(180 * count + 20, 300)}" height="205"'
+        return f'{head} font-family="sans-serif" font-size="12" fill="currentColor">{"".join(parts)}</svg>'
 
 
-def from_matrix(*matrices: Sequence[Sequence[float]] | Tensor) -> Graph:
+def from_matrix(*matrices: Sequence[Sequence[float]] | Tensor, name: str = "from_matrix") -> Graph:
     """Return the graph of these weights, a matrix for each round."""
     rows = [m.tolist() if isinstance(m, Tensor) else m for m in matrices]
-    return Graph("from_matrix", tuple([tuple([tuple(map(float, row)) for row in matrix]) for matrix in rows]))
+    return Graph(name, tuple([tuple([tuple(map(float, row)) for row in matrix]) for matrix in rows]))
 
 
 def ring(n: int) -> Graph:
     """Each device averages with the one before and the one after."""
-    return _of_offsets("ring", n, [[-1, 0, 1]])
+    return _even("ring", n, lambda i: [[i - 1, i + 1]])
 
 
 def exponential(n: int) -> Graph:
     """Each device averages with those 1, 2, 4, ... before it."""
-    return _of_offsets("exponential", n, [[0, *_powers(n)]])
+    return _even("exponential", n, lambda i: [[i - (1 << k) for k in range((n - 1).bit_length())]])
 
 
 def one_peer(n: int) -> Graph:
     """Each device averages with the one 1 before it, then 2, 4, ..., a round each."""
-    return _of_offsets("one_peer", n, [[0, power] for power in _powers(n)] or [[0]])
+    return _even("one_peer", n, lambda i: [[i - (1 << k)] for k in range((n - 1).bit_length())])
 
 
 def complete(n: int) -> Graph:
     """Each device averages with all."""
-    return _of_offsets("complete", n, [list(range(n))])
+    return _even("complete", n, lambda i: [[i + k for k in range(n)]])
 
 
 def hypercube(n: int) -> Graph:
     """Pairs whose indices differ in one bit average, a bit a round: after log2 n rounds all have the mean."""
-    validate("hypercube", within("[1, inf)", integer=True, n=n))
-    if n & (n - 1):
-        raise ValueError(f"hypercube: n must be a power of two; got {n}.")
-    return _of_pairs("hypercube", n, [{i: i ^ (1 << bit) for i in range(n)} for bit in range(int(log2(n)))] or [{}])
+    validate("hypercube", [f"n must be a power of two; got {n!r}"] * (n not in [1 << k for k in range(64)]))
+    return _even("hypercube", n, lambda i: [[i ^ (1 << k)] for k in range((n - 1).bit_length())])
 
 
 def random_pairs(n: int, *, seed: int = 0, rounds: int = 64) -> Graph:
     """Pairs that are drawn for each round average; of an odd number one device keeps its own."""
-    validate("random_pairs", within("[1, inf)", integer=True, n=n, rounds=rounds))
-    draw, peers = torch.Generator().manual_seed(seed), list[dict[int, int]]()
-    for _ in range(rounds):
-        order: list[int] = torch.randperm(n, generator=draw).tolist()
-        pairs = list(zip(order[::2], order[1::2], strict=False))
-        peers.append({**dict(pairs), **{b: a for a, b in pairs}})
-    return _of_pairs("random_pairs", n, peers)
+    draw = torch.Generator().manual_seed(seed)
+
+    def peers(i: Tensor) -> Tensor:
+        order = torch.randperm(n, generator=draw)[: n // 2 * 2]
+        return i.index_copy(0, order, order.view(-1, 2).flip(1).flatten())
+
+    validate("random_pairs", within("[1, inf)", integer=True, rounds=rounds))
+    return _even("random_pairs", n, lambda i: [[peers(i)] for _ in range(rounds)])
 
 
-def _powers(n: int) -> list[int]:
-    return [1 << k for k in range((n - 1).bit_length())]
-
-
-def _of_offsets(name: str, n: int, rounds: Sequence[Sequence[int]]) -> Graph:
-    """Return the graph in which each device averages evenly with those at some offsets before it."""
+def _even(name: str, n: int, sources: Callable[[Tensor], Sequence[Sequence[Tensor]]]) -> Graph:
+    """Return the graph in which devices average evenly with their sources mod n, several for each round."""
     validate(name, within("[1, inf)", integer=True, n=n))
-    sources = [[[(i - offset) % n for offset in offsets] for i in range(n)] for offsets in rounds]
-    return Graph(name, tuple([tuple([_even(n, row) for row in matrix]) for matrix in sources]))
-
-
-def _of_pairs(name: str, n: int, rounds: Sequence[Mapping[int, int]]) -> Graph:
-    return Graph(name, tuple([tuple([_even(n, [i, peers.get(i, i)]) for i in range(n)]) for peers in rounds]))
-
-
-def _even(n: int, sources: Sequence[int]) -> Row:
-    return tuple([1 / len({*sources}) if j in sources else 0.0 for j in range(n)])
+    eye = torch.eye(n, dtype=torch.float64)
+    used = [sum([eye[indices % n] for indices in turn], eye) > 0 for turn in sources(torch.arange(n)) or [[]]]
+    return from_matrix(*[x / x.sum(1, keepdim=True).double() for x in used], name=name)
 
 
 def mix(tree: PyTree, graph: Graph, turn: int, axis: Axes, *, push: bool = False) -> PyTree:
-    """Average a tree with those of the device's neighbours in a round, by a ppermute for each set of disjoint edges.
+    """Average a tree with those of the device's neighbours in a round, by a ppermute for each offset of edges.
 
-    Weights that are equal are applied to the sum. Sends the bytes of the tree along each edge.
-
-    Args:
-        tree: this device's.
-        graph: of the devices along `axis`.
-        turn: number of the round.
-        axis: an axis of the mesh.
-        push: divide the tree among its neighbours instead: the sum over devices stays, as in push-sum.
+    Weights that are equal are applied to the sum. Sends the bytes of the tree along each edge. With `push` it divides the
+    tree among neighbours instead: the sum over devices stays, as in push-sum.
     """
     return start_mix(tree, graph, turn, axis, push=push).wait()
 
 
 def start_mix(tree: PyTree, graph: Graph, turn: int, axis: Axes, *, push: bool = False) -> Handle:
     """Start a `mix`; the tree must not be modified before its handle is waited for."""
-    if graph.size != axis_size(axis):
-        raise ValueError(f"mix: the graph must be of {axis_size(axis)} devices, those along {axis}; got {graph.size}.")
-    index, turn = axis_index(axis), turn % len(graph.rounds)
-    matrix = graph.rounds[turn]
-    row = [line[index] for line in matrix] if push else matrix[index]
+    index, n, edges = axis_index(axis), axis_size(axis), defaultdict[int, list[tuple[int, int]]](list)
+    if graph.size != n:
+        raise ValueError(f"mix: the graph must be of {n} devices, those along {axis}; got {graph.size}.")
+    matrix = graph.matrix(turn).T if push else graph.matrix(turn)
+    for i, j in matrix.nonzero().tolist():
+        edges[(i - j) % n].append((j, i))  # those of one offset are disjoint
     leaves, structure = flatten(tree)
-    messages = [(edges, ppermute.start(leaves, axis, edges)) for edges in _disjoint(graph, turn, push)]
+    weights = {offset: matrix[index, index - offset].item() for offset in edges}
+    messages = {offset: ppermute.start(leaves, axis, edges[offset]) for offset in sorted(edges) if offset}
 
     def finish() -> PyTree:
-        parts = {index: leaves}
-        for edges, message in messages:
-            received = message.wait()
-            parts.update({source: received for source, to in edges if to == index})
-        sources = sorted(
-            (j for j in parts if row[j]), key=lambda j: (j - index + 1) % graph.size
-        )  # of a ring: left, itself, right
-        weights = [row[source] for source in sources]
-        columns = [*zip(*[parts[source] for source in sources], strict=True)]
-        if {*weights} == {1 / len(weights)}:
-            return unflatten(structure, [_summed(column) / len(weights) for column in columns])
-        return unflatten(
-            structure, [_summed([x * weight for x, weight in zip(column, weights, strict=True)]) for column in columns]
-        )
+        trees = {offset: message.wait() for offset, message in messages.items()} | {0: leaves}
+        order = sorted([offset for offset in edges if weights[offset]], key=lambda offset: (1 - offset) % n)
+        columns = [*zip(*[trees[offset] for offset in order], strict=True)]  # of a ring: left, itself, right
+        if all(weights[offset] == 1 / len(order) for offset in order):
+            return unflatten(structure, [reduce(torch.add, column) / len(order) for column in columns])
+        factors = [weights[offset] for offset in order]
+        columns = [[x * factor for x, factor in zip(column, factors, strict=True)] for column in columns]
+        return unflatten(structure, [reduce(torch.add, column) for column in columns])
 
     return Handle(finish)
-
-
-def _summed(xs: Sequence[Tensor]) -> Tensor:
-    total, *others = xs
-    for x in others:
-        total = total + x
-    return total
-
-
-@lru_cache(maxsize=256)
-def _disjoint(graph: Graph, turn: int, push: bool) -> tuple[list[tuple[int, int]], ...]:
-    """Return the edges of a round in sets in which each device sends and receives at most once."""
-    edges = graph.edges(turn)
-    return tuple(_colored([(to, source) for source, to in edges] if push else edges, graph.size))
-
-
-def _colored(edges: Sequence[tuple[int, int]], n: int) -> Iterator[list[tuple[int, int]]]:
-    rest = sorted(edges, key=lambda edge: ((edge[1] - edge[0]) % n, edge))  # edges of one offset are disjoint
-    while rest:
-        chosen, senders, receivers = list[tuple[int, int]](), set[int](), set[int]()
-        for source, to in rest:
-            if source not in senders and to not in receivers:
-                chosen.append((source, to))
-                senders.add(source)
-                receivers.add(to)
-        yield chosen
-        rest = [edge for edge in rest if edge not in chosen]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from fshard.comm.compressor import Compressor
 from fshard.comm.graph import Graph, mix, start_mix
 from fshard.errors import LayoutError
-from fshard.mesh.collectives.api import axis_index, axis_size, pmean, pmin, psum
+from fshard.mesh.collectives.api import axis_index, axis_size, broadcast, pmean, pmin, psum
 from fshard.mesh.layout import Layout, Mesh, PyTree, flatten_with_paths, map_leaves
 from fshard.mesh.layout.sharded import Sharded, key_of, stack, unstack
 from fshard.mesh.reshard.device_put import unshard
@@ -34,7 +34,68 @@ Step = Callable[..., Any]
 Arrays = list[Sharded]
 """Parameters of one replica on one device: those that are trained, of tied ones the first."""
 Combining = Generator[Any, list[Tensor], None]
+Rule = Callable[[list[Tensor], PyTree, int], Combining]
 _NUMBER = "number"  # the unit of arrays that are plain tensors of the devices
+
+
+class ReplicaGroup(NamedTuple):
+    """The replicas along an axis, which a rule combines around each step.
+
+    Args:
+        mesh: all devices.
+        axis: along which the replicas are.
+        rule: on each device, from the shards of parameters, the state and the number of a step, from 1, to a generator: it
+            yields for the step, whose shards it is sent; then it yields the next shards and state.
+    """
+
+    mesh: Mesh
+    axis: str
+    rule: Rule
+
+    def run(self, params: PyTree, state: PyTree, count: int, step: Callable[[], Any]) -> tuple[Any, ...]:
+        """Return the parameters that a step returns first, combined, the rule's state, and the step's other results."""
+        rule = self.rule(_shards(_trained(params)), state, count)
+        with torch.no_grad():
+            next(rule)
+        after, *results = step()
+        with torch.no_grad():
+            shards, state = rule.send(_shards(_trained(after)))
+        arrays = {key_of(x): like(x, (shard,)) for x, shard in zip(_trained(after), shards, strict=True)}
+        return Leaves.of(after).mapped(lambda x: arrays.get(key_of(x), x)), state, *results
+
+    def local(self, tree: PyTree, mesh: Mesh) -> PyTree:
+        """Return the tree of this device's replica, on its mesh."""
+        device = local_devices(resolve_mesh(self.mesh))[0]
+
+        def local(x: Leaf) -> Leaf:
+            if not isinstance(x, Sharded):
+                return x
+            shard = x.shards[device if len(x.shards) > 1 else 0]
+            x = unstack(Sharded(x.shape, x.layout, (shard,)), self.axis, mesh)
+            return x.shards[0] if x.layout.unit == _NUMBER else x
+
+        return Leaves.of(tree).mapped(local)
+
+    def joined(self, trees: Sequence[PyTree]) -> PyTree:
+        """Return the tree of all replicas from those of the devices here; numbers that are one tensor become several."""
+        mesh = resolve_mesh(self.mesh)
+        number = Layout(mesh, unit=_NUMBER)
+
+        def joined(x: Leaf, *others: Leaf) -> Leaf:
+            shards = tuple([y.shards[0] if isinstance(y, Sharded) else y for y in (x, *others)])
+            layout = x.layout if isinstance(x, Sharded) else number
+            return x if x is None else stack(Sharded(x.shape, layout, shards), self.axis, mesh)
+
+        trees = [map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, tree) for tree in trees]
+        return Leaves.of(trees[0]).mapped(joined, *[Leaves.of(tree).leaves for tree in trees[1:]])
+
+    def mean(self, tree: PyTree) -> PyTree:
+        """Return the mean of the replicas' trees, from this device's; of integers the first replica's."""
+
+        def mean_shard(x: Tensor) -> Tensor:
+            return pmean(x, self.axis) if x.is_floating_point() else broadcast(x, self.axis)
+
+        return run_on_devices(resolve_mesh(self.mesh), lambda _: each_shard(mean_shard, tree))[0]
 
 
 class ReplicaStep:
@@ -48,15 +109,15 @@ class ReplicaStep:
         mesh: all devices.
         axis: along which the replicas are.
         init: on each device, from parameters to the state of the rule.
-        rule: on each device, from the shards of parameters, the state and the number of this step, from 1, to a generator: it
-            yields for the inner step, whose shards it is sent; then it yields the next shards and state.
+        rule: see `ReplicaGroup`.
     """
 
-    def __init__(self, inner: Any, mesh: Mesh, axis: str, init: Any, rule: Callable[..., Combining]) -> None:
+    def __init__(self, inner: Any, mesh: Mesh, axis: str, init: Any, rule: Rule) -> None:
         if not callable(getattr(inner, "init", None)):
             raise ValueError(f"inner must be a step of fs.train_step, on the mesh of one replica; got {inner!r}.")
         mesh.check_axes(axis, "axis=")
-        self._inner, self._mesh, self._axis, self._init, self._rule = inner, mesh, axis, init, rule
+        self._inner, self._mesh, self._axis, self._init = inner, mesh, axis, init
+        self._replicas = ReplicaGroup(mesh, axis, rule)
         self._replica = mesh[tuple(name for name in mesh.axis_names if name != axis)]
 
     def init(self, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -72,54 +133,25 @@ class ReplicaStep:
         replicas = Leaves.of(params).mapped(lambda x: x if x is None else stack(x, self._axis))
 
         def on_device(_: int) -> PyTree:
-            tree = self._local(replicas)
+            tree = self._replicas.local(replicas, resolve_mesh(self._replica))
             return {"inner": self._inner.init(tree), "rule": self._init(_trained(tree)), "count": count_from_zero()}
 
-        return replicas, self._joined(run_on_devices(resolve_mesh(self._mesh), on_device, mapped=(self._axis,)))
+        return replicas, self._replicas.joined(
+            run_on_devices(resolve_mesh(self._mesh), on_device, mapped=(self._axis,))
+        )
 
     def __call__(self, params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, dict[str, Any]]:
         def on_device(_: int) -> tuple[PyTree, PyTree, dict[str, Any]]:
-            before, local_state = self._local(params), self._local(state)
-            count = local_state["count"] + 1
-            rule = self._rule(_shards(_trained(before)), local_state["rule"], int(count))
-            with torch.no_grad():
-                next(rule)
-            after, inner, metrics = self._inner(before, local_state["inner"], map_leaves(self._rows, batch))
-            with torch.no_grad():
-                shards, rule_state = rule.send(_shards(_trained(after)))
-            arrays = {key_of(x): like(x, (shard,)) for x, shard in zip(_trained(after), shards, strict=True)}
-            after = Leaves.of(after).mapped(lambda x: arrays.get(key_of(x), x))
+            before, local_state = self._replicas.local((params, state), resolve_mesh(self._replica))
+            count, rows = local_state["count"] + 1, map_leaves(self._rows, batch)
+            after, rule_state, inner, metrics = self._replicas.run(
+                before, local_state["rule"], int(count), lambda: self._inner(before, local_state["inner"], rows)
+            )
             return after, {"inner": inner, "rule": rule_state, "count": count}, self._mean_metrics(metrics)
 
         results = run_on_devices(resolve_mesh(self._mesh), on_device, mapped=(self._axis,))
         all_params, states, metrics = zip(*results, strict=True)
-        return self._joined(all_params), self._joined(states), metrics[0]
-
-    def _local(self, tree: PyTree) -> PyTree:
-        """Return the tree of this device's replica."""
-        device, mesh = local_devices(resolve_mesh(self._mesh))[0], resolve_mesh(self._replica)
-
-        def local(x: Leaf) -> Leaf:
-            if not isinstance(x, Sharded):
-                return x
-            shard = x.shards[device if len(x.shards) > 1 else 0]
-            x = unstack(Sharded(x.shape, x.layout, (shard,)), self._axis, mesh)
-            return x.shards[0] if x.layout.unit == _NUMBER else x
-
-        return Leaves.of(tree).mapped(local)
-
-    def _joined(self, trees: Sequence[PyTree]) -> PyTree:
-        """Return the tree of all replicas from those of the devices here; numbers that are one tensor become several."""
-        mesh = resolve_mesh(self._mesh)
-        number = Layout(mesh, unit=_NUMBER)
-
-        def joined(x: Leaf, *others: Leaf) -> Leaf:
-            shards = tuple([y.shards[0] if isinstance(y, Sharded) else y for y in (x, *others)])
-            layout = x.layout if isinstance(x, Sharded) else number
-            return x if x is None else stack(Sharded(x.shape, layout, shards), self._axis, mesh)
-
-        trees = [map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, tree) for tree in trees]
-        return Leaves.of(trees[0]).mapped(joined, *[Leaves.of(tree).leaves for tree in trees[1:]])
+        return self._replicas.joined(all_params), self._replicas.joined(states), metrics[0]
 
     def _rows(self, x: Any) -> Any:
         return x.tensor_split(axis_size(self._axis))[axis_index(self._axis)] if isinstance(x, Tensor) and x.ndim else x
@@ -166,13 +198,18 @@ def local_sgd(inner: Step, *, every: int, mesh: Mesh, axis: str, after: int = 0)
         axis: along which the replicas are.
         after: number of first steps that are each followed by an average.
     """
+    return ReplicaStep(inner, mesh, axis, lambda params: None, local_sgd_rule(axis, every, after))
+
+
+def local_sgd_rule(axis: str, every: int, after: int = 0) -> Rule:
+    """Return the rule of `local_sgd`."""
     validate("local_sgd", within("[1, inf)", integer=True, every=every), within("[0, inf)", integer=True, after=after))
 
     def rule(before: list[Tensor], state: PyTree, count: int) -> Combining:
         shards = yield
         yield pmean(shards, axis) if count <= after or (count - after) % every == 0 else shards, state
 
-    return ReplicaStep(inner, mesh, axis, lambda params: None, rule)
+    return rule
 
 
 def diloco(
@@ -269,6 +306,11 @@ def gossip(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
         inner: as in `local_sgd`; so are mesh and axis.
         graph: who averages with whom, such as `ring(n)`.
     """
+    return ReplicaStep(inner, mesh, axis, lambda params: None, gossip_rule(axis, graph))
+
+
+def gossip_rule(axis: str, graph: Graph) -> Rule:
+    """Return the rule of `gossip`."""
 
     def rule(before: list[Tensor], state: PyTree, count: int) -> Combining:
         copies = [x.clone() for x in before]  # the inner step may reuse the memory of its arguments
@@ -276,7 +318,7 @@ def gossip(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:
         shards = yield
         yield [average + (y - x) for average, x, y in zip(averages.wait(), copies, shards, strict=True)], state
 
-    return ReplicaStep(inner, mesh, axis, lambda params: None, rule)
+    return rule
 
 
 def push_sum(inner: Step, graph: Graph, *, mesh: Mesh, axis: str) -> ReplicaStep:

@@ -67,6 +67,20 @@ class Cut(NamedTuple):
         """Return which samples the caller's first device takes."""
         return self.ranges(mesh, local_devices(mesh)[0], 1)[0]
 
+    def device_index(self, mesh: Mesh) -> int:
+        """Return the index of the caller's first device along the axes."""
+        return _index(self.axes, mesh, local_devices(mesh)[0])
+
+    def share(self, mesh: Mesh, axes: tuple[str, ...]) -> float:
+        """Return the caller's share of the samples of the devices along some of the axes; an equal one if they have none."""
+        lengths, index = self.lengths(), self.device_index(mesh)
+        if axes == self.axes:
+            return lengths[index] / self.length
+        coordinates = mesh.coordinates(local_devices(mesh)[0])
+        table = torch.tensor(lengths).view([mesh.shape[axis] for axis in self.axes])
+        group = table[tuple([slice(None) if axis in axes else coordinates[axis] for axis in self.axes])]
+        return lengths[index] / int(group.sum()) if group.any() else 1 / group.numel()
+
     def rows(self, mesh: Mesh) -> int:
         """Return the number of rows that it has: a neighbour's, if it has no samples."""
         start, stop = self.own(mesh)

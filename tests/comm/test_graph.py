@@ -31,6 +31,13 @@ def test_gaps_are_those_of_the_literature():
     assert comm.complete(5).gap == pytest.approx(1)
 
 
+def test_graphs_are_values_and_drawn():
+    assert comm.ring(4) == comm.ring(4) and {comm.ring(4), comm.ring(4)} == {comm.ring(4)}
+    assert repr(comm.one_peer(4)) == "one_peer(4): 2 rounds, gap 1.000"
+    svg = comm.one_peer(4)._repr_svg_()
+    assert (svg.count("<path"), svg.count("<circle")) == (8, 8) and "one_peer(4)" in svg
+
+
 def mixed(graph, xs, rounds, axis="node"):
     def main():
         tree = {"x": xs[fs.axis_index(axis)]}
@@ -79,8 +86,8 @@ def test_bytes_are_those_of_the_edges(graph, edges):
     ("call", "message"),
     [
         (lambda: comm.from_matrix([[0.5, 0.4], [0.5, 0.5]]), "row 0 sums to 0.9"),
-        (lambda: comm.from_matrix([[1.0, 0.0], [0.0, 1.0]]), "must be connected"),
-        (lambda: comm.from_matrix([[2.0, -1.0], [0.5, 0.5]]), "must not be negative"),
+        (lambda: comm.from_matrix([[1.0, 0.0], [0.0, 1.0]]), "must be connected; got no path from 1 to 0"),
+        (lambda: comm.from_matrix([[2.0, -1.0], [0.5, 0.5]]), "row 0 has -1"),
         (lambda: comm.from_matrix([[1.0, 0.0]]), "must be square"),
         (lambda: comm.hypercube(6), "power of two"),
         (lambda: comm.ring(0), "n must be in"),

@@ -1,0 +1,246 @@
+"""Loops of replicas that train apart, against lists of plain modules; their checkpoints, and those of residuals."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import fshard as fs
+from fshard import comm
+from fshard.errors import CheckpointError, ModuleError
+
+DRAW = torch.Generator().manual_seed(1)
+DATA = TensorDataset(torch.randn(43, 6, generator=DRAW).double(), torch.randn(43, 2, generator=DRAW).double())
+NODES = {"node": 2, "gpu": 2}
+
+
+def network(dropout=0.0):
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 2)
+    return nn.Sequential(*layers if dropout else (layers[0], *layers[2:])).double()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+class Loop:
+    def __init__(self, plugin, dropout=0.0, optimizer=adamw, batch=8):
+        self.booster, model = fs.Booster(plugin), network(dropout)
+        loader = DataLoader(DATA, batch)
+        self.model, self.opt, _, self.loader, _ = self.booster.boost(model, optimizer(model), None, loader)
+        self.parts = self.model, self.opt, None, self.loader
+
+    def steps(self, count):
+        for _, (x, y) in zip(range(count), self.loader, strict=False):
+            self.booster.backward(mse_loss(self.model(x), y), self.opt)
+            self.booster.clip_grad_norm(self.opt, 1.0)
+            self.opt.step()
+            self.opt.zero_grad()
+        return self
+
+    def weights(self):
+        with torch.no_grad():
+            return self.model.state_dict(), self.model.eval()(DATA.tensors[0][:3])
+
+
+def run(plugin, count=6, axes=None, **options):
+    return fs.run(lambda: Loop(plugin, **options).steps(count).weights(), mesh=fs.make_mesh(axes or NODES))
+
+
+def rows_of(length, axes, axis, replica):
+    """Return the rows of the devices of a replica; where they have none, those that they compute on instead."""
+    mesh = fs.make_mesh(axes)
+    devices = [d for d in range(mesh.size) if mesh.coordinates(d)[axis] == replica]
+    ranges = [range(length * d // mesh.size, length * (d + 1) // mesh.size) for d in devices]
+    return [row for rows in ranges for row in rows] or [min(rows.start, length - 1) for rows in ranges]
+
+
+def plain(axes, axis, rule, count=6, batch=8):
+    """Train a module for each replica, on its rows of a batch; `rule(before, after, step)` follows. Return them all."""
+    models = [network() for _ in range(axes[axis])]
+    opts = [adamw(model) for model in models]
+    for step, (x, y) in zip(range(count), DataLoader(DATA, batch), strict=False):
+        before = [copy.deepcopy(dict(model.named_parameters())) for model in models]
+        for i, (model, opt) in enumerate(zip(models, opts, strict=True)):
+            rows = rows_of(len(x), axes, axis, i)
+            opt.zero_grad()
+            mse_loss(model(x[rows]), y[rows]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+        with torch.no_grad():
+            for name in before[0]:
+                column = [model.get_parameter(name) for model in models]
+                values = rule([b[name] for b in before], [x.clone() for x in column], step + 1)
+                _ = [x.copy_(value) for x, value in zip(column, values, strict=True)]
+    return models
+
+
+def averaged(every):
+    return lambda before, after, step: after if step % every else [torch.stack(after).mean(0)] * len(after)
+
+
+def mixed(before, after, step):
+    n = len(after)
+    return [(before[i - 1] + before[i] + before[(i + 1) % n]) / 3 + after[i] - before[i] for i in range(n)]
+
+
+EVERY, RING = {"node": 4}, {"node": comm.ring}
+
+
+@pytest.mark.parametrize(
+    ("plugin", "axes", "rule"),
+    [
+        (fs.DDPPlugin(local_steps=EVERY), {"node": 3, "gpu": 2}, averaged(4)),
+        (fs.ZeroPlugin(stage=1, local_steps=EVERY), {"gpu": 2, "node": 2}, averaged(4)),
+        (fs.DDPPlugin(local_steps=4), {"node": 5}, averaged(4)),
+        (fs.ZeroPlugin(stage=1, gossip=RING), {"node": 4, "gpu": 1}, mixed),
+        (fs.DDPPlugin(gossip=comm.ring(3)), {"node": 3}, mixed),
+    ],
+    ids=["ddp", "zero 1", "one axis", "gossip", "graph"],
+)
+def test_loops_train_as_a_list_of_modules(plugin, axes, rule):
+    """The last batch has 3 samples, fewer than devices: a replica with none computes on its neighbours'."""
+    models, mesh = plain(axes, "node", rule), fs.make_mesh(axes)
+    states = [model.state_dict() for model in models]
+    mean = {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
+    for device, (state, output) in enumerate(run(plugin, axes=axes)):
+        torch.testing.assert_close(dict(state), mean)
+        model = models[mesh.coordinates(device)["node"]]
+        torch.testing.assert_close(output, model(DATA.tensors[0][:3]))
+
+
+def test_nothing_is_sent_between_averages():
+    def main():
+        loop = Loop(fs.DDPPlugin(local_steps={"node": 3})).steps(1)
+        with fs.ledger() as ledger:
+            loop.steps(4)
+        return ledger.bytes(axis="node")
+
+    d = sum(x.nbytes for x in network().parameters())
+    assert fs.run(main, mesh=fs.make_mesh(NODES)) == [d] * 4  # a pmean of two devices
+
+
+COMPRESS = {"node": comm.error_feedback(comm.top_k(0.2))}
+PLUGINS = {
+    "local steps": fs.ZeroPlugin(stage=1, local_steps=EVERY),
+    "gossip": fs.DDPPlugin(gossip=RING),
+    "compress": fs.ZeroPlugin(stage=1, compress=COMPRESS),
+    "compress, stage 2": fs.ZeroPlugin(stage=2, compress=COMPRESS),
+}
+
+
+def scaled(model):
+    return fs.optim.loss_scaled(fs.optim.adam(0.05))
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_resumed_loops_have_the_bits_of_others(name, tmp_path):
+    """With draws and buffers that differ between replicas, between two averages."""
+    options = {"dropout": 0.5, "optimizer": scaled if name == "gossip" else adamw}
+
+    def main():
+        loop = Loop(PLUGINS[name], **options).steps(2)
+        loop.booster.save(tmp_path, *loop.parts)
+        again = Loop(PLUGINS[name], **options)
+        again.booster.load(tmp_path, *again.parts)
+        return loop.steps(3).weights(), again.steps(3).weights()
+
+    results = fs.run(main, mesh=fs.make_mesh(NODES))
+    for wanted, found in results:
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    is_replica = "compress" not in name
+    assert torch.equal(results[0][0][1], results[1][0][1])
+    assert torch.equal(results[0][0][1], results[2][0][1]) != is_replica
+
+
+def residuals(loop):
+    return fs.unshard(loop.opt.state["compress"]["node"]["residual"])
+
+
+def test_totals_of_residuals_are_kept_on_another_mesh(tmp_path):
+    def saved():
+        loop = Loop(PLUGINS["compress"]).steps(2)
+        loop.booster.save(tmp_path, *loop.parts)
+        return residuals(loop)
+
+    def loaded():
+        loop = Loop(fs.DDPPlugin(compress=COMPRESS))
+        loop.booster.load(tmp_path, *loop.parts)
+        return residuals(loop)
+
+    expected = fs.run(saved, mesh=fs.make_mesh(NODES))[0]
+    for found in fs.run(loaded, mesh=fs.make_mesh({"node": 3, "gpu": 1})):
+        torch.testing.assert_close(found, expected)
+    assert any(x.any() for x in expected.values())
+
+
+def test_states_of_replicas_are_their_mean(tmp_path):
+    """`save_model` and `state_dict` hold the mean, which all replicas load; checkpoints need as many replicas."""
+
+    def main():
+        loop = Loop(PLUGINS["local steps"]).steps(2)
+        loop.booster.save(tmp_path / "all", *loop.parts)
+        loop.booster.save_model(loop.model, tmp_path / "mean")
+        mean, optimizer = loop.model.state_dict(), loop.opt.state_dict()
+        loop.booster.load_model(loop.model, tmp_path / "mean")
+        loop.opt.load_state_dict(optimizer)
+        return mean, loop.weights(), optimizer, loop.opt.state_dict()
+
+    for mean, (state, output), optimizer, after in fs.run(main, mesh=fs.make_mesh(NODES)):
+        model = network()
+        model.load_state_dict(fs.restore(tmp_path / "mean"))
+        torch.testing.assert_close(dict(state), dict(mean), rtol=0, atol=0)
+        torch.testing.assert_close(output, model(DATA.tensors[0][:3]))
+        torch.testing.assert_close(after, optimizer, rtol=0, atol=0)
+
+    def loaded():
+        loop = Loop(fs.DDPPlugin())
+        loop.booster.load(tmp_path / "all", *loop.parts)
+
+    with pytest.raises(CheckpointError, match="must have shape"):
+        fs.run(loaded, mesh=fs.make_mesh(NODES))
+
+
+def two_replicas():
+    return [Loop(plugin).steps(3).weights() for plugin in (fs.DDPPlugin(local_steps=2), fs.DDPPlugin(gossip=comm.ring))]
+
+
+def test_processes_have_the_bits_of_virtual_replicas(two):
+    expected = fs.run(two_replicas, mesh=fs.make_mesh({"data": 2}))
+    for found, wanted in zip(two.run(two_replicas), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+class Signs(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        (lambda: fs.DDPPlugin(local_steps=2, reproducible=True), "local_steps must be None with reproducible"),
+        (lambda: fs.DDPPlugin(gossip=comm.ring, compress=COMPRESS), "compress and gossip must not be combined"),
+        (lambda: fs.ZeroPlugin(stage=2, gossip=comm.ring), "gossip must be None in stage 2"),
+        (lambda: fs.DDPPlugin(local_steps=0), "local_steps must be an integer >= 1"),
+        (lambda: fs.DDPPlugin(local_steps=2, mesh=fs.make_mesh({"data": 1})), "local_steps must be along one axis"),
+        (lambda: fs.DDPPlugin(local_steps=2), "local_steps must be for each axis of node, gpu"),
+        (lambda: fs.DDPPlugin(local_steps={"node": 2, "gpu": 3}), "local_steps must be along one axis"),
+        (lambda: fs.DDPPlugin(gossip={"node": comm.ring(3)}), "gossip must be a graph of the 2 devices along node"),
+    ],
+)
+def test_wrong_plugins_raise(plugin, message):
+    with pytest.raises(ValueError, match=message):
+        run(plugin())
+
+
+def test_wrong_loops_raise():
+    plugin = fs.DDPPlugin(local_steps=EVERY)
+    mesh = fs.make_mesh(NODES)
+    with pytest.raises(ModuleError, match="init: local_steps and gossip must be used in a loop"):
+        fs.run(lambda: fs.Booster(plugin).init(network(), fs.optim.sgd(0.1), mse_loss), mesh=mesh)
+    with pytest.raises(ModuleError, match="with an optimizer of torch or fs.optim; got Signs"):
+        run(plugin, optimizer=lambda model: Signs(model.parameters(), 0.1))
