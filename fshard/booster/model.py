@@ -52,7 +52,7 @@ def shard_model(
         buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
         trees = [tree for own in zip(has_stages(**where), params, buffers, strict=True) if own[0] for tree in own[1:]]
     else:
-        synchronised, plan = plugin.replica_axes(mesh) if plugin.sync_batchnorm else None, plans[0]
+        synchronised, plan = (plugin.replica_axes(mesh) if plugin.sync_batchnorm else ()) or None, plans[0]
         how: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised, "in_place": in_place}
         run, own, buffers = module_function(model, **how) if plan is None else planned(plan, model, **how)
         trained = source.trained({name: x for name, x in model.named_parameters() if name in own})

@@ -47,9 +47,7 @@ class Graph:
         errors = [f"row {i} has {min(row):.6g}" for i, row in rows if min(row) < 0]
         errors += [f"row {i} sums to {sum(row):.6g}" for i, row in rows if abs(sum(row) - 1) > 1e-9]
         if errors:
-            raise ValueError(
-                f"{self.name}: rows must be weights >= 0 of sum 1; {', '.join(errors[:4])}. Divide by sums."
-            )
+            raise ValueError(f"{self.name}: rows must be >= 0 and sum to 1; {', '.join(errors[:4])}. Divide by sums.")
         reached = torch.eye(self.size, dtype=torch.float64) + sum(map(self.matrix, range(len(self.rounds))))
         for _ in range(self.size.bit_length()):
             reached = ((reached @ reached) > 0).double()
@@ -87,14 +85,13 @@ class Graph:
             ends = [f"{100 + 180 * turn + 70 * sin(angle):.1f} {115 - 70 * cos(angle):.1f}" for angle in angles]
             for j, i in self.edges(turn):
                 opacity = max(self.rounds[turn][i][j], 0.15)
-                parts.append(
-                    f'<path d="M{ends[j]}L{ends[i]}" stroke="#4c78a8" stroke-width="2" opacity="{opacity:.2f}"/>'
-                )
+                parts.append(f'<path d="M{ends[j]}L{ends[i]}" stroke="#4c78a8" opacity="{opacity:.2f}"/>')
             for i, end in enumerate(ends):
                 parts.append(f'<g transform="translate({end})"><circle r="10" fill="#4c78a8"/>')
                 parts.append(f'<text y="4" text-anchor="middle" style="fill:#fff">{i}</text></g>')
         head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(180 * count + 20, 300)}" height="205"'
-        return f'{head} font-family="sans-serif" font-size="12" fill="currentColor">{"".join(parts)}</svg>'
+        style = 'font-family="sans-serif" font-size="12" fill="currentColor" stroke-width="2"'
+        return f"{head} {style}>{''.join(parts)}</svg>"
 
 
 def from_matrix(*matrices: Sequence[Sequence[float]] | Tensor, name: str = "from_matrix") -> Graph:

@@ -206,7 +206,8 @@ def test_states_of_replicas_are_their_mean(tmp_path):
 
 
 def two_replicas():
-    return [Loop(plugin).steps(3).weights() for plugin in (fs.DDPPlugin(local_steps=2), fs.DDPPlugin(gossip=comm.ring))]
+    plugins = fs.DDPPlugin(local_steps=2, sync_batchnorm=True), fs.DDPPlugin(gossip=comm.ring)
+    return [Loop(plugin, dropout=0.5).steps(3).weights() for plugin in plugins]
 
 
 def test_processes_have_the_bits_of_virtual_replicas(two):
