@@ -424,7 +424,8 @@ def wrong_gradients(monkeypatch, of_leaf, leaf="down"):
     def wrong(right, *given):
         value, grads = right.run(*given)
         axes = tuple(axis for axis in right.mesh.axis_names if right.mesh.shape[axis] > 1)
-        summands = replace(right, gradients=lambda layout: fs.Layout(right.mesh, P(unreduced=axes)))
+        options = replace(right.options, gradients=lambda layout: fs.Layout(right.mesh, P(unreduced=axes)))
+        summands = replace(right, options=options)
         local = summands.run(*given)[1]
         paths, leaves, structure = flatten_with_paths(grads)
         place = paths.index(f'["{leaf}"]')
@@ -433,7 +434,7 @@ def wrong_gradients(monkeypatch, of_leaf, leaf="down"):
 
     def made(*args, **options):
         right = gradient_of(*args, **options)
-        return SimpleNamespace(how=right.how, run=partial(wrong, right))
+        return SimpleNamespace(options=right.options, run=partial(wrong, right))
 
     monkeypatch.setattr(step_module, "gradient_of", made)
 
