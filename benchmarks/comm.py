@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from models import BATCHES, RATE, SEED, WORKLOADS, Batch, Model, Step
-from peers import data_parallel, ddp, loop
+from peers import data_parallel, ddp, loop, repeated
 from rich.console import Console
 from rich.table import Table
 from timing import interleaved, over, paired, slowest
@@ -97,18 +97,6 @@ def diloco(model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
     train = comm.diloco(inner, outer, every=EVERY, mesh=mesh, axis="data")
     step = repeated(train, *train.init(fs.shard_params(model.init(SEED), P(), mesh=mesh)), data, mesh)
     return lambda index: [step((index + turn) % BATCHES) for turn in range(EVERY)][-1]
-
-
-def repeated(train: Any, params: Any, state: Any, data: list[Batch], mesh: fs.Mesh) -> Step:
-    layout = fs.Layout(mesh, P(mesh.axis_names))
-    batches = [{name: fs.from_local(x, layout) for name, x in batch.items()} for batch in data]
-
-    def step(index: int) -> Tensor:
-        nonlocal params, state
-        params, state, metrics = train(params, state, batches[index])
-        return metrics["loss"]
-
-    return step
 
 
 class Bar(NamedTuple):

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import fshard as fs
+from fshard import P
 
 
 def loop(module: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch]) -> Step:
@@ -25,6 +26,19 @@ def loop(module: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch])
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
+
+    return step
+
+
+def repeated(train: Any, params: Any, state: Any, data: list[Batch], mesh: fs.Mesh) -> Step:
+    """Return fshard's step of an index, which keeps parameters and state."""
+    layout = fs.Layout(mesh, P(mesh.axis_names))
+    batches = [{name: fs.from_local(x, layout) for name, x in batch.items()} for batch in data]
+
+    def step(index: int) -> Tensor:
+        nonlocal params, state
+        params, state, metrics = train(params, state, batches[index])
+        return metrics["loss"]
 
     return step
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from floors import floor_0, floor_2, floor_3, local
 from models import BATCHES, RATE, SEED, WORKLOADS, Batch, Model, Step
-from peers import ddp, ddp_zero, deepspeed, fsdp, jax_devices
+from peers import ddp, ddp_zero, deepspeed, fsdp, jax_devices, repeated
 from rich.console import Console
 from rich.table import Table
 from timing import interleaved, over, paired, slowest
@@ -53,17 +53,8 @@ def fshard(stage: int, options: dict[str, Any], model: Model, data: list[Batch],
     rules = fs.fsdp("data") if stage == 3 else P()
     params = fs.shard_params(model.init(SEED), rules, mesh=mesh)
     opt = fs.partition_optimizer(fs.optim.adamw(RATE), mesh=mesh, axis="data", stage=stage)
-    state = opt.init(params)
     train = fs.train_step(model.loss, opt, mesh=mesh, batch=P("data"), donate=True, **options)
-    layout = fs.Layout(mesh, P("data"))
-    batches = [{name: fs.from_local(x, layout) for name, x in batch.items()} for batch in data]
-
-    def step(index: int) -> Tensor:
-        nonlocal params, state
-        params, state, metrics = train(params, state, batches[index])
-        return metrics["loss"]
-
-    return step
+    return repeated(train, params, opt.init(params), data, mesh)
 
 
 class Held(NamedTuple):

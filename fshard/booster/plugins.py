@@ -222,7 +222,7 @@ class DDPPlugin(_SlowLinkPlugin):
 
     Args:
         compress: a compressor of `fs.comm` that reduces gradients instead, along the axis of the batch; or one by axis.
-        local_steps: the replicas along that axis train apart, and are averaged every so many steps; or {axis: steps}.
+        local_steps: number of steps between averages of the replicas along that axis, which train apart; or one by axis.
         gossip: such replicas average with neighbours in each step: a graph, or a function from their number to one, such as
             `fs.comm.ring`; or one by axis.
 

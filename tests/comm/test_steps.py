@@ -251,7 +251,7 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path):
     ],
 )
 def test_a_step_that_is_not_finite_leaves_the_state_alone(compress):
-    """Whether or not what was sent is finite, the step is skipped, and training goes on as if it had not been."""
+    """A step is skipped if a gradient is not finite, sent or not; the next one has the state of before."""
     mesh, x = fs.make_mesh(AXES), batch().clone()
     x[3, 3] = float("inf")
     scaled = fs.optim.loss_scaled(fs.optim.sgd(RATE), initial=8.0)
