@@ -17,7 +17,9 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 _frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 _set_compiler = _frames.set_eval_frame
-_SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+_ACTION = _frames._FrameAction
+_SKIP_FRAME = _frames._FrameExecStrategy(_ACTION.SKIP, _ACTION.DEFAULT)
+_SKIP_FRAME_AND_CALLEES = _frames._FrameExecStrategy(_ACTION.SKIP, _ACTION.SKIP)
 
 
 def uncompiled(function: Callable[Args, Result], *, warning: str = "") -> Callable[Args, Result]:
@@ -33,21 +35,30 @@ def uncompiled(function: Callable[Args, Result], *, warning: str = "") -> Callab
     tensor([2., 2.])
     """
 
-    warned = not warning
+    marked: Any = function
+    if not warning:
+        _frames.set_code_exec_strategy(marked.__code__, _SKIP_FRAME_AND_CALLEES)
+    else:
+        marked = _warns_once(function, warning)
+    marked._torchdynamo_disable = True  # Dynamo breaks the graph before it
+    return marked
+
+
+def _warns_once(function: Callable[Args, Result], warning: str) -> Callable[Args, Result]:
+    warned = False
 
     @wraps(function)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         nonlocal warned
-        before = _set_compiler(None)
-        if before and not warned:
+        compiler = _set_compiler(None)
+        if compiler and not warned:
             warned = True
             warnings.warn(warning, stacklevel=2)
         try:
             return function(*args, **kwargs)
         finally:
-            _set_compiler(before)
+            _set_compiler(compiler)
 
-    made: Any = run
-    _frames.set_code_exec_strategy(made.__code__, _SKIP)
-    made._torchdynamo_disable = True  # Dynamo breaks the graph before it
-    return made
+    wrapper: Any = run
+    _frames.set_code_exec_strategy(wrapper.__code__, _SKIP_FRAME)
+    return wrapper

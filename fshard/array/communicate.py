@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.collectives.autograd import Tensors, recorded, transformed
+from fshard.mesh.collectives.autograd import Bound, Tensors, apply, recorded, transformed
 from fshard.mesh.collectives.moves import (
     AllGather,
     AllToAll,
@@ -154,16 +154,16 @@ def in_loss() -> bool:
 
 def _apply_own(mesh: Mesh, move: Move, axes: tuple[str, ...], shards: Tensors, site: Site) -> Tensors:
     """Apply a collective in a loss function: the cotangent of a replicated value is a sum over the devices."""
+    group = require("an operation on arrays").called_group(axes, "an operation on arrays")
     if isinstance(move, Alone):
-        group = require("an operation on arrays").called_group(axes, "an operation on arrays")
         if isinstance(move, Summand):  # zeros keep the graph, so that devices call the same collectives in the backward
             return shards if group.index == 0 else tuple(x.flatten()[:0].sum().expand_as(x) for x in shards)
         return tuple(move.local(x, group.index, group.size) for x in shards)
     if isinstance(move, AllGather):
         move = AllGather(move.dim)
     shards = tuple([x if type(x) is torch.Tensor else x.view_as(x) for x in shards])  # a parameter is unsharded first
-    shards = apply_move(mesh, move, axes, shards, site)
-    return apply_move(mesh, Pvary(), axes, shards, site) if isinstance(move, Psum) and _is_followed(shards) else shards
+    shards = apply(Bound(move, group, site), shards)
+    return apply(Bound(Pvary(), group, site), shards) if isinstance(move, Psum) and _is_followed(shards) else shards
 
 
 def _in_order(apply: Any, x: Sharded, move: Move, axes: tuple[str, ...], shards: Tensors, site: Site) -> Tensors:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 from fshard.array.choose import LayoutChoice, choose
-from fshard.array.communicate import refuse_implicit, state, transfer, with_spec
+from fshard.array.communicate import in_loss, refuse_implicit, state, transfer, with_spec
 from fshard.array.rules import TABLE, LabelledOperation, LocalProgram, Row, Rule, Where, arrays_in, describe, map_arrays
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.layout import Layout, P
@@ -79,6 +79,8 @@ class CachedCall(NamedTuple):
     where: dict[int, Where]
     """For each device that has run a local program; those of a virtual mesh may be threads, which share the call."""
     is_free: bool
+    is_local: bool
+    """Nothing is sent, and in a loss function, where every value is varying, nothing is converted either."""
     is_view: bool
     is_same: bool  # torch returns the argument itself, as `float` does for float32
 
@@ -216,7 +218,7 @@ def _describe(given: Any, key: list[Any], arrays: list[Sharded]) -> bool:
             if one.viewed is not None:
                 one.check_view()
             arrays.append(one)
-            key += (one.shape, one.layout, one.shards[0].dtype)
+            key += (one.shape, id(one.layout), one.shards[0].dtype)  # the call keeps the layout
         elif kind in _ATOMS:
             key += (kind, one)
         elif kind is slice or kind in _CONTAINERS:
@@ -268,10 +270,12 @@ def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwar
     operation = describe(rule, arrays, results)
     choice = choose(operation, mesh)
     shapes = tuple(tuple(y.shape) for y in results)
-    is_free = all(one.is_free for one in choice.transfers)
+    is_free, is_local = all(x.is_free for x in choice.transfers), all(x.moves == () for x in choice.transfers)
     rebuild = None if isinstance(made, Tensor) else tuple if type(made) is tuple else type(made)
     is_view, is_same = row.is_view and len(arrays) == 1, made is (*given, None)[0]
-    return CachedCall(name, func, operation, choice, shapes, rebuild, rule.local, {}, is_free, is_view, is_same)
+    return CachedCall(
+        name, func, operation, choice, shapes, rebuild, rule.local, {}, is_free, is_local, is_view, is_same
+    )
 
 
 def _where(call: CachedCall, device: int) -> Where:
@@ -294,7 +298,7 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
     """Compute on the shards of every device held here."""
     if call.is_same:
         return arrays[0]
-    if call.is_free:
+    if call.is_free or (call.is_local and in_loss()):
         columns = [x.shards for x in arrays]
     elif state.explicit and call.choice.bytes:
         refuse_implicit(call.name, arrays, call.choice.transfers)

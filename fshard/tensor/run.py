@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fshard.array.communicate import state
@@ -31,6 +32,8 @@ from fshard.tensor.unsharded import run_unsharded
 from fshard.transforms.module.functionalize import module_function
 
 Shape = tuple[int, ...]
+_without_lazy_params: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+"""A context in which the attributes of lazy parameters cost no call of Python."""
 
 
 class PlannedModule:
@@ -63,27 +66,32 @@ class PlannedModule:
         return output, after
 
     def _arrays(self, params: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
-        """Return the parameters as arrays, of which a device has its shards; raise with all of other shapes."""
+        """Return the parameters as arrays, of which a device has its shards; raise for one of another shape."""
         (device,) = local_devices(mesh)
         known = self._known.get((mesh, device))
         if known is None:
             self.plan.check_sizes(mesh)
             known = self._known[mesh, device] = {name: self._shards(name, mesh, device) for name in params}
-        wrong, made = list[str](), dict[str, Any]()
+        arrays, step = dict[str, Any](), None
         for name, x in params.items():
-            dim, shards = known[name]
-            arrays = list[Any]()
-            for own, (shape, layout, local) in zip(x if isinstance(x, tuple) else (x,), shards, strict=True):
-                wrong += [] if own.shape == local else [f"{name} {local}, got {tuple(own.shape)}"]
-                arrays.append(Sharded(shape, layout, (own,)))
-                arrays[-1].step = getattr(own, "step", None)  # that of lazy parameters
-            made[name] = arrays[0] if len(arrays) == 1 else Joined(arrays, dim)
-        if wrong:
-            raise LayoutError(
-                f"parameters must have the shapes of a device's shards: {'; '.join(wrong)}. Shard them by "
-                f"fs.fsdp(..., within=plan.rules), and give the step local={self.plan.axes}."
-            )
-        return made
+            dim, parts = known[name]
+            shards = x if isinstance(x, tuple) else (x,)
+            with _without_lazy_params():
+                fits = [tuple(shard.shape) for shard in shards] == [local for _, _, local in parts]
+            if not fits:
+                shapes = " and ".join(str(tuple(shard.shape)) for shard in shards)
+                raise LayoutError(
+                    f"parameters must have the shapes of a device's shards; {name} has {shapes}. Shard them by "
+                    f"fs.fsdp(..., within=plan.rules), and give the step local={self.plan.axes}."
+                )
+            of_parts = [
+                Sharded(shape, layout, (shard,)) for shard, (shape, layout, _) in zip(shards, parts, strict=True)
+            ]
+            array: Any = of_parts[0] if len(of_parts) == 1 else Joined(of_parts, dim)
+            if step is None and (step := getattr(shards[0], "step", None)) is not None:
+                array.step = step  # where `functionalize` looks for the step of lazy parameters
+            arrays[name] = array
+        return arrays
 
     def _shards(self, name: str, mesh: Mesh, device: int) -> tuple[int, list[tuple[Shape, Layout, Shape]]]:
         """Return the dim along which a parameter has parts; of each part its shape, layout, and the device's shape."""
