@@ -52,8 +52,8 @@ def full_state(source: OptimizerSource, state: PyTree, names: FirstNames) -> dic
     """Return the full state of an optimizer in torch's form; all devices must call it."""
     leaves = [*{leaf.name: leaf for leaf in _by_first_name(full_leaves(state), names)}.values()]
     if isinstance(source, InstanceSource):
-        scale = {leaf.name: leaf.value for leaf in leaves if is_array(leaf.value)}
-        return {**source.state_dict(), "state": _of_instance(source)} | ({"loss_scale": scale} if scale else {})
+        others = [leaf for leaf in leaves if is_array(leaf.value)]
+        return {**source.state_dict(), "state": _of_instance(source), **_sections(others)}
     if not isinstance(source, GroupsSource):
         return {"state": build([(leaf.path, leaf.value) for leaf in leaves])}
     kind, (slots, others), made = type(source.given), _by_number(source, leaves), dict[int, dict[str, Any]]()
@@ -61,8 +61,15 @@ def full_state(source: OptimizerSource, state: PyTree, names: FirstNames) -> dic
         step = own.pop("step") if not CLASSES[kind].counts else own["step"]
         if own and (kind is torch.optim.Adagrad or int(step.value) > 0):
             made[number] = {slot: leaf.value for slot, leaf in own.items()}
-    scale = {leaf.name: leaf.value for leaf in others if leaf.path[-1] != "count"}
-    return {**source.state_dict(), "state": made} | ({"loss_scale": scale} if scale else {})
+    return {**source.state_dict(), "state": made, **_sections([leaf for leaf in others if leaf.path[-1] != "count"])}
+
+
+def _sections(leaves: Sequence[NamedLeaf]) -> dict[str, dict[str, Any]]:
+    """Return the state of the loss scale and of compressors, which torch's form does not have, each by the names of leaves."""
+    sections = dict[str, dict[str, Any]]()
+    for leaf in leaves:
+        sections.setdefault("compress" if leaf.path[0] == "compress" else "loss_scale", {})[leaf.name] = leaf.value
+    return sections
 
 
 def loaded_state(source: OptimizerSource, init: PyTree, names: FirstNames, given: Mapping[str, Any]) -> PyTree:
@@ -70,10 +77,12 @@ def loaded_state(source: OptimizerSource, init: PyTree, names: FirstNames, given
     leaves, unflatten = flattened(init)
     leaves = _by_first_name(leaves, names)
     own, of_instance = {leaf.name: leaf.value for leaf in leaves}, ByKey()
+    values: dict[str, Any] = {**given.get("loss_scale", {}), **given.get("compress", {})}
     if isinstance(source, InstanceSource):
-        values, (of_instance, wrong) = dict(given.get("loss_scale", {})), _to_instance(source, given["state"])
+        of_instance, wrong = _to_instance(source, given["state"])
     elif isinstance(source, GroupsSource):
-        values, wrong = _of_torch(source, leaves, given)
+        of_torch, wrong = _of_torch(source, leaves, given)
+        values |= of_torch
     else:
         values = {leaf.name: leaf.value for leaf in leaves_of(given["state"])}
         wrong = [f"{name} is missing" for name, x in own.items() if name not in values and x is not None]
@@ -133,7 +142,7 @@ def _of_torch(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return full tensors of torch's form by the names of leaves, and the parameters that have others than these."""
     slots, others = _by_number(source, leaves)
-    values, steps, wrong = dict(given.get("loss_scale", {})), defaultdict[str, int](int), list[str]()
+    values, steps, wrong = dict[str, Any](), defaultdict[str, int](int), list[str]()
     for number, own in slots.items():
         found = dict(given["state"].get(number, {}))
         if found and not CLASSES[type(source.given)].counts:
