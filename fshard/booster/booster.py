@@ -71,8 +71,8 @@ class Booster(Checkpointing):
     ) -> tuple[nn.Module, Plugin, OptimizerSource, Callable[[], Partitioned]]:
         """Return a module, its plugin, whose draws differ from those of the models before, and its optimizer."""
         model = split_stages(model, 1)[0] if isinstance(model, list) else model
-        source, own, plugin = _source_of(who, model, optimizer), self._own, self.plugin.on_mesh()
-        if plugin.replicas(own.mesh) is not None and (who == "init" or isinstance(source, InstanceSource)):
+        source, own, plugin = _source_of(who, model, optimizer), self._own, self._own.plugin
+        if plugin.replicas() is not None and (who == "init" or isinstance(source, InstanceSource)):
             raise ModuleError(
                 f"{who}: local_steps and gossip must be used in a loop, with an optimizer of torch or fs.optim; got "
                 f"{type(optimizer).__name__} in {who}. Around fs.train_step use fs.comm.local_sgd or fs.comm.gossip."
@@ -139,7 +139,7 @@ class Booster(Checkpointing):
 
         `samples` weights this device: the number that its numbers are means of, such as `loader.samples`.
         """
-        mesh, axes = self._own.mesh, self.plugin.axes(self._own.mesh)
+        mesh, axes = self._own.mesh, self._own.plugin.axes()
         refuse_outside(mesh)
 
         def scaled(x: Any) -> Tensor:

@@ -37,8 +37,9 @@ class DeviceState:
     def __init__(self, plugin: Plugin) -> None:
         self.models = 0  # boosted or initialized so far
         self.sync = True  # backwards reduce gradients
-        self.mesh = mesh = plugin.default_mesh()
-        self._axes = () if plugin.in_stages() or is_outside(mesh) else plugin.axes(mesh)
+        self.plugin = plugin = plugin.on_mesh()
+        self.mesh = plugin.default_mesh()
+        self._axes = () if plugin.in_stages() or is_outside(self.mesh) else plugin.axes()
         self._cuts: list[Cut] = []  # of the batches so far, the last first
         self.is_iterating = False
 

@@ -81,7 +81,7 @@ class LoopModel(BoostedModel):
         self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned, state: DeviceState
     ) -> None:
         super().__init__(module, plugin, source)
-        self._axes, self._state = plugin.replica_axes(self.mesh), state
+        self._axes, self._state = plugin.replica_axes(), state
         self._gradient = unstaged(self.function, gradients=opt.gradients, **plugin.gradient_options())
         self._step: _Step | None = None
         self._gathers = 0  # a hash of the all-gathers without gradients, which devices compare in the next step

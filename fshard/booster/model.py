@@ -36,9 +36,8 @@ def shard_model(
 
     Lazy layers are built one at a time. A model that runs `in_place` gives up its memory.
     """
-    mesh, stages = plugin.default_mesh(), plugin.stages_of(model)
-    plans = plugin.plans_of(model, stages)
-    pairs, within = [*zip(stages, plans, strict=True)], [None if plan is None else plan.rules for plan in plans]
+    mesh, pairs = plugin.default_mesh(), plugin.split(model)
+    stages, within = [stage for stage, _ in pairs], [None if plan is None else plan.rules for _, plan in pairs]
     if plugin.in_stages():
         for stage in stages:
             refuse_hooks(stage)
@@ -48,16 +47,16 @@ def shard_model(
         options = plugin.gradient_options()
         where: Any = {name: options[name] for name in ("mesh", "schedule", "axis")}
         trained = [_split(plan, source.trained(dict(stage.named_parameters()))) for stage, plan in pairs]
-        params = place_stages(trained, plugin.rules(mesh, within if any(within) else None), **where, put=reserved)
+        params = place_stages(trained, plugin.rules(within if any(within) else None), **where, put=reserved)
         buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
         trees = [tree for own in zip(has_stages(**where), params, buffers, strict=True) if own[0] for tree in own[1:]]
     else:
-        synchronised, plan = (plugin.replica_axes(mesh) if plugin.sync_batchnorm else ()) or None, plans[0]
+        synchronised, plan = (plugin.replica_axes() if plugin.sync_batchnorm else ()) or None, pairs[0][1]
         how: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised, "in_place": in_place}
         run, own, buffers = module_function(model, **how) if plan is None else planned(plan, model, **how)
         trained = source.trained({name: x for name, x in model.named_parameters() if name in own})
         rules = None if plan is None else {name: plan.spec(name) for name in trained}
-        params = apply_rules(_split(plan, trained), plugin.rules(mesh, rules), mesh, put=reserved)
+        params = apply_rules(_split(plan, trained), plugin.rules(rules), mesh, put=reserved)
         buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}
         trees = [params, buffers] if mesh.runtime != "abstract" else []
     compare_inputs("boost", mesh, samples_of(dict([*model.named_parameters(), *model.named_buffers()])))
@@ -126,7 +125,7 @@ class BoostedModel(nn.Module):
     def __init__(self, module: nn.Module, plugin: Plugin, source: OptimizerSource) -> None:
         super().__init__()
         self.module, self.mesh, self.is_reproducible = module, plugin.default_mesh(), plugin.reproducible
-        self.replicas = plugin.replicas(self.mesh)
+        self.replicas = plugin.replicas()
         self._seed, self._steps, self._forwards, self._others = plugin.seed, 0, 0, 0
         refuse_outside(self.mesh)
         self.function, self.params, self.module_buffers = shard_model(plugin, module, source, in_place=True)

@@ -33,14 +33,14 @@ from fshard.uncompiled import uncompiled
 def partitioned(plugin: Plugin, source: OptimizerSource) -> Callable[[], Partitioned]:
     """Return a function that shards an optimizer's state and work, with its current options."""
     mesh = plugin.default_mesh()
-    zero_axes = plugin.zero_axes(mesh)  # none: nothing is sharded
+    zero_axes = plugin.zero_axes()  # none: nothing is sharded
     stage, layers = plugin.zero() if zero_axes else 0, plugin.gradient_options().get("local", ())
 
     @lru_cache(maxsize=1)
     def partition(opt: Optimizer) -> Partitioned:
         opt = loss_scaled(opt) if plugin.precision == "fp16" and opt.loss_scale is None else opt
         found = partition_optimizer(
-            opt, mesh=mesh, axis=zero_axes or mesh.axis_names, stage=stage, compress=plugin.compressors(mesh)
+            opt, mesh=mesh, axis=zero_axes or mesh.axis_names, stage=stage, compress=plugin.compressors()
         )
         if layers and stage == 0 and opt.elementwise is not True:  # the shards of a matrix are collected by one device
             owned = partition_optimizer(opt, mesh=mesh, axis=layers, stage=1)

@@ -269,11 +269,11 @@ class Own(torch.optim.SGD):
     ("options", "text"),
     [
         ({"tensor": 6, "tensor_mode": "2d"}, "must be a square .* got 6: the nearest are 4 and 9"),
-        ({"tensor": 9, "tensor_mode": "3d", "zero_stage": 5}, "zero_stage must .*; tensor must be a cube .* 8 and 27"),
+        ({"tensor": 9, "tensor_mode": "3d"}, "tensor must be a cube .* 8 and 27"),
         ({"tensor": 0, "sequence_mode": "rings"}, "tensor must be an integer .*; sequence_mode must be "),
         ({"tensor": 2, "tensor_depth": 2}, 'tensor_depth=2 has no meaning for tensor_mode="1d"'),
         ({"sequence": 2, "sequence_mode": "megatron"}, "must have tensor > 1, .* got 1, \"1d\" and 2"),
-        ({"tensor": 2, "sync_batchnorm": True}, "sync_batchnorm=True must have tensor=1"),
+        ({"tensor": 2, "sync_batchnorm": True}, "sync_batchnorm=True must have pipeline=1, tensor=1"),
         ({"tensor": 2, "mesh": fs.make_mesh({"data": 2}, runtime="virtual")}, '"model" of .* must have size 2'),
         ({"data": 3, "mesh": fs.make_mesh({"data": 2}, runtime="virtual")}, "data must be that of .*, 2, got 3"),
     ],
