@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from fshard.booster.full_state import full_leaves, put
 from fshard.booster.plugins import Plugin
 from fshard.checkpoint.names import as_leaf
+from fshard.comm.replicas import ReplicaGroup
 from fshard.copying import copied
 from fshard.errors import ModuleError, ScopeError
 from fshard.mesh.layout import Layout, Mesh, PyTree, map_leaves
@@ -147,12 +149,10 @@ class BoostedModel(nn.Module):
 
     def combine(self, step: Callable[[PyTree], tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree]:
         """Return the parameters after an optimizer's step, combined with those of other replicas, and its state."""
-        replicas = self.replicas
-        if replicas is None:
-            return step(self.params)
-        mesh, params = resolve_mesh(self.mesh), self.params
-        (result,) = run_on_devices(mesh, lambda _: replicas.run(params, None, self._steps, lambda: step(params)))
-        return result[0], result[2]
+        replicas, params = cast(ReplicaGroup, self.replicas), self.params
+        mesh, step_here = resolve_mesh(self.mesh), partial(step, params)
+        ((params, _, state),) = run_on_devices(mesh, lambda _: replicas.run(params, None, self._steps, step_here))
+        return params, state
 
     def end_step(self) -> None:
         """Count a step of the optimizer."""
@@ -187,9 +187,9 @@ class BoostedModel(nn.Module):
         trees = [
             tree for own in (self.params, self.module_buffers) for tree in (own if isinstance(own, list) else [own])
         ]
-        own, names = {name: x for tree in trees for name, x in tree.items()}, self.first_names()
+        arrays, names = {name: x for tree in trees for name, x in tree.items()}, self.first_names()
         state = self.module.state_dict(keep_vars=True)
-        return {key: own[names[key]] if key in names else x for key, x in state.items()}
+        return {key: arrays[names[key]] if key in names else x for key, x in state.items()}
 
     def load_sharded_state(self, state: Mapping[str, Any]) -> None:
         """Use arrays of `sharded_state`, into which others have been written, and extra state of modules."""

@@ -32,22 +32,20 @@ from fshard.uncompiled import uncompiled
 
 def partitioned(plugin: Plugin, source: OptimizerSource) -> Callable[[], Partitioned]:
     """Return a function that shards an optimizer's state and work, with its current options."""
-    mesh = plugin.default_mesh()
-    zero_axes = plugin.zero_axes()  # none: nothing is sharded
-    stage, layers = plugin.zero() if zero_axes else 0, plugin.gradient_options().get("local", ())
+    cached = lru_cache(maxsize=1)(partial(_partition, plugin))  # of an optimizer whose options have not changed
+    return lambda: cached(source.now())
 
-    @lru_cache(maxsize=1)
-    def partition(opt: Optimizer) -> Partitioned:
-        opt = loss_scaled(opt) if plugin.precision == "fp16" and opt.loss_scale is None else opt
-        found = partition_optimizer(
-            opt, mesh=mesh, axis=zero_axes or mesh.axis_names, stage=stage, compress=plugin.compressors()
-        )
-        if layers and stage == 0 and opt.elementwise is not True:  # the shards of a matrix are collected by one device
-            owned = partition_optimizer(opt, mesh=mesh, axis=layers, stage=1)
-            found = owned._replace(gradients=found.gradients)
-        return found if plugin.unused == "skip" else _with_zeros(found)
 
-    return lambda: partition(source.now())
+def _partition(plugin: Plugin, opt: Optimizer) -> Partitioned:
+    mesh, axes, layers = plugin.default_mesh(), plugin.zero_axes(), plugin.gradient_options().get("local", ())
+    stage = plugin.zero() if axes else 0
+    opt = loss_scaled(opt) if plugin.precision == "fp16" and opt.loss_scale is None else opt
+    axes, compress = axes or mesh.axis_names, plugin.compressors()
+    sharded = partition_optimizer(opt, mesh=mesh, axis=axes, stage=stage, compress=compress)
+    if layers and stage == 0 and opt.elementwise is not True:  # the shards of a matrix are collected by one device
+        by_owners = partition_optimizer(opt, mesh=mesh, axis=layers, stage=1)
+        sharded = by_owners._replace(gradients=sharded.gradients)
+    return sharded if plugin.unused == "skip" else _with_zeros(sharded)
 
 
 def _with_zeros(opt: Partitioned) -> Partitioned:
@@ -57,14 +55,11 @@ def _with_zeros(opt: Partitioned) -> Partitioned:
         is_unused = grad is None and isinstance(x, Sharded) and trainable(x)
         return put_equal(torch.zeros(x.shape, dtype=x.dtype), opt.gradients(x.layout)) if is_unused else grad
 
-    def after(update: Update) -> Update:
-        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            at = Leaves.of(params)
-            return update(at.mapped(filled, at.beside(grads, "grads")), state, params)
+    def run(update: Update, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        leaves = Leaves.of(params)
+        return update(leaves.mapped(filled, leaves.beside(grads, "grads")), state, params)
 
-        return run
-
-    return opt._replace(update=after(opt.update), step=None if opt.step is None else after(opt.step))
+    return opt._replace(update=partial(run, opt.update), step=opt.step and partial(run, opt.step))
 
 
 _stale_step = refusing(
@@ -159,7 +154,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
         step = None if exact else opt.step  # fused kernels round otherwise where a shard ends
         with torch.no_grad(), deterministic(exact, model.mesh.device_type), exact_norms(exact):
             write = partial(step_of(Optimizer(opt.init, opt.update, step, arrays=True)), self.grads, self.state)
-            model.params, self.state = model.combine(write)
+            params = model.params
+            model.params, self.state = write(params) if model.replicas is None else model.combine(write)
         self._grads = None
         if isinstance(self.optim, torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = True  # schedulers check that a step precedes theirs

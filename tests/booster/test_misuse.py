@@ -224,7 +224,7 @@ def text_of(act):
 
 
 def test_boosting_a_module_wrapped_on_processes_raises(two):
-    expected = "DistributedDataParallel at ''", "FSDPLinear at '0'", "Linear at '0', Linear at '1'"
+    expected = "DistributedDataParallel at ''", "FSDPLinear at '0'", "Linear at '0'"
     for texts in two.run(wrapped_on_processes):
         assert all(f"got {part}. Give" in text for part, text in zip(expected, texts, strict=True))
 
