@@ -32,6 +32,7 @@ from fshard.pipeline.split.stages import Layer, split_stages
 from fshard.transforms.module.lora import LoraConfig, lora
 from fshard.transforms.reproducible.randomness import folded, keyed_random
 from fshard.transforms.train_step import Metrics, train_step
+from fshard.uncompiled import uncompiled
 
 
 class TrainState(NamedTuple):
@@ -117,9 +118,11 @@ class Booster(Checkpointing):
         """Return a model to boost, in which only differences of low rank are trained: see `lora`."""
         return lora(model, lora_config)
 
+    @uncompiled
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Take the gradient of a loss that is a mean over this device's samples."""
-        _optimizer(optimizer).backward(loss, sync=self._state.sync)
+        optimizer = _optimizer(optimizer)
+        optimizer.model.backward(loss, scale=optimizer.scale, sync=self._state.sync)
 
     @contextmanager
     def no_sync(self, model: Any = None, optimizer: Any = None) -> Generator[None]:
@@ -251,16 +254,18 @@ def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
     validate_not_boosted(caller, model)
     if isinstance(optimizer, BoostedOptimizer):
         raise ModuleError(f"{caller}: the optimizer has been boosted already. Give one of torch or fs.optim.")
-    for path, part in model.named_modules():
+    for path, module in model.named_modules():
         if not _WRAPPERS.isdisjoint(
-            kind.__name__ for x in (part, *part.parameters(recurse=False)) for kind in type(x).__mro__
+            kind.__name__ for x in (module, *module.parameters(recurse=False)) for kind in type(x).__mro__
         ):
             raise ModuleError(
-                f"{caller}: the model must be a module that no library has sharded; got {type(part).__name__} at {path!r}. "
+                f"{caller}: the model must be a module that no library has sharded; got {type(module).__name__} at {path!r}. "
                 "Give the module before fully_shard, of DDP model.module: fs.FSDPPlugin() and fs.DDPPlugin() do this."
             )
-        is_compiled = "_torchdynamo_orig_callable" in vars(part) or vars(part).get("_compiled_call_impl") is not None
-        if is_compiled and any(True for _ in part.parameters()):
+        is_compiled = (
+            "_torchdynamo_orig_callable" in vars(module) or vars(module).get("_compiled_call_impl") is not None
+        )
+        if is_compiled and any(True for _ in module.parameters()):
             raise ModuleError(
                 f"{caller}: {path or 'the model'} is compiled, and a compiled module does not gather its parameters. Compile "
                 "functions that it calls, those of parameters as fs.with_unsharded_params(torch.compile(fn))."
@@ -268,11 +273,11 @@ def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
     return optimizer_source(optimizer, dict(model.named_parameters()), caller)
 
 
-def _optimizer(given: Any) -> BoostedOptimizer:
+def _optimizer(optimizer: Any) -> BoostedOptimizer:
     """Return an optimizer that `boost` has returned; raise if it is another."""
-    if not isinstance(given, BoostedOptimizer):
+    if not isinstance(optimizer, BoostedOptimizer):
         raise OptimizerError(
-            f"optimizer must be what boost has returned; got {type(given).__name__}. Write "
+            f"optimizer must be what boost has returned; got {type(optimizer).__name__}. Write "
             "model, optimizer, *_ = booster.boost(model, optimizer), and give that one."
         )
-    return given
+    return optimizer

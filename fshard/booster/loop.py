@@ -125,12 +125,12 @@ class LoopModel(BoostedModel):
         return self._on_device(self._forward, (args, kwargs))
 
     def _forward(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], _: int) -> Any:
-        grad, mesh, part = torch.is_grad_enabled(), resolve_mesh(self.mesh), self._state.part_of(arguments)
+        grad, mesh, shard = torch.is_grad_enabled(), resolve_mesh(self.mesh), self._state.part_of(arguments)
         step = self._step if self._step is not None and grad else self._begin(mesh)
         if not step.is_pending:
             step.runtime.begin()
-        sliced, share = grad and self.is_reproducible, part.cut.share(mesh, self._axes)
-        batch = replace(part.on(mesh, split=sliced), axes=self._axes)
+        sliced, share = grad and self.is_reproducible, shard.cut.share(mesh, self._axes)
+        batch = replace(shard.on(mesh, split=sliced), axes=self._axes)
         with self.draws(grad=grad):
             key = drawn_key()
         device = DeviceStep(self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
@@ -242,9 +242,9 @@ class LoopModel(BoostedModel):
         return self._on_device(self._gradients, step, step.differentiated.device)
 
     def _gradients(self, step: _Step, device: DeviceStep, _: int) -> PyTree:
-        near = torch.zeros((), device=step.runtime.reductions.device)
-        losses = [SliceLoss(near, sum(weights), []) for weights in zip(*step.weights, strict=True)]
-        changed = [self._agreed.changed(0, tree, near.device) for tree in self._written_by(len(losses))]
+        zero = torch.zeros((), device=step.runtime.reductions.device)  # the loop has used the losses
+        losses = [SliceLoss(zero, sum(weights), []) for weights in zip(*step.weights, strict=True)]
+        changed = [self._agreed.changed(0, tree, zero.device) for tree in self._written_by(len(losses))]
         step.runtime.sequence.append(self._gathers)
         mean, used, after = device.agree(losses, changed)
         if not self.is_reproducible and abs(mean.weight / len(step.weights) - 1) > ROUNDING:

@@ -51,12 +51,13 @@ def shard_model(
         trained = [_split(plan, source.trained(dict(stage.named_parameters()))) for stage, plan in pairs]
         params = place_stages(trained, plugin.rules(within if any(within) else None), **where, put=reserved)
         buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
-        trees = [tree for own in zip(has_stages(**where), params, buffers, strict=True) if own[0] for tree in own[1:]]
+        stored = zip(has_stages(**where), params, buffers, strict=True)
+        trees = [tree for is_here, *pair in stored if is_here for tree in pair]
     else:
         synchronised, plan = (plugin.replica_axes() if plugin.sync_batchnorm else ()) or None, pairs[0][1]
-        how: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised, "in_place": in_place}
-        run, own, buffers = module_function(model, **how) if plan is None else planned(plan, model, **how)
-        trained = source.trained({name: x for name, x in model.named_parameters() if name in own})
+        options: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised, "in_place": in_place}
+        run, params, buffers = module_function(model, **options) if plan is None else planned(plan, model, **options)
+        trained = source.trained({name: x for name, x in model.named_parameters() if name in params})
         rules = None if plan is None else {name: plan.spec(name) for name in trained}
         params = apply_rules(_split(plan, trained), plugin.rules(rules), mesh, put=reserved)
         buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}
@@ -64,15 +65,15 @@ def shard_model(
     compare_inputs("boost", mesh, samples_of(dict([*model.named_parameters(), *model.named_buffers()])))
     validate_not_boosted("boost", model)  # by another device of a virtual mesh, while this one waited
     tensors: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
-    draw(model, plugin.seed, tensors, lambda name, made: put(as_leaf(tensors[name]), made))
+    draw(model, plugin.seed, tensors, lambda name, x: put(as_leaf(tensors[name]), x))
     if in_place:
         give_up_memory([model, *stages], torch.device(mesh.device_type))
     return run, params, buffers
 
 
-def planned(plan: Plan, module: nn.Module, *, is_last: bool = True, **how: Any) -> tuple[Any, PyTree, PyTree]:
+def planned(plan: Plan, module: nn.Module, *, is_last: bool = True, **options: Any) -> tuple[Any, PyTree, PyTree]:
     """Return a module as a function by its plan, its parameters and buffers; the outputs of the last are full tensors."""
-    apply, params, buffers = plan.functionalize(module, **how)
+    apply, params, buffers = plan.functionalize(module, **options)
 
     def run(params: PyTree, buffers: PyTree, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         output, after = apply(params, buffers, *args, **kwargs)
@@ -184,9 +185,8 @@ class BoostedModel(nn.Module):
         return state if self.replicas is None else self.replicas.joined([state])
 
     def _local_state(self) -> dict[str, Any]:
-        trees = [
-            tree for own in (self.params, self.module_buffers) for tree in (own if isinstance(own, list) else [own])
-        ]
+        both = (self.params, self.module_buffers)
+        trees = [tree for x in both for tree in (x if isinstance(x, list) else [x])]
         arrays, names = {name: x for tree in trees for name, x in tree.items()}, self.first_names()
         state = self.module.state_dict(keep_vars=True)
         return {key: arrays[names[key]] if key in names else x for key, x in state.items()}
@@ -209,10 +209,10 @@ class BoostedModel(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> Any:
         """Load full parameters and buffers, as the module's `load_state_dict`; all devices must call it, with equal ones."""
-        module, own = self.unwrap(), self._local_state()
+        module, arrays = self.unwrap(), self._local_state()
         differences, values = module.load_state_dict(state_dict, strict=strict), module.state_dict()
         for key in values.keys() & self.first_names().keys():
-            put(as_leaf(own[key]), values[key])
+            put(as_leaf(arrays[key]), values[key])
         self.load_sharded_state(values)
         return differences
 

@@ -70,5 +70,5 @@ def _layers(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         return {}, errors
     errors += one_of("the mode of tensor", mode, *_MODES)
     name = "sequence" if mode == "sequence" else "tensor"
-    how = {"sequence_mode": "rsa"} if mode == "sequence" else {"tensor_mode": mode}
-    return {name: size, "tensor_depth": depth, **how}, errors
+    modes = {"sequence_mode": "rsa"} if mode == "sequence" else {"tensor_mode": mode}
+    return {name: size, "tensor_depth": depth, **modes}, errors

@@ -86,21 +86,21 @@ class Plugin:
             x, kinds = getattr(self, name), get_args(annotation)
             kinds = [annotation] if get_origin(annotation) is Literal or not kinds else [*kinds]
             values = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
-            others = {kind for kind in kinds if get_origin(kind) is not Literal} - {NoneType, torch.dtype}
+            types = {kind for kind in kinds if get_origin(kind) is not Literal} - {NoneType, torch.dtype}
             if x is None and NoneType in kinds:
                 continue
-            if others == {bool}:
+            if types == {bool}:
                 errors += flag(name, x)
-            elif others == {int} and not values:
+            elif types == {int} and not values:
                 errors += integer(name, x, 0 if name == "seed" else 1)
-            elif values and not others:
+            elif values and not types:
                 errors += one_of(name, x, *values, *[None] * (NoneType in kinds))
         return errors
 
     def contradictions(self) -> list[str]:
         """List the fields, each valid, that contradict each other or the mesh."""
-        known = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
-        errors = unknown("options", self.options, sorted(known))
+        legal = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
+        errors = unknown("options", self.options, sorted(legal))
         errors += wrong_options({**self.options, "reproducible": self.reproducible})
         if self.reproducible and self.sync_batchnorm:
             errors.append(
