@@ -16,30 +16,6 @@ def rows(count, *shape, seed=5):
     return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def learnt(make, body, plugin=None, n=2):
-    """Return the parameters after `body(booster, model, optimizer)`, alone and on each of n devices."""
-
-    def loop(booster):
-        model = make()
-        opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        if booster is not None:
-            model, opt, *_ = booster.boost(model, opt)
-        body(booster, model, opt)
-        return [x.detach() for x in (model if booster is None else model.unwrap()).parameters()]
-
-    return loop(None), fs.run(lambda: loop(fs.Booster(plugin or fs.DDPPlugin())), mesh=fs.make_mesh({"data": n}))
-
-
-def backward(booster, loss, opt):
-    loss.backward() if booster is None else booster.backward(loss, opt)
-
-
-def same(make, body, **options):
-    alone, devices = learnt(make, body, **options)
-    for own in devices:
-        torch.testing.assert_close(own, alone, rtol=0, atol=1e-12)
-
-
 # -- which rows are samples, and what they count for -------------------------------------------------------------------
 
 
@@ -69,19 +45,6 @@ def test_empty_microbatch_of_small_batch_trains_as_torch():
         expected.append(output.detach())
     for found in fs.run(main, mesh=fs.make_mesh({"data": 1, "pipe": 2})):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def unrolled(booster, model, opt):
-    x = rows(8, 5)
-    own = x if booster is None else x.chunk(fs.axis_size("data"))[fs.axis_index("data")]
-    first = model(own)
-    backward(booster, first.square().mean() + model(first).square().mean(), opt)
-    opt.step()
-
-
-def test_output_fed_back_trains_as_torch():
-    same(layers, unrolled)
-    same(layers, unrolled, plugin=fs.FSDPPlugin())
 
 
 # -- draws ----------------------------------------------------------------------------------------------------------
