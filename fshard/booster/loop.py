@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,24 @@ from fshard.transforms.reproducible.randomness import drawn_key
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 from fshard.uncompiled import uncompiled
 
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 ROUNDING = 1e-11
 """Of a sum of the devices' shares. A share of a batch of another size changes it by 1 / (devices x samples) or more."""
+
+
+def as_device(method: Callable[Concatenate[LoopModel, Args], Result]) -> Callable[Concatenate[LoopModel, Args], Result]:
+    """Return a method that runs as the device of the model's mesh that the caller is."""
+
+    @wraps(method)
+    def run(self: LoopModel, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        refuse_outside(self.mesh)
+        with deterministic(self.is_reproducible, self.mesh.device_type):
+            mesh, axes = resolve_mesh(self.mesh), self.mesh.axis_names
+            (result,) = run_on_devices(mesh, lambda _: method(self, *args, **kwargs), mapped=axes)
+        return result
+
+    return run
 
 
 class Forward(NamedTuple):
@@ -110,22 +126,13 @@ class LoopModel(BoostedModel):
         changed = self._agreed.changed(0, self._written[0], torch.device("cpu"))
         return [self.params, self._agreed.after([changed])]
 
-    def _on_device(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method as the device of this mesh that the caller is; the device's index is its last argument."""
-        refuse_outside(self.mesh)
-        with deterministic(self.is_reproducible, self.mesh.device_type):
-            (result,) = run_on_devices(resolve_mesh(self.mesh), partial(method, *args), mapped=self.mesh.axis_names)
-        return result
-
     # -- forward ----------------------------------------------------------------------------------------------------
 
     @uncompiled
+    @as_device
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this device's part of the batch."""
-        return self._on_device(self._forward, (args, kwargs))
-
-    def _forward(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], _: int) -> Any:
-        grad, mesh, shard = torch.is_grad_enabled(), resolve_mesh(self.mesh), self._state.part_of(arguments)
+        grad, mesh, shard = torch.is_grad_enabled(), resolve_mesh(self.mesh), self._state.part_of((args, kwargs))
         step = self._step if self._step is not None and grad else self._begin(mesh)
         if not step.is_pending:
             step.runtime.begin()
@@ -190,15 +197,13 @@ class LoopModel(BoostedModel):
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
+    @as_device
     def backward(self, loss: Tensor, *, scale: float, sync: bool) -> None:
         """Add the gradient of `scale` times the loss; without `sync` it is not reduced yet.
 
         A mean over this device's samples is weighted by the number of samples of the last forward. In reproducible
         mode, and where gradients are reduced each time, `sync` makes no difference.
         """
-        self._on_device(self._backward, loss, scale, sync)
-
-    def _backward(self, loss: Tensor, scale: float, sync: bool, _: int) -> None:
         step = self._step
         if step is None or step.forward is None:
             raise ModuleError("backward: the model must be called after the last step or zero_grad. Call it first.")
@@ -227,6 +232,7 @@ class LoopModel(BoostedModel):
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
+    @as_device
     def gradients(self) -> PyTree:
         """Return the gradients of all backwards since the last time; None where no device has used a parameter.
 
@@ -239,9 +245,7 @@ class LoopModel(BoostedModel):
                 "reduce over devices."
             )
         self.end_step()
-        return self._on_device(self._gradients, step, step.differentiated.device)
-
-    def _gradients(self, step: _Step, device: DeviceStep, _: int) -> PyTree:
+        device = step.differentiated.device
         zero = torch.zeros((), device=step.runtime.reductions.device)  # the loop has used the losses
         losses = [SliceLoss(zero, sum(weights), []) for weights in zip(*step.weights, strict=True)]
         changed = [self._agreed.changed(0, tree, zero.device) for tree in self._written_by(len(losses))]
@@ -259,15 +263,13 @@ class LoopModel(BoostedModel):
         step.runtime.stop()
         return grads
 
+    @as_device
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step; a forward without its backward stays, as in torch."""
-        if self._step is not None:
-            self._on_device(self._zero_grad, self._step)
-
-    def _zero_grad(self, step: _Step, _: int) -> None:
-        if step.is_pending:
+        step = self._step
+        if step is not None and step.is_pending:
             step.weights = []
             step.runtime.reductions.drop()
-        else:
+        elif step is not None:
             self._step = None
             step.runtime.stop()
