@@ -1,5 +1,7 @@
 """Edge cases of boosted models: empty microbatches, outputs fed back, draws, copies."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -114,6 +116,27 @@ def test_buffers_of_two_backwards_agree_in_step(reproducible):
 
 
 # -- what is changed after a model was boosted -------------------------------------------------------------------------
+
+
+def test_stages_run_given_layers_in_place():
+    seen = []
+
+    def main():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.BatchNorm1d(4))
+        for number, layer in enumerate(module):
+            layer.register_forward_hook(lambda layer, args, output, number=number: seen.append(number))
+        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2))
+        model, opt, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        before = copy.deepcopy(model.unwrap().state_dict())
+        booster.execute_pipeline(iter([(torch.randn(4, 4), torch.zeros(4, 4))]), model, nn.MSELoss(), opt)
+        opt.step()
+        after = model.unwrap().state_dict()
+        return [name for name in after if not torch.equal(after[name], before[name])]
+
+    changed = fs.run(main, mesh=fs.make_mesh({"data": 1, "pipe": 2}))
+    assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert all({"0.weight", "2.weight", "3.running_mean", "3.num_batches_tracked"} <= {*names} for names in changed)
 
 
 @pytest.mark.parametrize("recompute", ["never", 1])

@@ -1,5 +1,6 @@
 """One table: loops as torch's users write them train as torch on one device under every plugin, reproducibly to the bit."""
 
+import copy
 import warnings
 from contextlib import nullcontext
 from functools import cache, partial
@@ -207,15 +208,82 @@ def loss_in_attribute(loop):
         loop.step()
 
 
+class Scaled(nn.Module):
+    """Multiplies by an attribute, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.tau, self.calls = nn.Linear(3, 3), 1.0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x).tanh() * self.tau / self.calls
+
+
+def plain(loop, *, loss_of=lambda module, y: y.square().mean(), change=lambda module, step: None):
+    for step in range(3):
+        change(loop.module, step)
+        loop.backward(loss_of(loop.model if loop.booster is None else loop.model.module, loop.forward(step)))
+        loop.step()
+
+
+def anneal(module, step):
+    module.tau = 0.5**step
+
+
+def hooked(module, step):
+    if step == 1:
+        module[0].register_forward_hook(lambda layer, args, output: output * 1.5)
+    if step == 2:
+        module[1].eval()
+
+
+def penalised(module, y):
+    return y.square().mean() + 0.1 * sum(x.square().sum() for x in module.parameters())
+
+
+class Momentum(nn.Module):
+    """A momentum encoder: frozen parameters that the forward moves towards the trained ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.online = nn.Linear(3, 3)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for trained, frozen in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                frozen.mul_(0.9).add_(trained, alpha=0.1)
+        return self.online(x) - self.target(x).detach()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval(), nn.Tanh()) for _ in "abc")
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(
+                block, x.requires_grad_(self.use_reentrant or x.requires_grad), use_reentrant=self.use_reentrant
+            )
+        return x
+
+
+OTHER = nn.Parameter(torch.ones(3).double())
+
+
 class Program(NamedTuple):
-    """A loop; `raises`: the error in reproducible mode, where slices have no common graph."""
+    """A loop that trains as torch, or raises an error; `raises`: in reproducible mode, where slices have no common graph."""
 
     run: Any
     make: Any = mlp
     optimizer: Any = momentum
     schedule: Any = None
-    unused: str = "skip"
+    options: Any = ()
     raises: str = ""
+    error: str = ""
 
 
 ATTRIBUTE = "what a layer left in an attribute, beside the model's outputs"
@@ -234,21 +302,41 @@ PROGRAMS = {
     "scheduler made before": Program(scheduled, optimizer=grouped, schedule=one_cycle),
     "scheduler made after": Program(scheduled, optimizer=grouped),
     "unused is skipped": Program(partial(partly_used, set_to_none=True), Branches, adamw),
-    "unused gets zeros": Program(partial(partly_used, set_to_none=False), Branches, adamw, unused="zero"),
+    "unused gets zeros": Program(
+        partial(partly_used, set_to_none=False), Branches, adamw, options=[("unused", "zero")]
+    ),
     "parameters in no group": Program(closure, optimizer=lambda model: momentum(model[0])),
+    "hooks and modes": Program(
+        partial(plain, change=hooked), lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(1.0), nn.Linear(3, 3))
+    ),
+    "momentum encoder": Program(plain, Momentum, options=[("buffers", "target.**")]),
+    "momentum encoder, undeclared": Program(plain, Momentum, error=r"writes to .*target.*Declare a frozen parameter"),
+    "checkpointed": Program(plain, Checkpointed),
+    "reentrant checkpoint": Program(
+        plain, partial(Checkpointed, use_reentrant=True), error=r"reentrant checkpoint.*use_reentrant=False"
+    ),
+    "parameters of no boosted model": Program(
+        partial(plain, loss_of=lambda module, y: (y * OTHER).mean()),
+        error=r"parameters that no boosted model has, of shapes \(3,\)",
+    ),
     **{
         f"loss in an attribute, {kind}": Program(loss_in_attribute, partial(Routed, kind), raises=ATTRIBUTE)
         for kind in ("tensor", "nested", "checkpointed")
     },
 }
+NOT_BY_SLICES = {
+    "attributes": Program(partial(plain, change=anneal), Scaled),
+    "penalty on parameters": Program(partial(plain, loss_of=penalised)),
+}
+"""Whose loss depends on more than a sample."""
 
 
 def states(name, plugin, n, **options):
     """Return the state of the model on each device."""
-    program = PROGRAMS[name]
+    program = (PROGRAMS | NOT_BY_SLICES)[name]
 
     def main():
-        loop = Loop(program, PLUGINS[plugin](unused=program.unused, **options))
+        loop = Loop(program, PLUGINS[plugin](**dict(program.options), **options))
         program.run(loop)
         return loop.state()
 
@@ -257,8 +345,9 @@ def states(name, plugin, n, **options):
 
 @cache
 def by_torch(name):
-    loop = Loop(PROGRAMS[name])
-    PROGRAMS[name].run(loop)
+    program = (PROGRAMS | NOT_BY_SLICES)[name]
+    loop = Loop(program)
+    program.run(loop)
     return loop.state()
 
 
@@ -268,21 +357,32 @@ def on_one_device(name):
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [*PROGRAMS, *NOT_BY_SLICES])
 def test_program_trains_as_torch(name, plugin):
-    with warnings.catch_warnings():
+    program = (PROGRAMS | NOT_BY_SLICES)[name]
+    with warnings.catch_warnings(), raising(program.error):
         warnings.simplefilter("error")
-        found = states(name, plugin, 2)
-    for state in found:
-        torch.testing.assert_close(state, by_torch(name), rtol=0, atol=1e-12)
+        for state in states(name, plugin, 2):
+            torch.testing.assert_close(state, by_torch(name), rtol=0, atol=1e-12)
+
+
+def raising(error):
+    return pytest.raises((ValueError, fs.errors.ModuleError), match=error) if error else nullcontext()
 
 
 @pytest.mark.parametrize(("name", "plugin", "n"), in_pairs(PROGRAMS, PLUGINS, (2, 4)))
-def test_reproducible_program_has_equal_bits_or_raises(name, plugin, n):
-    if PROGRAMS[name].raises:
-        with pytest.raises((ValueError, fs.errors.ModuleError), match=PROGRAMS[name].raises):
-            states(name, plugin, n, reproducible=True)
-        return
-    torch.testing.assert_close(on_one_device(name), by_torch(name), rtol=0, atol=1e-12)
-    for state in states(name, plugin, n, reproducible=True):
-        assert [key for key, x in on_one_device(name).items() if not torch.equal(x, state[key])] == []
+def test_reproducible_program_has_equal_bits(name, plugin, n):
+    with raising(PROGRAMS[name].error or PROGRAMS[name].raises):
+        found = states(name, plugin, n, reproducible=True)
+        torch.testing.assert_close(on_one_device(name), by_torch(name), rtol=0, atol=1e-12)
+        for state in found:
+            assert [key for key, x in on_one_device(name).items() if not torch.equal(x, state[key])] == []
+
+
+def test_attribute_set_per_slice_warns_once():
+    with warnings.catch_warnings(record=True) as texts:
+        warnings.simplefilter("always")
+        states("attributes", "ddp", 1, reproducible=True, slices=2)
+    assert [
+        str(text.message).startswith("a forward sets calls, and is called once for each slice") for text in texts
+    ] == [True]
