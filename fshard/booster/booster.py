@@ -32,6 +32,7 @@ from fshard.pipeline.split.stages import Layer, split_stages
 from fshard.transforms.module.lora import LoraConfig, lora
 from fshard.transforms.reproducible.randomness import folded, keyed_random
 from fshard.transforms.train_step import Metrics, train_step
+from fshard.uncompiled import uncompiled
 
 
 class TrainState(NamedTuple):
@@ -59,7 +60,7 @@ class Booster(Checkpointing):
         self._steps = list[Step]()
 
     @property
-    def _own(self) -> DeviceState:
+    def _state(self) -> DeviceState:
         """The state of the calling device: those of a virtual mesh may share a Booster."""
         key = here() or self
         if key not in self._states:
@@ -67,17 +68,17 @@ class Booster(Checkpointing):
         return self._states[key]
 
     def _prepare(
-        self, who: str, model: Any, optimizer: Any
+        self, caller: str, model: Any, optimizer: Any
     ) -> tuple[nn.Module, Plugin, OptimizerSource, Callable[[], Partitioned]]:
         """Return a module, its plugin, whose draws differ from those of the models before, and its optimizer."""
         model = split_stages(model, 1)[0] if isinstance(model, list) else model
-        source, own, plugin = _source_of(who, model, optimizer), self._own, self.plugin.on_mesh()
-        if plugin.replicas(own.mesh) is not None and (who == "init" or isinstance(source, InstanceSource)):
+        source, state, plugin = _source_of(caller, model, optimizer), self._state, self._state.plugin
+        if plugin.replicas() is not None and (caller == "init" or isinstance(source, InstanceSource)):
             raise ModuleError(
-                f"{who}: local_steps and gossip must be used in a loop, with an optimizer of torch or fs.optim; got "
-                f"{type(optimizer).__name__} in {who}. Around fs.train_step use fs.comm.local_sgd or fs.comm.gossip."
+                f"{caller}: local_steps and gossip must be used in a loop, with an optimizer of torch or fs.optim; got "
+                f"{type(optimizer).__name__} in {caller}. Around fs.train_step use fs.comm.local_sgd or fs.comm.gossip."
             )
-        number, own.models = own.models, own.models + 1
+        number, state.models = state.models, state.models + 1
         plugin = replace(plugin, seed=folded(plugin.seed, number)) if number else plugin
         return model, plugin, source, partitioned(plugin, source)
 
@@ -105,21 +106,23 @@ class Booster(Checkpointing):
         if plugin.in_stages():
             boosted = StagedModel(model, plugin, source, opt())
         else:
-            boosted = LoopModel(model, plugin, source, opt(), self._own)
+            boosted = LoopModel(model, plugin, source, opt(), self._state)
         source.point_at(dict(model.named_parameters()))
         if optimizer is not None:
             optimizer = BoostedOptimizer(optimizer, source, opt, boosted)
         if isinstance(dataloader, DataLoader):
-            dataloader = Loader(dataloader, self.plugin.seed, self._own)
+            dataloader = Loader(dataloader, self.plugin.seed, self._state)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def enable_lora(self, model: nn.Module, lora_config: LoraConfig | None = None) -> nn.Module:
         """Return a model to boost, in which only differences of low rank are trained: see `lora`."""
         return lora(model, lora_config)
 
+    @uncompiled
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Take the gradient of a loss that is a mean over this device's samples."""
-        _optimizer(optimizer).backward(loss, sync=self._own.sync)
+        optimizer = _optimizer(optimizer)
+        optimizer.model.backward(loss, scale=optimizer.scale, sync=self._state.sync)
 
     @contextmanager
     def no_sync(self, model: Any = None, optimizer: Any = None) -> Generator[None]:
@@ -127,19 +130,19 @@ class Booster(Checkpointing):
 
         Where gradients are reduced as they come (stages 2 and 3, reproducible mode) it changes nothing but memory.
         """
-        own = self._own
-        before, own.sync = own.sync, False
+        state = self._state
+        before, state.sync = state.sync, False
         try:
             yield
         finally:
-            own.sync = before
+            state.sync = before
 
     def mean(self, tree: PyTree, samples: float = 1.0) -> PyTree:
         """Return the mean of a tree of numbers over all devices that have other samples; all devices must call it.
 
         `samples` weights this device: the number that its numbers are means of, such as `loader.samples`.
         """
-        mesh, axes = self._own.mesh, self.plugin.axes(self._own.mesh)
+        mesh, axes = self._state.mesh, self._state.plugin.axes()
         refuse_outside(mesh)
 
         def scaled(x: Any) -> Tensor:
@@ -168,7 +171,7 @@ class Booster(Checkpointing):
         Other options are those of torch's DataLoader: drop_last, num_workers, collate_fn, ...
         """
         loader = DataLoader[Any](dataset, batch_size, shuffle=shuffle, **options)
-        return Loader(loader, seed, self._own)
+        return Loader(loader, seed, self._state)
 
     def execute_pipeline(
         self,
@@ -225,18 +228,21 @@ class Booster(Checkpointing):
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
             with keyed_random(plugin.seed, state.steps, 0):
-                params, own, buffers, metrics = train(opt())(state.params, state.optimizer, state.buffers, batch)
-            return state._replace(params=params, optimizer=own, buffers=buffers, steps=state.steps + 1), metrics
+                params, optimizer, buffers, metrics = train(opt())(state.params, state.optimizer, state.buffers, batch)
+            return state._replace(params=params, optimizer=optimizer, buffers=buffers, steps=state.steps + 1), metrics
 
         self._steps.append(step)
         return TrainState(params, opt().init(params), buffers, model=len(self._steps) - 1)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take a step on a batch of all devices, or a batch of a prepared loader; the given state is donated."""
-        return self._steps[state.model](state, self._own.as_part(batch))
+        return self._steps[state.model](state, self._state.as_part(batch))
 
 
 # -- arguments ----------------------------------------------------------------------------------------------------------
+
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}
+"""Classes of torch that reduce gradients of modules, or shard their parameters."""
 
 
 def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
@@ -248,38 +254,30 @@ def _source_of(caller: str, model: Any, optimizer: Any) -> OptimizerSource:
     validate_not_boosted(caller, model)
     if isinstance(optimizer, BoostedOptimizer):
         raise ModuleError(f"{caller}: the optimizer has been boosted already. Give one of torch or fs.optim.")
-    if wrapped := [f"{type(part).__name__} at {path!r}" for path, part in model.named_modules() if _is_wrapped(part)]:
-        raise ModuleError(
-            f"{caller}: the model must be a module that no library has sharded; got {', '.join(wrapped)}. Give the module "
-            "before fully_shard, of DDP model.module: fs.FSDPPlugin() and fs.DDPPlugin() do this."
+    for path, module in model.named_modules():
+        if not _WRAPPERS.isdisjoint(
+            kind.__name__ for x in (module, *module.parameters(recurse=False)) for kind in type(x).__mro__
+        ):
+            raise ModuleError(
+                f"{caller}: the model must be a module that no library has sharded; got {type(module).__name__} at {path!r}. "
+                "Give the module before fully_shard, of DDP model.module: fs.FSDPPlugin() and fs.DDPPlugin() do this."
+            )
+        is_compiled = (
+            "_torchdynamo_orig_callable" in vars(module) or vars(module).get("_compiled_call_impl") is not None
         )
-    if compiled := [path or "the model" for path, part in model.named_modules() if _is_compiled(part)]:
-        raise ModuleError(
-            f"{caller}: {', '.join(compiled)} is compiled, and a compiled module does not gather its parameters. Compile "
-            "functions that it calls, those of parameters as fs.with_unsharded_params(torch.compile(fn))."
-        )
+        if is_compiled and any(True for _ in module.parameters()):
+            raise ModuleError(
+                f"{caller}: {path or 'the model'} is compiled, and a compiled module does not gather its parameters. Compile "
+                "functions that it calls, those of parameters as fs.with_unsharded_params(torch.compile(fn))."
+            )
     return optimizer_source(optimizer, dict(model.named_parameters()), caller)
 
 
-def _is_wrapped(part: nn.Module) -> bool:
-    """Return True if torch reduces the gradients of a module or has sharded its parameters."""
-    wrappers = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}
-    kinds = {*type(part).__mro__, *map(type, part.parameters(recurse=False))}
-    return not wrappers.isdisjoint(kind.__name__ for kind in kinds)
-
-
-def _is_compiled(part: nn.Module) -> bool:
-    """Return True if a module with parameters is compiled, by torch.compile or in place."""
-    own = vars(part)
-    wrapped = "_torchdynamo_orig_callable" in own or own.get("_compiled_call_impl") is not None
-    return wrapped and any(True for _ in part.parameters())
-
-
-def _optimizer(given: Any) -> BoostedOptimizer:
+def _optimizer(optimizer: Any) -> BoostedOptimizer:
     """Return an optimizer that `boost` has returned; raise if it is another."""
-    if not isinstance(given, BoostedOptimizer):
+    if not isinstance(optimizer, BoostedOptimizer):
         raise OptimizerError(
-            f"optimizer must be what boost has returned; got {type(given).__name__}. Write "
+            f"optimizer must be what boost has returned; got {type(optimizer).__name__}. Write "
             "model, optimizer, *_ = booster.boost(model, optimizer), and give that one."
         )
-    return given
+    return optimizer

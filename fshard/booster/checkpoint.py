@@ -89,15 +89,14 @@ class Checkpointing:
 
 def _tree(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> dict[str, Any]:
     """Return the tree of all that is given."""
-    given = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
-    kinds = {"model": BoostedModel, "optimizer": BoostedOptimizer | None}
-    wrong = [
-        f"{name} must be as boost has returned it" for name, kind in kinds.items() if not isinstance(given[name], kind)
+    objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
+    objects = {name: x for name, x in objects.items() if x is not None or name == "model"}
+    kinds = {"model": BoostedModel, "optimizer": BoostedOptimizer}
+    errors = [
+        f"{name} must be as boost has returned it; got a {type(x).__name__}"
+        for name, x in objects.items()
+        if not isinstance(x, kinds.get(name, object)) or not is_object(x)
     ]
-    given = {name: x for name, x in given.items() if x is not None}
-    wrong += [
-        f"{name} must have a state_dict; got a {type(x).__name__}" for name, x in given.items() if not is_object(x)
-    ]
-    if wrong:
-        raise TypeError(f"{'; '.join(wrong)}.")
-    return {**given, "counters": {name: getattr(model, name) for name in _COUNTERS}, "random": RandomState()}
+    if errors:
+        raise TypeError(f"{'; '.join(errors)}.")
+    return {**objects, "counters": {name: getattr(model, name) for name in _COUNTERS}, "random": RandomState()}

@@ -43,50 +43,49 @@ def full_leaves(tree: PyTree) -> list[NamedLeaf]:
 @torch.no_grad()
 def put(x: Any, value: Tensor) -> None:
     """Write a full tensor to an array."""
-    for start, part in stored_parts(x):
-        own = value[tuple([slice(at, at + length) for at, length in zip(start, part.shape, strict=True)])]
-        fill(part, own) if isinstance(part, Sharded) else part.copy_(own)
+    for start, array in stored_parts(x):
+        rows = value[tuple([slice(i, i + length) for i, length in zip(start, array.shape, strict=True)])]
+        fill(array, rows) if isinstance(array, Sharded) else array.copy_(rows)
 
 
 def full_state(source: OptimizerSource, state: PyTree, names: FirstNames) -> dict[str, Any]:
     """Return the full state of an optimizer in torch's form; all devices must call it."""
     leaves = [*{leaf.name: leaf for leaf in _by_first_name(full_leaves(state), names)}.values()]
-    if isinstance(source, InstanceSource):
-        scale = {leaf.name: leaf.value for leaf in leaves if is_array(leaf.value)}
-        return {**source.state_dict(), "state": _of_instance(source)} | ({"loss_scale": scale} if scale else {})
-    if not isinstance(source, GroupsSource):
+    if not isinstance(source, TorchSource):
         return {"state": build([(leaf.path, leaf.value) for leaf in leaves])}
-    kind, (slots, others), made = type(source.given), _by_number(source, leaves), dict[int, dict[str, Any]]()
-    for number, own in slots.items():
-        step = own.pop("step") if not CLASSES[kind].counts else own["step"]
-        if own and (kind is torch.optim.Adagrad or int(step.value) > 0):
-            made[number] = {slot: leaf.value for slot, leaf in own.items()}
-    scale = {leaf.name: leaf.value for leaf in others if leaf.path[-1] != "count"}
-    return {**source.state_dict(), "state": made} | ({"loss_scale": scale} if scale else {})
+    slots, beside = _by_number(source, leaves)
+    values: Any = _of_instance(source) if isinstance(source, InstanceSource) else _of_class(source, slots)
+    sections = dict[str, dict[str, Any]]()  # which torch's form does not have
+    for leaf in beside:
+        if leaf.path[-1] != "count":
+            key = "compress" if leaf.path[0] == "compress" else "loss_scale"
+            sections.setdefault(key, {})[leaf.name] = leaf.value
+    return {**source.state_dict(), "state": values, **sections}
 
 
-def loaded_state(source: OptimizerSource, init: PyTree, names: FirstNames, given: Mapping[str, Any]) -> PyTree:
+def loaded_state(source: OptimizerSource, init: PyTree, names: FirstNames, state_dict: Mapping[str, Any]) -> PyTree:
     """Return the state that `full_state` has returned, in the layouts of an initial one, whose memory it takes."""
     leaves, unflatten = flattened(init)
-    leaves = _by_first_name(leaves, names)
-    own, of_instance = {leaf.name: leaf.value for leaf in leaves}, ByKey()
+    leaves, of_instance = _by_first_name(leaves, names), ByKey()
+    arrays = {leaf.name: leaf.value for leaf in leaves if is_array(leaf.value)}
+    values: dict[str, Any] = {**state_dict.get("loss_scale", {}), **state_dict.get("compress", {})}
     if isinstance(source, InstanceSource):
-        values, (of_instance, wrong) = dict(given.get("loss_scale", {})), _to_instance(source, given["state"])
+        of_instance, errors = _to_instance(source, state_dict["state"])
     elif isinstance(source, GroupsSource):
-        values, wrong = _of_torch(source, leaves, given)
+        errors = _to_class(source, leaves, state_dict["state"], values)
     else:
-        values = {leaf.name: leaf.value for leaf in leaves_of(given["state"])}
-        wrong = [f"{name} is missing" for name, x in own.items() if name not in values and x is not None]
-    wrong += [f"{name} is unknown" for name, x in values.items() if name not in own and is_array(x)]
-    wrong += [
+        values = {leaf.name: leaf.value for leaf in leaves_of(state_dict["state"])}
+        errors = [f"{x.name} is missing" for x in leaves if x.name not in values and x.value is not None]
+    errors += [f"{name} is unknown" for name, x in values.items() if name not in arrays and is_array(x)]
+    errors += [
         f"{name} must have shape {tuple(x.shape)}; got {tuple(values[name].shape)}"
-        for name, x in own.items()
-        if name in values and is_array(x) and tuple(values[name].shape) != tuple(x.shape)
+        for name, x in arrays.items()
+        if name in values and tuple(values[name].shape) != tuple(x.shape)
     ]
-    if wrong:
-        raise OptimizerError(f"load_state_dict: the state must be that of this optimizer: {'; '.join(wrong)}.")
+    if errors:
+        raise OptimizerError(f"load_state_dict: the state must be that of this optimizer: {'; '.join(errors)}.")
     if isinstance(source, TorchSource):
-        source.load_state_dict(given)
+        source.load_state_dict(state_dict)
     if isinstance(source, InstanceSource):
         source.state.load_state_dict(of_instance)
     return unflatten([_written(leaf.value, values.get(leaf.name, leaf.value)) for leaf in leaves])
@@ -113,64 +112,75 @@ def _by_first_name(leaves: Sequence[NamedLeaf], names: FirstNames) -> list[Named
 # -- torch's form -----------------------------------------------------------------------------------------------------
 
 Slots = dict[int, dict[str, NamedLeaf]]
+"""The leaves of each parameter, by its number and their keys in torch's form."""
 
 
-def _by_number(source: GroupsSource, leaves: Sequence[NamedLeaf]) -> tuple[Slots, list[NamedLeaf]]:
-    """Return the leaves of each parameter, by its number in torch's form and their slots; and all others."""
-    numbers = {name: number for number, name in enumerate(chain(*source.groups()))}
-    slots, found, others = {*CLASSES[type(source.given)].state, "step"}, Slots(), list[NamedLeaf]()
+def _by_number(source: TorchSource, leaves: Sequence[NamedLeaf]) -> tuple[Slots, list[NamedLeaf]]:
+    """Return the leaves that torch's form has for each parameter, and all other arrays."""
+    numbers, kind = _numbers(source), CLASSES.get(type(source.given))
+    keys, slots, beside = () if kind is None else (*kind.state, "step"), Slots(), list[NamedLeaf]()
     for leaf in leaves:
-        slot, name = map(str, ("", *leaf.path)[-2:])
-        if slot in slots and name in numbers and leaf.value is not None:
-            found.setdefault(numbers[name], {})[slot] = leaf
+        key, name = map(str, ("", "", *leaf.path)[-2:])
+        if key in keys and name in numbers and leaf.value is not None:
+            slots.setdefault(numbers[name], {})[key] = leaf
         elif is_array(leaf.value):
-            others.append(leaf)
-    return found, others
+            beside.append(leaf)
+    return slots, beside
 
 
-def _of_torch(
-    source: GroupsSource, leaves: Sequence[NamedLeaf], given: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return full tensors of torch's form by the names of leaves, and the parameters that have others than these."""
-    slots, others = _by_number(source, leaves)
-    values, steps, wrong = dict(given.get("loss_scale", {})), defaultdict[str, int](int), list[str]()
-    for number, own in slots.items():
-        found = dict(given["state"].get(number, {}))
-        if found and not CLASSES[type(source.given)].counts:
-            found["step"] = 1.0
-        if not found:
-            continue
-        if found.keys() != own.keys():
-            wrong.append(f"parameter {number} must have {', '.join(sorted(own))}; got {', '.join(sorted(found))}")
-            continue
-        values |= {leaf.name: torch.as_tensor(found[slot]) for slot, leaf in own.items()}
-        group = name_of(own["step"].path[:-2])
-        steps[group] = max(steps[group], int(found["step"]))
-    values |= {leaf.name: torch.tensor(steps[name_of(leaf.path[:-1])]) for leaf in others if leaf.path[-1] == "count"}
-    return values, wrong
+def _numbers(source: TorchSource) -> dict[str, int]:
+    return {name: number for number, name in enumerate(chain(*source.groups()))}
 
 
-# -- of an instance, in torch's form ----------------------------------------------------------------------------------
+def _of_class(source: TorchSource, slots: Slots) -> dict[int, dict[str, Any]]:
+    """Return full tensors by the numbers of parameters that have had a step, or that begin with state, as Adagrad's."""
+    kind, state = type(source.given), dict[int, dict[str, Any]]()
+    for number, leaves in slots.items():
+        step = leaves["step"] if CLASSES[kind].counts else leaves.pop("step")
+        if leaves and (kind is torch.optim.Adagrad or int(step.value) > 0):
+            state[number] = {key: leaf.value for key, leaf in leaves.items()}
+    return state
+
+
+def _to_class(
+    source: GroupsSource, leaves: Sequence[NamedLeaf], state: Mapping[int, Any], values: dict[str, Any]
+) -> list[str]:
+    """Add full tensors of torch's form to `values`, by the names of leaves; list the parameters that have others."""
+    slots, beside = _by_number(source, leaves)
+    errors, steps = list[str](), defaultdict[str, int](int)
+    for number, expected in slots.items():
+        tensors = dict(state.get(number, {}))
+        if tensors and not CLASSES[type(source.given)].counts:
+            tensors["step"] = 1.0
+        if tensors and tensors.keys() != expected.keys():
+            keys, got = (", ".join(sorted(each)) for each in (expected, tensors))
+            errors.append(f"parameter {number} must have {keys}; got {got}")
+        elif tensors:
+            values |= {leaf.name: torch.as_tensor(tensors[key]) for key, leaf in expected.items()}
+            group = name_of(expected["step"].path[:-2])
+            steps[group] = max(steps[group], int(tensors["step"]))
+    values |= {x.name: torch.tensor(steps[name_of(x.path[:-1])]) for x in beside if x.path[-1] == "count"}
+    return errors
 
 
 def _of_instance(source: InstanceSource) -> dict[int, dict[Any, Any]]:
-    """Return full tensors and values by the numbers of parameters."""
-    numbers, made = {name: number for number, name in enumerate(chain(*source.groups()))}, dict[int, dict[Any, Any]]()
-    for key, own in unshard(source.state.state_dict()).items():
-        for name, x in own.items():
-            made.setdefault(numbers[name], {})[key] = x.detach().clone() if isinstance(x, Tensor) else x
-    return dict(sorted(made.items()))
+    """Return full tensors and values of a class of one's own by the numbers of parameters."""
+    numbers, state = _numbers(source), dict[int, dict[Any, Any]]()
+    for key, values in unshard(source.state.state_dict()).items():
+        for name, x in values.items():
+            state.setdefault(numbers[name], {})[key] = x.detach().clone() if isinstance(x, Tensor) else x
+    return dict(sorted(state.items()))
 
 
-def _to_instance(source: InstanceSource, given: Mapping[int, Mapping[Any, Any]]) -> tuple[ByKey, list[str]]:
-    """Return arrays and values by the names of parameters; and what does not fit these."""
-    names, made, wrong = dict(enumerate(chain(*source.groups()))), ByKey(), list[str]()
-    for number, key, x in [(number, key, x) for number, own in given.items() for key, x in own.items()]:
-        name, value = names.get(number, ""), x
-        if isinstance(x, Tensor) and (value := source.state.state_memory(name, x.shape, x.dtype)) is not None:
-            if tuple(value.shape) == tuple(x.shape):
-                put(value, x)
-            else:
-                wrong.append(f"{key} of {name} must have shape {tuple(value.shape)}; got {tuple(x.shape)}")
-        made.setdefault(key, {})[name] = value
-    return made, wrong + [f"parameter {number} is unknown" for number in given.keys() - names.keys()]
+def _to_instance(source: InstanceSource, state: Mapping[int, Mapping[Any, Any]]) -> tuple[ByKey, list[str]]:
+    """Return arrays and values by the names of parameters, and the errors of those that do not fit these."""
+    names, by_key = {number: name for name, number in _numbers(source).items()}, ByKey()
+    errors = [f"parameter {number} is unknown" for number in state.keys() - names.keys()]
+    for name, key, x in [(names.get(number, ""), key, x) for number, each in state.items() for key, x in each.items()]:
+        array = source.state.state_memory(name, x.shape, x.dtype) if isinstance(x, Tensor) else None
+        if array is not None and tuple(array.shape) != tuple(x.shape):
+            errors.append(f"{key} of {name} must have shape {tuple(array.shape)}; got {tuple(x.shape)}")
+        elif array is not None:
+            put(array, x)
+        by_key.setdefault(key, {})[name] = x if array is None else array
+    return by_key, errors

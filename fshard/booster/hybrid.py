@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from torch import nn
 
@@ -25,10 +25,9 @@ from fshard.pipeline.split.balance import Balance, check_balance
 from fshard.pipeline.split.stages import split_stages
 from fshard.tensor.layer_plans import SequenceMode
 from fshard.tensor.plan import Plan, tensor_parallel
-from fshard.tensor.sequence import How
 from fshard.transforms.module.lazy import without_memory
 from fshard.transforms.module.replica import copy_on_meta
-from fshard.transforms.options import integer, one_of, refusal, wrong_options
+from fshard.transforms.options import integer, refusal, wrong_options
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import Rules, fsdp
 from fshard.transforms.stages.functions import How as Recompute
@@ -40,7 +39,6 @@ MODEL_AXES = {
     "3d": ("model_a", "model_b", "model_c"),
 }
 """The axes of the layers in each mode; in "2.5d" the first one is the depth."""
-_COUNTS = ("data", "microbatches", "chunks", "tensor", "tensor_depth", "sequence")
 
 
 def model_axes(size: int, mode: str, depth: int) -> dict[str, int]:
@@ -105,43 +103,29 @@ class HybridParallelPlugin(Plugin):
     recompute: Recompute = "never"
     pipeline_axis: str = "pipe"
 
-    def errors(self) -> list[str]:
-        counts = {name: getattr(self, name) for name in _COUNTS}
-        optional = ("data", "chunks") if self.in_stages() else ("data", "chunks", "microbatches")
-        absent = {name for name in optional if counts[name] is None}
-        sizes = [text for name, count in counts.items() if name not in absent for text in integer(name, count)]
-        sizes += one_of("tensor_mode", self.tensor_mode, *MODEL_AXES)
-        sizes += one_of("sequence_mode", self.sequence_mode, *get_args(How), "megatron")
-        wrong = integer("pipeline", self.pipeline) + one_of("zero_stage", self.zero_stage, 0, 1, 2, 3)
-        wrong += wrong_options({"recompute": self.recompute}) + (sizes or self._unfit_layers())
-        if not wrong and self.in_stages():
-            wrong += refusal(lambda: check_balance(self.balance, self.plan().stages, self.sample))
-            wrong += ["sync_batchnorm=True has no meaning for stages"] * self.sync_batchnorm
-        if isinstance(self.mesh, Mesh):
-            found = {self.pipeline_axis: 1, **self.mesh.shape}
-            if (size := found[self.pipeline_axis]) != self.pipeline:
-                axis = f'"{self.pipeline_axis}" in {self.mesh}'
-                wrong.append(f"pipeline must be the size of {axis}, {size}, got {self.pipeline}")
-            inner = {} if wrong else self.inner_axes()
-            wrong += [
-                f'"{name}" of {self.mesh} must have size {n}' for name, n in inner.items() if found.get(name) != n
-            ]
-            data = None if wrong else prod(found[axis] for axis in self.axes(self.mesh))
-            if data is not None and self.data not in (None, data):
-                wrong.append(f"data must be that of {self.mesh}, {data}, got {self.data}")
-        return super().errors() + wrong
-
-    def _unfit_layers(self) -> list[str]:
-        """List the errors of sharded layers and tokens."""
-        wrong = refusal(self.inner_axes)
+    def contradictions(self) -> list[str]:
+        errors = refusal(self.inner_axes) + wrong_options({"recompute": self.recompute})
+        if self.in_stages():
+            errors += integer("microbatches", self.microbatches)
+            errors = errors or refusal(lambda: check_balance(self.balance, self.plan().stages, self.sample))
         if self.sequence_mode == "megatron" and (self.tensor_mode != "1d" or self.tensor == 1 or self.sequence != 1):
-            wrong.append(
+            errors.append(
                 'sequence_mode="megatron" shards tokens along the axis of the layers, so it must have tensor > 1, '
                 f'tensor_mode="1d" and sequence=1; got {self.tensor}, "{self.tensor_mode}" and {self.sequence}'
             )
-        if not wrong and self.inner_axes():
-            wrong += ["sync_batchnorm=True must have tensor=1 and sequence=1"] * self.sync_batchnorm
-        return wrong
+        if self.sync_batchnorm and (self.pipeline, self.tensor, self.sequence) != (1, 1, 1):
+            errors.append("sync_batchnorm=True must have pipeline=1, tensor=1 and sequence=1")
+        if self.mesh is not None and not errors:
+            sizes = {self.pipeline_axis: 1, **self.mesh.shape}
+            expected = {self.pipeline_axis: self.pipeline, **self.inner_axes()}
+            errors += [
+                f'"{axis}" of {self.mesh} must have size {size}, got {sizes.get(axis)}'
+                for axis, size in expected.items()
+                if sizes.get(axis) != size
+            ]
+            data = prod(sizes[axis] for axis in self.axes())
+            errors += [f"data must be that of {self.mesh}, {data}, got {self.data}"] * (self.data not in (None, data))
+        return super().contradictions() + errors
 
     def zero(self) -> Stage:
         return self.zero_stage
@@ -162,17 +146,14 @@ class HybridParallelPlugin(Plugin):
             return self.mesh
         scope, inner = here(), self.inner_axes()
         count = scope.mesh.root_size if scope is not None else process_count()
-        sizes = {"pipeline": self.pipeline, "sequence": self.sequence, "tensor": self.tensor}
-        each = prod(sizes.values())
-        if count % each or self.data not in (None, count // each):
-            sizes = sizes if self.data is None else {"data": self.data, **sizes}
-            nearest = " or ".join(str(n * each) for n in (count // each, count // each + 1) if n)
+        size = self.pipeline * prod(inner.values())
+        data = max(count // size, 1) if self.data is None else self.data
+        if data * size != count:
             raise ValueError(
-                f"HybridParallelPlugin: {' * '.join(sizes)} must {'divide' if self.data is None else 'be'} the number of "
-                f"devices, {count}; got {' * '.join(map(str, sizes.values()))} = {prod(sizes.values())}. "
-                + (f"Use {nearest} devices." if count % each else f"Use data={count // each}, or leave it out.")
+                f"HybridParallelPlugin: data * pipeline * sequence * tensor must be the number of devices, {count}; got "
+                f"{data} * {self.pipeline} * {self.sequence} * {self.tensor} = {data * size}."
             )
-        return make_mesh({self.pipeline_axis: self.pipeline, "data": count // each, **inner})
+        return make_mesh({self.pipeline_axis: self.pipeline, "data": data, **inner})
 
     def inner_axes(self) -> dict[str, int]:
         """Return the axes of tokens and layers, along which devices share samples."""
@@ -181,44 +162,48 @@ class HybridParallelPlugin(Plugin):
         tokens = {"seq": self.sequence} if self.sequence > 1 else {}
         return {**tokens, **model_axes(self.tensor, self.tensor_mode, self.tensor_depth)}
 
-    def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        tokens, is_sharded = ("seq",) * (self.sequence != 1), self.tensor != 1 or self.sequence != 1
-        layers = MODEL_AXES.get(self.tensor_mode, ()) if is_sharded else ()
-        return tuple(axis for axis in super().axes(mesh) if axis not in (self.pipeline_axis, *tokens, *layers))
+    def axes(self) -> tuple[str, ...]:
+        return tuple([axis for axis in super().axes() if axis not in (self.pipeline_axis, *self.inner_axes())])
 
-    def rules(self, mesh: Mesh, within: Rules = None) -> Rules:
-        axes = self.axes(mesh)
-        return fsdp(axes, within=within) if self.zero_stage == 3 and axes else super().rules(mesh, within)
+    def rules(self, within: Rules = None) -> Rules:
+        axes = self.axes()
+        return fsdp(axes, within=within) if self.zero_stage == 3 and axes else super().rules(within)
 
-    def own_options(self) -> dict[str, Any]:
-        local = {"local": tuple(inner)} if (inner := self.inner_axes()) else {}
-        if not self.in_stages():
-            return {**super().own_options(), **local}
-        return {"schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute, **local}
+    def gradient_options(self) -> dict[str, Any]:
+        options, inner = super().gradient_options(), self.inner_axes()
+        options |= {"local": tuple(inner)} if inner else {}
+        if self.in_stages():
+            options |= {"schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
+        return options
 
-    def plans_of(self, model: nn.Module, stages: Sequence[nn.Module]) -> Sequence[Plan | None]:
-        """Plan the model, and return for each stage the plan of its parameters."""
-        if not (inner := self.inner_axes()):
-            return super().plans_of(model, stages)
-        if self.sample is None:
+    def split(self, model: nn.Module) -> Sequence[tuple[nn.Module, Plan | None]]:
+        stages, plan = [model], self._layer_plan(model) if self.inner_axes() else None
+        if self.in_stages():
+            count, layers = len(self.plan().placement), cast(Any, model)
+            stages = split_stages(layers, count, self.balance, sample=self.sample, blocks=cast(Any, self.blocks))
+        plans = [None] * len(stages) if plan is None else plan.of_stages(stages)
+        return [*zip(stages, plans, strict=True)]
+
+    def _layer_plan(self, model: nn.Module) -> Plan:
+        """Return the plan of the model's layers, which one of the devices that share the work checks."""
+        scope, axes, x = here(), MODEL_AXES[self.tensor_mode], self.sample
+        if x is None:
             raise ValueError(
                 f"HybridParallelPlugin: tensor={self.tensor} and sequence={self.sequence} must have sample=, the model's "
                 "arguments, on which its layers are planned; got None."
             )
-        scope, axes, x = here(), MODEL_AXES[self.tensor_mode], self.sample
         sequence = "seq" if self.sequence > 1 else axes[0] if self.sequence_mode == "megatron" else None
-        how: Any = {"axis": axes, "mode": self.tensor_mode, "size": inner[axes[-1]], "sequence": sequence}
-        how |= {"sequence_mode": self.sequence_mode if sequence is not None else "gather"}
         if self.in_stages():
             x = (x,) if self.blocks is None else tuple(x) if isinstance(x, list) else x
         is_meta = bool(without_memory(model))
-        is_checked = not is_meta and (scope is None or scope.mesh.runtime == "process" or scope.device == 0)
-        with outside(), keyed_random(self.seed):  # checked by one of the devices that share the work
-            plan = tensor_parallel(copy_on_meta(model) if is_meta else model, sample=x, check=is_checked, **how)
-        return plan.of_stages(stages)
-
-    def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
-        if not self.in_stages():
-            return super().stages_of(model)
-        count, layers = len(self.plan().placement), cast(Any, model)
-        return split_stages(layers, count, self.balance, sample=self.sample, blocks=cast(Any, self.blocks))
+        with outside(), keyed_random(self.seed):
+            return tensor_parallel(
+                copy_on_meta(model) if is_meta else model,
+                sample=x,
+                check=not is_meta and (scope is None or scope.mesh.runtime == "process" or scope.device == 0),
+                axis=axes,
+                mode=self.tensor_mode,
+                size=self.inner_axes()[axes[-1]],
+                sequence=sequence,
+                sequence_mode=self.sequence_mode if sequence is not None else "gather",
+            )

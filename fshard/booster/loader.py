@@ -12,7 +12,7 @@ Outside of `fs.run`, where the caller runs all devices, a batch is global.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -35,12 +35,13 @@ class DeviceState:
     """
 
     def __init__(self, plugin: Plugin) -> None:
+        self.plugin = plugin = plugin.on_mesh()
+        self.mesh = plugin.default_mesh()
         self.models = 0  # boosted or initialized so far
         self.sync = True  # backwards reduce gradients
-        self.mesh = mesh = plugin.default_mesh()
-        self._axes = () if plugin.in_stages() or is_outside(mesh) else plugin.axes(mesh)
-        self._cuts: list[Cut] = []  # of the batches so far, the last first
         self.is_iterating = False
+        self._axes = () if plugin.in_stages() or is_outside(self.mesh) else plugin.axes()
+        self._cuts: list[Cut] = []  # of the batches so far, the last first
 
     def cut(self, size: int) -> Cut:
         """Return how a batch of a size is sharded."""
@@ -48,27 +49,24 @@ class DeviceState:
 
     def add(self, cut: Cut) -> None:
         """Record a batch."""
-        self._cuts = [cut, *(other for other in self._cuts if other != cut)]
+        self._cuts = [cut, *(before for before in self._cuts if before != cut)]
 
     def part_of(self, tree: PyTree) -> BatchPart:
         """Return what a loop gives to its model as this device's part of a batch."""
-        rows = _rows_in(tree)
+        rows, cuts = self._rows_and_cuts(tree)
         last = self._cuts[:1] if self.is_iterating or not rows else []
-        own = self.cut(self.cut(0).parts * max([1, *rows[:1]]))
-        return BatchPart(tree, [*self._fitting(rows), *last, own][0])
+        equal_parts = self.cut(self.cut(0).parts * max([1, *rows[:1]]))
+        return BatchPart(tree, [*cuts, *last, equal_parts][0])
 
     def as_part(self, batch: PyTree) -> PyTree:
         """Return a batch of a functional step as this device's part, if a loader has yielded one of as many rows."""
-        found = self._fitting(_rows_in(batch)) if self._axes else []
-        return BatchPart(batch, found[0]) if found else batch
+        cuts = self._rows_and_cuts(batch)[1] if self._axes else []
+        return BatchPart(batch, cuts[0]) if cuts else batch
 
-    def _fitting(self, rows: Sequence[int]) -> list[Cut]:
-        return [cut for cut in self._cuts if cut.rows(self.mesh) in rows]
-
-
-def _rows_in(tree: PyTree) -> list[int]:
-    """Return the length of the first dim of each tensor."""
-    return [rows for x in flatten(tree)[0] if (rows := rows_of(x)) is not None]
+    def _rows_and_cuts(self, tree: PyTree) -> tuple[list[int], list[Cut]]:
+        """Return the number of rows of each tensor, and the recorded batches of which this device has as many."""
+        rows = [count for x in flatten(tree)[0] if (count := rows_of(x)) is not None]
+        return rows, [cut for cut in self._cuts if cut.rows(self.mesh) in rows]
 
 
 _SAME = (
@@ -107,10 +105,10 @@ class Loader:
         self.batch_size, self.drop_last, self.seed = loader.batch_size, bool(loader.drop_last), seed
         self.epoch = self.sample = self.samples = 0
         self._outside, self._state = is_outside(state.mesh), state
-        self._own_batches: list[list[int]] = []  # the samples of this device, replaced in each loop
+        self._local_batches: list[list[int]] = []  # the samples of this device, replaced in each loop
         self._loop: list[list[int]] = []  # the batches of the loop in progress
         options: Any = {name: getattr(loader, name) for name in _SAME}
-        self._by_torch = DataLoader(self.dataset, batch_sampler=self._own_batches, **options)
+        self._by_torch = DataLoader(self.dataset, batch_sampler=self._local_batches, **options)
 
     def __len__(self) -> int:
         """Return the number of batches of the loop in progress, else of the next: of an epoch, or those that are left of it."""
@@ -125,20 +123,18 @@ class Loader:
                 "where each device has its own."
             )
         self._loop = batches = self._batches()
-        cuts = [state.cut(len(batch)) for batch in batches]
-        owns = [cut.own(state.mesh) for cut in cuts]
-        self._own_batches[:] = [
-            batch[slice(*filled(own, len(batch)))] for batch, own in zip(batches, owns, strict=True)
-        ]
+        self._local_batches[:] = map(self._local, batches)
         try:
-            for cut, (start, stop), part in zip(cuts, owns, self._by_torch, strict=True):
+            for i, (batch, shard) in enumerate(zip(batches, self._by_torch, strict=True), 1):
+                cut, is_last = state.cut(len(batch)), i == len(batches)
+                start, stop = cut.own(state.mesh)
                 self.sample, self.samples = self.sample + cut.length, stop - start
-                if cut is cuts[-1]:
+                if is_last:
                     self.set_epoch(self.epoch + 1)
                 state.add(cut)
                 state.is_iterating = True
-                yield part
-                if self._loop is not batches and cut is not cuts[-1]:
+                yield shard
+                if self._loop is not batches and not is_last:
                     raise ValueError(
                         "a loop over this loader was continued after another had begun. Boost a loader for each."
                     )
@@ -150,11 +146,13 @@ class Loader:
     def peek(self) -> Any:
         """Return the batch at the position, without taking it."""
         batch = self._batches()[0]
-        cut = self._state.cut(len(batch))
-        self._state.add(cut)
-        own = batch[slice(*filled(cut.own(self._state.mesh), len(batch)))]
+        self._state.add(self._state.cut(len(batch)))
         options: Any = {"collate_fn": self._by_torch.collate_fn, "generator": torch.Generator()}
-        return next(iter(DataLoader(self.dataset, batch_sampler=[own], **options)))
+        return next(iter(DataLoader(self.dataset, batch_sampler=[self._local(batch)], **options)))
+
+    def _local(self, batch: list[int]) -> list[int]:
+        """Return the samples of a batch that this device takes; a neighbour's, if it has none."""
+        return batch[slice(*filled(self._state.cut(len(batch)).own(self._state.mesh), len(batch)))]
 
     def _batches(self) -> list[list[int]]:
         """Return the samples of each batch from the position on; if none is left, of the next epoch."""
@@ -162,7 +160,7 @@ class Loader:
         if self.shuffle:
             draw = torch.Generator().manual_seed((self.seed + self.epoch) % (1 << 63))
             order = torch.randperm(len(self.dataset), generator=draw).tolist()
-        batches = [order[at : at + self.batch_size] for at in range(self.sample, len(order), self.batch_size)]
+        batches = [order[start : start + self.batch_size] for start in range(self.sample, len(order), self.batch_size)]
         batches = [batch for batch in batches if len(batch) == self.batch_size or not self.drop_last]
         if batches or not self.sample:
             return batches

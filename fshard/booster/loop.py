@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from fshard.booster.loader import DeviceState
 from fshard.booster.model import BoostedModel, refuse_outside
 from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
-from fshard.mesh.layout import PyTree, Structure, flatten, unflatten
+from fshard.mesh.layout import Mesh, PyTree, Structure, flatten, unflatten
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.optim.partition import Partitioned
@@ -46,6 +47,33 @@ from fshard.transforms.reproducible.randomness import drawn_key
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 from fshard.uncompiled import uncompiled
 
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+ROUNDING = 1e-11
+"""Of a sum of the devices' shares. A share of a batch of another size changes it by 1 / (devices x samples) or more."""
+
+
+def as_device(method: Callable[Concatenate[LoopModel, Args], Result]) -> Callable[Concatenate[LoopModel, Args], Result]:
+    """Return a method that runs as the device of the model's mesh that the caller is."""
+
+    @wraps(method)
+    def run(self: LoopModel, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        refuse_outside(self.mesh)
+        with deterministic(self.is_reproducible, self.mesh.device_type):
+            mesh, axes = resolve_mesh(self.mesh), self.mesh.axis_names
+            (result,) = run_on_devices(mesh, lambda _: method(self, *args, **kwargs), mapped=axes)
+        return result
+
+    return run
+
+
+class Forward(NamedTuple):
+    """A forward of the model on a batch: this device's share of it, and the weights of its slices."""
+
+    device: DeviceStep
+    share: float
+    weights: Sequence[float]
+
 
 @dataclass
 class _Step:
@@ -54,18 +82,20 @@ class _Step:
     runtime: ParamRuntime
     plans: ParamPlans
     structure: Structure  # of the tree of parameters
-    at: list[int]  # the index of each leaf of the tree among the parameters
-    device: DeviceStep = field(init=False)  # of the last forward
-    done: DeviceStep = field(init=False)  # of the last backward
-    share: float = 1.0  # the weight of its part of the batch
-    weights: Sequence[float] = ()  # of its slices
-    is_pending: bool = False  # it has had no backward
+    indices: list[int]  # of each leaf of the tree among the parameters
+    forward: Forward | None = None  # the last one
+    differentiated: Forward | None = None  # that of the last backward
+    weights: list[Sequence[float]] = field(default_factory=list[Sequence[float]])  # of the slices of each backward
     outputs: list[JoinedOutput] = field(default_factory=list[JoinedOutput])  # of all forwards, in reproducible mode
-    backwards: list[Sequence[float]] = field(default_factory=list[Sequence[float]])  # the weights of the slices of each
+
+    @property
+    def is_pending(self) -> bool:
+        """True if the last forward has had no backward."""
+        return self.forward is not self.differentiated
 
     def params(self) -> PyTree:
         """Return the parameters as the module gets them."""
-        return unflatten(self.structure, [self.runtime.lazy_params[place] for place in self.at])
+        return unflatten(self.structure, [self.runtime.lazy_params[index] for index in self.indices])
 
 
 class LoopModel(BoostedModel):
@@ -81,7 +111,7 @@ class LoopModel(BoostedModel):
         self, module: nn.Module, plugin: Plugin, source: OptimizerSource, opt: Partitioned, state: DeviceState
     ) -> None:
         super().__init__(module, plugin, source)
-        self._axes, self._state = plugin.replica_axes(self.mesh), state
+        self._axes, self._state = plugin.replica_axes(), state
         self._gradient = unstaged(self.function, gradients=opt.gradients, **plugin.gradient_options())
         self._step: _Step | None = None
         self._gathers = 0  # a hash of the all-gathers without gradients, which devices compare in the next step
@@ -96,93 +126,78 @@ class LoopModel(BoostedModel):
         changed = self._agreed.changed(0, self._written[0], torch.device("cpu"))
         return [self.params, self._agreed.after([changed])]
 
-    def _on_device(self, body: Callable[[], Any]) -> Any:
-        refuse_outside(self.mesh)
-        with deterministic(self.is_reproducible, self.mesh.device_type):
-            (result,) = run_on_devices(resolve_mesh(self.mesh), lambda _: body(), mapped=self.mesh.axis_names)
-        return result
-
     # -- forward ----------------------------------------------------------------------------------------------------
 
     @uncompiled
+    @as_device
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this device's part of the batch."""
-        return self._on_device(lambda: self._forward((args, kwargs)))
-
-    def _forward(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        grad = torch.is_grad_enabled()
-        step = self._step if self._step is not None and grad else self._begin()
+        grad, mesh, shard = torch.is_grad_enabled(), resolve_mesh(self.mesh), self._state.part_of((args, kwargs))
+        step = self._step if self._step is not None and grad else self._begin(mesh)
         if not step.is_pending:
             step.runtime.begin()
-        sliced, part, mesh = grad and self.is_reproducible, self._state.part_of(given), resolve_mesh(self.mesh)
-        batch, step.share = replace(part.on(mesh, split=sliced), axes=self._axes), part.cut.share(mesh, self._axes)
+        sliced, share = grad and self.is_reproducible, shard.cut.share(mesh, self._axes)
+        batch = replace(shard.on(mesh, split=sliced), axes=self._axes)
         with self.draws(grad=grad):
             key = drawn_key()
-        step.device = DeviceStep(self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
+        device = DeviceStep(self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
+        slices = (
+            batch.slices(0, device.turns, apart=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
+        )
+        rows = [slice.rows for slice in slices]
         try:
-            output = self._run_slices(step, sliced=sliced)
+            outputs = self._run_slices(step, device, slices, sliced=sliced)
+            output, recorded = join(outputs, rows) if sliced else (outputs[0], [])
         except BaseException:
             if step is not self._step:  # no later call uses it
                 step.runtime.leave()
             raise
+        step.outputs += recorded
         if grad:
-            self._step, step.is_pending = step, True
-        else:
-            step.runtime.end()
-            if step.runtime.sequence:
-                self._gathers = hash_of((self._gathers, step.runtime.sequence))
-            step.runtime.close()
+            self._step, step.forward = step, Forward(device, share, rows if sliced else [share])
+            return output
+        step.runtime.end()
+        if step.runtime.sequence:
+            self._gathers = hash_of((self._gathers, step.runtime.sequence))
+        step.runtime.close()
         return output
 
-    def _begin(self) -> _Step:
+    def _begin(self, mesh: Mesh) -> _Step:
         """Begin a step: make the parameters available."""
         leaves, structure = flatten(self.params)
-        own, at = numbered(leaves)
-        mesh = resolve_mesh(self.mesh)
-        plans = self._gradient.plans_of(structure, leaves, at, mesh, self._axes)
-        shards, (device,) = [leaves[place].shards[0] for place in own], local_devices(mesh)
-        return _Step(self._gradient.runtime(plans, shards, call_site(), device), plans, structure, at)
+        firsts, indices = numbered(leaves)
+        plans = self._gradient.plans_of(structure, leaves, indices, mesh, self._axes)
+        shards, (device,) = [leaves[first].shards[0] for first in firsts], local_devices(mesh)
+        return _Step(self._gradient.runtime(plans, shards, call_site(), device), plans, structure, indices)
 
-    def _run_slices(self, step: _Step, *, sliced: bool) -> Any:
-        """Run the module; once for each slice, whose outputs are joined as if it had been called once."""
-        device = step.device
-        given = Slice([x for (x,) in device.batch.columns], 1, None)
-        slices = device.batch.slices(0, device.turns, apart=True) if sliced else [given]
+    def _run_slices(self, step: _Step, device: DeviceStep, slices: Sequence[Slice], *, sliced: bool) -> list[Any]:
+        """Run the module once for each slice; return the outputs."""
+        grad, outputs, written = torch.is_grad_enabled(), list[Any](), list[PyTree]()
         if sliced and any(isinstance(x, Tensor) and x.requires_grad for slice in slices for x in slice.leaves):
             raise ValueError(
                 "reproducible=True: arguments of the model must not need a gradient, as the output of another call does: "
                 "slices are cut off from its graph. detach() them, or leave reproducible=True out."
             )
         first = self._state.cut(0).device_index(device.batch.mesh) * len(slices)
-        pairs = zip(slices, self._written_by(len(slices)), strict=True)
-        found = [self._run(step, slice.leaves, buffers, first + turn) for turn, (slice, buffers) in enumerate(pairs)]
-        outputs, written = [output for output, _ in found], [buffers for _, buffers in found]
+        for number, (slice, buffers) in enumerate(zip(slices, self._written_by(len(slices)), strict=True), first):
+            args, kwargs = device.batch.tree(slice.leaves, device.options.compute)
+            with device.running(number), step.runtime.saved.watch() if grad else nullcontext():
+                output, after = self.function(step.params(), buffers, *args, **kwargs)
+            if grad and step.runtime.fresh:
+                refuse_unreached(output)
+            outputs.append(unsharded(output))
+            written.append(after)
         if len(written) >= len(self._written):  # else it is a look between the forwards of a reproducible step
             self._written = written
-        if not sliced:
-            step.weights = [step.share]
-            return outputs[0]
-        step.weights = rows = [slice.rows for slice in slices]
-        output, recorded = join(outputs, rows)
-        step.outputs += recorded
-        return output
+        return outputs
 
-    def _written_by(self, slices: int) -> list[PyTree]:
-        """Return the present buffers for each of these slices."""
-        return self._written if len(self._written) == slices else self._written[:1] * slices
-
-    def _run(self, step: _Step, leaves: list[Any], buffers: PyTree, number: int) -> tuple[Any, PyTree]:
-        """Run the module once; return its output, and the buffers after it."""
-        device, runtime, grad = step.device, step.runtime, torch.is_grad_enabled()
-        args, kwargs = device.batch.tree(leaves, device.options.compute)
-        with device.running(number), runtime.saved.watch() if grad else nullcontext():
-            output, after = self.function(step.params(), buffers, *args, **kwargs)
-        if grad and runtime.fresh:
-            refuse_unreached(output)
-        return unsharded(output), after
+    def _written_by(self, count: int) -> list[PyTree]:
+        """Return the present buffers for each of this number of slices."""
+        return self._written if len(self._written) == count else self._written[:1] * count
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
+    @as_device
     def backward(self, loss: Tensor, *, scale: float, sync: bool) -> None:
         """Add the gradient of `scale` times the loss; without `sync` it is not reduced yet.
 
@@ -190,72 +205,74 @@ class LoopModel(BoostedModel):
         mode, and where gradients are reduced each time, `sync` makes no difference.
         """
         step = self._step
-        if step is None:
+        if step is None or step.forward is None:
             raise ModuleError("backward: the model must be called after the last step or zero_grad. Call it first.")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError("backward: the loss must be a tensor of one number that the model's output led to.")
         if step.runtime.fresh:
             refuse_other_parameters(loss)
-        self._on_device(lambda: self._backward(step, loss, scale, sync))
-
-    def _backward(self, step: _Step, loss: Tensor, scale: float, sync: bool) -> None:
-        device, units, reductions = step.device, step.runtime.units, step.runtime.reductions
         step.runtime.check_unchanged()
-        device.scale, step.is_pending = scale, False
+        step.differentiated = device, share, weights = step.forward
+        device.scale = scale
         device.agree_on_axes(loss.device)
+        units, reductions = step.runtime.units, step.runtime.reductions
         if self.is_reproducible:
             trees = TreeAccumulator(units, reductions.as_reduced)
-            start = device.begin_backward(loss, step.share, trees.add, idle=not step.share)
+            start = device.begin_backward(loss, share, trees.add, idle=not share)
             split_backward(loss, start, step.outputs, device.differentiate, trees)
             for unit in units:  # each backward on its own: sums of two would be rounded otherwise on other meshes
                 reductions.reduce(unit, trees.result(unit) or [None] * len(unit.indices))
             reductions.send()
         else:
-            keep = None if sync or not device.options.reduce_once else Unit.accumulate
-            device.differentiate([loss], [device.begin_backward(loss, step.share, keep, idle=not step.share)])
-            if keep is None:
+            accumulate = None if sync or not device.options.reduce_once else Unit.accumulate
+            device.differentiate([loss], [device.begin_backward(loss, share, accumulate, idle=not share)])
+            if accumulate is None:
                 reductions.end()
-        step.backwards.append(step.weights)
-        step.done = device
+        step.weights.append(weights)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
+    @as_device
     def gradients(self) -> PyTree:
-        """Return the gradients of all backwards since the last time; None where no device has used a parameter."""
+        """Return the gradients of all backwards since the last time; None where no device has used a parameter.
+
+        Remaining gradients are reduced, and buffers averaged: the one time in a step that all devices agree.
+        """
         step = self._step
-        if step is None or not step.backwards:
+        if step is None or step.differentiated is None or not step.weights:
             raise ModuleError(
                 "there are no gradients. Call the model, then booster.backward(loss, optimizer): loss.backward() does not "
                 "reduce over devices."
             )
         self.end_step()
-        return self._on_device(lambda: self._agree(step))
-
-    def _agree(self, step: _Step) -> PyTree:
-        """Reduce the remaining gradients, and average buffers: the one time in a step that all devices agree."""
-        device, near = step.done, torch.zeros((), device=step.runtime.reductions.device)
-        losses = [SliceLoss(near, sum(weights), []) for weights in zip(*step.backwards, strict=True)]
-        changed = [self._agreed.changed(0, tree, near.device) for tree in self._written_by(len(losses))]
+        device = step.differentiated.device
+        zero = torch.zeros((), device=step.runtime.reductions.device)  # the loop has used the losses
+        losses = [SliceLoss(zero, sum(weights), []) for weights in zip(*step.weights, strict=True)]
+        changed = [self._agreed.changed(0, tree, zero.device) for tree in self._written_by(len(losses))]
         step.runtime.sequence.append(self._gathers)
         mean, used, after = device.agree(losses, changed)
-        if not self.is_reproducible and abs(mean.weight - len(step.backwards)) > 1e-6:
+        if not self.is_reproducible and abs(mean.weight / len(step.weights) - 1) > ROUNDING:
             raise MismatchError(
-                f"the devices' parts of the batch must add up to one; got {mean.weight / len(step.backwards):.3f}: rows fit "
+                f"the devices' parts of the batch must add up to one; got {mean.weight / len(step.weights):.3f}: rows fit "
                 "batches of two sizes. Use each batch of a loader before the next is fetched, or leave the last one out: "
                 "drop_last=True."
             )
         self.set_buffers(self._agreed.after([after]))
-        grads = gradient_tree(step.plans.leaves, [device.gradients(used)], step.structure, step.at)
+        grads = gradient_tree(step.plans.leaves, [device.gradients(used)], step.structure, step.indices)
         step.plans.order, self._step = step.runtime.order, None
         step.runtime.stop()
         return grads
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step; a forward without its backward stays, as in torch."""
-        step = self._step
-        if step is not None and step.is_pending:
-            step.backwards = []
-            self._on_device(lambda: step.runtime.reductions.drop())
-        elif step is not None:
+        if self._step is not None:
+            self._drop(self._step)
+
+    @as_device
+    def _drop(self, step: _Step) -> None:
+        if step.is_pending:
+            step.weights = []
+            step.runtime.reductions.drop()
+        else:
             self._step = None
-            self._on_device(lambda: step.runtime.stop())
+            step.runtime.stop()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from fshard.booster.full_state import full_leaves, put
 from fshard.booster.plugins import Plugin
 from fshard.checkpoint.names import as_leaf
+from fshard.comm.replicas import ReplicaGroup
 from fshard.copying import copied
 from fshard.errors import ModuleError, ScopeError
 from fshard.mesh.layout import Layout, Mesh, PyTree, map_leaves
@@ -36,9 +38,8 @@ def shard_model(
 
     Lazy layers are built one at a time. A model that runs `in_place` gives up its memory.
     """
-    mesh, stages = plugin.default_mesh(), plugin.stages_of(model)
-    plans = plugin.plans_of(model, stages)
-    pairs, within = [*zip(stages, plans, strict=True)], [None if plan is None else plan.rules for plan in plans]
+    mesh, pairs = plugin.default_mesh(), plugin.split(model)
+    stages, within = [stage for stage, _ in pairs], [None if plan is None else plan.rules for _, plan in pairs]
     if plugin.in_stages():
         for stage in stages:
             refuse_hooks(stage)
@@ -48,30 +49,31 @@ def shard_model(
         options = plugin.gradient_options()
         where: Any = {name: options[name] for name in ("mesh", "schedule", "axis")}
         trained = [_split(plan, source.trained(dict(stage.named_parameters()))) for stage, plan in pairs]
-        params = place_stages(trained, plugin.rules(mesh, within if any(within) else None), **where, put=reserved)
+        params = place_stages(trained, plugin.rules(within if any(within) else None), **where, put=reserved)
         buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
-        trees = [tree for own in zip(has_stages(**where), params, buffers, strict=True) if own[0] for tree in own[1:]]
+        stored = zip(has_stages(**where), params, buffers, strict=True)
+        trees = [tree for is_here, *pair in stored if is_here for tree in pair]
     else:
-        synchronised, plan = (plugin.replica_axes(mesh) if plugin.sync_batchnorm else ()) or None, plans[0]
-        how: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised, "in_place": in_place}
-        run, own, buffers = module_function(model, **how) if plan is None else planned(plan, model, **how)
-        trained = source.trained({name: x for name, x in model.named_parameters() if name in own})
+        synchronised, plan = (plugin.replica_axes() if plugin.sync_batchnorm else ()) or None, pairs[0][1]
+        options: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised, "in_place": in_place}
+        run, params, buffers = module_function(model, **options) if plan is None else planned(plan, model, **options)
+        trained = source.trained({name: x for name, x in model.named_parameters() if name in params})
         rules = None if plan is None else {name: plan.spec(name) for name in trained}
-        params = apply_rules(_split(plan, trained), plugin.rules(mesh, rules), mesh, put=reserved)
+        params = apply_rules(_split(plan, trained), plugin.rules(rules), mesh, put=reserved)
         buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}
         trees = [params, buffers] if mesh.runtime != "abstract" else []
     compare_inputs("boost", mesh, samples_of(dict([*model.named_parameters(), *model.named_buffers()])))
     validate_not_boosted("boost", model)  # by another device of a virtual mesh, while this one waited
     tensors: dict[str, Any] = {name: x for tree in trees for name, x in tree.items()}
-    draw(model, plugin.seed, tensors, lambda name, made: put(as_leaf(tensors[name]), made))
+    draw(model, plugin.seed, tensors, lambda name, x: put(as_leaf(tensors[name]), x))
     if in_place:
         give_up_memory([model, *stages], torch.device(mesh.device_type))
     return run, params, buffers
 
 
-def planned(plan: Plan, module: nn.Module, *, is_last: bool = True, **how: Any) -> tuple[Any, PyTree, PyTree]:
+def planned(plan: Plan, module: nn.Module, *, is_last: bool = True, **options: Any) -> tuple[Any, PyTree, PyTree]:
     """Return a module as a function by its plan, its parameters and buffers; the outputs of the last are full tensors."""
-    apply, params, buffers = plan.functionalize(module, **how)
+    apply, params, buffers = plan.functionalize(module, **options)
 
     def run(params: PyTree, buffers: PyTree, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         output, after = apply(params, buffers, *args, **kwargs)
@@ -126,7 +128,7 @@ class BoostedModel(nn.Module):
     def __init__(self, module: nn.Module, plugin: Plugin, source: OptimizerSource) -> None:
         super().__init__()
         self.module, self.mesh, self.is_reproducible = module, plugin.default_mesh(), plugin.reproducible
-        self.replicas = plugin.replicas(self.mesh)
+        self.replicas = plugin.replicas()
         self._seed, self._steps, self._forwards, self._others = plugin.seed, 0, 0, 0
         refuse_outside(self.mesh)
         self.function, self.params, self.module_buffers = shard_model(plugin, module, source, in_place=True)
@@ -148,12 +150,10 @@ class BoostedModel(nn.Module):
 
     def combine(self, step: Callable[[PyTree], tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree]:
         """Return the parameters after an optimizer's step, combined with those of other replicas, and its state."""
-        replicas = self.replicas
-        if replicas is None:
-            return step(self.params)
-        mesh, params = resolve_mesh(self.mesh), self.params
-        (result,) = run_on_devices(mesh, lambda _: replicas.run(params, None, self._steps, lambda: step(params)))
-        return result[0], result[2]
+        replicas, params = cast(ReplicaGroup, self.replicas), self.params
+        mesh, step_here = resolve_mesh(self.mesh), partial(step, params)
+        ((params, _, state),) = run_on_devices(mesh, lambda _: replicas.run(params, None, self._steps, step_here))
+        return params, state
 
     def end_step(self) -> None:
         """Count a step of the optimizer."""
@@ -185,12 +185,11 @@ class BoostedModel(nn.Module):
         return state if self.replicas is None else self.replicas.joined([state])
 
     def _local_state(self) -> dict[str, Any]:
-        trees = [
-            tree for own in (self.params, self.module_buffers) for tree in (own if isinstance(own, list) else [own])
-        ]
-        own, names = {name: x for tree in trees for name, x in tree.items()}, self.first_names()
+        both = (self.params, self.module_buffers)
+        trees = [tree for x in both for tree in (x if isinstance(x, list) else [x])]
+        arrays, names = {name: x for tree in trees for name, x in tree.items()}, self.first_names()
         state = self.module.state_dict(keep_vars=True)
-        return {key: own[names[key]] if key in names else x for key, x in state.items()}
+        return {key: arrays[names[key]] if key in names else x for key, x in state.items()}
 
     def load_sharded_state(self, state: Mapping[str, Any]) -> None:
         """Use arrays of `sharded_state`, into which others have been written, and extra state of modules."""
@@ -210,10 +209,10 @@ class BoostedModel(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> Any:
         """Load full parameters and buffers, as the module's `load_state_dict`; all devices must call it, with equal ones."""
-        module, own = self.unwrap(), self._local_state()
+        module, arrays = self.unwrap(), self._local_state()
         differences, values = module.load_state_dict(state_dict, strict=strict), module.state_dict()
         for key in values.keys() & self.first_names().keys():
-            put(as_leaf(own[key]), values[key])
+            put(as_leaf(arrays[key]), values[key])
         self.load_sharded_state(values)
         return differences
 

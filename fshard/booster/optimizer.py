@@ -32,22 +32,20 @@ from fshard.uncompiled import uncompiled
 
 def partitioned(plugin: Plugin, source: OptimizerSource) -> Callable[[], Partitioned]:
     """Return a function that shards an optimizer's state and work, with its current options."""
-    mesh = plugin.default_mesh()
-    zero_axes = plugin.zero_axes(mesh)  # none: nothing is sharded
-    stage, layers = plugin.zero() if zero_axes else 0, plugin.gradient_options().get("local", ())
+    cached = lru_cache(maxsize=1)(partial(_partition, plugin))  # of an optimizer whose options have not changed
+    return lambda: cached(source.now())
 
-    @lru_cache(maxsize=1)
-    def partition(opt: Optimizer) -> Partitioned:
-        opt = loss_scaled(opt) if plugin.precision == "fp16" and opt.loss_scale is None else opt
-        found = partition_optimizer(
-            opt, mesh=mesh, axis=zero_axes or mesh.axis_names, stage=stage, compress=plugin.compressors(mesh)
-        )
-        if layers and stage == 0 and opt.elementwise is not True:  # the shards of a matrix are collected by one device
-            owned = partition_optimizer(opt, mesh=mesh, axis=layers, stage=1)
-            found = owned._replace(gradients=found.gradients)
-        return found if plugin.unused == "skip" else _with_zeros(found)
 
-    return lambda: partition(source.now())
+def _partition(plugin: Plugin, opt: Optimizer) -> Partitioned:
+    mesh, axes, layers = plugin.default_mesh(), plugin.zero_axes(), plugin.gradient_options().get("local", ())
+    stage = plugin.zero() if axes else 0
+    opt = loss_scaled(opt) if plugin.precision == "fp16" and opt.loss_scale is None else opt
+    axes, compress = axes or mesh.axis_names, plugin.compressors()
+    sharded = partition_optimizer(opt, mesh=mesh, axis=axes, stage=stage, compress=compress)
+    if layers and stage == 0 and opt.elementwise is not True:  # the shards of a matrix are collected by one device
+        by_owners = partition_optimizer(opt, mesh=mesh, axis=layers, stage=1)
+        sharded = by_owners._replace(gradients=sharded.gradients)
+    return sharded if plugin.unused == "skip" else _with_zeros(sharded)
 
 
 def _with_zeros(opt: Partitioned) -> Partitioned:
@@ -57,14 +55,11 @@ def _with_zeros(opt: Partitioned) -> Partitioned:
         is_unused = grad is None and isinstance(x, Sharded) and trainable(x)
         return put_equal(torch.zeros(x.shape, dtype=x.dtype), opt.gradients(x.layout)) if is_unused else grad
 
-    def after(update: Update) -> Update:
-        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            at = Leaves.of(params)
-            return update(at.mapped(filled, at.beside(grads, "grads")), state, params)
+    def run(update: Update, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        leaves = Leaves.of(params)
+        return update(leaves.mapped(filled, leaves.beside(grads, "grads")), state, params)
 
-        return run
-
-    return opt._replace(update=after(opt.update), step=None if opt.step is None else after(opt.step))
+    return opt._replace(update=partial(run, opt.update), step=opt.step and partial(run, opt.step))
 
 
 _stale_step = refusing(
@@ -92,7 +87,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         partitioned: Callable[[], Partitioned],
         model: LoopModel | StagedModel,
     ) -> None:
-        self.optim, self._source, self._partitioned, self._model = optim, source, partitioned, model
+        self.optim, self._source, self._partitioned, self.model = optim, source, partitioned, model
         self._grads: PyTree | None = None
         self.state: PyTree = self._partitioned().init(model.params)
         if isinstance(optim, torch.optim.Optimizer):
@@ -110,18 +105,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
         loss_scale = self._partitioned().loss_scale
         return 1.0 if loss_scale is None else float(loss_scale(self.state))
 
-    @uncompiled
-    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
-        """Add the gradient of a loss."""
-        if self._grads is not None:
-            raise OptimizerError("backward must come before the gradients of a step are clipped or read.")
-        self._model.backward(loss, scale=self.scale, sync=sync)
-
     @property
     def grads(self) -> PyTree:
         """The gradients of all backwards since the last step, of `scale` times the loss, in their layouts."""
         if self._grads is None:
-            self._grads, compression = self._model.gradients(), self._partitioned().compression
+            self._grads, compression = self.model.gradients(), self._partitioned().compression
             if compression is not None:
                 self._grads, self.state = compression.reduce(self._grads, self.state)
         return self._grads
@@ -135,7 +123,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """
         order, scale = float(norm_type), self.scale
         validate("clip_grad_norm", within("[0, inf]", max_norm=max_norm), within("(0, inf]", norm_type=order))
-        with exact_norms(self._model.is_reproducible):
+        with exact_norms(self.model.is_reproducible):
             norm = global_norm(self.grads, order)
         if error_if_nonfinite and not norm.isfinite():
             raise OptimizerError(f"clip_grad_norm: the norm of the gradients must be finite; got {norm.item()}.")
@@ -155,11 +143,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Take a step along the gradients, including those of `closure`, which is called once; return its result."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        model, opt, exact = self._model, self._partitioned(), self._model.is_reproducible
+        model, opt, exact = self.model, self._partitioned(), self.model.is_reproducible
         step = None if exact else opt.step  # fused kernels round otherwise where a shard ends
         with torch.no_grad(), deterministic(exact, model.mesh.device_type), exact_norms(exact):
             write = partial(step_of(Optimizer(opt.init, opt.update, step, arrays=True)), self.grads, self.state)
-            model.params, self.state = model.combine(write)
+            params = model.params
+            model.params, self.state = write(params) if model.replicas is None else model.combine(write)
         self._grads = None
         if isinstance(self.optim, torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = True  # schedulers check that a step precedes theirs
@@ -168,35 +157,35 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
         self._grads = None
-        self._model.zero_grad()
+        self.model.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train parameters that were in no group so far."""
         self.optim.add_param_group(param_group)
         if isinstance(self._source, TorchSource):
-            grown = self._source.grown(self._model.params, self.state, self._partitioned().init)
-            self._model.params, self.state = grown
+            grown = self._source.grown(self.model.params, self.state, self._partitioned().init)
+            self.model.params, self.state = grown
 
     def sharded_state(self) -> dict[str, Any]:
         """Return state and groups by the names of parameters, as they are sharded: `fs.save` stores these."""
         groups = {"groups": self._source} if isinstance(self._source, TorchSource) else {}
-        replicas = self._model.replicas
+        replicas = self.model.replicas
         return {"state": self.state if replicas is None else replicas.joined([self.state]), **groups}
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Use arrays of `sharded_state`, into which others have been written."""
-        replicas = self._model.replicas
-        self.state = state["state"] if replicas is None else replicas.local(state["state"], self._model.mesh)
+        replicas = self.model.replicas
+        self.state = state["state"] if replicas is None else replicas.local(state["state"], self.model.mesh)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state: of an optimizer of torch in its form. All devices must call it."""
-        replicas = self._model.replicas
+        replicas = self.model.replicas
         state = self.state if replicas is None else replicas.mean(self.state)
-        return full_state(self._source, state, self._model.first_names())
+        return full_state(self._source, state, self.model.first_names())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full state, such as that of the optimizer on one device; all devices must give equal ones."""
-        init = self._partitioned().init(self._model.params)
-        self.state = loaded_state(self._source, init, self._model.first_names(), state_dict)
+        init = self._partitioned().init(self.model.params)
+        self.state = loaded_state(self._source, init, self.model.first_names(), state_dict)
 
     __reduce_ex__ = refusing(OptimizerError, "a boosted optimizer is sharded, so it cannot be copied or pickled.")

@@ -12,7 +12,9 @@ from fshard.booster.hybrid import MODEL_AXES, HybridParallelPlugin
 from fshard.foreign_names import hint
 from fshard.mesh.runtimes.launchers import process_count
 from fshard.mesh.spmd.scope import here
-from fshard.transforms.options import integer, must_be, one_of, refusal, unknown
+from fshard.transforms.options import one_of, refusal, unknown
+
+_MODES = [*MODEL_AXES, "sequence"]
 
 
 def parallel(config: Mapping[str, Any] | str | PathLike[str], **plugin_options: Any) -> HybridParallelPlugin:
@@ -31,46 +33,42 @@ def parallel(config: Mapping[str, Any] | str | PathLike[str], **plugin_options: 
     (2, 4, '2d')
     >>> parallel(dict(tensor=4))
     Traceback (most recent call last):
-    ValueError: parallel: tensor=4 must have a mode: write tensor=dict(size=4, mode="1d"), or "2d", "2.5d", "3d", "sequence".
+    ValueError: parallel: tensor must have a mode: write tensor=dict(size=4, mode=...), with one of ['1d', '2d', ...
     """
     if not isinstance(config, Mapping) and Path(config).suffix == ".py":
         raise ValueError(f"parallel: config must be a dict or a TOML file; got {str(config)!r}.{hint('a Python file')}")
     table: Any = config if isinstance(config, Mapping) else tomllib.loads(Path(config).read_text(encoding="utf-8"))
     table = table.get("parallel", table)
-    if wrong := must_be("parallel", "a dict of data, pipeline and tensor", table, isinstance(table, Mapping)):
-        raise ValueError(f"parallel: {wrong[0]}.")
-    wrong = unknown("parallel", table, ["data", "pipeline", "tensor"])
-    pipeline = table.get("pipeline", 1)
-    if isinstance(pipeline, Mapping):
-        wrong += unknown("pipeline", pipeline, ["size"])
-        pipeline = pipeline.get("size")
-    layers, refused = _layers(table.get("tensor", 1))
-    options: dict[str, Any] = {"data": table.get("data"), "pipeline": pipeline, **layers, **plugin_options}
-    made = list[HybridParallelPlugin]()
-    wrong += refused + refusal(lambda: made.append(HybridParallelPlugin(**options)))
-    if not wrong and (here() is not None or process_count() > 1):
-        wrong += refusal(made[0].default_mesh)
-    if wrong:
-        raise ValueError(f"parallel: {'; '.join(text.removeprefix('HybridParallelPlugin: ') for text in wrong)}.")
-    return made[0]
+    if not isinstance(table, Mapping):
+        raise ValueError(f"parallel: parallel must be a dict of data, pipeline and tensor, got {table!r}.")
+    pipeline, tensor = _sized(table.get("pipeline", 1)), _sized(table.get("tensor", 1))
+    layers, errors = _layers(tensor)
+    options: dict[str, Any] = {"data": table.get("data"), "pipeline": pipeline.get("size"), **layers, **plugin_options}
+    plugins = list[HybridParallelPlugin]()
+    errors += unknown("parallel", table, ["data", "pipeline", "tensor"]) + unknown("pipeline", pipeline, ["size"])
+    errors += refusal(lambda: plugins.append(HybridParallelPlugin(**options)))
+    if not errors and (here() is not None or process_count() > 1):
+        errors += refusal(plugins[0].default_mesh)
+    if errors:
+        raise ValueError(f"parallel: {'; '.join(error.removeprefix('HybridParallelPlugin: ') for error in errors)}.")
+    return plugins[0]
 
 
-def _layers(given: Any) -> tuple[dict[str, Any], list[str]]:
+def _sized(x: Any) -> Mapping[str, Any]:
+    """Return a table of the configuration; a single value is its size."""
+    return x if isinstance(x, Mapping) else {"size": x}
+
+
+def _layers(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the options of sharded layers or tokens, and the errors of `tensor`."""
-    table = given if isinstance(given, Mapping) else {"size": given}
     size, mode, depth = table.get("size"), table.get("mode"), table.get("depth", 1)
-    wrong = unknown("tensor", table, ["size", "mode", "depth"])
-    wrong += integer("the size of tensor", size) + integer("the depth of tensor", depth)
-    modes = [*MODEL_AXES, "sequence"]
-    if mode is None and size != 1:
-        first, *others = [f'"{mode}"' for mode in modes]
-        wrong.append(
-            f"tensor={given!r} must have a mode: write tensor=dict(size={size!r}, mode={first}), or {', '.join(others)}"
-        )
-    wrong += [] if mode is None else one_of("the mode of tensor", mode, *modes)
-    wrong += ['depth has no meaning for mode="sequence"; "2.5d" has a depth'] * (mode == "sequence" and depth != 1)
-    if wrong or mode is None:
-        return {}, wrong
-    if mode == "sequence":
-        return {"sequence": size, "sequence_mode": "rsa"}, []
-    return {"tensor": size, "tensor_mode": mode, "tensor_depth": depth}, []
+    errors = unknown("tensor", table, ["size", "mode", "depth"])
+    if mode is None and size == 1:
+        return {}, errors
+    if mode is None:
+        errors.append(f"tensor must have a mode: write tensor=dict(size={size!r}, mode=...), with one of {_MODES}")
+        return {}, errors
+    errors += one_of("the mode of tensor", mode, *_MODES)
+    name = "sequence" if mode == "sequence" else "tensor"
+    modes = {"sequence_mode": "rsa"} if mode == "sequence" else {"tensor_mode": mode}
+    return {name: size, "tensor_depth": depth, **modes}, errors

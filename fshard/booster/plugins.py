@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, cast
+from types import NoneType
+from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -75,24 +76,37 @@ class Plugin:
     def __post_init__(self) -> None:
         if isinstance(self.precision, torch.dtype):
             object.__setattr__(self, "precision", _PRECISIONS.get(self.precision, self.precision))
-        if wrong := self.errors():
-            raise ValueError(f"{type(self).__name__}: {'; '.join(wrong)}.")
+        if errors := self._invalid_fields() or self.contradictions():
+            raise ValueError(f"{type(self).__name__}: {'; '.join(errors)}.")
 
-    def errors(self) -> list[str]:
-        """List the invalid fields, and those that contradict each other or the mesh."""
-        wrong, mesh = must_be("mesh", "a Mesh or None", self.mesh, isinstance(self.mesh, Mesh | None)), self.mesh
-        wrong += one_of("precision", self.precision, "bf16", "fp16", None)
-        wrong += one_of("unused", self.unused, "skip", "zero")
-        wrong += flag("sync_batchnorm", self.sync_batchnorm) + flag("reproducible", self.reproducible)
-        wrong += integer("slices", self.slices) + integer("seed", self.seed, 0)
-        known = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
-        wrong += unknown("options", self.options, sorted(known))
-        wrong += wrong_options({**self.options, "reproducible": self.reproducible})
+    def _invalid_fields(self) -> list[str]:
+        """List the flags, integers and literals that are not what their annotations allow."""
+        errors = must_be("mesh", "a Mesh or None", self.mesh, isinstance(self.mesh, Mesh | None))
+        for name, annotation in get_type_hints(type(self)).items():
+            x, kinds = getattr(self, name), get_args(annotation)
+            kinds = [annotation] if get_origin(annotation) is Literal or not kinds else [*kinds]
+            values = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+            types = {kind for kind in kinds if get_origin(kind) is not Literal} - {NoneType, torch.dtype}
+            if x is None and NoneType in kinds:
+                continue
+            if types == {bool}:
+                errors += flag(name, x)
+            elif types == {int} and not values:
+                errors += integer(name, x, 0 if name == "seed" else 1)
+            elif values and not types:
+                errors += one_of(name, x, *values, *[None] * (NoneType in kinds))
+        return errors
+
+    def contradictions(self) -> list[str]:
+        """List the fields, each valid, that contradict each other or the mesh."""
+        legal = _OPTIONS & {*(OF_STAGES if self.in_stages() else OF_LOSSES)}
+        errors = unknown("options", self.options, sorted(legal))
+        errors += wrong_options({**self.options, "reproducible": self.reproducible})
         if self.reproducible and self.sync_batchnorm:
-            wrong.append("sync_batchnorm=True needs all devices together, reproducible=True computes slices one by one")
-        if isinstance(mesh, Mesh):
-            wrong += dict.fromkeys(refusal(lambda: self.axes(mesh)) + refusal(lambda: self.zero_axes(mesh)))
-        return wrong
+            errors.append(
+                "sync_batchnorm=True needs all devices together, reproducible=True computes slices one by one"
+            )
+        return errors if self.mesh is None else errors + refusal(self.zero_axes)
 
     def zero(self) -> Stage:
         """Return the stage of ZeRO."""
@@ -102,9 +116,9 @@ class Plugin:
         """Return True if the model is split into stages."""
         return False
 
-    def stages_of(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the stages of a model."""
-        return [model]
+    def split(self, model: nn.Module) -> Sequence[tuple[nn.Module, Plan | None]]:
+        """Return the stages of a model, each with the plan of its layers that are sharded."""
+        return [(model, None)]
 
     def default_mesh(self) -> Mesh:
         """Return the mesh: that which was given, that of `fs.run`, or all processes."""
@@ -116,52 +130,45 @@ class Plugin:
         """Return the plugin with its mesh."""
         return self if self.mesh is not None else replace(self, mesh=self.default_mesh())
 
-    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+    def axes(self) -> tuple[str, ...]:
         """Return the axes that shard the batch."""
+        mesh = self.default_mesh()
         return mesh.axis_names if self.axis is None else mesh.check_axes(cast(Any, self.axis), "axis=")
 
-    def zero_axes(self, mesh: Mesh) -> tuple[str, ...]:
+    def zero_axes(self) -> tuple[str, ...]:
         """Return the axes along which ZeRO shards."""
-        return self.replica_axes(mesh)
+        return self.replica_axes()
 
-    def replicas(self, mesh: Mesh) -> ReplicaGroup | None:
+    def replicas(self) -> ReplicaGroup | None:
         """Return the replicas that train apart; None: all devices train one model."""
         return None
 
-    def replica_axes(self, mesh: Mesh) -> tuple[str, ...]:
+    def replica_axes(self) -> tuple[str, ...]:
         """Return the axes that shard the batch of one replica."""
-        axes, replicas = self.axes(mesh), self.replicas(mesh)
+        axes, replicas = self.axes(), self.replicas()
         return axes if replicas is None else tuple([axis for axis in axes if axis != replicas.axis])
 
-    def plans_of(self, model: nn.Module, stages: Sequence[nn.Module]) -> Sequence[Plan | None]:
-        """Return the plan of layers of each stage that are sharded."""
-        return [None] * len(stages)
-
-    def rules(self, mesh: Mesh, within: Rules = None) -> Rules:
+    def rules(self, within: Rules = None) -> Rules:
         """Return the layouts of parameters, which plans shard by the rules `within`."""
         return P() if within is None else within
 
-    def compressors(self, mesh: Mesh) -> Mapping[str, Any] | None:
+    def compressors(self) -> Mapping[str, Any] | None:
         """Return the compressors of gradients, by axis."""
         return None
 
     def gradient_options(self) -> dict[str, Any]:
         """Return the options of `value_and_grad`."""
-        mesh = self.default_mesh()
+        full = {"slices": self.slices if self.reproducible else None, "reduce_once": self.zero() < 2}
         return {
-            "mesh": mesh,
-            "batch": P(axes) if (axes := self.replica_axes(mesh)) else P(),
+            "mesh": self.default_mesh(),
+            "batch": P(axes) if (axes := self.replica_axes()) else P(),
             "has_buffers": True,
             "compute": next((dtype for dtype, name in _PRECISIONS.items() if name == self.precision), None),
             "reduce": torch.float32 if self.precision == "fp16" else None,
             "reproducible": self.reproducible,
-            **self.own_options(),
+            **({} if self.in_stages() else full),
             **self.options,
         }
-
-    def own_options(self) -> dict[str, Any]:
-        """Return those that stages do not have, or that they alone have."""
-        return {"slices": self.slices if self.reproducible else None, "reduce_once": self.zero() < 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,40 +179,40 @@ class _SlowLinkPlugin(Plugin):
     local_steps: Any = None
     gossip: Any = None
 
-    def errors(self) -> list[str]:
-        wrong, mesh = super().errors(), self.mesh
+    def contradictions(self) -> list[str]:
         names = [name for name in ("compress", "local_steps", "gossip") if getattr(self, name) is not None]
         if len(names) > 1:
-            wrong.append(f"{' and '.join(names)} must not be combined: give one of them")
-        if names and self.reproducible:
-            wrong.append(f"{names[0]} must be None with reproducible=True, since its sums depend on the mesh")
-        if names and names != ["compress"] and self.zero() > 1:
-            wrong.append(f"{names[-1]} must be None in stage {self.zero()}: use stage 0 or 1")
+            return [f"{' and '.join(names)} must not be combined: give one of them"]
+        errors = super().contradictions()
+        for name in names:
+            if self.reproducible:
+                errors.append(f"{name} must be None with reproducible=True, since its sums depend on the mesh")
+            if name != "compress" and self.zero() > 1:
+                errors.append(f"{name} must be None in stage {self.zero()}: use stage 0 or 1")
         steps = self.local_steps.values() if isinstance(self.local_steps, Mapping) else [self.local_steps]
-        wrong += [error for every in steps if every is not None for error in integer("local_steps", every)]
-        return wrong + ([] if wrong or mesh is None else refusal(lambda: self.replicas(mesh)))
+        return [error for count in steps if count is not None for error in integer("local_steps", count)] + errors
 
-    def _by_axis(self, name: str, mesh: Mesh) -> Mapping[str, Any] | None:
+    def _by_axis(self, name: str) -> Mapping[str, Any] | None:
         """Return the values of an option by axis; a single one is for the axis of the batch."""
         value = getattr(self, name)
         if value is None or isinstance(value, Mapping):
             return value
-        axes = [axis for axis in self.axes(mesh) if mesh.shape[axis] > 1]
+        axes = [axis for axis in self.axes() if self.default_mesh().shape[axis] > 1]
         if len(axes) > 1:
             raise ValueError(
                 f"{name} must be for each axis of {', '.join(axes)}, as {{{axes[0]!r}: ...}}; got {value}."
             )
         return dict.fromkeys(axes, value)
 
-    def compressors(self, mesh: Mesh) -> Mapping[str, Any] | None:
-        return self._by_axis("compress", mesh)
+    def compressors(self) -> Mapping[str, Any] | None:
+        return self._by_axis("compress")
 
-    def replicas(self, mesh: Mesh) -> ReplicaGroup | None:
+    def replicas(self) -> ReplicaGroup | None:
         name = "gossip" if self.local_steps is None else "local_steps"
-        values = self._by_axis(name, mesh)
+        values, mesh = self._by_axis(name), self.default_mesh()
         if values is None:
             return None
-        if len(values) != 1 or any(axis not in self.axes(mesh) or mesh.shape[axis] == 1 for axis in values):
+        if len(values) != 1 or any(axis not in self.axes() or mesh.shape[axis] == 1 for axis in values):
             raise ValueError(f"{name} must be along one axis of the batch, of several devices; got {mesh}.")
         ((axis, value),) = values.items()
         if name == "local_steps":
@@ -243,10 +250,6 @@ class ZeroPlugin(_SlowLinkPlugin):
 
     stage: Literal[1, 2] = 1
 
-    def errors(self) -> list[str]:
-        wrong = one_of("stage", self.stage, 1, 2)
-        return super().errors() + [f"{text}: stage 0 is DDPPlugin, stage 3 FSDPPlugin" for text in wrong]
-
     def zero(self) -> Stage:
         return self.stage
 
@@ -267,22 +270,21 @@ class FSDPPlugin(Plugin):
     shard_axis: str | Sequence[str] | None = None
     reshard_after_forward: bool = True
 
-    def errors(self) -> list[str]:
-        wrong = super().errors() + flag("reshard_after_forward", self.reshard_after_forward)
-        return wrong + refusal(lambda: fsdp((), unit=self.unit))
+    def contradictions(self) -> list[str]:
+        return super().contradictions() + refusal(lambda: fsdp((), unit=self.unit))
 
     def zero(self) -> Stage:
         return 3
 
-    def zero_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        axes = self.axes(mesh)
-        found = axes if self.shard_axis is None else mesh.check_axes(cast(Any, self.shard_axis), "shard_axis=")
-        if not {*found} <= {*axes}:
-            raise ValueError(f"shard_axis must be among axis=, got {self.shard_axis!r}.")
-        return found
+    def zero_axes(self) -> tuple[str, ...]:
+        axes, chosen = self.axes(), cast(Any, self.shard_axis)
+        shard_axes = axes if chosen is None else self.default_mesh().check_axes(chosen, "shard_axis=")
+        if not {*shard_axes} <= {*axes}:
+            raise ValueError(f"shard_axis must be among axis=, got {chosen!r}.")
+        return shard_axes
 
-    def rules(self, mesh: Mesh, within: Rules = None) -> Rules:
-        return fsdp(self.zero_axes(mesh), unit=self.unit)
+    def rules(self, within: Rules = None) -> Rules:
+        return fsdp(self.zero_axes(), unit=self.unit)
 
-    def own_options(self) -> dict[str, Any]:
-        return {**super().own_options(), "reshard_after_forward": self.reshard_after_forward}
+    def gradient_options(self) -> dict[str, Any]:
+        return {**super().gradient_options(), "reshard_after_forward": self.reshard_after_forward}

@@ -53,11 +53,11 @@ class StagedModel(BoostedModel):
         """Return the gradient of the schedule, for any criterion: a loop may pass a new one in every step."""
 
         def loss(y: Any, microbatch: Any) -> Any:
-            found = loss_of(self._criterion, y, microbatch)
-            return (found, y) if outputs else found
+            value = loss_of(self._criterion, y, microbatch)
+            return (value, y) if outputs else value
 
-        how: dict[str, Any] = {**self._options, "loss": loss, "aux": "rows" if outputs else None}
-        return gradient_of("execute_pipeline", self.function, backward=backward, in_place=True, **how)
+        options: dict[str, Any] = {**self._options, "loss": loss, "aux": "rows" if outputs else None}
+        return gradient_of("execute_pipeline", self.function, backward=backward, in_place=True, **options)
 
     def run(self, criterion: Criterion | None, batch: PyTree, scale: float, *, outputs: bool) -> StepValue:
         """Run the schedule on a batch, and keep the gradients of `scale` times the loss; without grad mode, forwards only.
@@ -70,8 +70,8 @@ class StagedModel(BoostedModel):
             gradient = self._gradient(outputs, backward)
             value, grads = gradient.run(self.params, self.module_buffers, batch, call_site(), scale)
         if backward:
-            at = Leaves.of(grads if self._grads is None else self._grads)
-            self._grads = grads if self._grads is None else at.mapped(_added, at.beside(grads, "the gradients"))
+            sums = Leaves.of(grads if self._grads is None else self._grads)
+            self._grads = grads if self._grads is None else sums.mapped(_add, sums.beside(grads, "the gradients"))
         self.module_buffers = value.buffers
         return value
 
@@ -97,5 +97,5 @@ def loss_of(criterion: Criterion | None, output: Any, batch: Any) -> Tensor:
     return criterion(output, batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
 
 
-def _added(one: Leaf, other: Leaf) -> Leaf:
-    return other if one is None else one if other is None else map_shards(torch.add, one, other)
+def _add(x: Leaf, y: Leaf) -> Leaf:
+    return y if x is None else x if y is None else map_shards(torch.add, x, y)

@@ -141,8 +141,8 @@ def test_loop_continues_with_equal_bits(name, tmp_path):
 
 
 PLAIN = partial(network, counts=False, dropout=0.0)
-PAIRS = [(one, other) for one in PLUGINS for other in ("ddp", "fsdp", "both") if one != other]
-PAIRS += [("ddp", "zero1"), ("fsdp", "zero2"), ("zero1", "stages"), ("both", "tensor"), ("tensor", "stages")]
+PAIRS = [pair for name in PLUGINS if name != "both" for pair in ((name, "both"), ("both", name))]
+PAIRS += [("ddp", "fsdp"), ("fsdp", "zero2"), ("zero1", "stages"), ("tensor", "stages")]
 EXACT = {"ddp", "zero1", "zero2", "fsdp"}
 
 
@@ -472,7 +472,7 @@ def test_what_cannot_be_saved_or_loaded_raises(tmp_path):
         fs.run(main, act, mesh=fs.make_mesh({"data": 1}))
 
     with pytest.raises(
-        TypeError, match="model must be as boost has returned it; dataloader must have a state_dict; got a Data"
+        TypeError, match="model must be as boost has returned it; got a Linear; dataloader must be .* got a Data"
     ):
         run(lambda loop: loop.booster.save(tmp_path, nn.Linear(1, 1), None, None, DataLoader(DATA)))
     run(lambda loop: loop.booster.save(tmp_path, loop.model))

@@ -243,7 +243,7 @@ TRANSFORMERS = {
 }
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("plugin", ["zero 2", "fsdp"])
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers_model_trains_as_torch(name, plugin):
     pytest.importorskip("transformers", reason="transformers is not installed: pip install fshard[hf]")

@@ -39,7 +39,6 @@ MODES = {
     "rsa": ({"data": 1, "seq": 2, "model_i": 2, "model_j": 2}, {"sequence": 2, "tensor": 4, "tensor_mode": "2d", "sequence_mode": "rsa"}),
     "megatron": ({"data": 2, "model": 2}, {"tensor": 2, "sequence_mode": "megatron"}),
 }  # fmt: skip
-CASES = [("1d", stage) for stage in (0, 1, 2, 3)] + [(mode, at % 4) for at, mode in enumerate(MODES) if mode != "1d"]
 
 
 def criterion(output, batch):
@@ -86,7 +85,7 @@ def looped(name, mesh, clip=None, loss=criterion, accumulate=1, optimizer=adamw,
     return fs.run(main, mesh=mesh)
 
 
-@pytest.mark.parametrize(("mode", "zero_stage"), CASES)
+@pytest.mark.parametrize(("mode", "zero_stage"), [("1d", 0), ("1d", 2), ("2d", 1), ("3d", 3), ("zigzag", 2)])
 def test_functional_steps_equal_one_device(mode, zero_stage):
     sizes, how = MODES[mode]
     (given, _), model = inputs_of("GPT-NeoX"), model_of("GPT-NeoX")
@@ -101,7 +100,9 @@ def test_functional_steps_equal_one_device(mode, zero_stage):
     assert_learnt([joined], by_torch("GPT-NeoX"))
 
 
-@pytest.mark.parametrize(("mode", "zero_stage"), [(mode, 3 - at % 4) for at, mode in enumerate(MODES)])
+@pytest.mark.parametrize(
+    ("mode", "zero_stage"), [("1d", 1), ("1d", 3), ("2.5d", 1), ("ring", 3), ("rsa", 1), ("megatron", 0)]
+)
 def test_loops_equal_one_device(mode, zero_stage):
     sizes, how = MODES[mode]
     assert_learnt(looped("GPT-NeoX", fs.make_mesh(sizes), zero_stage=zero_stage, **how), by_torch("GPT-NeoX"))
@@ -122,7 +123,7 @@ def own_loss(output, _):
     return output.loss
 
 
-@pytest.mark.parametrize("mode", ["2d", "zigzag", "megatron"])
+@pytest.mark.parametrize("mode", ["2d", "zigzag"])
 def test_the_models_own_loss(mode):
     """It is computed in float32."""
     sizes, how = MODES[mode]
@@ -157,7 +158,7 @@ def test_loop_on_processes_equals_one_device():
 # Stages, lazy layers, other state.
 
 
-STAGES = [*(("1d", stage) for stage in (0, 1, 2, 3)), ("2d", 1), ("ring", 3), ("zigzag", 2), ("megatron", 2)]
+STAGES = [("1d", 0), ("1d", 3), ("2d", 1), ("ring", 3), ("zigzag", 2), ("megatron", 2)]
 
 
 @pytest.mark.parametrize(("mode", "zero_stage"), STAGES)
@@ -200,7 +201,7 @@ def in_stages(name, mode, loss, data=1, **how):
 @pytest.mark.parametrize(
     ("name", "mode", "loss", "how"),
     [
-        *[("GPT-2", "1d", criterion, {"data": 2, "zero_stage": stage}) for stage in (0, 1, 2, 3)],
+        *[("GPT-2", "1d", criterion, {"data": 2, "zero_stage": stage}) for stage in (1, 3)],
         ("GPT-2", "2d", criterion, {}),
         ("GPT-2", "ring", criterion, {"schedule": "zb-h1"}),
         ("GPT-2", "megatron", criterion, {"recompute": "always"}),
@@ -269,11 +270,11 @@ class Own(torch.optim.SGD):
     ("options", "text"),
     [
         ({"tensor": 6, "tensor_mode": "2d"}, "must be a square .* got 6: the nearest are 4 and 9"),
-        ({"tensor": 9, "tensor_mode": "3d", "zero_stage": 5}, "zero_stage must .*; tensor must be a cube .* 8 and 27"),
+        ({"tensor": 9, "tensor_mode": "3d"}, "tensor must be a cube .* 8 and 27"),
         ({"tensor": 0, "sequence_mode": "rings"}, "tensor must be an integer .*; sequence_mode must be "),
         ({"tensor": 2, "tensor_depth": 2}, 'tensor_depth=2 has no meaning for tensor_mode="1d"'),
         ({"sequence": 2, "sequence_mode": "megatron"}, "must have tensor > 1, .* got 1, \"1d\" and 2"),
-        ({"tensor": 2, "sync_batchnorm": True}, "sync_batchnorm=True must have tensor=1"),
+        ({"tensor": 2, "sync_batchnorm": True}, "sync_batchnorm=True must have pipeline=1, tensor=1"),
         ({"tensor": 2, "mesh": fs.make_mesh({"data": 2}, runtime="virtual")}, '"model" of .* must have size 2'),
         ({"data": 3, "mesh": fs.make_mesh({"data": 2}, runtime="virtual")}, "data must be that of .*, 2, got 3"),
     ],

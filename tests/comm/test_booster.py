@@ -178,6 +178,29 @@ def test_totals_of_residuals_are_kept_on_another_mesh(tmp_path):
     assert any(x.any() for x in expected.values())
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD], ids=["AdamW", "SGD"])
+def test_state_dict_lists_residuals_as_those_of_compressors(make):
+    def main(state=None):
+        module = network()
+        booster = fs.Booster(fs.DDPPlugin(compress=COMPRESS, precision="fp16"))
+        model, opt, *_ = booster.boost(module, make(module.parameters(), lr=0.01))
+        if state is not None:
+            opt.load_state_dict(state)
+        else:
+            booster.backward(model(DATA.tensors[0][:8].float()).square().mean(), opt)
+            opt.step()
+        return copy.deepcopy(opt.state_dict())
+
+    state = fs.run(main, mesh=fs.make_mesh(NODES))[0]
+    assert {name.partition(".")[0] for name in state["compress"]} == {"compress"}
+    assert any(x.any() for x in state["compress"].values()) and "inner.scale" in state["loss_scale"]
+    older = {**state, "loss_scale": state["loss_scale"] | state["compress"]}
+    del older["compress"]
+    for saved in (state, older):
+        for loaded in fs.run(main, saved, mesh=fs.make_mesh({"node": 3, "gpu": 1})):
+            torch.testing.assert_close(loaded, state)
+
+
 def test_states_of_replicas_are_their_mean(tmp_path):
     """`save_model` and `state_dict` hold the mean, which all replicas load; checkpoints need as many replicas."""
 

@@ -1,0 +1,386 @@
+"""One table: loops as torch's users write them train as torch on one device under every plugin, reproducibly to the bit."""
+
+import copy
+import warnings
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from tests.booster.loops import PLUGINS, adamw, momentum
+from tests.sampled import in_pairs
+
+
+class Loop:
+    """A model and its optimizer in a loop: of torch alone, or boosted and on this device's part of each batch."""
+
+    def __init__(self, program, plugin=None):
+        torch.manual_seed(1)
+        self.module = self.model = program.make().double()
+        self.opt, self.booster = program.optimizer(self.model), plugin and fs.Booster(plugin)
+        self.schedule = program.schedule and program.schedule(self.opt)
+        if self.booster is not None:
+            self.model, self.opt, *_ = self.booster.boost(self.model, self.opt)
+
+    def part(self, x):
+        return x if self.booster is None else x.chunk(fs.axis_size("data"))[fs.axis_index("data")]
+
+    def forward(self, seed, *args):
+        """Run the model on a batch of 8 rows."""
+        return self.model(self.part(rows(seed)), *args)
+
+    def backward(self, loss, *, sync=True):
+        if self.booster is None:
+            loss.backward()
+        else:
+            with nullcontext() if sync else self.booster.no_sync(self.model, self.opt):
+                self.booster.backward(loss, self.opt)
+
+    def step(self, *, set_to_none=True):
+        self.opt.step()
+        self.opt.zero_grad(set_to_none)
+
+    def state(self):
+        module = self.module if self.booster is None else self.model.unwrap()
+        return {name: x.clone() for name, x in module.state_dict().items()}
+
+
+def rows(seed):
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def accumulated(loop, *, sync):
+    """Without `sync` the step reduces what is left."""
+    for step in range(3):
+        loop.backward(loop.forward(step).square().mean() / 2, sync=False)
+        loop.backward(loop.forward(step + 50).square().mean() / 2, sync=sync)
+        loop.step()
+
+
+def two_forwards_in_one_loss(loop):
+    for step in range(2):
+        loop.backward((loop.forward(step) * loop.forward(step + 9)).mean())
+        loop.step()
+
+
+def two_forwards_and_backwards(loop):
+    for step in range(2):
+        losses = [loop.forward(step + seed).square().mean() for seed in (0, 9)]
+        for loss in losses:
+            loop.backward(loss)
+        loop.backward(loop.forward(step + 20).mean())
+        loop.step()
+
+
+def output_fed_back(loop):
+    y = loop.forward(0)
+    loop.backward(y.square().mean() + loop.model(y).square().mean())
+    loop.step()
+
+
+def towards_larger_loss(loop):
+    """Adversarial training: with a gradient of the inputs."""
+    for step in range(3):
+        x = loop.part(rows(step)).clone().requires_grad_()
+        (g,) = torch.autograd.grad(loop.model(x).square().mean(), x)
+        loop.backward(loop.model((x + 0.1 * g.sign()).detach()).square().mean())
+        loop.step()
+
+
+def dropped_between(loop):
+    """`zero_grad` between forward and backward drops gradients and keeps the forward."""
+    for step in range(3):
+        loop.backward(loop.forward(step + 7).sum())
+        loss = loop.forward(step).square().mean()
+        loop.opt.zero_grad()
+        loop.backward(loss)
+        loop.opt.step()
+
+
+def dropped_by_model(loop):
+    for step in range(3):
+        loop.backward(100 * loop.forward(step).sum())
+        loop.model.zero_grad()
+        loop.backward(loop.forward(step).square().mean())
+        loop.step()
+
+
+def looked_at_before_step(loop):
+    """A forward whose loss nobody differentiates, as for a metric."""
+    for step in range(2):
+        loop.backward(loop.forward(step).square().mean())
+        loop.forward(step + 5)
+        loop.step()
+
+
+def closure(loop):
+    for step in range(3):
+
+        def again(step=step):
+            loop.opt.zero_grad()
+            loss = loop.forward(step).square().mean()
+            loop.backward(loss)
+            return loss
+
+        assert loop.opt.step(again).item() > 0
+
+
+def grouped(model):
+    decayed, others = [x for x in model.parameters() if x.ndim > 1], [x for x in model.parameters() if x.ndim < 2]
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": others}], lr=0.05)
+
+
+def one_cycle(opt):
+    return torch.optim.lr_scheduler.OneCycleLR(opt, [0.1, 0.2], total_steps=8)
+
+
+def scheduled(loop):
+    """Values that a scheduler and the loop write to groups are used; the scheduler is made before or after boosting."""
+    schedule = loop.schedule or one_cycle(loop.opt)
+    for step in range(8):
+        loop.backward(loop.forward(step).square().mean())
+        loop.step()
+        if step < 7:
+            schedule.step()
+        loop.opt.param_groups[0]["weight_decay"] = 0.1
+
+
+class Branches(nn.Module):
+    """Uses the second layer in some steps only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, both):
+        return self.second(self.first(x)) if both else self.first(x)
+
+
+def partly_used(loop, *, set_to_none):
+    for step in range(4):
+        loop.backward(loop.forward(step, step % 2 == 0).square().mean())
+        loop.step(set_to_none=set_to_none)
+
+
+class Router(nn.Module):
+    """Leaves a loss in an attribute: a tensor, or in lists and dicts."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(3, 3), kind
+
+    def forward(self, x):
+        y = self.layer(x).tanh()
+        loss = y.square().mean()
+        self.aux = {"losses": [loss, loss * 2]} if self.kind == "nested" else loss
+        return y
+
+    def losses(self):
+        return self.aux["losses"] if self.kind == "nested" else [self.aux]
+
+
+class Routed(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.routers, self.head, self.kind = nn.ModuleList(Router(kind) for _ in range(2)), nn.Linear(3, 1), kind
+
+    def forward(self, x):
+        for router in self.routers:
+            x = checkpoint(router, x, use_reentrant=False) if self.kind == "checkpointed" else router(x)
+        return self.head(x)
+
+
+def loss_in_attribute(loop):
+    for step in range(3):
+        loss = loop.forward(step).square().mean()
+        loop.backward(loss + sum(x for router in loop.module.routers for x in router.losses()))
+        loop.step()
+
+
+class Scaled(nn.Module):
+    """Multiplies by an attribute, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.tau, self.calls = nn.Linear(3, 3), 1.0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x).tanh() * self.tau / self.calls
+
+
+def plain(loop, *, loss_of=lambda module, y: y.square().mean(), change=lambda module, step: None):
+    for step in range(3):
+        change(loop.module, step)
+        loop.backward(loss_of(loop.module, loop.forward(step)))
+        loop.step()
+
+
+def anneal(module, step):
+    module.tau = 0.5**step
+
+
+def hooked(module, step):
+    if step == 1:
+        module[0].register_forward_hook(lambda layer, args, output: output * 1.5)
+    if step == 2:
+        module[1].eval()
+
+
+def penalised(module, y):
+    return y.square().mean() + 0.1 * sum(x.square().sum() for x in module.parameters())
+
+
+class Momentum(nn.Module):
+    """A momentum encoder: frozen parameters that the forward moves towards the trained ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.online = nn.Linear(3, 3)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for trained, frozen in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                frozen.mul_(0.9).add_(trained, alpha=0.1)
+        return self.online(x) - self.target(x).detach()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval(), nn.Tanh()) for _ in "abc")
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(
+                block, x.requires_grad_(self.use_reentrant or x.requires_grad), use_reentrant=self.use_reentrant
+            )
+        return x
+
+
+OTHER = nn.Parameter(torch.ones(3).double())
+
+
+class Program(NamedTuple):
+    """A loop that trains as torch, or raises an error; `raises`: in reproducible mode, where slices have no common graph."""
+
+    run: Any
+    make: Any = mlp
+    optimizer: Any = momentum
+    schedule: Any = None
+    options: Any = ()
+    raises: str = ""
+    error: str = ""
+
+
+ATTRIBUTE = "what a layer left in an attribute, beside the model's outputs"
+INPUT = r"must not need a gradient, .*detach\(\) them, or leave reproducible"
+PROGRAMS = {
+    "accumulated, reduced at last": Program(partial(accumulated, sync=True)),
+    "accumulated, reduced by the step": Program(partial(accumulated, sync=False)),
+    "two forwards in one loss": Program(two_forwards_in_one_loss),
+    "two forwards and backwards": Program(two_forwards_and_backwards),
+    "output fed back": Program(output_fed_back, raises=INPUT),
+    "gradient of inputs": Program(towards_larger_loss, raises=INPUT),
+    "gradients dropped between": Program(dropped_between),
+    "gradients dropped by the model": Program(dropped_by_model),
+    "a look before the step": Program(looked_at_before_step),
+    "closure": Program(closure),
+    "scheduler made before": Program(scheduled, optimizer=grouped, schedule=one_cycle),
+    "scheduler made after": Program(scheduled, optimizer=grouped),
+    "unused is skipped": Program(partial(partly_used, set_to_none=True), Branches, adamw),
+    "unused gets zeros": Program(
+        partial(partly_used, set_to_none=False), Branches, adamw, options=[("unused", "zero")]
+    ),
+    "parameters in no group": Program(closure, optimizer=lambda model: momentum(model[0])),
+    "hooks and modes": Program(
+        partial(plain, change=hooked), lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(1.0), nn.Linear(3, 3))
+    ),
+    "momentum encoder": Program(plain, Momentum, options=[("buffers", "target.**")]),
+    "momentum encoder, undeclared": Program(plain, Momentum, error=r"writes to .*target.*Declare a frozen parameter"),
+    "checkpointed": Program(plain, Checkpointed),
+    "reentrant checkpoint": Program(
+        plain, partial(Checkpointed, use_reentrant=True), error=r"reentrant checkpoint.*use_reentrant=False"
+    ),
+    "parameters of no boosted model": Program(
+        partial(plain, loss_of=lambda module, y: (y * OTHER).mean()),
+        error=r"parameters that no boosted model has, of shapes \(3,\)",
+    ),
+    **{
+        f"loss in an attribute, {kind}": Program(loss_in_attribute, partial(Routed, kind), raises=ATTRIBUTE)
+        for kind in ("tensor", "nested", "checkpointed")
+    },
+}
+NOT_BY_SLICES = {
+    "attributes": Program(partial(plain, change=anneal), Scaled),
+    "penalty on parameters": Program(partial(plain, loss_of=penalised)),
+}
+"""Whose loss depends on more than a sample."""
+
+
+def states(name, plugin, n, **options):
+    """Return the state of the model on each device."""
+    program = (PROGRAMS | NOT_BY_SLICES)[name]
+
+    def main():
+        loop = Loop(program, PLUGINS[plugin](**dict(program.options), **options))
+        program.run(loop)
+        return loop.state()
+
+    return fs.run(main, mesh=fs.make_mesh({"data": n}))
+
+
+@cache
+def by_torch(name):
+    program = (PROGRAMS | NOT_BY_SLICES)[name]
+    loop = Loop(program)
+    program.run(loop)
+    return loop.state()
+
+
+@cache
+def on_one_device(name):
+    return states(name, "ddp", 1, reproducible=True)[0]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("name", [*PROGRAMS, *NOT_BY_SLICES])
+def test_program_trains_as_torch(name, plugin):
+    program = (PROGRAMS | NOT_BY_SLICES)[name]
+    with warnings.catch_warnings(), raising(program.error):
+        warnings.simplefilter("error")
+        for state in states(name, plugin, 2):
+            torch.testing.assert_close(state, by_torch(name), rtol=0, atol=1e-12)
+
+
+def raising(error):
+    return pytest.raises((ValueError, fs.errors.ModuleError), match=error) if error else nullcontext()
+
+
+@pytest.mark.parametrize(("name", "plugin", "n"), in_pairs(PROGRAMS, ("ddp", "zero 1", "fsdp"), (2, 4)))
+def test_reproducible_program_has_equal_bits(name, plugin, n):
+    with raising(PROGRAMS[name].error or PROGRAMS[name].raises):
+        found = states(name, plugin, n, reproducible=True)
+        torch.testing.assert_close(on_one_device(name), by_torch(name), rtol=0, atol=1e-12)
+        for state in found:
+            assert [key for key, x in on_one_device(name).items() if not torch.equal(x, state[key])] == []
+
+
+def test_attribute_set_per_slice_warns_once():
+    with warnings.catch_warnings(record=True) as texts:
+        warnings.simplefilter("always")
+        states("attributes", "ddp", 1, reproducible=True, slices=2)
+    assert [
+        str(text.message).startswith("a forward sets calls, and is called once for each slice") for text in texts
+    ] == [True]
