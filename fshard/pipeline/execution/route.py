@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fshard.errors import ScheduleError
 from fshard.pipeline.schedule.actions import COMPUTE, UNITS, Action, Kind
-from fshard.pipeline.schedule.rows import ScheduleRows
+from fshard.pipeline.schedule.schedule import Schedule
 
 
 class Wire(NamedTuple):
@@ -63,7 +63,7 @@ class Route:
     """
 
     def __init__(
-        self, schedule: ScheduleRows, skips: Mapping[str, tuple[int, int]], backward: bool, *, units: bool = False
+        self, schedule: Schedule, skips: Mapping[str, tuple[int, int]], backward: bool, *, units: bool = False
     ) -> None:
         _validate(schedule, skips, units)
         self.placement = schedule.placement
@@ -102,7 +102,7 @@ class Route:
         )
 
 
-def _validate(schedule: ScheduleRows, skips: Mapping[str, tuple[int, int]], units: bool) -> None:
+def _validate(schedule: Schedule, skips: Mapping[str, tuple[int, int]], units: bool) -> None:
     """Raise unless all actions of the schedule and all skips can be executed."""
     found = [(each, device) for device, row in enumerate(schedule.rows) for each in row if each.kind in UNITS]
     if found and not units:
