@@ -14,16 +14,17 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fshard.mesh.layout import PyTree
+from fshard.mesh.layout import PyTree, unflatten
+from fshard.mesh.layout.sharded import flatten_shards
 from fshard.mesh.spmd.scope import Group
-from fshard.pipeline.execution.leaves import StageValue, as_output
-from fshard.pipeline.execution.mailbox import Forms, Mailbox
+from fshard.pipeline.execution.leaves import StageValue, as_output, first_value
+from fshard.pipeline.execution.mailbox import Content, Forms, Mailbox
 from fshard.pipeline.execution.route import Message, Route, RoutedAction, Wire
 from fshard.pipeline.execution.saved_tensors import SavedActivations
 from fshard.pipeline.execution.split_backward import Gradients, run_backward, split_backward
@@ -93,7 +94,7 @@ class StageDevice:
             receives[self.last] = [*receives[self.last], _OUTCOME]
         self.mailbox = Mailbox(group, site, device, receives, keys, forms)
         self.recorder = recorder_of(group.device)
-        self.local: dict[Message, Any] = {}  # messages between stages of this device
+        self.local: dict[Message, Content] = {}  # messages between stages of this device
         self.records: dict[tuple[int, int], ForwardRecord] = {}
         self.weight_backwards: dict[tuple[int, int], Callable[[], Gradients | None]] = {}
 
@@ -126,7 +127,7 @@ class StageDevice:
     def _forward(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
         values = [StageValue(*self._receive(message, source)) for message, source in routed.inputs]  # (4)
         if stage == 0:
-            values.append(StageValue(self.work.begin(microbatch), ()).copied())
+            values.append(first_value(self.work.begin(microbatch)))
         saved = SavedActivations() if (stage, microbatch) in self.route.split else None
         with torch.set_grad_enabled(self.backward):
             inputs = [value.as_input() for value in values]
@@ -190,28 +191,28 @@ class StageDevice:
         record = self.records.pop((stage, microbatch))
         if not routed.inputs:
             return record, [self.work.start(microbatch) for _ in record.outputs]
-        return record, [g for message, source in routed.inputs for g in self._receive(message, source)]
+        return record, [g for message, source in routed.inputs for g in self._receive(message, source)[0]]
 
     def _send_input_gradients(self, routed: RoutedAction, record: ForwardRecord, gxs: list[Tensor | None]) -> None:
         rest = iter(gxs)
         for (message, to), edges in zip(
             routed.outputs, record.inputs, strict=False
         ):  # the microbatch needs no gradient
-            self._send(message, to, [*islice(rest, len(edges))])
+            self._send(message, to, ([*islice(rest, len(edges))],))
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def _send(self, message: Message, to: int, value: Any) -> None:
+    def _send(self, message: Message, to: int, value: Content) -> None:
         if to == self.index:
             self.local[message] = value.copied() if isinstance(value, StageValue) else value
             return
         began = perf_counter()
-        self.mailbox.send(message, to, tuple(value))
+        self.mailbox.send(message, to, value)
         if self.recorder is not None:
             kind = Kind.SEND_F if message.kind is Kind.F else Kind.SEND_B
             self.recorder.record(Action(kind, message.ends[0], message.microbatch), began)
 
-    def _receive(self, message: Message, source: int) -> Any:
+    def _receive(self, message: Message, source: int) -> Content:
         if source == self.index:
             return self.local.pop(message)
         began = perf_counter()
@@ -224,10 +225,12 @@ class StageDevice:
     def _broadcast_outcome(self) -> PyTree:
         """Send the outcome to all devices."""
         if self.index != self.last:
-            return self.mailbox.receive(_OUTCOME, self.last)
+            leaves, structure = self.mailbox.receive(_OUTCOME, self.last)
+            return unflatten(structure, leaves)
         outcome = self.work.outcome()  # (9)
+        content = flatten_shards(outcome, none_is_leaf=True)
         for other in self.others:
-            self.mailbox.send(_OUTCOME, other, outcome)
+            self.mailbox.send(_OUTCOME, other, content)
         return outcome
 
 

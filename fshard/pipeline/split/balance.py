@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import flatten_shards
-from fshard.pipeline.execution.leaves import StageValue, as_output, map_tensors
+from fshard.pipeline.execution.leaves import as_output, first_value, map_tensors
 from fshard.pipeline.execution.split_backward import run_backward
 
 Balance = Literal["uniform", "parameters", "time", "memory"] | str | Sequence[int]
@@ -92,7 +92,7 @@ def _parameters(layers: Sequence[nn.Module]) -> list[float]:
 
 def _seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
     """Return the seconds of a forward and a backward of each layer, given the result of the one before."""
-    value, costs = _first_value(sample), list[float]()
+    value, costs = first_value(sample), list[float]()
     for layer in layers:
         weights = [get_gradient_edge(x) for x in layer.parameters() if x.requires_grad]
         seconds, result = list[float](), value
@@ -111,7 +111,7 @@ def _seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
 
 def _bytes(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
     """Return the bytes that a forward of each layer saves for its backward, without parameters."""
-    value, costs = _first_value(sample), list[float]()
+    value, costs = first_value(sample), list[float]()
     saved: dict[int, Tensor] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -125,10 +125,6 @@ def _bytes(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
             value, _ = as_output(layer(value.as_input()[0]))
         costs.append(float(sum(x.untyped_storage().nbytes() for x in [*saved.values()][before:])))
     return costs
-
-
-def _first_value(sample: PyTree) -> StageValue:
-    return StageValue(sample, (False,) * len(flatten_shards(sample, none_is_leaf=True)[0])).copied()
 
 
 # -- the best split ---------------------------------------------------------------------------------------------
