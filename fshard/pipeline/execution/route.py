@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from fshard.errors import ScheduleError
 from fshard.pipeline.schedule.actions import COMPUTE, UNITS, Action, Kind
 from fshard.pipeline.schedule.schedule import Schedule
 
@@ -59,13 +58,12 @@ class Route:
         schedule: placement and actions.
         skips: by name, the stage that sends and the later one that receives.
         backward: False drops all but the forwards.
-        units: True if stages can be unsharded, resharded and reduced.
     """
 
-    def __init__(
-        self, schedule: Schedule, skips: Mapping[str, tuple[int, int]], backward: bool, *, units: bool = False
-    ) -> None:
-        _validate(schedule, skips, units)
+    def __init__(self, schedule: Schedule, skips: Mapping[str, tuple[int, int]], backward: bool) -> None:
+        errors = [f'"{name}": {ends}' for name, ends in skips.items() if not 0 <= ends[0] < ends[1] < schedule.stages]
+        if errors:
+            raise ValueError(f"skips must lead to a later stage of 0..{schedule.stages - 1}; got {'; '.join(errors)}.")
         self.placement = schedule.placement
         wires = [Wire(*pair) for pair in pairwise(range(schedule.stages))]
         wires += [Wire(*ends, name) for name, ends in skips.items()]
@@ -100,16 +98,3 @@ class Route:
             [(message, self.placement[message.ends[0]]) for message in received],
             [(message, self.placement[message.ends[1]]) for message in sent],
         )
-
-
-def _validate(schedule: Schedule, skips: Mapping[str, tuple[int, int]], units: bool) -> None:
-    """Raise unless all actions of the schedule and all skips can be executed."""
-    found = [(each, device) for device, row in enumerate(schedule.rows) for each in row if each.kind in UNITS]
-    if found and not units:
-        raise ScheduleError(
-            f"pipelined must get a schedule without {', '.join(sorted(UNITS))}; got {schedule.name} with {found[0][0]} on "
-            f"device {found[0][1]}. Sharded stages run with train_step(stages, schedule=)."
-        )
-    wrong = [f'"{name}": {ends}' for name, ends in skips.items() if not 0 <= ends[0] < ends[1] < schedule.stages]
-    if wrong:
-        raise ValueError(f"skips must lead to a later stage of 0..{schedule.stages - 1}; got {'; '.join(wrong)}.")
