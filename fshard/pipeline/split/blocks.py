@@ -2,10 +2,10 @@
 
     forward     tokens ── before ──> blocks[0] ── between ──> blocks[1] ── between ──> blocks[2] ── after ──> logits
     stage 0     tokens ── before ──> blocks[0] ── between ──> the arguments of blocks[1], where it stops
-    stage 1     the same forward from the beginning, without values, up to blocks[1], called with the received arguments
+    stage 1     the same forward from the beginning, without values, up to blocks[1], called with the received values
 
-The weights used before, between and after the blocks are found by one forward without values. An object that several
-blocks receive, such as a mask, is sent once.
+One forward without values finds which weights and which arguments and results of blocks each stage uses. A tensor that
+several blocks receive, such as a mask, is sent once; one that is computed from integers is not sent.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fshard.pipeline.split.block_stage import (
     Arguments,
     BlockRange,
     BlockStage,
+    Key,
     PresentBlock,
-    Skip,
     StageRun,
     device_of,
     leaves_by_path,
@@ -87,8 +87,8 @@ class Blocks:
             for registered in (vars(part)["_parameters"], vars(part)["_buffers"]):
                 for name in [name for name, x in registered.items() if id(x) in others]:
                     vars(part)[name] = registered.pop(name)  # an attribute, for the forward, but not the stage's
-        skips = self._skips_before(begin), self._skips_before(end)
-        return specialize(BlockStage, stage, BlockRange(type(self._module).__name__, self.names, begin, end, *skips))
+        keys = self._sent_to(begin), self._sent_to(end)
+        return specialize(BlockStage, stage, BlockRange(type(self._module).__name__, self.names, begin, end, *keys))
 
     def _find_uses(self, sample: PyTree) -> UseTrace:
         """Trace after the call of which blocks each tensor is used; of the first, if before it."""
@@ -115,15 +115,16 @@ class Blocks:
             run.used.setdefault(id(x), {len(self.names) - 1})
         return run
 
-    def _skips_before(self, block: int) -> list[Skip]:
-        """Return the tensors that are used from a block on, and are neither its arguments nor registered."""
-        trace, others = self._trace, {id(x) for x in self._meta.values()} | self._trace.arguments[block]
-        found = [
-            skip
-            for key, (skip, _) in trace.skips.items()
-            if key not in others and max(trace.used[key], default=0) >= block
+    def _sent_to(self, block: int) -> list[Key]:
+        """Return the tensors that are computed before a block and used from it on, except registered ones."""
+        registered, trace = {id(x) for x in self._meta.values()}, self._trace
+        return [
+            key
+            for number, (key, _) in trace.computed.items()
+            if number not in registered
+            and key[:2] <= (block, False)
+            and max(trace.used[number], default=0) >= block > 0
         ]
-        return [skip for skip in found if skip[0] < block]
 
 
 class UseTrace(StageRun):
@@ -133,37 +134,35 @@ class UseTrace(StageRun):
         super().__init__(blocks, None, device)
         self.called: list[int] = []
         self.used: dict[int, set[int]] = defaultdict(set)
-        self.arguments: dict[int, set[int]] = defaultdict(set)  # of each block, the ids of its leaves
-        self.skips: dict[int, tuple[Skip, Tensor]] = {}  # by the id of the tensor, which is kept alive
+        self.computed: dict[int, tuple[Key, Tensor]] = {}  # by the id of the tensor, which is kept alive
         self._mode: ValuelessMode | None = ValuelessMode(device, self._observe)
 
     def _observe(self, xs: Iterable[Any], result: Any) -> None:
         has_values = any(isinstance(y, Tensor) for y in flatten(result)[0])  # a shape needs none
         for x in xs:
-            if has_values or id(x) not in self.skips:
+            if has_values or id(x) not in self.computed:
                 self.used[id(x)].add(max(self.called, default=0))
 
     def call_block(self, index: int, block: Callable[..., Any], given: Arguments) -> Any:
         """Call a block without values."""
         self.called.append(index)
         self._record(index, given, is_result=False)
-        self.arguments[index] = self._use(given)
+        self._use(given)
         return self._record(index, block(*given.args, **given.kwargs), is_result=True)
 
     def _record(self, index: int, tree: Any, *, is_result: bool) -> Any:
         for path, x in leaves_by_path(tree).items():
             if is_valueless(x):
-                self.skips.setdefault(id(x), ((index, is_result, path), x))
+                self.computed.setdefault(id(x), ((index, is_result, path), x))
         return tree
 
     def _checked(self, result: Any) -> Any:
         self._use(result)
         return result
 
-    def _use(self, tree: Any) -> set[int]:
+    def _use(self, tree: Any) -> None:
         leaves = [*leaves_by_path(tree).values()]
         self._observe(leaves, leaves)
-        return {*map(id, leaves)}
 
 
 def _children(module: nn.Module, path: str) -> nn.Module:
