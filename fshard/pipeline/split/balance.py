@@ -45,6 +45,8 @@ def check_balance(balance: Balance, n: int, sample: PyTree) -> None:
 
 def stage_sizes(layers: Sequence[nn.Module], n: int, balance: Balance, sample: PyTree) -> Sequence[int]:
     """Return the number of layers of each stage."""
+    if not 1 <= n <= len(layers):
+        raise ValueError(f"n must be from 1 to the number of layers, {len(layers)}; got {n}.")
     check_balance(balance, n, sample)
     if isinstance(balance, str):
         return partition(_costs(layers, balance, sample), n)

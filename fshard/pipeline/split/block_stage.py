@@ -20,32 +20,12 @@ from torch.overrides import _pop_mode_temporarily  # pyright: ignore[reportPriva
 
 from fshard.mesh.layout import PyTree, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
-from fshard.pipeline.split.valueless import (
-    Described,
-    MissingValueError,
-    ValuelessMode,
-    as_meta,
-    is_valueless,
-)
+from fshard.pipeline.split.valueless import Described, MissingValueError, ValuelessMode, as_meta, is_valueless
 from fshard.source import locate
 
-PLAIN = (
-    Tensor,
-    Sharded,
-    Described,
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    Enum,
-    torch.dtype,
-    torch.device,
-    FunctionType,
-    type,
-)
-"""The types that stages can send, besides trees of them."""
+_VALUES = (Tensor, Sharded, Described, str, bytes, int, float, complex, type(None))
+PLAIN = (*_VALUES, Enum, torch.dtype, torch.device, FunctionType, type)
+"""The types of arguments of blocks, besides trees of them: objects with a state, such as caches, stay on one device."""
 
 
 class Arguments(NamedTuple):
