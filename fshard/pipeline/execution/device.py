@@ -103,7 +103,7 @@ class StageDevice:
         compute = {
             Kind.F: self._forward,
             Kind.B: self._backward,
-            Kind.I: self._backward_input,
+            Kind.I: self._backward,
             Kind.W: self._backward_weight,
         }
         units = {Kind.UNSHARD: self.work.gather, Kind.RESHARD: self.work.free, Kind.REDUCE: self.work.reduce}
@@ -160,22 +160,23 @@ class StageDevice:
         return [] if loss is None else [loss]
 
     def _backward(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
-        record, gs = self._output_gradients(routed, stage, microbatch)
-        inputs = [edge for edges in record.inputs for edge in edges]
-        accumulate = self.work.may_accumulate(stage, microbatch)
-        gxs, gws = run_backward(record.outputs, gs, inputs, self.work.edges(stage), accumulate=accumulate)  # (7)
-        self._send_input_gradients(routed, record, gxs)  # first: another device waits for it
+        """Run a full backward (B), or its first half (I)."""
+        record = self.records.pop((stage, microbatch))
+        if routed.inputs:
+            gs = [g for message, source in routed.inputs for g in self._receive(message, source)[0]]
+        else:
+            gs = [self.work.start(microbatch) for _ in record.outputs]
+        ends = record.outputs, gs, [edge for edges in record.inputs for edge in edges], self.work.edges(stage)
+        accumulate, gws = self.work.may_accumulate(stage, microbatch), None
+        if routed.action.kind is Kind.B:
+            gxs, gws = run_backward(*ends, accumulate=accumulate)  # (7)
+        else:
+            gxs, self.weight_backwards[stage, microbatch] = split_backward(*ends, record.saved, accumulate=accumulate)
+        rest = iter(gxs)  # they are sent first: another device waits for them; a microbatch needs no gradient
+        for (message, to), edges in zip(routed.outputs, record.inputs, strict=False):
+            self._send(message, to, ([*islice(rest, len(edges))],))
         if gws is not None:
             self.work.add(stage, microbatch, gws)  # (8)
-
-    def _backward_input(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
-        record, gs = self._output_gradients(routed, stage, microbatch)
-        inputs = [edge for edges in record.inputs for edge in edges]
-        weights, accumulate = self.work.edges(stage), self.work.may_accumulate(stage, microbatch)
-        gxs, self.weight_backwards[stage, microbatch] = split_backward(
-            record.outputs, gs, inputs, weights, record.saved, accumulate=accumulate
-        )
-        self._send_input_gradients(routed, record, gxs)
 
     def _backward_weight(self, _: RoutedAction, stage: int, microbatch: int) -> None:
         self.work.edges(stage)  # unsharded, if the stage has units
@@ -183,22 +184,6 @@ class StageDevice:
         gws = self.weight_backwards.pop((stage, microbatch))()
         if gws is not None:
             self.work.add(stage, microbatch, gws)
-
-    def _output_gradients(
-        self, routed: RoutedAction, stage: int, microbatch: int
-    ) -> tuple[ForwardRecord, list[Tensor | None]]:
-        """Return the record of a forward, and the gradients of its outputs."""
-        record = self.records.pop((stage, microbatch))
-        if not routed.inputs:
-            return record, [self.work.start(microbatch) for _ in record.outputs]
-        return record, [g for message, source in routed.inputs for g in self._receive(message, source)[0]]
-
-    def _send_input_gradients(self, routed: RoutedAction, record: ForwardRecord, gxs: list[Tensor | None]) -> None:
-        rest = iter(gxs)
-        for (message, to), edges in zip(
-            routed.outputs, record.inputs, strict=False
-        ):  # the microbatch needs no gradient
-            self._send(message, to, ([*islice(rest, len(edges))],))
 
     # -- messages -----------------------------------------------------------------------------------------------
 
