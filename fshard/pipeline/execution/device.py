@@ -84,11 +84,11 @@ class StageDevice:
         has_outcome: bool,
     ) -> None:
         self.route, self.work, self.index, self.backward = route, work, group.index, backward
-        self.others = [other for other in range(group.size) if other != group.index]
+        self.peers = [index for index in range(group.size) if index != group.index]
         self.last, self.has_outcome = route.placement[-1], has_outcome
         pairs, receives = route.pairs, {**route.receives[group.index]}
         if has_outcome:
-            pairs = pairs | {(self.last, other) for other in range(group.size)}
+            pairs = pairs | {(self.last, index) for index in range(group.size)}
         group.world.current().connect(group.members, pairs)
         if has_outcome and group.index != self.last:
             receives[self.last] = [*receives[self.last], _OUTCOME]
@@ -115,8 +115,8 @@ class StageDevice:
                 else:
                     compute[action.kind](routed, action.stage, action.microbatch)
             except Exception as error:
-                at = "" if action.microbatch is None else f", microbatch {action.microbatch}"
-                error.add_note(f"in {action} of the schedule: stage {action.stage}{at}")
+                suffix = "" if action.microbatch is None else f", microbatch {action.microbatch}"
+                error.add_note(f"in {action} of the schedule: stage {action.stage}{suffix}")
                 raise
             if self.recorder is not None:
                 self.recorder.record(action, began)
@@ -140,8 +140,8 @@ class StageDevice:
         for (message, to), (value, _) in zip(routed.outputs, outputs, strict=False):  # no device receives the loss
             self._send(message, to, value)
         if self.backward:  # (6)
-            edges = [edge for _, own in outputs for edge in own]
-            self.records[stage, microbatch] = ForwardRecord(edges, [own for _, own in inputs], saved)
+            ends = [edge for _, edges in outputs for edge in edges]
+            self.records[stage, microbatch] = ForwardRecord(ends, [edges for _, edges in inputs], saved)
 
     def _outputs(self, routed: RoutedAction, stage: int, microbatch: int, y: PyTree) -> list[PyTree]:
         """Return the outputs of a stage, in the order of sending; of the last stage, the loss."""
@@ -172,9 +172,9 @@ class StageDevice:
             gxs, gws = run_backward(*ends, accumulate=accumulate)  # (7)
         else:
             gxs, self.weight_backwards[stage, microbatch] = split_backward(*ends, record.saved, accumulate=accumulate)
-        rest = iter(gxs)  # they are sent first: another device waits for them; a microbatch needs no gradient
+        remaining = iter(gxs)  # they are sent first: another device waits for them; a microbatch needs no gradient
         for (message, to), edges in zip(routed.outputs, record.inputs, strict=False):
-            self._send(message, to, ([*islice(rest, len(edges))],))
+            self._send(message, to, ([*islice(remaining, len(edges))],))
         if gws is not None:
             self.work.add(stage, microbatch, gws)  # (8)
 
@@ -214,8 +214,8 @@ class StageDevice:
             return unflatten(structure, leaves)
         outcome = self.work.outcome()  # (9)
         content = flatten_shards(outcome, none_is_leaf=True)
-        for other in self.others:
-            self.mailbox.send(_OUTCOME, other, content)
+        for peer in self.peers:
+            self.mailbox.send(_OUTCOME, peer, content)
         return outcome
 
 

@@ -53,7 +53,7 @@ def first_value(microbatch: PyTree) -> StageValue:
 
 
 class Params:
-    """The parameters of a stage in one step: `tree`, and its trained leaves `own`, whose gradients are read at `edges`.
+    """The parameters of a stage in one step: `tree`, and its `trained` leaves, whose gradients are read at `edges`.
 
     Frozen ones, `nn.Parameter(x, requires_grad=False)`, have none.
     """
@@ -61,16 +61,16 @@ class Params:
     def __init__(self, tree: PyTree, trained: bool) -> None:
         leaves, self._structure = flatten_shards(tree, none_is_leaf=True)
         detached = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        self._indices = [at for at, x in enumerate(leaves) if trained and isinstance(x, Tensor) and _is_trained(x)]
-        self.own: list[Tensor] = [detached[at].requires_grad_() for at in self._indices]
-        self.edges = [get_gradient_edge(x) for x in self.own]
+        self._indices = [i for i, x in enumerate(leaves) if trained and isinstance(x, Tensor) and _is_trained(x)]
+        self.trained: list[Tensor] = [detached[index].requires_grad_() for index in self._indices]
+        self.edges = [get_gradient_edge(x) for x in self.trained]
         self.tree = unflatten(self._structure, detached)
 
     def tree_of(self, gs: Sequence[Tensor | None]) -> PyTree:
         """Return gradients as the tree of the parameters; None where there is none."""
         leaves: list[Any] = [None] * self._structure.num_leaves
-        for at, g in zip(self._indices, gs, strict=False):
-            leaves[at] = g
+        for index, g in zip(self._indices, gs, strict=False):
+            leaves[index] = g
         return unflatten(self._structure, leaves)
 
 

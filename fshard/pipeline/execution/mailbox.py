@@ -56,7 +56,7 @@ class MessageForm(NamedTuple):
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, _TensorLike):
                 indices.setdefault((leaf.dtype, leaf.is_cpu), []).append(index)
-        buffers = [(own, tuple([leaves[index].placeholder(device) for index in own])) for own in indices.values()]
+        buffers = [(group, tuple([leaves[index].placeholder(device) for index in group])) for group in indices.values()]
         return MessageForm(leaves, description, buffers)
 
 

@@ -28,18 +28,18 @@ def weights_of(microbatches: Sequence[PyTree], weights: Sequence[float] | None) 
     """Return the given weights of microbatches, or their numbers of rows."""
     if weights is None:
         counts = [
-            {x.shape[0] for x in flatten_shards(one)[0] if isinstance(x, Tensor) and x.ndim} for one in microbatches
+            {x.shape[0] for x in flatten_shards(tree)[0] if isinstance(x, Tensor) and x.ndim} for tree in microbatches
         ]
-        if several := next((rows for rows in counts if len(rows) > 1), None):
+        if unequal := next((rows for rows in counts if len(rows) > 1), None):
             raise ValueError(
-                f"The tensors of a microbatch must have one number of rows; got {' and '.join(map(str, sorted(several)))}. "
+                f"The tensors of a microbatch must have one number of rows; got {' and '.join(map(str, sorted(unequal)))}. "
                 "Give weights=[...], a number for each microbatch."
             )
         weights = [max(rows, default=1) for rows in counts]
-    found = [*map(float, weights)]
-    if len(found) != len(microbatches) or min(found) < 0 or not sum(found) > 0:
-        raise ValueError(f"weights must be {len(microbatches)} numbers of at least 0, not all 0; got {found}.")
-    return found
+    numbers = [*map(float, weights)]
+    if len(numbers) != len(microbatches) or min(numbers) < 0 or not sum(numbers) > 0:
+        raise ValueError(f"weights must be {len(microbatches)} numbers of at least 0, not all 0; got {numbers}.")
+    return numbers
 
 
 def mean_result(results: Sequence[tuple[Tensor, PyTree]], weights: Sequence[float]) -> tuple[Tensor, PyTree]:

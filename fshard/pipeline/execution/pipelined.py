@@ -108,10 +108,10 @@ def pipelined(
             for stage in [stage for stage, device in enumerate(route.placement) if device == group.index]:
                 work.params[stage] = Params(params[stage], backward)
                 work.sums[stage] = OrderedSum(counts) if reproducible else RunningSum()
-            known, device = None if dynamic else forms.setdefault(group.device, {}), torch.device(current.device_type)
+            device, cache = torch.device(current.device_type), None if dynamic else forms.setdefault(group.device, {})
             options = {"backward": backward, "has_outcome": loss_fn is not None}
             with parting(group):
-                outcome = StageDevice(route, work, group, device, site, keys, known, **options).run()
+                outcome = StageDevice(route, work, group, device, site, keys, cache, **options).run()
             loss, metrics = outcome or (None, [y for _, y in sorted(work.results.items())] or None)
             return PipelinedResult(loss, work.gradients() if backward else [None] * len(stages), metrics)
 
@@ -145,8 +145,8 @@ def _validate(
         (backward and not kinds & {Kind.B, Kind.I, Kind.W}, "the schedule has no backward: give backward=False"),
         (mesh.runtime == "abstract", "mesh must have values; on an abstract one use schedule.simulate, without stages"),
     ]
-    if wrong := [text for is_wrong, text in errors if is_wrong]:
-        raise ValueError(f"pipelined by {schedule.name}: {'; '.join(wrong)}.")
+    if texts := [text for is_error, text in errors if is_error]:
+        raise ValueError(f"pipelined by {schedule.name}: {'; '.join(texts)}.")
 
 
 def _first(trees: Sequence[PyTree]) -> PyTree:
@@ -187,9 +187,9 @@ class FunctionWork:
         return loss
 
     def start(self, microbatch: int) -> Tensor:
-        """Return the gradient of a microbatch's loss: its part of the mean, unless sums are weighted."""
-        part = 1.0 if self.reproducible else self.weights[microbatch] / sum(self.weights)
-        return torch.full_like(self.results[microbatch][0], part)
+        """Return the gradient of a microbatch's loss: its share of the mean, unless sums are weighted."""
+        share = 1.0 if self.reproducible else self.weights[microbatch] / sum(self.weights)
+        return torch.full_like(self.results[microbatch][0], share)
 
     def edges(self, stage: int) -> list[GradientEdge]:
         return self.params[stage].edges
@@ -197,7 +197,7 @@ class FunctionWork:
     def may_accumulate(self, stage: int, microbatch: int) -> bool:
         """Let autograd add to the sums, unless these are ordered."""
         total = self.sums[stage]
-        return isinstance(total, RunningSum) and total.let_accumulate(self.params[stage].own)
+        return isinstance(total, RunningSum) and total.let_accumulate(self.params[stage].trained)
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         self.sums[stage].add(microbatch, gs)
@@ -212,5 +212,5 @@ class FunctionWork:
 
     def gradients(self) -> list[PyTree]:
         """Return the gradients of each stage; None for those of other devices."""
-        own = {stage: self.params[stage].tree_of(total.result()) for stage, total in self.sums.items()}
-        return [own.get(stage) for stage in range(len(self.stages))]
+        trees = {stage: self.params[stage].tree_of(total.result()) for stage, total in self.sums.items()}
+        return [trees.get(stage) for stage in range(len(self.stages))]

@@ -36,9 +36,9 @@ class Message(NamedTuple):
         return self.wire[:2] if self.kind is Kind.F else (self.wire.to, self.wire.source)
 
     def __str__(self) -> str:
-        what = "result" if self.wire.name is None else f'skip "{self.wire.name}"'
+        value = "result" if self.wire.name is None else f'skip "{self.wire.name}"'
         gradient = "" if self.kind is Kind.F else "the gradient of "
-        return f"{gradient}the {what} of stage {self.wire.source} for microbatch {self.microbatch}"
+        return f"{gradient}the {value} of stage {self.wire.source} for microbatch {self.microbatch}"
 
 
 class RoutedAction(NamedTuple):
@@ -70,9 +70,9 @@ class Route:
         wires.sort(key=lambda wire: -wire.to)  # gradients are accumulated in this order, as in one backward
         self._from = [[wire for wire in wires if wire.source == stage] for stage in range(schedule.stages)]
         self._to = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
-        self.skips = [{wire.name for wire in own if wire.name is not None} for own in self._from]
-        kept = (COMPUTE if backward else frozenset({Kind.F})) | UNITS
-        rows = schedule.without(frozenset(Kind) - kept).rows
+        self.skips = [{wire.name for wire in wires if wire.name is not None} for wires in self._from]
+        kinds = (COMPUTE if backward else frozenset({Kind.F})) | UNITS
+        rows = schedule.without(frozenset(Kind) - kinds).rows
         self.split = {(action.stage, action.microbatch) for row in rows for action in row if action.kind is Kind.I}
         self.actions = [[self._routed(action) for action in row] for row in rows]
         devices = range(schedule.devices)

@@ -54,10 +54,10 @@ def run_backward(
         nothing: Gradients = [None] * len(weights)
         return [None] * len(inputs), None if accumulate else nothing
     edges, gs = zip(*ends, strict=True)
-    found = _engine(edges, gs, retain, False, (*inputs, *weights), allow_unreachable=True, accumulate_grad=accumulate)
+    results = _engine(edges, gs, retain, False, (*inputs, *weights), allow_unreachable=True, accumulate_grad=accumulate)
     if accumulate:
         return [cast(Any, edge.node).variable.grad for edge in inputs], None
-    return [*found[: len(inputs)]], [*found[len(inputs) :]]
+    return [*results[: len(inputs)]], [*results[len(inputs) :]]
 
 
 def split_backward(
@@ -84,9 +84,9 @@ def split_backward(
         return [], lambda: run_backward(outputs, gradients, (), weights, accumulate=accumulate)[1]
     saved = SavedActivations() if saved is None else saved
     ends = [edge for edge, g in zip(outputs, gradients, strict=True) if g is not None]
-    early, below = divide(ends, inputs, weights, saved)
+    early, late = divide(ends, inputs, weights, saved)
     deferred: list[tuple[Node, Sequence[Tensor | None]]] = []  # products, and their output gradients
-    hooks = [hook for node in below for hook in _defer(node, deferred, saved)]
+    hooks = [hook for node in late for hook in _defer(node, deferred, saved)]
     targets = [GradientEdge(*slot) for slot in early]
     try:
         gxs, gws = run_backward(outputs, gradients, inputs, targets, accumulate=accumulate, retain=True)
@@ -96,13 +96,13 @@ def split_backward(
         saved.free_read(keep=True)
 
     def weight_backward() -> Gradients | None:
-        found = dict(zip(early, gws or (), strict=not accumulate))
+        weight_gs = dict(zip(early, gws or (), strict=not accumulate))
         saved.free_read()
         while deferred:
             node, gs = deferred.pop(0)
-            found |= _weights_below(node, gs, below[node], accumulate)
+            weight_gs |= _weights_below(node, gs, late[node], accumulate)
             saved.free_read()
-        return None if accumulate else [found.get((edge.node, edge.output_nr)) for edge in weights]
+        return None if accumulate else [weight_gs.get((edge.node, edge.output_nr)) for edge in weights]
 
     return gxs, weight_backward
 
@@ -169,11 +169,11 @@ def divide(
         if None not in products.values():
             break
         early_leaves |= {leaf for leaf, product in products.items() if product is None}
-    below: dict[Node, list[Slot]] = defaultdict(list)
+    late: dict[Node, list[Slot]] = defaultdict(list)
     for edge in weights:
         if (product := products.get(edge.node)) is not None:
-            below[product].append((edge.node, edge.output_nr))
-    return [(edge.node, edge.output_nr) for edge in weights if edge.node in early_leaves], below
+            late[product].append((edge.node, edge.output_nr))
+    return [(edge.node, edge.output_nr) for edge in weights if edge.node in early_leaves], late
 
 
 def _walk(ends: Iterable[Node]) -> dict[Node, list[Node]]:
@@ -194,8 +194,8 @@ def _walk(ends: Iterable[Node]) -> dict[Node, list[Node]]:
 def _leading_to(children: dict[Node, list[Node]], targets: set[Node]) -> set[Node]:
     """Return targets, and the nodes above them."""
     nodes = {*targets}
-    for node, below in children.items():
-        if not nodes.isdisjoint(below):
+    for node, own_children in children.items():
+        if not nodes.isdisjoint(own_children):
             nodes.add(node)
     return nodes
 

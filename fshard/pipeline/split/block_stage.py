@@ -117,23 +117,23 @@ class StageRun:
         finally:
             _active.reset(token)
 
-    def call_block(self, index: int, block: Callable[..., Any], given: Arguments) -> Any:
+    def call_block(self, index: int, block: Callable[..., Any], arguments: Arguments) -> Any:
         """Call a block of this stage."""
-        self._record(index, given, is_result=False)
+        self._record(index, arguments, is_result=False)
         if self._mode is not None:
-            self._mode.arrived, given = True, self._with_values(given)
-            _check_values(f"{self._blocks.names[index]} is called with", given)
+            self._mode.arrived, arguments = True, self._with_values(arguments)
+            _check_values(f"{self._blocks.names[index]} is called with", arguments)
         with nullcontext() if self._mode is None else _pop_mode_temporarily():
-            result = block(*given.args, **given.kwargs)
+            result = block(*arguments.args, **arguments.kwargs)
         return self._record(index, result, is_result=True)
 
-    def call_absent(self, index: int, shapes: Callable[[Arguments], Any], given: Arguments) -> Any:
+    def call_absent(self, index: int, shapes: Callable[[Arguments], Any], arguments: Arguments) -> Any:
         """Replace a block of another stage: return a result without values, or end the stage."""
-        self._record(index, given, is_result=False)
+        self._record(index, arguments, is_result=False)
         if index < self._blocks.end:
-            return self._record(index, shapes(given), is_result=True)
+            return self._record(index, shapes(arguments), is_result=True)
         if strange := [
-            f"{path}: {type(x).__name__}" for path, x in leaves_by_path(given).items() if not isinstance(x, PLAIN)
+            f"{path}: {type(x).__name__}" for path, x in leaves_by_path(arguments).items() if not isinstance(x, PLAIN)
         ]:
             raise ValueError(
                 f"{self._blocks} must end with tensors and plain values; got {', '.join(strange)} as arguments of "
@@ -203,7 +203,7 @@ class BlockStage:
             return StageMessage(without_floats(inputs), end.values)
         except MissingValueError as error:
             module: Any = self
-            path, line = locate(error, {id(part): path for path, part in module.named_modules()})
+            path, line = locate(error, {id(child): path for path, child in module.named_modules()})
             raise MissingValueError(f"{path or type(self).__name__} ({line}): {error}") from error
 
 
@@ -225,7 +225,7 @@ class PresentBlock:
 
 def wrap_blocks(stage: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
     """Wrap the calls of a stage's blocks; return False if it has none."""
-    blocks = [part for part in stage.modules() if isinstance(part, PresentBlock)]
+    blocks = [block for block in stage.modules() if isinstance(block, PresentBlock)]
     for block in blocks:
         vars(block)["_wrap"] = wrap
     return bool(blocks)
@@ -250,25 +250,27 @@ class AbsentBlock(nn.Module):
         assert run is not None, "a stage must be called itself"
         return run.call_absent(self._index, self._result, Arguments(args, kwargs))
 
-    def _result(self, given: Arguments) -> Any:
+    def _result(self, arguments: Arguments) -> Any:
         """Return meta tensors as results; its inputs are passed through."""
-        leaves, structure = flatten(given, none_is_leaf=True)
+        leaves, structure = flatten(arguments, none_is_leaf=True)
         described = [*map(Described.of, leaves)]
         key = None
         if all(isinstance(x, PLAIN) for x in described):
             key = structure, tuple([(type(x), x) for x in described]), self.training
-        found = self._shapes.get(key)
-        if found is None:
+        result = self._shapes.get(key)
+        if result is None:
             args, kwargs = unflatten(structure, metas := [*map(_described_as_meta, described)])
             with torch.no_grad():
-                made, form = flatten(vars(self)["_block"].train(self.training)(*args, **kwargs), none_is_leaf=True)
-            known = {id(x): at for at, x in reversed([*enumerate([*metas, *made])]) if isinstance(x, Tensor)}
-            found = form, [(known.get(id(x)), Described.of(x)) for x in made]
+                outputs, form = flatten(vars(self)["_block"].train(self.training)(*args, **kwargs), none_is_leaf=True)
+            first_index = {
+                id(x): index for index, x in reversed([*enumerate([*metas, *outputs])]) if isinstance(x, Tensor)
+            }
+            result = form, [(first_index.get(id(x)), Described.of(x)) for x in outputs]
             if key is not None:
-                self._shapes[key] = found
-        form, made = found
-        for at, x in made:  # the same tensor where the block returns the same
-            leaves.append(_described_as_meta(x) if at is None or at == len(leaves) else leaves[at])
+                self._shapes[key] = result
+        form, outputs = result
+        for index, x in outputs:  # the same tensor where the block returns the same
+            leaves.append(_described_as_meta(x) if index is None or index == len(leaves) else leaves[index])
         return unflatten(form, leaves[len(described) :])
 
 
@@ -286,5 +288,5 @@ def specialize(kind: type, module: nn.Module, note: Any) -> Any:
 
 
 @cache
-def _subclass(kind: type, own: type) -> type:
-    return type(own.__name__, (kind, own), {"__module__": own.__module__})
+def _subclass(kind: type, base: type) -> type:
+    return type(base.__name__, (kind, base), {"__module__": base.__module__})

@@ -64,16 +64,16 @@ class Blocks:
     def stages(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return stages with these numbers of blocks."""
         ranges = [*pairwise(accumulate(sizes, initial=0))]
-        own: list[set[int]] = [{key for block in self.blocks[slice(*cut)] for key in _ids(block)} for cut in ranges]
-        for keys, (begin, end) in zip(own, ranges, strict=True):
+        owned: list[set[int]] = [{key for block in self.blocks[slice(*cut)] for key in _ids(block)} for cut in ranges]
+        for keys, (begin, end) in zip(owned, ranges, strict=True):
             keys |= {
                 key for key, x in self._meta.items() if any(begin <= block < end for block in self._trace.used[id(x)])
             }
-        own[0] |= self._tensors.keys() - {key for keys in own for key in keys}  # used by no stage
-        return [self._stage(*cut, keys) for cut, keys in zip(ranges, own, strict=True)]
+        owned[0] |= self._tensors.keys() - {key for keys in owned for key in keys}  # used by no stage
+        return [self._stage(*cut, keys) for cut, keys in zip(ranges, owned, strict=True)]
 
-    def _stage(self, begin: int, end: int, own: set[int]) -> nn.Module:
-        tensors = {key: x if key in own else self._meta[key] for key, x in self._tensors.items()}
+    def _stage(self, begin: int, end: int, owned: set[int]) -> nn.Module:
+        tensors = {key: x if key in owned else self._meta[key] for key, x in self._tensors.items()}
         absent = {
             id(block): AbsentBlock(index, meta)
             for index, (block, meta) in enumerate(zip(self.blocks, self._meta_blocks, strict=True))
@@ -82,11 +82,11 @@ class Blocks:
         stage = copied(self._module, {**tensors, **absent})
         for index in range(begin, end):
             specialize(PresentBlock, stage.get_submodule(self.names[index]), index)
-        others = {id(self._meta[key]) for key in self._meta.keys() - own}
-        for part in stage.modules():
-            for registered in (vars(part)["_parameters"], vars(part)["_buffers"]):
-                for name in [name for name, x in registered.items() if id(x) in others]:
-                    vars(part)[name] = registered.pop(name)  # an attribute, for the forward, but not the stage's
+        absent_tensors = {id(self._meta[key]) for key in self._meta.keys() - owned}
+        for child in stage.modules():
+            for registered in (vars(child)["_parameters"], vars(child)["_buffers"]):
+                for name in [name for name, x in registered.items() if id(x) in absent_tensors]:
+                    vars(child)[name] = registered.pop(name)  # an attribute, for the forward, but not the stage's
         keys = self._sent_to(begin), self._sent_to(end)
         return specialize(BlockStage, stage, BlockRange(type(self._module).__name__, self.names, begin, end, *keys))
 
@@ -143,12 +143,12 @@ class UseTrace(StageRun):
             if has_values or id(x) not in self.computed:
                 self.used[id(x)].add(max(self.called, default=0))
 
-    def call_block(self, index: int, block: Callable[..., Any], given: Arguments) -> Any:
+    def call_block(self, index: int, block: Callable[..., Any], arguments: Arguments) -> Any:
         """Call a block without values."""
         self.called.append(index)
-        self._record(index, given, is_result=False)
-        self._use(given)
-        return self._record(index, block(*given.args, **given.kwargs), is_result=True)
+        self._record(index, arguments, is_result=False)
+        self._use(arguments)
+        return self._record(index, block(*arguments.args, **arguments.kwargs), is_result=True)
 
     def _record(self, index: int, tree: Any, *, is_result: bool) -> Any:
         for path, x in leaves_by_path(tree).items():
@@ -167,17 +167,17 @@ class UseTrace(StageRun):
 
 def _children(module: nn.Module, path: str) -> nn.Module:
     try:
-        found = module.get_submodule(path)
+        blocks = module.get_submodule(path)
     except AttributeError:
-        found = None
-    if found is None or not [*found.children()]:
+        blocks = None
+    if blocks is None or not [*blocks.children()]:
         lists = [
-            name for name, part in module.named_modules() if name and isinstance(part, nn.ModuleList | nn.Sequential)
+            name for name, child in module.named_modules() if name and isinstance(child, nn.ModuleList | nn.Sequential)
         ]
         raise ValueError(
             f'blocks must be a list of blocks of {type(module).__name__}; got "{path}". It has {", ".join(lists) or "none"}.'
         )
-    return found
+    return blocks
 
 
 def _ids(module: nn.Module) -> Iterator[int]:
@@ -185,5 +185,5 @@ def _ids(module: nn.Module) -> Iterator[int]:
 
 
 def _meta_like(x: Tensor) -> Tensor:
-    made = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    return nn.Parameter(made, requires_grad=False) if isinstance(x, nn.Parameter) else made
+    meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return nn.Parameter(meta, requires_grad=False) if isinstance(x, nn.Parameter) else meta

@@ -87,9 +87,9 @@ def split_stages(
     if blocks is not None:
         return _split_blocks(layers, n, balance, sample, [blocks] if isinstance(blocks, str) else blocks)
     named = _named_layers(cast(Any, layers))
-    rest = iter(named.items())
+    layers_left = iter(named.items())
     sizes = stage_sizes([*named.values()], n, balance, sample)
-    return [nn.Sequential(OrderedDict(islice(rest, size))) for size in sizes]
+    return [nn.Sequential(OrderedDict(islice(layers_left, size))) for size in sizes]
 
 
 def _split_blocks(module: object, n: int, balance: Balance, sample: PyTree, paths: Sequence[str]) -> list[nn.Module]:
@@ -105,10 +105,10 @@ def _split_blocks(module: object, n: int, balance: Balance, sample: PyTree, path
 
 
 def _named_layers(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
-    if isinstance(layers, nn.Module) and (lost := _beside_layers(layers)):
+    if isinstance(layers, nn.Module) and (extras := _beside_layers(layers)):
         raise TypeError(
             f"layers must be a list of layers or a plain nn.Sequential; got {type(layers).__name__} with its own "
-            f'{", ".join(lost)}, which no stage would have. Split it between its blocks: sample=x, blocks="model.layers".'
+            f'{", ".join(extras)}, which no stage would have. Split it between its blocks: sample=x, blocks="model.layers".'
         )
     named = vars(layers)["_modules"] if isinstance(layers, nn.Module) else dict(enumerate(layers))
     errors = [f"layers[{name}] is {type(layer).__name__}" for name, layer in named.items() if not callable(layer)]
@@ -119,7 +119,7 @@ def _named_layers(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Modul
 
 def _beside_layers(module: nn.Module) -> list[str]:
     """Return what a module has besides its layers: a forward, hooks, parameters, buffers."""
-    own = vars(module)
-    is_plain = type(module) in (nn.Sequential, nn.ModuleList) and "forward" not in own
-    hooks = any(hooks for name, hooks in own.items() if name.endswith("_hooks") and "state_dict" not in name)
-    return ["forward"] * (not is_plain) + ["hooks"] * hooks + [*own["_parameters"], *own["_buffers"]]
+    attributes = vars(module)
+    is_plain = type(module) in (nn.Sequential, nn.ModuleList) and "forward" not in attributes
+    hooks = any(hooks for name, hooks in attributes.items() if name.endswith("_hooks") and "state_dict" not in name)
+    return ["forward"] * (not is_plain) + ["hooks"] * hooks + [*attributes["_parameters"], *attributes["_buffers"]]
