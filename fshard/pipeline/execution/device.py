@@ -14,16 +14,17 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fshard.mesh.layout import PyTree
+from fshard.mesh.layout import PyTree, unflatten
+from fshard.mesh.layout.sharded import flatten_shards
 from fshard.mesh.spmd.scope import Group
-from fshard.pipeline.execution.leaves import StageValue, as_output
-from fshard.pipeline.execution.mailbox import Forms, Mailbox
+from fshard.pipeline.execution.leaves import StageValue, as_output, first_value
+from fshard.pipeline.execution.mailbox import Content, Forms, Mailbox
 from fshard.pipeline.execution.route import Message, Route, RoutedAction, Wire
 from fshard.pipeline.execution.saved_tensors import SavedActivations
 from fshard.pipeline.execution.split_backward import Gradients, run_backward, split_backward
@@ -83,17 +84,17 @@ class StageDevice:
         has_outcome: bool,
     ) -> None:
         self.route, self.work, self.index, self.backward = route, work, group.index, backward
-        self.others = [other for other in range(group.size) if other != group.index]
+        self.peers = [index for index in range(group.size) if index != group.index]
         self.last, self.has_outcome = route.placement[-1], has_outcome
         pairs, receives = route.pairs, {**route.receives[group.index]}
         if has_outcome:
-            pairs = pairs | {(self.last, other) for other in range(group.size)}
+            pairs = pairs | {(self.last, index) for index in range(group.size)}
         group.world.current().connect(group.members, pairs)
         if has_outcome and group.index != self.last:
             receives[self.last] = [*receives[self.last], _OUTCOME]
         self.mailbox = Mailbox(group, site, device, receives, keys, forms)
         self.recorder = recorder_of(group.device)
-        self.local: dict[Message, Any] = {}  # messages between stages of this device
+        self.local: dict[Message, Content] = {}  # messages between stages of this device
         self.records: dict[tuple[int, int], ForwardRecord] = {}
         self.weight_backwards: dict[tuple[int, int], Callable[[], Gradients | None]] = {}
 
@@ -102,7 +103,7 @@ class StageDevice:
         compute = {
             Kind.F: self._forward,
             Kind.B: self._backward,
-            Kind.I: self._backward_input,
+            Kind.I: self._backward,
             Kind.W: self._backward_weight,
         }
         units = {Kind.UNSHARD: self.work.gather, Kind.RESHARD: self.work.free, Kind.REDUCE: self.work.reduce}
@@ -114,8 +115,8 @@ class StageDevice:
                 else:
                     compute[action.kind](routed, action.stage, action.microbatch)
             except Exception as error:
-                at = "" if action.microbatch is None else f", microbatch {action.microbatch}"
-                error.add_note(f"in {action} of the schedule: stage {action.stage}{at}")
+                suffix = "" if action.microbatch is None else f", microbatch {action.microbatch}"
+                error.add_note(f"in {action} of the schedule: stage {action.stage}{suffix}")
                 raise
             if self.recorder is not None:
                 self.recorder.record(action, began)
@@ -126,7 +127,7 @@ class StageDevice:
     def _forward(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
         values = [StageValue(*self._receive(message, source)) for message, source in routed.inputs]  # (4)
         if stage == 0:
-            values.append(StageValue(self.work.begin(microbatch), ()).copied())
+            values.append(first_value(self.work.begin(microbatch)))
         saved = SavedActivations() if (stage, microbatch) in self.route.split else None
         with torch.set_grad_enabled(self.backward):
             inputs = [value.as_input() for value in values]
@@ -139,8 +140,8 @@ class StageDevice:
         for (message, to), (value, _) in zip(routed.outputs, outputs, strict=False):  # no device receives the loss
             self._send(message, to, value)
         if self.backward:  # (6)
-            edges = [edge for _, own in outputs for edge in own]
-            self.records[stage, microbatch] = ForwardRecord(edges, [own for _, own in inputs], saved)
+            ends = [edge for _, edges in outputs for edge in edges]
+            self.records[stage, microbatch] = ForwardRecord(ends, [edges for _, edges in inputs], saved)
 
     def _outputs(self, routed: RoutedAction, stage: int, microbatch: int, y: PyTree) -> list[PyTree]:
         """Return the outputs of a stage, in the order of sending; of the last stage, the loss."""
@@ -159,22 +160,23 @@ class StageDevice:
         return [] if loss is None else [loss]
 
     def _backward(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
-        record, gs = self._output_gradients(routed, stage, microbatch)
-        inputs = [edge for edges in record.inputs for edge in edges]
-        accumulate = self.work.may_accumulate(stage, microbatch)
-        gxs, gws = run_backward(record.outputs, gs, inputs, self.work.edges(stage), accumulate=accumulate)  # (7)
-        self._send_input_gradients(routed, record, gxs)  # first: another device waits for it
+        """Run a full backward (B), or its first half (I)."""
+        record = self.records.pop((stage, microbatch))
+        if routed.inputs:
+            gs = [g for message, source in routed.inputs for g in self._receive(message, source)[0]]
+        else:
+            gs = [self.work.start(microbatch) for _ in record.outputs]
+        ends = record.outputs, gs, [edge for edges in record.inputs for edge in edges], self.work.edges(stage)
+        accumulate, gws = self.work.may_accumulate(stage, microbatch), None
+        if routed.action.kind is Kind.B:
+            gxs, gws = run_backward(*ends, accumulate=accumulate)  # (7)
+        else:
+            gxs, self.weight_backwards[stage, microbatch] = split_backward(*ends, record.saved, accumulate=accumulate)
+        remaining = iter(gxs)  # they are sent first: another device waits for them; a microbatch needs no gradient
+        for (message, to), edges in zip(routed.outputs, record.inputs, strict=False):
+            self._send(message, to, ([*islice(remaining, len(edges))],))
         if gws is not None:
             self.work.add(stage, microbatch, gws)  # (8)
-
-    def _backward_input(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
-        record, gs = self._output_gradients(routed, stage, microbatch)
-        inputs = [edge for edges in record.inputs for edge in edges]
-        weights, accumulate = self.work.edges(stage), self.work.may_accumulate(stage, microbatch)
-        gxs, self.weight_backwards[stage, microbatch] = split_backward(
-            record.outputs, gs, inputs, weights, record.saved, accumulate=accumulate
-        )
-        self._send_input_gradients(routed, record, gxs)
 
     def _backward_weight(self, _: RoutedAction, stage: int, microbatch: int) -> None:
         self.work.edges(stage)  # unsharded, if the stage has units
@@ -183,35 +185,19 @@ class StageDevice:
         if gws is not None:
             self.work.add(stage, microbatch, gws)
 
-    def _output_gradients(
-        self, routed: RoutedAction, stage: int, microbatch: int
-    ) -> tuple[ForwardRecord, list[Tensor | None]]:
-        """Return the record of a forward, and the gradients of its outputs."""
-        record = self.records.pop((stage, microbatch))
-        if not routed.inputs:
-            return record, [self.work.start(microbatch) for _ in record.outputs]
-        return record, [g for message, source in routed.inputs for g in self._receive(message, source)]
-
-    def _send_input_gradients(self, routed: RoutedAction, record: ForwardRecord, gxs: list[Tensor | None]) -> None:
-        rest = iter(gxs)
-        for (message, to), edges in zip(
-            routed.outputs, record.inputs, strict=False
-        ):  # the microbatch needs no gradient
-            self._send(message, to, [*islice(rest, len(edges))])
-
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def _send(self, message: Message, to: int, value: Any) -> None:
+    def _send(self, message: Message, to: int, value: Content) -> None:
         if to == self.index:
             self.local[message] = value.copied() if isinstance(value, StageValue) else value
             return
         began = perf_counter()
-        self.mailbox.send(message, to, tuple(value))
+        self.mailbox.send(message, to, value)
         if self.recorder is not None:
             kind = Kind.SEND_F if message.kind is Kind.F else Kind.SEND_B
             self.recorder.record(Action(kind, message.ends[0], message.microbatch), began)
 
-    def _receive(self, message: Message, source: int) -> Any:
+    def _receive(self, message: Message, source: int) -> Content:
         if source == self.index:
             return self.local.pop(message)
         began = perf_counter()
@@ -224,10 +210,12 @@ class StageDevice:
     def _broadcast_outcome(self) -> PyTree:
         """Send the outcome to all devices."""
         if self.index != self.last:
-            return self.mailbox.receive(_OUTCOME, self.last)
+            leaves, structure = self.mailbox.receive(_OUTCOME, self.last)
+            return unflatten(structure, leaves)
         outcome = self.work.outcome()  # (9)
-        for other in self.others:
-            self.mailbox.send(_OUTCOME, other, outcome)
+        content = flatten_shards(outcome, none_is_leaf=True)
+        for peer in self.peers:
+            self.mailbox.send(_OUTCOME, peer, content)
         return outcome
 
 

@@ -70,18 +70,18 @@ class OrderedSum:
         """Add the gradients of a microbatch, and all sums in the tree that are complete then."""
         dtypes = self._dtypes or [None] * len(gs)
         self._dtypes = [dtype if g is None else g.dtype for dtype, g in zip(dtypes, gs, strict=True)]
-        sums, at, count = [self._weighted(g, self._weights[microbatch]) for g in gs], microbatch, len(self._weights)
+        sums, index, count = [self._weighted(g, self._weights[microbatch]) for g in gs], microbatch, len(self._weights)
         height = 0
         while count > 1:
-            sibling = at ^ 1
+            sibling = index ^ 1
             if sibling < count:
                 if (height, sibling) not in self._nodes:
                     break
-                other = self._nodes.pop((height, sibling))
-                left, right = (sums, other) if at < sibling else (other, sums)
-                sums = [_add(*pair, zero=0.0) for pair in zip(left, right, strict=True)]
-            height, at, count = height + 1, at // 2, -(-count // 2)
-        self._nodes[height, at] = sums
+                neighbours = self._nodes.pop((height, sibling))
+                pair = (neighbours, sums) if sibling < index else (sums, neighbours)
+                sums = [_add(a, b, zero=0.0) for a, b in zip(*pair, strict=True)]
+            height, index, count = height + 1, index // 2, -(-count // 2)
+        self._nodes[height, index] = sums
 
     def sums(self) -> list[Tensor | None]:
         """Return the sum before the division."""

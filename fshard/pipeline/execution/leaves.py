@@ -10,33 +10,33 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fshard.mesh.layout import PyTree, unflatten
+from fshard.mesh.layout import PyTree, Structure, unflatten
 from fshard.mesh.layout.sharded import flatten_shards
 
 _unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
 class StageValue(NamedTuple):
-    """A value that one stage sends to another: a tree, and which of its leaves need a gradient."""
+    """A value that one stage sends to another: the leaves of a tree, which of them need a gradient, and its structure."""
 
-    tree: PyTree
+    leaves: Sequence[Any]
     differentiable: tuple[bool, ...]
+    structure: Structure
 
     def copied(self) -> StageValue:
         """Return the same in other memory."""
-        return StageValue(map_tensors(torch.clone, self.tree), self.differentiable)
+        return self._replace(leaves=[x.clone() if isinstance(x, Tensor) else x for x in self.leaves])
 
     def as_input(self) -> tuple[PyTree, list[GradientEdge]]:
-        """Return a copy of the tree for a stage, which may modify it in place, and the edges of its gradients."""
-        leaves, structure = flatten_shards(self.tree, none_is_leaf=True)
-        leaves = [x.data if isinstance(x, Tensor) else x for x in leaves]  # changes are not counted together
+        """Return the tree for a stage, which may modify it in place, and the edges of its gradients."""
+        leaves = [x.data if isinstance(x, Tensor) else x for x in self.leaves]  # changes are not counted together
         edges: list[GradientEdge] = []
         if torch.is_grad_enabled():
-            for at in [at for at, needed in enumerate(self.differentiable) if needed]:
-                leaf = leaves[at].requires_grad_()
-                leaves[at] = x = _unsafe_view(leaf, leaf.shape)  # neither leaf nor view: it may be modified in place
+            for index in [index for index, needed in enumerate(self.differentiable) if needed]:
+                leaf = leaves[index].requires_grad_()
+                leaves[index] = x = _unsafe_view(leaf, leaf.shape)  # neither leaf nor view: it may be modified in place
                 edges.append(GradientEdge(x.grad_fn.next_functions[0][0], 0))
-        return unflatten(structure, leaves), edges
+        return unflatten(self.structure, leaves), edges
 
 
 def as_output(tree: PyTree) -> tuple[StageValue, list[GradientEdge]]:
@@ -44,12 +44,16 @@ def as_output(tree: PyTree) -> tuple[StageValue, list[GradientEdge]]:
     leaves, structure = flatten_shards(tree, none_is_leaf=True)
     differentiable = tuple([isinstance(x, Tensor) and x.requires_grad for x in leaves])
     edges = [get_gradient_edge(x) for x, needed in zip(leaves, differentiable, strict=True) if needed]
-    detached = unflatten(structure, [x.detach() if isinstance(x, Tensor) else x for x in leaves])
-    return StageValue(detached, differentiable), edges
+    return StageValue([x.detach() if isinstance(x, Tensor) else x for x in leaves], differentiable, structure), edges
+
+
+def first_value(microbatch: PyTree) -> StageValue:
+    """Return the input of the first stage, in memory of its own: it needs no gradient."""
+    return as_output(microbatch)[0].copied()._replace(differentiable=())
 
 
 class Params:
-    """The parameters of a stage in one step: `tree`, and its trained leaves `own`, whose gradients are read at `edges`.
+    """The parameters of a stage in one step: `tree`, and its `trained` leaves, whose gradients are read at `edges`.
 
     Frozen ones, `nn.Parameter(x, requires_grad=False)`, have none.
     """
@@ -57,16 +61,16 @@ class Params:
     def __init__(self, tree: PyTree, trained: bool) -> None:
         leaves, self._structure = flatten_shards(tree, none_is_leaf=True)
         detached = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        self._indices = [at for at, x in enumerate(leaves) if trained and isinstance(x, Tensor) and _is_trained(x)]
-        self.own: list[Tensor] = [detached[at].requires_grad_() for at in self._indices]
-        self.edges = [get_gradient_edge(x) for x in self.own]
+        self._indices = [i for i, x in enumerate(leaves) if trained and isinstance(x, Tensor) and _is_trained(x)]
+        self.trained: list[Tensor] = [detached[index].requires_grad_() for index in self._indices]
+        self.edges = [get_gradient_edge(x) for x in self.trained]
         self.tree = unflatten(self._structure, detached)
 
     def tree_of(self, gs: Sequence[Tensor | None]) -> PyTree:
         """Return gradients as the tree of the parameters; None where there is none."""
         leaves: list[Any] = [None] * self._structure.num_leaves
-        for at, g in zip(self._indices, gs, strict=False):
-            leaves[at] = g
+        for index, g in zip(self._indices, gs, strict=False):
+            leaves[index] = g
         return unflatten(self._structure, leaves)
 
 

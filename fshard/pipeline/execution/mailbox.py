@@ -1,7 +1,8 @@
-"""Messages whose contents only the sender knows.
+"""Messages whose form only the sender knows.
 
-The first message of a kind is preceded by its header: structure, shapes, dtypes and non-tensors. After that both ends
-have its form, and only tensors are sent, those of one dtype in one buffer. Headers are in host memory: to read one
+A message is a tuple of a list of leaves and of what describes them, such as their structure. The first message of a kind
+is preceded by its header: the description, shapes and dtypes of tensors, and all other leaves. After that both ends have
+its form, and only tensors are sent, those of one dtype in one buffer. Headers are in host memory: to read one
 synchronizes no device.
 """
 
@@ -15,78 +16,48 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.mesh.collectives.ledger import active
 from fshard.mesh.collectives.send_recv import dispatch
-from fshard.mesh.layout import PyTree, Structure, unflatten
-from fshard.mesh.layout.sharded import flatten_shards
-from fshard.mesh.spmd.scope import Group, Lane, Pending
+from fshard.mesh.spmd.scope import Group, Pending
 from fshard.pipeline.execution.route import Message
 from fshard.source import Site
 
+Content = tuple[Any, ...]
+"""A list of leaves, and what describes them: two contents of the same form have equal descriptions."""
 Forms = dict[Any, "MessageForm"]
 """The forms that both ends have, by receiver and kind of message."""
 
 
-class _Like(NamedTuple):
+class _TensorLike(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     is_cpu: bool
 
+    def __repr__(self) -> str:
+        return f"{str(self.dtype)[6:]}{list(self.shape)}"
+
+    def placeholder(self, device: torch.device) -> Tensor:
+        return torch.empty((), dtype=self.dtype, device="cpu" if self.is_cpu else device).expand(self.shape)
+
 
 class MessageForm(NamedTuple):
-    """The form of a message: its structure, with the shapes and dtypes of tensors and all other leaves.
+    """The form of a message: its leaves, with `_TensorLike` for tensors, and their description.
 
-    `buffers` are the tensors of each dtype and memory, which are sent together: their indices, and placeholders like them. Of a
-    message that is a tuple of one tensor and trees of bools, `flags` are these.
+    `buffers` are the tensors of each dtype and memory, which are sent together: their indices, and placeholders like them.
     """
 
-    structure: Structure
     leaves: tuple[Any, ...]
+    description: Content
     buffers: Sequence[tuple[Sequence[int], tuple[Tensor, ...]]]
-    flags: tuple[Any, ...] | None
 
     @staticmethod
-    def of(structure: Structure, leaves: tuple[Any, ...], device: torch.device) -> MessageForm:
+    def of(leaves: tuple[Any, ...], description: Content, device: torch.device) -> MessageForm:
         """Return the form of a message from its header."""
         indices: dict[tuple[torch.dtype, bool], list[int]] = {}
-        for at, leaf in enumerate(leaves):
-            if isinstance(leaf, _Like):
-                indices.setdefault((leaf.dtype, leaf.is_cpu), []).append(at)
-        buffers = [(own, tuple([_placeholder(leaves[at], device) for at in own])) for own in indices.values()]
-        flags = None
-        if [*indices.values()] == [[0]] and all(type(leaf) is bool for leaf in leaves[1:]):
-            tree = unflatten(structure, leaves)
-            flags = tree[1:] if type(tree) is tuple and isinstance(tree[0], _Like) else None
-        return MessageForm(structure, leaves, buffers, flags)
-
-    def one_tensor(self, tree: PyTree) -> Tensor | None:
-        """Return the tensor of a message that is a tuple of one and of `flags`, if it has this form."""
-        if self.flags is None or type(tree) is not tuple or type(x := tree[0]) is not Tensor or tree[1:] != self.flags:
-            return None
-        like = self.leaves[0]
-        return x if (x.shape, x.dtype, x.is_cpu) == like else None
-
-
-def _described(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([_Like(x.shape, x.dtype, x.is_cpu) if isinstance(x, Tensor) else x for x in leaves])
-
-
-def _shown(leaves: Sequence[Any]) -> str:
-    shown = [f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, _Like) else repr(x) for x in leaves]
-    return f"({', '.join(shown)})"
-
-
-def _placeholder(like: _Like, device: torch.device) -> Tensor:
-    return torch.empty((), dtype=like.dtype, device="cpu" if like.is_cpu else device).expand(like.shape)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Return a tensor aligned as in its own memory: kernels round differently at other alignments."""
-    return x.clone() if x.data_ptr() % _ALIGNED else x
-
-
-_ALIGNED = 64
-"""Bytes, of which torch's memory begins at a multiple."""
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, _TensorLike):
+                indices.setdefault((leaf.dtype, leaf.is_cpu), []).append(index)
+        buffers = [(group, tuple([leaves[index].placeholder(device) for index in group])) for group in indices.values()]
+        return MessageForm(leaves, description, buffers)
 
 
 class Mailbox:
@@ -111,109 +82,88 @@ class Mailbox:
         forms: Forms | None,
     ) -> None:
         self._group, self._site, self._device, self._keys, self._forms = group, site, device, keys, forms
+        self._world: Any = group.world.current()
         self._expected = {source: deque(messages) for source, messages in receives.items()}
-        self._started: dict[int, tuple[MessageForm, list[Pending] | Lane]] = {}
-        self._channels: dict[Hashable, tuple[MessageForm, Lane | None]] = {}
-        self._arrived: dict[Message, PyTree] = {}
+        self._started: dict[int, tuple[MessageForm, list[Pending]]] = {}
+        self._arrived: dict[Message, Content] = {}
         for source in self._expected:
             self._start(source)
 
-    def send(self, message: Message, to: int, tree: PyTree) -> None:
-        """Send a tree to a device, without waiting for it."""
-        form, lane = self._channel(message, to, to) or (None, None)
-        if form is not None and (x := form.one_tensor(tree)) is not None and not active():
-            if lane is None or not lane.send(x):
-                self._send((x,), to)
-            return
-        leaves, structure = flatten_shards(tree, none_is_leaf=True)
-        described = _described(leaves)
+    def send(self, message: Message, to: int, content: Content) -> None:
+        """Send a message to a device, without waiting for it."""
+        leaves, *description = content
+        header = tuple([_TensorLike(x.shape, x.dtype, x.is_cpu) if isinstance(x, Tensor) else x for x in leaves])
+        form = self._form(message, to)
         if form is None:
-            form = self._learn(message, to, structure, described)
-            header = torch.frombuffer(bytearray(pickle.dumps((structure, described))), dtype=torch.uint8)
-            self._send((torch.tensor([len(header)], device="cpu"),), to)
-            self._send((header,), to)
-        elif (structure, described) != form[:2]:
+            form = self._learn(message, to, header, tuple(description))
+            data = torch.frombuffer(bytearray(pickle.dumps(form[:2])), dtype=torch.uint8)
+            self._send((torch.tensor([len(data)], device="cpu"),), to)
+            self._send((data,), to)
+        elif (header, tuple(description)) != form[:2]:
             raise ValueError(
-                f"{message} must be {_shown(form.leaves)}, as for another microbatch of the same shapes; got "
-                f"{_shown(described)}. If messages depend on values, as a mask that is None where nothing is padded, give "
-                "dynamic=True, or options={'dynamic': True} of a plugin: then each message has a header."
+                f"{message} must be {form.leaves}, as for another microbatch of the same shapes; got {header}. If messages "
+                "depend on values, as a mask that is None where nothing is padded, give dynamic=True, or "
+                "options={'dynamic': True} of a plugin: then each message has a header."
             )
         for indices, _ in form.buffers:
-            self._send(tuple([leaves[at] for at in indices]), to)
+            self._send(tuple([leaves[index] for index in indices]), to)
 
-    def receive(self, message: Message, source: int) -> PyTree:
-        """Return a message from a device, and wait for it."""
+    def receive(self, message: Message, source: int) -> Content:
+        """Wait for a message from a device, and return it; those before it are kept."""
         while message not in self._arrived:
             first = self._expected[source].popleft()
-            started = self._started.pop(source, None)
-            if started is None:
-                form = self._receive_header(first, source)
-                started = form, self._receive_buffers(form, source)
-            tree = self._wait(*started)
+            form, buffers = self._started.pop(source, None) or self._start_unknown(first, source)
+            leaves = list(form.leaves)
+            for (indices, _), pending in zip(form.buffers, buffers, strict=True):
+                for index, x in zip(indices, pending.wait(), strict=True):
+                    leaves[index] = _aligned(x)
+            self._arrived[first] = leaves, *form.description
             self._start(source)
-            if first == message:
-                return tree
-            self._arrived[first] = tree
         return self._arrived.pop(message)
-
-    @staticmethod
-    def _wait(form: MessageForm, coming: list[Pending] | Lane) -> PyTree:
-        if not isinstance(coming, list):
-            return (coming.take(), *(form.flags or ()))
-        leaves = list(form.leaves)
-        for (indices, _), pending in zip(form.buffers, coming, strict=True):
-            for at, x in zip(indices, pending.wait(), strict=True):
-                leaves[at] = _aligned(x)
-        return unflatten(form.structure, leaves)
 
     def _start(self, source: int) -> None:
         """Start receiving the next message, if its form is known, so that it arrives during computation."""
-        if not self._expected[source]:
-            return
-        channel = self._channel(self._expected[source][0], self._group.index, source)
-        if channel is not None:
-            form, lane = channel
-            self._started[source] = form, self._receive_buffers(form, source) if lane is None else lane
+        if self._expected[source] and (form := self._form(self._expected[source][0], self._group.index)) is not None:
+            self._started[source] = form, self._start_buffers(form, source)
+
+    def _start_unknown(self, message: Message, source: int) -> tuple[MessageForm, list[Pending]]:
+        """Receive the header of a message, and start receiving its tensors."""
+        (length,) = self._receive((torch.empty(1, dtype=torch.int64, device="cpu"),), source).wait()
+        (data,) = self._receive((torch.empty(int(length), dtype=torch.uint8, device="cpu"),), source).wait()
+        form = self._learn(message, self._group.index, *pickle.loads(data.numpy().tobytes()))
+        return form, self._start_buffers(form, source)
 
     # -- forms --------------------------------------------------------------------------------------------------
 
     def _key(self, message: Message, to: int) -> Hashable:
-        of_all = message.microbatch < 0
-        return to, message.kind, message.wire, tuple(self._keys) if of_all else self._keys[message.microbatch]
+        shapes = self._keys[message.microbatch] if message.microbatch >= 0 else tuple(self._keys)
+        return to, message.kind, message.wire, shapes
 
-    def _channel(self, message: Message, to: int, other: int) -> tuple[MessageForm, Lane | None] | None:
-        """Return the form of a message if it is known, and the lane to or from the other device, if there is one."""
-        key = self._key(message, to)
-        found = self._channels.get(key)
-        if found is None and self._forms is not None and (form := self._forms.get(key)) is not None:
-            lane = None
-            if form.flags is not None:
-                lane = self._world.lane(form.buffers[0][1][0], self._group, other, self._site)
-            found = self._channels[key] = form, lane
-        return found
+    def _form(self, message: Message, to: int) -> MessageForm | None:
+        return None if self._forms is None else self._forms.get(self._key(message, to))
 
-    def _learn(self, message: Message, to: int, structure: Structure, leaves: tuple[Any, ...]) -> MessageForm:
-        form = MessageForm.of(structure, leaves, self._device)
+    def _learn(self, message: Message, to: int, leaves: tuple[Any, ...], description: Content) -> MessageForm:
+        form = MessageForm.of(leaves, description, self._device)
         if self._forms is not None:
             self._forms[self._key(message, to)] = form
         return form
 
-    def _receive_header(self, message: Message, source: int) -> MessageForm:
-        (length,) = self._receive((torch.empty(1, dtype=torch.int64, device="cpu"),), source).wait()
-        (header,) = self._receive((torch.empty(int(length), dtype=torch.uint8, device="cpu"),), source).wait()
-        return self._learn(message, self._group.index, *pickle.loads(header.numpy().tobytes()))
-
     # -- tensors of one dtype -----------------------------------------------------------------------------------
-
-    @property
-    def _world(self) -> Any:
-        return self._group.world.current()
 
     def _send(self, xs: tuple[Tensor, ...], to: int) -> None:
         dispatch(xs, self._group, to, self._site)
 
-    def _receive_buffers(self, form: MessageForm, source: int) -> list[Pending]:
+    def _start_buffers(self, form: MessageForm, source: int) -> list[Pending]:
         return [self._receive(likes, source) for _, likes in form.buffers]
 
     def _receive(self, likes: tuple[Tensor, ...], source: int) -> Pending:
         return self._world.receive(likes, self._group, source, self._site)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return a tensor aligned as in its own memory: kernels round differently at other alignments."""
+    return x.clone() if x.data_ptr() % _ALIGNED else x
+
+
+_ALIGNED = 64
+"""Bytes, of which torch's memory begins at a multiple."""

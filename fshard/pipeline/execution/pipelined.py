@@ -18,11 +18,11 @@ from fshard.pipeline.execution.device import StageDevice
 from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
 from fshard.pipeline.execution.leaves import Params, Stage, map_tensors, stage_for
 from fshard.pipeline.execution.mailbox import Forms
-from fshard.pipeline.execution.microbatches import MicrobatchResult, mean_result, shape_key, weights_of
+from fshard.pipeline.execution.microbatches import mean_result, shape_key, weights_of
 from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.actions import Kind
 from fshard.pipeline.schedule.schedule import Schedule
-from fshard.source import Site, call_site
+from fshard.source import call_site
 
 
 class PipelinedResult(NamedTuple):
@@ -59,7 +59,7 @@ def pipelined(
 
     Args:
         stages: functions (params, x) -> y of pytrees. The first one's x is the microbatch.
-        schedule: the actions of each device; it is verified.
+        schedule: the actions of each device; it is verified. Those on sharded weights do nothing.
         loss_fn: of (y, microbatch), where y is the last stage's: a loss, or a loss and a tree of metrics.
         mesh: the devices.
         axis: the axis of the stages.
@@ -84,30 +84,45 @@ def pipelined(
     _validate(stages, schedule, loss_fn, mesh, axis, backward)
     schedule.verify()  # (1)
     route = Route(schedule, skips or {}, backward)  # (2)
-    plan = ExecutionPlan(stages, route, axis, loss_fn, backward, reproducible, None if dynamic else {})
+    forms: dict[int, Forms] = {}  # of messages, by device
 
     def step(
         params: Sequence[PyTree], microbatches: Sequence[PyTree], weights: Sequence[float] | None = None
     ) -> PipelinedResult:
-        own, site = resolve_mesh(mesh), call_site()
+        current, site = resolve_mesh(mesh), call_site()
         if len(microbatches) != schedule.microbatches:
             raise ValueError(
                 f"microbatches must be {schedule.microbatches}, as in the schedule; got {len(microbatches)}."
             )
         if len(params) != len(stages):
             raise ValueError(f"params must be {len(stages)} trees, one for each stage; got {len(params)}.")
-        if is_outside(own) and own.size != own.shape[axis]:
-            raise ValueError(f"pipelined must be called inside shard_map or run, as {own} has other axes than {axis}.")
-        counts = weights_of(microbatches, weights)
+        if is_outside(current) and current.size != current.shape[axis]:
+            raise ValueError(
+                f"pipelined must be called inside shard_map or run, as {current} has other axes than {axis}."
+            )
+        counts, keys = weights_of(microbatches, weights), [*map(shape_key, microbatches)]
+
+        def run_device(_: int) -> PipelinedResult:
+            group = require("pipelined").group(axis, "pipelined")
+            work = FunctionWork(stages, loss_fn, microbatches, counts, reproducible)
+            for stage in [stage for stage, device in enumerate(route.placement) if device == group.index]:
+                work.params[stage] = Params(params[stage], backward)
+                work.sums[stage] = OrderedSum(counts) if reproducible else RunningSum()
+            device, cache = torch.device(current.device_type), None if dynamic else forms.setdefault(group.device, {})
+            options = {"backward": backward, "has_outcome": loss_fn is not None}
+            with parting(group):
+                outcome = StageDevice(route, work, group, device, site, keys, cache, **options).run()
+            loss, metrics = outcome or (None, [y for _, y in sorted(work.results.items())] or None)
+            return PipelinedResult(loss, work.gradients() if backward else [None] * len(stages), metrics)
+
         try:
-            with deterministic(reproducible, own.device_type):
-                results = run_on_devices(own, lambda _: _run(plan, params, microbatches, counts, own.device_type, site))
+            with deterministic(reproducible, current.device_type):
+                results = run_on_devices(current, run_device)
         except BaseException:
-            if plan.forms:
-                plan.forms.clear()  # some devices may have cached message forms that others have not
+            forms.clear()  # some devices may have cached message forms that others have not
             raise
-        gradients = [_first([one.gradients[stage] for one in results]) for stage in range(len(stages))]
-        return PipelinedResult(results[0].loss, gradients, _first([one.metrics for one in results]))
+        gradients = [_first(trees) for trees in zip(*[result.gradients for result in results], strict=True)]
+        return PipelinedResult(results[0].loss, gradients, _first([result.metrics for result in results]))
 
     return step
 
@@ -130,8 +145,8 @@ def _validate(
         (backward and not kinds & {Kind.B, Kind.I, Kind.W}, "the schedule has no backward: give backward=False"),
         (mesh.runtime == "abstract", "mesh must have values; on an abstract one use schedule.simulate, without stages"),
     ]
-    if wrong := [text for is_wrong, text in errors if is_wrong]:
-        raise ValueError(f"pipelined by {schedule.name}: {'; '.join(wrong)}.")
+    if texts := [text for is_error, text in errors if is_error]:
+        raise ValueError(f"pipelined by {schedule.name}: {'; '.join(texts)}.")
 
 
 def _first(trees: Sequence[PyTree]) -> PyTree:
@@ -139,79 +154,42 @@ def _first(trees: Sequence[PyTree]) -> PyTree:
     return next((tree for tree in trees if tree is not None), None)
 
 
-# -- one device -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ExecutionPlan:
-    """The data that all steps share: see `pipelined`; `forms` are the known forms of messages of each device."""
-
-    stages: Sequence[Stage]
-    route: Route
-    axis: str
-    loss_fn: Callable[[PyTree, PyTree], Any] | None
-    backward: bool
-    reproducible: bool
-    forms: dict[int, Forms] | None
-
-
-def _run(
-    plan: ExecutionPlan,
-    params: Sequence[PyTree],
-    microbatches: Sequence[PyTree],
-    weights: list[float],
-    device_type: str,
-    site: Site,
-) -> PipelinedResult:
-    """Run one device."""
-    group = require("pipelined").group(plan.axis, "pipelined")
-    work = FunctionWork(plan, microbatches, weights)
-    for stage, device in enumerate(plan.route.placement):
-        if device == group.index:
-            work.params[stage] = Params(params[stage], plan.backward)
-            work.sums[stage] = OrderedSum(weights) if plan.reproducible else RunningSum()
-    forms = None if plan.forms is None else plan.forms.setdefault(group.device, {})
-    keys = [*map(shape_key, microbatches)]
-    options = {"backward": plan.backward, "has_outcome": plan.loss_fn is not None}
-    with parting(group):
-        device = StageDevice(plan.route, work, group, torch.device(device_type), site, keys, forms, **options)
-        loss, metrics = device.run() or (None, [y for _, y in sorted(work.outputs.items())] or None)
-    gradients: list[PyTree] = [None] * len(plan.stages)
-    for stage, total in work.sums.items() if plan.backward else ():
-        gradients[stage] = work.params[stage].tree_of(total.result())
-    return PipelinedResult(loss, gradients, metrics)
-
-
 @dataclass
 class FunctionWork:
     """The `StageWork` of one device for functions on given trees of parameters."""
 
-    plan: ExecutionPlan
+    stages: Sequence[Stage]
+    loss_fn: Callable[[PyTree, PyTree], Any] | None
     microbatches: Sequence[PyTree]
     weights: list[float]
+    reproducible: bool
     params: dict[int, Params] = field(default_factory=dict[int, Params])
     sums: dict[int, RunningSum | OrderedSum] = field(default_factory=dict[int, RunningSum | OrderedSum])
-    results: dict[int, MicrobatchResult] = field(default_factory=dict[int, MicrobatchResult])
-    outputs: dict[int, PyTree] = field(default_factory=dict[int, PyTree])
+    results: dict[int, Any] = field(default_factory=dict[int, Any])  # loss and metrics of each microbatch, or y
 
     def begin(self, microbatch: int) -> PyTree:
         return self.microbatches[microbatch]
 
     def call(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
-        return stage_for(self.plan.stages[stage], microbatch)(self.params[stage].tree, x, **skips)
+        return stage_for(self.stages[stage], microbatch)(self.params[stage].tree, x, **skips)
 
     def end(self, microbatch: int, y: PyTree) -> Tensor | None:
-        """Return the loss; without a loss function, keep the result."""
-        if self.plan.loss_fn is None:
-            self.outputs[microbatch] = map_tensors(Tensor.detach, y)
+        """Return the loss, and keep it with the metrics; without a loss function, keep y."""
+        if self.loss_fn is None:
+            self.results[microbatch] = map_tensors(Tensor.detach, y)
             return None
-        loss, self.results[microbatch] = MicrobatchResult.of(self.plan.loss_fn(y, self.microbatches[microbatch]))
+        result = self.loss_fn(y, self.microbatches[microbatch])
+        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, ())
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            form = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn must return one floating number, or it and metrics; got {form}.")
+        self.results[microbatch] = map_tensors(Tensor.detach, (loss, metrics))
         return loss
 
     def start(self, microbatch: int) -> Tensor:
-        """Return the gradient of a microbatch's loss: its part of the mean, unless sums are weighted."""
-        part = 1.0 if self.plan.reproducible else self.weights[microbatch] / sum(self.weights)
-        return torch.full_like(self.results[microbatch].loss, part)
+        """Return the gradient of a microbatch's loss: its share of the mean, unless sums are weighted."""
+        share = 1.0 if self.reproducible else self.weights[microbatch] / sum(self.weights)
+        return torch.full_like(self.results[microbatch][0], share)
 
     def edges(self, stage: int) -> list[GradientEdge]:
         return self.params[stage].edges
@@ -219,7 +197,7 @@ class FunctionWork:
     def may_accumulate(self, stage: int, microbatch: int) -> bool:
         """Let autograd add to the sums, unless these are ordered."""
         total = self.sums[stage]
-        return isinstance(total, RunningSum) and total.let_accumulate(self.params[stage].own)
+        return isinstance(total, RunningSum) and total.let_accumulate(self.params[stage].trained)
 
     def add(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         self.sums[stage].add(microbatch, gs)
@@ -231,3 +209,8 @@ class FunctionWork:
 
     def outcome(self) -> tuple[Tensor, PyTree]:
         return mean_result([result for _, result in sorted(self.results.items())], self.weights)
+
+    def gradients(self) -> list[PyTree]:
+        """Return the gradients of each stage; None for those of other devices."""
+        trees = {stage: self.params[stage].tree_of(total.result()) for stage, total in self.sums.items()}
+        return [trees.get(stage) for stage in range(len(self.stages))]

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from fshard.errors import ScheduleError
 from fshard.pipeline.schedule.actions import COMPUTE, UNITS, Action, Kind
-from fshard.pipeline.schedule.rows import ScheduleRows
+from fshard.pipeline.schedule.schedule import Schedule
 
 
 class Wire(NamedTuple):
@@ -37,9 +36,9 @@ class Message(NamedTuple):
         return self.wire[:2] if self.kind is Kind.F else (self.wire.to, self.wire.source)
 
     def __str__(self) -> str:
-        what = "result" if self.wire.name is None else f'skip "{self.wire.name}"'
+        value = "result" if self.wire.name is None else f'skip "{self.wire.name}"'
         gradient = "" if self.kind is Kind.F else "the gradient of "
-        return f"{gradient}the {what} of stage {self.wire.source} for microbatch {self.microbatch}"
+        return f"{gradient}the {value} of stage {self.wire.source} for microbatch {self.microbatch}"
 
 
 class RoutedAction(NamedTuple):
@@ -59,22 +58,21 @@ class Route:
         schedule: placement and actions.
         skips: by name, the stage that sends and the later one that receives.
         backward: False drops all but the forwards.
-        units: True if stages can be unsharded, resharded and reduced.
     """
 
-    def __init__(
-        self, schedule: ScheduleRows, skips: Mapping[str, tuple[int, int]], backward: bool, *, units: bool = False
-    ) -> None:
-        _validate(schedule, skips, units)
+    def __init__(self, schedule: Schedule, skips: Mapping[str, tuple[int, int]], backward: bool) -> None:
+        errors = [f'"{name}": {ends}' for name, ends in skips.items() if not 0 <= ends[0] < ends[1] < schedule.stages]
+        if errors:
+            raise ValueError(f"skips must lead to a later stage of 0..{schedule.stages - 1}; got {'; '.join(errors)}.")
         self.placement = schedule.placement
         wires = [Wire(*pair) for pair in pairwise(range(schedule.stages))]
         wires += [Wire(*ends, name) for name, ends in skips.items()]
         wires.sort(key=lambda wire: -wire.to)  # gradients are accumulated in this order, as in one backward
         self._from = [[wire for wire in wires if wire.source == stage] for stage in range(schedule.stages)]
         self._to = [[wire for wire in wires if wire.to == stage] for stage in range(schedule.stages)]
-        self.skips = [{wire.name for wire in own if wire.name is not None} for own in self._from]
-        kept = (COMPUTE if backward else frozenset({Kind.F})) | UNITS
-        rows = schedule.without(frozenset(Kind) - kept).rows
+        self.skips = [{wire.name for wire in wires if wire.name is not None} for wires in self._from]
+        kinds = (COMPUTE if backward else frozenset({Kind.F})) | UNITS
+        rows = schedule.without(frozenset(Kind) - kinds).rows
         self.split = {(action.stage, action.microbatch) for row in rows for action in row if action.kind is Kind.I}
         self.actions = [[self._routed(action) for action in row] for row in rows]
         devices = range(schedule.devices)
@@ -100,16 +98,3 @@ class Route:
             [(message, self.placement[message.ends[0]]) for message in received],
             [(message, self.placement[message.ends[1]]) for message in sent],
         )
-
-
-def _validate(schedule: ScheduleRows, skips: Mapping[str, tuple[int, int]], units: bool) -> None:
-    """Raise unless all actions of the schedule and all skips can be executed."""
-    found = [(each, device) for device, row in enumerate(schedule.rows) for each in row if each.kind in UNITS]
-    if found and not units:
-        raise ScheduleError(
-            f"pipelined must get a schedule without {', '.join(sorted(UNITS))}; got {schedule.name} with {found[0][0]} on "
-            f"device {found[0][1]}. Sharded stages run with train_step(stages, schedule=)."
-        )
-    wrong = [f'"{name}": {ends}' for name, ends in skips.items() if not 0 <= ends[0] < ends[1] < schedule.stages]
-    if wrong:
-        raise ValueError(f"skips must lead to a later stage of 0..{schedule.stages - 1}; got {'; '.join(wrong)}.")

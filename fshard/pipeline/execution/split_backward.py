@@ -7,15 +7,15 @@ the product, for the weights below it.
           └─> t ──> weight └─> t ──> weight        late: W
 
 Nothing is computed twice, and the bits are those of one backward. Weights that are not below a single product are done
-in I. A schedule runs the same backward for every microbatch: the division of a graph is cached by its numbering.
+in I.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, lru_cache
-from typing import Any, NamedTuple, cast
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from fshard.pipeline.execution.saved_tensors import SavedActivations
 Gradients = list[Tensor | None]
 Slot = tuple[Node, int]
 """An input of a node, where a gradient enters."""
-Numbered = tuple[int, int]
-"""A slot by the number of its node."""
 
 PRODUCTS = frozenset(
     f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Addmv", "Convolution", "Linear")
@@ -56,10 +54,10 @@ def run_backward(
         nothing: Gradients = [None] * len(weights)
         return [None] * len(inputs), None if accumulate else nothing
     edges, gs = zip(*ends, strict=True)
-    found = _engine(edges, gs, retain, False, (*inputs, *weights), allow_unreachable=True, accumulate_grad=accumulate)
+    results = _engine(edges, gs, retain, False, (*inputs, *weights), allow_unreachable=True, accumulate_grad=accumulate)
     if accumulate:
         return [cast(Any, edge.node).variable.grad for edge in inputs], None
-    return [*found[: len(inputs)]], [*found[len(inputs) :]]
+    return [*results[: len(inputs)]], [*results[len(inputs) :]]
 
 
 def split_backward(
@@ -86,9 +84,9 @@ def split_backward(
         return [], lambda: run_backward(outputs, gradients, (), weights, accumulate=accumulate)[1]
     saved = SavedActivations() if saved is None else saved
     ends = [edge for edge, g in zip(outputs, gradients, strict=True) if g is not None]
-    early, below = divide(ends, inputs, weights, saved)
+    early, late = divide(ends, inputs, weights, saved)
     deferred: list[tuple[Node, Sequence[Tensor | None]]] = []  # products, and their output gradients
-    hooks = [hook for node in below for hook in _defer(node, deferred, saved)]
+    hooks = [hook for node in late for hook in _defer(node, deferred, saved)]
     targets = [GradientEdge(*slot) for slot in early]
     try:
         gxs, gws = run_backward(outputs, gradients, inputs, targets, accumulate=accumulate, retain=True)
@@ -98,13 +96,13 @@ def split_backward(
         saved.free_read(keep=True)
 
     def weight_backward() -> Gradients | None:
-        found = dict(zip(early, gws or (), strict=not accumulate))
+        weight_gs = dict(zip(early, gws or (), strict=not accumulate))
         saved.free_read()
         while deferred:
             node, gs = deferred.pop(0)
-            found |= _weights_below(node, gs, below[node], accumulate)
+            weight_gs |= _weights_below(node, gs, late[node], accumulate)
             saved.free_read()
-        return None if accumulate else [found.get((edge.node, edge.output_nr)) for edge in weights]
+        return None if accumulate else [weight_gs.get((edge.node, edge.output_nr)) for edge in weights]
 
     return gxs, weight_backward
 
@@ -138,95 +136,68 @@ def _weights_below(
 # -- the division of a graph ------------------------------------------------------------------------------------
 
 
-class _Graph(NamedTuple):
-    """An autograd graph as numbers, children before parents: the cache key."""
-
-    slots: tuple[tuple[Numbered, ...], ...]  # the inputs of children, by node
-    deferrable: tuple[bool, ...]
-    ends: tuple[Numbered, ...]  # where gradients enter
-    inputs: tuple[int, ...]
-    weights: tuple[Numbered, ...]
-
-
 def divide(
     ends: Sequence[GradientEdge],
     inputs: Sequence[GradientEdge],
     weights: Sequence[GradientEdge],
     saved: SavedActivations,
 ) -> tuple[list[Slot], dict[Node, list[Slot]]]:
-    """Return the weights whose gradients I computes, and those of W, by the product below which they are."""
-    slots_of = _walk([edge.node for edge in (*ends, *inputs, *weights)])
-    number = {node: place for place, node in enumerate(slots_of)}
-    nodes = [*slots_of]
-    graph = _Graph(
-        tuple([tuple([(number[child], slot) for child, slot in slots]) for slots in slots_of.values()]),
-        tuple([_is_deferrable(node, saved) for node in nodes]),
-        tuple([(number[edge.node], edge.output_nr) for edge in ends]),
-        tuple([number[edge.node] for edge in inputs]),
-        tuple([(number[edge.node], edge.output_nr) for edge in weights]),
-    )
-    early, below = _divide_numbered(graph)
-    return (
-        [(nodes[at], slot) for at, slot in early],
-        {nodes[at]: [(nodes[one], slot) for one, slot in slots] for at, slots in below.items()},
-    )
+    """Return the weights whose gradients I computes, and those of W, by the product below which they are.
 
-
-@lru_cache(maxsize=256)
-def _divide_numbered(graph: _Graph) -> tuple[list[Numbered], dict[int, list[Numbered]]]:
-    """Divide a graph: *early* nodes lead to an input, and are run in I, or to a weight that cannot be deferred.
-
-    A weight can be deferred if all nodes between it and a product get their gradient from one node alone. Others are
-    early: sums are accumulated in the order of one backward.
+    *Early* nodes lead to an input, and are run in I, or to a weight that cannot be deferred. A weight can be deferred if
+    all nodes between it and a product get their gradient from one node alone. Others are early: sums are accumulated in
+    the order of one backward.
     """
-    inputs, ends, leaves = {*graph.inputs}, {node for node, _ in graph.ends}, {node for node, _ in graph.weights}
-    parents: dict[int, list[int]] = defaultdict(list)
-    for node in _leading_to(graph, inputs | leaves):
-        for child, _ in graph.slots[node]:
+    children = _walk([edge.node for edge in (*ends, *inputs, *weights)])
+    tops, sources, leaves = ({edge.node for edge in edges} for edges in (ends, inputs, weights))
+    parents: dict[Node, list[Node]] = defaultdict(list)
+    for node in _leading_to(children, sources | leaves):
+        for child in children[node]:
             parents[child].append(node)
 
-    def product_above(node: int, early: set[int]) -> int | None:
-        while node not in ends and len(parents[node]) == 1:
+    def product_above(node: Node, early: set[Node]) -> Node | None:
+        while node not in tops and len(parents[node]) == 1:
             (node,) = parents[node]
             if node in early:
-                return node if graph.deferrable[node] else None
+                return node if _is_deferrable(node, saved) else None
         return None
 
-    early_leaves = leaves & inputs
+    early_leaves = leaves & sources
     while True:
-        early = _leading_to(graph, inputs | early_leaves)
+        early = _leading_to(children, sources | early_leaves)
         products = {leaf: product_above(leaf, early) for leaf in leaves - early_leaves}
         if None not in products.values():
             break
         early_leaves |= {leaf for leaf, product in products.items() if product is None}
-    below: dict[int, list[Numbered]] = defaultdict(list)
-    for edge in graph.weights:
-        if (product := products.get(edge[0])) is not None:
-            below[product].append(edge)
-    return [edge for edge in graph.weights if edge[0] in early_leaves], below
+    late: dict[Node, list[Slot]] = defaultdict(list)
+    for edge in weights:
+        if (product := products.get(edge.node)) is not None:
+            late[product].append((edge.node, edge.output_nr))
+    return [(edge.node, edge.output_nr) for edge in weights if edge.node in early_leaves], late
 
 
-def _walk(ends: Iterable[Node]) -> dict[Node, list[Slot]]:
-    """Return the inputs of the children of each node, children before parents."""
-    found: dict[Node, list[Slot]] = {}
-    done: dict[Node, list[Slot]] = {}
-    stack: list[Any] = [*ends]
+def _walk(ends: Iterable[Node]) -> dict[Node, list[Node]]:
+    """Return the children of each node, children before parents."""
+    children: dict[Node, list[Node]] = {}
+    done: dict[Node, list[Node]] = {}
+    stack = [*ends]
     while stack:
         node = stack[-1]
-        if node in found:
-            done[stack.pop()] = found[node]
+        if node in children:
+            done[stack.pop()] = children[node]
         else:
-            found[node] = [slot for slot in node.next_functions if slot[0] is not None]
-            stack += [child for child, _ in found[node] if child not in found]
+            children[node] = [child for child, _ in node.next_functions if child is not None]
+            stack += [child for child in children[node] if child not in children]
     return done
 
 
-def _leading_to(graph: _Graph, targets: set[int]) -> set[int]:
-    found: set[int] = set()
-    for node, slots in enumerate(graph.slots):
-        if any(child in found or child in targets for child, _ in slots):
-            found.add(node)
-    return found
+def _leading_to(children: dict[Node, list[Node]], targets: set[Node]) -> set[Node]:
+    """Return targets, and the nodes above them."""
+    nodes = {*targets}
+    for node, own_children in children.items():
+        if not nodes.isdisjoint(own_children):
+            nodes.add(node)
+    return nodes
 
 
 def _is_deferrable(node: Node, saved: SavedActivations) -> bool:

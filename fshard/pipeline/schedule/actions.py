@@ -68,11 +68,11 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """Parse the result of `str`."""
-        if not (found := _ACTION.fullmatch(text.strip())):
+        if not (match := _ACTION.fullmatch(text.strip())):
             raise ScheduleError(
                 f'An action must be a stage, one of {", ".join(Kind)}, and a microbatch; got "{text}". Write 2F0.'
             )
-        stage, kind, microbatch = found.groups()
+        stage, kind, microbatch = match.groups()
         return cls(Kind(kind), int(stage), int(microbatch) if microbatch else None)
 
     @property

@@ -58,11 +58,11 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
         hint = f'; did you mean "{guess[0]}"?' if guess else "."
         raise ValueError(f'There is no schedule "{name}"{hint} name must be one of {", ".join(BUILDERS)}.')
     numbers = {"stages": stages, "microbatches": microbatches} | ({} if devices is None else {"devices": devices})
-    for what, n in numbers.items():
+    for argument, n in numbers.items():
         if not isinstance(n, int) or isinstance(n, bool):
-            raise TypeError(f"{what} must be an integer; got {n!r}.")
+            raise TypeError(f"{argument} must be an integer; got {n!r}.")
         if n < 1:
-            raise ValueError(f"{what} must be at least 1; got {n}.")
+            raise ValueError(f"{argument} must be at least 1; got {n}.")
     place, build = BUILDERS[name]
     return build(name, place(name, stages, devices), microbatches)
 
@@ -223,8 +223,8 @@ def dualpipe_v(name: str, placement: Placement, microbatches: int) -> Schedule:
             *["W"] * (device + 1),
         ]
         rows.append(_write_out(plan, (device, 2 * devices - 1 - device)))
-    kept = [[a for a in row if a.stage < len(placement) and (a.microbatch or 0) < microbatches] for row in rows]
-    return Schedule(name, placement, microbatches, tuple(map(tuple, kept)))
+    rows = [[a for a in row if a.stage < len(placement) and (a.microbatch or 0) < microbatches] for row in rows]
+    return Schedule(name, placement, microbatches, tuple(map(tuple, rows)))
 
 
 def _write_out(plan: Iterable[str], stages: tuple[int, int]) -> list[Action]:

@@ -16,24 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TypeVar
 
 from fshard.pipeline.schedule.actions import COMPUTE, MESSAGES, UNITS, Action, Kind
-from fshard.pipeline.schedule.rows import ScheduleRows
+from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.simulate import simulate
 from fshard.pipeline.schedule.trace import Number
-
-AnySchedule = TypeVar("AnySchedule", bound=ScheduleRows)
 
 _SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 
 
-def with_messages(schedule: AnySchedule) -> AnySchedule:
+def with_messages(schedule: Schedule) -> Schedule:
     """Add the sends and receives that a schedule of forwards and backwards needs.
 
     Stages on one device need none. Existing messages are replaced.
 
-    >>> schedule = ScheduleRows.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1", name="1f1b")
+    >>> schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1", name="1f1b")
     >>> print(with_messages(schedule).to_text())
     1f1b: 2 microbatches, stages on devices 0 1
     0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
@@ -50,12 +47,12 @@ def with_messages(schedule: AnySchedule) -> AnySchedule:
                 timed.append((event.end, 0, number, device, send))
                 timed.append((event.end, 0, number, schedule.placement[send.partner.stage], send.partner))
     rows: list[list[Action]] = [[] for _ in schedule.rows]
-    for *_, device, action in sorted(timed, key=lambda one: one[:3]):
+    for *_, device, action in sorted(timed, key=lambda entry: entry[:3]):
         rows[device].append(action)
     return schedule.with_rows(rows)
 
 
-def with_units(schedule: AnySchedule, live: int = 2) -> AnySchedule:
+def with_units(schedule: Schedule, live: int = 2) -> Schedule:
     """Add UNSHARD and RESHARD of stages' weights around their use, and REDUCE_GRAD after the last one.
 
     Existing ones are replaced.
@@ -65,7 +62,7 @@ def with_units(schedule: AnySchedule, live: int = 2) -> AnySchedule:
         live: number of stages that a device has unsharded at a time: the current one and the next ones, so with 2 one is
             unsharded while another computes.
 
-    >>> schedule = ScheduleRows.from_csv("0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1", name="bfs")
+    >>> schedule = Schedule.from_csv("0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1", name="bfs")
     >>> print(with_units(schedule, live=1).to_csv())
     0UNSHARD,0F0,0F1,0RESHARD,1UNSHARD,1F0,1F1,1B0,1B1,1REDUCE_GRAD,1RESHARD,0UNSHARD,0B0,0B1,0REDUCE_GRAD,0RESHARD
     <BLANKLINE>

@@ -61,17 +61,17 @@ class Dependencies:
         while ready:
             here = ready.pop()
             while (number := position[here]) < self.begin[here + 1]:
-                other = partner.get(number)
-                if other is not None and position[device[other]] != other:
-                    missing = other
+                mate = partner.get(number)
+                if mate is not None and position[device[mate]] != mate:
+                    missing = mate
                 else:
-                    needs = self.needs[number] if other is None else self.needs[number] + self.needs[other]
+                    needs = self.needs[number] if mate is None else self.needs[number] + self.needs[mate]
                     missing = next((need for need in needs if not ended[need]), None)
                 if missing is not None:
                     waits[here] = Wait(number, missing)
                     waiting[missing].append(here)
                     break
-                for done in (number,) if other is None else (number, other):
+                for done in (number,) if mate is None else (number, mate):
                     order.append(done)
                     ended[done] = 1
                     position[device[done]] += 1
@@ -101,12 +101,12 @@ class Dependencies:
 def find_dependencies(schedule: ScheduleRows) -> Dependencies:
     """Find all dependencies. Actions on a wrong device wait for nothing, and nothing waits for missing ones."""
     actions = [action for row in schedule.rows for action in row]
-    device = [place for place, row in enumerate(schedule.rows) for _ in row]
+    device = [index for index, row in enumerate(schedule.rows) for _ in row]
     parts = [_parts(action) for action in actions]
     number_of: dict[Action, int] = {}
-    for number, (action, own) in enumerate(zip(actions, parts, strict=True)):
-        for part in own if schedule.placement[action.stage] == device[number] else ():
-            number_of.setdefault(part, number)
+    for number, (action, halves) in enumerate(zip(actions, parts, strict=True)):
+        for half in halves if schedule.placement[action.stage] == device[number] else ():
+            number_of.setdefault(half, number)
     has_messages = any(action.kind in MESSAGES for action in actions)
     needs: list[list[int]] = [[] for _ in actions]
     partner: dict[int, int] = {}
@@ -118,15 +118,11 @@ def find_dependencies(schedule: ScheduleRows) -> Dependencies:
         elif action.kind in COMPUTE and actions[unshards.get(stage, number)].kind is Kind.UNSHARD:
             needs[number].append(unshards[stage])
         if schedule.placement[action.stage] == device[number]:
-            found = [
-                number_of.get(need)
-                for part in parts[number]
-                for need in inputs_of(schedule, part, has_messages=has_messages)
-            ]
-            needs[number] += [need for need in found if need is not None and need != number]
-            other = number_of.get(action.partner) if action.kind in MESSAGES else None
-            if other is not None and device[other] != device[number] and number_of[action] == number:
-                partner[number] = other
+            inputs = [need for half in parts[number] for need in inputs_of(schedule, half, has_messages=has_messages)]
+            needs[number] += [n for n in map(number_of.get, inputs) if n is not None and n != number]
+            mate = number_of.get(action.partner) if action.kind in MESSAGES else None
+            if mate is not None and device[mate] != device[number] and number_of[action] == number:
+                partner[number] = mate
     return Dependencies(schedule, actions, parts, device, [0, *accumulate(map(len, schedule.rows))], needs, partner)
 
 

@@ -12,14 +12,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from html import escape
 from math import floor
-from typing import TYPE_CHECKING
 
 from fshard.pipeline.schedule.actions import COMPUTE, Action, Kind
 from fshard.pipeline.schedule.rows import ScheduleRows
 from fshard.pipeline.schedule.trace import Event, Number, rounded
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 Events = Sequence[Sequence[Event]]
 """The events of each device."""
@@ -40,30 +36,24 @@ _FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace
 _LETTER, _LINE, _ROW, _BAR, _WIDE = 7.3, 18.0, 26.0, 5.0, 1800.0
 
 
-def draw_text(schedule: ScheduleRows, events: Events, summary: str) -> Text:
+def draw_text(schedule: ScheduleRows, events: Events, summary: str) -> str:
     """Draw the computation of devices as text."""
-    from rich.style import Style
-    from rich.text import Text
-
     makespan, unit, labels = _makespan(events), _unit(events), _Labels(schedule, events)
     total = min(_column(makespan, unit), _MOST)
-    lines = [Text(_title(schedule), "bold")]
+    lines = [_title(schedule)]
     for device, row in enumerate(events):
-        line, now = Text(f"{labels.device(device)} │ "), 0
+        line, now = f"{labels.device(device)} │ ", 0
         for event in row:
             start, end = _column(event.start, unit), _column(event.end, unit)
             if event.action.kind in COMPUTE and start < end <= total:
-                line.append("·".ljust(labels.width + 1) * (start - now))
                 fill = " " if end == start + 1 else "─"
-                cell = labels.action(event.action).ljust((labels.width + 1) * (end - start) - 1, fill)
-                line.append(cell, Style(color=_INK, bgcolor=_COLOURS[event.action.kind][0]))
-                line.append(" ")
+                line += "·".ljust(labels.width + 1) * (start - now)
+                line += labels.action(event.action).ljust((labels.width + 1) * (end - start) - 1, fill) + " "
                 now = end
-        line.append("·".ljust(labels.width + 1) * (total - now))
-        line.append("…" if _column(makespan, unit) > total else "")
-        line.rstrip()
-        lines.append(line)
-    return Text("\n", no_wrap=True, overflow="ellipsis").join([*lines, Text(summary)])
+        line += "·".ljust(labels.width + 1) * (total - now)
+        line += "…" if _column(makespan, unit) > total else ""
+        lines.append(line.rstrip())
+    return "\n".join([*lines, summary])
 
 
 def draw_svg(schedule: ScheduleRows, events: Events, summary: str) -> str:

@@ -36,16 +36,16 @@ class ScheduleRows:
             yield f"microbatches must be at least 1; got {self.microbatches}"
         if not self.placement:
             yield "placement must have at least one stage"
-        if wrong := [f"stage {n} on device {at}" for n, at in enumerate(self.placement) if not 0 <= at < self.devices]:
-            yield f"placement must be on the {self.devices} devices that have rows; got {', '.join(wrong)}"
-        if wrong := [each for row in self.rows for each in row if not isinstance(each, Action)]:
-            yield f"rows must consist of Actions; got {', '.join(map(repr, wrong))}"
+        if errors := [f"stage {n} on device {d}" for n, d in enumerate(self.placement) if not 0 <= d < self.devices]:
+            yield f"placement must be on the {self.devices} devices that have rows; got {', '.join(errors)}"
+        if errors := [each for row in self.rows for each in row if not isinstance(each, Action)]:
+            yield f"rows must consist of Actions; got {', '.join(map(repr, errors))}"
             return
         actions = {action for row in self.rows for action in row}
-        if wrong := sorted(str(each) for each in actions if not 0 <= each.stage < self.stages):
-            yield f"actions must be of stages below {self.stages}; got {', '.join(wrong)}"
-        if wrong := sorted(str(each) for each in actions if (each.microbatch is None) != (each.kind in UNITS)):
-            yield f"actions must have one microbatch, and {', '.join(sorted(UNITS))} none; got {', '.join(wrong)}"
+        if errors := sorted(str(each) for each in actions if not 0 <= each.stage < self.stages):
+            yield f"actions must be of stages below {self.stages}; got {', '.join(errors)}"
+        if errors := sorted(str(each) for each in actions if (each.microbatch is None) != (each.kind in UNITS)):
+            yield f"actions must have one microbatch, and {', '.join(sorted(UNITS))} none; got {', '.join(errors)}"
 
     @property
     def stages(self) -> int:
@@ -108,12 +108,12 @@ class ScheduleRows:
     def from_text(cls, text: str) -> Self:
         """Parse the result of `to_text`; surrounding blanks and blank lines are ignored."""
         head, *lines = [*filter(None, map(str.strip, text.splitlines()))] or [""]
-        found = re.fullmatch(r"(.*): (\d+) microbatches, stages on devices ([\d ]+)", head)
-        if not found:
+        match = re.fullmatch(r"(.*): (\d+) microbatches, stages on devices ([\d ]+)", head)
+        if not match:
             raise ScheduleError(
                 f'A schedule must begin with "name: 8 microbatches, stages on devices 0 1 2 3"; got "{head}".'
             )
-        name, microbatches, placement = found.groups()
+        name, microbatches, placement = match.groups()
         csv = "\n".join("" if line == "-" else ",".join(line.split()) for line in lines)
         devices = map(int, placement.split())
         return cls.from_csv(f"{csv}\n", name=name, placement=devices, microbatches=int(microbatches))
@@ -128,11 +128,13 @@ def _parse_row(line: str) -> Iterator[Action]:
 def _find_placement(name: str, rows: Sequence[Sequence[Action]]) -> list[int]:
     """Find the device of each stage: the one that has its actions."""
     stages = 1 + max((action.stage for row in rows for action in row), default=-1)
-    found: list[set[int]] = [set() for _ in range(stages)]
+    devices: list[set[int]] = [set() for _ in range(stages)]
     for device, row in enumerate(rows):
         for action in row:
-            found[action.stage].add(device)
-    wrong = [f"stage {stage} on {sorted(at) or 'none'}" for stage, at in enumerate(found) if len(at) != 1]
-    if wrong:
-        raise ScheduleError(f"{name}: each stage must be on one device; got {', '.join(wrong)}. Give placement=.")
-    return [device for (device,) in found]
+            devices[action.stage].add(device)
+    errors = [
+        f"stage {stage} on {sorted(numbers) or 'none'}" for stage, numbers in enumerate(devices) if len(numbers) != 1
+    ]
+    if errors:
+        raise ScheduleError(f"{name}: each stage must be on one device; got {', '.join(errors)}. Give placement=.")
+    return [device for (device,) in devices]

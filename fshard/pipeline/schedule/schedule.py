@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fshard.errors import ScheduleError
 from fshard.pipeline.schedule.rows import ScheduleRows
 from fshard.pipeline.schedule.simulate import Simulation, simulate
 from fshard.pipeline.schedule.verify import Proof, verify
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 
 class Schedule(ScheduleRows):
@@ -41,8 +38,8 @@ class Schedule(ScheduleRows):
         """Return when each action runs.
 
         Args:
-            costs: `forward`, `backward_input`, `backward_weight` (durations), `send` (latency of a message), `gather`,
-                `reduce` (of weights) and `activation` (size): a number, or a sequence or function with one for each stage.
+            costs: durations `forward`, `backward_input`, `backward_weight`, `gather` and `reduce` (of weights), the latency
+                `send` of a message, and `activation` sizes: a number, or a sequence or function with one for each stage.
         """
         return simulate(self, **costs)
 
@@ -51,12 +48,6 @@ class Schedule(ScheduleRows):
             return str(simulate(self))
         except ScheduleError as error:
             return f"{self.to_text()}\n{error}"
-
-    def __rich__(self) -> Group | str:
-        try:
-            return simulate(self).__rich__()
-        except ScheduleError:
-            return str(self)
 
     def _repr_html_(self) -> str:
         try:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
 from numbers import Rational
-from typing import TYPE_CHECKING
 
 from fshard.pipeline.schedule.actions import COMPUTE, MESSAGES, SENDS, UNITS, Kind
 from fshard.pipeline.schedule.dependencies import Dependencies
@@ -23,9 +22,6 @@ from fshard.pipeline.schedule.draw import draw_svg, draw_text
 from fshard.pipeline.schedule.rows import ScheduleRows
 from fshard.pipeline.schedule.trace import Event, Number, rounded, to_chrome_trace
 from fshard.pipeline.schedule.verify import verified_order
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 Cost = Number | Sequence[Number] | Callable[[int], Number]
 """One cost for all stages, or one per stage."""
@@ -100,12 +96,7 @@ class Simulation:
         return f"time {rounded(self.makespan)}, bubble {rounded(self.bubble)}, at most {peak} activations on a device"
 
     def __str__(self) -> str:
-        return draw_text(self.schedule, self.events, self._summary).plain
-
-    def __rich__(self) -> Group:
-        from rich.console import Group
-
-        return Group(draw_text(self.schedule, self.events, self._summary))  # a bare Text would be wrapped
+        return draw_text(self.schedule, self.events, self._summary)
 
     def _repr_html_(self) -> str:
         return f'<div style="overflow-x:auto">{self.to_svg()}</div>'
@@ -147,8 +138,8 @@ def simulate(
     >>> simulate(gpipe, forward=[1, 2], send=Fraction(1, 2)).makespan
     Fraction(12, 1)
     """
-    given = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight, "send": send}
-    costs = _by_stage(schedule, **given, gather=gather, reduce=reduce, activation=activation)
+    compute = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+    costs = _by_stage(schedule, **compute, send=send, gather=gather, reduce=reduce, activation=activation)
     graph, order = verified_order(schedule)
     zero: list[Number] = [0] * schedule.stages
     durations = {
@@ -204,8 +195,8 @@ def _times(
         end = start + durations[kind][stage]
         if kind in SENDS:
             end += latency[stage]
-            other = graph.partner[number]
-            starts[other], ends[other], causes[other] = start, end, number
+            receive = graph.partner[number]
+            starts[receive], ends[receive], causes[receive] = start, end, number
             messages += 1
         else:
             free[-1 - here if kind in UNITS else here] = (end, number)
@@ -215,15 +206,15 @@ def _times(
 
 def _by_stage(schedule: ScheduleRows, **costs: Cost) -> dict[str, list[Number]]:
     """Return the cost of each stage; raise if one is missing or negative."""
-    found: dict[str, list[Number]] = {}
+    numbers: dict[str, list[Number]] = {}
     stages = range(schedule.stages)
     for name, cost in costs.items():
-        found[name] = [*cost] if isinstance(cost, Sequence) else [cost(s) if callable(cost) else cost for s in stages]
-        if len(found[name]) != schedule.stages or not all(each >= 0 for each in found[name]):
+        numbers[name] = [*cost] if isinstance(cost, Sequence) else [cost(s) if callable(cost) else cost for s in stages]
+        if len(numbers[name]) != schedule.stages or not all(each >= 0 for each in numbers[name]):
             raise ValueError(
-                f"simulate: {name} must be a cost of at least 0 for each of {schedule.stages} stages; got {found[name]}."
+                f"simulate: {name} must be a cost of at least 0 for each of {schedule.stages} stages; got {numbers[name]}."
             )
-    return found
+    return numbers
 
 
 def _exact(number: Number) -> Number:

@@ -103,7 +103,7 @@ def timeline() -> Generator[Timeline]:
     try:
         yield opened
     finally:
-        _open[:] = [one for one in _open if one is not opened]
+        _open[:] = [each for each in _open if each is not opened]
 
 
 _open: list[Timeline] = []

@@ -129,8 +129,8 @@ def _expected_actions(graph: Dependencies) -> set[Action]:
             Kind.SEND_B: before and backward,
             Kind.RECV_B: after and backward,
         }
-        own = [kind for kind, is_needed in needed.items() if is_needed]
-        expected |= {Action(kind, stage, m) for kind in own for m in range(schedule.microbatches)}
+        of_stage = [kind for kind, is_needed in needed.items() if is_needed]
+        expected |= {Action(kind, stage, m) for kind in of_stage for m in range(schedule.microbatches)}
         if backward and Kind.REDUCE in kinds:
             expected.add(Action(Kind.REDUCE, stage))
     return expected
@@ -156,12 +156,12 @@ def _cycles(graph: Dependencies, waits: dict[int, Wait]) -> Iterator[str]:
 
     A cycle of one is an action before its input in the same row. Messages in different orders at their ends are a cycle too.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     for first in sorted(waits):
         path: list[int] = []
         device = first
-        while device not in seen:
-            seen.add(device)
+        while device not in visited:
+            visited.add(device)
             path.append(device)
             device = graph.device[waits[device].on]
         if device in path:

@@ -15,14 +15,14 @@ from itertools import chain, islice
 
 from fshard.errors import ScheduleError
 from fshard.pipeline.schedule.actions import Action, Kind
-from fshard.pipeline.schedule.communication import AnySchedule
 from fshard.pipeline.schedule.dependencies import inputs_of
+from fshard.pipeline.schedule.schedule import Schedule
 
 Rule = Callable[[deque[Action], int], Iterator[Action]]
 """The actions that an idle device may advance, given its remaining row and the activations below its limit."""
 
 
-def with_weights(schedule: AnySchedule, limit: int, early: tuple[Rule, ...] = ()) -> AnySchedule:
+def with_weights(schedule: Schedule, limit: int, early: tuple[Rule, ...] = ()) -> Schedule:
     """Add a W for each I: where its device would be idle, at the latest before it would exceed the limit.
 
     Args:
@@ -30,8 +30,7 @@ def with_weights(schedule: AnySchedule, limit: int, early: tuple[Rule, ...] = ()
         limit: of activations per device, if there is an order that respects it.
         early: what an otherwise idle device runs ahead of its turn: any of `forwards`, `gradients` and `swapped`.
 
-    >>> import fshard as fs
-    >>> print(with_weights(fs.pipeline.Schedule.from_csv("0F0,0F1,0I0,0I1\\n1F0,1I0,1F1,1I1"), limit=2).to_csv())
+    >>> print(with_weights(Schedule.from_csv("0F0,0F1,0I0,0I1\\n1F0,1I0,1F1,1I1"), limit=2).to_csv())
     0F0,0F1,0I0,0W0,0I1,0W1
     1F0,1I0,1F1,1I1,1W0,1W1
     <BLANKLINE>

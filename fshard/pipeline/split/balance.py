@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import flatten_shards
-from fshard.pipeline.execution.leaves import StageValue, as_output, map_tensors
+from fshard.pipeline.execution.leaves import as_output, first_value, map_tensors
 from fshard.pipeline.execution.split_backward import run_backward
 
 Balance = Literal["uniform", "parameters", "time", "memory"] | str | Sequence[int]
@@ -45,6 +45,8 @@ def check_balance(balance: Balance, n: int, sample: PyTree) -> None:
 
 def stage_sizes(layers: Sequence[nn.Module], n: int, balance: Balance, sample: PyTree) -> Sequence[int]:
     """Return the number of layers of each stage."""
+    if not 1 <= n <= len(layers):
+        raise ValueError(f"n must be from 1 to the number of layers, {len(layers)}; got {n}.")
     check_balance(balance, n, sample)
     if isinstance(balance, str):
         return partition(_costs(layers, balance, sample), n)
@@ -61,11 +63,11 @@ def _costs(layers: Sequence[nn.Module], balance: str, sample: PyTree) -> list[fl
         return _parameters(layers)
     if balance.startswith("type:"):
         pattern = re.compile(balance.removeprefix("type:"), re.IGNORECASE)
-        found = [float(pattern.search(type(layer).__name__) is not None) for layer in layers]
-        if not any(found):
+        counts = [float(pattern.search(type(layer).__name__) is not None) for layer in layers]
+        if not any(counts):
             names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
             raise ValueError(f"balance must match the class of a layer, {names}; got {balance!r}.")
-        return found
+        return counts
     if bare := [name for layer in layers for name, x in layer.named_parameters() if x.is_meta]:
         raise ValueError(
             f'balance="{balance}" must have parameters with memory; got meta tensors: {", ".join(bare[:3])} ({len(bare)} in '
@@ -84,15 +86,15 @@ def _parameters(layers: Sequence[nn.Module]) -> list[float]:
     counted: set[int] = set()
     costs: list[float] = []
     for layer in layers:
-        own = {id(x): x.numel() for x in layer.parameters() if id(x) not in counted}
-        counted |= own.keys()
-        costs.append(float(sum(own.values())))
+        sizes = {id(x): x.numel() for x in layer.parameters() if id(x) not in counted}
+        counted |= sizes.keys()
+        costs.append(float(sum(sizes.values())))
     return costs
 
 
 def _seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
     """Return the seconds of a forward and a backward of each layer, given the result of the one before."""
-    value, costs = _first_value(sample), list[float]()
+    value, costs = first_value(sample), list[float]()
     for layer in layers:
         weights = [get_gradient_edge(x) for x in layer.parameters() if x.requires_grad]
         seconds, result = list[float](), value
@@ -101,7 +103,7 @@ def _seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
             began = time.perf_counter()
             y = layer(x)
             result, outputs = as_output(y)
-            gs = [torch.ones_like(one) for one in flatten_shards(y)[0] if isinstance(one, Tensor) and one.requires_grad]
+            gs = [torch.ones_like(x) for x in flatten_shards(y)[0] if isinstance(x, Tensor) and x.requires_grad]
             run_backward(outputs, gs, inputs, weights)
             seconds.append(time.perf_counter() - began)
         value = result
@@ -111,7 +113,7 @@ def _seconds(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
 
 def _bytes(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
     """Return the bytes that a forward of each layer saves for its backward, without parameters."""
-    value, costs = _first_value(sample), list[float]()
+    value, costs = first_value(sample), list[float]()
     saved: dict[int, Tensor] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -127,10 +129,6 @@ def _bytes(layers: Sequence[nn.Module], sample: PyTree) -> list[float]:
     return costs
 
 
-def _first_value(sample: PyTree) -> StageValue:
-    return StageValue(sample, (False,) * len(flatten_shards(sample, none_is_leaf=True)[0])).copied()
-
-
 # -- the best split ---------------------------------------------------------------------------------------------
 
 
@@ -144,7 +142,7 @@ def partition(costs: Sequence[float], parts: int) -> list[int]:
     """
     sums = [0, *accumulate(costs)]
     largest, _ = _best(sums, parts, inf, max)
-    return _best(sums, parts, largest, lambda squares, own: squares + own * own)[1]
+    return _best(sums, parts, largest, lambda squares, cost: squares + cost * cost)[1]
 
 
 def _best(
@@ -160,9 +158,9 @@ def _best(
         before, best = best, {}
         for end in range(part, count - parts + part + 1):
             for begin in range(end - 1, part - 2, -1):
-                own = sums[end] - sums[begin]
-                if own > bound:
+                cost = sums[end] - sums[begin]
+                if cost > bound:
                     break
-                if begin in before and (end not in best or add(before[begin][0], own) < best[end][0]):
-                    best[end] = add(before[begin][0], own), [*before[begin][1], end - begin]
+                if begin in before and (end not in best or add(before[begin][0], cost) < best[end][0]):
+                    best[end] = add(before[begin][0], cost), [*before[begin][1], end - begin]
     return best[count]

@@ -1,7 +1,7 @@
 """A module's forward that stops where the next stage continues, or continues where the previous one stopped.
 
-A block of the stage is called with arguments of the current run; a block of another stage returns the shape of its
-result, or ends the run.
+A stage runs the forward from the beginning. A block of an earlier stage returns the shape of its result; the first block
+of the next stage ends the run. Tensors that earlier stages have computed replace those without values.
 """
 
 from __future__ import annotations
@@ -20,32 +20,12 @@ from torch.overrides import _pop_mode_temporarily  # pyright: ignore[reportPriva
 
 from fshard.mesh.layout import PyTree, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
-from fshard.pipeline.split.valueless import (
-    Described,
-    MissingValueError,
-    ValuelessMode,
-    as_meta,
-    is_valueless,
-)
+from fshard.pipeline.split.valueless import Described, MissingValueError, ValuelessMode, as_meta, is_valueless
 from fshard.source import locate
 
-PLAIN = (
-    Tensor,
-    Sharded,
-    Described,
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    Enum,
-    torch.dtype,
-    torch.device,
-    FunctionType,
-    type,
-)
-"""The types that stages can send, besides trees of them."""
+_VALUES = (Tensor, Sharded, Described, str, bytes, int, float, complex, type(None))
+PLAIN = (*_VALUES, Enum, torch.dtype, torch.device, FunctionType, type)
+"""The types of arguments of blocks, besides trees of them: objects with a state, such as caches, stay on one device."""
 
 
 class Arguments(NamedTuple):
@@ -62,16 +42,15 @@ class Arguments(NamedTuple):
         return Arguments(microbatch if isinstance(microbatch, tuple | list) else (microbatch,), {})
 
 
-Skip = tuple[int, bool, str]
-"""A tensor that a later stage uses: the number of a block, whether it is of its result, not its arguments, and its path."""
+Key = tuple[int, bool, str]
+"""A tensor that a stage sends: the number of a block, whether it is of its result, not its arguments, and its path."""
 
 
 class StageMessage(NamedTuple):
-    """The message between stages: the arguments of the next block, integers and shapes of the microbatch, and skips."""
+    """The message between stages: integers and shapes of the microbatch, and the tensors that later stages use."""
 
-    call: Arguments
     inputs: Arguments
-    skips: Sequence[Any]
+    values: Sequence[Any]
 
 
 def without_floats(inputs: Arguments) -> Arguments:
@@ -94,14 +73,14 @@ def device_of(tree: PyTree) -> torch.device:
 
 
 class BlockRange(NamedTuple):
-    """The blocks of a module that a stage has, and the skips that it receives and sends."""
+    """The blocks of a module that a stage has, and the tensors that it receives and sends."""
 
     title: str
     names: Sequence[str]
     begin: int
     end: int
-    received: Sequence[Skip] = ()
-    sent: Sequence[Skip] = ()
+    received: Sequence[Key] = ()
+    sent: Sequence[Key] = ()
 
     def __str__(self) -> str:
         return f"the stage of {self.title} from {self.names[self.begin]} to {self.names[self.end - 1]}"
@@ -110,21 +89,18 @@ class BlockRange(NamedTuple):
 class NextStage(BaseException):  # no Exception: a forward may catch those
     """The first block of the next stage is called: this stage ends."""
 
-    def __init__(self, call: Arguments, skips: Sequence[Any]) -> None:
+    def __init__(self, values: Sequence[Any]) -> None:
         super().__init__()
-        self.call, self.skips = call, skips
+        self.values = values
 
 
 class StageRun:
-    """A stage in one call; `received` are the arguments of its first block, None for the first stage."""
+    """A stage in one call; `values` are the tensors that it has received, None for the first stage."""
 
-    def __init__(
-        self, blocks: BlockRange, received: Arguments | None, device: torch.device, skips: Sequence[Any] = ()
-    ) -> None:
-        self._blocks, self._received = blocks, received
-        self._mode = None if received is None else ValuelessMode(device)
-        self._values = {} if self._mode is None else self._mode.values
-        self._skips: dict[Skip, Any] = dict.fromkeys(blocks.sent) | dict(zip(blocks.received, skips, strict=True))
+    def __init__(self, blocks: BlockRange, values: Sequence[Any] | None, device: torch.device) -> None:
+        self._blocks, self._mode = blocks, None if values is None else ValuelessMode(device)
+        self._received = dict(zip(blocks.received, values or (), strict=True))
+        self._sent: dict[Key, Any] = dict.fromkeys(blocks.sent)
 
     def forward(self, call: Callable[..., Any], inputs: Arguments) -> Any:
         """Run a module's forward."""
@@ -141,55 +117,46 @@ class StageRun:
         finally:
             _active.reset(token)
 
-    def call_block(self, index: int, block: Callable[..., Any], given: Arguments) -> Any:
-        """Call a block of this stage with its real arguments."""
-        self._record(index, given, is_result=False)
+    def call_block(self, index: int, block: Callable[..., Any], arguments: Arguments) -> Any:
+        """Call a block of this stage."""
+        self._record(index, arguments, is_result=False)
         if self._mode is not None:
-            given = self._with_values(given) if self._mode.arrived else self._first_arguments(given)
-            self._mode.arrived = True
-            _check_values(f"{self._blocks.names[index]} is called with", given)
+            self._mode.arrived, arguments = True, self._with_values(arguments)
+            _check_values(f"{self._blocks.names[index]} is called with", arguments)
         with nullcontext() if self._mode is None else _pop_mode_temporarily():
-            result = block(*given.args, **given.kwargs)
+            result = block(*arguments.args, **arguments.kwargs)
         return self._record(index, result, is_result=True)
 
-    def _record(self, index: int, tree: Any, *, is_result: bool) -> Any:
-        """Set the value of each leaf that was received as a skip; keep those that are sent."""
-        if any(skip[:2] == (index, is_result) for skip in self._skips):
-            for path, x in leaves_by_path(tree).items():
-                skip = index, is_result, path
-                if isinstance(self._skips.get(skip), Tensor | Sharded):  # received
-                    self._values[id(x)] = x, self._skips[skip]
-                elif skip in self._skips:
-                    self._skips[skip] = x
-        return tree
-
-    def _first_arguments(self, given: Arguments) -> Arguments:
-        """Return the received arguments, and remember which meta tensors they replace."""
-        own = leaves_by_path(given)
-        paths, received, structure = flatten_with_paths(self._received, none_is_leaf=True)
-        pairs = [(own.get(path), x) for path, x in zip(paths, received, strict=True)]
-        self._values |= {
-            id(meta): (meta, x) for meta, x in pairs if is_valueless(meta) and not isinstance(x, Described)
-        }
-        return unflatten(structure, [meta if isinstance(x, Described) else x for meta, x in pairs])
-
-    def _with_values(self, tree: Any) -> Any:
-        return map_leaves(lambda x: self._values[id(x)][1] if id(x) in self._values else x, tree)
-
-    def call_absent(self, index: int, shapes: Callable[[Arguments], Any], given: Arguments) -> Any:
+    def call_absent(self, index: int, shapes: Callable[[Arguments], Any], arguments: Arguments) -> Any:
         """Replace a block of another stage: return a result without values, or end the stage."""
-        self._record(index, given, is_result=False)
+        self._record(index, arguments, is_result=False)
         if index < self._blocks.end:
-            return self._record(index, shapes(given), is_result=True)
+            return self._record(index, shapes(arguments), is_result=True)
         if strange := [
-            f"{path}: {type(x).__name__}" for path, x in leaves_by_path(given).items() if not isinstance(x, PLAIN)
+            f"{path}: {type(x).__name__}" for path, x in leaves_by_path(arguments).items() if not isinstance(x, PLAIN)
         ]:
             raise ValueError(
                 f"{self._blocks} must end with tensors and plain values; got {', '.join(strange)} as arguments of "
                 f"{self._blocks.names[index]}. Let it be None there; of a cache, give use_cache=False."
             )
-        sent = given, tuple([self._skips[skip] for skip in self._blocks.sent])
-        raise NextStage(*map_leaves(lambda x: Described.of(x) if is_valueless(x) else x, self._with_values(sent)))
+        values = self._with_values([*self._sent.values()])
+        _check_values(f"{self._blocks} must send values; it has", values)
+        raise NextStage(values)
+
+    def _record(self, index: int, tree: Any, *, is_result: bool) -> Any:
+        """Set the values of leaves that were received; keep those that are sent."""
+        if any(key[:2] == (index, is_result) for key in (*self._received, *self._sent)):
+            for path, x in leaves_by_path(tree).items():
+                key = index, is_result, path
+                if self._mode is not None and key in self._received:
+                    self._mode.values[id(x)] = x, self._received[key]
+                if key in self._sent:
+                    self._sent[key] = x
+        return tree
+
+    def _with_values(self, tree: Any) -> Any:
+        values = {} if self._mode is None else self._mode.values
+        return map_leaves(lambda x: values[id(x)][1] if id(x) in values else x, tree)
 
     def _checked(self, result: Any) -> Any:
         """Raise unless the forward has passed the blocks, and its result has values."""
@@ -197,7 +164,7 @@ class StageRun:
             raise ValueError(
                 f"{self._blocks} does not reach the blocks that it was split at, as it did with the sample."
             )
-        result = result if self._mode is None else self._with_values(result)
+        result = self._with_values(result)
         _check_values("the result has", result)
         return result
 
@@ -228,15 +195,15 @@ class BlockStage:
     _blocks: BlockRange
 
     def __call__(self, value: PyTree) -> Any:
-        received, inputs, skips = (None, Arguments.of(value), ()) if self._blocks.begin == 0 else value
-        run = StageRun(self._blocks, received, device_of(received), skips)
+        inputs, values = (Arguments.of(value), None) if self._blocks.begin == 0 else value
+        run = StageRun(self._blocks, values, device_of(values))
         try:
             return run.forward(_own_call(BlockStage, self), map_leaves(_described_as_meta, inputs))
         except NextStage as end:
-            return StageMessage(end.call, without_floats(inputs), end.skips)
+            return StageMessage(without_floats(inputs), end.values)
         except MissingValueError as error:
             module: Any = self
-            path, line = locate(error, {id(part): path for path, part in module.named_modules()})
+            path, line = locate(error, {id(child): path for path, child in module.named_modules()})
             raise MissingValueError(f"{path or type(self).__name__} ({line}): {error}") from error
 
 
@@ -258,7 +225,7 @@ class PresentBlock:
 
 def wrap_blocks(stage: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
     """Wrap the calls of a stage's blocks; return False if it has none."""
-    blocks = [part for part in stage.modules() if isinstance(part, PresentBlock)]
+    blocks = [block for block in stage.modules() if isinstance(block, PresentBlock)]
     for block in blocks:
         vars(block)["_wrap"] = wrap
     return bool(blocks)
@@ -283,25 +250,27 @@ class AbsentBlock(nn.Module):
         assert run is not None, "a stage must be called itself"
         return run.call_absent(self._index, self._result, Arguments(args, kwargs))
 
-    def _result(self, given: Arguments) -> Any:
+    def _result(self, arguments: Arguments) -> Any:
         """Return meta tensors as results; its inputs are passed through."""
-        leaves, structure = flatten(given, none_is_leaf=True)
+        leaves, structure = flatten(arguments, none_is_leaf=True)
         described = [*map(Described.of, leaves)]
         key = None
         if all(isinstance(x, PLAIN) for x in described):
             key = structure, tuple([(type(x), x) for x in described]), self.training
-        found = self._shapes.get(key)
-        if found is None:
+        result = self._shapes.get(key)
+        if result is None:
             args, kwargs = unflatten(structure, metas := [*map(_described_as_meta, described)])
             with torch.no_grad():
-                made, form = flatten(vars(self)["_block"].train(self.training)(*args, **kwargs), none_is_leaf=True)
-            known = {id(x): at for at, x in reversed([*enumerate([*metas, *made])]) if isinstance(x, Tensor)}
-            found = form, [(known.get(id(x)), Described.of(x)) for x in made]
+                outputs, form = flatten(vars(self)["_block"].train(self.training)(*args, **kwargs), none_is_leaf=True)
+            first_index = {
+                id(x): index for index, x in reversed([*enumerate([*metas, *outputs])]) if isinstance(x, Tensor)
+            }
+            result = form, [(first_index.get(id(x)), Described.of(x)) for x in outputs]
             if key is not None:
-                self._shapes[key] = found
-        form, made = found
-        for at, x in made:  # the same tensor where the block returns the same
-            leaves.append(_described_as_meta(x) if at is None or at == len(leaves) else leaves[at])
+                self._shapes[key] = result
+        form, outputs = result
+        for index, x in outputs:  # the same tensor where the block returns the same
+            leaves.append(_described_as_meta(x) if index is None or index == len(leaves) else leaves[index])
         return unflatten(form, leaves[len(described) :])
 
 
@@ -319,5 +288,5 @@ def specialize(kind: type, module: nn.Module, note: Any) -> Any:
 
 
 @cache
-def _subclass(kind: type, own: type) -> type:
-    return type(own.__name__, (kind, own), {"__module__": own.__module__})
+def _subclass(kind: type, base: type) -> type:
+    return type(base.__name__, (kind, base), {"__module__": base.__module__})

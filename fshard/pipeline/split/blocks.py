@@ -2,10 +2,10 @@
 
     forward     tokens ── before ──> blocks[0] ── between ──> blocks[1] ── between ──> blocks[2] ── after ──> logits
     stage 0     tokens ── before ──> blocks[0] ── between ──> the arguments of blocks[1], where it stops
-    stage 1     the same forward from the beginning, without values, up to blocks[1], called with the received arguments
+    stage 1     the same forward from the beginning, without values, up to blocks[1], called with the received values
 
-The weights used before, between and after the blocks are found by one forward without values. An object that several
-blocks receive, such as a mask, is sent once.
+One forward without values finds which weights and which arguments and results of blocks each stage uses. A tensor that
+several blocks receive, such as a mask, is sent once; one that is computed from integers is not sent.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fshard.pipeline.split.block_stage import (
     Arguments,
     BlockRange,
     BlockStage,
+    Key,
     PresentBlock,
-    Skip,
     StageRun,
     device_of,
     leaves_by_path,
@@ -64,16 +64,16 @@ class Blocks:
     def stages(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return stages with these numbers of blocks."""
         ranges = [*pairwise(accumulate(sizes, initial=0))]
-        own: list[set[int]] = [{key for block in self.blocks[slice(*cut)] for key in _ids(block)} for cut in ranges]
-        for keys, (begin, end) in zip(own, ranges, strict=True):
+        owned: list[set[int]] = [{key for block in self.blocks[slice(*cut)] for key in _ids(block)} for cut in ranges]
+        for keys, (begin, end) in zip(owned, ranges, strict=True):
             keys |= {
                 key for key, x in self._meta.items() if any(begin <= block < end for block in self._trace.used[id(x)])
             }
-        own[0] |= self._tensors.keys() - {key for keys in own for key in keys}  # used by no stage
-        return [self._stage(*cut, keys) for cut, keys in zip(ranges, own, strict=True)]
+        owned[0] |= self._tensors.keys() - {key for keys in owned for key in keys}  # used by no stage
+        return [self._stage(*cut, keys) for cut, keys in zip(ranges, owned, strict=True)]
 
-    def _stage(self, begin: int, end: int, own: set[int]) -> nn.Module:
-        tensors = {key: x if key in own else self._meta[key] for key, x in self._tensors.items()}
+    def _stage(self, begin: int, end: int, owned: set[int]) -> nn.Module:
+        tensors = {key: x if key in owned else self._meta[key] for key, x in self._tensors.items()}
         absent = {
             id(block): AbsentBlock(index, meta)
             for index, (block, meta) in enumerate(zip(self.blocks, self._meta_blocks, strict=True))
@@ -82,13 +82,13 @@ class Blocks:
         stage = copied(self._module, {**tensors, **absent})
         for index in range(begin, end):
             specialize(PresentBlock, stage.get_submodule(self.names[index]), index)
-        others = {id(self._meta[key]) for key in self._meta.keys() - own}
-        for part in stage.modules():
-            for registered in (vars(part)["_parameters"], vars(part)["_buffers"]):
-                for name in [name for name, x in registered.items() if id(x) in others]:
-                    vars(part)[name] = registered.pop(name)  # an attribute, for the forward, but not the stage's
-        skips = self._skips_before(begin), self._skips_before(end)
-        return specialize(BlockStage, stage, BlockRange(type(self._module).__name__, self.names, begin, end, *skips))
+        absent_tensors = {id(self._meta[key]) for key in self._meta.keys() - owned}
+        for child in stage.modules():
+            for registered in (vars(child)["_parameters"], vars(child)["_buffers"]):
+                for name in [name for name, x in registered.items() if id(x) in absent_tensors]:
+                    vars(child)[name] = registered.pop(name)  # an attribute, for the forward, but not the stage's
+        keys = self._sent_to(begin), self._sent_to(end)
+        return specialize(BlockStage, stage, BlockRange(type(self._module).__name__, self.names, begin, end, *keys))
 
     def _find_uses(self, sample: PyTree) -> UseTrace:
         """Trace after the call of which blocks each tensor is used; of the first, if before it."""
@@ -115,15 +115,16 @@ class Blocks:
             run.used.setdefault(id(x), {len(self.names) - 1})
         return run
 
-    def _skips_before(self, block: int) -> list[Skip]:
-        """Return the tensors that are used from a block on, and are neither its arguments nor registered."""
-        trace, others = self._trace, {id(x) for x in self._meta.values()} | self._trace.arguments[block]
-        found = [
-            skip
-            for key, (skip, _) in trace.skips.items()
-            if key not in others and max(trace.used[key], default=0) >= block
+    def _sent_to(self, block: int) -> list[Key]:
+        """Return the tensors that are computed before a block and used from it on, except registered ones."""
+        registered, trace = {id(x) for x in self._meta.values()}, self._trace
+        return [
+            key
+            for number, (key, _) in trace.computed.items()
+            if number not in registered
+            and key[:2] <= (block, False)
+            and max(trace.used[number], default=0) >= block > 0
         ]
-        return [skip for skip in found if skip[0] < block]
 
 
 class UseTrace(StageRun):
@@ -133,52 +134,50 @@ class UseTrace(StageRun):
         super().__init__(blocks, None, device)
         self.called: list[int] = []
         self.used: dict[int, set[int]] = defaultdict(set)
-        self.arguments: dict[int, set[int]] = defaultdict(set)  # of each block, the ids of its leaves
-        self.skips: dict[int, tuple[Skip, Tensor]] = {}  # by the id of the tensor, which is kept alive
+        self.computed: dict[int, tuple[Key, Tensor]] = {}  # by the id of the tensor, which is kept alive
         self._mode: ValuelessMode | None = ValuelessMode(device, self._observe)
 
     def _observe(self, xs: Iterable[Any], result: Any) -> None:
         has_values = any(isinstance(y, Tensor) for y in flatten(result)[0])  # a shape needs none
         for x in xs:
-            if has_values or id(x) not in self.skips:
+            if has_values or id(x) not in self.computed:
                 self.used[id(x)].add(max(self.called, default=0))
 
-    def call_block(self, index: int, block: Callable[..., Any], given: Arguments) -> Any:
+    def call_block(self, index: int, block: Callable[..., Any], arguments: Arguments) -> Any:
         """Call a block without values."""
         self.called.append(index)
-        self._record(index, given, is_result=False)
-        self.arguments[index] = self._use(given)
-        return self._record(index, block(*given.args, **given.kwargs), is_result=True)
+        self._record(index, arguments, is_result=False)
+        self._use(arguments)
+        return self._record(index, block(*arguments.args, **arguments.kwargs), is_result=True)
 
     def _record(self, index: int, tree: Any, *, is_result: bool) -> Any:
         for path, x in leaves_by_path(tree).items():
             if is_valueless(x):
-                self.skips.setdefault(id(x), ((index, is_result, path), x))
+                self.computed.setdefault(id(x), ((index, is_result, path), x))
         return tree
 
     def _checked(self, result: Any) -> Any:
         self._use(result)
         return result
 
-    def _use(self, tree: Any) -> set[int]:
+    def _use(self, tree: Any) -> None:
         leaves = [*leaves_by_path(tree).values()]
         self._observe(leaves, leaves)
-        return {*map(id, leaves)}
 
 
 def _children(module: nn.Module, path: str) -> nn.Module:
     try:
-        found = module.get_submodule(path)
+        blocks = module.get_submodule(path)
     except AttributeError:
-        found = None
-    if found is None or not [*found.children()]:
+        blocks = None
+    if blocks is None or not [*blocks.children()]:
         lists = [
-            name for name, part in module.named_modules() if name and isinstance(part, nn.ModuleList | nn.Sequential)
+            name for name, child in module.named_modules() if name and isinstance(child, nn.ModuleList | nn.Sequential)
         ]
         raise ValueError(
             f'blocks must be a list of blocks of {type(module).__name__}; got "{path}". It has {", ".join(lists) or "none"}.'
         )
-    return found
+    return blocks
 
 
 def _ids(module: nn.Module) -> Iterator[int]:
@@ -186,5 +185,5 @@ def _ids(module: nn.Module) -> Iterator[int]:
 
 
 def _meta_like(x: Tensor) -> Tensor:
-    made = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    return nn.Parameter(made, requires_grad=False) if isinstance(x, nn.Parameter) else made
+    meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return nn.Parameter(meta, requires_grad=False) if isinstance(x, nn.Parameter) else meta

@@ -87,10 +87,9 @@ def split_stages(
     if blocks is not None:
         return _split_blocks(layers, n, balance, sample, [blocks] if isinstance(blocks, str) else blocks)
     named = _named_layers(cast(Any, layers))
-    _check_count(len(named), n)
-    rest = iter(named.items())
+    layers_left = iter(named.items())
     sizes = stage_sizes([*named.values()], n, balance, sample)
-    return [nn.Sequential(OrderedDict(islice(rest, size))) for size in sizes]
+    return [nn.Sequential(OrderedDict(islice(layers_left, size))) for size in sizes]
 
 
 def _split_blocks(module: object, n: int, balance: Balance, sample: PyTree, paths: Sequence[str]) -> list[nn.Module]:
@@ -100,37 +99,27 @@ def _split_blocks(module: object, n: int, balance: Balance, sample: PyTree, path
     if sample is None:
         raise ValueError("blocks= must come with a microbatch, on whose shapes the module is run once. Give sample=.")
     blocks = Blocks(module, paths, sample)
-    _check_count(len(blocks.names), n)
     has_cost_outside = balance in ("parameters", "time", "memory")
     layers = blocks.stages([1] * len(blocks.names)) if has_cost_outside else blocks.blocks
     return blocks.stages(stage_sizes(layers, n, balance, sample))
 
 
-def _check_count(count: int, n: int) -> None:
-    if not 1 <= n <= count:
-        raise ValueError(f"n must be from 1 to the number of layers, {count}; got {n}.")
-
-
 def _named_layers(layers: nn.Sequential | Iterable[Layer]) -> dict[str, nn.Module]:
-    if isinstance(layers, nn.Module) and (lost := _beside_layers(layers)):
+    if isinstance(layers, nn.Module) and (extras := _beside_layers(layers)):
         raise TypeError(
             f"layers must be a list of layers or a plain nn.Sequential; got {type(layers).__name__} with its own "
-            f'{", ".join(lost)}, which no stage would have. Split it between its blocks: sample=x, blocks="model.layers".'
+            f'{", ".join(extras)}, which no stage would have. Split it between its blocks: sample=x, blocks="model.layers".'
         )
-    if not isinstance(layers, Iterable):
-        raise TypeError(f"layers must be a list of layers or an nn.Sequential; got {type(layers).__name__}.")
-    names = [*layers._modules] if isinstance(layers, nn.Sequential) else None  # pyright: ignore[reportPrivateUsage]
-    given = [*layers]
-    wrong = [f"layers[{at}] is {type(one).__name__}" for at, one in enumerate(given) if not callable(one)]
-    if wrong:
-        raise TypeError(f"layers must be modules and functions; got {', '.join(wrong)}.")
-    modules = [one if isinstance(one, nn.Module) else Call(one) for one in given]
-    return dict(zip(names or map(str, range(len(modules))), modules, strict=True))
+    named = vars(layers)["_modules"] if isinstance(layers, nn.Module) else dict(enumerate(layers))
+    errors = [f"layers[{name}] is {type(layer).__name__}" for name, layer in named.items() if not callable(layer)]
+    if errors:
+        raise TypeError(f"layers must be modules and functions; got {', '.join(errors)}.")
+    return {str(name): layer if isinstance(layer, nn.Module) else Call(layer) for name, layer in named.items()}
 
 
 def _beside_layers(module: nn.Module) -> list[str]:
     """Return what a module has besides its layers: a forward, hooks, parameters, buffers."""
-    own = vars(module)
-    is_plain = type(module) in (nn.Sequential, nn.ModuleList) and "forward" not in own
-    hooks = any(hooks for name, hooks in own.items() if name.endswith("_hooks") and "state_dict" not in name)
-    return ["forward"] * (not is_plain) + ["hooks"] * hooks + [*own["_parameters"], *own["_buffers"]]
+    attributes = vars(module)
+    is_plain = type(module) in (nn.Sequential, nn.ModuleList) and "forward" not in attributes
+    hooks = any(hooks for name, hooks in attributes.items() if name.endswith("_hooks") and "state_dict" not in name)
+    return ["forward"] * (not is_plain) + ["hooks"] * hooks + [*attributes["_parameters"], *attributes["_buffers"]]

@@ -82,7 +82,7 @@ def staged(
     if not backward:
         schedule = schedule.with_rows([one for one in row if one.kind is not Kind.REDUCE] for row in schedule.rows)
     verify(schedule)
-    route = Route(schedule, skips or {}, backward, units=True)
+    route = Route(schedule, skips or {}, backward)
     if options.has_buffers:
         if isinstance(recompute, int):
             functions, recompute = in_groups(functions, recompute), "never"

@@ -20,9 +20,6 @@ class Line:
     def current(self):
         return self
 
-    def lane(self, *args):
-        return None
-
     def send(self, xs, group, to, site):
         self.messages.append(xs)
 
@@ -44,10 +41,10 @@ def test_headers_and_host_tensors_stay_in_host_memory():
         )
         for index in range(2)
     ]
-    tree = (torch.ones(3), torch.empty(2, device="meta"), torch.zeros(1), "word")
+    content = [torch.ones(3), torch.empty(2, device="meta"), torch.zeros(1), "word"], "description"
     for message in messages:
-        boxes[0].send(message, 1, tree)
-        x, y, z, word = boxes[1].receive(message, 0)
+        boxes[0].send(message, 1, content)
+        (x, y, z, word), _ = boxes[1].receive(message, 0)
         assert (x.tolist(), y.shape, y.is_meta, z.tolist(), word) == ([1.0] * 3, (2,), True, [0.0], "word")
     header, buffers = [["cpu"], ["cpu"]], [["cpu", "cpu"], ["meta"]]
     assert line.received == header + 2 * buffers

@@ -1,10 +1,7 @@
 """The pictures of schedules: in text, in colours, as SVG."""
 
 from fractions import Fraction
-from io import StringIO
 from xml.etree import ElementTree
-
-from rich.console import Console
 
 from fshard.pipeline.schedule.actions import COMPUTE
 from fshard.pipeline.schedule.builders import pipeline_schedule
@@ -101,13 +98,6 @@ def test_invalid_schedule_prints_rows_and_errors():
     assert str(broken).startswith("a < b: 1 microbatches, stages on devices 0 1\n0B0 0F0\n1F0\n")
     assert "- missing on device 1: 1B0" in str(broken)
     assert broken._repr_html_().startswith("<pre>a &lt; b: 1 microbatches") and "1B0" in broken._repr_html_()
-
-
-def test_terminal_output_has_colours_and_no_wrapped_lines():
-    console = Console(file=StringIO(), force_terminal=True, color_system="truecolor", width=40)
-    console.print(pipeline_schedule("zb-h1", stages=4, microbatches=8))
-    lines = console.file.getvalue().rstrip().split("\n")
-    assert len(lines) == 6 and "48;2;124;183;232mF0" in lines[1] and "…" in lines[1]
 
 
 def test_svg_has_a_box_per_action_at_its_time():

@@ -38,9 +38,9 @@ def test_partition_of_rounded_costs_keeps_all_layers(costs, parts):
 
 
 def test_partition_of_many_layers_is_fast():
-    began = time.perf_counter()
+    began = time.process_time()
     assert partition([1.5, 0.1, 2.5] * 100, 64)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 class Clock:
