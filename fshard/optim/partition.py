@@ -202,7 +202,7 @@ def shard_layout(layout: Layout, axes: tuple[str, ...]) -> Layout:
 def _cut_further(layout: Layout, axes: tuple[str, ...]) -> Layout | None:
     spec = layout.spec
     more = tuple(axis for axis in axes if axis not in spec.sharded_axes and layout.mesh.shape[axis] > 1)
-    return layout.with_spec(spec.shapeless.flattened(*more)) if more else None
+    return layout.with_spec(spec.shapeless.replace(flat=(*(spec.flat_axes or ()), *more))) if more else None
 
 
 def _targets(at: Leaves, flat: Elementwise, axes: tuple[str, ...]) -> tuple[Layout | None, ...]:

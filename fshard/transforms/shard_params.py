@@ -38,7 +38,7 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.layout.sharded import key_of
-from fshard.mesh.reshard.device_put import collected, put_equal, refuse_unfit
+from fshard.mesh.reshard.device_put import collected, put_equal, validate_leaf
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.optim.leaves import is_frozen, without_static
 from fshard.transforms.module.lazy import draw, fill, reserved
@@ -222,14 +222,15 @@ def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: s
         inner = {id(one): _specs(params, one.within, paths, leaves) for one in specs if one == rule and one.within}
         for place, unit in zip(places, found, strict=True):
             own = inner.get(id(specs[place]))
-            specs[place] = (P() if own is None else _of_parameter(own[place])).flattened(*rule.axes)
+            inner_spec = P() if own is None else _of_parameter(own[place])
+            specs[place] = inner_spec.replace(flat=(*(inner_spec.flat_axes or ()), *rule.axes))
             units[place] = f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
     layouts, known = list[Layout](), dict[tuple[int, ...], Layout]()
     with collected(what) as attempt:
         for path, leaf, spec, unit, fix in zip(paths, leaves, specs, units, fixed, strict=True):
             with attempt(named(parts_of(path))):
                 layout = Layout(mesh, _of_parameter(spec), unit=unit, frozen=fix or is_frozen(leaf))
-                refuse_unfit(leaf, layout)
+                validate_leaf(leaf, layout)
                 _refuse_parted(known.setdefault(key_of(leaf), layout), layout)
                 layouts.append(layout)
     return layouts
