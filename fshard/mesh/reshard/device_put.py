@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply, recorded, transformed
-from fshard.mesh.collectives.moves import is_plain
 from fshard.mesh.layout import (
     Layout,
     Memory,
@@ -253,13 +253,8 @@ def reshard(tree: PyTree, layout: PyTree) -> PyTree:
     return _reshard_tree("reshard", tree, layout, as_array)
 
 
-def reshard_all(
-    xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site, into: Sequence[Sharded] = ()
-) -> list[Sharded]:
-    """Reshard global arrays on their mesh; those with equal steps share collectives, tied ones stay tied.
-
-    `into`: arrays with the target layouts, whose memory the results may use.
-    """
+def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) -> list[Sharded]:
+    """Reshard global arrays on their mesh; those with equal steps share collectives, tied ones stay tied."""
     firsts = _firsts(xs, layouts)
     resharded = list(xs)
     by_mesh: dict[Mesh, list[int]] = {}
@@ -272,12 +267,7 @@ def reshard_all(
         plans = [plan_reshard(xs[index].layout, layouts[index], xs[index].shape) for index in indices]
         columns = [_placed(x.shards, x.layout, "device") for x in arrays]
         if any(plan.steps for plan in plans):
-
-            def program(device: int, shards: Tensors, plans: Sequence[ReshardPlan] = plans) -> Tensors:
-                return tuple(go(shards[: len(plans)], plans, site, into=shards[len(plans) :])())
-
-            memory = [_room(into[index], xs[index].dtype) for index in indices if into]
-            columns = run_mapped(mesh, program, [*columns, *memory])
+            columns = run_mapped(mesh, partial(_on_device, plans, site), columns)
         for index, shards in zip(indices, columns, strict=True):
             to = layouts[index]
             resharded[index] = Sharded(xs[index].shape, to, _placed(tuple(shards), to, to.memory))
@@ -292,12 +282,8 @@ def _firsts(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Sequence[int]:
     return [firsts.setdefault((*key_of(x), to), index) for index, (x, to) in enumerate(zip(xs, layouts, strict=True))]
 
 
-def _room(x: Sharded, dtype: torch.dtype) -> Tensors:
-    """Return the memory of an array on the devices held here; new memory where that cannot hold plain values of a dtype."""
-    if x.dtype is dtype and x.layout.memory == "device" and all(map(is_plain, x.shards)):
-        return tuple([shard.detach() if shard.requires_grad else shard for shard in x.shards])
-    near = _placed(x.shards, x.layout, "device")
-    return tuple([torch.empty(shard.shape, dtype=dtype, device=shard.device) for shard in near])
+def _on_device(plans: Sequence[ReshardPlan], site: Site, device: int, shards: Tensors) -> Tensors:
+    return tuple(go(shards, plans, site)())
 
 
 def _validate_arrays(xs: Sequence[Sharded], mesh: Mesh) -> None:

@@ -44,12 +44,11 @@ def plan_reshard(before: Layout, after: Layout, shape: tuple[int, ...]) -> Resha
 
 
 def go(
-    xs: Sequence[Tensor], plans: Sequence[ReshardPlan], site: Site, *, ahead: bool = False, into: Sequence[Tensor] = ()
+    xs: Sequence[Tensor], plans: Sequence[ReshardPlan], site: Site, *, ahead: bool = False
 ) -> Callable[[], list[Tensor]]:
     """Execute plans, sharing collectives; return the function that gives the results.
 
-    With `ahead`, the last collectives are only started, if autograd does not record them. `into`: memory for results
-    that are assembled from flat shards.
+    With `ahead`, the last collectives are only started, if autograd does not record them.
     """
     scope, results = require("fs.reshard"), dict(enumerate(xs))
     dtypes = tuple([x.dtype for x in xs])
@@ -64,14 +63,10 @@ def go(
             else:
                 bound = Bound(move, scope.group(step.axes, "fs.reshard"), site)
                 packed = step.packed(shards, scope)
-                if into and step.is_last and step.kind == "flat_gather" and _is_plain(shards):
-                    memory = tuple([into[index] for index in step.indices])
-                    ys = step.unpacked(bound.start(packed, memory).wait(), scope)
-                elif ahead and step.is_last and not isinstance(move, Alone):
+                if ahead and step.is_last and not isinstance(move, Alone):
                     started.append((step, bound.start(packed)))
                     continue
-                else:
-                    ys = step.unpacked(apply(bound, packed), scope)
+                ys = step.unpacked(apply(bound, packed), scope)
             results.update(zip(step.indices, ys, strict=True))
 
     def finish() -> list[Tensor]:
