@@ -237,15 +237,16 @@ class P(CachedHash):
     __hash__ = CachedHash.__hash__
 
     def __repr__(self) -> str:
-        head, parts = "P", [_show(entry) for entry in self.entries]
+        head = "P"
+        parts = ["None" if entry is None else as_written(as_axes(entry)) for entry in self.entries]
         if self.flat_axes is not None and self.entries:
-            parts.append(f"flat={_show(_entry(self.flat_axes))}")
+            parts.append(f"flat={as_written(self.flat_axes)}")
         elif self.flat_axes is not None:
-            head, parts = "P.flat", [_show(axis) for axis in self.flat_axes]
+            head, parts = "P.flat", [f'"{axis}"' for axis in self.flat_axes]
         if self.at:
-            parts.append(f"at={{{', '.join(f'{_show(_entry(axes))}: {number}' for axes, number in self.at)}}}")
+            parts.append(f"at={{{', '.join(f'{as_written(axes)}: {index}' for axes, index in self.at)}}}")
         if self.unreduced:
-            parts.append(f"unreduced={_show(_entry(self.unreduced))}")
+            parts.append(f"unreduced={as_written(self.unreduced)}")
         if self.shape is not None:
             parts.append(f"shape={self.shape}")
         return f"{head}({', '.join(parts)})"
@@ -276,7 +277,3 @@ def _entry(entry: object) -> Axes | None:
         axes = tuple(entry)
         return axes[0] if len(axes) == 1 else axes
     raise TypeError(f"An entry of P must be None, an axis name or a tuple of axis names; got {entry!r}.")
-
-
-def _show(entry: Axes | None) -> str:
-    return "None" if entry is None else as_written(as_axes(entry))
