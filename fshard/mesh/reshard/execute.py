@@ -48,7 +48,7 @@ def go(
 ) -> Callable[[], list[Tensor]]:
     """Execute plans, sharing collectives; return the function that gives the results.
 
-    With `ahead`, the last collectives are only started, if autograd does not record them.
+    With `ahead`, the last collectives are only started; autograd does not record these.
     """
     scope, results = require("fs.reshard"), dict(enumerate(xs))
     dtypes = tuple([x.dtype for x in xs])
@@ -56,9 +56,10 @@ def go(
     for turn in range(max([len(each.steps) for each in plans], default=0)):
         for step in _shared_steps(tuple(plans), turn, dtypes, AT_ONCE):
             move, shards = step.move, [results.pop(index) for index in step.indices]  # freed once they are packed
+            is_plain = not transformed() and not recorded(tuple(shards))
             if step.at and any(scope.group(axes, "fs.reshard").index != index for axes, index in step.at):
                 ys = step.skipped(shards, scope, site)
-            elif move is None or (step.is_slice and _is_plain(shards)):
+            elif move is None or (step.is_slice and is_plain):
                 ys = step.views(shards, scope)
             else:
                 bound = Bound(move, scope.group(step.axes, "fs.reshard"), site)
@@ -66,7 +67,8 @@ def go(
                 if ahead and step.is_last and not isinstance(move, Alone):
                     started.append((step, bound.start(packed)))
                     continue
-                ys = step.unpacked(apply(bound, packed), scope)
+                is_recorded = isinstance(move, Alone) or not is_plain
+                ys = step.unpacked(apply(bound, packed) if is_recorded else bound.start(packed).wait(), scope)
             results.update(zip(step.indices, ys, strict=True))
 
     def finish() -> list[Tensor]:
@@ -75,11 +77,6 @@ def go(
         return [results[index] for index in range(len(results))]
 
     return finish
-
-
-def _is_plain(xs: Sequence[Tensor]) -> bool:
-    """Return True if autograd records none of these tensors."""
-    return not transformed() and not recorded(tuple(xs))
 
 
 class SharedStep:
