@@ -224,8 +224,5 @@ def is_dense(x: Tensor) -> bool:
 def no_dense(x: Tensor) -> str:
     """Return the message for a tensor that is not dense, with the fix."""
     if x.is_nested:
-        return (
-            "a nested tensor, which has no one shape to be cut or sent by. Give torch.nested.to_padded_tensor(x, 0.0), or its "
-            "parts: x.unbind()"
-        )
+        return "a nested tensor, which cannot be cut or sent. Give torch.nested.to_padded_tensor(x, 0.0), or x.unbind()"
     return f"a tensor of {x.layout} (shape {tuple(x.shape)}), which cannot be cut or sent. Give x.to_dense()"
