@@ -45,7 +45,7 @@ def _requires_grad(x: Sharded, requires_grad: bool = True) -> Sharded:
 def _attribute_grad(x: Sharded, *value: Any) -> Any:
     if not value:
         return _as_gradient([shard.grad for shard in x.shards], x)
-    spec = x.spec._replace(unreduced=())  # pyright: ignore[reportPrivateUsage]
+    spec = x.spec.replace(unreduced=None)
     gradient = None if value[0] is None else with_spec(value[0], spec, "grad")
     for number, shard in enumerate(x.shards):
         shard.grad = None if gradient is None else gradient.shards[number]
@@ -59,7 +59,7 @@ def _as_gradient(gradients: Sequence[Any], x: Any) -> Any:
     shards, unreduced = tuple(gradients), x.spec.unreduced
     if unreduced and recorded(shards):
         shards = apply_move(x.mesh, Same(), unreduced, shards, operation_site("grad"))
-    return Sharded(x.shape, x.layout.with_spec(x.spec._replace(unreduced=())), shards)  # pyright: ignore[reportPrivateUsage]
+    return Sharded(x.shape, x.layout.with_spec(x.spec.replace(unreduced=None)), shards)
 
 
 def _as_cotangent(g: Any, y: Sharded) -> Tensors:
@@ -70,7 +70,7 @@ def _as_cotangent(g: Any, y: Sharded) -> Tensors:
         raise RuntimeError(
             f"grad can be implicitly created only for scalar outputs, and must be an array like {y!r}; got {g!r}."
         )
-    spec = y.spec._replace(unreduced=())  # pyright: ignore[reportPrivateUsage]
+    spec = y.spec.replace(unreduced=None)
     return transfer(g, plan_transfer(g.shape, g.layout, spec, y.spec.unreduced), "grad")
 
 

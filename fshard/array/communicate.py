@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import lcm, prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.arithmetic import chunk, flat_range, ravel, zigzag
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import reshard
-from fshard.mesh.reshard.execute import MOVES, plan_reshard
+from fshard.mesh.reshard.execute import plan_reshard
 from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import here, require
 from fshard.source import Site, call_site
@@ -90,7 +90,7 @@ def plan_transfer(shape: tuple[int, ...], before: Layout, spec: P, vary: tuple[s
         return LayoutChange(layout, None, vary, sent, None if is_plain else shape)
     moves: list[tuple[Move, tuple[str, ...]]] = []
     for step in steps:
-        move = MOVES[step.kind](step.dim, step.other)
+        move = cast("Move", step.move)
         if isinstance(move, AllGather) and {*step.axes} <= {*vary}:  # its gradient is scattered while it is summed
             move, vary = AllGather(move.dim), tuple(axis for axis in vary if axis not in step.axes)
         moves.append((move, step.axes))
@@ -226,7 +226,7 @@ def with_spec(x: Sharded, spec: P, what: str, *, is_explicit: bool = False) -> S
 
 def spec_like(x: Sharded, shape: Sequence[int]) -> P:
     """Return a spec for a shape: that of x, in dims of the same length that the devices divide."""
-    own = x.spec._replace(unreduced=())  # pyright: ignore[reportPrivateUsage]
+    own = x.spec.replace(unreduced=None)
     if own.is_flat or len(shape) != x.ndim:
         return own if own.is_flat and tuple(shape) == x.shape else P()
     cuts = [(axes, prod(x.mesh.shape[axis] for axis in axes)) for axes in x.spec.dims(x.ndim)]

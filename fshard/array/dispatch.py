@@ -319,7 +319,7 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
         for y in results:
             y.viewed = (arrays[0], arrays[0].version, call.name, args)
     if state.reduces and call.choice.layouts[0].spec.unreduced:
-        results = [with_spec(y, y.spec._replace(unreduced=()), call.name) for y in results]  # pyright: ignore[reportPrivateUsage]
+        results = [with_spec(y, y.spec.replace(unreduced=None), call.name) for y in results]
     if state.observer is not None:
         state.observer(call, arrays, args, results)
     return results[0] if call.rebuild is None else call.rebuild(results)

@@ -70,7 +70,7 @@ class Compression:
                 f"partition_optimizer: compress must not be power_sgd where gradients are shards, of {reduced}: a shard of a "
                 "matrix has other factors. Use stage=0, or another compressor."
             )
-        return reduced.with_spec(reduced.spec.with_unreduced([*self._compressors][first:]))
+        return reduced.with_spec(reduced.spec.replace(unreduced=[*self._compressors][first:]))
 
     def init(self, params: PyTree) -> PyTree:
         """Return the state of each compressor."""
@@ -103,7 +103,9 @@ class Compression:
         for axis in self._compressors:
             step = self._on_devices(axis, partial(self._reduce, early=early))
             grads, states[axis] = step.update(grads, state["compress"][axis], grads)
-        grads = map_leaves(lambda x: Sharded(x.shape, x.layout.with_spec(x.spec.with_unreduced(())), x.shards), grads)
+        grads = map_leaves(
+            lambda x: Sharded(x.shape, x.layout.with_spec(x.spec.replace(unreduced=None)), x.shards), grads
+        )
         return _scaled(grads, scale), {**state, "compress": states}
 
     def _reduce(self, axis: str, grads: PyTree, state: PyTree, params: PyTree, early: Handles) -> tuple[PyTree, PyTree]:

@@ -38,7 +38,7 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.layout.sharded import key_of
-from fshard.mesh.reshard.device_put import collected, put_equal, refuse_unfit
+from fshard.mesh.reshard.device_put import collected, put_equal, validate_leaf
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
 from fshard.optim.leaves import is_frozen, without_static
 from fshard.transforms.module.lazy import draw, fill, reserved
@@ -81,23 +81,18 @@ def _by_size(leaves: Sequence[Any], size: int) -> list[str]:
 
 def _by_unit_patterns(patterns: Sequence[str], paths: Sequence[str]) -> list[str]:
     """Assign leaves to the innermost unit whose pattern matches; others to their default one."""
-    begins = [[parts_of(path)[:end] for end in range(len(parts_of(path)), 0, -1)] for path in paths]
-    given_ = {pattern: parts_of(pattern) for pattern in patterns}
-    unused = [
-        f'"{name}"'
-        for name, one in given_.items()
-        if not any(matches_parts(one, begin) for row in begins for begin in row)
-    ]
-    if unused:
+    units, used = default_units(paths), set[str]()
+    for index, parts in enumerate(map(parts_of, paths)):
+        for end in range(1, len(parts) + 1):
+            matching = [pattern for pattern in patterns if matches_parts(parts_of(pattern), parts[:end])]
+            if matching:  # a longer one follows if it is further inside
+                units[index] = named(parts[:end])
+                used.update(matching)
+    if unused := [f'"{pattern}"' for pattern in patterns if pattern not in used]:
         raise ValueError(
             f"fsdp: no leaf is in a unit {' or '.join(unused)}. {listed(paths)}; a pattern begins where their paths do."
         )
-    found = [
-        next((begin for begin in row if any(matches_parts(one, begin) for one in given_.values())), None)
-        for row in begins
-    ]
-    others = default_units(paths)
-    return [other if begin is None else named(begin) for other, begin in zip(others, found, strict=True)]
+    return units
 
 
 def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
@@ -111,19 +106,19 @@ def units_of(module: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
     >>> units_of(model, torch.nn.Linear)
     ('0', '2')
     """
-    owned = [f".{name}" for name, _ in module.named_parameters()]  # a tied parameter is in the unit of its first owner
-    found = tuple(
+    paths = [f".{name}" for name, _ in module.named_parameters()]  # a tied parameter is in the unit of its first owner
+    units = tuple(
         name
         for name, part in module.named_modules()
-        if name and isinstance(part, kinds) and any(path.startswith(f".{name}.") for path in owned)
+        if name and isinstance(part, kinds) and any(path.startswith(f".{name}.") for path in paths)
     )
-    if not found:
+    if not units:
         present = sorted({type(part).__name__ for part in module.modules()})
-        given_ = " or ".join(kind.__name__ for kind in kinds) or "of no class"
+        wanted = " or ".join(kind.__name__ for kind in kinds) or "of no class"
         raise ModuleError(
-            f"units_of: {type(module).__name__} has no {given_} with parameters inside. Its modules are {', '.join(present)}."
+            f"units_of: {type(module).__name__} has no {wanted} with parameters inside. Its modules are {', '.join(present)}."
         )
-    return found
+    return units
 
 
 def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None = None, within: Rules = None) -> Fsdp:
@@ -141,14 +136,15 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
     >>> fsdp("data")
     Fsdp(axes=('data',), unit=None)
     """
-    given: list[Any] = [*unit] if isinstance(unit, Iterable) and not isinstance(unit, str) else [unit]
-    alone = unit is None or isinstance(unit, str) or (type(unit) is int and unit > 0)
-    if not (alone or (given and all(isinstance(one, str) for one in given))):
+    units: Any = tuple(unit) if isinstance(unit, Iterable) and not isinstance(unit, str) else unit
+    is_size = type(units) is int and units > 0
+    is_patterns = isinstance(units, tuple) and units and all(isinstance(pattern, str) for pattern in units)
+    if not (units is None or isinstance(units, str) or is_size or is_patterns):
         raise ValueError(
             f"fsdp: unit must be a path pattern, several, or a positive number of bytes; got {unit!r}. "
             'Write fsdp(..., unit="blocks[*]"), unit=20_000_000, or leave it out for a unit per repeated block.'
         )
-    return Fsdp(as_axes(axis), given[0] if alone else tuple(given), within)
+    return Fsdp(as_axes(axis), units, within)
 
 
 @uncompiled
@@ -203,11 +199,11 @@ def apply_rules(
 ) -> PyTree:
     """Give parameters their layouts by rules, each by `put`."""
     _, leaves, structure = flatten_with_paths(params)
-    done: dict[tuple[int, ...], Any] = {}
+    arrays: dict[tuple[int, ...], Any] = {}
     for leaf, layout in zip(leaves, layouts_of(params, rules, mesh, frozen), strict=True):
-        if key_of(leaf) not in done:
-            done[key_of(leaf)] = put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
-    return unflatten(structure, [done[key_of(leaf)] for leaf in leaves])
+        if key_of(leaf) not in arrays:
+            arrays[key_of(leaf)] = put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
+    return unflatten(structure, [arrays[key_of(leaf)] for leaf in leaves])
 
 
 def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: str = "shard_params") -> list[Layout]:
@@ -215,32 +211,36 @@ def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: s
     paths, leaves, _ = flatten_with_paths(params)
     if isinstance(rules, P | Fsdp):
         mesh.check_axes(rules.axes, f"{what} with {rules}")
-    units, fixed, specs = default_units(paths), chosen(frozen, paths, "frozen"), _specs(params, rules, paths, leaves)
+    units, are_frozen, specs = (
+        default_units(paths),
+        chosen(frozen, paths, "frozen"),
+        _specs(params, rules, paths, leaves),
+    )
     for number, rule in enumerate(dict.fromkeys(spec for spec in specs if isinstance(spec, Fsdp))):
-        places = [place for place, spec in enumerate(specs) if spec == rule]
-        found = rule.units([paths[place] for place in places], [leaves[place] for place in places])
-        inner = {id(one): _specs(params, one.within, paths, leaves) for one in specs if one == rule and one.within}
-        for place, unit in zip(places, found, strict=True):
-            own = inner.get(id(specs[place]))
-            specs[place] = (P() if own is None else _of_parameter(own[place])).flattened(*rule.axes)
-            units[place] = f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
-    layouts, known = list[Layout](), dict[tuple[int, ...], Layout]()
+        indices = [index for index, spec in enumerate(specs) if spec == rule]
+        rule_units = rule.units([paths[index] for index in indices], [leaves[index] for index in indices])
+        withins = {
+            id(specs[index]): specs[index].within for index in indices
+        }  # rules that are equal may differ in these
+        inner = {key: _specs(params, within, paths, leaves) for key, within in withins.items() if within}
+        for index, unit in zip(indices, rule_units, strict=True):
+            rows = inner.get(id(specs[index]))
+            spec = P() if rows is None else _of_parameter(rows[index])
+            specs[index] = spec.replace(flat=(*(spec.flat_axes or ()), *rule.axes))
+            units[index] = f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
+    layouts, first_layouts = list[Layout](), dict[tuple[int, ...], Layout]()
     with collected(what) as attempt:
-        for path, leaf, spec, unit, fix in zip(paths, leaves, specs, units, fixed, strict=True):
+        for path, leaf, spec, unit, is_fixed in zip(paths, leaves, specs, units, are_frozen, strict=True):
             with attempt(named(parts_of(path))):
-                layout = Layout(mesh, _of_parameter(spec), unit=unit, frozen=fix or is_frozen(leaf))
-                refuse_unfit(leaf, layout)
-                _refuse_parted(known.setdefault(key_of(leaf), layout), layout)
+                layout = Layout(mesh, _of_parameter(spec), unit=unit, frozen=is_fixed or is_frozen(leaf))
+                validate_leaf(leaf, layout)
+                first = first_layouts.setdefault(key_of(leaf), layout)  # of the leaves that it is tied to
+                if layout.spec != first.spec:
+                    raise LayoutError(f"it is tied to a leaf with layout {first.spec}, and cannot have {layout.spec}.")
+                if layout.frozen != first.frozen:
+                    raise LayoutError("of it and a leaf that it is tied to, one is frozen. Freeze both: they are one.")
                 layouts.append(layout)
     return layouts
-
-
-def _refuse_parted(first: Layout, layout: Layout) -> None:
-    """Raise if a tied leaf has two layouts."""
-    if layout.spec != first.spec:
-        raise LayoutError(f"it is tied to a leaf with layout {first.spec}, and cannot have {layout.spec}.")
-    if layout.frozen != first.frozen:
-        raise LayoutError("of it and a leaf that it is tied to, one is frozen. Freeze both: they are one.")
 
 
 def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
@@ -258,27 +258,22 @@ def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[
 
 
 def _by_patterns(rules: Mapping[str, P | Fsdp], paths: Sequence[str]) -> list[Any]:
-    wrong = [f'no leaf is for the rule "{rule}"' for rule in rules if not any(matches(rule, path) for path in paths)]
-    found: list[Any] = []
+    """Return the spec of each path: patterns without `**` come before those with it, and `**` alone is last."""
+    errors = [f'no leaf is for the rule "{rule}"' for rule in rules if not any(matches(rule, path) for path in paths)]
+    ranks = {rule: ("**" in parts_of(rule)) + ({*parts_of(rule)} == {"**"}) for rule in rules}
+    specs: list[Any] = []
     for path in paths:
-        fitting = _fitting(rules, path)
-        if not fitting:
-            wrong.append(f"no rule is for {named(parts_of(path))}")
-        elif len({*fitting.values()}) > 1:
-            clash = " and ".join(f'"{pattern}" ({spec})' for pattern, spec in fitting.items())
-            wrong.append(f"{clash} disagree about {named(parts_of(path))}")
-        found += [*fitting.values()][:1]
-    if wrong:
-        hint = f'. {listed(paths)}; "**": P() replicates what no other rule is for.'
-        raise LayoutError("; ".join(wrong) + hint)
-    return found
-
-
-def _fitting(rules: Mapping[str, P | Fsdp], path: str) -> dict[str, P | Fsdp]:
-    """Return the patterns that count for a path: those without `**` before those with it, and `**` alone at last."""
-    fitting = [pattern for pattern in rules if matches(pattern, path)]
-    ranks = [("**" in parts_of(pattern)) + ({*parts_of(pattern)} == {"**"}) for pattern in fitting]
-    return {pattern: rules[pattern] for pattern, rank in zip(fitting, ranks, strict=True) if rank == min(ranks)}
+        matching = [rule for rule in rules if matches(rule, path)]
+        best = [rule for rule in matching if ranks[rule] == min(ranks[rule] for rule in matching)]
+        if not best:
+            errors.append(f"no rule is for {named(parts_of(path))}")
+        elif len({rules[rule] for rule in best}) > 1:
+            clash = " and ".join(f'"{rule}" ({rules[rule]})' for rule in best)
+            errors.append(f"{clash} disagree about {named(parts_of(path))}")
+        specs += [rules[rule] for rule in best[:1]]
+    if errors:
+        raise LayoutError("; ".join(errors) + f'. {listed(paths)}; "**": P() replicates what no other rule is for.')
+    return specs
 
 
 def _of_parameter(spec: Any) -> P:
@@ -314,5 +309,5 @@ def init_params(
         if seed is not None:
             torch.manual_seed(seed)
         with torch.device("meta") if mesh.runtime == "abstract" else nullcontext():
-            made = init_fn()
-    return shard_params(made, rules, mesh=mesh, frozen=frozen)
+            params = init_fn()
+    return shard_params(params, rules, mesh=mesh, frozen=frozen)

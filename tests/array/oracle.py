@@ -19,7 +19,7 @@ def tensors(y: Any) -> list[Any]:
 
 def put(x: Tensor, mesh: Mesh, spec: P) -> fs.Sharded:
     """Put a tensor on a mesh; unreduced values are split into unequal summands."""
-    made = fs.device_put(x, fs.Layout(mesh, spec._replace(unreduced=())))
+    made = fs.device_put(x, fs.Layout(mesh, spec.replace(unreduced=None)))
     if not spec.unreduced:
         return made
     n = 1
@@ -76,7 +76,7 @@ def check(
         materialize_grads=True,
     )
     for g, h, x in zip(gs, hs, inputs, strict=True):
-        assert h.spec == x.spec._replace(unreduced=())
+        assert h.spec == x.spec.replace(unreduced=None)
         h.check()
         torch.testing.assert_close(fs.unshard(h), g, equal_nan=True)
     directions = [torch.randn(g.shape, dtype=g.dtype, generator=draw) for g in gs]

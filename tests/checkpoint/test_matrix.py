@@ -95,7 +95,7 @@ LAYOUTS = {
     "rows": (by_index(lambda _, shape: P(*["data"] * bool(shape))), {"data": 4}),
     "model": (by_index(last("model")), {"model": 3}),
     "model 2d": (by_index(last("x", "y")), {"x": 2, "y": 2}),
-    "model, zero": (by_index(lambda n, shape: last("model")(n, shape).flattened("data")), {"data": 2, "model": 2}),
+    "model, zero": (by_index(lambda n, shape: last("model")(n, shape).replace(flat="data")), {"data": 2, "model": 2}),
     "owners": (by_index(lambda n, _: P(at={"data": n % 4})), {"data": 4}),
     "owners of rows": (by_index(lambda n, s: P(*["x"] * bool(s), at={("y", "z"): n % 4})), {"x": 2, "y": 2, "z": 2}),
     "two stages": (by_index(lambda n, _: P.flat("data", at={"pipe": n % 2})), {"pipe": 2, "data": 2}),

@@ -13,7 +13,7 @@ the number of devices. 16-bit floats are added in a wider dtype and rounded once
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Protocol
 
@@ -51,7 +51,7 @@ def unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 def strides(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the stride of each axis: (12, 3, 1) for (2, 4, 3)."""
-    return tuple(prod(sizes[place + 1 :]) for place in range(len(sizes)))
+    return tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
 def balanced_range(total: int, parts: int, index: int) -> Range:
@@ -76,21 +76,6 @@ def flat_range(total: int, parts: int, index: int) -> Range:
     """
     each = chunk(total, parts)
     return min(index * each, total), min((index + 1) * each, total)
-
-
-def dim_ranges(
-    shape: Sequence[int], dims: Sequence[Sequence[str]], sizes: Mapping[str, int], coordinates: Mapping[str, int]
-) -> tuple[Range, ...]:
-    """Return the global index range of each dim that the device at `coordinates` holds.
-
-    >>> dim_ranges((8, 6), (("data",), ("model",)), {"data": 4, "model": 2}, {"data": 1, "model": 1})
-    ((2, 4), (3, 6))
-    """
-    ranges: list[Range] = []
-    for length, axes in zip(shape, dims, strict=True):
-        cuts = [sizes[axis] for axis in axes]
-        ranges.append(flat_range(length, prod(cuts), ravel([coordinates[axis] for axis in axes], cuts)))
-    return tuple(ranges)
 
 
 def zigzag(x: Tensor, n: int, dim: int = 1, *, inverse: bool = False) -> Tensor:
@@ -138,14 +123,10 @@ def tree_sum(xs: Sequence[Tensor]) -> Tensor:
 def tree_of(xs: Sequence[Tensor], combine: Combine) -> Tensor:
     """Combine in the fixed tree, in the wider dtype if there is one, and round once."""
     dtype = xs[0].dtype
+    if dtype == torch.uint64 and combine is not torch.add:
+        return flipped(tree_of([flipped(x) for x in xs], combine))
     wide = WIDER.get(dtype)
-    return _tree(list(xs), combine) if wide is None else _wide_tree(xs, combine, wide).to(dtype)
-
-
-def _wide_tree(xs: Sequence[Tensor], combine: Combine, wide: torch.dtype) -> Tensor:
-    if xs[0].dtype == torch.uint64 and combine is not torch.add:
-        return flipped(_tree([flipped(x) for x in xs], combine))
-    return _tree([x.to(wide) for x in xs], combine)
+    return _tree([*xs], combine) if wide is None else _tree([x.to(wide) for x in xs], combine).to(dtype)
 
 
 def flipped(x: Tensor) -> Tensor:
@@ -162,7 +143,7 @@ def _tree(xs: list[Tensor], combine: Combine) -> Tensor:
     if len(xs) >= MANY and xs[0].numel() <= FEW:
         return _level_by_level(torch.stack(xs), combine)
     while len(xs) > 1:
-        paired = [combine(xs[place], xs[place + 1]) for place in range(0, len(xs) - 1, 2)]
+        paired = [combine(xs[i], xs[i + 1]) for i in range(0, len(xs) - 1, 2)]
         xs = paired + xs[2 * len(paired) :]
     return xs[0]
 
@@ -177,14 +158,12 @@ def _level_by_level(rows: Tensor, combine: Combine) -> Tensor:
 
 
 def combined(xs: list[Tensor], combine: Combine, kept: Tensor | None, out: Tensor) -> Tensor:
-    """Sum (or combine) two or more tensors in the fixed tree into `out`, reusing the memory of all but the one to
-    keep.
-    """
+    """Sum (or combine) two or more tensors in the fixed tree into `out`, in the memory of all but the one to keep."""
     wide = WIDER.get(out.dtype)
-    once = wide is not None and wide.is_floating_point and out.element_size() > 1  # so a sum of two is rounded once
-    if wide is not None and (len(xs) > 2 or not once):
-        return out.copy_(_wide_tree(xs, combine, wide))
+    is_exact = wide is None or (len(xs) == 2 and wide.is_floating_point and out.element_size() > 1)  # rounded once
+    if not is_exact:
+        return out.copy_(tree_of(xs, combine))
     while len(xs) > 2:
-        pairs = [(xs[place], xs[place + 1]) for place in range(0, len(xs) - 1, 2)]
+        pairs = [(xs[i], xs[i + 1]) for i in range(0, len(xs) - 1, 2)]
         xs = [combine(a, b, out=b if a is kept else a) for a, b in pairs] + xs[2 * len(pairs) :]
     return combine(xs[0], xs[1], out=out)

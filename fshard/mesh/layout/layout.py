@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
-from fshard.mesh.layout import arithmetic
+from fshard.mesh.layout.arithmetic import Range
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import CachedHash, P
 
@@ -79,9 +79,9 @@ class Layout(CachedHash):
         if self.memory not in get_args(Memory):
             kinds = " or ".join(f'"{kind}"' for kind in get_args(Memory))
             raise ValueError(f"Layout: memory must be {kinds}; got {self.memory!r}.")
-        for axes, place in self.spec.at:
+        for axes, index in self.spec.at:
             n = prod(self.mesh.shape[axis] for axis in axes)
-            if place >= n:
+            if index >= n:
                 raise LayoutError(
                     f"Layout with {self.spec}: there are {n} devices along {' x '.join(axes)}, which are counted from 0. "
                     f"Give one below {n}."
@@ -106,31 +106,29 @@ class Layout(CachedHash):
             raise LayoutError(
                 f"{what} of shape {shape} has {len(shape)} dims, but {spec} has {len(spec.entries)} entries."
             )
-        bad: list[str] = []
+        errors: list[str] = []
         for dim, (length, axes) in enumerate(zip(shape, spec.dims(len(shape)), strict=True)):
             parts, zigzag = prod(self.mesh.shape[axis] for axis in axes), self.mesh.zigzag
             if zigzag in axes and length % (2 * parts):
-                bad.append(f"dim {dim} has {length} elements, which must be a multiple of {2 * parts} in zigzag order")
+                errors.append(
+                    f"dim {dim} has {length} elements, which must be a multiple of {2 * parts} in zigzag order"
+                )
             elif length % parts and self.unit is None:
-                bad.append(f"dim {dim} has {length} elements, which {parts} devices ({' x '.join(axes)}) do not divide")
-        if bad:
+                errors.append(
+                    f"dim {dim} has {length} elements, which {parts} devices ({' x '.join(axes)}) do not divide"
+                )
+        if errors:
             raise LayoutError(
-                f"{what} of shape {shape} cannot have the layout {spec}: {'; '.join(bad)}. Pad, or use P.flat."
+                f"{what} of shape {shape} cannot have the layout {spec}: {'; '.join(errors)}. Pad, or use P.flat."
             )
 
-    def ranges(self, shape: Sequence[int], device: int) -> tuple[arithmetic.Range, ...]:
+    def ranges(self, shape: Sequence[int], device: int) -> tuple[Range, ...]:
         """Return the range of each dim (or the one flat range, of its block) that `device` holds of a tensor of `shape`."""
-        if not self.has_any(device):
-            return ((0, 0),) * (1 if self.spec.is_flat else max(len(shape), 1))
-        block = self.block(shape, device)
-        if self.spec.flat_axes is None:
-            return block
-        size = prod(stop - start for start, stop in block)
-        return (arithmetic.flat_range(size, self.flat_parts, self._place(device, self.spec.flat_axes)),)
+        return self.spec.ranges(shape, self.mesh.shape, self.mesh.coordinates(device))
 
-    def block(self, shape: Sequence[int], device: int) -> tuple[arithmetic.Range, ...]:
+    def block(self, shape: Sequence[int], device: int) -> tuple[Range, ...]:
         """Return the range of each dim that the shard of `device` is taken from, before it is flattened."""
-        return arithmetic.dim_ranges(shape, self.spec.dims(len(shape)), self.mesh.shape, self.mesh.coordinates(device))
+        return self.spec.block(shape, self.mesh.shape, self.mesh.coordinates(device))
 
     @cached_property
     def place(self) -> dict[str, int]:
@@ -141,11 +139,6 @@ class Layout(CachedHash):
         """Return True if a device stores a shard: False only for devices outside `spec.at`."""
         return not self.spec.at or self.place.items() <= self.mesh.coordinates(device).items()
 
-    def _place(self, device: int, axes: tuple[str, ...]) -> int:
-        """Return a device's index along some axes, major to minor."""
-        coordinates = self.mesh.coordinates(device)
-        return arithmetic.ravel([coordinates[axis] for axis in axes], [self.mesh.shape[axis] for axis in axes])
-
     def local_shape(self, shape: Sequence[int], device: int = 0) -> tuple[int, ...]:
         """Return the shape of the shard that `device` holds of a tensor of `shape`."""
         return tuple(stop - start for start, stop in self.ranges(shape, device))
@@ -153,22 +146,18 @@ class Layout(CachedHash):
     def global_shape(self, local: Sequence[int]) -> tuple[int, ...]:
         """Return the global shape from the shape of a shard."""
         spec = self.spec
-        if spec.is_flat or spec.at:
-            if spec.shape is None:
-                raise LayoutError(
-                    f"The global shape cannot be derived from a shard of shape {tuple(local)} with {spec}. "
-                    "Write it into the spec: shape=(...)."
-                )
-            full_shape = spec.shape
+        if not spec.is_flat and not spec.at:
+            parts = [prod(self.mesh.shape[axis] for axis in axes) for axes in spec.dims(len(local))]
+            shape = tuple(length * count for length, count in zip(local, parts, strict=True))
+        elif spec.shape is None:
+            raise LayoutError(
+                f"The global shape cannot be derived from a shard of shape {tuple(local)} with {spec}. Write it into the spec: "
+                "shape=(...)."
+            )
         else:
-            if len(spec.entries) > len(local):
-                raise LayoutError(
-                    f"A shard of shape {tuple(local)} has {len(local)} dims, but {spec} has {len(spec.entries)} entries."
-                )
-            cuts = [prod(self.mesh.shape[axis] for axis in axes) for axes in spec.dims(len(local))]
-            full_shape = tuple(length * cut for length, cut in zip(local, cuts, strict=True))
-        self.check(full_shape)
-        return full_shape
+            shape = spec.shape
+        self.check(shape)
+        return shape
 
     def with_spec(self, spec: P) -> Layout:
         return Layout(self.mesh, spec, self.memory, self.unit, self.frozen)
@@ -203,7 +192,7 @@ class ShardType:
             for length, axes in zip(self.shape, self.spec.dims(len(self.shape)), strict=True)
         ]
         notes = [f"flat:{'+'.join(self.spec.flat_axes)}"] if self.spec.flat_axes else []
-        notes += [f"at:{'+'.join(axes)}={place}" for axes, place in self.spec.at]
+        notes += [f"at:{'+'.join(axes)}={index}" for axes, index in self.spec.at]
         notes += [f"U:{'+'.join(self.spec.unreduced)}"] if self.spec.unreduced else []
         notes += [self.memory] if self.memory != "device" else []
         return f"{dtype_name(self.dtype)}[{', '.join(dims)}]" + (f"{{{', '.join(notes)}}}" if notes else "")
@@ -214,12 +203,12 @@ class ShardType:
 @lru_cache(maxsize=4096)
 def holders(layout: Layout) -> tuple[int, ...]:
     """Return one device for each different shard that is any: the first along every replicated and unreduced axis."""
-    still = set(layout.replicated_axes) | set(layout.spec.unreduced)
+    equal = {*layout.replicated_axes, *layout.spec.unreduced}
+    devices = ((device, layout.mesh.coordinates(device)) for device in range(layout.mesh.size))
     return tuple(
         device
-        for device in range(layout.mesh.size)
-        if not any(place for axis, place in layout.mesh.coordinates(device).items() if axis in still)
-        and layout.has_any(device)
+        for device, coordinates in devices
+        if not any(coordinates[axis] for axis in equal) and layout.has_any(device)
     )
 
 
@@ -235,8 +224,5 @@ def is_dense(x: Tensor) -> bool:
 def no_dense(x: Tensor) -> str:
     """Return the message for a tensor that is not dense, with the fix."""
     if x.is_nested:
-        return (
-            "a nested tensor, which has no one shape to be cut or sent by. Give torch.nested.to_padded_tensor(x, 0.0), or its "
-            "parts: x.unbind()"
-        )
+        return "a nested tensor, which cannot be cut or sent. Give torch.nested.to_padded_tensor(x, 0.0), or x.unbind()"
     return f"a tensor of {x.layout} (shape {tuple(x.shape)}), which cannot be cut or sent. Give x.to_dense()"

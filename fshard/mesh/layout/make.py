@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
 
@@ -41,7 +40,7 @@ def make_mesh(
     >>> make_mesh({"data": 4, "model": 2})
     Mesh(data=4, model=2; virtual, cpu)
     """
-    pairs = _pairs(axes if names is None else _named(axes, names))
+    pairs = _pairs(axes, names)
     scope = here()
     if runtime is None:
         runtime = scope.mesh.runtime if scope else "process" if launched() else "virtual"
@@ -65,27 +64,22 @@ def make_mesh(
     return mesh
 
 
-def _named(sizes: Any, names: Any) -> list[tuple[Any, Any]]:
-    """Pair sizes with names, as in JAX's make_mesh."""
-    both = [
-        list[Any](given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else None
-        for given in (sizes, names)
-    ]
-    if both[0] is None or both[1] is None or len(both[0]) != len(both[1]):
-        raise MeshError(f"make_mesh: with names, axes must be as many sizes; got axes={sizes!r}, names={names!r}.")
-    return list(zip(both[1], both[0], strict=True))
+def _pairs(axes: Any, names: Any) -> tuple[tuple[str, int], ...]:
+    """Return names and sizes, of sizes alone with `names`, as in JAX's make_mesh."""
+    if names is not None:
+        if not _is_list(axes) or not _is_list(names) or len(axes) != len(names):
+            raise MeshError(f"make_mesh: with names, axes must be as many sizes; got axes={axes!r}, names={names!r}.")
+        axes = dict(zip(names, axes, strict=True))
+    pairs = [*axes.items()] if isinstance(axes, Mapping) else axes
+    if not _is_list(pairs) or not all(isinstance(pair, tuple | list) and len(cast("Any", pair)) == 2 for pair in pairs):
+        raise MeshError(f'make_mesh: axes must be names with sizes, {{"data": 4, "model": 2}}; got {axes!r}.')
+    return tuple(
+        (name, int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size) for name, size in pairs
+    )
 
 
-def _pairs(axes: Any) -> tuple[tuple[str, int], ...]:
-    pairs: Any = axes.items() if isinstance(axes, Mapping) else axes
-    if isinstance(pairs, Iterable) and not isinstance(pairs, str):
-        pairs = tuple(cast("Iterable[Any]", pairs))
-        if all(isinstance(pair, tuple | list) and len(cast("list[Any]", pair)) == 2 for pair in pairs):
-            return tuple(
-                (name, int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size)
-                for name, size in pairs
-            )
-    raise MeshError(f'make_mesh: axes must be names with sizes, {{"data": 4, "model": 2}}; got {axes!r}.')
+def _is_list(x: Any) -> bool:
+    return isinstance(x, Sequence) and not isinstance(x, str)
 
 
 def _device_type(runtime: Runtime, device: str | None) -> str:
@@ -120,7 +114,7 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     process.join(device_mesh.device_type, None)
     ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
     axes = tuple(zip(names, device_mesh.mesh.shape, strict=True))
-    ordered = ranks == tuple(range(prod(device_mesh.mesh.shape))) == tuple(range(dist.get_world_size()))
-    mesh = Mesh(axes, "process", device_mesh.device_type, None, None if ordered else ranks)
+    is_ordered = ranks == tuple(range(dist.get_world_size()))
+    mesh = Mesh(axes, "process", device_mesh.device_type, None, None if is_ordered else ranks)
     process.use_groups(mesh, device_mesh)
     return mesh

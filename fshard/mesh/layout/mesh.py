@@ -73,8 +73,8 @@ class Mesh(CachedHash):
     def strides(self) -> Mapping[str, int]:
         """Stride of each axis in the numbering of the parent mesh."""
         root = self.parent or self.axes
-        steps = dict(zip((name for name, _ in root), arithmetic.strides([size for _, size in root]), strict=True))
-        return MappingProxyType({name: steps[name] for name in self.axis_names})
+        strides = dict(zip(dict(root), arithmetic.strides([size for _, size in root]), strict=True))
+        return MappingProxyType({name: strides[name] for name in self.axis_names})
 
     @cached_property
     def steps(self) -> Mapping[str, tuple[int, int]]:
@@ -95,9 +95,9 @@ class Mesh(CachedHash):
     def index(self, coordinates: Mapping[str, int]) -> int:
         """Return the number of the device at `coordinates`; an axis left out counts as 0."""
         self.check_axes((*coordinates,), f"mesh.index({dict(coordinates)})")
-        for name, at in coordinates.items():
-            if not 0 <= at < self.shape[name]:
-                raise MeshError(f'mesh.index: "{name}" has coordinates 0 to {self.shape[name] - 1}; got {at}.')
+        for name, coordinate in coordinates.items():
+            if not 0 <= coordinate < self.shape[name]:
+                raise MeshError(f'mesh.index: "{name}" has coordinates 0 to {self.shape[name] - 1}; got {coordinate}.')
         return self._number(coordinates)
 
     def _number(self, coordinates: Mapping[str, int]) -> int:
@@ -120,8 +120,8 @@ class Mesh(CachedHash):
         names = self.check_axes(axes, f"mesh[{axes!r}]")
         if names == self.axis_names:
             return self
-        kept = tuple((name, self.shape[name]) for name in names)
-        return Mesh(kept, self.runtime, self.device_type, self.parent or self.axes, self.ranks)
+        pairs = tuple((name, self.shape[name]) for name in names)
+        return Mesh(pairs, self.runtime, self.device_type, self.parent or self.axes, self.ranks)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.axis_names)

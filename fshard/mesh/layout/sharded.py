@@ -79,15 +79,15 @@ class Sharded(ArrayMethods):
                 scope.called_group(axis, "the local shard")
         if len(self.shards) == 1:
             return self.shards[0]
-        own = local_devices(self.mesh)
-        if len(own) == 1:
-            return self.shards[own[0]]
+        devices = local_devices(self.mesh)
+        if len(devices) == 1:
+            return self.shards[devices[0]]
         raise LayoutError(
             f"{self!r} holds the shards of {len(self.shards)} devices here, so none is the local one. Take x.shards[device]."
         )
 
     def check(self) -> None:
-        """Raise if the shapes of shards do not fit the layout: a mapped function was not elementwise."""
+        """Raise if the shards do not fit the layout: a mapped function was not elementwise."""
         self.check_view()
         devices = local_devices(self.mesh)
         if len(self.shards) != len(devices):
@@ -96,23 +96,25 @@ class Sharded(ArrayMethods):
                 f"{self!r} was made {was} fs.run and is used {used}. Make it where it is used. In shard_map, pass it as an "
                 "argument, or take its local shard: x.local."
             )
-        dtypes = {shard.dtype if isinstance(shard, Tensor) else None for shard in self.shards}
-        if len(dtypes) > 1 or None in dtypes:
-            kinds = sorted({dtype_name(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in self.shards})
+        _validate_shards("The shards of this Sharded", self.shards)
+        shapes = tuple([tuple(shard.shape) for shard in self.shards])
+        if shapes != _local_shapes(self.layout, self.shape, devices):
             raise LayoutError(
-                f"The shards of this Sharded are not tensors of one dtype: {', '.join(kinds)}. A function that is mapped over "
-                "shards must make the same of each."
-            )
-        given = tuple(tuple(shard.shape) for shard in self.shards)
-        if given != _local_shapes(self.layout, self.shape, devices):
-            raise LayoutError(
-                f"The shards of this Sharded have shapes {', '.join(map(str, sorted(set(given))))}, which are not those "
+                f"The shards of this Sharded have shapes {', '.join(map(str, sorted(set(shapes))))}, which are not those "
                 f"of a tensor of shape {self.shape} as {self.spec}. Trees of shards are for elementwise functions."
             )
 
     def __repr__(self) -> str:
         kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
         return f"Sharded {kinds[0] if kinds else typeof(self)} on {self.mesh}"
+
+
+def _validate_shards(what: str, shards: Sequence[Any]) -> None:
+    """Raise unless shards are dense tensors of one dtype."""
+    dtypes = {x.dtype if isinstance(x, Tensor) and is_dense(x) else None for x in shards}
+    if len(dtypes) > 1 or None in dtypes:
+        kinds = {dtype_name(x.dtype) if isinstance(x, Tensor) and is_dense(x) else type(x).__name__ for x in shards}
+        raise LayoutError(f"{what} are not dense tensors of one dtype: {', '.join(sorted(kinds))}.")
 
 
 def stack(x: Sharded, axes: Axes, mesh: Mesh | None = None) -> Sharded:
@@ -138,8 +140,7 @@ def _reshaped(x: Sharded, shape: tuple[int, ...], entries: Any, axes: tuple[str,
 @lru_cache(maxsize=4096)
 def _with_entries(layout: Layout, entries: Any, axes: tuple[str, ...], mesh: Mesh) -> Layout:
     unreduced = tuple([axis for axis in layout.spec.unreduced if axis not in axes])
-    spec = P(*entries, flat=layout.spec.flat_axes, unreduced=unreduced, at=dict(layout.spec.at))
-    return Layout(mesh, spec, layout.memory, layout.unit, layout.frozen)
+    return layout.with_spec(layout.spec.replace(entries=entries, unreduced=unreduced, shape=None)).on(mesh)
 
 
 @lru_cache(maxsize=4096)
@@ -158,13 +159,14 @@ def _shards_of(node: ArrayNode) -> Any:
     return node.array.shards, (node.array.shape, node.array.layout)
 
 
-def _as_array(kept: Any, shards: Any) -> Sharded:
-    return Sharded(kept[0], kept[1], tuple(shards))
+def _as_array(context: Any, shards: Any) -> Sharded:
+    shape, layout = context
+    return Sharded(shape, layout, tuple(shards))
 
 
 _o: Any = optree
 _o.register_pytree_node(ArrayNode, _shards_of, _as_array, namespace=NAMESPACE)
-torch_trees.register_pytree_node(ArrayNode, _shards_of, lambda shards, kept: ArrayNode(_as_array(kept, shards)))
+torch_trees.register_pytree_node(ArrayNode, _shards_of, lambda shards, context: ArrayNode(_as_array(context, shards)))
 
 
 def flatten_shards(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:
@@ -201,8 +203,8 @@ def typeof(x: Sharded | Tensor) -> ShardType:
     if isinstance(x, Sharded):
         return ShardType(x.dtype, x.shape, x.spec, x.layout.memory)
     if not isinstance(x, Tensor) or not is_dense(x):
-        found = no_dense(x) if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"typeof: x must be a Sharded or a dense tensor; got {found}.")
+        kind = no_dense(x) if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"typeof: x must be a Sharded or a dense tensor; got {kind}.")
     return ShardType(x.dtype, tuple(x.shape))
 
 
@@ -234,27 +236,21 @@ def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
             f"from_local got one shard for the {len(devices)} devices of {layout.mesh}. Give a function of the "
             f"coordinates, from_local(lambda {', '.join(layout.mesh.axis_names)}: ..., layout), or call it inside fs.run."
         )
-    shards_ = [shard(**layout.mesh.coordinates(device)) if callable(shard) else shard for device in devices]
-    kinds = {dtype_name(x.dtype) if isinstance(x, Tensor) and is_dense(x) else type(x).__name__ for x in shards_}
-    if len(kinds) > 1 or not all(isinstance(x, Tensor) and is_dense(x) for x in shards_):
-        raise LayoutError(f"from_local: the shards must be dense tensors of one dtype; got {', '.join(sorted(kinds))}.")
-    full_shape = tuple(shape) if shape is not None else layout.global_shape(shards_[0].shape)
+    shards = [shard(**layout.mesh.coordinates(device)) if callable(shard) else shard for device in devices]
+    _validate_shards("from_local: the shards", shards)
+    full_shape = tuple(shape) if shape is not None else layout.global_shape(shards[0].shape)
     layout.check(full_shape, "the tensor")
-    wrong = [
-        f"device {layout.mesh.coordinates(device)} has {tuple(own.shape)} instead of {layout.local_shape(full_shape, device)}"
-        for device, own in zip(devices, shards_, strict=True)
-        if tuple(own.shape) != layout.local_shape(full_shape, device)
-    ]
-    if wrong:
-        raise LayoutError(
-            f"from_local: the shards do not form a tensor of shape {full_shape} as {layout.spec}: {'; '.join(wrong)}."
-        )
-    made = Sharded(full_shape, layout, tuple(in_memory(own, layout.mesh, layout.memory) for own in shards_))
-    agree(layout.mesh, f"from_local of {typeof(made)}")
-    replicas = tuple(axis for axis in layout.mesh.axis_names if axis not in layout.spec.axes)
-    if replicas:
-        compare_inputs("from_local", layout.mesh, {"": made.shards}, replicas)
-    return made
+    for device, x, local_shape in zip(devices, shards, _local_shapes(layout, full_shape, devices), strict=True):
+        if tuple(x.shape) != local_shape:
+            raise LayoutError(
+                f"from_local: the shard of device {layout.mesh.coordinates(device)} must have shape {local_shape}, that of a "
+                f"tensor of shape {full_shape} as {layout.spec}; got {tuple(x.shape)}."
+            )
+    array = Sharded(full_shape, layout, tuple([in_memory(x, layout.mesh, layout.memory) for x in shards]))
+    agree(layout.mesh, f"from_local of {typeof(array)}")
+    if layout.replicated_axes:
+        compare_inputs("from_local", layout.mesh, {"": array.shards}, layout.replicated_axes)
+    return array
 
 
 def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:

@@ -14,17 +14,18 @@ Axes that a spec does not name hold replicas.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, ClassVar
 
 from fshard.errors import LayoutError
-from fshard.mesh.layout.arithmetic import unravel
+from fshard.mesh.layout.arithmetic import Range, flat_range, ravel, unravel
 
 Axes = str | tuple[str, ...]
 """One axis of the mesh by name, or several from major to minor."""
-Coordinates = Mapping[Axes, int]
+Coordinates = Mapping[Axes, int] | Mapping[str, int] | Mapping[tuple[str, ...], int]
 """Coordinates along axes: `{"pipe": 2}`; along several axes one number, major to minor: `{("data", "model"): 5}`."""
 
 
@@ -49,12 +50,12 @@ class CachedHash:
 
 def as_axes(axes: Axes | Iterable[str] | None) -> tuple[str, ...]:
     """Return axis names as a tuple."""
-    if axes is None:
-        return ()
-    names = (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, Iterable) else (axes,)
-    wrong = [name for name in names if not isinstance(name, str)]
-    if wrong:
-        raise TypeError(f'An axis must be a name like "data" or a tuple of names; got {", ".join(map(repr, wrong))}.')
+    if axes is None or isinstance(axes, str):
+        return () if axes is None else (axes,)
+    names = tuple(axes) if isinstance(axes, Iterable) else (axes,)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f'An axis must be a name like "data" or a tuple of names; got {name!r}.')
     return names
 
 
@@ -103,12 +104,17 @@ class P(CachedHash):
         at: Coordinates | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> None:
-        normal = [_entry(entry) for entry in entries]
-        while normal and normal[-1] is None:
-            normal.pop()
-        flat_axes = as_axes(flat) or None
-        fields = tuple(normal), tuple(sorted(as_axes(unreduced))), flat_axes, _coordinates(at), _shape(shape)
-        self._set(**dict(zip(_FIELDS, fields, strict=True)))
+        normalized = [_entry(entry) for entry in entries]
+        while normalized and normalized[-1] is None:
+            normalized.pop()
+        assign = object.__setattr__
+        assign(self, "entries", tuple(normalized))
+        assign(self, "unreduced", tuple(sorted(as_axes(unreduced))))
+        assign(self, "flat_axes", as_axes(flat) or None)
+        assign(self, "at", _coordinates(at))
+        assign(self, "shape", _shape(shape))
+        if repeated := sorted(axis for axis, count in Counter(self.axes).items() if count > 1):
+            raise LayoutError(f"{self!r} names an axis more than once: {', '.join(repeated)}.")
 
     @classmethod
     def flat(
@@ -133,17 +139,19 @@ class P(CachedHash):
             raise ValueError('P.flat() names no axis. Write P.flat("data"), or P() for a replicated tensor.')
         return cls(flat=axes, unreduced=unreduced, at=at, shape=shape)
 
-    def _replace(self, **changes: object) -> P:
-        spec = P.__new__(P)
-        spec._set(**{name: getattr(self, name) for name in _FIELDS} | changes)
-        return spec
+    def replace(self, **changes: Any) -> P:
+        """Return this spec with another `flat`, `unreduced`, `at` or `shape`, or with other `entries`.
 
-    def _set(self, **fields: object) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-        repeated = sorted(axis for axis, count in Counter(self.axes).items() if count > 1)
-        if repeated:
-            raise LayoutError(f"{self!r} names an axis more than once: {', '.join(repeated)}.")
+        >>> P.flat("data").replace(at={"pipe": 2}), P("data", unreduced="model").replace(unreduced=None)
+        (P.flat("data", at={"pipe": 2}), P("data"))
+        """
+        fields: dict[str, Any] = {
+            "flat": self.flat_axes,
+            "unreduced": self.unreduced,
+            "at": dict(self.at),
+            "shape": self.shape,
+        }
+        return P(*changes.pop("entries", self.entries), **{**fields, **changes})
 
     @property
     def is_flat(self) -> bool:
@@ -152,7 +160,7 @@ class P(CachedHash):
     @property
     def shapeless(self) -> P:
         """This spec without `shape`, which does not affect placement."""
-        return self if self.shape is None else self._replace(shape=None)
+        return self if self.shape is None else self.replace(shape=None)
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -174,22 +182,6 @@ class P(CachedHash):
         """All axes of the spec."""
         return self.sharded_axes + self.unreduced
 
-    def with_at(self, at: Coordinates | None) -> P:
-        """Return this spec at other coordinates; None: on all devices.
-
-        >>> P.flat("data").with_at({"pipe": 2}), P.flat("data", at={"pipe": 2}).with_at(None)
-        (P.flat("data", at={"pipe": 2}), P.flat("data"))
-        """
-        return self._replace(at=_coordinates(at))
-
-    def flattened(self, *axes: str) -> P:
-        """Return this spec, of which `axes` split each shard further, flat."""
-        return self._replace(flat_axes=(*(self.flat_axes or ()), *axes))
-
-    def with_unreduced(self, axes: Iterable[str]) -> P:
-        """Return this spec, unreduced along `axes` alone."""
-        return self._replace(unreduced=tuple(sorted(axes)))
-
     def coordinates(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return `at` axis by axis, on a mesh of these sizes.
 
@@ -206,24 +198,58 @@ class P(CachedHash):
         """Return the axes of each of `ndim` dims; () for an unsharded dim."""
         return tuple(as_axes(self.entries[dim]) if dim < len(self.entries) else () for dim in range(ndim))
 
+    def block(
+        self, shape: Sequence[int], sizes: Mapping[str, int], coordinates: Mapping[str, int]
+    ) -> tuple[Range, ...]:
+        """Return the range of each dim that the shard of a device is taken from, before it is flattened.
+
+        >>> P("data", "model").block((8, 6), {"data": 4, "model": 2}, {"data": 1, "model": 1})
+        ((2, 4), (3, 6))
+        """
+        ranges: list[Range] = []
+        for length, axes in zip(shape, self.dims(len(shape)), strict=True):
+            parts = [sizes[axis] for axis in axes]
+            ranges.append(flat_range(length, prod(parts), ravel([coordinates[axis] for axis in axes], parts)))
+        return tuple(ranges)
+
+    def ranges(
+        self, shape: Sequence[int], sizes: Mapping[str, int], coordinates: Mapping[str, int]
+    ) -> tuple[Range, ...]:
+        """Return the range of each dim (or the one flat range, of its block) that the device at `coordinates` stores.
+
+        >>> P("data", flat="model").ranges((4, 3), {"data": 2, "model": 2}, {"data": 1, "model": 0})
+        ((0, 3),)
+        """
+        if any(coordinates[axis] != index for axis, index in self.coordinates(sizes).items()):
+            return ((0, 0),) * (1 if self.is_flat else max(len(shape), 1))
+        block = self.block(shape, sizes, coordinates)
+        if self.flat_axes is None:
+            return block
+        total, parts = prod([stop - start for start, stop in block]), [sizes[axis] for axis in self.flat_axes]
+        return (flat_range(total, prod(parts), ravel([coordinates[axis] for axis in self.flat_axes], parts)),)
+
+    def local_shape(
+        self, shape: Sequence[int], sizes: Mapping[str, int], coordinates: Mapping[str, int]
+    ) -> tuple[int, ...]:
+        """Return the shape of the shard of the device at `coordinates`."""
+        return tuple([stop - start for start, stop in self.ranges(shape, sizes, coordinates)])
+
     __hash__ = CachedHash.__hash__
 
     def __repr__(self) -> str:
-        head, parts = "P", [_show(entry) for entry in self.entries]
+        head = "P"
+        parts = ["None" if entry is None else as_written(as_axes(entry)) for entry in self.entries]
         if self.flat_axes is not None and self.entries:
-            parts.append(f"flat={_show(_entry(self.flat_axes))}")
+            parts.append(f"flat={as_written(self.flat_axes)}")
         elif self.flat_axes is not None:
-            head, parts = "P.flat", [_show(axis) for axis in self.flat_axes]
+            head, parts = "P.flat", [f'"{axis}"' for axis in self.flat_axes]
         if self.at:
-            parts.append(f"at={{{', '.join(f'{_show(_entry(axes))}: {number}' for axes, number in self.at)}}}")
+            parts.append(f"at={{{', '.join(f'{as_written(axes)}: {index}' for axes, index in self.at)}}}")
         if self.unreduced:
-            parts.append(f"unreduced={_show(_entry(self.unreduced))}")
+            parts.append(f"unreduced={as_written(self.unreduced)}")
         if self.shape is not None:
             parts.append(f"shape={self.shape}")
         return f"{head}({', '.join(parts)})"
-
-
-_FIELDS = ("entries", "unreduced", "flat_axes", "at", "shape")
 
 
 def _shape(shape: object) -> tuple[int, ...] | None:
@@ -236,15 +262,10 @@ def _coordinates(at: Coordinates | None) -> tuple[tuple[tuple[str, ...], int], .
     """Validate and sort `at`."""
     if not isinstance(at, Mapping | None):
         raise TypeError(f'at must map axes to coordinates, {{"pipe": 2}}; got {at!r}.')
-    found = [(as_axes(axes), number) for axes, number in (at or {}).items()]
-    wrong = [
-        f"{axes!r}: {number!r}"
-        for axes, number in (at or {}).items()
-        if not (axes and isinstance(number, int) and not isinstance(number, bool) and number >= 0)
-    ]
-    if wrong:
-        raise ValueError(f'at must map axes to coordinates, {{"pipe": 0}}; got {{{", ".join(wrong)}}}.')
-    return tuple(sorted(found))
+    for axes, index in (at or {}).items():
+        if not axes or not isinstance(index, int) or isinstance(index, bool) or index < 0:
+            raise ValueError(f'at must map axes to coordinates, {{"pipe": 0}}; got {{{axes!r}: {index!r}}}.')
+    return tuple(sorted((as_axes(axes), index) for axes, index in (at or {}).items()))
 
 
 def _entry(entry: object) -> Axes | None:
@@ -256,7 +277,3 @@ def _entry(entry: object) -> Axes | None:
         axes = tuple(entry)
         return axes[0] if len(axes) == 1 else axes
     raise TypeError(f"An entry of P must be None, an axis name or a tuple of axis names; got {entry!r}.")
-
-
-def _show(entry: Axes | None) -> str:
-    return "None" if entry is None else as_written(as_axes(entry))

@@ -38,7 +38,7 @@ def flatten(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[Any], Str
     return leaves, structure
 
 
-_LEAVES = [cast("Structure", _o.tree_structure(0, none_is_leaf=one, namespace=NAMESPACE)) for one in (False, True)]
+_LEAVES = [cast("Structure", _o.tree_structure(0, none_is_leaf=flag, namespace=NAMESPACE)) for flag in (False, True)]
 """The structure of a single leaf: most messages and results are one tensor."""
 
 
@@ -85,21 +85,23 @@ def broadcast_prefix(prefix: PyTree, tree: PyTree, *, none_is_leaf: bool = False
 @contextmanager
 def collected(what: str) -> Generator[Callable[[str], Any]]:
     """Collect the errors of several leaves, and raise one with their paths."""
-    complaints: dict[str, list[str]] = {}
-    kinds: dict[type[Exception], None] = {}
+    errors: list[tuple[str, Exception]] = []
 
     @contextmanager
     def attempt(path: str) -> Generator[None]:
         try:
             yield
         except (ValueError, TypeError) as error:  # a LayoutError is a ValueError
-            kinds[type(error)] = None
-            complaints.setdefault(str(error), []).append(path)
+            errors.append((path, error))
 
     yield attempt
-    if complaints:
-        kind = next(iter(kinds)) if len(kinds) == 1 else LayoutError if LayoutError in kinds else ValueError
-        lines = [f"{', '.join(paths)}: {text}" if any(paths) else text for text, paths in complaints.items()]
+    if errors:
+        kinds = {type(error) for _, error in errors}
+        paths: dict[str, list[str]] = {}
+        for path, error in errors:
+            paths.setdefault(str(error), []).append(path)
+        lines = [f"{', '.join(leaves)}: {text}" if any(leaves) else text for text, leaves in paths.items()]
+        kind = kinds.pop() if len(kinds) == 1 else LayoutError if LayoutError in kinds else ValueError
         raise kind(f"{what}: " + ("\n  " if len(lines) > 1 else "") + "\n  ".join(lines))
 
 
@@ -115,9 +117,9 @@ def learn(leaves: Iterable[Any], namespace: str) -> bool:
     if not unknown:
         return False
     with _lock:
-        new = {kind: node for kind in unknown - _leaves if (node := _node(kind)) is not None}
-        for kind, (flatten, unflatten) in new.items():
-            _o.register_pytree_node(kind, flatten, unflatten, namespace=namespace)
+        for kind in unknown - _leaves:
+            if (node := _node(kind)) is not None:
+                _o.register_pytree_node(kind, *node, namespace=namespace)
         _leaves.update(unknown)
     return True
 
@@ -136,18 +138,20 @@ def _node(kind: type) -> Node | None:
 
 def _of_fields(kind: type) -> Node:
     """Return how to flatten a dataclass."""
-    static = {one.name: one.metadata.get("static", not one.metadata.get("pytree_node", True)) for one in fields(kind)}
-    names = tuple(name for name in static if not static[name])
-    kept = tuple(name for name in static if static[name])
+    is_static = {
+        each.name: each.metadata.get("static", not each.metadata.get("pytree_node", True)) for each in fields(kind)
+    }
+    names = tuple(name for name in is_static if not is_static[name])
+    static = tuple(name for name in is_static if is_static[name])
 
     def flatten(x: Any) -> tuple[Any, Any, Any]:
-        return [getattr(x, name) for name in names], tuple(getattr(x, name) for name in kept), names
+        return [getattr(x, name) for name in names], tuple(getattr(x, name) for name in static), names
 
-    def unflatten(besides: Any, children: Any) -> Any:
-        made = object.__new__(kind)
-        for name, value in (*zip(names, children, strict=True), *zip(kept, besides, strict=True)):
-            object.__setattr__(made, name, value)  # it may be frozen
-        return made
+    def unflatten(values: Any, children: Any) -> Any:
+        x = object.__new__(kind)
+        for name, value in (*zip(names, children, strict=True), *zip(static, values, strict=True)):
+            object.__setattr__(x, name, value)  # it may be frozen
+        return x
 
     return flatten, unflatten
 

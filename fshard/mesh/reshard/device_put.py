@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -18,14 +18,12 @@ from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply, recorded, transformed
-from fshard.mesh.collectives.moves import is_plain
 from fshard.mesh.layout import (
     Layout,
     Memory,
     Mesh,
     P,
     PyTree,
-    Structure,
     broadcast_prefix,
     collected,
     flatten,
@@ -82,9 +80,9 @@ def shard_of(x: Tensor, layout: Layout, device: int) -> Tensor:
     """Return a view of a global value: the shard of one device."""
     ranges = layout.ranges(x.shape, device)
     if layout.spec.is_flat and layout.spec.entries:
-        x = x[tuple([slice(*one) for one in layout.block(x.shape, device)])]
+        x = x[tuple([slice(*side) for side in layout.block(x.shape, device)])]
     flat = x.reshape(-1) if layout.spec.is_flat or not x.ndim else x
-    return flat[tuple([slice(*one) for one in ranges])] if ranges else x
+    return flat[tuple([slice(*side) for side in ranges])] if ranges else x
 
 
 def sliced(x: Tensor, layout: Layout) -> Tensors:
@@ -103,31 +101,35 @@ def moves(x: Sharded, layout: Layout) -> bool:
     return before is not layout and (before.memory != "device" or bool(plan_reshard(before, layout, x.shape).steps))
 
 
-def _each_leaf(
-    what: str, tree: PyTree, layouts: PyTree, act: Callable[[int, Any, Layout], Any]
-) -> tuple[list[Any], Structure]:
-    """Apply a prefix tree of layouts to the leaves; `unit` and `frozen` are kept where the layout has none."""
+def _reshard_tree(
+    what: str, tree: PyTree, layouts: PyTree, as_array: Callable[[Any, Layout], Sharded | None]
+) -> PyTree:
+    """Reshard leaves, as arrays, by a prefix tree of layouts; `unit` and `frozen` are kept where the layout has none."""
     paths, leaves, structure = flatten_with_paths(tree, none_is_leaf=True)
     try:
-        chosen = broadcast_prefix(layouts, tree, none_is_leaf=True)
+        targets = broadcast_prefix(layouts, tree, none_is_leaf=True)
     except ValueError:
         raise ValueError(f"{what}: the layouts {layouts!r} are no prefix of the tree {structure}.") from None
-    chosen = [Layout(require_mesh(what), layout) if isinstance(layout, P) else layout for layout in chosen]
-    results = list(leaves)
+    arrays: dict[int, tuple[Sharded, Layout]] = {}
     with collected(what) as attempt:
-        for place, (path, leaf, layout) in enumerate(zip(paths, leaves, chosen, strict=True)):
-            if layout is None or leaf is None:
+        for index, (path, leaf, to) in enumerate(zip(paths, leaves, targets, strict=True)):
+            if to is None or leaf is None:
                 continue
             with attempt(path):
+                layout = Layout(require_mesh(what), to) if isinstance(to, P) else to
                 if not isinstance(layout, Layout):
                     raise TypeError(f"a layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}.")
                 if path and is_static(leaf, layout.spec):
                     continue
-                known = leaf.layout if isinstance(leaf, Sharded) else layout
-                unit, frozen = layout.unit or known.unit, layout.frozen or known.frozen
-                own = Layout(resolve_mesh(layout.mesh), layout.spec, layout.memory, unit, frozen)
-                results[place] = act(place, leaf, own)
-    return results, structure
+                before = leaf.layout if isinstance(leaf, Sharded) else layout
+                unit, frozen = layout.unit or before.unit, layout.frozen or before.frozen
+                layout = Layout(resolve_mesh(layout.mesh), layout.spec, layout.memory, unit, frozen)
+                if (array := as_array(leaf, layout)) is not None:
+                    arrays[index] = array, layout
+    resharded = reshard_all([x for x, _ in arrays.values()], [layout for _, layout in arrays.values()], call_site())
+    for index, x in zip(arrays, resharded, strict=True):
+        leaves[index] = x
+    return unflatten(structure, leaves)
 
 
 def is_static(leaf: Any, spec: P) -> bool:
@@ -136,7 +138,7 @@ def is_static(leaf: Any, spec: P) -> bool:
     return not isinstance(leaf, Tensor | Sharded | np.ndarray) and not (has_elements and spec != P())
 
 
-def refuse_unfit(leaf: Any, layout: Layout) -> None:
+def validate_leaf(leaf: Any, layout: Layout) -> None:
     """Raise if a leaf cannot have its layout."""
     if not isinstance(leaf, Tensor | Sharded):
         raise TypeError(
@@ -145,6 +147,8 @@ def refuse_unfit(leaf: Any, layout: Layout) -> None:
         )
     if isinstance(leaf, Tensor) and not is_dense(leaf):
         raise LayoutError(f"{no_dense(leaf)}.")
+    if isinstance(leaf, Sharded):
+        leaf.check()
     layout.check(leaf.shape)
 
 
@@ -181,18 +185,18 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
 
 def put_equal(tree: PyTree, layout: PyTree) -> PyTree:
     """Shard global values as `device_put` does, without comparing those of the processes: nothing is sent."""
-    site, done = call_site(), dict[object, Sharded]()
+    arrays: dict[object, Sharded] = {}
 
-    def put(place: int, x: Any, to: Layout) -> Sharded:
-        refuse_unfit(x, to)
+    def as_array(x: Any, to: Layout) -> Sharded:
+        validate_leaf(x, to)
+        if isinstance(x, Sharded) and x.mesh == to.mesh:
+            return x
         key = key_of(x), to
-        if key not in done:
-            stays = isinstance(x, Sharded) and x.mesh == to.mesh
-            done[key] = reshard_all([_movable(x, to)], [to], site)[0] if stays else _put(unshard(x), to, site)
-        return done[key]
+        if key not in arrays:
+            arrays[key] = _shard(x if isinstance(x, Tensor) else unshard(x), to)
+        return arrays[key]
 
-    leaves, structure = _each_leaf("device_put", tree, layout, put)
-    return unflatten(structure, leaves)
+    return _reshard_tree("device_put", tree, layout, as_array)
 
 
 def layouts(tree: PyTree) -> PyTree:
@@ -204,10 +208,10 @@ def layouts(tree: PyTree) -> PyTree:
     return map_leaves(lambda x: x.layout if isinstance(x, Sharded) else None, tree)
 
 
-def _put(x: Tensor, layout: Layout, site: Site) -> Sharded:
+def _shard(x: Tensor, layout: Layout) -> Sharded:
+    """Return a global value in a layout; a replicated array where autograd must record the reshard, or sums are split."""
     if recorded((x,)) or transformed() or layout.spec.unreduced:
-        (made,) = reshard_all([spread(x, layout)], [layout], site)
-        return made
+        return spread(x, layout)
     shards = tuple(shard.clone(memory_format=torch.contiguous_format) for shard in sliced(x, layout))  # no views
     return Sharded(tuple(x.shape), layout, _placed(shards, layout, layout.memory))
 
@@ -234,102 +238,61 @@ def reshard(tree: PyTree, layout: PyTree) -> PyTree:
     >>> fs.typeof(y), comm.by_collective()
     (f32[4, 4@data], {('all_to_all', ('data',)): (1, Fraction(12, 1))})
     """
-    site = call_site()
-    given: dict[int, tuple[Sharded, Layout]] = {}
-    has_sharded = any(isinstance(x, Sharded) for x in flatten(tree)[0])
+    has_arrays = any(isinstance(x, Sharded) for x in flatten(tree)[0])
 
-    def note(place: int, x: Any, to: Layout) -> Any:
-        if isinstance(x, Sharded) or not has_sharded:
-            refuse_unfit(x, to)
-            given[place] = _movable(x, to), to
+    def as_array(x: Any, to: Layout) -> Sharded | None:
+        if not isinstance(x, Sharded) and has_arrays:
+            return None
+        validate_leaf(x, to)
+        if not isinstance(x, Sharded):
+            raise TypeError(f"a Sharded is needed; got {type(x).__name__}. Shard tensors with fs.device_put.")
+        if x.mesh != to.mesh:
+            raise LayoutError(f"the tensor is on {x.mesh} and cannot be resharded to {to.mesh}. Use fs.device_put.")
         return x
 
-    leaves, structure = _each_leaf("reshard", tree, layout, note)
-    moved = reshard_all([x for x, _ in given.values()], [to for _, to in given.values()], site)
-    for place, x in zip(given, moved, strict=True):
-        leaves[place] = x
-    return unflatten(structure, leaves)
+    return _reshard_tree("reshard", tree, layout, as_array)
 
 
-def _movable(x: Any, layout: Layout) -> Sharded:
-    if not isinstance(x, Sharded):
-        raise TypeError(f"a Sharded is needed; got {type(x).__name__}. Shard tensors with fs.device_put.")
-    if x.mesh != layout.mesh:
-        raise LayoutError(f"the tensor is on {x.mesh} and cannot be resharded to {layout.mesh}. Use fs.device_put.")
-    x.check()
-    return x
-
-
-def reshard_all(
-    xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site, into: Sequence[Sharded] = ()
-) -> list[Sharded]:
-    """Reshard global arrays on their mesh; those with equal steps share collectives, tied ones stay tied.
-
-    `into`: arrays with the target layouts, whose memory the results may use.
-    """
+def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) -> list[Sharded]:
+    """Reshard global arrays on their mesh; those with equal steps share collectives, tied ones stay tied."""
     firsts = _firsts(xs, layouts)
-    moved = list(xs)
-    for mesh, places, ways in _trips(
-        tuple([x.layout for x in xs]), tuple(layouts), tuple([x.shape for x in xs]), tuple(firsts)
-    ):
-        given = [xs[place] for place in places]
-        _refuse_owned(given, mesh)
-        columns = [_placed(x.shards, x.layout, "device") for x in given]
-        if any(way.steps for way in ways):
-
-            def program(device: int, own: Tensors, ways: Sequence[ReshardPlan] = ways) -> Tensors:
-                return tuple(go(own[: len(ways)], ways, site, into=own[len(ways) :])())
-
-            columns = run_mapped(
-                mesh, program, [*columns, *(_room(into[place], xs[place].dtype) for place in places if into)]
-            )
-        for place, x, shards in zip(places, given, columns, strict=True):
-            to = layouts[place]
-            moved[place] = Sharded(x.shape, to, _placed(tuple(shards), to, to.memory))
-    return [moved[first] for first in firsts]
+    resharded = list(xs)
+    by_mesh: dict[Mesh, list[int]] = {}
+    for index in dict.fromkeys(firsts):
+        if xs[index].layout != layouts[index]:
+            by_mesh.setdefault(xs[index].mesh, []).append(index)
+    for mesh, indices in by_mesh.items():
+        arrays = [xs[index] for index in indices]
+        _validate_arrays(arrays, mesh)
+        plans = [plan_reshard(xs[index].layout, layouts[index], xs[index].shape) for index in indices]
+        columns = [_placed(x.shards, x.layout, "device") for x in arrays]
+        if any(plan.steps for plan in plans):
+            columns = run_mapped(mesh, partial(_on_device, plans, site), columns)
+        for index, shards in zip(indices, columns, strict=True):
+            to = layouts[index]
+            resharded[index] = Sharded(xs[index].shape, to, _placed(tuple(shards), to, to.memory))
+    return [resharded[first] for first in firsts]
 
 
 def _firsts(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Sequence[int]:
     """Return for each array the index of the first equal one with an equal plan."""
     if len({id(x.shards[0]) for x in xs}) == len(xs):
         return range(len(xs))
-    seen: dict[object, int] = {}
-    return [seen.setdefault((*key_of(x), to), place) for place, (x, to) in enumerate(zip(xs, layouts, strict=True))]
+    firsts: dict[object, int] = {}
+    return [firsts.setdefault((*key_of(x), to), index) for index, (x, to) in enumerate(zip(xs, layouts, strict=True))]
 
 
-@lru_cache(maxsize=256)
-def _trips(
-    befores: tuple[Layout, ...],
-    afters: tuple[Layout, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    firsts: tuple[int, ...],
-) -> list[tuple[Mesh, list[int], list[ReshardPlan]]]:
-    """Return the plans of distinct arrays by mesh: their indices in the list, and the plan of each."""
-    on_mesh: dict[Mesh, list[int]] = {}
-    for place in dict.fromkeys(firsts):
-        if befores[place] != afters[place]:
-            on_mesh.setdefault(befores[place].mesh, []).append(place)
-    if strange := [mesh for mesh in on_mesh if mesh.zigzag]:
+def _on_device(plans: Sequence[ReshardPlan], site: Site, device: int, shards: Tensors) -> Tensors:
+    return tuple(go(shards, plans, site)())
+
+
+def _validate_arrays(xs: Sequence[Sharded], mesh: Mesh) -> None:
+    """Raise if arrays of a mesh cannot be resharded: in zigzag order, or in a loss function, where values are varying."""
+    if mesh.zigzag:
         raise LayoutError(
-            f"an array must not be in zigzag order to be resharded; got one on {strange[0]}. Use plan.full(x), or "
+            f"an array must not be in zigzag order to be resharded; got one on {mesh}. Use plan.full(x), or "
             "fs.array.constrain."
         )
-    return [
-        (mesh, places, [plan_reshard(befores[place], afters[place], shapes[place]) for place in places])
-        for mesh, places in on_mesh.items()
-    ]
-
-
-def _room(x: Sharded, dtype: torch.dtype) -> Tensors:
-    """Return the memory of an array on the devices held here; new memory where that cannot hold plain values of a dtype."""
-    if x.dtype is dtype and x.layout.memory == "device" and all(map(is_plain, x.shards)):
-        return tuple([shard.detach() if shard.requires_grad else shard for shard in x.shards])
-    near = _placed(x.shards, x.layout, "device")
-    return tuple([torch.empty(shard.shape, dtype=dtype, device=shard.device) for shard in near])
-
-
-def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:
-    """Raise if these depend on parameters in a loss function, where a value is no global one but the device's own."""
     scope = inside(mesh)
     if scope is not None and not scope.own.isdisjoint(mesh.axis_names) and any(recorded(x.shards) for x in xs):
         raise LayoutError(
@@ -352,13 +315,13 @@ def unshard(tree: PyTree) -> PyTree:
     tensor([0, 1, 2, 3])
     """
     leaves, structure = flatten(tree)
-    places = [place for place, x in enumerate(leaves) if isinstance(x, Sharded)]
-    given: list[Sharded] = [leaves[place] for place in places]
-    for x in given:
+    arrays = {index: x for index, x in enumerate(leaves) if isinstance(x, Sharded)}
+    for x in arrays.values():
         x.check()
-    full_tensors: dict[int, Tensor] = {}
-    for place, x in zip(places, reshard_all(given, [Layout(x.mesh) for x in given], call_site()), strict=True):
-        if id(x) not in full_tensors:  # tied tensors stay tied
-            full_tensors[id(x)] = apply(First(len(x.shards)), x.shards)[0]
-        leaves[place] = full_tensors[id(x)]
+    replicated = reshard_all([*arrays.values()], [Layout(x.mesh) for x in arrays.values()], call_site())
+    full: dict[int, Tensor] = {}
+    for index, x in zip(arrays, replicated, strict=True):
+        if id(x) not in full:  # tied tensors stay tied
+            full[id(x)] = apply(First(len(x.shards)), x.shards)[0]
+        leaves[index] = full[id(x)]
     return unflatten(structure, leaves)

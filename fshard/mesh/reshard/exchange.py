@@ -14,13 +14,13 @@ such row; the padding has no defined value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import cache, cached_property, lru_cache
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,23 +28,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fshard.mesh.collectives.moves import Alone, Move, Wired, WireKind, plain
+from fshard.mesh.layout import P
+from fshard.mesh.layout.arithmetic import strides, unravel
 from fshard.mesh.layout.spec import CachedHash
-from fshard.mesh.reshard.regions import (
-    Numbers,
-    ShardState,
-    Sizes,
-    alike,
-    meet,
-    memory_of,
-    part,
-    regions_of,
-    shard_length,
-    volume,
-)
+from fshard.mesh.reshard.regions import Numbers, Sizes, elements, intersect, regions_of, replicas, volume
 
 
 class Box(NamedTuple):
-    """A box in the memory of one device: its offset, lengths and strides."""
+    """A box in the memory of one shard: its offset, lengths and strides."""
 
     begin: int
     lengths: tuple[int, ...]
@@ -57,40 +48,27 @@ class Box(NamedTuple):
     def of(self, rows: Tensor) -> Tensor:
         """Return the box of each row.  (rows, length) -> (rows, ...)"""
         begin = rows.storage_offset() + self.begin
-        return rows.as_strided((len(rows), *self.lengths), (rows.shape[1], *self.strides), begin)
-
-
-Boxes = tuple[Box, ...]
-
-
-def _taken(rows: Tensor, boxes: Boxes) -> Tensor:
-    """Concatenate boxes. (rows, length) -> (elements,)"""
-    return torch.cat([box.of(rows).reshape(-1) for box in boxes]) if boxes else rows.new_empty(0)
-
-
-def _fill(rows: Tensor, boxes: Boxes, values: Tensor) -> None:
-    """Write concatenated elements into boxes."""
-    for box, own in zip(boxes, values.split([len(rows) * box.size for box in boxes]), strict=True):
-        place = box.of(rows)
-        place.copy_(own.view(place.shape))
+        return rows.as_strided((len(rows), *self.lengths), (rows.stride(0), *self.strides), begin)
 
 
 class Traffic(NamedTuple):
-    """The boxes that one device sends to others, receives from them, and keeps: in its old shard and in its new one."""
+    """The boxes that one device sends to others, receives from them, and keeps: (in its old shard, in its new one)."""
 
-    sends: Mapping[int, Boxes]
-    gets: Mapping[int, Boxes]
-    stays: tuple[Boxes, Boxes]
+    sends: Mapping[int, list[Box]]
+    gets: Mapping[int, list[Box]]
+    keeps: list[tuple[Box, Box]]
 
 
 @dataclass(frozen=True)
-class Supply:
+class Supply(CachedHash):
     """Two layouts of one tensor on a group of devices: which elements each device must be sent."""
 
-    before: ShardState
-    after: ShardState
+    before: P
+    after: P
     shape: tuple[int, ...]
     group: Sizes
+
+    __hash__ = CachedHash.__hash__
 
     def transposed(self) -> Supply:
         return Supply(self.after, self.before, self.shape, self.group)
@@ -108,20 +86,70 @@ class Supply:
     @property
     def length(self) -> int:
         """The elements of the longest shard, before or after."""
-        return max(shard_length(state, self.shape, self.group) for state in (self.before, self.after))
+        return int(max(volume(self.held).max(), volume(self.wanted).max()))
 
-    def elements(self) -> Numbers:
-        """Return the number of elements that each device sends."""
-        return _supplied(self)
+    @cached_property
+    def sent(self) -> Numbers:
+        """The number of elements that each device sends: the missing ones, divided among the replicas of each."""
+        held, rows = self.held, replicas(self.group, self.before.sharded_axes)
+        needed_by = {*self.before.sharded_axes} - {*self.after.sharded_axes}
+        times = prod(size for axis, size in self.group if axis in needed_by)
+        counts = volume(held[rows[:, 0]]) * times - volume(intersect(held, self.wanted))[rows].sum(1)
+        result = np.empty(len(held), np.int64)
+        result[rows] = np.diff(np.arange(rows.shape[1] + 1) * counts[:, None] // rows.shape[1])
+        return result
 
-    def kept(self, x: Tensor, index: int) -> Tensor:
-        """Return the elements of a device's shard that are in its new one, flat; a view if they are contiguous."""
-        rows, (boxes, _) = plain(x).reshape(1, -1), _traffic(self, index).stays
-        return boxes[0].of(rows).reshape(-1) if len(boxes) == 1 else _taken(rows, boxes)
+    def traffic(self, index: int) -> Traffic:
+        """Return the boxes that a device sends, receives and keeps."""
+        held, wanted = self.held[index], self.wanted[index]
+        rows = replicas(self.group, self.before.sharded_axes)
+        ((row, replica),) = np.argwhere(rows == index)
+        requests = _requests(self, int(row))
+        sends = {int(to): requests.served(int(to), int(replica)) for to in np.flatnonzero(volume(requests.regions))}
+        gets: dict[int, list[Numbers]] = {}
+        for row in np.flatnonzero(volume(intersect(self.held[rows[:, 0]], wanted))):
+            requests = _requests(self, int(row))
+            if volume(requests.regions[index]):
+                gets |= {int(source): requests.served(index, number) for number, source in enumerate(rows[row])}
+        kept = elements(intersect(held, wanted), 0, int(volume(held)))
+        return Traffic(
+            {to: self._boxes(self.before, boxes, index) for to, boxes in sends.items() if boxes},
+            {source: self._boxes(self.after, boxes, index) for source, boxes in gets.items() if boxes},
+            [*zip(self._boxes(self.before, kept, index), self._boxes(self.after, kept, index), strict=True)],
+        )
 
-    def sizes(self, index: int) -> tuple[int, int]:
-        """Return the number of elements of a device's shard, before and after."""
-        return int(volume(self.held[index])), int(volume(self.wanted[index]))
+    def _boxes(self, spec: P, boxes: list[Numbers], index: int) -> list[Box]:
+        """Return where boxes of global indices are in a device's shard."""
+        sizes = dict(self.group)
+        coordinates = dict(zip(sizes, unravel(index, [*sizes.values()]), strict=True))
+        block = spec.block(self.shape, sizes, coordinates)
+        steps = strides([stop - start for start, stop in block])
+        first = sum(start * step for (start, _), step in zip(block, steps, strict=True))
+        if spec.is_flat:
+            first += spec.ranges(self.shape, sizes, coordinates)[0][0]
+        return [Box(int(box[:, 0] @ steps) - first, tuple((box[:, 1] - box[:, 0]).tolist()), steps) for box in boxes]
+
+
+class Requests(NamedTuple):
+    """The elements of one shard that each device lacks, and their running total; replicas serve equal parts of it."""
+
+    replicas: int
+    regions: Numbers
+    ends: Numbers
+
+    def served(self, device: int, replica: int) -> list[Numbers]:
+        """Return the boxes that a replica sends to a device."""
+        total, begin = int(self.ends[-1]), int(self.ends[device - 1]) if device else 0
+        start, stop = (number * total // self.replicas - begin for number in (replica, replica + 1))
+        return elements(self.regions[device], start, stop)
+
+
+@lru_cache(maxsize=1024)
+def _requests(supply: Supply, row: int) -> Requests:
+    devices = replicas(supply.group, supply.before.sharded_axes)[row]
+    regions = intersect(supply.held[devices[0]], supply.wanted)
+    regions[devices] = 0  # replicas lack the same elements
+    return Requests(len(devices), regions, volume(regions).cumsum())
 
 
 @dataclass(frozen=True)
@@ -135,8 +163,15 @@ class Parts(CachedHash, Wired):
     __hash__ = CachedHash.__hash__
 
     @cached_property
-    def _traffic(self) -> dict[int, Traffic]:
-        return {}
+    def traffic(self) -> Callable[[int], list[Traffic]]:
+        """From a device to the boxes of each tensor that it sends, receives and keeps."""
+        return cache(lambda index: [leaf.traffic(index) for leaf in self.leaves])
+
+    @cached_property
+    def sizes(self) -> Callable[[int], list[tuple[int, int]]]:
+        """From a device to the number of elements of its old and new shard of each tensor."""
+        pairs = [(leaf.held, leaf.wanted) for leaf in self.leaves]
+        return cache(lambda index: [(int(volume(held[index])), int(volume(wanted[index]))) for held, wanted in pairs])
 
     @cached_property
     def _transposed(self) -> Parts:
@@ -150,41 +185,19 @@ class Parts(CachedHash, Wired):
         """The length of a row: that of the longest one that any device has, before or after."""
         if len(self.leaves) == 1:
             return max(self.leaves[0].length, 1)
-        rows = [
-            sum(volume(one) for one in regions)
-            for regions in zip(*((x.held, x.wanted) for x in self.leaves), strict=True)
-        ]
-        return max(1, *(int(np.max(row)) for row in rows))
+        before, after = (
+            sum(volume(leaf.held) for leaf in self.leaves),
+            sum(volume(leaf.wanted) for leaf in self.leaves),
+        )
+        return max(1, int(np.max(before)), int(np.max(after)))
 
     @cached_property
-    def _elements(self) -> Numbers:
-        return np.sum([leaf.elements() for leaf in self.leaves], axis=0)
+    def _sent(self) -> Numbers:
+        return np.sum([leaf.sent for leaf in self.leaves], axis=0)
 
     def sent(self, size: int, index: int | None, n: int) -> Fraction:
-        most = self._elements.max() if index is None else self._elements[index]
-        return Fraction(size, self.length) * int(most)
-
-    def traffic(self, index: int) -> Traffic:
-        """Return the boxes that the device at `index` sends and receives, in its rows."""
-        if index not in self._traffic:
-            self._traffic[index] = self._joined(index)
-        return self._traffic[index]
-
-    def _joined(self, index: int) -> Traffic:
-        sends, gets = dict[int, list[Box]](), dict[int, list[Box]]()
-        kept: tuple[list[Box], list[Box]] = [], []
-        held = wanted = 0
-        for leaf in self.leaves:
-            own = _traffic(leaf, index)
-            for table, found, start in (sends, own.sends, held), (gets, own.gets, wanted):
-                for other, boxes in found.items():
-                    table.setdefault(other, []).extend(_shifted(boxes, start))
-            kept[0].extend(_shifted(own.stays[0], held))
-            kept[1].extend(_shifted(own.stays[1], wanted))
-            before, after = leaf.sizes(index)
-            held, wanted = held + before, wanted + after
-        sent, got = ({other: tuple(boxes) for other, boxes in table.items()} for table in (sends, gets))
-        return Traffic(sent, got, (tuple(kept[0]), tuple(kept[1])))
+        count = self._sent.max() if index is None else self._sent[index]
+        return Fraction(size, self.length) * int(count)
 
     def joined(self, xs: Sequence[Tensor]) -> Tensor:
         """Concatenate the shards of one device into a row."""
@@ -193,37 +206,54 @@ class Parts(CachedHash, Wired):
 
     def split(self, row: Tensor, index: int) -> list[Tensor]:
         """Return the new shards of one device, flat, from its row."""
-        sizes = [leaf.sizes(index)[1] for leaf in self.leaves]
-        if sizes == [row.numel()]:
+        if len(self.leaves) == 1 and self.sizes(index)[0][1] == row.numel():
             return [row]
         # copied: a view would keep the row alive, and unaligned matmuls round differently
-        return [row[end - size : end].clone() for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        return [shard[0].clone() for shard in self._shards(row[None], index, 1)]
+
+    def _shards(self, rows: Tensor, index: int, is_after: Literal[0, 1]) -> Sequence[Tensor]:
+        """Return the old or the new shard of each tensor in the rows of a device.  (rows, length) -> (rows, size) each"""
+        sizes = [pair[is_after] for pair in self.sizes(index)]
+        return rows.split([*sizes, rows.shape[1] - sum(sizes)], 1)[:-1]
 
     def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
         """Return the tensors that a device sends to others. `x` may be several rows, concatenated."""
-        rows = x.view(-1, self.length)
-        return {to: _taken(rows, boxes) for to, boxes in self.traffic(index).sends.items()}
+        parts: dict[int, list[Tensor]] = {}
+        shards = self._shards(x.view(-1, self.length), index, 0)
+        for shard, traffic in zip(shards, self.traffic(index), strict=True):
+            for to, boxes in traffic.sends.items():
+                parts.setdefault(to, []).extend([box.of(shard).reshape(-1) for box in boxes])
+        return {to: torch.cat(parcel) for to, parcel in parts.items()}
 
     def expected(self, x: Tensor, index: int) -> dict[int, int]:
         """Return the number of elements that a device receives from others."""
-        rows = x.numel() // self.length
-        return {source: rows * sum(box.size for box in boxes) for source, boxes in self.traffic(index).gets.items()}
+        rows, sizes = x.numel() // self.length, Counter[int]()
+        for traffic in self.traffic(index):
+            for source, boxes in traffic.gets.items():
+                sizes[source] += rows * sum([box.size for box in boxes])
+        return sizes
 
     def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
         """Return the new rows of a device, from its old ones and what has arrived from others."""
         rows = x.view(-1, self.length)
-        _, gets, (before, after) = self.traffic(index)
         result = torch.zeros_like(rows)
-        _fill(result, after, _taken(rows, before))
-        for other, boxes in gets.items():
-            _fill(result, boxes, arrived[other])
+        begins = dict.fromkeys(arrived, 0)
+        shards = self._shards(rows, index, 0), self._shards(result, index, 1)
+        for before, after, traffic in zip(*shards, self.traffic(index), strict=True):
+            for source, target in traffic.keeps:
+                target.of(after).copy_(source.of(before))
+            for source, boxes in traffic.gets.items():
+                for box in boxes:
+                    target, begin = box.of(after), begins[source]
+                    begins[source] += target.numel()
+                    target.copy_(arrived[source][begin : begins[source]].view(target.shape))
         return result.view(x.shape)
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         xs = [plain(x).contiguous() for x in xs]
         sent = [self.parcels(x, index) for index, x in enumerate(xs)]
         return [
-            self.unpacked(x, index, {source: sent[source][index] for source in self.traffic(index).gets})
+            self.unpacked(x, index, {source: sent[source][index] for source in self.expected(x, index)})
             for index, x in enumerate(xs)
         ]
 
@@ -232,12 +262,8 @@ class Parts(CachedHash, Wired):
 class KeptRange(Alone):
     """Slice the new shard of one tensor from the old one, where every device has all of its elements."""
 
-    supply: Supply
+    parts: Parts
     name = "keep"
-
-    @cached_property
-    def parts(self) -> Parts:
-        return Parts((self.supply,))
 
     def local(self, x: Tensor, index: int, n: int) -> Tensor:
         return self.parts.unpacked(plain(x).contiguous(), index, {})
@@ -245,74 +271,7 @@ class KeptRange(Alone):
     def transposed(self) -> Move:
         return self.parts.transposed()
 
-
-def _shifted(boxes: Boxes, start: int) -> Iterator[Box]:
-    return (box._replace(begin=box.begin + start) for box in boxes)
-
-
-@lru_cache(maxsize=1024)
-def _supplied(leaf: Supply) -> Numbers:
-    """Return the number of elements that each device sends: the missing ones, divided among the replicas of each."""
-    held, wanted = leaf.held, leaf.wanted
-    rows = alike(leaf.group, leaf.before.sharded)
-    times = prod(size for axis, size in leaf.group if axis in {*leaf.before.sharded} - {*leaf.after.sharded})
-    counts = volume(held[rows[:, 0]]) * times - volume(meet(held, wanted))[rows].sum(1)
-    ends = np.arange(rows.shape[1] + 1) * counts[:, None] // rows.shape[1]
-    result = np.empty(len(held), np.int64)
-    result[rows] = np.diff(ends)
-    return result
-
-
-class Requests(NamedTuple):
-    """The requests of devices for a range, and its holders, which share the requests equally."""
-
-    holders: Numbers
-    regions: Numbers
-    ends: Numbers
-
-    def among(self, wants: int, holder: int) -> list[Numbers]:
-        """Return the ranges that this holder sends to one device."""
-        n, total, before = len(self.holders), int(self.ends[-1]), int(self.ends[wants - 1]) if wants else 0
-        return part(self.regions[wants], holder * total // n - before, (holder + 1) * total // n - before)
-
-
-@lru_cache(maxsize=1024)
-def _requests(leaf: Supply, shard: int) -> Requests:
-    held, wanted = leaf.held, leaf.wanted
-    holders = alike(leaf.group, leaf.before.sharded)[shard]
-    regions = meet(held[holders[0]], wanted)
-    regions[holders] = 0  # replicas lack the same elements
-    return Requests(holders, regions, volume(regions).cumsum())
-
-
-@lru_cache(maxsize=4096)
-def _traffic(leaf: Supply, index: int) -> Traffic:
-    held, wanted = leaf.held, leaf.wanted
-    rows = alike(leaf.group, leaf.before.sharded)
-    ((own, number),) = np.argwhere(rows == index)
-    requests = _requests(leaf, int(own))
-    sends = {int(to): requests.among(int(to), int(number)) for to in np.flatnonzero(volume(requests.regions))}
-    gets: dict[int, list[Numbers]] = {}
-    for shard in np.flatnonzero(volume(meet(held[rows[:, 0]], wanted[index]))):
-        requests = _requests(leaf, int(shard))
-        if volume(requests.regions[index]):
-            gets |= {int(holder): requests.among(index, number) for number, holder in enumerate(requests.holders)}
-    stays = part(meet(held[index], wanted[index]))
-    return Traffic(
-        {to: _boxes(leaf, leaf.before, regions, index) for to, regions in sends.items() if regions},
-        {source: _boxes(leaf, leaf.after, regions, index) for source, regions in gets.items() if regions},
-        (_boxes(leaf, leaf.before, stays, index), _boxes(leaf, leaf.after, stays, index)),
-    )
-
-
-def _boxes(leaf: Supply, state: ShardState, regions: list[Numbers], index: int) -> Boxes:
-    """Return where boxes of global indices are in the memory of one device."""
-    strides, first = memory_of(state, leaf.shape, leaf.group)
-    return tuple(
-        Box(
-            int((box[:, 0] * strides[index]).sum() - first[index]),
-            tuple((box[:, 1] - box[:, 0]).tolist()),
-            tuple(strides[index].tolist()),
-        )
-        for box in regions
-    )
+    def kept(self, x: Tensor, index: int) -> Tensor:
+        """Return the new shard, flat, from a device's old one; a view if it is contiguous there."""
+        boxes = [box.of(plain(x).reshape(1, -1)).reshape(-1) for box, _ in self.parts.traffic(index)[0].keeps]
+        return boxes[0] if len(boxes) == 1 else torch.cat([x.new_empty(0), *boxes])

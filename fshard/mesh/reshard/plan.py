@@ -20,34 +20,32 @@ from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
+from fshard.mesh.collectives.moves import AllGather, AllToAll, Move, Psum, PsumScatter, Summand, Take
 from fshard.mesh.layout import P
 from fshard.mesh.layout.arithmetic import chunk
-from fshard.mesh.reshard.exchange import Supply
-from fshard.mesh.reshard.regions import Dims, ShardState, Sizes, block_shape, shard_length
+from fshard.mesh.reshard.exchange import KeptRange, Parts, Supply
+from fshard.mesh.reshard.regions import Sizes
 
 Kind = Literal[
     "slice", "summand", "psum", "psum_scatter", "all_gather", "all_to_all",
     "reshape", "flat_slice", "flat_gather", "flat_scatter", "direct",
 ]  # fmt: skip
+"""A flat step works on the flattened shard, padded to a multiple of the number of devices."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a plan: its kind, axes, cost per device and the state after it.
+    """One step of a plan: its move (None: a reshape), its axes, the elements that a device sends, and the spec after it.
 
-    `dim`: the dim that is split, gathered or concatenated; `other`: the dim that an all_to_all splits; `supply`: what
-    a direct exchange sends. Only the devices at the coordinates `at` take the step; they alone store the tensor before
-    and after it.
+    Only the devices at the coordinates `at` take the step; they alone store the tensor before and after it.
     """
 
     kind: Kind
+    move: Move | None
     axes: tuple[str, ...]
     elements: Fraction
-    after: ShardState
-    dim: int = 0
-    other: int = 0
-    supply: Supply | None = None
-    at: tuple[tuple[str, int], ...] = ()
+    after: P
+    at: tuple[tuple[tuple[str, ...], int], ...] = ()
 
 
 @lru_cache(maxsize=1024)
@@ -59,201 +57,226 @@ def plan(before: P, after: P, shape: tuple[int, ...], axes: Sizes) -> tuple[Step
     >>> [step.kind for step in plan(P("data"), P("model"), (8,), (("data", 4), ("model", 2)))]
     ['direct']
     """
-    sizes = {axis: size for axis, size in axes if size > 1}
-    return tuple(_route(_state(before, len(shape), axes), _state(after, len(shape), axes), shape, sizes))
+    start, goal = (_normalized(spec, dict(axes)) for spec in (before, after))
+    steps = _route(start, goal, shape, {axis: size for axis, size in axes if size > 1})
+    if before.is_flat > start.is_flat and steps:  # the first step needs the dims
+        steps.insert(0, Step("reshape", None, (), Fraction(0), start))
+    if not steps:
+        return () if before.is_flat == after.is_flat else (Step("reshape", None, (), Fraction(0), after),)
+    return (*steps[:-1], replace(steps[-1], after=after))
 
 
-def _state(spec: P, ndim: int, axes: Sizes) -> ShardState:
-    """Return a spec normalized: axes of size 1 are removed."""
-    sizes = dict(axes)
+def _normalized(spec: P, sizes: Mapping[str, int]) -> P:
+    """Return a spec without axes of size 1, with its coordinates axis by axis."""
 
-    def real(names: Iterable[str]) -> tuple[str, ...]:
+    def large(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(axis for axis in names if sizes[axis] > 1)
 
-    place = spec.coordinates(sizes)
-    flat = None if spec.flat_axes is None else real(spec.flat_axes)
-    on = tuple((axis, place[axis]) for axis, size in axes if size > 1 and axis in place)
-    return ShardState(tuple(map(real, spec.dims(ndim))), frozenset(real(spec.unreduced)), flat, on)
+    at = {axis: index for axis, index in spec.coordinates(sizes).items() if sizes[axis] > 1}
+    dims = map(large, spec.dims(len(spec.entries)))
+    return P(*dims, flat=large(spec.flat_axes or ()), unreduced=large(spec.unreduced), at=at)
 
 
-def _route(start: ShardState, goal: ShardState, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Step]:
+def _route(start: P, goal: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Step]:
+    """Return the steps between normalized specs."""
     if start == goal:
         return []
     if 0 in shape:
-        return [Step("reshape", (), Fraction(0), goal)]
-    both = tuple(place for place in start.at if place in goal.at)
-    if both:
-        rest = {axis: size for axis, size in sizes.items() if axis not in dict(both)}
-        there = [replace(one, at=tuple(place for place in one.at if place not in both)) for one in (start, goal)]
-        return [replace(step, at=both + step.at) for step in _route(there[0], there[1], shape, rest)]
-    path = _Path(start, shape, sizes)
-    if any(one.flat is not None and any(one.dims) for one in (start, goal)):
-        path.flattened_shards(goal)
-    elif goal.unreduced - start.unreduced:
-        path.follow(replace(goal, unreduced=goal.unreduced & start.unreduced))
-        for axis in sizes:
-            if axis in goal.unreduced - start.unreduced:
-                path.step("summand", (axis,), unreduced=path.state.unreduced | {axis})
-    elif start.unreduced != goal.unreduced:
-        if goal.at and not {*goal.at_axes} & {*start.sharded, *start.unreduced}:
-            places = dict(start.at + goal.at)  # only the devices there need the sum
-            path.direct(replace(start, at=tuple((axis, places[axis]) for axis in sizes if axis in places)))
-        else:
-            path.sum_up(goal)
+        return [Step("reshape", None, (), Fraction(0), goal)]
+    if common := [pair for pair in start.at if pair in goal.at]:
+        fixed = {axis for axes, _ in common for axis in axes}
+        ends = [spec.replace(at=dict(pair for pair in spec.at if pair not in common)) for spec in (start, goal)]
+        steps = _route(ends[0], ends[1], shape, {axis: size for axis, size in sizes.items() if axis not in fixed})
+        return [
+            replace(step, at=(*common, *step.at), after=step.after.replace(at=dict((*common, *step.after.at))))
+            for step in steps
+        ]
+    path, reduced = _Path(start, shape, sizes), _without(start.unreduced, goal.unreduced)
+    if any(spec.is_flat and spec.entries for spec in (start, goal)):
+        path.change_flattened_shards(goal)
+    elif added := _without(goal.unreduced, start.unreduced):
+        path.follow(goal.replace(unreduced=_without(goal.unreduced, added)))
+        for axis in added:
+            path.step("summand", Summand(), (axis,), unreduced=(*path.spec.unreduced, axis))
+    elif reduced and goal.at and not {*goal.at_axes} & {*start.sharded_axes, *start.unreduced}:
+        path.direct(start.replace(at=dict(start.at + goal.at)))  # only the devices there need the sum
         path.follow(goal)
-    elif not path.by_collectives(goal):
-        path.direct(goal)
+    elif reduced:
+        path.sum_up(goal)
+        path.follow(goal)
+    else:
+        path.change(goal)
     return path.steps
 
 
+def _without(axes: Iterable[str], removed: Iterable[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis not in removed)
+
+
 class _Path:
-    """Steps taken so far, and where they have led."""
+    """Steps taken so far, and the spec that they have led to."""
 
-    def __init__(self, start: ShardState, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
+    def __init__(self, start: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
         self.steps: list[Step] = []
-        self.state, self.shape, self.sizes = start, shape, sizes
+        self.spec, self.shape, self.sizes = start, shape, sizes
 
-    def step(self, kind: Kind, axes: tuple[str, ...], elements: Fraction | int = 0, *args: Any, **changes: Any) -> None:
-        """Append a step that changes these fields of the state; `args` are its dim, other and supply."""
-        self.state = replace(self.state, **changes)
-        self.steps.append(Step(kind, axes, Fraction(elements), self.state, *args))
+    def step(
+        self, kind: Kind, move: Move | None, axes: tuple[str, ...], sent: Fraction | int = 0, **changes: Any
+    ) -> None:
+        """Append a step that changes these fields of the spec."""
+        self.spec = self.spec.replace(**changes)
+        self.steps.append(Step(kind, move, axes, Fraction(sent), self.spec))
 
-    def follow(self, goal: ShardState) -> None:
-        self.steps += _route(self.state, goal, self.shape, self.sizes)
-        self.state = goal
+    def follow(self, goal: P) -> None:
+        self.steps += _route(self.spec, goal, self.shape, self.sizes)
+        self.spec = goal
 
-    def parts(self, axes: Iterable[str]) -> int:
-        """Return the number of shards along some axes."""
-        return prod(self.sizes[axis] for axis in axes)
+    def count(self, axes: Iterable[str]) -> int:
+        """Return the number of devices along some axes."""
+        return prod([self.sizes[axis] for axis in axes])
 
     @property
     def local(self) -> Fraction:
-        """The elements of the largest shard."""
-        return Fraction(shard_length(self.state, self.shape, tuple(self.sizes.items())))
+        """The elements of the largest shard, the first one."""
+        first = dict.fromkeys(self.sizes, 0)
+        return Fraction(prod(self.spec.replace(at=None).local_shape(self.shape, self.sizes, first)))
 
-    def is_even(self, *states: ShardState) -> bool:
-        """Return True if all shards of these states are of one size."""
-        pairs = [pair for state in states for pair in zip(self.shape, state.dims, strict=True)]
-        return not any(length % self.parts(axes) for length, axes in pairs)
+    def dims(self, spec: P) -> list[tuple[str, ...]]:
+        return [*spec.dims(len(self.shape))]
 
-    def flattened_shards(self, goal: ShardState) -> None:
-        """Change the layout where shards of dims are flattened and sharded further: if both states have these, in them."""
-        start = self.state
-        if start.dims == goal.dims:
-            block, flat = block_shape(start, self.shape, tuple(self.sizes.items())), ((),) * len(self.shape)
-            rest = {axis: size for axis, size in self.sizes.items() if not any(axis in axes for axes in start.dims)}
-            steps = _route(replace(start, dims=flat), replace(goal, dims=flat), block, rest)
-            if self.is_even(start) or not any(step.supply for step in steps):
-                self.steps += [replace(step, after=replace(step.after, dims=start.dims)) for step in steps]
-                self.state = goal
+    def is_even(self, *specs: P) -> bool:
+        """Return True if all shards of these specs are of one size."""
+        pairs = [pair for spec in specs for pair in zip(self.shape, self.dims(spec), strict=True)]
+        return not any(length % self.count(axes) for length, axes in pairs)
+
+    def change_flattened_shards(self, goal: P) -> None:
+        """Change the spec where shards of dims are flattened and sharded further: if both specs have these, in them."""
+        start = self.spec
+        if start.entries == goal.entries:
+            pairs = zip(self.shape, self.dims(start), strict=True)
+            block = tuple(chunk(length, self.count(axes)) for length, axes in pairs)
+            split = start.replace(flat=None).split_axes
+            rest = {axis: size for axis, size in self.sizes.items() if axis not in split}
+            steps = _route(start.replace(entries=()), goal.replace(entries=()), block, rest)
+            if self.is_even(start) or not any(step.kind == "direct" for step in steps):
+                self.steps += [replace(step, after=step.after.replace(entries=start.entries)) for step in steps]
+                self.spec = goal
                 return
-        if start.unreduced == goal.unreduced and (goal.flat is not None or goal.at):
+        if start.unreduced == goal.unreduced and (goal.is_flat or goal.at):
             self.direct(goal)
             return
-        via = replace(start, flat=None)
-        if goal.flat is not None and any(goal.dims):
-            scattered = replace(goal, flat=None, unreduced=start.unreduced & (goal.unreduced | {*goal.flat}))
-            via = scattered if scattered != start else replace(via, unreduced=start.unreduced & goal.unreduced)
+        via, reduced = start.replace(flat=None), _without(start.unreduced, goal.unreduced)
+        if goal.is_flat and goal.entries:
+            scattered = goal.replace(
+                flat=None, unreduced=_without(start.unreduced, _without(reduced, goal.flat_axes or ()))
+            )
+            summed = start.replace(flat=None, unreduced=_without(start.unreduced, reduced))
+            via = scattered if scattered != start else summed
         self.follow(via)
         self.follow(goal)
 
-    def cut(self, changes: Mapping[int, tuple[str, ...]]) -> Dims:
-        return tuple(changes.get(dim, axes) for dim, axes in enumerate(self.state.dims))
-
-    def sum_up(self, goal: ShardState) -> None:
+    def sum_up(self, goal: P) -> None:
         """Reduce over the axes that do not stay unreduced; scatter where the target shards along them."""
-        over, is_even = self.state.unreduced - goal.unreduced, self.is_even(self.state, goal)
-        if goal.flat is None and is_even:
-            self._slices(goal)
-        scattered = tuple(axis for axis in goal.flat or goal.at_axes if axis in over)
-        if scattered and self.state.is_unsharded and not self.state.at:
-            n = self.parts(scattered)
-            sent, rest = (n - 1) * chunk(prod(self.shape), n), self.state.unreduced - {*scattered}
-            self.step("flat_scatter", scattered, sent, flat=scattered, unreduced=rest)
-        for dim, axes in enumerate(self._wanted(goal) if is_even and goal.flat is None is self.state.flat else ()):
-            some = tuple(axes[: next((at for at, axis in enumerate(axes) if axis not in over), len(axes))])
-            if some:
-                n, dims = self.parts(some), self.cut({dim: self.state.dims[dim] + some})
-                sent, rest = Fraction(n - 1, n) * self.local, self.state.unreduced - {*some}
-                self.step("psum_scatter", some, sent, dim, dims=dims, unreduced=rest)
-        axes = tuple(axis for axis in self.sizes if axis in self.state.unreduced - goal.unreduced)
+        reduced = _without(self.spec.unreduced, goal.unreduced)
+        by_dims = self.is_even(self.spec, goal) and not goal.is_flat and not self.spec.is_flat
+        if by_dims:
+            self._slice(goal)
+        flat = tuple(axis for axis in goal.flat_axes or goal.at_axes if axis in reduced)
+        if flat and not self.spec.sharded_axes:
+            n, unreduced = self.count(flat), _without(self.spec.unreduced, flat)
+            sent = (n - 1) * chunk(prod(self.shape), n)
+            self.step("flat_scatter", PsumScatter(0), flat, sent, flat=flat, unreduced=unreduced)
+            by_dims = False
+        for dim, axes in enumerate(self._further(goal) if by_dims else ()):
+            scattered = axes[: next((i for i, axis in enumerate(axes) if axis not in reduced), len(axes))]
+            if scattered:
+                n, unreduced = self.count(scattered), _without(self.spec.unreduced, scattered)
+                entries = self._entries({dim: self.dims(self.spec)[dim] + scattered})
+                sent = Fraction(n - 1, n) * self.local
+                self.step("psum_scatter", PsumScatter(dim), scattered, sent, entries=entries, unreduced=unreduced)
+        axes = tuple(axis for axis in self.sizes if axis in _without(self.spec.unreduced, goal.unreduced))
         if axes:
-            n = self.parts(axes)
-            self.step("psum", axes, Fraction(2 * (n - 1), n) * self.local, unreduced=goal.unreduced)
+            n = self.count(axes)
+            self.step("psum", Psum(), axes, Fraction(2 * (n - 1), n) * self.local, unreduced=goal.unreduced)
 
-    def _wanted(self, goal: ShardState) -> list[tuple[str, ...]]:
-        """Return the axes by which the target splits each dim further; none where the dim is split differently
-        already.
-        """
-        pairs = zip(self.state.dims, goal.dims, strict=True)
-        return [wanted[len(axes) :] if wanted[: len(axes)] == axes else () for axes, wanted in pairs]
+    def _further(self, goal: P) -> list[tuple[str, ...]]:
+        """Return the axes by which the target splits each dim further; none where the dim is split differently already."""
+        pairs = zip(self.dims(self.spec), self.dims(goal), strict=True)
+        return [target[len(axes) :] if target[: len(axes)] == axes else () for axes, target in pairs]
 
-    def _slices(self, goal: ShardState) -> None:
+    def _entries(self, changes: Mapping[int, tuple[str, ...]]) -> list[tuple[str, ...]]:
+        return [changes.get(dim, axes) for dim, axes in enumerate(self.dims(self.spec))]
+
+    def _slice(self, goal: P) -> None:
         """Slice replicated dims as in the target."""
-        for dim, axes in enumerate(self._wanted(goal) if self.state.flat is None else ()):
+        for dim, axes in enumerate(self._further(goal)):
             for axis in axes:
-                if axis in (*self.state.sharded, *self.state.unreduced):
+                if axis in self.spec.axes:
                     break
-                self.step("slice", (axis,), 0, dim, dims=self.cut({dim: (*self.state.dims[dim], axis)}))
+                entries = self._entries({dim: (*self.dims(self.spec)[dim], axis)})
+                self.step("slice", Take(dim), (axis,), entries=entries)
 
-    def by_collectives(self, goal: ShardState) -> bool:
-        """Change the layout by collectives of equal rows, or via flat ranges; return True if that reaches the target."""
-        start = self.state
-        if {*start.at_axes} - {*goal.sharded}:  # elements that many devices need are sent once, then forwarded
-            axes = (
-                start.at_axes
-                if start.is_unsharded
-                else tuple(axis for axis in self.sizes if axis not in start.unreduced)
-            )
-            self.follow(ShardState(((),) * len(self.shape), start.unreduced, axes))
+    def change(self, goal: P) -> None:
+        """Change the spec without sums: by collectives of equal rows, else by a direct exchange."""
+        start = self.spec
+        if {*start.at_axes} - {*goal.sharded_axes}:  # elements that many devices need are sent once, then forwarded
+            unsharded = not start.split_axes
+            axes = start.at_axes if unsharded else _without(self.sizes, start.unreduced)
+            self.follow(P.flat(*axes, unreduced=start.unreduced))
             self.follow(goal)
         elif start.at or goal.at or not self.is_even(start, goal):
-            return False
-        elif start.flat is None and goal.flat is None:
-            return self._by_dims(goal)
-        elif start.flat is None and (start.is_unsharded or (start.dims[0] == goal.flat and not any(start.dims[1:]))):
-            kind = "flat_slice" if start.is_unsharded and goal.flat else "reshape"
-            self.step(kind, goal.flat or (), 0, dims=goal.dims, flat=goal.flat)
-        elif goal.is_unsharded and start.flat:
-            self.step("flat_gather", start.flat, (self.parts(start.flat) - 1) * self.local, flat=None)
-        elif start.flat == () or (goal.flat is None and goal.dims[:1] == (start.flat,) and not any(goal.dims[1:])):
-            self.step("reshape", start.flat or (), 0, dims=self.cut({0: start.flat or ()}), flat=None)
-            self.follow(goal)
-        elif goal.flat == ():
-            self.follow(replace(goal, flat=None))
-            self.step("reshape", (), 0, flat=())
+            self.direct(goal)
+        elif not start.is_flat and not goal.is_flat:
+            self._change_dims(goal)
         else:
-            return False
-        return True
+            self._change_rows(goal)
 
-    def _by_dims(self, goal: ShardState) -> bool:
+    def _change_rows(self, goal: P) -> None:
+        """Change the ranges of the flattened tensor; those of a tensor whose first dim alone is sharded are such."""
+        before, after = (
+            spec.flat_axes if spec.is_flat else spec.split_axes if len(spec.entries) < 2 else None
+            for spec in (self.spec, goal)
+        )
+        if before is None or after is None or (before and after and before != after):
+            self.direct(goal)
+            return
+        kind, move, axes, sent = "reshape", None, before, Fraction(0)
+        if not before:
+            kind, move, axes = "flat_slice", Take(0), after
+        elif not after:
+            kind, move, sent = "flat_gather", AllGather(0, replicated=True), (self.count(before) - 1) * self.local
+        self.step(kind, move, axes, sent, entries=goal.entries, flat=goal.flat_axes)
+
+    def _change_dims(self, goal: P) -> None:
         """Slice, exchange and gather the last axes of dims, if that leads to the goal."""
-        start = self.state
-        self._slices(goal)
-        for dim, (axes, wanted) in enumerate(zip(self.state.dims, goal.dims, strict=True)):
-            common = len(wanted) if axes[: len(wanted)] == wanted else len(axes)
-            suffix, n = axes[common:], self.parts(axes[common:])
+        start = self.spec
+        self._slice(goal)
+        for dim, target in enumerate(self.dims(goal)):
+            axes = self.dims(self.spec)[dim]
+            suffix = axes[len(target) if axes[: len(target)] == target else len(axes) :]
+            n = self.count(suffix)
             if not suffix:
                 continue
-            others = [other for other, more in enumerate(self._wanted(goal)) if more[: len(suffix)] == suffix]
+            others = [other for other, more in enumerate(self._further(goal)) if more[: len(suffix)] == suffix]
             if others:
-                changes = {dim: wanted, others[0]: self.state.dims[others[0]] + suffix}
-                self.step("all_to_all", suffix, Fraction(n - 1, n) * self.local, dim, others[0], dims=self.cut(changes))
-            elif not {*suffix} & {*goal.cut}:
-                self.step("all_gather", suffix, (n - 1) * self.local, dim, dims=self.cut({dim: wanted}))
-        if self.state.dims != goal.dims:
-            self.state, self.steps = start, []
-        return self.state.dims == goal.dims
+                split = others[0]
+                entries = self._entries({dim: target, split: self.dims(self.spec)[split] + suffix})
+                self.step("all_to_all", AllToAll(split, dim), suffix, Fraction(n - 1, n) * self.local, entries=entries)
+            elif {*suffix}.isdisjoint(goal.split_axes):
+                gather = AllGather(dim, replicated=True)
+                self.step("all_gather", gather, suffix, (n - 1) * self.local, entries=self._entries({dim: target}))
+        if self.spec.entries != goal.entries:
+            self.spec, self.steps = start, []
+            self.direct(goal)
 
-    def direct(self, goal: ShardState) -> None:
-        flattened = self.is_even(self.state, goal) and not any(self.state.dims[1:]) and not any(goal.dims[1:])
-        shape = (prod(self.shape),) if flattened else self.shape
-        before, after = (
-            replace(state, dims=(state.dims or ((),))[: len(shape)], unreduced=frozenset[str]())
-            for state in (self.state, goal)
-        )
-        group = tuple((axis, size) for axis, size in self.sizes.items() if axis in before.sharded + after.sharded)
-        supply = Supply(before, after, shape, group)
-        busiest = Fraction(int(supply.elements().max()))
-        self.steps.append(Step("direct", tuple(axis for axis, _ in group), busiest, goal, supply=supply))
-        self.state = goal
+    def direct(self, goal: P) -> None:
+        """Send each device the elements that it lacks."""
+        before, after = (spec.replace(unreduced=None) for spec in (self.spec, goal))
+        is_flat = self.is_even(before, after) and max(len(before.entries), len(after.entries)) < 2
+        shape = (prod(self.shape),) if is_flat else self.shape
+        group = tuple((axis, size) for axis, size in self.sizes.items() if axis in before.axes + after.axes)
+        parts = Parts((Supply(before, after, shape, group),))
+        busiest = parts.sent(parts.length, None, 0)
+        move = parts if busiest else KeptRange(parts)
+        self.steps.append(Step("direct", move, tuple(axis for axis, _ in group), busiest, goal))
+        self.spec = goal

@@ -58,54 +58,52 @@ class Buffers:
     def __init__(self, tree: PyTree, mesh: Mesh, layout_of: Callable[[str], Layout] | None = None) -> None:
         paths, leaves, self._structure = flatten_with_paths(tree, none_is_leaf=True)
         self._layouts = {path: Layout(mesh) if layout_of is None else layout_of(path) for path in paths}
-        wrong = [
-            f"{named(parts_of(path))} has {x.spec} on {x.mesh}"
-            for path, x in zip(paths, leaves, strict=True)
-            if isinstance(x, Sharded) and (x.mesh, x.spec) != (mesh, self._layouts[path].spec)
-        ]
-        if wrong:
-            raise LayoutError(
-                f"buffers must be replicated on {mesh}; {'; '.join(wrong)}. Replicate them, P(), or give plain tensors."
-            )
-        self._given = dict(zip(paths, leaves, strict=True))
-        placed = [put_equal(x, self._layouts[path]) if isinstance(x, Tensor) else x for path, x in self._given.items()]
-        self._columns = [x.shards if isinstance(x, Sharded) else (x,) * mesh.size for x in placed]
-        self.paths = [path for path, x in self._given.items() if isinstance(x, Tensor | Sharded | int | float)]
+        self._inputs = dict(zip(paths, leaves, strict=True))
+        columns: list[Sequence[Any]] = []
+        for path, x in self._inputs.items():
+            if isinstance(x, Sharded) and (x.mesh, x.spec) != (mesh, self._layouts[path].spec):
+                raise LayoutError(
+                    f"buffers must be replicated on {mesh}; {named(parts_of(path))} has {x.spec} on {x.mesh}. Replicate them, "
+                    "P(), or give plain tensors."
+                )
+            x = put_equal(x, self._layouts[path]) if isinstance(x, Tensor) else x
+            columns.append(x.shards if isinstance(x, Sharded) else (x,) * mesh.size)
+        self._columns = columns
+        self.paths = [path for path, x in self._inputs.items() if isinstance(x, Tensor | Sharded | int | float)]
 
-    def part(self, place: int) -> PyTree:
-        """Return the buffers of the device at index `place`."""
-        return unflatten(self._structure, [column[place] for column in self._columns])
+    def part(self, index: int) -> PyTree:
+        """Return the buffers of the local device at `index`."""
+        return unflatten(self._structure, [column[index] for column in self._columns])
 
-    def before(self, place: int) -> dict[str, Any]:
+    def before(self, index: int) -> dict[str, Any]:
         """Return the same by path."""
-        return {path: column[place] for path, column in zip(self._given, self._columns, strict=True)}
+        return {path: column[index] for path, column in zip(self._inputs, self._columns, strict=True)}
 
-    def changed(self, place: int, tree: PyTree, near: torch.device) -> dict[str, Tensor]:
-        """Return the buffers of a returned tree that are not the given ones, by path, numbers as tensors near to it."""
-        if not self._given and type(tree) is tuple and not tree:
+    def changed(self, index: int, tree: PyTree, device: torch.device) -> dict[str, Tensor]:
+        """Return the buffers of a returned tree that are not the given ones, by path, numbers as tensors on a device."""
+        if not self._inputs and type(tree) is tuple and not tree:
             return {}
         paths, leaves, _ = flatten_with_paths(tree, none_is_leaf=True)
-        before = self.before(place)
+        before = self.before(index)
         for path in sorted(before.keys() ^ {*paths}):
             error = f"{named(parts_of(path))} {'is missing' if path in before else 'was not given'}"
             raise ValueError(f"the loss function must return the buffers that it was given; {error}.")
-        return {path: number_of(path, x, near) for path, x in zip(paths, leaves, strict=True) if x is not before[path]}
+        return {
+            path: number_of(path, x, device) for path, x in zip(paths, leaves, strict=True) if x is not before[path]
+        }
 
     def after(self, changed: Sequence[Mapping[str, Tensor]]) -> PyTree:
-        """Return the buffers for the next step, in the layouts of the given ones, from those of each device at hand."""
-        if not any(changed):
-            return unflatten(self._structure, [*self._given.values()])
-        return unflatten(self._structure, [self._next(path, x, changed) for path, x in self._given.items()])
+        """Return the buffers for the next step, in the layouts of the given ones, from those that local devices changed."""
+        return unflatten(self._structure, [self._next(path, x, changed) for path, x in self._inputs.items()])
 
-    def _next(self, path: str, given: Any, changed: Sequence[Mapping[str, Tensor]]) -> Any:
-        if not any(path in one for one in changed):
-            return given
-        if not isinstance(given, Sharded):
+    def _next(self, path: str, x: Any, changed: Sequence[Mapping[str, Tensor]]) -> Any:
+        if not any(path in buffers for buffers in changed):
+            return x
+        if not isinstance(x, Sharded):
             return changed[0][path]
-        shards = tuple(one.get(path, x) for one, x in zip(changed, given.shards, strict=True))
+        shards = tuple(buffers.get(path, shard) for buffers, shard in zip(changed, x.shards, strict=True))
         layout = self._layouts[path]
-        shape = given.shape if layout.spec.at else tuple(shards[0].shape)
-        return Sharded(shape, layout, shards)
+        return Sharded(x.shape if layout.spec.at else tuple(shards[0].shape), layout, shards)
 
 
 @lru_cache(maxsize=64)
@@ -114,12 +112,12 @@ def no_buffers(mesh: Mesh) -> Buffers:
     return Buffers((), mesh)
 
 
-def number_of(path: str, x: Any, near: torch.device) -> Tensor:
+def number_of(path: str, x: Any, device: torch.device) -> Tensor:
     """Return a buffer as a tensor."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, int | float):
-        return torch.full((), x, device=near)
+        return torch.full((), x, device=device)
     raise TypeError(f"{named(parts_of(path))} must be a tensor or a number to be averaged; got {type(x).__name__}.")
 
 
@@ -128,18 +126,18 @@ def number_of(path: str, x: Any, near: torch.device) -> Tensor:
 
 def written_paths(slices: Iterable[Written]) -> set[str]:
     """Return the buffers that slices of non-zero weight have written to."""
-    return {path for one in slices if one.weight for path in one.changed}
+    return {path for written in slices if written.weight for path in written.changed}
 
 
-def irregular(slices: Iterable[Written], given: Mapping[str, Any]) -> list[BufferEntry]:
+def irregular(slices: Iterable[Written], before: Mapping[str, Any]) -> list[BufferEntry]:
     """Return the buffers that slices wrote with another shape or dtype, in a fixed order."""
-    found = {entry_of(path, x) for one in slices if one.weight for path, x in one.changed.items()}
-    return sorted((entry for entry in found if entry_of(entry.path, given[entry.path]) != entry), key=repr)
+    entries = {entry_of(path, x) for written in slices if written.weight for path, x in written.changed.items()}
+    return sorted((entry for entry in entries if entry_of(entry.path, before[entry.path]) != entry), key=repr)
 
 
-def irregular_difference(slices: Sequence[Written], given: Mapping[str, Any], group: Group | None) -> dict[str, float]:
+def irregular_difference(slices: Sequence[Written], before: Mapping[str, Any], group: Group | None) -> dict[str, float]:
     """Return the difference of the irregular buffers: not 0 unless all devices have the same, each of one shape."""
-    entries = irregular(slices, given)
+    entries = irregular(slices, before)
     has_several_shapes = len({entry.path for entry in entries}) < len(entries)
     return {"buffers": has_several_shapes + difference(entries, group)}
 
@@ -150,7 +148,7 @@ def flags(paths: Sequence[str], written: Collection[str]) -> list[float]:
 
 
 def entries_to_average(
-    paths: Sequence[str], flags: Sequence[float], slices: Sequence[Written], given: Mapping[str, Any], agreed: bool
+    paths: Sequence[str], flags: Sequence[float], slices: Sequence[Written], before: Mapping[str, Any], agreed: bool
 ) -> list[BufferEntry]:
     """Return the buffers to average: those with a flag, and irregular ones if all devices have the same of them.
 
@@ -158,77 +156,73 @@ def entries_to_average(
         paths: of the given buffers.
         flags: number of devices that wrote to each.
         slices: the writes of this device's slices.
-        given: the buffers before the step.
+        before: the buffers before the step.
         agreed: True if all devices have the same irregular ones, each of one shape.
     """
-    others = irregular(slices, given)
-    strange = {entry.path for entry in others}
+    entries = irregular(slices, before)
+    irregular_paths = {entry.path for entry in entries}
     if not agreed:
-        names = ", ".join(sorted(named(parts_of(path)) for path in strange)) or "of other devices"
+        names = ", ".join(sorted(named(parts_of(path)) for path in irregular_paths)) or "of other devices"
         warnings.warn(
             f"buffers {names} have different shapes or dtypes on different devices or slices, so they have no mean and are "
             "as before the step. That is right for a buffer that can be computed again, such as a mask.",
             stacklevel=2,
         )
-        others = []
-    regular = [
-        entry_of(path, given[path]) for path, times in zip(paths, flags, strict=True) if times and path not in strange
-    ]
-    return regular + others
+        entries = []
+    flagged = [path for path, count in zip(paths, flags, strict=True) if count and path not in irregular_paths]
+    return [entry_of(path, before[path]) for path in flagged] + entries
 
 
 def averaged(
     slices: Sequence[Written],
     entries: Sequence[BufferEntry],
     group: Group | None,
-    given: Mapping[str, Any],
-    near: torch.device,
+    before: Mapping[str, Any],
+    device: torch.device,
     site: Site,
 ) -> dict[str, Tensor]:
     """Return the means of entries over all slices that wrote to them.
 
-    A collective of the group, with the same entries on all devices; `given` are those that the slices began with.
+    A collective of the group, with the same entries on all devices; `before` are those that the slices began with.
     """
     if not entries:
         return {}
     with torch.no_grad():
-        begun = {entry.path: given[entry.path] for entry in entries if _counts_from(given.get(entry.path), entry)}
-        sums = tree_sum([_row(one, entries, begun, near) for one in slices])
+        bases = {entry.path: before[entry.path] for entry in entries if _is_counter(before.get(entry.path), entry)}
+        sums = tree_sum([_row(written, entries, bases, device) for written in slices])
     (sums,) = reduce_rows((sums,), group, site)
     *totals, counts = sums.split([*(_count(entry) for entry in entries), len(entries)])
     result: dict[str, Tensor] = {}
-    for entry, total, count in zip(entries, totals, counts, strict=True):
+    for (path, dtype, shape), total, count in zip(entries, totals, counts, strict=True):
         x = total / count
-        own = next((one.changed[entry.path] for one in slices if entry.path in one.changed), given.get(entry.path))
-        place = own.device if isinstance(own, Tensor) else near
-        if entry.dtype.is_complex:
-            x = torch.view_as_complex(x.reshape(*entry.shape, 2))
-        elif not entry.dtype.is_floating_point:
+        if dtype.is_complex:
+            x = torch.view_as_complex(x.reshape(*shape, 2))
+        elif not dtype.is_floating_point:
             x = x.round()
-        x = x.reshape(entry.shape).to(place, entry.dtype)
-        result[entry.path] = begun[entry.path] + x if entry.path in begun else x
+        like = next((written.changed[path] for written in slices if path in written.changed), before.get(path))
+        x = x.reshape(shape).to(like.device if isinstance(like, Tensor) else device, dtype)
+        result[path] = bases[path] + x if path in bases else x
     return result
 
 
-def _counts_from(given: Any, entry: BufferEntry) -> bool:
+def _is_counter(x: Any, entry: BufferEntry) -> bool:
     """Return True if integers are averaged as differences from those before: so large ones keep all digits."""
-    return isinstance(given, Tensor) and given.dtype is torch.int64 and entry_of(entry.path, given) == entry
+    return isinstance(x, Tensor) and x.dtype is torch.int64 and entry_of(entry.path, x) == entry
 
 
-def _row(one: Written, entries: Sequence[BufferEntry], begun: Mapping[str, Tensor], near: torch.device) -> Tensor:
+def _row(written: Written, entries: Sequence[BufferEntry], bases: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """Return all numbers of a slice, times its weight, and for each entry the weight itself."""
-    wrote = one.changed if one.weight else {}
-    weights = [one.weight * (entry.path in wrote) for entry in entries]
-
-    def numbers(path: str) -> Tensor:
-        x = wrote[path] - begun[path] if path in begun else wrote[path]
-        return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).to(near, torch.float64).reshape(-1)
-
-    values = [
-        numbers(entry.path) * weight if weight else torch.zeros(_count(entry), dtype=torch.float64, device=near)
-        for entry, weight in zip(entries, weights, strict=True)
-    ]
-    return torch.cat([*values, torch.tensor(weights, dtype=torch.float64, device=near)])
+    values, weights = list[Tensor](), list[float]()
+    for entry in entries:
+        x = written.changed.get(entry.path) if written.weight else None
+        weights.append(0.0 if x is None else written.weight)
+        if x is None:
+            values.append(torch.zeros(_count(entry), dtype=torch.float64, device=device))
+            continue
+        x = x - bases[entry.path] if entry.path in bases else x
+        numbers = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+        values.append(numbers.to(device, torch.float64).reshape(-1) * written.weight)
+    return torch.cat([*values, torch.tensor(weights, dtype=torch.float64, device=device)])
 
 
 def _count(entry: BufferEntry) -> int:

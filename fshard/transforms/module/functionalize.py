@@ -87,25 +87,23 @@ def module_function(
     forward for the module at a path, None for its own; a backward that runs a module again calls that too.
     """
     module = vars(module).get("_modules", {}).get("_orig_mod", module)  # of torch.compile(module)
-    _refuse_unready(module)
-    own_params, own_buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    for name in _declared(own_params, buffers):
-        own_buffers[name] = own_params.pop(name)
-    given_params = {name: _detached(x) for name, x in own_params.items()}
-    given_buffers = {name: x.detach() for name, x in own_buffers.items()}
+    _validate(module)
+    params, module_buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    for name in _declared(params, buffers):
+        module_buffers[name] = params.pop(name)
+    param_names, buffer_names = frozenset(params), frozenset(module_buffers)
     replicas = Replicas(
         module, lambda path, part: synchronise(part, sync_batchnorm) or adapt(path, part), in_place=in_place
     )
-    title, names, buffer_names = type(module).__name__, frozenset(own_params), frozenset(given_buffers)
+    title = f"apply of {type(module).__name__}"
 
     def apply(
         params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Tensors]:
-        if params.keys() != names or buffers.keys() != buffer_names:
-            strange = sorted((params.keys() ^ names) | (buffers.keys() ^ buffer_names))
+        if strange := (params.keys() ^ param_names) | (buffers.keys() ^ buffer_names):
             raise ModuleError(
-                f"apply of {title}: params and buffers must have the names that functionalize returned, in this order; "
-                f"missing or unknown are {', '.join(strange)}."
+                f"{title}: params and buffers must have the names that functionalize returned, in this order; "
+                f"missing or unknown are {', '.join(sorted(strange))}."
             )
         replica = replicas.mine()
         copies = {name: lazy_copy(x) for name, x in buffers.items()}
@@ -119,13 +117,12 @@ def module_function(
         try:
             output = replica.module(*args, **kwargs)
             after = replica.take(buffers, copies)
-            wrong = [f"binds the parameter {name} to another" for name in replica.rebound(params)]
-            wrong += [
-                f"writes to the parameter {name}" for name in ([] if step is not None else _written(params, versions))
-            ]
-            wrong += [f"removes the buffer {name}" for name in sorted(buffer_names) if after.get(name) is None]
-            if wrong:
-                raise ModuleError(f"apply of {title}: its forward {'; '.join(wrong)}. {WRITES}")
+            written = zip(params, versions, versions_of([*params.values()]), strict=True) if step is None else ()
+            errors = [f"binds the parameter {name} to another" for name in replica.rebound(params)]
+            errors += [f"writes to the parameter {name}" for name, before, now in written if before != now]
+            errors += [f"removes the buffer {name}" for name in sorted(buffer_names) if after.get(name) is None]
+            if errors:
+                raise ModuleError(f"{title}: its forward {errors[0]}. {WRITES}")
         finally:
             replica.installed = outer
             if outer is not None:  # a recomputation within the forward
@@ -134,16 +131,12 @@ def module_function(
                 replica.rest()
         return output, after
 
-    return apply, given_params, given_buffers
+    detached = {name: _detached(x) for name, x in params.items()}
+    return apply, detached, {name: x.detach() for name, x in module_buffers.items()}
 
 
 def _detached(x: Tensor) -> Tensor:
     return x.detach().requires_grad_() if x.requires_grad else nn.Parameter(x.detach(), requires_grad=False)
-
-
-def _written(params: Mapping[str, Any], versions: list[int]) -> list[str]:
-    now = versions_of([*params.values()])
-    return [name for name, one, other in zip(params, now, versions, strict=True) if one != other]
 
 
 def _declared(params: Mapping[str, Tensor], declared: Choice) -> list[str]:
@@ -158,21 +151,19 @@ def _declared(params: Mapping[str, Tensor], declared: Choice) -> list[str]:
     return names
 
 
-def _refuse_unready(module: nn.Module) -> None:
-    """Raise naming everything that cannot be functionalized."""
-    title = type(module).__name__
-    lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]
-    if lazy:
+def _validate(module: nn.Module) -> None:
+    """Raise if a module cannot be functionalized."""
+    title = f"functionalize of {type(module).__name__}"
+    if lazy := [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]:
         raise ModuleError(
-            f"functionalize of {title}: {', '.join(lazy)} must have a shape; the module is lazy. "
-            "Run it once on an example first: module(example)."
+            f"{title}: {', '.join(lazy)} must have a shape; the module is lazy. Run it once on an example first: "
+            "module(example)."
         )
     refuse_hooks(module)
-    scripted = [name or "the module itself" for name, part in module.named_modules() if isinstance(part, ScriptModule)]
-    if scripted:
+    if scripted := [name or "the module" for name, part in module.named_modules() if isinstance(part, ScriptModule)]:
         raise ModuleError(
-            f"functionalize of {title}: {', '.join(scripted)} must not be compiled by torch.jit, whose parameters cannot "
-            "be exchanged. Give the module before torch.jit.script."
+            f"{title}: {', '.join(scripted)} must not be compiled by torch.jit, whose parameters cannot be exchanged. Give "
+            "the module before torch.jit.script."
         )
 
 

@@ -4,19 +4,16 @@
     materialize(stage, seed=0)   the stage with memory, each lazy layer drawn by (seed, its name)
     draw(model, 0, names, take)  one lazy layer at a time: its tensors are passed on and freed
 
-A layer's draws depend only on the seed and its name in the full model, not on the device that builds it. Memory is
+A layer's draws from torch's generators depend only on the seed and its name in the full model. Memory is
 bounded by the largest lazy layer, so a model that no device can hold has a lazy layer per block.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -27,7 +24,7 @@ from fshard.mesh.layout import Layout
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.run import local_devices
-from fshard.transforms.reproducible.randomness import folded, keyed_random
+from fshard.transforms.reproducible.randomness import keyed_random
 
 Args = ParamSpec("Args")
 Module = TypeVar("Module", bound=nn.Module)
@@ -52,38 +49,38 @@ def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwarg
     (torch.Size([1000000, 1000000]), device(type='meta'))
     """
     if not callable(factory) or isinstance(factory, nn.Module):
-        found = "a module that is made already" if isinstance(factory, nn.Module) else repr(factory)
+        kind = "a module that is made already" if isinstance(factory, nn.Module) else repr(factory)
         raise ModuleError(
-            f"fs.lazy: factory must be a function that makes a module, fs.lazy(nn.Linear, 8, 8); got {found}."
+            f"fs.lazy: factory must be a function that makes a module, fs.lazy(nn.Linear, 8, 8); got {kind}."
         )
     try:
         with torch.device("meta"):
-            made = factory(*args, **kwargs)
+            module = factory(*args, **kwargs)
     except Exception as error:
         error.add_note(
             "fs.lazy calls the factory on the meta device first, where no value can be read. Make tensors whose values it "
             'reads with device="cpu", or describe each layer by fs.lazy.'
         )
         raise
-    if not isinstance(made, nn.Module):
-        raise ModuleError(f"fs.lazy: factory must return a module; got {type(made).__name__}.")
-    unknown = [name for name, x in made.named_parameters() if is_lazy(x)]
-    plain = [
+    if not isinstance(module, nn.Module):
+        raise ModuleError(f"fs.lazy: factory must return a module; got {type(module).__name__}.")
+    errors = [
+        f"{name} must have a shape; give its sizes, nn.Linear for nn.LazyLinear"
+        for name, x in module.named_parameters()
+        if is_lazy(x)
+    ]
+    errors += [
         f"{path}.{key}".removeprefix(".")
-        for path, part in made.named_modules()
+        + " must be a parameter or a buffer; got a plain tensor, register_buffer makes one"
+        for path, part in module.named_modules()
         for key, x in vars(part).items()
         if isinstance(x, Tensor) and x.is_meta
     ]
-    wrong = [f"{name} must have a shape; give its sizes, nn.Linear for nn.LazyLinear" for name in unknown]
-    wrong += [
-        f"{name} must be a parameter or a buffer; got a plain tensor, register_buffer makes one" for name in plain
-    ]
-    if wrong:
-        raise ModuleError(f"fs.lazy of {type(made).__name__}: {'; '.join(wrong)}.")
-    vars(made)[_RECIPE] = _Recipe(
-        partial(factory, *args, **kwargs), frozenset(name for name, x in _tensors(made) if x.is_meta)
-    )
-    return made
+    if errors:
+        raise ModuleError(f"fs.lazy of {type(module).__name__}: {'; '.join(errors)}.")
+    names = frozenset(name for name, x in _tensors(module) if x.is_meta)
+    vars(module)[_RECIPE] = _Recipe(partial(factory, *args, **kwargs), names)
+    return module
 
 
 def materialize(module: Module, *, seed: int) -> Module:
@@ -94,18 +91,18 @@ def materialize(module: Module, *, seed: int) -> Module:
     >>> [(name, tuple(x.shape)) for name, x in materialize(second, seed=0).named_parameters()]
     [('2.weight', (1, 64)), ('2.bias', (1,))]
     """
-    own = dict(_tensors(module))
-    known: dict[int, Any] = {id(x): x for x in own.values() if not x.is_meta}
+    tensors = dict(_tensors(module))
+    built: dict[int, Any] = {id(x): x for x in tensors.values() if not x.is_meta}
 
-    def take(name: str, made: Tensor) -> None:
-        x = own[name]
-        known[id(x)] = nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
+    def take(name: str, value: Tensor) -> None:
+        x = tensors[name]
+        built[id(x)] = nn.Parameter(value, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else value
 
     draw(module, seed, without_memory(module), take, "fs.nn.materialize")
-    made = copied(module, known)
-    for _, part, _ in [*_described(made)]:
+    result = copied(module, built)
+    for _, part, _ in [*_lazy_layers(result)]:
         del vars(part)[_RECIPE]
-    return made
+    return result
 
 
 def without_memory(module: nn.Module) -> list[str]:
@@ -113,7 +110,7 @@ def without_memory(module: nn.Module) -> list[str]:
     return [name for name, x in _tensors(module) if x.is_meta]
 
 
-def _described(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Recipe]]:
+def _lazy_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Recipe]]:
     """Yield the lazy layers of a module with their paths and recipes."""
     return ((path, part, vars(part)[_RECIPE]) for path, part in module.named_modules() if _RECIPE in vars(part))
 
@@ -122,18 +119,18 @@ def draw(
     module: nn.Module, seed: int, names: Collection[str], take: Callable[[str, Tensor], None], who: str = "fs.lazy"
 ) -> None:
     """Make one lazy layer after the other, and hand over their tensors of some names, by the first name of each."""
-    wanted = {*names}
-    left = {id(x): name for name, x in reversed([*_tensors(module)]) if name in wanted and x.is_meta}
-    for path, part, recipe in _described(module) if left else ():
-        own = {key: x for key, x in _tensors(part) if id(x) in left and key in recipe.names}
-        if not own:
+    names = {*names}
+    left = {id(x): name for name, x in reversed([*_tensors(module)]) if name in names and x.is_meta}
+    for path, part, recipe in _lazy_layers(module) if left else ():
+        tensors = {key: x for key, x in _tensors(part) if id(x) in left and key in recipe.names}
+        if not tensors:
             continue
-        with _drawn_by(seed, path):
-            made = dict(_tensors(recipe.make()))
-        for key, x in own.items():
-            found = made.pop(key, None)
-            if found is not None and not found.is_meta and found.shape == x.shape and id(x) in left:
-                take(left.pop(id(x)), found.detach().to(x.dtype))
+        with keyed_random(seed, path):
+            values = dict(_tensors(recipe.make()))
+        for key, x in tensors.items():
+            value = values.pop(key, None)
+            if value is not None and not value.is_meta and value.shape == x.shape and id(x) in left:
+                take(left.pop(id(x)), value.detach().to(x.dtype))
     if left:
         raise ModuleError(
             f"{who} of {type(module).__name__}: {', '.join([*left.values()][::-1])} must be described; got tensors on the "
@@ -141,33 +138,19 @@ def draw(
         )
 
 
-@contextmanager
-def _drawn_by(seed: int, path: str) -> Generator[None]:
-    """Draw all random numbers by a layer's name, those of numpy and of Python too."""
-    python, of_numpy, key = random.getstate(), np.random.get_state(), folded(seed, path)
-    random.seed(key)
-    np.random.seed(key % (1 << 32))
-    try:
-        with keyed_random(seed, path):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(of_numpy)
-
-
 def reserved(x: Any, layout: Layout) -> Sharded:
     """Shard a leaf on a mesh; one on the meta device gets empty shards, see `fill`."""
     if not (isinstance(x, Tensor) and x.is_meta and layout.mesh.runtime != "abstract"):
         return put_equal(x, layout)
+    kind = layout.mesh.device_type
     shapes = [layout.local_shape(x.shape, device) for device in local_devices(layout.mesh)]
-    near = layout.mesh.device_type
-    return Sharded(tuple(x.shape), layout, tuple(torch.empty(shape, dtype=x.dtype, device=near) for shape in shapes))
+    return Sharded(tuple(x.shape), layout, tuple(torch.empty(shape, dtype=x.dtype, device=kind) for shape in shapes))
 
 
-def fill(x: Sharded, made: Tensor) -> None:
+def fill(x: Sharded, value: Tensor) -> None:
     """Copy a full tensor's values into empty shards."""
-    for own, shard in zip(x.shards, put_equal(made, x.layout).shards, strict=True):
-        own.copy_(shard)
+    for shard, source in zip(x.shards, put_equal(value, x.layout).shards, strict=True):
+        shard.copy_(source)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, cast
@@ -49,29 +49,22 @@ class LoraConfig:
     bias: Bias = "none"
 
     def __post_init__(self) -> None:
-        wrong = [*integer("r", self.r), *one_of("bias", self.bias, "none", "all", "lora_only")]
-        wrong += must_be("lora_alpha", "a number", self.lora_alpha, isinstance(self.lora_alpha, Real))
-        part = isinstance(self.lora_dropout, Real) and 0 <= self.lora_dropout < 1
-        wrong += must_be("lora_dropout", "a number from 0 to below 1", self.lora_dropout, part)
-        if isinstance(self.target_modules, str):
-            wrong += _no_pattern(self.target_modules)
-        elif self.target_modules is not None:
-            wrong += must_be("target_modules", "names or a pattern", self.target_modules, _is_list(self.target_modules))
-        wrong += must_be("modules_to_save", "a list of names", self.modules_to_save, _is_list(self.modules_to_save))
-        if wrong:
-            raise ModuleError(f"LoraConfig: {'; '.join(wrong)}.")
-
-
-def _is_list(x: object) -> bool:
-    return isinstance(x, Sequence) and not isinstance(x, str)
-
-
-def _no_pattern(text: str) -> list[str]:
-    try:
-        re.compile(text)
-    except re.error as error:
-        return [f"target_modules is a list of names or a regular expression, not {text!r}: {error}"]
-    return []
+        targets, rate = self.target_modules, self.lora_dropout
+        errors = [*integer("r", self.r), *one_of("bias", self.bias, "none", "all", "lora_only")]
+        errors += must_be("lora_alpha", "a number", self.lora_alpha, isinstance(self.lora_alpha, Real))
+        is_rate = isinstance(rate, Real) and 0 <= rate < 1
+        errors += must_be("lora_dropout", "a number from 0 to below 1", rate, is_rate)
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except re.error as error:
+                errors.append(f"target_modules must be names or a regular expression; got {targets!r}: {error}")
+        elif targets is not None:
+            errors += must_be("target_modules", "names or a pattern", targets, isinstance(targets, Sequence))
+        is_list = isinstance(self.modules_to_save, Sequence) and not isinstance(self.modules_to_save, str)
+        errors += must_be("modules_to_save", "a list of names", self.modules_to_save, is_list)
+        if errors:
+            raise ModuleError(f"LoraConfig: {'; '.join(errors)}.")
 
 
 class LowRank(nn.Module):
@@ -83,9 +76,9 @@ class LowRank(nn.Module):
         inner, outer = weight.shape if _inputs_first(base_layer) else weight.shape[::-1]
         self.base_layer, self.config, self.scale = base_layer, config, config.lora_alpha / config.r
         self.lora_dropout = nn.Dropout(config.lora_dropout)
-        near: dict[str, Any] = {"dtype": weight.dtype, "device": None if weight.is_meta else weight.device}
-        self.lora_A = nn.Parameter(torch.empty(config.r, inner, **near))
-        self.lora_B = nn.Parameter(torch.zeros(outer, config.r, **near))
+        device = None if weight.is_meta else weight.device
+        self.lora_A = nn.Parameter(torch.empty(config.r, inner, dtype=weight.dtype, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(outer, config.r, dtype=weight.dtype, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as nn.Linear begins
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -123,34 +116,32 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
     ['0.lora_A', '0.lora_B']
     """
     config = config or LoraConfig()
-    strange = [] if isinstance(model, nn.Module) else [f"{model!r} is no module"]  # pyright: ignore[reportUnnecessaryIsInstance]
-    strange += [] if isinstance(config, LoraConfig) else [f"{config!r} is no fs.nn.LoraConfig"]  # pyright: ignore[reportUnnecessaryIsInstance]
-    if strange:
-        raise ModuleError(f"lora: {'; '.join(strange)}.")
+    if not isinstance(model, nn.Module) or not isinstance(config, LoraConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ModuleError(f"lora: model must be a module and config an fs.nn.LoraConfig; got {model!r} and {config!r}.")
     if any(isinstance(part, LowRank) for part in model.modules()):
         raise ModuleError(
             "lora: this model learns differences already. Put them into its weights first: merge_lora(model)."
         )
-    layers, wrong = _targets(model, config), list[str]()
-    wrong += [f"{name or 'it'} is a {type(x).__name__}, {_unfit(x)}" for name, x in layers.items() if _unfit(x)]
-    wrong += [f"no layer is called {name!r}" for name in _missing(model, config)]
-    lazy = [name for name, x in model.named_parameters() if is_lazy(x)]
-    wrong += [f"call the model once before, on an example: {', '.join(lazy)} has no shape yet"] if lazy else []
-    if not layers and not wrong:
-        wrong.append("there is no linear layer")
-    if wrong:
+    layers = _targets(model, config)
+    errors = [f"{name or 'it'} is a {type(x).__name__}, {_unfit(x)}" for name, x in layers.items() if _unfit(x)]
+    errors += [f"no layer is called {name!r}" for name in _unknown(model, config)]
+    if lazy := [name for name, x in model.named_parameters() if is_lazy(x)]:
+        errors.append(f"call the model once before, on an example: {', '.join(lazy)} has no shape yet")
+    if not layers and not errors:
+        errors.append("there is no linear layer")
+    if errors:
         suited = ", ".join(name for name, x in model.named_modules() if _is_linear(x) and not _unfit(x))
-        raise ModuleError(f"lora: {'; '.join(wrong)}. Linear layers are: {suited or 'none'}.")
+        raise ModuleError(f"lora: {'; '.join(errors)}. Linear layers are: {suited or 'none'}.")
     frozen = {id(x): nn.Parameter(x.detach(), requires_grad=False) for x in model.parameters()}
     model = copied(model, {**frozen, **{id(x): x for x in model.buffers()}})
-    layers = _targets(model, config)
+    layers = [*_targets(model, config).values()]
     for name, part in model.named_modules():
-        if any(_ends(name, saved) for saved in config.modules_to_save):
+        if _is_named(name, config.modules_to_save):
             part.requires_grad_(True)
-    for layer in layers.values() if config.bias == "lora_only" else ():
-        if isinstance(own := getattr(layer, "bias", None), nn.Parameter):
-            own.requires_grad_(True)
-    model = _with(model, {id(layer): LowRank(layer, config) for layer in layers.values()})
+    for layer in layers if config.bias == "lora_only" else ():
+        if isinstance(bias := getattr(layer, "bias", None), nn.Parameter):
+            bias.requires_grad_(True)
+    model = _with(model, {id(layer): LowRank(layer, config) for layer in layers})
     for name, x in model.named_parameters():
         if config.bias == "all" and "bias" in name.rpartition(".")[2]:  # in_proj_bias, bias_ih_l0
             x.requires_grad_(True)
@@ -183,33 +174,27 @@ def _with(model: nn.Module, others: dict[int, nn.Module]) -> nn.Module:
 
 def _targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
     """Return the layers that are to have a difference, by their names."""
-    named, targets = dict(model.named_modules()), config.target_modules
-    saved = {name for name in named if any(_ends(part, end) for end in config.modules_to_save for part in _above(name))}
-    if targets is None:
-        return {name: x for name, x in named.items() if _is_linear(x) and name not in saved}
-    if isinstance(targets, str):
-        return {name: x for name, x in named.items() if re.fullmatch(targets, name)}
-    return {name: x for name, x in named.items() if any(_ends(name, end) for end in targets)}
+    targets, named = config.target_modules, dict(model.named_modules())
+    if targets is not None:
+        return {name: x for name, x in named.items() if _is_named(name, targets)}
+    saved = {id(part) for name, x in named.items() if _is_named(name, config.modules_to_save) for part in x.modules()}
+    return {name: x for name, x in named.items() if _is_linear(x) and id(x) not in saved}
 
 
-def _missing(model: nn.Module, config: LoraConfig) -> Iterator[str]:
-    """Yield names in a configuration that nothing in the model has."""
+def _unknown(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Return the names in a configuration that nothing in the model has."""
     names, targets = [name for name, _ in model.named_modules()], config.target_modules
-    for end in (*(() if targets is None or isinstance(targets, str) else targets), *config.modules_to_save):
-        if not any(_ends(name, end) for name in names):
-            yield end
-    if isinstance(targets, str) and not any(re.fullmatch(targets, name) for name in names):
-        yield targets
+    wanted: list[str | list[str]] = [targets] if isinstance(targets, str) else [[name] for name in targets or ()]
+    wanted += [[name] for name in config.modules_to_save]
+    unknown = [name for name in wanted if not any(_is_named(each, name) for each in names)]
+    return [name if isinstance(name, str) else name[0] for name in unknown]
 
 
-def _above(name: str) -> list[str]:
-    """Return a name and the names of the modules that contain it."""
-    parts = name.split(".")
-    return [".".join(parts[: end + 1]) for end in range(len(parts))]
-
-
-def _ends(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
+def _is_named(name: str, names: str | Sequence[str]) -> bool:
+    """Return True if `names`, a regular expression or names and their last components, include a name."""
+    if isinstance(names, str):
+        return re.fullmatch(names, name) is not None
+    return any(name == end or name.endswith(f".{end}") for end in names)
 
 
 def _unfit(layer: nn.Module) -> str | None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -83,7 +83,8 @@ def checkpoint_name(x: Tensor, label: str) -> Tensor:
     >>> torch.autograd.grad(remat(f, save_names("sine"))(x), x)
     (tensor([-0.]),)
     """
-    mark(x, label)
+    for region in _open.regions:
+        region.mark(x, label)
     return x
 
 
@@ -100,19 +101,19 @@ def remat(fn: Callable[Args, Result], policy: str | Policy = "nothing") -> Calla
     >>> torch.autograd.grad(remat(lambda x: (x * x).sum())(x), x)
     (tensor([2., 2.]),)
     """
-    chosen = _policy(policy)
+    kept = _policy(policy)
 
     @wraps(fn, updated=())
-    def kept(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        everything = chosen.keep == "everything" and not chosen.host
-        if everything or transformed() or not torch.is_grad_enabled():
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        keeps_all = kept.keep == "everything"
+        if (keeps_all and not kept.host) or transformed() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        if chosen.keep != "everything":
-            return _checkpointed(fn, chosen, args, kwargs)
+        if not keeps_all:
+            return _checkpointed(fn, kept, args, kwargs)
         with saved_tensors_hooks(_to_host, _from_host):
             return fn(*args, **kwargs)
 
-    return kept
+    return call
 
 
 def _policy(policy: str | Policy) -> Policy:
@@ -129,25 +130,25 @@ def _policy(policy: str | Policy) -> Policy:
 def _checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run fn in torch's checkpoint.  Only plain tensors are its arguments: it would look into handles."""
     leaves, structure = flatten((args, kwargs), none_is_leaf=True)
-    places = [place for place, x in enumerate(leaves) if type(x) in (Tensor, nn.Parameter)]
-    tensors = [leaves[place] for place in places]
-    for place in places:
-        leaves[place] = None  # the checkpoint holds them, in a way that one around it can see
+    indices = [index for index, x in enumerate(leaves) if type(x) in (Tensor, nn.Parameter)]
+    tensors = [leaves[index] for index in indices]
+    for index in indices:
+        leaves[index] = None  # the checkpoint holds them, in a way that one around it can see
     scope = here()  # a process may differentiate outside of `run`, where there is none
     is_resumed = scope is not None and scope.mesh.runtime == "process"
 
     def body(*xs: Tensor) -> Any:
-        own = list(leaves)
-        for place, x in zip(places, xs, strict=True):
-            own[place] = x
-        own_args, own_kwargs = unflatten(structure, own)
+        inputs = list(leaves)
+        for index, x in zip(indices, xs, strict=True):
+            inputs[index] = x
+        args, kwargs = unflatten(structure, inputs)
         with entered(scope) if is_resumed else nullcontext():
-            return fn(*own_args, **own_kwargs)
+            return fn(*args, **kwargs)
 
     if policy.keep == "nothing":
         return checkpoint(body, *tensors, use_reentrant=False)
     region = Region(None if policy.keep == "dots" else policy.names, policy.host)
-    return checkpoint(body, *tensors, use_reentrant=False, context_fn=lambda: (Keeping(region), Replaying(region)))
+    return checkpoint(body, *tensors, use_reentrant=False, context_fn=lambda: (region, region))
 
 
 def _to_host(x: Tensor) -> Tensor | HostCopy:
@@ -177,8 +178,8 @@ class KeptResult(NamedTuple):
         return _alias(self.value) if self.value._version == self.version else None
 
 
-class Made(NamedTuple):
-    """The operation that made some memory, and the strides of its result.
+class Producer(NamedTuple):
+    """The operation that allocated some memory, and the strides of its result.
 
     A weak reference: the memory can be freed, and its identity is not reused.
     """
@@ -190,110 +191,75 @@ class Made(NamedTuple):
     offset: int
 
 
-@dataclass
-class Region:
-    """The values that one call of a rematerialised function keeps: dots if `names` is None; on the host if requested."""
+class Region(TorchDispatchMode):
+    """One call of a rematerialised function: keeps results in its forward, returns these when it runs again.
 
-    names: frozenset[str] | None
-    host: bool
-    kept: dict[int, KeptResult | HostCopy] = field(default_factory=dict[int, KeptResult | HostCopy])
+    It keeps dots if `names` is None, else the results with these names; on the host if requested.
+    """
 
-    def counts(self, op: Any) -> bool:
-        """Return True if an operation has a number."""
-        return op in DOTS if self.names is None else torch.is_grad_enabled()
-
-    def keep(self, number: int, x: Tensor) -> None:
-        """Keep a result."""
-        if self.host and not is_on_host(x):
-            self.kept[number] = copy = HostCopy(x.detach())
-            copy.wait()  # unlike a tensor that autograd saves, a result may be written to
-        else:
-            self.kept[number] = KeptResult(_alias(x), x._version)
-
-
-class Keeping(TorchDispatchMode):
-    """The forward of a region."""
-
-    def __init__(self, region: Region) -> None:
+    def __init__(self, names: frozenset[str] | None, host: bool) -> None:
         super().__init__()
-        self._region = region
-        self._number = 0
-        self._makers: dict[int, Made] = {}
+        self.names, self._host = names, host
+        self._state: Literal["forward", "recompute"] = "forward"
+        self._number = 0  # of the next operation
+        self._kept: dict[int, KeptResult | HostCopy] = {}
+        self._producers: dict[int, Producer] = {}
 
     def __enter__(self) -> Any:
-        _open.regions = (*_open.regions, self)
+        self._number = 0
+        if self._state == "forward":
+            _open.regions = (*_open.regions, self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _open.regions = _open.regions[:-1]
-        self._makers = {}
+        if self._state == "forward":
+            _open.regions = _open.regions[:-1]
+            self._producers, self._state = {}, "recompute"
         super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        is_numbered = func in DOTS if self.names is None else torch.is_grad_enabled()
+        if not is_numbered:
+            return func(*args, **(kwargs or {}))
+        number, self._number = self._number, self._number + 1
+        if self._state == "recompute":
+            kept = self._kept.get(number)
+            result = None if kept is None else kept.get()
+            return func(*args, **(kwargs or {})) if result is None else result
         result = func(*args, **(kwargs or {}))
-        if self._region.counts(func):
-            if self._region.names is None:
-                self._region.keep(self._number, result)
-            elif isinstance(result, Tensor):
-                self._note(result, args)
-            self._number += 1
+        if self.names is None:
+            self._keep(number, result)
+        elif isinstance(result, Tensor) and result.layout == torch.strided:
+            memory = _memory(result)
+            if not any(isinstance(x, Tensor) and _memory(x) == memory for x in args):  # else it is a view, or in place
+                strides = tuple(result.shape), result.stride(), int(result.storage_offset())
+                self._producers[memory] = Producer(StorageWeakRef(result.untyped_storage()), number, *strides)
         return result
 
-    def _note(self, result: Tensor, args: tuple[Any, ...]) -> None:
-        if result.layout != torch.strided:
-            return
-        memory = _memory(result)
-        if not any(isinstance(x, Tensor) and _memory(x) == memory for x in args):  # else it is a view, or in place
-            strides = tuple(result.shape), result.stride(), int(result.storage_offset())
-            self._makers[memory] = Made(StorageWeakRef(result.untyped_storage()), self._number, *strides)
+    def _keep(self, number: int, x: Tensor) -> None:
+        if self._host and not is_on_host(x):
+            self._kept[number] = copy = HostCopy(x.detach())
+            copy.wait()  # unlike a tensor that autograd saves, a result may be written to
+        else:
+            self._kept[number] = KeptResult(_alias(x), x._version)
 
     def mark(self, x: Tensor, label: str) -> None:
-        """Keep the result that made x, if its name is one of the region's."""
-        made = self._makers.get(_memory(x)) if self._region.names and label in self._region.names else None
-        if made is not None:
-            with torch.no_grad():  # so that these two are not counted
-                self._region.keep(made.number, x.detach().as_strided(made.size, made.stride, made.offset))
-
-
-class Replaying(TorchDispatchMode):
-    """A region's function, run again."""
-
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self._region = region
-        self._number = 0
-
-    def __enter__(self) -> Any:
-        self._number = 0
-        return super().__enter__()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self._region.counts(func):
-            kept = self._region.kept.get(self._number)
-            self._number += 1
-            value = None if kept is None else kept.get()
-            if value is not None:
-                return value
-        return func(*args, **(kwargs or {}))
+        """Keep the result that x is a view of, if its name is one of the region's."""
+        producer = self._producers.get(_memory(x)) if self.names and label in self.names else None
+        if producer is not None:
+            with torch.no_grad():  # so that these two are not numbered
+                self._keep(producer.number, x.detach().as_strided(producer.size, producer.stride, producer.offset))
 
 
 class _OpenRegions(threading.local):
     """The regions whose forward runs in this thread, from the outside in."""
 
-    regions: tuple[Keeping, ...] = ()
+    regions: tuple[Region, ...] = ()
 
 
 _open = _OpenRegions()
-
-
-def mark(x: Tensor, label: str) -> None:
-    """Pass a value's name to the surrounding regions."""
-    for region in _open.regions:
-        region.mark(x, label)
 
 
 def _memory(x: Tensor) -> int:

@@ -56,42 +56,37 @@ class Replica:
         self.module = module
         self.modules = dict(module.named_modules())
         parts: list[Any] = [*self.modules.values()]
-        self._params = [
-            ModuleSlot(p._parameters, *item) for p, (own, _) in zip(parts, names, strict=True) for item in own.items()
-        ]
-        self._buffers = [
-            ModuleSlot(p._buffers, *item) for p, (_, own) in zip(parts, names, strict=True) for item in own.items()
-        ]
-        self._recurrent: list[Any] = [p for p in parts if isinstance(p, nn.RNNBase)]
+        self._params, self._buffers = list[ModuleSlot](), list[ModuleSlot]()
+        for part, (param_names, buffer_names) in zip(parts, names, strict=True):
+            self._params += [ModuleSlot(part._parameters, *item) for item in param_names.items()]
+            self._buffers += [ModuleSlot(part._buffers, *item) for item in buffer_names.items()]
+        self._recurrent: list[Any] = [part for part in parts if isinstance(part, nn.RNNBase)]
         self.layers = Layers(self.modules.items(), adapt)
         self._resting: list[Any] | None = None
-        self._installed_at: dict[str, dict[str, Any]] | None = None
+        self._first_attributes: dict[str, dict[str, Any]] | None = None
         self.installed: Mapping[str, Any] | None = None  # while a call runs
 
     def install(self, tensors: Mapping[str, Any]) -> None:
         """Put tensors into their slots."""
         if self._resting is None:
             self._resting = [entries[key] for entries, key, _ in self._params]
-        for entries, key, name in self._params:
-            entries[key] = tensors[name]
-        for entries, key, name in self._buffers:
+        for entries, key, name in (*self._params, *self._buffers):
             entries[key] = tensors[name]
         for part in self._recurrent:
             part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
 
-    def take(self, given: Mapping[str, Any], installed: Mapping[str, Any]) -> Tensors:
-        """Return the buffers after a call; those not written to are the given ones.
+    def take(self, before: Mapping[str, Any], installed: Mapping[str, Any]) -> Tensors:
+        """Return the buffers after a call; those not written to are the ones before it.
 
         Copies of them are installed for a recomputation in the backward, so that it does not count twice.
         """
         after: Tensors = {}
-        slots = [*self._buffers, *(slot for slot in self._params if slot.name in given)]
+        slots = [*self._buffers, *(slot for slot in self._params if slot.name in before)]
         for entries, key, name in slots:
             x = entries.get(key)
-            if x is not None and (
-                x is not installed[name] or name not in after
-            ):  # of two names, the one that was rebound
-                after[name] = given[name] if x is installed[name] and untouched(x) else x
+            is_rebound = x is not installed[name]
+            if x is not None and (is_rebound or name not in after):  # of two names, the one that was rebound
+                after[name] = x if is_rebound or not untouched(x) else before[name]
         for entries, key, name in slots:
             entries[key] = lazy_copy(after.get(name))
         return after
@@ -102,25 +97,25 @@ class Replica:
 
     def rest(self) -> None:
         """Take the parameters of the last call out of the module."""
-        for (entries, key, _), own in zip(self._params, self._resting or [], strict=False):
-            entries[key] = own
+        for (entries, key, _), x in zip(self._params, self._resting or [], strict=False):
+            entries[key] = x
         for part in self._recurrent:
             _alias(part)
         self.layers.leave()
 
     def note_attributes(self) -> None:
         """Note the plain attributes of all modules before the first step."""
-        if self._installed_at is None:
-            self._installed_at = {name: _attributes(part) for name, part in self.modules.items()}
+        if self._first_attributes is None:
+            self._first_attributes = {name: _attributes(part) for name, part in self.modules.items()}
 
     def changed_attributes(self) -> list[str]:
         """Return the plain attributes that the calls since then have set."""
-        recorded = self._installed_at or {}
+        first = self._first_attributes or {}
         return [
             f"{name}.{key}".removeprefix(".")
             for name, part in self.modules.items()
             for key, x in _attributes(part).items()
-            if name in recorded and recorded[name].get(key, _MISSING) is not x
+            if name in first and first[name].get(key, _MISSING) is not x
         ]
 
 
@@ -149,12 +144,12 @@ def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = N
 
     Tied parameters stay tied. Those on the meta device are replaced by the given one.
     """
-    made: dict[int, nn.Parameter] = {}
-    own: list[Any] = [*{id(part): part for module in modules for part in module.modules()}.values()]
-    params = [(part._parameters, key, x) for part in own for key, x in part._parameters.items() if x is not None]
+    placeholders: dict[int, nn.Parameter] = {}
+    parts: list[Any] = [*{id(part): part for module in modules for part in module.modules()}.values()]
+    params = [(part._parameters, key, x) for part in parts for key, x in part._parameters.items() if x is not None]
     for entries, key, x in params:
-        entries[key] = made.setdefault(id(x), _without_memory(x, device))
-    for part in own:
+        entries[key] = placeholders.setdefault(id(x), _without_memory(x, device))
+    for part in parts:
         if isinstance(part, nn.RNNBase):
             _alias(part)
 
@@ -205,25 +200,25 @@ class Replicas:
     ) -> None:
         self._names, self._adapt = slot_names(module), adapt
         self._original = weakref.ref(module)
-        self._made: dict[int | None, Replica] = {}
+        self._replicas: dict[int | None, Replica] = {}
         self._template = None if in_place else copy_on_meta(module)
         if in_place:
-            self._made[None] = Replica(module, self._names, adapt)
+            self._replicas[None] = Replica(module, self._names, adapt)
 
     def mine(self) -> Replica:
         """Return the calling device's replica, in the mode that the module is in."""
         if self._template is None:
-            return self._made[None]
+            return self._replicas[None]
         scope = here()
         device = None if scope is None else scope.device
-        found = self._made.get(device)
-        if found is None:
-            found = self._made[device] = Replica(copy.deepcopy(self._template), self._names, self._adapt)
+        replica = self._replicas.get(device)
+        if replica is None:
+            replica = self._replicas[device] = Replica(copy.deepcopy(self._template), self._names, self._adapt)
         original = self._original()
         if original is not None:
-            for one, part in zip(original.modules(), found.modules.values(), strict=False):
-                part.training = one.training
-        return found
+            for source, part in zip(original.modules(), replica.modules.values(), strict=False):
+                part.training = source.training
+        return replica
 
 
 def copy_on_meta(module: nn.Module) -> nn.Module:

@@ -343,7 +343,7 @@ def refuse_unfit(what: str, stages: int, mesh: Mesh, schedule: Schedule, axis: s
 
 def on_place(layout: Layout, axis: str, place: int) -> Layout:
     """Return a layout restricted to one coordinate of an axis."""
-    return layout.with_spec(layout.spec.with_at({**dict(layout.spec.at), (axis,): place}).shapeless)
+    return layout.with_spec(layout.spec.replace(at={**dict(layout.spec.at), (axis,): place}).shapeless)
 
 
 def place_of(layout: Layout, axis: str) -> int | None:

@@ -187,15 +187,14 @@ def test_flat_ranges_cover_every_element_in_order(total, parts):
 
 
 @given(st.permutations(["a", "b", "c"]), st.integers(0, 2), st.integers(1, 3))
-def test_dim_ranges_cover_every_element_once(order, first, times):
+def test_spec_blocks_cover_every_element_once(order, first, times):
     axes = {"a": 2, "b": 3, "c": 2}
     dims = (tuple(order[:first]), tuple(order[first:]))
     shape = tuple(times * torch.tensor([axes[axis] for axis in names] or [1]).prod().item() for names in dims)
     covered = torch.zeros(shape)
     for device in range(12):
         coordinates = dict(zip(axes, arithmetic.unravel(device, list(axes.values())), strict=True))
-        ranges = arithmetic.dim_ranges(shape, dims, axes, coordinates)
-        covered[tuple(slice(*one) for one in ranges)] += 1
+        covered[tuple(slice(*side) for side in P(*dims).block(shape, axes, coordinates))] += 1
     assert (covered == 1).all()
 
 
@@ -256,7 +255,7 @@ def test_stacked_summands_have_the_arrays_memory_and_its_total(data):
     stacked.check()
     assert torch.equal(fs.unshard(stacked).sum(0), fs.unshard(x))
     varying = unstack(stacked, axes)
-    assert varying.spec == layout.spec.with_unreduced(()) and varying.shape == shape
+    assert varying.spec == layout.spec.replace(unreduced=None) and varying.shape == shape
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(varying.shards, x.shards, strict=True))
     with pytest.raises(LayoutError, match="must have a first dim"):
         unstack(varying, axes)

@@ -149,7 +149,7 @@ def test_optimizer_at_coordinates_equals_one_without(data):
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=4))
     wholes = [numbers(shape, seed) for seed, shape in enumerate(shapes)]
     rest = P.flat("data") if stage == 3 else P()
-    specs = [rest.with_at({"pipe": data.draw(st.sampled_from([0, 1]))}) for _ in shapes]
+    specs = [rest.replace(at={"pipe": data.draw(st.sampled_from([0, 1]))}) for _ in shapes]
     params, state = trained(fs.make_mesh(MESH), name, stage, wholes, specs)
     assert [x.spec for x in params] == specs
     lying = [x for x in flatten(state)[0] if isinstance(x, fs.Sharded)]

@@ -409,7 +409,9 @@ def test_buffers_on_the_mesh_keep_their_layout():
     _, _, found = with_buffers(batch_normed(), 3, lay=lay)
     assert all(isinstance(x, fs.Sharded) and x.spec == P() for x in found.values())
     assert_same_buffers(found, serial(batch_normed(), 6, "sgd")[1])
-    with pytest.raises(ValueError, match=r"buffers must be replicated .*; 1.running_mean has P.flat\(\"data\"\)"):
+    with pytest.raises(
+        ValueError, match=r"buffers must be replicated .*; 1.num_batches_tracked has P.flat\(\"data\"\)"
+    ):
         with_buffers(
             batch_normed(), 3, lay=lambda buffers, mesh: fs.device_put(buffers, fs.Layout(mesh, P.flat("data")))
         )
