@@ -4,16 +4,19 @@
     materialize(stage, seed=0)   the stage with memory, each lazy layer drawn by (seed, its name)
     draw(model, 0, names, take)  one lazy layer at a time: its tensors are passed on and freed
 
-A layer's draws from torch's generators depend only on the seed and its name in the full model. Memory is
+A layer's draws depend only on the seed and its name in the full model, not on the device that builds it. Memory is
 bounded by the largest lazy layer, so a model that no device can hold has a lazy layer per block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import random
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -24,7 +27,7 @@ from fshard.mesh.layout import Layout
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.run import local_devices
-from fshard.transforms.reproducible.randomness import keyed_random
+from fshard.transforms.reproducible.randomness import folded, keyed_random
 
 Args = ParamSpec("Args")
 Module = TypeVar("Module", bound=nn.Module)
@@ -125,7 +128,7 @@ def draw(
         tensors = {key: x for key, x in _tensors(part) if id(x) in left and key in recipe.names}
         if not tensors:
             continue
-        with keyed_random(seed, path):
+        with _drawn_by(seed, path):
             values = dict(_tensors(recipe.make()))
         for key, x in tensors.items():
             value = values.pop(key, None)
@@ -136,6 +139,20 @@ def draw(
             f"{who} of {type(module).__name__}: {', '.join([*left.values()][::-1])} must be described; got tensors on the "
             "meta device that no lazy layer makes again. Make its layer by fs.lazy."
         )
+
+
+@contextmanager
+def _drawn_by(seed: int, path: str) -> Generator[None]:
+    """Draw all random numbers by a layer's name, those of numpy and of Python too."""
+    python, of_numpy, key = random.getstate(), np.random.get_state(), folded(seed, path)
+    random.seed(key)
+    np.random.seed(key % (1 << 32))
+    try:
+        with keyed_random(seed, path):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
 
 
 def reserved(x: Any, layout: Layout) -> Sharded:
