@@ -1,9 +1,8 @@
 """Copy torch's thread-local state from the caller to a device's thread.
 
 A thread starts with torch's defaults, or with the state of its last run. A device's thread needs the caller's: grad
-mode, autocast, modes and hooks. Some state is different on purpose: one intra-op thread (bits depend on the number) on
-one processor, unless FSHARD_PIN=0, and backwards run in the calling thread (a collective in a shared backward thread
-would deadlock).
+mode, autocast, modes and hooks. Some state is different on purpose: one intra-op thread (bits depend on the number),
+and backwards run in the calling thread (a collective in a shared backward thread would deadlock).
 
 Forward mode is the one state that torch keeps per *process*: its level and, in torch.func, a count of nested jvps.
 `process_wide_state` enters a level before the threads start, so that all of them are nested in it and share it;
@@ -12,9 +11,6 @@ tangents are stored on tensors, so devices do not see those of others.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -37,31 +33,6 @@ from torch.utils._python_dispatch import (
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
-def pins_devices() -> bool:
-    """Return True unless FSHARD_PIN=0: devices may use all processors, which is better for large matrices only."""
-    return os.environ.get("FSHARD_PIN", "1") != "0"
-
-
-def device_processors() -> set[int]:
-    """Return the processors for the threads of devices: the caller's current one. Empty where they cannot be chosen."""
-    if not hasattr(os, "sched_setaffinity"):
-        return set()
-    allowed = os.sched_getaffinity(0)
-    current = _libc.sched_getcpu() if _libc is not None and pins_devices() else None
-    return {current} if current in allowed else allowed
-
-
-def _load_libc() -> ctypes.CDLL | None:
-    try:
-        libc = ctypes.CDLL(None)
-        return libc if hasattr(libc, "sched_getcpu") else None
-    except OSError:
-        return None
-
-
-_libc = _load_libc() if sys.platform == "linux" else None
-
-
 @dataclass(frozen=True)
 class ThreadState:
     """The caller's per-thread settings, read by `capture`, put in force by `set`."""
@@ -78,14 +49,13 @@ class ThreadState:
     saved_hooks: tuple[Any, Any] | None
     hooks_disabled: str | None
     cuda: tuple[int, Any] | None
-    threads: int
     batches: int
     """Nesting depth of autograd's own vmap, for `is_grads_batched` and `vectorize`."""
 
     @classmethod
     def capture(cls, device_type: str) -> ThreadState:
         """Read the calling thread's settings."""
-        kinds = {"cpu", "cuda", device_type} - {"meta"}
+        kinds = {"cpu", device_type} - {"meta"}
         return cls(
             device_type=device_type,
             grad=torch.is_grad_enabled(),
@@ -99,7 +69,6 @@ class ThreadState:
             saved_hooks=_C._autograd._top_saved_tensors_default_hooks(True),
             hooks_disabled=_C._autograd._saved_tensors_hooks_get_disabled_error_message(),
             cuda=(torch.cuda.current_device(), torch.cuda.current_stream()) if device_type == "cuda" else None,
-            threads=1 if pins_devices() else torch.get_num_threads(),
             batches=batches_nested(),
         )
 
@@ -112,7 +81,7 @@ class ThreadState:
 
     def set(self) -> Callable[[], None]:
         """Apply them to the calling thread; return the function that undoes the nested ones."""
-        torch.set_num_threads(self.threads)
+        torch.set_num_threads(1)
         stack = ExitStack()
         if self.inference:
             stack.enter_context(torch.inference_mode())
@@ -157,10 +126,9 @@ class ThreadState:
             stack.enter_context(_C.DisableTorchFunctionSubclass())
 
 
-def left_open() -> bool:
-    """Return True if the calling thread has modes, hooks or a default device that a run did not undo."""
-    hooks = _C._autograd._top_saved_tensors_default_hooks(True) or torch.is_inference_mode_enabled()
-    return bool(_C._len_torch_function_stack() or _C._len_torch_dispatch_stack() or hooks or batches_nested())
+def has_open_modes() -> bool:
+    """Return True if the calling thread has modes, such as a default device, that a run did not undo."""
+    return bool(_C._len_torch_function_stack() or _C._len_torch_dispatch_stack())
 
 
 def batches_nested() -> int:
@@ -175,10 +143,7 @@ def _leave_autocast() -> None:
 
 
 class _ProcessWide:
-    """Keep one forward-mode level open for all device threads, and restore the default thread count.
-
-    Runs and devices are counted; the last one restores, since a run may return before one of its devices.
-    """
+    """Keep one forward-mode level open for all device threads, and restore the default thread count after the last run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
