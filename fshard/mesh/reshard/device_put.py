@@ -80,20 +80,37 @@ def spread(x: Tensor, layout: Layout) -> Sharded:
 
 def shard_of(x: Tensor, layout: Layout, device: int) -> Tensor:
     """Return a view of a global value: the shard of one device."""
-    ranges = layout.ranges(x.shape, device)
-    if layout.spec.is_flat and layout.spec.entries:
-        x = x[tuple([slice(*one) for one in layout.block(x.shape, device)])]
+    block, ranges = _slices(layout, x.shape, (device,))[0]
+    return _view(x, layout, block, ranges)
+
+
+@lru_cache(maxsize=1024)
+def _slices(
+    layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]
+) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Return for each device the slices of its block, if that is flattened, and those of its shard."""
+    is_block = layout.spec.is_flat and bool(layout.spec.entries)
+    blocks = [layout.block(shape, device) if is_block else () for device in devices]
+    shards = [layout.ranges(shape, device) for device in devices]
+    return [
+        (tuple([slice(*dim) for dim in block]), tuple([slice(*dim) for dim in shard]))
+        for block, shard in zip(blocks, shards, strict=True)
+    ]
+
+
+def _view(x: Tensor, layout: Layout, block: tuple[slice, ...], ranges: tuple[slice, ...]) -> Tensor:
+    x = x[block] if block else x
     flat = x.reshape(-1) if layout.spec.is_flat or not x.ndim else x
-    return flat[tuple([slice(*one) for one in ranges])] if ranges else x
+    return flat[ranges] if ranges else x
 
 
 def sliced(x: Tensor, layout: Layout) -> Tensors:
     """Return the shards of a global value on the devices held here, as views. No gradient is recorded as of shards."""
     x = in_memory(x, layout.mesh, "device")
     devices = local_devices(layout.mesh)
-    return tuple(
-        [shard_of(x, layout, device) for device in devices] if layout.spec.sharded_axes else [x] * len(devices)
-    )
+    if not layout.spec.sharded_axes:
+        return (x,) * len(devices)
+    return tuple([_view(x, layout, *slices) for slices in _slices(layout, x.shape, devices)])
 
 
 def moves(x: Sharded, layout: Layout) -> bool:
@@ -277,8 +294,8 @@ def reshard_all(
         columns = [_placed(x.shards, x.layout, "device") for x in given]
         if any(way.steps for way in ways):
 
-            def program(device: int, own: Tensors, ways: Sequence[ReshardPlan] = ways) -> Tensors:
-                return tuple(go(own[: len(ways)], ways, site, into=own[len(ways) :])())
+            def program(device: int, xs: Tensors, ways: Sequence[ReshardPlan] = ways) -> Tensors:
+                return tuple(go(xs[: len(ways)], ways, site, into=xs[len(ways) :])())
 
             columns = run_mapped(
                 mesh, program, [*columns, *(_room(into[place], xs[place].dtype) for place in places if into)]

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,8 +29,11 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 Item = TypeVar("Item")
 
-Program = Callable[[int, Tensors], Tensors]
-"""A program of one device: from its number and its tensors to its results."""
+
+class Program(Protocol):
+    """A program of one device: from its number and its tensors to its results."""
+
+    def __call__(self, device: int, xs: Tensors) -> Tensors: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class MappedRun:
     derived: bool = False
     random: Tensor | None = None
 
-    def devices(self, xs: list[Tensors], program: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
+    def devices(self, xs: list[Tensors], program: Program) -> list[Tensors]:
         """Run a program on every device, each with its own tensors."""
         return run_on_devices(
             self.mesh,
@@ -82,8 +86,8 @@ def run_mapped(
     `columns` and the result have one entry per tensor: its shards, in device order.
     """
     if not is_outside(mesh):
-        own = tuple(column[0] for column in columns)
-        (results,) = run_on_devices(mesh, lambda device: program(device, own), mapped=mapped, checked=checked)
+        body = partial(program, xs=tuple([column[0] for column in columns]))
+        (results,) = run_on_devices(mesh, body, mapped=mapped, checked=checked)
         return [(result,) for result in results]
     random = random_state(mesh.device_type)
     run = MappedRun(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random)
@@ -121,12 +125,9 @@ def _values(run: MappedRun, tape: Tape | None, flat: Tensors) -> Tensors:
             for x, need in zip(xs, tape.needs, strict=True):
                 x.requires_grad_(need)
 
-    def taped(device: int, xs: Tensors) -> Tensors:
-        watch = RefuseTransformed() if run.within and not run.derived else nullcontext()
-        with torch.set_grad_enabled(run.grad), watch:
-            return run.program(device, xs)
-
-    outputs = run.devices(inputs, taped)
+    watch = RefuseTransformed() if run.within and not run.derived else nullcontext()
+    with torch.set_grad_enabled(run.grad), watch:  # which the threads of devices inherit
+        outputs = run.devices(inputs, run.program)
     if tape is not None:
         tape.inputs, tape.outputs = inputs, outputs
     if not run.derived:
@@ -144,11 +145,10 @@ def _pull_back(run: MappedRun, tape: Tape, cotangents: Tensors) -> tuple[Tensor 
     n = run.mesh.size
     wanted = [place for place, need in enumerate(tape.needs) if need]
 
-    def back(device: int, _: Tensors) -> Tensors:
-        xs = [tape.inputs[device][place] for place in wanted]
-        return backward(tape.outputs[device], xs, cotangents[device::n])
+    def back(device: int, xs: Tensors) -> Tensors:
+        return backward(tape.outputs[device], [xs[place] for place in wanted], cotangents[device::n])
 
-    found = run.devices([()] * n, back)
+    found = run.devices(tape.inputs, back)
     tape.inputs, tape.outputs = [], []
     return _at_places(list(zip(*found, strict=True)), wanted, len(tape.needs), n)
 
@@ -181,14 +181,16 @@ def backward(ys: Tensors, xs: list[Tensor], gs: Tensors, *, create_graph: bool =
 def _vjp(run: MappedRun, wanted: tuple[int, ...], width: int) -> MappedRun:
     """Return the run that computes cotangents of the inputs at `wanted` from all inputs and the results' cotangents."""
 
-    def program(device: int, given: Tensors) -> Tensors:
-        xs, gs = given[:width], given[width:]
+    def program(device: int, xs: Tensors) -> Tensors:
+        inputs, gs = xs[:width], xs[width:]
         if transformed():
-            return _pull_by_func(lambda *ys: run.program(device, ys), xs, wanted, gs)
-        higher = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+            return _pull_by_func(lambda *ys: run.program(device, ys), inputs, wanted, gs)
+        higher = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
         with torch.enable_grad():
-            chosen = [x if x.requires_grad else x.detach().requires_grad_() for x in (xs[place] for place in wanted)]
-            ys = run.program(device, _replaced(xs, wanted, tuple(chosen)))
+            chosen = [
+                x if x.requires_grad else x.detach().requires_grad_() for x in (inputs[place] for place in wanted)
+            ]
+            ys = run.program(device, _replaced(inputs, wanted, tuple(chosen)))
             return backward(ys, chosen, gs, create_graph=higher)
 
     return replace(run, program=program, derived=True)
@@ -209,13 +211,13 @@ def _pull_by_func(f: Callable[..., Tensors], xs: Tensors, wanted: tuple[int, ...
 def _jvp(run: MappedRun, width: int, moving: tuple[int, ...]) -> MappedRun:
     """Return the run that computes tangents of the results from all inputs and the tangents of those at `moving`."""
 
-    def program(device: int, given: Tensors) -> Tensors:
-        xs, tangents = given[:width], given[width:]
+    def program(device: int, xs: Tensors) -> Tensors:
+        inputs, tangents = xs[:width], xs[width:]
 
         def of_moving(*chosen: Tensor) -> Tensors:
-            return run.program(device, _replaced(xs, moving, chosen))
+            return run.program(device, _replaced(inputs, moving, chosen))
 
-        return torch.func.jvp(of_moving, tuple(_apart(xs[place]) for place in moving), tangents)[1]
+        return torch.func.jvp(of_moving, tuple(_apart(inputs[place]) for place in moving), tangents)[1]
 
     return replace(run, program=program, derived=True)
 
