@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from fshard.ambient import inherit, inherited
 from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
-from fshard.mesh.collectives import ledger
+from fshard.mesh.collectives.ledger import active
 from fshard.mesh.collectives.moves import Purpose, describe, named, purpose, uneven
 from fshard.mesh.layout import dtype_name
 from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
@@ -175,7 +176,8 @@ class VirtualWorld(OneProcessWorld):
         if self.mesh.size == 1:
             return [self._run_alone(body, random)]
         results: list[Any] = [None] * self.mesh.size
-        kind, state, ledgers = self.mesh.device_type, ThreadState.capture(self.mesh.device_type), tuple(ledger.active())
+        kind, state = self.mesh.device_type, ThreadState.capture(self.mesh.device_type)
+        current = inherited() | {"ledgers": tuple(active())}
         before = random_state(kind)
         self._random = [before if random is None else random] * self.mesh.size
         threads = self._threads = DeviceThreads.idle() if keep else DeviceThreads()
@@ -185,7 +187,7 @@ class VirtualWorld(OneProcessWorld):
                 if not self._stopping:
                     set_random_state(kind, self._random[device])
                     self._status[device] = "is running"
-                    ledger.inherit(ledgers)
+                    inherit(current)
                     undo = state.set()
                     try:
                         results[device] = body(device)

@@ -30,7 +30,7 @@ from fshard.mesh.layout import PyTree, as_written
 from fshard.mesh.reshard.device_put import shard_of
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.spmd.call_plan import ArgumentPlan, CallPlans, PlannedTensor, unnamed
-from fshard.mesh.spmd.global_inputs import gather_all
+from fshard.mesh.spmd.check_equal import gather_all
 from fshard.mesh.spmd.outer_autograd import backward, saving_is_watched
 from fshard.mesh.spmd.scope import entered, require
 from fshard.source import Site
@@ -75,11 +75,11 @@ class Audit(LinearMap):
 
     def _compare(self, xs: Tensors, random: Tensor) -> None:
         scope = require("shard_map")
-        with entered(scope.twin(checked=True)):
+        with entered(scope.replaced(checked=True)):
             typed, results = self._by_types(_leaves(xs))
         set_random_state(scope.mesh.device_type, random)
         try:
-            with entered(scope.twin(own=self.plans.mapped)):
+            with entered(scope.replaced(checked=False, own=scope.own.union(self.plans.mapped))):
                 own, others = self._by_devices(_leaves(xs))
         except LayoutError:  # it reshards, which relies on types
             return

@@ -21,7 +21,7 @@ from torch.autograd.function import Function
 from fshard.mesh.collectives.autograd import Tensors, leading, over_many, recorded, transformed
 from fshard.mesh.layout import Mesh
 from fshard.mesh.runtimes.thread_state import random_state
-from fshard.mesh.spmd.check_equal import RefuseTransformed, refuse_captured
+from fshard.mesh.spmd.captured import RefuseTransformed, refuse_captured
 from fshard.mesh.spmd.run import is_outside, run_on_devices
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]

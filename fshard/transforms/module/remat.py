@@ -19,7 +19,6 @@ simply called and all is saved. A part of fn that itself calls such a transform 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from fshard.ambient import ambient
 from fshard.errors import PolicyError
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import flatten, unflatten
@@ -221,11 +221,11 @@ class Keeping(TorchDispatchMode):
         self._makers: dict[int, Made] = {}
 
     def __enter__(self) -> Any:
-        _open.regions = (*_open.regions, self)
+        ambient.regions = (*ambient.regions, self)  # from the outside in
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _open.regions = _open.regions[:-1]
+        ambient.regions = ambient.regions[:-1]
         self._makers = {}
         super().__exit__(*error)
 
@@ -281,18 +281,9 @@ class Replaying(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _OpenRegions(threading.local):
-    """The regions whose forward runs in this thread, from the outside in."""
-
-    regions: tuple[Keeping, ...] = ()
-
-
-_open = _OpenRegions()
-
-
 def mark(x: Tensor, label: str) -> None:
     """Pass a value's name to the surrounding regions."""
-    for region in _open.regions:
+    for region in ambient.regions:
         region.mark(x, label)
 
 
