@@ -15,14 +15,13 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch._functorch.eager_transforms as functorch  # pyright: ignore[reportMissingTypeStubs]
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
@@ -37,17 +36,16 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 class ThreadState:
     """The caller's per-thread settings, read by `capture`, put in force by `set`."""
 
-    device_type: str
     grad: bool
     inference: bool
     forward_grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: dict[str, torch.dtype | None]
+    """The dtype of each kind of device, None where autocast is off."""
     autocast_cache: bool
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
     torch_function: tuple[bool, bool]
     saved_hooks: tuple[Any, Any] | None
-    hooks_disabled: str | None
     cuda: tuple[int, Any] | None
     batches: int
     """Nesting depth of autograd's own vmap, for `is_grads_batched` and `vectorize`."""
@@ -57,27 +55,20 @@ class ThreadState:
         """Read the calling thread's settings."""
         kinds = {"cpu", device_type} - {"meta"}
         return cls(
-            device_type=device_type,
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             forward_grad=_C._is_fwd_grad_enabled(),
-            autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+            autocast={
+                kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds
+            },
             autocast_cache=torch.is_autocast_cache_enabled(),
             function_modes=tuple(_get_current_function_mode_stack()),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
             torch_function=(_C._is_torch_function_enabled(), _C._is_torch_function_all_disabled()),
             saved_hooks=_C._autograd._top_saved_tensors_default_hooks(True),
-            hooks_disabled=_C._autograd._saved_tensors_hooks_get_disabled_error_message(),
             cuda=(torch.cuda.current_device(), torch.cuda.current_stream()) if device_type == "cuda" else None,
             batches=batches_nested(),
         )
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """True if no mode is nested: then all differences from torch's defaults are plain settings."""
-        nested = self.function_modes or self.dispatch_modes or self.saved_hooks or self.hooks_disabled or self.batches
-        casts = any(enabled for _, enabled, _ in self.autocast)
-        return not (nested or casts or self.inference) and self.torch_function == (True, False)
 
     def set(self) -> Callable[[], None]:
         """Apply them to the calling thread; return the function that undoes the nested ones."""
@@ -91,39 +82,27 @@ class ThreadState:
         if self.cuda is not None:
             torch.cuda.set_device(self.cuda[0])
             torch.cuda.set_stream(self.cuda[1])
-        for kind, enabled, dtype in self.autocast:
-            torch.set_autocast_dtype(kind, dtype)
-            torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_cache_enabled(self.autocast_cache)
-        if not self.is_plain:
-            self._nest(stack)
-        return stack.close
-
-    def _nest(self, stack: ExitStack) -> None:
-        if any(enabled for _, enabled, _ in self.autocast):
-            torch.autocast_increment_nesting()
-            stack.callback(_leave_autocast)
+        for kind, dtype in self.autocast.items():
+            torch.set_autocast_enabled(kind, False)
+            if dtype is not None:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.autocast_cache))
         for _ in range(self.batches):
             _C._vmapmode_increment_nesting()
             stack.callback(_C._vmapmode_decrement_nesting)
         if self.saved_hooks is not None:
             stack.enter_context(saved_tensors_hooks(*self.saved_hooks))
-        if self.hooks_disabled is not None:
-            stack.enter_context(disable_saved_tensors_hooks(self.hooks_disabled))
-        self._push_modes(stack)  # last: from here on torch calls go through them
-
-    def _push_modes(self, stack: ExitStack) -> None:
         for mode in self.dispatch_modes:
             _push_mode(mode)
             stack.callback(_pop_mode)
-        for mode in self.function_modes:
+        for mode in self.function_modes:  # from here on torch calls go through them
             _C._push_on_torch_function_stack(mode)
             stack.callback(_C._pop_torch_function_stack)
-        enabled, all_disabled = self.torch_function
-        if all_disabled:
+        is_enabled, is_all_disabled = self.torch_function
+        if is_all_disabled:
             stack.enter_context(_C.DisableTorchFunction())
-        elif not enabled:
+        elif not is_enabled:
             stack.enter_context(_C.DisableTorchFunctionSubclass())
+        return stack.close
 
 
 def has_open_modes() -> bool:
@@ -135,11 +114,6 @@ def batches_nested() -> int:
     """Return the nesting depth of autograd's own vmap in the calling thread; torch has no query for it."""
     _C._vmapmode_increment_nesting()
     return _C._vmapmode_decrement_nesting()
-
-
-def _leave_autocast() -> None:
-    if torch.autocast_decrement_nesting() == 0:
-        torch.clear_autocast_cache()
 
 
 class _ProcessWide:
