@@ -23,9 +23,10 @@ ROOT = Path(__file__).parents[1]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Single modules below all packages, such as fshard/errors.py.
-GROUND = {"copying", "errors", "foreign_names", "source", "uncompiled"}
+GROUND = {"ambient", "copying", "errors", "foreign_names", "source", "uncompiled"}
 # package -> the packages it may import, besides itself. `fshard` is fshard/__init__.py.
 MAY_IMPORT = {
+    "ambient": set(),
     "errors": set(),
     "source": {"errors"},
     "foreign_names": set(),
@@ -173,6 +174,45 @@ def test_upward_import_is_reported(path, source, complaint):
 )
 def test_downward_import_passes(path, source):
     assert violations({path: source}) == []
+
+
+# The layers of fshard/mesh, from the bottom up. A module is in the layer of its longest prefix.
+MESH_LAYERS = (
+    ("layout",),  # meshes, specs, layouts, trees
+    ("collectives.moves", "collectives.ledger", "reshard.exchange", "reshard.regions"),  # collectives as data
+    ("spmd.scope",),  # the device that code runs as, and its groups
+    ("runtimes", "shared_memory"),  # worlds and transports
+    ("collectives.autograd",),  # collectives as autograd Functions
+    ("spmd.check_equal",),
+    ("collectives",),  # collectives on trees
+    ("spmd",),  # a function on every device
+    ("layout.sharded", "layout.make", "layout.dtensor", "collectives.on_shards"),  # global arrays
+    ("spmd.outer_autograd", "spmd.captured"),
+    ("reshard",),
+    ("spmd.shard_map", "spmd.call_plan", "spmd.gradient_audit"),
+    ("",),  # fshard.mesh itself
+)
+
+
+def mesh_layer(module: str) -> int:
+    """Return the layer of a module of fshard.mesh."""
+    name = module.removeprefix("fshard.mesh").removeprefix(".")
+    prefixes = {prefix: layer for layer, row in enumerate(MESH_LAYERS) for prefix in row}
+    fits = [prefix for prefix in prefixes if prefix in ("", name) or name.startswith(f"{prefix}.")]
+    return prefixes[max(fits, key=len)]
+
+
+def test_imports_inside_mesh_point_downwards():
+    names = {module_name(path): path for path in MODULES}
+    found: list[str] = []
+    for name, path in names.items():
+        if name.startswith("fshard.mesh"):
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            for line, target in imports(path.read_text(encoding="utf-8"), package):
+                target = target if target in names else target.rpartition(".")[0]
+                if target.startswith("fshard.mesh") and mesh_layer(target) > mesh_layer(name):
+                    found.append(f"{name}:{line} imports {target}")
+    assert found == []
 
 
 def module_name(path: Path) -> str:

@@ -67,12 +67,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _examine_launched(processes: int | None, device: str | None, as_json: bool) -> int:
     """Examine the processes that a launcher has started; the first of them prints."""
-    here, count, rank = process_info(), fs.mesh.process_count(), fs.mesh.process_index()
+    info, count, rank = process_info(), fs.mesh.process_count(), fs.mesh.process_index()
     if processes not in (None, count):
         raise MeshError(f"--processes must be the number of processes started, {count}; got {processes}. Leave it out.")
     found: list[Any] = [None] * count
     try:
-        own = examine(device, here.by if here is not None else "torch.distributed")
+        own = examine(device, info.launcher if info is not None else "torch.distributed")
         dist.all_gather_object(found, own)
         verdict = judge(found)
     except Exception as error:

@@ -20,7 +20,7 @@ from fshard.errors import FshardError
 from fshard.mesh.layout import PyTree, flatten_with_paths
 from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.spmd.global_inputs import digest
-from fshard.mesh.spmd.scope import Group, loss_scope
+from fshard.mesh.spmd.scope import Group, loss_scope, require
 from fshard.optim.scaling import finite_scale
 from fshard.source import Site
 from fshard.transforms.agreement import (
@@ -227,7 +227,7 @@ class DeviceStep:
 
     def differentiate(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
         """Run autograd, which calls the backwards of units, and runs parts of the forward again."""
-        is_idle = self.runtime.scope.slice.is_idle
+        is_idle = require("a loss function").slice.is_idle
         with self.runtime.reductions.collecting(), self._loss_scope(is_idle=is_idle):
             torch.autograd.grad(outputs, [self.runtime.anchor], cotangents, allow_unused=True)
 

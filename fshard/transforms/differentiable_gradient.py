@@ -45,14 +45,14 @@ def differentiable_gradient(
     slices = [parts.slices(place, 1)[0] for place in range(len(parts.devices))]
     tensors = [place for place, x in enumerate(slices[0].leaves) if isinstance(x, Tensor)]
 
-    def on_device(device: int, given: Tensors) -> Tensors:
+    def on_device(device: int, xs: Tensors) -> Tensors:
         """Return the mean loss of all devices, each of which takes its part of the batch."""
         place = parts.devices.index(device) if len(parts.devices) > 1 else 0
         part, own = slices[place], [*slices[place].leaves]
-        for index, x in zip(tensors, given[len(leaves) :], strict=True):
+        for index, x in zip(tensors, xs[len(leaves) :], strict=True):
             own[index] = x
         samples = parts.tree(own, dtype)
-        varying = [pvary(x if dtype is None else x.to(dtype), mesh.axis_names) for x in given[: len(leaves)]]
+        varying = [pvary(x if dtype is None else x.to(dtype), mesh.axis_names) for x in xs[: len(leaves)]]
         number = require("a loss function").group(parts.axes, "value_and_grad").index if parts.axes else 0
         with keyed_random(key, 0, number), loss_scope(mesh.axis_names):
             loss = one_loss(options, options.loss_fn(restore(unflatten(structure, varying)), samples), part)

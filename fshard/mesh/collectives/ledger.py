@@ -9,7 +9,6 @@ the most that any device sends.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from fractions import Fraction
 from io import StringIO
 from typing import TYPE_CHECKING, NamedTuple
 
+from fshard.ambient import ambient, setting
 from fshard.source import Site
 
 if TYPE_CHECKING:  # it is imported where a table is shown
@@ -162,38 +162,18 @@ def _number(count: Fraction) -> str:
     return f"{float(count):,.{digits}f}"
 
 
-class _OpenLedgers(threading.local):
-    """The open ledgers. Device threads have their own list; all other threads share one."""
-
-    ledgers: Sequence[Ledger] | None = None
-
-
-_open = _OpenLedgers()
 _shared: list[Ledger] = []
+"""The open ledgers, which all threads share but those of devices; these have the list of their caller."""
 
 
 def active() -> Sequence[Ledger]:
     """Return the ledgers that the calling thread writes to."""
-    return _shared if _open.ledgers is None else _open.ledgers
-
-
-def inherit(ledgers: Sequence[Ledger] | None) -> None:
-    """Make a device's thread write to the ledgers of the thread that started it."""
-    _open.ledgers = None if ledgers is None else tuple(ledgers)
-
-
-@contextmanager
-def _writing(ledgers: Sequence[Ledger]) -> Generator[None]:
-    before, _open.ledgers = _open.ledgers, ledgers
-    try:
-        yield
-    finally:
-        _open.ledgers = before
+    return _shared if ambient.ledgers is None else ambient.ledgers
 
 
 def uncounted() -> AbstractContextManager[None]:
     """Exclude the calling thread's collectives from all ledgers."""
-    return _writing(())
+    return setting(ledgers=())
 
 
 @contextmanager
@@ -211,12 +191,12 @@ def ledger() -> Generator[Ledger]:
     {('psum', ('data',)): (1, Fraction(12, 1))}
     """
     opened = Ledger()
-    if _open.ledgers is None:
+    if ambient.ledgers is None:
         _shared.append(opened)
         try:
             yield opened
         finally:
             _shared[:] = [other for other in _shared if other is not opened]
     else:
-        with _writing((*_open.ledgers, opened)):
+        with setting(ledgers=(*ambient.ledgers, opened)):
             yield opened

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
 from typing import Literal, get_args
 
+from fshard.ambient import ambient, setting
 from fshard.errors import MeshError
 from fshard.mesh.layout import arithmetic
 from fshard.mesh.layout.spec import Axes, CachedHash, as_axes
@@ -137,9 +137,6 @@ class Mesh(CachedHash):
     __repr__ = __str__
 
 
-_context: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
-
-
 @contextmanager
 def use_mesh(mesh: Mesh) -> Generator[Mesh]:
     """Use a mesh for the calls in the block that name none: `shard_map`, `run`, `shard_params`, and a P as a layout.
@@ -152,16 +149,13 @@ def use_mesh(mesh: Mesh) -> Generator[Mesh]:
     ...     print(fs.typeof(fs.device_put(torch.zeros(4), P("data"))))
     f32[4@data]
     """
-    token = _context.set(require_mesh("use_mesh", mesh))
-    try:
+    with setting(mesh=require_mesh("use_mesh", mesh)):
         yield mesh
-    finally:
-        _context.reset(token)
 
 
 def require_mesh(what: str, mesh: object = None) -> Mesh:
     """Return a mesh, by default that of `use_mesh`; raise if there is none."""
-    mesh = _context.get() if mesh is None else mesh
+    mesh = ambient.mesh if mesh is None else mesh
     if isinstance(mesh, Mesh):
         return mesh
     hint = "" if mesh is not None else " Write mesh=, or call it in a block: with fs.use_mesh(mesh)."

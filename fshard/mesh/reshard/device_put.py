@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from numbers import Number
 from typing import Any
 
@@ -78,20 +78,37 @@ def spread(x: Tensor, layout: Layout) -> Sharded:
 
 def shard_of(x: Tensor, layout: Layout, device: int) -> Tensor:
     """Return a view of a global value: the shard of one device."""
-    ranges = layout.ranges(x.shape, device)
-    if layout.spec.is_flat and layout.spec.entries:
-        x = x[tuple([slice(*side) for side in layout.block(x.shape, device)])]
+    block, ranges = _slices(layout, x.shape, (device,))[0]
+    return _view(x, layout, block, ranges)
+
+
+@lru_cache(maxsize=1024)
+def _slices(
+    layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]
+) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Return for each device the slices of its block, if that is flattened, and those of its shard."""
+    is_block = layout.spec.is_flat and bool(layout.spec.entries)
+    blocks = [layout.block(shape, device) if is_block else () for device in devices]
+    shards = [layout.ranges(shape, device) for device in devices]
+    return [
+        (tuple([slice(*side) for side in block]), tuple([slice(*side) for side in shard]))
+        for block, shard in zip(blocks, shards, strict=True)
+    ]
+
+
+def _view(x: Tensor, layout: Layout, block: tuple[slice, ...], ranges: tuple[slice, ...]) -> Tensor:
+    x = x[block] if block else x
     flat = x.reshape(-1) if layout.spec.is_flat or not x.ndim else x
-    return flat[tuple([slice(*side) for side in ranges])] if ranges else x
+    return flat[ranges] if ranges else x
 
 
 def sliced(x: Tensor, layout: Layout) -> Tensors:
     """Return the shards of a global value on the devices held here, as views. No gradient is recorded as of shards."""
     x = in_memory(x, layout.mesh, "device")
     devices = local_devices(layout.mesh)
-    return tuple(
-        [shard_of(x, layout, device) for device in devices] if layout.spec.sharded_axes else [x] * len(devices)
-    )
+    if not layout.spec.sharded_axes:
+        return (x,) * len(devices)
+    return tuple([_view(x, layout, *slices) for slices in _slices(layout, x.shape, devices)])
 
 
 def moves(x: Sharded, layout: Layout) -> bool:
@@ -282,8 +299,8 @@ def _firsts(xs: Sequence[Sharded], layouts: Sequence[Layout]) -> Sequence[int]:
     return [firsts.setdefault((*key_of(x), to), index) for index, (x, to) in enumerate(zip(xs, layouts, strict=True))]
 
 
-def _on_device(plans: Sequence[ReshardPlan], site: Site, device: int, shards: Tensors) -> Tensors:
-    return tuple(go(shards, plans, site)())
+def _on_device(plans: Sequence[ReshardPlan], site: Site, device: int, xs: Tensors) -> Tensors:
+    return tuple(go(xs, plans, site)())
 
 
 def _validate_arrays(xs: Sequence[Sharded], mesh: Mesh) -> None:

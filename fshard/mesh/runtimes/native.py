@@ -6,13 +6,13 @@ as 32-bit ones, complex numbers as pairs of reals, and so on, wherever that is e
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fshard.ambient import ambient
 from fshard.mesh.collectives.moves import Broadcast, Extreme, Permute, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, combined, flipped
 from fshard.mesh.reshard.exchange import Parts
@@ -21,7 +21,6 @@ from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
 _dist: Any = dist
 _all_gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor  # the name before torch 2.13
 _reduce_scatter = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
-fixed_order: ContextVar[bool] = ContextVar("fixed_order", default=False)
 """True in reproducible mode: sums in the tree of `arithmetic`, not in the backend's order, which varies with n and size."""
 
 _REDUCES_AS = {
@@ -157,7 +156,7 @@ def _combined(rows: Tensor, move: Wired) -> Tensor:
 
 def _in_mode(usual: WireFunction, reproducible: WireFunction) -> WireFunction:
     """Return the wire that is `reproducible` in that mode, else the `usual` one."""
-    return lambda call, x, move: (reproducible if fixed_order.get() else usual)(call, x, move)
+    return lambda call, x, move: (reproducible if ambient.fixed_order else usual)(call, x, move)
 
 
 WIRES: dict[str, WireFunction] = {

@@ -1,9 +1,8 @@
 """Copy torch's thread-local state from the caller to a device's thread.
 
 A thread starts with torch's defaults, or with the state of its last run. A device's thread needs the caller's: grad
-mode, autocast, modes and hooks. Some state is different on purpose: one intra-op thread (bits depend on the number) on
-one processor, unless FSHARD_PIN=0, and backwards run in the calling thread (a collective in a shared backward thread
-would deadlock).
+mode, autocast, modes and hooks. Some state is different on purpose: one intra-op thread (bits depend on the number),
+and backwards run in the calling thread (a collective in a shared backward thread would deadlock).
 
 Forward mode is the one state that torch keeps per *process*: its level and, in torch.func, a count of nested jvps.
 `process_wide_state` enters a level before the threads start, so that all of them are nested in it and share it;
@@ -12,21 +11,17 @@ tangents are stored on tensors, so devices do not see those of others.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch._functorch.eager_transforms as functorch  # pyright: ignore[reportMissingTypeStubs]
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
@@ -37,82 +32,47 @@ from torch.utils._python_dispatch import (
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
-def pins_devices() -> bool:
-    """Return True unless FSHARD_PIN=0: devices may use all processors, which is better for large matrices only."""
-    return os.environ.get("FSHARD_PIN", "1") != "0"
-
-
-def device_processors() -> set[int]:
-    """Return the processors for the threads of devices: the caller's current one. Empty where they cannot be chosen."""
-    if not hasattr(os, "sched_setaffinity"):
-        return set()
-    allowed = os.sched_getaffinity(0)
-    current = _libc.sched_getcpu() if _libc is not None and pins_devices() else None
-    return {current} if current in allowed else allowed
-
-
-def _load_libc() -> ctypes.CDLL | None:
-    try:
-        libc = ctypes.CDLL(None)
-        return libc if hasattr(libc, "sched_getcpu") else None
-    except OSError:
-        return None
-
-
-_libc = _load_libc() if sys.platform == "linux" else None
-
-
 @dataclass(frozen=True)
 class ThreadState:
     """The caller's per-thread settings, read by `capture`, put in force by `set`."""
 
-    device_type: str
     grad: bool
     inference: bool
     forward_grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: dict[str, torch.dtype | None]
+    """The dtype of each kind of device, None where autocast is off."""
     autocast_cache: bool
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
     torch_function: tuple[bool, bool]
     saved_hooks: tuple[Any, Any] | None
-    hooks_disabled: str | None
     cuda: tuple[int, Any] | None
-    threads: int
     batches: int
     """Nesting depth of autograd's own vmap, for `is_grads_batched` and `vectorize`."""
 
     @classmethod
     def capture(cls, device_type: str) -> ThreadState:
         """Read the calling thread's settings."""
-        kinds = {"cpu", "cuda", device_type} - {"meta"}
+        kinds = {"cpu", device_type} - {"meta"}
         return cls(
-            device_type=device_type,
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             forward_grad=_C._is_fwd_grad_enabled(),
-            autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+            autocast={
+                kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds
+            },
             autocast_cache=torch.is_autocast_cache_enabled(),
             function_modes=tuple(_get_current_function_mode_stack()),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
             torch_function=(_C._is_torch_function_enabled(), _C._is_torch_function_all_disabled()),
             saved_hooks=_C._autograd._top_saved_tensors_default_hooks(True),
-            hooks_disabled=_C._autograd._saved_tensors_hooks_get_disabled_error_message(),
             cuda=(torch.cuda.current_device(), torch.cuda.current_stream()) if device_type == "cuda" else None,
-            threads=1 if pins_devices() else torch.get_num_threads(),
             batches=batches_nested(),
         )
 
-    @cached_property
-    def is_plain(self) -> bool:
-        """True if no mode is nested: then all differences from torch's defaults are plain settings."""
-        nested = self.function_modes or self.dispatch_modes or self.saved_hooks or self.hooks_disabled or self.batches
-        casts = any(enabled for _, enabled, _ in self.autocast)
-        return not (nested or casts or self.inference) and self.torch_function == (True, False)
-
     def set(self) -> Callable[[], None]:
         """Apply them to the calling thread; return the function that undoes the nested ones."""
-        torch.set_num_threads(self.threads)
+        torch.set_num_threads(1)
         stack = ExitStack()
         if self.inference:
             stack.enter_context(torch.inference_mode())
@@ -122,45 +82,32 @@ class ThreadState:
         if self.cuda is not None:
             torch.cuda.set_device(self.cuda[0])
             torch.cuda.set_stream(self.cuda[1])
-        for kind, enabled, dtype in self.autocast:
-            torch.set_autocast_dtype(kind, dtype)
-            torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_cache_enabled(self.autocast_cache)
-        if not self.is_plain:
-            self._nest(stack)
-        return stack.close
-
-    def _nest(self, stack: ExitStack) -> None:
-        if any(enabled for _, enabled, _ in self.autocast):
-            torch.autocast_increment_nesting()
-            stack.callback(_leave_autocast)
+        for kind, dtype in self.autocast.items():
+            torch.set_autocast_enabled(kind, False)
+            if dtype is not None:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.autocast_cache))
         for _ in range(self.batches):
             _C._vmapmode_increment_nesting()
             stack.callback(_C._vmapmode_decrement_nesting)
         if self.saved_hooks is not None:
             stack.enter_context(saved_tensors_hooks(*self.saved_hooks))
-        if self.hooks_disabled is not None:
-            stack.enter_context(disable_saved_tensors_hooks(self.hooks_disabled))
-        self._push_modes(stack)  # last: from here on torch calls go through them
-
-    def _push_modes(self, stack: ExitStack) -> None:
         for mode in self.dispatch_modes:
             _push_mode(mode)
             stack.callback(_pop_mode)
-        for mode in self.function_modes:
+        for mode in self.function_modes:  # from here on torch calls go through them
             _C._push_on_torch_function_stack(mode)
             stack.callback(_C._pop_torch_function_stack)
-        enabled, all_disabled = self.torch_function
-        if all_disabled:
+        is_enabled, is_all_disabled = self.torch_function
+        if is_all_disabled:
             stack.enter_context(_C.DisableTorchFunction())
-        elif not enabled:
+        elif not is_enabled:
             stack.enter_context(_C.DisableTorchFunctionSubclass())
+        return stack.close
 
 
-def left_open() -> bool:
-    """Return True if the calling thread has modes, hooks or a default device that a run did not undo."""
-    hooks = _C._autograd._top_saved_tensors_default_hooks(True) or torch.is_inference_mode_enabled()
-    return bool(_C._len_torch_function_stack() or _C._len_torch_dispatch_stack() or hooks or batches_nested())
+def has_open_modes() -> bool:
+    """Return True if the calling thread has modes, such as a default device, that a run did not undo."""
+    return bool(_C._len_torch_function_stack() or _C._len_torch_dispatch_stack())
 
 
 def batches_nested() -> int:
@@ -169,16 +116,8 @@ def batches_nested() -> int:
     return _C._vmapmode_decrement_nesting()
 
 
-def _leave_autocast() -> None:
-    if torch.autocast_decrement_nesting() == 0:
-        torch.clear_autocast_cache()
-
-
 class _ProcessWide:
-    """Keep one forward-mode level open for all device threads, and restore the default thread count.
-
-    Runs and devices are counted; the last one restores, since a run may return before one of its devices.
-    """
+    """Keep one forward-mode level open for all device threads, and restore the default thread count after the last run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from fshard.ambient import inherit, inherited
 from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
-from fshard.mesh.collectives import ledger
+from fshard.mesh.collectives.ledger import active
 from fshard.mesh.collectives.moves import Purpose, describe, named, purpose, uneven
 from fshard.mesh.layout import dtype_name
 from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
 from fshard.mesh.runtimes.device_threads import DeviceThreads, Stopped
 from fshard.mesh.runtimes.thread_state import (
     ThreadState,
-    device_processors,
-    left_open,
+    has_open_modes,
     process_wide_state,
     random_state,
     set_random_state,
@@ -157,7 +157,8 @@ class VirtualWorld(OneProcessWorld):
         self.listening: dict[tuple[int, int], int] = {}
         self._slots: dict[object, deque[CollectiveSlot]] = defaultdict(deque)
         self._ready = deque(range(1, mesh.size))  # the next device to run; device 0 begins
-        self._status: list[Arrival | Parcel | str | None] = ["has not started"] * mesh.size
+        self._status: list[Arrival | Parcel | str] = ["has not started"] * mesh.size
+        self._unfinished = dict.fromkeys(range(mesh.size))
         self._random: list[Tensor] = []
         self._failure: tuple[int, BaseException] | None = None
         self._stopping = False
@@ -175,7 +176,8 @@ class VirtualWorld(OneProcessWorld):
         if self.mesh.size == 1:
             return [self._run_alone(body, random)]
         results: list[Any] = [None] * self.mesh.size
-        kind, state, ledgers = self.mesh.device_type, ThreadState.capture(self.mesh.device_type), tuple(ledger.active())
+        kind, state = self.mesh.device_type, ThreadState.capture(self.mesh.device_type)
+        current = inherited() | {"ledgers": tuple(active())}
         before = random_state(kind)
         self._random = [before if random is None else random] * self.mesh.size
         threads = self._threads = DeviceThreads.idle() if keep else DeviceThreads()
@@ -184,33 +186,23 @@ class VirtualWorld(OneProcessWorld):
             try:
                 if not self._stopping:
                     set_random_state(kind, self._random[device])
-                    self._status[device] = None
-                    ledger.inherit(ledgers)
-                    with process_wide_state:
-                        undo = state.set()
-                        try:
-                            results[device] = body(device)
-                        finally:
-                            undo()
-                            if left_open():
-                                threads.retire()
-                    self._status[device] = "has finished"
+                    self._status[device] = "is running"
+                    inherit(current)
+                    undo = state.set()
+                    try:
+                        results[device] = body(device)
+                    finally:
+                        undo()
+                        if has_open_modes():
+                            threads.reusable = False
                     self._random[device] = random_state(kind)
-                    self._hand_on(device)
             except BaseException as error:
-                self._status[device] = f"raised {type(error).__name__}"
                 self._fail(device, error)
+            self._finish(device)
 
         try:
             with process_wide_state:
-                threads.run(
-                    device_names(self.mesh),
-                    live,
-                    processors=device_processors(),
-                    stop=self._stop,
-                    is_busy=lambda device: self._status[device] is None,
-                    keep=keep,
-                )
+                threads.run(device_names(self.mesh), live, stop=self._stop, keep=keep)
         finally:
             self._over = True
         set_random_state(kind, self._random[0] if random is None else before)
@@ -256,39 +248,40 @@ class VirtualWorld(OneProcessWorld):
         self._stop()
 
     def _stop(self) -> None:
-        """Wake all devices, to unwind."""
+        """Let every device unwind when it is woken."""
         self._stopping = True
-        self._threads.end()
 
     # -- the baton ----------------------------------------------------------------------------------------------
 
-    def park(self, device: int, what: Arrival | Parcel) -> None:
+    def park(self, device: int, pending: Arrival | Parcel) -> None:
         """Wake the next device, and sleep until this one is woken."""
-        self._status[device] = what
+        self._status[device] = pending
         if not self._ready:
             raise self._deadlock()
         self._random[device] = random_state(self.mesh.device_type)
-        self._hand_on(device)
+        self._threads.wake(self._ready.popleft())
         self._threads.sleep(device)
         if self._stopping:
             raise Stopped
         set_random_state(self.mesh.device_type, self._random[device])
-        self._status[device] = None
+        self._status[device] = "is running"
 
-    def _hand_on(self, device: int) -> None:
-        if self._stopping:
+    def _finish(self, device: int) -> None:
+        """Wake the next device, which unwinds if the run is stopped; end the run if this was the last one."""
+        self._status[device] = "has finished"
+        del self._unfinished[device]
+        if not self._unfinished:
+            self._threads.finish()
             return
-        if self._ready:
-            self._threads.wake(self._ready.popleft())
-        elif any(status != "has finished" for status in self._status):
+        if not self._ready and not self._stopping:
             self._fail(device, self._deadlock())
+        self._threads.wake(next(iter(self._unfinished)) if self._stopping else self._ready.popleft())
 
     def _deadlock(self) -> DeadlockError:
-        waiting = sum(status != "has finished" for status in self._status)
         lines = [(self.name(device), _sentence(status)) for device, status in enumerate(self._status)]
         return DeadlockError(
-            f"No device of {self.mesh} can go on: {waiting} of {self.mesh.size} wait, the others have finished.\n"
-            f"{_table(lines)}\nEvery device of a group must call the same collectives in the same order."
+            f"No device of {self.mesh} can go on: {len(self._unfinished)} of {self.mesh.size} wait, the others have "
+            f"finished.\n{_table(lines)}\nEvery device of a group must call the same collectives in the same order."
         )
 
     # -- collectives --------------------------------------------------------------------------------------------
@@ -386,9 +379,7 @@ def device_names(mesh: Mesh) -> list[str]:
     return ["device (" + ", ".join(f"{axis}={place}" for axis, place in each) + ")" for each in places]
 
 
-def _sentence(status: Arrival | Parcel | str | None) -> str:
-    if status is None:
-        return "is running"
+def _sentence(status: Arrival | Parcel | str) -> str:
     return status if isinstance(status, str) else f"waits in {status}"
 
 

@@ -1,12 +1,12 @@
 """Plan the arguments and results of a `shard_map` call, cached per structure, shapes and layouts.
 
-Specs, structure, layouts and shapes determine a recipe, which is pure data. All checks of arguments are made here.
+Specs, structure, layouts and shapes determine a plan, which is pure data. All checks of arguments are made here.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,6 +36,16 @@ from fshard.mesh.spmd.run import is_outside
 from fshard.mesh.spmd.scope import require
 from fshard.source import Site
 
+UNEQUAL_ARGUMENT = "must be equal along {axes}, but its values differ. Shard it in its spec, or make it equal"
+UNEQUAL_ARGUMENT_GRADIENT = (
+    "is equal along {{axes}}, so its gradient must be; but it was used with each device's own data. "
+    "Write {path} = fs.pvary({path}, {{axes}}) before that use"
+)
+UNEQUAL_RESULT = (
+    "its values differ. Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with fs.pvary where its "
+    "use begins), or shard it in its out_spec. fs.replicated declares a result that is equal by construction"
+)
+
 
 @dataclass(frozen=True)
 class PlannedTensor:
@@ -49,9 +59,9 @@ class PlannedTensor:
     path: str
     shape: tuple[int, ...]
     layout: Layout
-    equal: tuple[str, ...] = ()
-    value: str = ""
-    gradient: str = ""
+    equal: tuple[str, ...]
+    value: str
+    gradient: str
 
     def checked(self, x: Tensor, site: Site) -> Tensor:
         """Compare a device's shard with others that must be equal: by `value` now, by cotangent in the backward."""
@@ -65,10 +75,10 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class ArgumentRecipe:
+class ArgumentPlan:
     """The tensors among the arguments of a call, and how to call with others instead.
 
-    `checked`: the callers that have made a checked call, each a device's scope, or the recipe where there is none;
+    `checked`: the callers that have made a checked call, each a device's scope, or the plan where there is none;
     True once its gradients have been audited too.
     """
 
@@ -79,38 +89,40 @@ class ArgumentRecipe:
 
     def shards(self, leaves: list[Any], site: Site, *, recorded: bool) -> list[Tensors]:
         """Return the shards of each tensor in its layout inside, on the devices held here."""
-        given = [(leaves[entry.index], entry.layout) for entry in self.entries]
+        tensors = [(leaves[entry.index], entry.layout) for entry in self.entries]
         columns = [
             x.shards if isinstance(x, Sharded) and not moves(x, to) else
             sliced(x, to) if isinstance(x, Tensor) and not recorded and not to.spec.unreduced else None
-            for x, to in given
+            for x, to in tensors
         ]  # fmt: skip
         moved = [index for index, shards in enumerate(columns) if shards is None]
-        xs = [spread(x, to) if isinstance(x, Tensor) else x for x, to in (given[index] for index in moved)]
-        for index, x in zip(moved, reshard_all(xs, [given[index][1] for index in moved], site), strict=True):
+        xs = [spread(x, to) if isinstance(x, Tensor) else x for x, to in (tensors[index] for index in moved)]
+        for index, x in zip(moved, reshard_all(xs, [tensors[index][1] for index in moved], site), strict=True):
             columns[index] = x.shards
         return [shards for shards in columns if shards is not None]
 
-    def call(self, f: Callable[..., PyTree], leaves: list[Any]) -> PyTree:
-        """Call a function with these leaves."""
-        values = unflatten(self.structure, leaves)
-        if not self.keywords:
-            return f(*values)
+    def arguments(self, leaves: list[Any], shards: Tensors) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments and keywords of a call, with these shards for the tensors."""
+        leaves = list(leaves)
+        for x, entry in zip(shards, self.entries, strict=True):
+            leaves[entry.index] = x
+        values: list[Any] = unflatten(self.structure, leaves)
         positional = len(values) - len(self.keywords)
-        return f(*values[:positional], **dict(zip(self.keywords, values[positional:], strict=True)))
+        return values[:positional], dict(zip(self.keywords, values[positional:], strict=True))
 
 
-@dataclass(frozen=True)
-class ResultRecipe:
-    """The tensors among the results of a call."""
+@dataclass(frozen=True, eq=False)
+class ResultPlan:
+    """The tensors among the results of a call; devices with equal plans return shards of equal shapes and dtypes."""
 
     entries: tuple[PlannedTensor, ...]
+    structure: Structure
     uneven: bool
     """True if devices may return shards of different shapes."""
 
 
-class Recipes:
-    """The recipes of one mapped function."""
+class CallPlans:
+    """The plans of one mapped function."""
 
     def __init__(
         self,
@@ -123,82 +135,70 @@ class Recipes:
         self.f, self.name, self.mapped = f, name, mapped
         self.in_specs = _validate_specs(f"shard_map of {name}: in_specs", in_specs)
         self.out_specs = _validate_specs(f"shard_map of {name}: out_specs", out_specs)
-        self._arguments: dict[Any, ArgumentRecipe] = {}
-        self._results: dict[Any, ResultRecipe] = {}
+        self._arguments: dict[Any, ArgumentPlan] = {}
+        self._results: dict[Any, ResultPlan] = {}
 
-    def of_arguments(
-        self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[ArgumentRecipe, list[Any]]:
-        """Return the recipe for these arguments, and their leaves."""
-        given = [*args, *kwargs.values()]
-        leaves, structure = flatten(given, none_is_leaf=True)
+    def of_arguments(self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ArgumentPlan, list[Any]]:
+        """Return the plan for these arguments, and their leaves."""
+        values = [*args, *kwargs.values()]
+        leaves, structure = flatten(values, none_is_leaf=True)
         key = mesh, is_outside(mesh), structure, tuple(kwargs), tuple(map(_signature, leaves))
-        recipe = self._arguments.get(key)
-        if recipe is None:
+        plan = self._arguments.get(key)
+        if plan is None:
             names = _names(self.f, len(args), tuple(kwargs))
-            recipe = ArgumentRecipe(self._argument_entries(mesh, names, given), structure, tuple(kwargs))
-            _bounded(self._arguments)[key] = recipe
-        return recipe, leaves
+            plan = ArgumentPlan(self._argument_entries(mesh, names, values), structure, tuple(kwargs))
+            _bounded(self._arguments)[key] = plan
+        return plan, leaves
 
-    def _argument_entries(self, mesh: Mesh, names: list[str], given: list[Any]) -> tuple[PlannedTensor, ...]:
-        specs = self._per_argument(names)
+    def _argument_entries(self, mesh: Mesh, names: list[str], values: list[Any]) -> tuple[PlannedTensor, ...]:
         entries: list[PlannedTensor] = []
         index = 0
         with collected(f"shard_map of {self.name}") as attempt:
-            for name, value, spec in zip(names, given, specs, strict=True):
-                paths, leaves, _ = flatten_with_paths(value, none_is_leaf=True)
-                own: list[Any] = []
+            for name, value, spec in zip(names, values, self._spec_per_argument(names), strict=True):
+                leaves: list[tuple[str, Any, Any]] = []
                 with attempt(f"argument {name}"):
-                    own = _broadcast(spec, value)
-                for at, leaf, leaf_spec in zip(paths, leaves, own, strict=False):
-                    with attempt(f"argument {name}{at}"):
+                    leaves += _leaves_with_specs(value, spec)
+                for path, leaf, leaf_spec in leaves:
+                    with attempt(f"argument {name}{path}"):
                         if isinstance(leaf, Tensor | Sharded):
-                            entries.append(self._argument(mesh, index, name + at, leaf, leaf_spec))
+                            entries.append(self._argument(mesh, index, name + path, leaf, leaf_spec))
                         elif isinstance(leaf_spec, P) and not is_static(leaf, leaf_spec):
                             raise TypeError(
                                 f"it is a {type(leaf).__name__}, which is not sharded. Write torch.as_tensor(...) around it, "
                                 "or give None as its spec to pass it unchanged."
                             )
                     index += 1
-            for at, spec in zip(*flatten_with_paths(self.out_specs)[:2], strict=True):
+            for path, spec in zip(*flatten_with_paths(self.out_specs)[:2], strict=True):
                 if isinstance(spec, P):
-                    with attempt(f"out_specs{at}"):
+                    with attempt(f"out_specs{path}"):
                         self._layout(mesh, spec)  # before anything runs
         return tuple(entries)
 
-    def _per_argument(self, names: list[str]) -> list[PyTree]:
-        """Return the spec of each argument."""
-        specs, what = self.in_specs, f"shard_map of {self.name}"
+    def _spec_per_argument(self, names: list[str]) -> list[PyTree]:
+        specs = self.in_specs
         if isinstance(specs, P) or specs is None:
             return [specs] * len(names)
-        if not isinstance(specs, tuple | list):
-            raise TypeError(f"{what}: in_specs must be a P or a tuple with one per argument; got {specs!r}.")
-        if len(specs) != len(names):
+        if not isinstance(specs, tuple | list) or len(specs) != len(names):
             raise ValueError(
-                f"{what}: in_specs must have one entry for each of the {len(names)} arguments ({', '.join(names)}), or be "
-                f"a P for all; got {len(specs)} in_specs."
+                f"shard_map of {self.name}: in_specs must be a tuple with one entry for each of the {len(names)} arguments "
+                f"({', '.join(names)}), or be a P for all; got {specs!r}."
             )
         return list(specs)
 
     def _argument(self, mesh: Mesh, index: int, path: str, value: Tensor | Sharded, spec: Any) -> PlannedTensor:
-        inferred = value.spec if spec is None and isinstance(value, Sharded) else spec
-        layout, shape = self._checked(mesh, value, inferred, "spec"), tuple(value.shape)
+        if spec is None and isinstance(value, Sharded):
+            spec = value.spec
+        layout, shape = self._layout_of(mesh, value, spec, "spec"), tuple(value.shape)
         if isinstance(value, Sharded) and value.mesh != mesh:
             raise LayoutError(f"it is on {value.mesh}, but shard_map runs on {mesh}. Unshard it first: fs.unshard(x).")
         layout.check(shape)
-        what, is_one = (
-            f"argument {path} of {self.name}, with spec {layout.spec},",
-            isinstance(value, Tensor) and is_outside(mesh),
-        )
-        return PlannedTensor(
-            index, path, shape, layout, unnamed(self.mapped, layout.spec),
-            "" if is_one else f"{what} must be equal along {{axes}}, but its values differ. Shard it in its spec, or make "
-            "it equal",
-            f"{what} is equal along {{axes}}, so its gradient must be; but it was used with each device's own data. "
-            f"Write {path} = fs.pvary({path}, {{axes}}) before that use",
-        )  # fmt: skip
+        subject = f"argument {path} of {self.name}, with spec {spec},"
+        is_single = isinstance(value, Tensor) and is_outside(mesh)
+        value_text = "" if is_single else f"{subject} {UNEQUAL_ARGUMENT}"
+        gradient_text = f"{subject} {UNEQUAL_ARGUMENT_GRADIENT.format(path=path)}"
+        return PlannedTensor(index, path, shape, layout, unnamed(self.mapped, layout.spec), value_text, gradient_text)
 
-    def _checked(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, what: str) -> Layout:
+    def _layout_of(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, what: str) -> Layout:
         """Return the layout of a tensor with this spec, or raise."""
         if not isinstance(spec, P):
             raise TypeError(f"is a tensor, but its {what} is None. Give P() for one that is the same on all devices.")
@@ -213,23 +213,24 @@ class Recipes:
             raise LayoutError(f"{spec} names {', '.join(foreign)}, which this shard_map is not mapped over.")
         return Layout(mesh, spec)
 
-    def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultRecipe, Structure, list[Any]]:
-        """Return the recipe for one device's result, its structure and its leaves."""
+    def of_results(self, mesh: Mesh, result: PyTree) -> tuple[ResultPlan, list[Any]]:
+        """Return the plan for one device's result, and its leaves."""
         leaves, structure = flatten(result, none_is_leaf=True)
         key = mesh, structure, tuple(map(_signature, leaves))
-        recipe = self._results.get(key)
-        if recipe is None:
-            recipe = _bounded(self._results)[key] = self._result(mesh, result)
-        return recipe, structure, leaves
+        plan = self._results.get(key)
+        if plan is None:
+            entries = self._result_entries(mesh, result)
+            uneven = any(entry.layout.spec.is_flat or entry.layout.spec.at for entry in entries)
+            plan = _bounded(self._results)[key] = ResultPlan(entries, structure, uneven)
+        return plan, leaves
 
-    def _result(self, mesh: Mesh, result: PyTree) -> ResultRecipe:
-        paths, leaves, _ = flatten_with_paths(result, none_is_leaf=True)
+    def _result_entries(self, mesh: Mesh, result: PyTree) -> tuple[PlannedTensor, ...]:
         entries: list[PlannedTensor] = []
         with collected(f"shard_map of {self.name}") as attempt:
-            specs: list[Any] = []
+            leaves: list[tuple[str, Any, Any]] = []
             with attempt("result"):
-                specs = _broadcast(self.out_specs, result)
-            for index, (path, leaf, spec) in enumerate(zip(paths, leaves, specs, strict=False)):
+                leaves += _leaves_with_specs(result, self.out_specs)
+            for index, (path, leaf, spec) in enumerate(leaves):
                 with attempt(f"result{path}"):
                     if isinstance(leaf, Sharded):
                         raise LayoutError(
@@ -237,19 +238,15 @@ class Recipes:
                             "Return fs.unshard(x), or x.local for the own shard."
                         )
                     if isinstance(leaf, Tensor):
-                        entries.append(self._result_entry(mesh, index, path, leaf, spec))
-        uneven = any(entry.layout.spec.is_flat or entry.layout.spec.at for entry in entries)
-        return ResultRecipe(tuple(entries), uneven)
+                        entries.append(self._result(mesh, index, path, leaf, spec))
+        return tuple(entries)
 
-    def _result_entry(self, mesh: Mesh, index: int, path: str, leaf: Tensor, spec: Any) -> PlannedTensor:
-        layout = self._checked(mesh, leaf, spec, "out_spec")
-        what = f"result{path} of {self.name}, with out_spec {spec}, must be equal along {{axes}}, but"
+    def _result(self, mesh: Mesh, index: int, path: str, leaf: Tensor, spec: Any) -> PlannedTensor:
+        layout = self._layout_of(mesh, leaf, spec, "out_spec")
+        subject = f"result{path} of {self.name}, with out_spec {spec}, must be equal along {{axes}}, but"
         return PlannedTensor(
             index, path, layout.global_shape(leaf.shape), layout, unnamed(self.mapped, spec),
-            f"{what} its values differ. Reduce it with fs.psum or fs.pmean (if it is a gradient: mark the argument with "
-            "fs.pvary where its use begins), or shard it in its out_spec. fs.replicated declares a result that is equal by "
-            "construction",
-            f"the gradient of {what} differs",
+            f"{subject} {UNEQUAL_RESULT}", f"the gradient of {subject} differs",
         )  # fmt: skip
 
 
@@ -268,20 +265,20 @@ def unnamed(mapped: tuple[str, ...], spec: P) -> tuple[str, ...]:
     return tuple(axis for axis in mapped if axis not in spec.axes)
 
 
-def _bounded(recipes: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the cache of recipes, cleared when it is full."""
-    if len(recipes) >= 512:
-        recipes.clear()
-    return recipes
+def _bounded(plans: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a cache of plans, cleared when it is full."""
+    if len(plans) >= 512:
+        plans.clear()
+    return plans
 
 
 def _signature(leaf: Any) -> Any:
-    """Return the cache key of a recipe: shapes of tensors, layouts of global arrays, types of anything else."""
+    """Return the cache key of a leaf: shapes of tensors, layouts of global arrays, types of anything else."""
     if isinstance(leaf, Sharded):
         return leaf.layout, leaf.shape
     if not isinstance(leaf, Tensor) or leaf.is_nested:  # which has no shape
         return type(leaf)
-    return leaf.shape, leaf.layout
+    return leaf.shape, leaf.dtype, leaf.layout
 
 
 def _names(f: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> list[str]:
@@ -291,14 +288,15 @@ def _names(f: Callable[..., Any], positional: int, keywords: tuple[str, ...]) ->
     except (TypeError, ValueError):  # builtins may have no signature
         parameters = {}
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    known = [name for name, one in parameters.items() if one.kind in kinds]
-    return known[:positional] + [str(number) for number in range(len(known), positional)] + list(keywords)
+    names = [name for name, parameter in parameters.items() if parameter.kind in kinds]
+    return names[:positional] + [str(number) for number in range(len(names), positional)] + list(keywords)
 
 
-def _broadcast(specs: PyTree, tree: PyTree) -> list[Any]:
-    """Return the spec of every leaf of a tree, from a prefix tree of specs."""
+def _leaves_with_specs(tree: PyTree, specs: PyTree) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the path, the leaf and its spec for all leaves of a tree; the specs are a prefix tree."""
+    paths, leaves, structure = flatten_with_paths(tree, none_is_leaf=True)
     try:
-        return broadcast_prefix(specs, tree, none_is_leaf=True)
+        leaf_specs = broadcast_prefix(specs, tree, none_is_leaf=True)
     except ValueError:
-        _, structure = flatten(tree, none_is_leaf=True)
         raise ValueError(f"the specs {specs!r} are no prefix of the tree {structure}.") from None
+    yield from zip(paths, leaves, leaf_specs, strict=True)

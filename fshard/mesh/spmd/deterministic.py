@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import torch
 
-from fshard.mesh.runtimes.native import fixed_order
+from fshard.ambient import setting
 
 _SETTINGS = {
     "backends.cudnn.benchmark": False,
@@ -39,12 +39,12 @@ def deterministic(wanted: bool, device_type: str) -> Generator[None]:
             "reproducible=True: CUDA kernels must be deterministic and add in full precision; got settings by which bits may "
             "vary. Begin the program with:\n    " + "\n    ".join(lines)
         )
-    threads, token = torch.get_num_threads(), fixed_order.set(True)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with setting(fixed_order=True):
+            yield
     finally:
-        fixed_order.reset(token)
         torch.set_num_threads(threads)
 
 

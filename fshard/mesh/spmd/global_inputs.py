@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fshard.errors import MismatchError
 from fshard.mesh.collectives.autograd import Tensors, transformed
-from fshard.mesh.collectives.moves import AllGather
 from fshard.mesh.layout import Mesh, PyTree, flatten_with_paths
+from fshard.mesh.spmd.check_equal import gather_all
 from fshard.mesh.spmd.run import inside, local_devices, resolve_mesh, run_on_devices
-from fshard.mesh.spmd.scope import Group, require
-from fshard.source import Site, call_site
+from fshard.mesh.spmd.scope import require
+from fshard.source import call_site
 
 
 def digest(x: Tensor) -> int:
@@ -28,11 +28,6 @@ def digest(x: Tensor) -> int:
     row: Any = x.detach().resolve_conj().resolve_neg().cpu().reshape(-1).contiguous()
     state.update(row.view(torch.uint8).numpy())
     return state.intdigest() >> 1
-
-
-def gather_all(row: Tensor, group: Group, site: Site) -> Tensor:
-    """Gather a row of every device of a group, uncounted. (numbers) -> (devices, numbers)"""
-    return group.world.current().start(AllGather(0, True), (row[None],), group, site).wait()[0].cpu()
 
 
 def samples_of(params: PyTree) -> dict[str, Tensors]:

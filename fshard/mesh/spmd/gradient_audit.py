@@ -29,8 +29,8 @@ from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.layout import PyTree, as_written
 from fshard.mesh.reshard.device_put import shard_of
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
-from fshard.mesh.spmd.call_plan import ArgumentRecipe, PlannedTensor, Recipes, unnamed
-from fshard.mesh.spmd.global_inputs import gather_all
+from fshard.mesh.spmd.call_plan import ArgumentPlan, CallPlans, PlannedTensor, unnamed
+from fshard.mesh.spmd.check_equal import gather_all
 from fshard.mesh.spmd.outer_autograd import backward, saving_is_watched
 from fshard.mesh.spmd.scope import entered, require
 from fshard.source import Site
@@ -47,8 +47,8 @@ class Audit(LinearMap):
     entry is audited. `done`: devices that have run it; derivatives of the call run it again.
     """
 
-    recipes: Recipes
-    recipe: ArgumentRecipe
+    plans: CallPlans
+    plan: ArgumentPlan
     call: Callable[[Tensors], PyTree]
     site: Site
     depth: int = 0
@@ -75,24 +75,24 @@ class Audit(LinearMap):
 
     def _compare(self, xs: Tensors, random: Tensor) -> None:
         scope = require("shard_map")
-        with entered(scope.twin(checked=True)):
+        with entered(scope.replaced(checked=True)):
             typed, results = self._by_types(_leaves(xs))
         set_random_state(scope.mesh.device_type, random)
         try:
-            with entered(scope.twin(own=self.recipes.mapped)):
+            with entered(scope.replaced(checked=False, own=scope.own.union(self.plans.mapped))):
                 own, others = self._by_devices(_leaves(xs))
         except LayoutError:  # it reshards, which relies on types
             return
         same = all(map(_close, results, others))
         row = [float(same), *(nan if _close(x, y) else _ratio(x, y) for x, y in zip(typed, own, strict=True))]
-        group = scope.group(self.recipes.mapped, "shard_map")
+        group = scope.group(self.plans.mapped, "shard_map")
         table = gather_all(torch.tensor(row, dtype=torch.float64, device=xs[0].device), group, self.site)
         if table[:, 0].all():
             self._validate(table[:, 1:])
 
     def _by_types(self, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the gradients of the program as it is, and its results."""
-        arguments = [entry.checked(x, self.site) for x, entry in zip(shards, self.recipe.entries, strict=True)]
+        arguments = [entry.checked(x, self.site) for x, entry in zip(shards, self.plan.entries, strict=True)]
         ys, entries = self._results(arguments)
         ys = [entry.checked(y, self.site) for y, entry in zip(ys, entries, strict=True)]
         gs = [_cotangent(index, y, entry) for index, (y, entry) in enumerate(zip(ys, entries, strict=True))]
@@ -107,31 +107,31 @@ class Audit(LinearMap):
             for index, (y, entry) in enumerate(zip(ys, entries, strict=True))
         ]
         sums = list[Tensor]()
-        for g, entry in zip(_gradients(ys, shards, gs), self.recipe.entries, strict=True):
+        for g, entry in zip(_gradients(ys, shards, gs), self.plan.entries, strict=True):
             over = self._alike(entry)
             sums += Bound(Psum(), scope.group(over, "shard_map"), self.site).run((g,)) if over else (g,)
         return sums, [y.detach() for y in ys]
 
     def _results(self, arguments: list[Tensor]) -> tuple[list[Tensor], tuple[PlannedTensor, ...]]:
-        recipe, _, leaves = self.recipes.of_results(require("shard_map").mesh, self.call(tuple(arguments)))
-        return [leaves[entry.index] for entry in recipe.entries], recipe.entries
+        plan, leaves = self.plans.of_results(require("shard_map").mesh, self.call(tuple(arguments)))
+        return [leaves[entry.index] for entry in plan.entries], plan.entries
 
     def _alike(self, entry: PlannedTensor) -> tuple[str, ...]:
         """Return the mapped axes along which a shard is promised to be equal."""
-        return unnamed(self.recipes.mapped, entry.layout.spec)
+        return unnamed(self.plans.mapped, entry.layout.spec)
 
     def _validate(self, ratios: Tensor) -> None:
         """Raise if a gradient is not what it should be on some device: its ratio to that is not nan. (devices, arguments)"""
         wrong: list[str] = []
-        for entry, column in zip(self.recipe.entries, ratios.T, strict=True):
+        for entry, column in zip(self.plan.entries, ratios.T, strict=True):
             for ratio in column[~column.isnan()][:1].tolist():
-                axes = as_written(self._alike(entry) or self.recipes.mapped)
+                axes = as_written(self._alike(entry) or self.plans.mapped)
                 wrong.append(
                     f"that of argument {entry.path}, equal along {axes}, is {ratio:.3g} times what it should be"
                 )
         if wrong:
             raise PromiseError(
-                f"shard_map of {self.recipes.name}, at {self.site}: its types do not fit, so its gradient would be wrong: "
+                f"shard_map of {self.plans.name}, at {self.site}: its types do not fit, so its gradient would be wrong: "
                 f"{'; '.join(wrong)}.\nA collective that adds up, gathers or exchanges what devices have of their own was "
                 "given a value that is equal on all of them. If that is meant, put fs.pvary(x, axis) around the value "
                 "there; else leave the collective out. If a result is equal by construction, such as that of a ring of "

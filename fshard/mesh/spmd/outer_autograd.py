@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.autograd.function import Function
 from fshard.mesh.collectives.autograd import Tensors, leading, over_many, recorded, transformed
 from fshard.mesh.layout import Mesh
 from fshard.mesh.runtimes.thread_state import random_state
-from fshard.mesh.spmd.check_equal import RefuseTransformed, refuse_captured
+from fshard.mesh.spmd.captured import RefuseTransformed, refuse_captured
 from fshard.mesh.spmd.run import is_outside, run_on_devices
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -28,8 +29,11 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 Item = TypeVar("Item")
 
-Program = Callable[[int, Tensors], Tensors]
-"""A program of one device: from its number and its tensors to its results."""
+
+class Program(Protocol):
+    """A program of one device: from its number and its tensors to its results."""
+
+    def __call__(self, device: int, xs: Tensors) -> Tensors: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class MappedRun:
     derived: bool = False
     random: Tensor | None = None
 
-    def devices(self, xs: list[Tensors], program: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
+    def devices(self, xs: list[Tensors], program: Program) -> list[Tensors]:
         """Run a program on every device, each with its own tensors."""
         return run_on_devices(
             self.mesh,
@@ -82,8 +86,8 @@ def run_mapped(
     `columns` and the result have one entry per tensor: its shards, in device order.
     """
     if not is_outside(mesh):
-        own = tuple(column[0] for column in columns)
-        (results,) = run_on_devices(mesh, lambda device: program(device, own), mapped=mapped, checked=checked)
+        body = partial(program, xs=tuple([column[0] for column in columns]))
+        (results,) = run_on_devices(mesh, body, mapped=mapped, checked=checked)
         return [(result,) for result in results]
     random = random_state(mesh.device_type)
     run = MappedRun(mesh, program, mapped, checked, torch.is_grad_enabled(), transformed(), random=random)
@@ -121,20 +125,17 @@ def _values(run: MappedRun, tape: Tape | None, flat: Tensors) -> Tensors:
             for x, need in zip(xs, tape.needs, strict=True):
                 x.requires_grad_(need)
 
-    def taped(device: int, xs: Tensors) -> Tensors:
-        watch = RefuseTransformed() if run.within and not run.derived else nullcontext()
-        with torch.set_grad_enabled(run.grad), watch:
-            return run.program(device, xs)
-
-    outputs = run.devices(inputs, taped)
+    watch = RefuseTransformed() if run.within and not run.derived else nullcontext()
+    with torch.set_grad_enabled(run.grad), watch:  # which the threads of devices inherit
+        outputs = run.devices(inputs, run.program)
     if tape is not None:
         tape.inputs, tape.outputs = inputs, outputs
     if not run.derived:
         refuse_captured(run.mesh, inputs, outputs)
-    return tuple([_apart(y.detach()) for column in zip(*outputs, strict=True) for y in column])
+    return tuple([_without_overlap(y.detach()) for column in zip(*outputs, strict=True) for y in column])
 
 
-def _apart(x: Tensor) -> Tensor:
+def _without_overlap(x: Tensor) -> Tensor:
     """Return a tensor without overlapping elements (an expanded one has some), so that each has a tangent."""
     return x.contiguous() if 0 in x.stride() else x
 
@@ -142,30 +143,29 @@ def _apart(x: Tensor) -> Tensor:
 def _pull_back(run: MappedRun, tape: Tape, cotangents: Tensors) -> tuple[Tensor | None, ...]:
     """Run the backward of each device's own graph, once."""
     n = run.mesh.size
-    wanted = [place for place, need in enumerate(tape.needs) if need]
+    targets = [index for index, need in enumerate(tape.needs) if need]
 
-    def back(device: int, _: Tensors) -> Tensors:
-        xs = [tape.inputs[device][place] for place in wanted]
-        return backward(tape.outputs[device], xs, cotangents[device::n])
+    def back(device: int, xs: Tensors) -> Tensors:
+        return backward(tape.outputs[device], [xs[index] for index in targets], cotangents[device::n])
 
-    found = run.devices([()] * n, back)
+    gradients = run.devices(tape.inputs, back)
     tape.inputs, tape.outputs = [], []
-    return _at_places(list(zip(*found, strict=True)), wanted, len(tape.needs), n)
+    return _for_all_inputs(list(zip(*gradients, strict=True)), targets, len(tape.needs), n)
 
 
-def _at_places(columns: list[Tensors], wanted: Sequence[int], width: int, n: int) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all tensors of n devices, from those of the wanted ones."""
+def _for_all_inputs(columns: list[Tensors], targets: Sequence[int], width: int, n: int) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all tensors of n devices, from those of the targets."""
     gradients: list[Tensor | None] = [None] * (width * n)
-    for place, column in zip(wanted, columns, strict=True):
-        gradients[place * n : (place + 1) * n] = column
+    for index, column in zip(targets, columns, strict=True):
+        gradients[index * n : (index + 1) * n] = column
     return tuple(gradients)
 
 
-def _replaced(xs: Tensors, places: tuple[int, ...], chosen: Tensors) -> Tensors:
+def _replaced(xs: Tensors, indices: tuple[int, ...], chosen: Tensors) -> Tensors:
     """Return tensors with some replaced, by index."""
     result = list(xs)
-    for place, x in zip(places, chosen, strict=True):
-        result[place] = x
+    for index, x in zip(indices, chosen, strict=True):
+        result[index] = x
     return tuple(result)
 
 
@@ -178,44 +178,46 @@ def backward(ys: Tensors, xs: list[Tensor], gs: Tensors, *, create_graph: bool =
     return torch.autograd.grad(ys, xs, gs, create_graph=create_graph, allow_unused=True, materialize_grads=True)
 
 
-def _vjp(run: MappedRun, wanted: tuple[int, ...], width: int) -> MappedRun:
-    """Return the run that computes cotangents of the inputs at `wanted` from all inputs and the results' cotangents."""
+def _vjp(run: MappedRun, targets: tuple[int, ...], width: int) -> MappedRun:
+    """Return the run that computes cotangents of the inputs at `targets` from all inputs and the results' cotangents."""
 
-    def program(device: int, given: Tensors) -> Tensors:
-        xs, gs = given[:width], given[width:]
+    def program(device: int, xs: Tensors) -> Tensors:
+        inputs, gs = xs[:width], xs[width:]
         if transformed():
-            return _pull_by_func(lambda *ys: run.program(device, ys), xs, wanted, gs)
-        higher = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+            return _pull_by_func(lambda *ys: run.program(device, ys), inputs, targets, gs)
+        higher = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
         with torch.enable_grad():
-            chosen = [x if x.requires_grad else x.detach().requires_grad_() for x in (xs[place] for place in wanted)]
-            ys = run.program(device, _replaced(xs, wanted, tuple(chosen)))
+            chosen = [
+                x if x.requires_grad else x.detach().requires_grad_() for x in (inputs[index] for index in targets)
+            ]
+            ys = run.program(device, _replaced(inputs, targets, tuple(chosen)))
             return backward(ys, chosen, gs, create_graph=higher)
 
     return replace(run, program=program, derived=True)
 
 
-def _pull_by_func(f: Callable[..., Tensors], xs: Tensors, wanted: tuple[int, ...], gs: Tensors) -> Tensors:
-    """Pull cotangents back to the inputs at `wanted`, under a torch.func transform."""
+def _pull_by_func(f: Callable[..., Tensors], xs: Tensors, targets: tuple[int, ...], gs: Tensors) -> Tensors:
+    """Pull cotangents back to the inputs at `targets`, under a torch.func transform."""
     moves = [y.is_floating_point() or y.is_complex() for y in gs]
 
-    def of_wanted(*chosen: Tensor) -> Tensors:
-        ys = f(*_replaced(xs, wanted, chosen))
+    def of_targets(*chosen: Tensor) -> Tensors:
+        ys = f(*_replaced(xs, targets, chosen))
         return tuple(y for y, moving in zip(ys, moves, strict=True) if moving)
 
-    pull: Any = torch.func.vjp(of_wanted, *(xs[place] for place in wanted))[1]
+    pull: Any = torch.func.vjp(of_targets, *(xs[index] for index in targets))[1]
     return pull(tuple(g for g, moving in zip(gs, moves, strict=True) if moving))
 
 
 def _jvp(run: MappedRun, width: int, moving: tuple[int, ...]) -> MappedRun:
     """Return the run that computes tangents of the results from all inputs and the tangents of those at `moving`."""
 
-    def program(device: int, given: Tensors) -> Tensors:
-        xs, tangents = given[:width], given[width:]
+    def program(device: int, xs: Tensors) -> Tensors:
+        inputs, tangents = xs[:width], xs[width:]
 
         def of_moving(*chosen: Tensor) -> Tensors:
-            return run.program(device, _replaced(xs, moving, chosen))
+            return run.program(device, _replaced(inputs, moving, chosen))
 
-        return torch.func.jvp(of_moving, tuple(_apart(xs[place]) for place in moving), tangents)[1]
+        return torch.func.jvp(of_moving, tuple(_without_overlap(inputs[index]) for index in moving), tangents)[1]
 
     return replace(run, program=program, derived=True)
 
@@ -259,21 +261,21 @@ class _Mapped(Function):
             return None, None, *_pull_back(run, tape, cotangents)
         flat: Tensors = ctx.saved_tensors
         firsts = flat[::n]
-        wanted = tuple(place for place, x in enumerate(firsts) if x.is_floating_point() or x.is_complex())
-        pulled = replace(_vjp(run, wanted, len(firsts)), grad=torch.is_grad_enabled())
-        found = _columns(_mapped_over(pulled, flat, cotangents), n)
-        return None, None, *_at_places(found, wanted, len(firsts), n)
+        targets = tuple(index for index, x in enumerate(firsts) if x.is_floating_point() or x.is_complex())
+        pulled = replace(_vjp(run, targets, len(firsts)), grad=torch.is_grad_enabled())
+        gradients = _columns(_mapped_over(pulled, flat, cotangents), n)
+        return None, None, *_for_all_inputs(gradients, targets, len(firsts), n)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         run, n = ctx.run, ctx.run.mesh.size
         flat: Tensors = ctx.saved_tensors
         columns = _columns(grad_inputs[2:], n)
-        moving = tuple(place for place, column in enumerate(columns) if any(x is not None for x in column))
+        moving = tuple(index for index, column in enumerate(columns) if any(x is not None for x in column))
         moved = tuple(
             torch.zeros_like(x) if tangent is None else tangent
-            for place in moving
-            for x, tangent in zip(flat[place * n : (place + 1) * n], columns[place], strict=True)
+            for index in moving
+            for x, tangent in zip(flat[index * n : (index + 1) * n], columns[index], strict=True)
         )
         return _mapped_over(_jvp(run, len(columns), moving), flat, moved)
 
@@ -282,12 +284,12 @@ class _Mapped(Function):
         run, _, *flat = args
         n = run.mesh.size
         dims: tuple[int | None, ...] = in_dims[2:]
-        columns, own_dims = _columns(tuple(flat), n), _columns(dims, n)
-        mapped = [any(dim is not None for dim in column) for column in own_dims]
+        columns, dims_of_columns = _columns(tuple(flat), n), _columns(dims, n)
+        mapped = [any(dim is not None for dim in column) for column in dims_of_columns]
         batched = tuple(
             leading(x, dim, info.batch_size) if is_mapped else x
-            for column, own, is_mapped in zip(columns, own_dims, mapped, strict=True)
-            for x, dim in zip(column, own, strict=True)
+            for column, column_dims, is_mapped in zip(columns, dims_of_columns, mapped, strict=True)
+            for x, dim in zip(column, column_dims, strict=True)
         )
         inner = _vmap(run, tuple(0 if is_mapped else None for is_mapped in mapped), info.randomness)
         results = _apply(inner, batched)

@@ -8,10 +8,8 @@ devices of a group; all code above it is the same on all runtimes.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from fshard.ambient import ambient, setting
 from fshard.errors import ScopeError
 from fshard.mesh.layout import Axes, Mesh, as_axes
 from fshard.mesh.layout.arithmetic import ravel, unravel
@@ -67,7 +66,7 @@ Notice = Callable[[str, Group], None]
 """Called with the name and group of every collective of the user's code; raises if it is not allowed."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SliceState:
     """The slice of the batch that a device's loss function runs on."""
 
@@ -100,12 +99,12 @@ class Scope:
         self.inner: dict[object, Scope] = {}
         self.own: frozenset[str] = outer.own if outer else frozenset()
         self.notice: Notice | None = None
-        self.slice: SliceState = outer.slice if outer else SliceState()  # one for all scopes of a device
+        self.slice: SliceState = outer.slice if outer else SliceState()
 
-    def twin(self, *, checked: bool = False, own: Iterable[str] = ()) -> Scope:
-        """Return a scope of the same device and axes, with checks or with values that are its own along more axes."""
-        scope = copy(self)
-        scope.checked, scope.own, scope.fast_paths, scope.inner = checked, self.own.union(own), None, {}
+    def replaced(self, **fields: Any) -> Scope:
+        """Return a scope of the same device and axes, with other values of some fields."""
+        scope = Scope.__new__(Scope)
+        vars(scope).update(vars(self), fast_paths=None, inner={}, **fields)
         return scope
 
     def group(self, axes: Axes, what: str) -> Group:
@@ -152,39 +151,20 @@ def _names(axes: Axes, what: str) -> tuple[str, ...]:
         raise TypeError(f"{what}: {error}") from None
 
 
-class _Here(threading.local):
-    scope: Scope | None = None
-
-
-_here = _Here()
-
-
-@contextmanager
-def outside() -> Generator[None]:
+def outside() -> AbstractContextManager[None]:
     """Run a block as outside of `run`: on virtual meshes of its own."""
-    before, _here.scope = _here.scope, None
-    try:
-        yield
-    finally:
-        _here.scope = before
+    return entered(None)
 
 
-@contextmanager
 def loss_scope(
     axes: Iterable[str], notice: Notice | None = None, *, is_idle: bool = False, moments: list[Any] | None = None
-) -> Generator[None]:
+) -> AbstractContextManager[None]:
     """Run a loss function, in which every value is varying along axes: see `fshard.transforms.loss_collectives`.
 
     `notice` gets the collectives that it calls; `is_idle` and `moments` describe its slice.
     """
     scope = require("a loss function")
-    state, fields = scope.slice, (scope.own, scope.notice, scope.fast_paths, scope.slice.is_idle, scope.slice.moments)
-    scope.own, scope.notice, scope.fast_paths = frozenset(axes), notice, None  # fast paths would skip the observer
-    state.is_idle, state.moments = is_idle, moments
-    try:
-        yield
-    finally:
-        scope.own, scope.notice, scope.fast_paths, state.is_idle, state.moments = fields
+    return entered(scope.replaced(own=frozenset(axes), notice=notice, slice=SliceState(is_idle, moments)))
 
 
 @contextmanager
@@ -199,12 +179,12 @@ def parting(group: Group) -> Generator[None]:
 
 def here() -> Scope | None:
     """Return the scope of the calling thread, None outside `shard_map` and `run`."""
-    return _here.scope
+    return ambient.scope
 
 
 def require(what: str) -> Scope:
     """Return the scope of the calling thread; raise outside `shard_map` and `run`."""
-    scope = _here.scope
+    scope = ambient.scope
     if scope is None:
         raise ScopeError(
             f"{what} was called outside shard_map and run, where no device and no axis is known. "
@@ -215,18 +195,13 @@ def require(what: str) -> Scope:
 
 def enter(scope: Scope | None) -> Scope | None:
     """Make `scope` the calling thread's, and return the one before."""
-    before, _here.scope = _here.scope, scope
+    before, ambient.scope = ambient.scope, scope
     return before
 
 
-@contextmanager
-def entered(scope: Scope | None) -> Generator[None]:
+def entered(scope: Scope | None) -> AbstractContextManager[None]:
     """Make `scope` the calling thread's for a while."""
-    before = enter(scope)
-    try:
-        yield
-    finally:
-        enter(before)
+    return setting(scope=scope)
 
 
 class Pending(Protocol):

@@ -25,16 +25,17 @@ from torch import Tensor
 
 from fshard.errors import LayoutError, MeshError, MismatchError
 from fshard.mesh.collectives.autograd import Tensors, apply, recorded, transformed
-from fshard.mesh.layout import Axes, Mesh, PyTree, Structure, require_mesh, unflatten
+from fshard.mesh.layout import Axes, Mesh, PyTree, require_mesh, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.runtimes.watch import watching
-from fshard.mesh.spmd.call_plan import ArgumentRecipe, PlannedTensor, Recipes, ResultRecipe
+from fshard.mesh.spmd.call_plan import CallPlans, PlannedTensor, ResultPlan
 from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.gradient_audit import Audit
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.run import inside, local_devices, resolve_mesh, without_values
-from fshard.source import Site, call_site
+from fshard.mesh.spmd.scope import Scope
+from fshard.source import call_site
 from fshard.uncompiled import uncompiled
 
 
@@ -84,87 +85,138 @@ def shard_map(
         raise TypeError(f"shard_map: f must be a function of local tensors; got {type(f).__name__}.")
     mapped = mesh.axis_names if axes is None else mesh.check_axes(axes, "shard_map(axes=)")
     name = getattr(f, "__name__", type(f).__name__)
-    recipes = Recipes(f, name, in_specs, out_specs, mapped)
+    plans = CallPlans(f, name, in_specs, out_specs, mapped)
 
     @wraps(f, updated=())
     @uncompiled
     def on_mesh(*args: Any, **kwargs: Any) -> PyTree:
-        own = resolve_mesh(mesh)
-        _refuse_mapped_again(name, own, mapped)
-        recipe, leaves = recipes.of_arguments(own, args, kwargs)  # (1)
-        return _call(recipes, recipe, leaves, own, check)
+        call = MappedCall(plans, resolve_mesh(mesh), args, kwargs, check)  # (1)
+        results = run_mapped(call.mesh, call.run, call.columns(), mapped=mapped, checked=call.is_checked)  # (2)
+        return call.assemble(results)  # (7)
 
     return on_mesh
 
 
-def _refuse_mapped_again(name: str, mesh: Mesh, mapped: tuple[str, ...]) -> None:
-    outer = inside(mesh)
-    if outer is not None and outer.own and outer.notice is not None:
+class MappedCall:
+    """One call of a mapped function: its arguments, how it is checked, and the results of its devices."""
+
+    def __init__(
+        self, plans: CallPlans, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | None
+    ) -> None:
+        scope = inside(mesh)
+        if scope is not None:
+            _validate_unmapped(plans, mesh, scope)
+        self.plans, self.mesh, self.site = plans, mesh, call_site()
+        self.plan, self.leaves = plans.of_arguments(mesh, args, kwargs)
+        self._tensors = [_tensors(self.leaves[entry.index]) for entry in self.plan.entries]
+        self._versions = [[x._version for x in xs] for xs in self._tensors]
+        self._is_recorded = transformed() or recorded(tuple([x for xs in self._tensors for x in xs]))
+        self._caller: object = scope or self.plan
+        # See Note [First calls are checked]. The vmap of autograd shows no plain tensor.
+        self._is_auditable = self._is_recorded and not batches_nested()
+        is_loss = scope is not None and bool(scope.own)
+        is_new = self.plan.checked.get(self._caller, -1) < self._is_auditable
+        self._is_first = is_new and check is not False and not is_loss
+        has_audit = self._is_first and self._is_auditable and mesh.size > 1 and mesh.runtime != "abstract"
+        self._audit = Audit(plans, self.plan, self.apply, self.site) if has_audit and self.plan.entries else None
+        self.is_checked = bool(check or (check is None and watching()) or (self._is_first and self._audit is None))
+        self._results: dict[int, tuple[ResultPlan, list[Any]]] = {}
+
+    def columns(self) -> list[Tensors]:
+        """Return the shards of each argument, on the devices held here.
+
+        In a checked call, raise unless all processes have equal plain tensors, of which each takes its shard.
+        """
+        columns = self.plan.shards(self.leaves, self.site, recorded=self._is_recorded)
+        if (self.is_checked or self._audit is not None) and not batches_nested():
+            values = [(entry.path, self.leaves[entry.index]) for entry in self.plan.entries if entry.layout.spec.axes]
+            plain = {path: (x,) for path, x in values if isinstance(x, Tensor)}
+            compare_inputs(f"shard_map of {self.plans.name}", self.mesh, plain)
+        return columns
+
+    def run(self, device: int, xs: Tensors) -> Tensors:
+        """Call the function as one device; return the tensors of its result."""
+        if self._audit is not None:
+            apply(self._audit, xs)
+        if self.is_checked:
+            xs = tuple([entry.checked(x, self.site) for x, entry in zip(xs, self.plan.entries, strict=True)])
+        args, kwargs = self.plan.arguments(self.leaves, xs)
+        return self._take(device, self.plans.f(*args, **kwargs))
+
+    def apply(self, xs: Tensors) -> PyTree:
+        """Call the function on a device's shards."""
+        args, kwargs = self.plan.arguments(self.leaves, xs)
+        return self.plans.f(*args, **kwargs)
+
+    def _take(self, device: int, result: PyTree) -> Tensors:
+        """Take one device's result apart: tensors travel as shards, all else must be the same everywhere."""
+        plan, leaves = self.plans.of_results(self.mesh, result)
+        tensors = tuple([leaves[entry.index] for entry in plan.entries])
+        if self.mesh.runtime == "abstract":
+            tensors = tuple(map(without_values, tensors))
+        if self.is_checked:
+            tensors = tuple([entry.checked(x, self.site) for x, entry in zip(tensors, plan.entries, strict=True)])
+        for entry in plan.entries:
+            leaves[entry.index] = Tensor
+        self._results[device] = plan, leaves
+        first, (first_plan, values) = next(iter(self._results.items()))
+        if plan.structure != first_plan.structure or not all(map(_is_equal, values, leaves)):
+            raise MismatchError(
+                f"shard_map of {self.plans.name}: devices {first} and {device} return different trees or values: "
+                f"{values} in {first_plan.structure}, and {leaves} in {plan.structure}. What is no tensor must be the same."
+            )
+        return tensors
+
+    def assemble(self, columns: list[Tensors]) -> PyTree:
+        """Put the devices' results together."""
+        for entry, xs, versions in zip(self.plan.entries, self._tensors, self._versions, strict=True):
+            if [x._version for x in xs] != versions:
+                raise ValueError(
+                    f"{self.plans.name} changed its argument {entry.path} in place. Arguments belong to the caller, and all "
+                    "devices get the same plain tensor. Work on a copy: x = x.clone()."
+                )
+        plan, leaves = next(iter(self._results.values()))
+        leaves = list(leaves)
+        may_differ = plan.uneven or any(other is not plan for other, _ in self._results.values())
+        for entry, shards in zip(plan.entries, columns, strict=True):
+            if may_differ:
+                self._validate_shards(shards, entry)
+            leaves[entry.index] = Sharded(entry.shape, entry.layout, shards)
+        if self._is_first:
+            self.plan.checked[self._caller] = self._is_auditable
+        return unflatten(plan.structure, leaves)
+
+    def _validate_shards(self, shards: Tensors, entry: PlannedTensor) -> None:
+        """Raise unless the devices' shards have one dtype and form one global shape."""
+        subject = f"shard_map of {self.plans.name}: result{entry.path}"
+        if len({x.dtype for x in shards}) > 1:
+            dtypes = ", ".join(sorted({str(x.dtype) for x in shards}))
+            raise LayoutError(f"{subject} has another dtype on some devices: {dtypes}.")
+        for device, x in zip(local_devices(self.mesh), shards, strict=True):
+            if tuple(x.shape) != (shape := entry.layout.local_shape(entry.shape, device)):
+                raise LayoutError(
+                    f"{subject} does not make up a tensor of shape {entry.shape} as {entry.layout.spec}: device "
+                    f"{self.mesh.coordinates(device)} returns {tuple(x.shape)} instead of {shape}."
+                )
+
+
+def _validate_unmapped(plans: CallPlans, mesh: Mesh, outer: Scope) -> None:
+    """Raise if the devices of an outer shard_map or loss function cannot run a mapped function."""
+    if outer.own and outer.notice is not None:
         raise MeshError(
-            f"shard_map of {name} in a loss function of value_and_grad, which runs once per device of {outer.mesh} already. "
-            f"Call {name} itself there, on the device's own shard."
+            f"shard_map of {plans.name} in a loss function of value_and_grad, which runs once per device of {outer.mesh} "
+            f"already. Call {plans.name} itself there, on the device's own shard."
         )
-    if outer is not None and not outer.mapped_axes.isdisjoint(mapped):
-        again = ", ".join(axis for axis in mapped if axis in outer.mapped_axes)
+    if axes := [axis for axis in plans.mapped if axis in outer.mapped]:
         raise MeshError(
-            f"shard_map of {name}: axis {again} is already mapped by the shard_map around it. "
+            f"shard_map of {plans.name}: axis {', '.join(axes)} is already mapped by the shard_map around it. "
             f"Give that one axes=(...) without it, or this one a mesh of the other axes."
         )
-    if outer is not None and outer.mapped_axes and (mesh.parent or mesh.axes) != (outer.mesh.parent or outer.mesh.axes):
+    if outer.mapped and (mesh.parent or mesh.axes) != (outer.mesh.parent or outer.mesh.axes):
         raise MeshError(
-            f"shard_map of {name} runs on {mesh} inside one on {outer.mesh}: its devices differ along axes that are mapped "
-            f"there. Give it some of the other axes, mesh[...] of the same mesh."
+            f"shard_map of {plans.name} runs on {mesh} inside one on {outer.mesh}: its devices differ along axes that are "
+            f"mapped there. Give it some of the other axes, mesh[...] of the same mesh."
         )
-
-
-def _call(recipes: Recipes, recipe: ArgumentRecipe, leaves: list[Any], mesh: Mesh, check: bool | None) -> PyTree:
-    """Shard the arguments, run f on every device, and assemble the results."""
-    site = call_site()
-    given = [_tensors(leaves[entry.index]) for entry in recipe.entries]
-    versions = [[x._version for x in xs] for xs in given]
-    followed = transformed() or recorded(tuple([x for xs in given for x in xs]))
-    columns = recipe.shards(leaves, site, recorded=followed)  # (2)
-    scope = inside(mesh)
-    caller: object = scope or recipe
-    audited = followed and not batches_nested()  # the vmap of autograd shows no plain tensor
-    is_first = check is not False and recipe.checked.get(caller, -1) < audited and not (scope and scope.own)
-    audits = is_first and audited and bool(recipe.entries) and mesh.size > 1 and mesh.runtime != "abstract"
-    checked = bool(check or (check is None and watching()) or (is_first and not audits))
-    if (checked or audits) and not batches_nested():
-        values = [(entry.path, leaves[entry.index]) for entry in recipe.entries if entry.layout.spec.axes]
-        sharded = {path: (x,) for path, x in values if isinstance(x, Tensor)}
-        compare_inputs(f"shard_map of {recipes.name}", mesh, sharded)
-    outputs = _Outputs(recipes, mesh, site, checked)
-
-    def program(device: int, xs: Tensors) -> Tensors:
-        if audits:
-            apply(audit, xs)
-        if checked:
-            xs = tuple([entry.checked(x, site) for x, entry in zip(xs, recipe.entries, strict=True)])
-        return outputs.take(device, on_shards(xs))
-
-    def on_shards(xs: Tensors) -> PyTree:
-        own = list(leaves)
-        for x, entry in zip(xs, recipe.entries, strict=True):
-            own[entry.index] = x
-        return recipe.call(recipes.f, own)
-
-    audit = Audit(recipes, recipe, on_shards, site)
-    shards = run_mapped(mesh, program, columns, mapped=recipes.mapped, checked=checked)
-    changed = [
-        entry.path
-        for entry, xs, before in zip(recipe.entries, given, versions, strict=True)
-        if [x._version for x in xs] != before
-    ]
-    if changed:
-        raise ValueError(
-            f"{recipes.name} changed its argument {', '.join(changed)} in place. Arguments belong to the caller, and all "
-            "devices get the same plain tensor. Work on a copy: x = x.clone()."
-        )
-    results = outputs.assemble(shards)  # (7)
-    if is_first:
-        recipe.checked[caller] = audited
-    return results
 
 
 def _tensors(value: Tensor | Sharded) -> list[Tensor]:
@@ -174,70 +226,8 @@ def _tensors(value: Tensor | Sharded) -> list[Tensor]:
     return [x for x in (value.shards if isinstance(value, Sharded) else (value,)) if not x.is_inference()]
 
 
-def _same(x: Any, y: Any) -> bool:
+def _is_equal(x: Any, y: Any) -> bool:
     """Return True if two devices return equal values; NaN equals NaN."""
     if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
         return type(x) is type(y) and (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
     return x is y or x == y or (x != x and y != y)
-
-
-class _Outputs:
-    """The results of the devices: tensors travel as shards, all else must be the same everywhere."""
-
-    def __init__(self, recipes: Recipes, mesh: Mesh, site: Site, checked: bool) -> None:
-        self.site = site
-        self.recipes = recipes
-        self.mesh = mesh
-        self.checked = checked
-        self.taken: dict[int, tuple[ResultRecipe, Structure, list[Any]]] = {}
-
-    def take(self, device: int, result: PyTree) -> Tensors:
-        """Take one device's result apart; raise if it is not like those of others."""
-        recipe, structure, leaves = self.recipes.of_results(self.mesh, result)
-        tensors = tuple([leaves[entry.index] for entry in recipe.entries])
-        if self.mesh.runtime == "abstract":
-            tensors = tuple(map(without_values, tensors))
-        if self.checked:
-            pairs = zip(tensors, recipe.entries, strict=True)
-            tensors = tuple([entry.checked(x, self.site) for x, entry in pairs])
-        for entry in recipe.entries:
-            leaves[entry.index] = Tensor
-        self.taken[device] = recipe, structure, leaves
-        first, (_, known, values) = next(iter(self.taken.items()))
-        if structure != known or not all(map(_same, values, leaves)):
-            raise MismatchError(
-                f"shard_map of {self.recipes.name}: devices {first} and {device} return different trees or values: "
-                f"{values} in {known}, and {leaves} in {structure}. What is no tensor must be the same."
-            )
-        return tensors
-
-    def assemble(self, shards: list[Tensors]) -> PyTree:
-        """Put the devices' results together."""
-        recipe, structure, others = next(iter(self.taken.values()))
-        leaves = list(others)
-        may_differ = recipe.uneven or len(self.taken) > 1
-        for entry, own in zip(recipe.entries, shards, strict=True):
-            if may_differ:
-                self._check_shards(own, entry)
-            leaves[entry.index] = Sharded(entry.shape, entry.layout, own)
-        return unflatten(structure, leaves)
-
-    def _check_shards(self, own: Tensors, entry: PlannedTensor) -> None:
-        """Raise unless the devices' shards have one dtype and form one global shape."""
-        if len({x.dtype for x in own}) > 1:
-            raise LayoutError(
-                f"shard_map of {self.recipes.name}: result{entry.path} has another dtype on some devices: "
-                f"{', '.join(sorted({str(x.dtype) for x in own}))}."
-            )
-        if all(x.shape == own[0].shape for x in own) and not (entry.layout.spec.is_flat or entry.layout.spec.at):
-            return
-        wrong = [
-            f"device {self.mesh.coordinates(device)} returns {tuple(x.shape)} instead of {shape}"
-            for device, x in zip(local_devices(self.mesh), own, strict=True)
-            if tuple(x.shape) != (shape := entry.layout.local_shape(entry.shape, device))
-        ]
-        if wrong:
-            raise LayoutError(
-                f"shard_map of {self.recipes.name}: result{entry.path} does not make up a tensor of shape {entry.shape} "
-                f"as {entry.layout.spec}: {'; '.join(wrong)}."
-            )

@@ -19,7 +19,6 @@ simply called and all is saved. A part of fn that itself calls such a transform 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from fshard.ambient import ambient
 from fshard.errors import PolicyError
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import flatten, unflatten
@@ -208,12 +208,12 @@ class Region(TorchDispatchMode):
     def __enter__(self) -> Any:
         self._number = 0
         if self._state == "forward":
-            _open.regions = (*_open.regions, self)
+            ambient.regions = (*ambient.regions, self)  # from the outside in
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         if self._state == "forward":
-            _open.regions = _open.regions[:-1]
+            ambient.regions = ambient.regions[:-1]
             self._producers, self._state = {}, "recompute"
         super().__exit__(*error)
 
@@ -253,13 +253,10 @@ class Region(TorchDispatchMode):
                 self._keep(producer.number, x.detach().as_strided(producer.size, producer.stride, producer.offset))
 
 
-class _OpenRegions(threading.local):
-    """The regions whose forward runs in this thread, from the outside in."""
-
-    regions: tuple[Region, ...] = ()
-
-
-_open = _OpenRegions()
+def mark(x: Tensor, label: str) -> None:
+    """Pass a value's name to the surrounding regions."""
+    for region in ambient.regions:
+        region.mark(x, label)
 
 
 def _memory(x: Tensor) -> int:

@@ -176,25 +176,40 @@ def test_run_that_fails_or_returns_leaves_no_thread(fail):
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("work", ["compute", "collectives", "sleep"])
-def test_interrupted_run_leaves_the_mesh_usable(work):
-    mesh = fs.make_mesh({"d": 4})
-    before = threading.active_count()
+def interrupt(main, mesh):
+    """Run, and send Ctrl-C meanwhile."""
+    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt) as error:
+        fs.run(main, mesh=mesh)
+    timer.join()
+    return getattr(error.value, "__notes__", [])
+
+
+def test_interrupted_run_leaves_the_mesh_usable():
+    mesh, before = fs.make_mesh({"d": 4}), threading.active_count()
 
     def main():
         while True:
-            if work == "collectives":
-                fs.psum(torch.ones(1), "d")
-            elif work == "sleep":
-                time.sleep(0.01)
+            fs.psum(torch.ones(1), "d")
 
-    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        fs.run(main, mesh=mesh)
-    timer.join()
+    assert interrupt(main, mesh) == []
     assert threading.active_count() == before
     assert fs.run(lambda: fs.psum(torch.tensor(1), "d").item(), mesh=mesh) == [4] * 4
+
+
+def test_interrupted_device_without_collective_ends_at_its_next_one():
+    mesh, before, is_over = fs.make_mesh({"d": 4}), threading.active_count(), threading.Event()
+
+    def main():
+        is_over.wait()
+        fs.psum(torch.ones(1), "d")
+
+    assert interrupt(main, mesh) == ["A device still runs. It ends at its next collective."]
+    assert threading.active_count() == before + 4
+    is_over.set()
+    while threading.active_count() > before:
+        time.sleep(0.01)
 
 
 # -- a thread behaves as its caller would -------------------------------------------------------------------------
@@ -242,26 +257,6 @@ def test_intra_op_threads_are_one_inside_only():
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processors are not told here")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_devices_share_a_processor_and_forks_do_not(monkeypatch):
-    before = os.sched_getaffinity(0)
-
-    def main():
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(writing, str(len(os.sched_getaffinity(0))).encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        return len(os.sched_getaffinity(0)), int(os.read(reading, 8))
-
-    assert run(main, d=2) == [(1, len(before))] * 2
-    assert os.sched_getaffinity(0) == before
-    monkeypatch.setenv("FSHARD_PIN", "0")
-    assert run(lambda: len(os.sched_getaffinity(0)), d=2) == [len(before)] * 2
 
 
 def test_devices_draw_equal_numbers_until_seeded():

@@ -196,7 +196,7 @@ def test_shard_map_error_names_all_arguments(mesh):
 @pytest.mark.parametrize(
     ("in_specs", "text"),
     [
-        ((P(), P()), "for each of the 1 arguments (x), or be a P for all; got 2 in_specs"),
+        ((P(), P()), "for each of the 1 arguments (x), or be a P for all; got (P(), P())"),
         (None, "argument x: is a tensor, but its spec is None. Give P() for one that is the same on all devices"),
         (({"deep": P()},), "are no prefix of the tree"),
     ],
@@ -576,13 +576,13 @@ def test_numpy_argument_raises(mesh):
         identity(mesh, P("data"), P("data"))(np.ones(4))
 
 
-def test_recipe_cache_is_bounded(mesh):
-    from fshard.mesh.spmd.call_plan import Recipes
+def test_plan_cache_is_bounded(mesh):
+    from fshard.mesh.spmd.call_plan import CallPlans
 
-    recipes = Recipes(lambda x: x, "f", P(), P(), ("data", "model"))
+    plans = CallPlans(lambda x: x, "f", P(), P(), ("data", "model"))
     for size in range(600):
-        recipes.of_arguments(mesh, (torch.empty(size),), {})
-    assert len(recipes._arguments) <= 512
+        plans.of_arguments(mesh, (torch.empty(size),), {})
+    assert len(plans._arguments) <= 512
 
 
 @pytest.mark.parametrize("make", [lambda: P(unreduced=3), lambda: P.flat(1), lambda: P("a", (2,))])

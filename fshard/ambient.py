@@ -1,0 +1,48 @@
+"""The one holder of what is current in a thread.
+
+Each field has typed accessors in the module of its concept, which alone reads and sets it. A new thread has the
+defaults; the threads of virtual devices take over the fields in `INHERITED` from their caller.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Ambient(threading.local):
+    """The current values of one thread."""
+
+    scope: Any = None  # the device that the thread runs as: fshard.mesh.spmd.scope
+    mesh: Any = None  # of `use_mesh`: fshard.mesh.layout.mesh
+    ledgers: Any = None  # those that count; None: all open ones: fshard.mesh.collectives.ledger
+    fixed_order: bool = False  # sums are reproducible: fshard.mesh.spmd.deterministic
+    regions: Any = ()  # recomputed regions around the caller: fshard.transforms.module.remat
+
+
+ambient = Ambient()
+
+INHERITED = ("mesh", "ledgers", "fixed_order")
+
+
+def inherited() -> dict[str, Any]:
+    """Return the fields that a device's thread takes over from the calling one."""
+    return {name: getattr(ambient, name) for name in INHERITED}
+
+
+def inherit(fields: dict[str, Any]) -> None:
+    """Set fields of the calling thread."""
+    vars(ambient).update(fields)
+
+
+@contextmanager
+def setting(**fields: Any) -> Generator[None]:
+    """Set fields of the calling thread within the context."""
+    before = {name: getattr(ambient, name) for name in fields}
+    inherit(fields)
+    try:
+        yield
+    finally:
+        inherit(before)
