@@ -83,7 +83,7 @@ def checkpoint_name(x: Tensor, label: str) -> Tensor:
     >>> torch.autograd.grad(remat(f, save_names("sine"))(x), x)
     (tensor([-0.]),)
     """
-    for region in _open.regions:
+    for region in ambient.regions:
         region.mark(x, label)
     return x
 
@@ -251,12 +251,6 @@ class Region(TorchDispatchMode):
         if producer is not None:
             with torch.no_grad():  # so that these two are not numbered
                 self._keep(producer.number, x.detach().as_strided(producer.size, producer.stride, producer.offset))
-
-
-def mark(x: Tensor, label: str) -> None:
-    """Pass a value's name to the surrounding regions."""
-    for region in ambient.regions:
-        region.mark(x, label)
 
 
 def _memory(x: Tensor) -> int:
