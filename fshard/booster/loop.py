@@ -34,12 +34,12 @@ from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.source import call_site
 from fshard.transforms.agreement import SliceLoss, hash_of
 from fshard.transforms.batch import Slice
-from fshard.transforms.device_step import DeviceStep
+from fshard.transforms.device_step import ModelStep
+from fshard.transforms.fsdp.graph_checks import refuse_other_parameters, refuse_unreached
 from fshard.transforms.fsdp.lazy_param import unsharded
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered
-from fshard.transforms.fsdp.units import Unit
+from fshard.transforms.fsdp.units import LazyUnit
 from fshard.transforms.gradient import gradient_tree, unstaged
-from fshard.transforms.graph_checks import refuse_other_parameters, refuse_unreached
 from fshard.transforms.module.buffers import Buffers
 from fshard.transforms.reproducible.joined_outputs import JoinedOutput, join, split_backward
 from fshard.transforms.reproducible.randomness import drawn_key
@@ -55,8 +55,8 @@ class _Step:
     plans: ParamPlans
     structure: Structure  # of the tree of parameters
     at: list[int]  # the index of each leaf of the tree among the parameters
-    device: DeviceStep = field(init=False)  # of the last forward
-    done: DeviceStep = field(init=False)  # of the last backward
+    device: ModelStep = field(init=False)  # of the last forward
+    done: ModelStep = field(init=False)  # of the last backward
     share: float = 1.0  # the weight of its part of the batch
     weights: Sequence[float] = ()  # of its slices
     is_pending: bool = False  # it has had no backward
@@ -113,22 +113,22 @@ class LoopModel(BoostedModel):
         grad = torch.is_grad_enabled()
         step = self._step if self._step is not None and grad else self._begin()
         if not step.is_pending:
-            step.runtime.begin()
+            step.runtime.begin_slice()
         sliced, part, mesh = grad and self.is_reproducible, self._state.part_of(given), resolve_mesh(self.mesh)
         batch, step.share = replace(part.on(mesh, split=sliced), axes=self._axes), part.cut.share(mesh, self._axes)
         with self.draws(grad=grad):
             key = drawn_key()
-        step.device = DeviceStep(self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
+        step.device = ModelStep(self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
         try:
             output = self._run_slices(step, sliced=sliced)
         except BaseException:
             if step is not self._step:  # no later call uses it
-                step.runtime.leave()
+                step.runtime.close(wait=False)
             raise
         if grad:
             self._step, step.is_pending = step, True
         else:
-            step.runtime.end()
+            step.runtime.finish_slice()
             if step.runtime.sequence:
                 self._gathers = hash_of((self._gathers, step.runtime.sequence))
             step.runtime.close()
@@ -141,7 +141,8 @@ class LoopModel(BoostedModel):
         mesh = resolve_mesh(self.mesh)
         plans = self._gradient.plans_of(structure, leaves, at, mesh, self._axes)
         shards, (device,) = [leaves[place].shards[0] for place in own], local_devices(mesh)
-        return _Step(self._gradient.runtime(plans, shards, call_site(), device), plans, structure, at)
+        runtime = ParamRuntime(plans, shards, device, self._gradient.options, call_site())
+        return _Step(runtime, plans, structure, at)
 
     def _run_slices(self, step: _Step, *, sliced: bool) -> Any:
         """Run the module; once for each slice, whose outputs are joined as if it had been called once."""
@@ -177,7 +178,7 @@ class LoopModel(BoostedModel):
         args, kwargs = device.batch.tree(leaves, device.options.compute)
         with device.running(number), runtime.saved.watch() if grad else nullcontext():
             output, after = self.function(step.params(), buffers, *args, **kwargs)
-        if grad and runtime.fresh:
+        if grad and runtime.is_first_step:
             refuse_unreached(output)
         return unsharded(output), after
 
@@ -194,7 +195,7 @@ class LoopModel(BoostedModel):
             raise ModuleError("backward: the model must be called after the last step or zero_grad. Call it first.")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError("backward: the loss must be a tensor of one number that the model's output led to.")
-        if step.runtime.fresh:
+        if step.runtime.is_first_step:
             refuse_other_parameters(loss)
         self._on_device(lambda: self._backward(step, loss, scale, sync))
 
@@ -211,7 +212,7 @@ class LoopModel(BoostedModel):
                 reductions.reduce(unit, trees.result(unit) or [None] * len(unit.indices))
             reductions.send()
         else:
-            keep = None if sync or not device.options.reduce_once else Unit.accumulate
+            keep = None if sync or not device.options.reduce_once else LazyUnit.accumulate
             device.differentiate([loss], [device.begin_backward(loss, step.share, keep, idle=not step.share)])
             if keep is None:
                 reductions.end()
@@ -247,7 +248,7 @@ class LoopModel(BoostedModel):
         self.set_buffers(self._agreed.after([after]))
         grads = gradient_tree(step.plans.leaves, [device.gradients(used)], step.structure, step.at)
         step.plans.order, self._step = step.runtime.order, None
-        step.runtime.stop()
+        step.runtime.close()
         return grads
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -258,4 +259,4 @@ class LoopModel(BoostedModel):
             self._on_device(lambda: step.runtime.reductions.drop())
         elif step is not None:
             self._step = None
-            self._on_device(lambda: step.runtime.stop())
+            self._on_device(lambda: step.runtime.close())

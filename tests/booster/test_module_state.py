@@ -1,7 +1,6 @@
 """Module state is parameters and buffers; everything else is private to the device, as under DDP."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -166,17 +165,6 @@ def test_module_boosted_twice_or_by_two_devices_raises():
 
     with pytest.raises(fs.errors.ModuleError, match="has been boosted already"):
         fs.run(twice, mesh=fs.make_mesh({"data": 1}))
-
-
-def test_attribute_set_per_slice_warns_once():
-    def steps():
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            trained(Scaled, "ddp", reproducible=True, slices=2)
-        return [str(one.message) for one in told]
-
-    (told,) = fs.run(steps, mesh=fs.make_mesh({"data": 1}))
-    assert len(told) == 1 and told[0].startswith("a forward sets calls, and is called once for each slice")
 
 
 def test_stages_run_given_layers_in_place():
