@@ -38,7 +38,7 @@ from fshard.transforms.reproducible.randomness import folded, keyed_apart
 from fshard.transforms.slices import nonzero_weight, one_loss, unpack_result
 from fshard.transforms.stages.buffers import StageWrites
 from fshard.transforms.stages.params import StageSums, StageUnit
-from fshard.transforms.stages.plan import StagePlan
+from fshard.transforms.stages.plan import StageLeaves, StagePlan
 
 
 class StageStep(DeviceStep):
@@ -99,7 +99,7 @@ class StageStep(DeviceStep):
     def _unit(self, stage: int, shards: Sequence[Tensor]) -> StageUnit:
         params = self.plan.by_stage[stage]
         if self.local:
-            params = params._replace(leaves=local_plans(tuple(params.leaves), self.number))
+            params = StageLeaves.of(local_plans(tuple(params.leaves), self.number), params.indices, params.tree)
         return StageUnit(self.runtime, stage, params, [shards[index] for index in params.indices], self.device)
 
     def _sums(self) -> StageSums:

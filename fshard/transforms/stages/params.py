@@ -27,9 +27,9 @@ from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.execute import go
 from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
 from fshard.source import Site
-from fshard.transforms.fsdp.engine import Along, Gradients, GradientSums, ParamPlan, has_communication, versions_of
+from fshard.transforms.fsdp.engine import Along, Gradients, GradientSums, ParamPlan, versions_of
 from fshard.transforms.fsdp.lazy_param import WRITES
-from fshard.transforms.fsdp.units import Unit, UnitPlan, UnitRuntime
+from fshard.transforms.fsdp.units import Unit, UnitRuntime
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import named, parts_of
 from fshard.transforms.stages.plan import StageLeaves, StagePlan, Tie
@@ -71,29 +71,21 @@ class StageUnit(Unit):
     def __init__(
         self, runtime: UnitRuntime, stage: int, params: StageLeaves, shards: Sequence[Tensor], device: torch.device
     ) -> None:
-        plans, split = params.leaves, (list[int](), list[int]())
-        for index, plan in enumerate(plans):
-            split[has_communication(plan.gather)].append(index)
-        rest, sharded = split
-        super().__init__(runtime, stage, UnitPlan.of(plans, sharded), [shards[index] for index in sharded])
-        replicated = Unit(runtime, stage, UnitPlan.of(plans, rest), [shards[index] for index in rest])
-        replicated.unshard()
-        full = iter(replicated.wait_for_unshard())
-        memory = [
-            _without_memory(plan, runtime.options, device) if has_communication(plan.gather) else next(full)
-            for plan in plans
-        ]
-        self._params = [x.detach().as_subclass(_StageParam) for x in memory]
+        plans, sharded, replicated = params.leaves, params.sharded, params.replicated
+        super().__init__(runtime, stage, sharded, [shards[index] for index in sharded.indices])
+        others = Unit(runtime, stage, replicated, [shards[index] for index in replicated.indices])
+        others.unshard()
+        memory = dict(zip(replicated.indices, others.wait_for_unshard(), strict=True))
+        for index in sharded.indices:
+            memory[index] = _without_memory(plans[index], runtime.options, device)
+        self._params = [memory[index].detach().as_subclass(_StageParam) for index in range(len(plans))]
         for x, plan in zip(self._params, plans, strict=True):
             x.path, x.step = plan.path, runtime
         self.trained = [x.requires_grad_() for x, plan in zip(self._params, plans, strict=True) if plan.trained]
         self._edges = [get_gradient_edge(x) for x in self.trained]
-        self._tree, self._all_plans, self._first_versions = (
-            params.tree([*self._params]),
-            plans,
-            versions_of(self._params),
-        )
-        self._refilled = [x for x, plan in zip(self._params, plans, strict=True) if has_communication(plan.gather)]
+        self._tree, self._all_plans = params.tree([*self._params]), plans
+        self._first_versions = versions_of(self._params)
+        self._refilled = [self._params[index] for index in sharded.indices]
 
     @property
     def tree(self) -> PyTree:

@@ -30,9 +30,9 @@ from fshard.pipeline.execution.leaves import Stage
 from fshard.pipeline.execution.mailbox import Forms
 from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.schedule import Schedule
-from fshard.transforms.fsdp.engine import ParamPlan, plan_reduction
+from fshard.transforms.fsdp.engine import ParamPlan, has_communication, plan_reduction
 from fshard.transforms.fsdp.param_runtime import plan_param
-from fshard.transforms.fsdp.units import Order
+from fshard.transforms.fsdp.units import Order, UnitPlan
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import Choice, named, parts_of
@@ -40,11 +40,25 @@ from fshard.transforms.shard_params import Rules, layouts_of
 
 
 class StageLeaves(NamedTuple):
-    """The parameters of one stage, each once, with their indices, and how they form the stage's tree."""
+    """The parameters of one stage, each once, with their indices, and how they form the stage's tree.
+
+    `sharded` are those that are all-gathered, `replicated` the others, by their index in the stage.
+    """
 
     leaves: Sequence[ParamPlan]
     indices: list[int]
     tree: Callable[[list[Tensor]], PyTree]
+    sharded: UnitPlan
+    replicated: UnitPlan
+
+    @staticmethod
+    def of(leaves: Sequence[ParamPlan], indices: list[int], tree: Callable[[list[Tensor]], PyTree]) -> StageLeaves:
+        """Return the plan of a stage from the plans of its parameters."""
+        units = list[int](), list[int]()
+        for index, leaf in enumerate(leaves):
+            units[has_communication(leaf.gather)].append(index)
+        replicated, sharded = (UnitPlan.of(leaves, unit) for unit in units)
+        return StageLeaves(leaves, indices, tree, sharded, replicated)
 
 
 class Borrowed(NamedTuple):
@@ -193,7 +207,7 @@ class StagePlanner:
         def tree(xs: list[Tensor]) -> PyTree:
             return unflatten(structure, [xs[position] for position in positions])
 
-        return StageLeaves(list(map(gathered, unique)), unique, tree)
+        return StageLeaves.of(list(map(gathered, unique)), unique, tree)
 
     def _way(self, leaf: ParamPlan) -> ReshardPlan | None:
         """Return the plan of a gradient among the devices of its stage."""
