@@ -35,12 +35,12 @@ from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.source import call_site
 from fshard.transforms.agreement import SliceLoss, hash_of
 from fshard.transforms.batch import Slice
-from fshard.transforms.device_step import DeviceStep
+from fshard.transforms.device_step import ModelStep
+from fshard.transforms.fsdp.graph_checks import refuse_other_parameters, refuse_unreached
 from fshard.transforms.fsdp.lazy_param import unsharded
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered
-from fshard.transforms.fsdp.units import Unit
+from fshard.transforms.fsdp.units import LazyUnit
 from fshard.transforms.gradient import gradient_tree, unstaged
-from fshard.transforms.graph_checks import refuse_other_parameters, refuse_unreached
 from fshard.transforms.module.buffers import Buffers
 from fshard.transforms.reproducible.joined_outputs import JoinedOutput, join, split_backward
 from fshard.transforms.reproducible.randomness import drawn_key
@@ -70,7 +70,7 @@ def as_device(method: Callable[Concatenate[LoopModel, Args], Result]) -> Callabl
 class Forward(NamedTuple):
     """A forward of the model on a batch: this device's share of it, and the weights of its slices."""
 
-    device: DeviceStep
+    device: ModelStep
     share: float
     weights: Sequence[float]
 
@@ -135,12 +135,12 @@ class LoopModel(BoostedModel):
         grad, mesh, shard = torch.is_grad_enabled(), resolve_mesh(self.mesh), self._state.part_of((args, kwargs))
         step = self._step if self._step is not None and grad else self._begin(mesh)
         if not step.is_pending:
-            step.runtime.begin()
+            step.runtime.begin_slice()
         sliced, share = grad and self.is_reproducible, shard.cut.share(mesh, self._axes)
         batch = replace(shard.on(mesh, split=sliced), axes=self._axes)
         with self.draws(grad=grad):
             key = drawn_key()
-        device = DeviceStep(self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
+        device = ModelStep(self._gradient.options, step.runtime, step.params, self._agreed, batch, 0, key, 1.0)
         slices = (
             batch.slices(0, device.turns, apart=True) if sliced else [Slice([x for (x,) in batch.columns], 1, None)]
         )
@@ -150,13 +150,13 @@ class LoopModel(BoostedModel):
             output, recorded = join(outputs, rows) if sliced else (outputs[0], [])
         except BaseException:
             if step is not self._step:  # no later call uses it
-                step.runtime.leave()
+                step.runtime.close(wait=False)
             raise
         step.outputs += recorded
         if grad:
             self._step, step.forward = step, Forward(device, share, rows if sliced else [share])
             return output
-        step.runtime.end()
+        step.runtime.finish_slice()
         if step.runtime.sequence:
             self._gathers = hash_of((self._gathers, step.runtime.sequence))
         step.runtime.close()
@@ -168,9 +168,10 @@ class LoopModel(BoostedModel):
         firsts, indices = numbered(leaves)
         plans = self._gradient.plans_of(structure, leaves, indices, mesh, self._axes)
         shards, (device,) = [leaves[first].shards[0] for first in firsts], local_devices(mesh)
-        return _Step(self._gradient.runtime(plans, shards, call_site(), device), plans, structure, indices)
+        runtime = ParamRuntime(plans, shards, device, self._gradient.options, call_site())
+        return _Step(runtime, plans, structure, indices)
 
-    def _run_slices(self, step: _Step, device: DeviceStep, slices: Sequence[Slice], *, sliced: bool) -> list[Any]:
+    def _run_slices(self, step: _Step, device: ModelStep, slices: Sequence[Slice], *, sliced: bool) -> list[Any]:
         """Run the module once for each slice; return the outputs."""
         grad, outputs, written = torch.is_grad_enabled(), list[Any](), list[PyTree]()
         if sliced and any(isinstance(x, Tensor) and x.requires_grad for slice in slices for x in slice.leaves):
@@ -183,7 +184,7 @@ class LoopModel(BoostedModel):
             args, kwargs = device.batch.tree(slice.leaves, device.options.compute)
             with device.running(number), step.runtime.saved.watch() if grad else nullcontext():
                 output, after = self.function(step.params(), buffers, *args, **kwargs)
-            if grad and step.runtime.fresh:
+            if grad and step.runtime.is_first_step:
                 refuse_unreached(output)
             outputs.append(unsharded(output))
             written.append(after)
@@ -209,7 +210,7 @@ class LoopModel(BoostedModel):
             raise ModuleError("backward: the model must be called after the last step or zero_grad. Call it first.")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError("backward: the loss must be a tensor of one number that the model's output led to.")
-        if step.runtime.fresh:
+        if step.runtime.is_first_step:
             refuse_other_parameters(loss)
         step.runtime.check_unchanged()
         step.differentiated = device, share, weights = step.forward
@@ -224,7 +225,7 @@ class LoopModel(BoostedModel):
                 reductions.reduce(unit, trees.result(unit) or [None] * len(unit.indices))
             reductions.send()
         else:
-            accumulate = None if sync or not device.options.reduce_once else Unit.accumulate
+            accumulate = None if sync or not device.options.reduce_once else LazyUnit.accumulate
             device.differentiate([loss], [device.begin_backward(loss, share, accumulate, idle=not share)])
             if accumulate is None:
                 reductions.end()
@@ -260,7 +261,7 @@ class LoopModel(BoostedModel):
         self.set_buffers(self._agreed.after([after]))
         grads = gradient_tree(step.plans.leaves, [device.gradients(used)], step.structure, step.indices)
         step.plans.order, self._step = step.runtime.order, None
-        step.runtime.stop()
+        step.runtime.close()
         return grads
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -275,4 +276,4 @@ class LoopModel(BoostedModel):
             step.runtime.reductions.drop()
         else:
             self._step = None
-            step.runtime.stop()
+            step.runtime.close()

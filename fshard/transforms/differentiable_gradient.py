@@ -21,10 +21,10 @@ from fshard.mesh.spmd.scope import loss_scope, require
 from fshard.optim.leaves import like, trainable, without_static
 from fshard.transforms.array_checks import validate_mesh
 from fshard.transforms.batch import placed
-from fshard.transforms.device_step import one_loss, weight_of
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import chosen
 from fshard.transforms.reproducible.randomness import drawn_key, keyed_random
+from fshard.transforms.slices import one_loss, weight_of
 
 
 def differentiable_gradient(

@@ -45,8 +45,8 @@ from fshard.source import Site, call_site
 from fshard.transforms.agreement import FIX_UNEVEN_GATHERS
 from fshard.transforms.array_checks import validate_mesh, validate_run
 from fshard.transforms.batch import Batch, BatchPart, placed
-from fshard.transforms.device_step import DeviceResult, DeviceStep
-from fshard.transforms.fsdp.engine import Gradients, ParamPlan, Reducer, Storage, local_plans
+from fshard.transforms.device_step import DeviceResult, DeviceStep, ModelStep
+from fshard.transforms.fsdp.engine import Gradients, ParamPlan
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
 from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
@@ -67,20 +67,20 @@ def unstaged(
 
 def refuse_not_local(options: StepOptions, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
     """Raise with the parameters that are not sharded along local axes by dims, and along others flat."""
-    wrong = [
+    errors = [
         f"{named(parts_of(path)) or 'the parameter'} is {x.spec}"
         for path, x in zip(paths, leaves, strict=True)
         if any((axis in options.local) == (axis in (x.spec.flat_axes or ()) + x.spec.at_axes) for axis in x.spec.axes)
     ]
-    if options.local and wrong:
+    if options.local and errors:
         raise LayoutError(
             f"{options.caller}(local=): along {as_written(options.local)} dims of parameters may be sharded, along other axes "
-            f"their flattened shards only; {'; '.join(wrong)}. Write fs.shard_params(params, fs.fsdp(axis, within=rules), "
+            f"their flattened shards only; {'; '.join(errors)}. Write fs.shard_params(params, fs.fsdp(axis, within=rules), "
             "mesh=mesh)."
         )
 
 
-KNOWN = 64
+CACHED_PLANS = 64
 """Number of trees whose plans a gradient caches."""
 
 
@@ -100,24 +100,28 @@ class StepValue(NamedTuple):
 class StepInputs(NamedTuple):
     """The inputs of a step on all devices of the caller.
 
-    `restore` puts static leaves back; `own` are the indices of leaves without ties, `at` the number of each leaf among
+    `restore` puts static leaves back; `indices` are those of leaves without ties, `numbers` the number of each leaf among
     these; `key`: of random draws.
     """
 
     leaves: Sequence[Sharded]
     structure: Structure
     restore: Callable[[PyTree], PyTree]
-    own: Sequence[int]
-    at: Sequence[int]
+    indices: Sequence[int]
+    numbers: Sequence[int]
     batch: Batch
     buffers: Buffers
     key: int
     scale: float
     site: Site
 
-    def shards(self, place: int) -> list[Tensor]:
-        """Return the shards of the device at index `place`, each parameter once."""
-        return [self.leaves[at].shards[place] for at in self.own]
+    def shards(self, device_index: int) -> list[Tensor]:
+        """Return the shards of a local device, each parameter once."""
+        return [self.leaves[index].shards[device_index] for index in self.indices]
+
+    def tree(self, params: Sequence[Tensor]) -> PyTree:
+        """Return parameters, each once, as the tree that the caller gave."""
+        return self.restore(unflatten(self.structure, [params[number] for number in self.numbers]))
 
 
 @dataclass(frozen=True)
@@ -153,51 +157,59 @@ class GradientFunction:
                 f"{self.options.caller} under torch.inference_mode(): nothing is recorded there, so there is no gradient. "
                 "Call it outside, or in torch.inference_mode(False)."
             )
-        mesh = resolve_mesh(self.mesh)
+        options, mesh = self.options, resolve_mesh(self.mesh)
         params, restore = without_static(params)
         leaves, structure = flatten(params)
         self._refuse_swapped(leaves, batch)
         self.check_params(params, leaves, structure, mesh)
         parts = placed(batch, self.specs, mesh)
-        parts.check(self.options.turns(prod(mesh.shape[axis] for axis in parts.axes)))
-        own, at = numbered(leaves)  # a tied leaf is one, however often it occurs
-        plans = self.plans_of(structure, leaves, at, mesh, parts.axes)  # (1)
-        drawn = drawn_key()  # the same on every process
-        memory = self.buffers_on(mesh, buffers) if self.options.has_buffers else no_buffers(mesh)
-        inputs = StepInputs(leaves, structure, restore, own, at, parts, memory, drawn, scale, site)
-        with deterministic(self.options.reproducible, mesh.device_type):
-            results = self.run_devices(plans, inputs, mesh)
-        first = results[0]
-        grads = gradient_tree(plans.leaves, [result.gradients for result in results], structure, at)
+        parts.check(options.turns(prod(mesh.shape[axis] for axis in parts.axes)))
+        indices, numbers = numbered(leaves)  # a tied leaf is one, however often it occurs
+        plans = self.plans_of(structure, leaves, numbers, mesh, parts.axes)  # (1)
+        memory = self.buffers_on(mesh, buffers) if options.has_buffers else no_buffers(mesh)
+        key = drawn_key()  # the same on every process
+        inputs = StepInputs(leaves, structure, restore, indices, numbers, parts, memory, key, scale, site)
+        devices, steps = local_devices(mesh), dict[int, Any]()
+
+        def on_device(device: int) -> DeviceResult:
+            index = devices.index(device) if len(devices) > 1 else 0
+            step = steps[device] = self.device_step(plans, inputs, index, device)  # (2)
+            return step.run()
+
+        try:
+            with deterministic(options.reproducible, mesh.device_type):
+                results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
+        except BaseException as error:
+            self.failed(mesh, steps, error)
+            raise
+        plans.order = results[0].order
+        grads = gradient_tree(plans.leaves, [result.gradients for result in results], structure, numbers)
         after = memory.after([result.buffers for result in results])
-        aux = (
-            global_metrics([result.aux for result in results], parts, self.options.aux) if self.options.has_aux else ()
-        )
-        value = StepValue(first.loss, first.weight, parts.samples, after, aux)
-        return value, grads
+        aux = global_metrics([result.aux for result in results], parts, options.aux) if options.has_aux else ()
+        return StepValue(results[0].loss, results[0].weight, parts.samples, after, aux), grads
 
     def differentiable(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
         """Return the loss and its gradient within a transform of `torch.func`."""
         raise TypeError(f"{self.options.caller} of stages must not be called within a torch.func transform.")
 
     def plans_of(
-        self, structure: Structure, leaves: Sequence[Sharded], at: Sequence[int], mesh: Mesh, axes: tuple[str, ...]
+        self, structure: Structure, leaves: Sequence[Sharded], numbers: Sequence[int], mesh: Mesh, axes: tuple[str, ...]
     ) -> Any:
         """Return the cached plans for parameters of this structure, these ties, shapes, dtypes and layouts.
 
         The key is compared, which is faster than hashing it for a few entries.
         """
-        key = structure, at, axes, [x.shape for x in leaves], [x.dtype for x in leaves], [x.layout for x in leaves]
-        found = next((plans for known, plans in self.plans if known == key), None)
-        if found is None:
+        key = structure, numbers, axes, [x.shape for x in leaves], [x.dtype for x in leaves], [x.layout for x in leaves]
+        plans = next((plans for cached, plans in self.plans if cached == key), None)
+        if plans is None:
             paths = [*paths_of(structure)]
-            fixed = chosen(self.options.frozen, paths, "frozen")
-            refuse_half_frozen(paths, at, fixed)
+            frozen = chosen(self.options.frozen, paths, "frozen")
+            refuse_half_frozen(paths, numbers, frozen)
             self._refuse_integers(paths, leaves)
             refuse_not_local(self.options, paths, leaves)
-            found = self.plan(structure, [*zip(paths, leaves, fixed, strict=True)], at, mesh, axes)
-            self.plans[:] = [(key, found), *self.plans[: KNOWN - 1]]
-        return found
+            plans = self.plan(structure, [*zip(paths, leaves, frozen, strict=True)], numbers, mesh, axes)
+            self.plans[:] = [(key, plans), *self.plans[: CACHED_PLANS - 1]]
+        return plans
 
     def _refuse_swapped(self, leaves: Sequence[Any], batch: PyTree) -> None:
         """Raise if the parameters were given as the batch, and the batch as the parameters."""
@@ -220,12 +232,12 @@ class GradientFunction:
             and leaves
             and not any(x.dtype.is_floating_point or x.dtype.is_complex for x in leaves)
         ):
-            found = ", ".join(
+            dtypes = ", ".join(
                 f"{named(parts_of(path)) or 'the parameter'} is {str(x.dtype).removeprefix('torch.')}"
                 for path, x in zip(paths, leaves, strict=True)
             )
             raise TypeError(
-                f"{self.options.caller}: parameters must be floating-point or complex to have gradients; {found}. "
+                f"{self.options.caller}: parameters must be floating-point or complex to have gradients; {dtypes}. "
                 "Shard x.float() of them."
             )
 
@@ -241,27 +253,31 @@ class GradientFunction:
         self,
         structure: Structure,
         given: Sequence[tuple[str, Sharded, bool]],
-        at: Sequence[int],
+        numbers: Sequence[int],
         mesh: Mesh,
         axes: tuple[str, ...],
     ) -> Any:
         """Return the plans of parameters: for each leaf its path, its parameter, and whether it is frozen."""
         raise NotImplementedError
 
-    def run_devices(self, plans: Any, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:
-        """Run the step on each device of the caller."""
+    def device_step(self, plans: Any, inputs: StepInputs, index: int, device: int) -> DeviceStep:
+        """Return the step of a device, the local one at `index`."""
+        raise NotImplementedError
+
+    def failed(self, mesh: Mesh, steps: Mapping[int, Any], error: BaseException) -> None:
+        """Handle an error in the steps of the devices, which is raised then."""
         raise NotImplementedError
 
 
 def gradient_tree(
-    leaves: Sequence[ParamPlan], each: Sequence[Gradients], structure: Structure, at: Sequence[int]
+    leaves: Sequence[ParamPlan], by_device: Sequence[Gradients], structure: Structure, numbers: Sequence[int]
 ) -> PyTree:
     """Return gradients as the tree of parameters, from the local shards of each device."""
     grads = [
         None if shards[0] is None else Sharded(leaf.shape, leaf.gradient, tuple(shards))
-        for leaf, *shards in zip(leaves, *each, strict=True)
+        for leaf, *shards in zip(leaves, *by_device, strict=True)
     ]
-    return unflatten(structure, [grads[place] for place in at])
+    return unflatten(structure, [grads[number] for number in numbers])
 
 
 class Gradient(GradientFunction):
@@ -272,10 +288,10 @@ class Gradient(GradientFunction):
         from fshard.transforms.differentiable_gradient import differentiable_gradient  # rare
 
         options = self.options
-        wrong = {"has_buffers": options.has_buffers, "has_aux": options.has_aux, "reproducible": options.reproducible}
-        if found := [name for name, given in wrong.items() if given]:
+        flags = {"has_buffers": options.has_buffers, "has_aux": options.has_aux, "reproducible": options.reproducible}
+        if names := [name for name, flag in flags.items() if flag]:
             raise ValueError(
-                f"{options.caller} must not have {', '.join(found)} within a torch.func transform: return the loss alone."
+                f"{options.caller} must not have {', '.join(names)} within a torch.func transform: return the loss alone."
             )
         return differentiable_gradient(options, resolve_mesh(self.mesh), self.specs, params, *given)
 
@@ -283,58 +299,30 @@ class Gradient(GradientFunction):
         self,
         structure: Structure,
         given: Sequence[tuple[str, Sharded, bool]],
-        at: Sequence[int],
+        numbers: Sequence[int],
         mesh: Mesh,
         axes: tuple[str, ...],
     ) -> ParamPlans:
         """Return the plans of parameters, each once."""
         plans: dict[int, ParamPlan] = {}
-        for (path, x, fix), place in zip(given, at, strict=True):
+        for (path, x, fix), number in zip(given, numbers, strict=True):
             trained = self.options.backward and trainable(x) and not fix
             gradients, used = self.options.gradients if trained else None, self.options.used(x.layout)
-            plans.setdefault(place, plan_param(path, x, gradients, used))
-        return ParamPlans(tuple(plans[place] for place in sorted(plans)), mesh, axes, self.options.reproducible)
+            plans.setdefault(number, plan_param(path, x, gradients, used))
+        return ParamPlans(tuple(plans[number] for number in sorted(plans)), mesh, axes, self.options.reproducible)
 
-    def run_devices(self, plans: ParamPlans, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:
-        """Run the step on each device of the caller; errors name the units in which devices differ."""
-        devices, runtimes = local_devices(mesh), dict[int, ParamRuntime]()
-        _, structure, restore, _, at, batch, buffers, key, scale, site = inputs
+    def device_step(self, plans: ParamPlans, inputs: StepInputs, index: int, device: int) -> ModelStep:
+        """Return the step of a device, the local one at `index`."""
+        options, (*_, batch, buffers, key, scale, site) = self.options, inputs
+        runtime = ParamRuntime(plans, inputs.shards(index), device, options, site)
+        return ModelStep(options, runtime, lambda: inputs.tree(runtime.lazy_params), buffers, batch, index, key, scale)
 
-        def on_device(device: int) -> DeviceResult:
-            place = devices.index(device) if len(devices) > 1 else 0
-            runtime = runtimes[device] = self.runtime(plans, inputs.shards(place), site, device)  # (2)
-
-            def tree() -> PyTree:
-                return restore(unflatten(structure, [runtime.lazy_params[place] for place in at]))
-
-            return DeviceStep(self.options, runtime, tree, buffers, batch, place, key, scale).run()
-
-        try:
-            results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
-        except (MismatchError, DeadlockError, CollectiveTimeoutError) as error:
-            if gathers := describe_gathers(mesh, runtimes):
-                error.add_note(f"{self.options.caller}: {gathers}")
-            raise
-        plans.order = results[0].order
-        return results
-
-    def runtime(self, plans: ParamPlans, shards: Sequence[Tensor], site: Site, device: int) -> ParamRuntime:
-        """Return the parameters of one device for a step, of which it holds these shards."""
-        options, leaves = self.options, plans.leaves
-        if options.local:
-            leaves = local_plans(leaves, device)
-        return ParamRuntime(
-            leaves,
-            plans.by_unit,
-            shards,
-            Storage(leaves, shards, options.compute, site),
-            Reducer(plans.ways, site, ahead=options.in_flight > 0),
-            options,
-            site,
-            plans.order,
-            several=options.reproducible or (options.reduce_once and options.accumulate > 1),
-            each_use=options.reproducible,
-        )
+    def failed(self, mesh: Mesh, steps: Mapping[int, ModelStep], error: BaseException) -> None:
+        """Name the units in which devices differ."""
+        runtimes = {device: step.runtime for device, step in steps.items()}
+        is_of_devices = isinstance(error, MismatchError | DeadlockError | CollectiveTimeoutError)
+        if is_of_devices and (gathers := describe_gathers(mesh, runtimes)):
+            error.add_note(f"{self.options.caller}: {gathers}")
 
 
 def describe_gathers(mesh: Mesh, runtimes: Mapping[int, ParamRuntime]) -> str:
@@ -344,6 +332,6 @@ def describe_gathers(mesh: Mesh, runtimes: Mapping[int, ParamRuntime]) -> str:
     devices = list[str]()
     for device, runtime in runtimes.items():
         coordinates = ", ".join(f"{axis}={index}" for axis, index in mesh.coordinates(device).items())
-        units = ", then ".join(runtime.words()[number] for number in runtime.sequence)
+        units = ", then ".join(runtime.describe_units()[number] for number in runtime.sequence)
         devices.append(f"({coordinates}) has gathered {units or 'nothing'}")
     return f"{'; '.join(devices)}. {FIX_UNEVEN_GATHERS}"

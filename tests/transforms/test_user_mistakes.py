@@ -40,17 +40,6 @@ def test_loss_with_swapped_arguments_names_the_order():
 
 
 @pytest.mark.parametrize("name", ["train_step", "value_and_grad", "evaluate"])
-def test_loss_that_indexes_the_batch_as_params_says_swap(name):
-    opt = {"opt": fs.optim.sgd(0.1)} if name == "train_step" else {}
-    run = getattr(fs, name)(lambda x, params: (x @ params["w"]).mean(), mesh=MESH, batch=P("data"), **opt)
-    for batch in (torch.ones(4, 4), [torch.ones(4, 4)]):
-        with pytest.raises(
-            (TypeError, IndexError), match=r"loss_fn\(params, batch\). It indexes the batch, .*swap its arg"
-        ):
-            run(sharded(), *([()] if opt else []), batch)
-
-
-@pytest.mark.parametrize("name", ["train_step", "value_and_grad", "evaluate"])
 def test_batch_of_none_raises(name):
     opt = {"opt": fs.optim.sgd(0.1)} if name == "train_step" else {}
     for spec in (None, "data"):
@@ -81,18 +70,6 @@ def test_errors_of_fshard_get_no_note():
 def test_integer_parameters_alone_raise():
     with pytest.raises(TypeError, match=r"parameters must be floating-point .*; w is int64. Shard x.float"):
         value_and_grad(loss_fn)(sharded(torch.int64), torch.ones(4, 4))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
-def test_batch_of_another_dtype_names_the_leaf(dtype):
-    with pytest.raises(RuntimeError) as error:
-        value_and_grad(lambda params, batch: loss_fn(params, batch["x"]))(
-            sharded(), {"x": torch.ones(4, 4, dtype=dtype), "y": torch.ones(4)}
-        )
-    name = str(dtype).removeprefix("torch.")
-    assert f"params are float32, batch.x is {name}. Where they meet, convert the batch, x.to(torch.float32), or " in (
-        notes(error)
-    )
 
 
 def test_batch_of_another_dtype_runs_with_compute():

@@ -780,7 +780,7 @@ def test_inplace_parameter_write_in_loss_raises(stage, recorded, n, live_units, 
     opt = optimizer(stage, mesh)
     params = placed([{"w": torch.eye(2), "v": torch.zeros(2)} for _ in range(3)], stage, mesh)
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), live_units=live_units, compute=compute)
-    with pytest.raises(fs.errors.ModuleError, match=r"writes to parameters in place: 0\.w, 2\.v\. "):
+    with pytest.raises(fs.errors.ModuleError, match=r"writes to a parameter in place: 0\.w\. "):
         step(params, opt.init(params), torch.ones(2, 2))
 
 

@@ -1,16 +1,14 @@
-"""The two communications of a step: from shards to full parameters, and from full gradients to their shards.
+"""Plans of parameters, and `GradientSums`: from full gradients to the shards of their sums.
 
-    shards ──cast──all-gather──> full parameters        `Storage.unshard`
-    full gradients ──cast──bucket──reduce-scatter──> shards of their sums        `GradientSums`, by a `Reducer`
+    full gradients ──cast──bucket──reduce-scatter──> sums
 
-Units (`Unit`, used by need) and stages (`StageUnit`, used by a schedule) differ only in when they call these.
+Units of a full model (`Reductions`) and of stages (`StageSums`) differ only in when they are put into the bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -45,44 +43,18 @@ class ParamPlan(NamedTuple):
     used: P = P()
 
 
-@dataclass(frozen=True)
-class Storage:
-    """Shards in the memory of the device; parameters are referred to by index."""
-
-    leaves: Sequence[ParamPlan]
-    shards: Sequence[Tensor]
-    compute: torch.dtype | None
-    site: Site
-
-    def unshard(self, indices: Sequence[int]) -> Callable[[], list[Tensor]]:
-        """Start the all-gather of parameters; those that need none are views of their shards."""
-        leaves = [self.leaves[index] for index in indices]
-        with no_graph():  # (4)
-            xs = [self.shards[index].detach() for index in indices]
-            if self.compute is not None:
-                xs = [x.to(self.compute) if x.is_floating_point() else x for x in xs]
-            if any(has_communication(leaf.gather) for leaf in leaves):
-                return go(xs, [leaf.gather for leaf in leaves], self.site, ahead=True)
-            full = [x.reshape(leaf.shape) for x, leaf in zip(xs, leaves, strict=True)]
-            return lambda: full
-
-
 Ways = Callable[[Along], Sequence[ReshardPlan | None]]
-"""From axes to the reshard plans of gradients, None where frozen."""
+"""From axes to the reshard plans of gradients, None where frozen: from summands to the layouts of gradients."""
 
 
-@dataclass(frozen=True)
-class Reducer:
-    """Sums gradients by their reshard plans: reduce-scatter where they are sharded, all-reduce elsewhere."""
+class PendingReduction(NamedTuple):
+    """The reduction of a bucket: the indices of its parameters, the function that waits for it, and how many devices have
+    the same samples.
+    """
 
-    ways: Ways
-    site: Site
-    ahead: bool = True
-
-    def reduce(self, indices: Sequence[int], gs: Sequence[Tensor], along: Along) -> Callable[[], list[Tensor]]:
-        """Start the reshards from summands to the layouts of gradients."""
-        ways = self.ways(along)
-        return go(gs, [way for index in indices if (way := ways[index])], self.site, ahead=self.ahead)
+    indices: Sequence[int]
+    wait: Callable[[], list[Tensor]]
+    copies: int
 
 
 def plan_reduction(mesh: Mesh, axes: tuple[str, ...], leaf: ParamPlan, *, in_order: bool) -> ReshardPlan:
@@ -140,28 +112,37 @@ class GradientSums:
         leaves: the plans of parameters.
         device: of the gradients.
         options: of units.
-        reducer: sums gradients over devices.
+        ways: the plans that sum gradients: reduce-scatter where they are sharded, all-reduce elsewhere.
+        site: the source line of the step.
         wide: True if sums of several slices are reduced in at least 32 bits.
 
     `used` is True for each parameter that this device has used; `sums` are the reduced gradients.
     """
 
     def __init__(
-        self, leaves: Sequence[ParamPlan], device: torch.device, options: StepOptions, reducer: Reducer, wide: bool
+        self,
+        leaves: Sequence[ParamPlan],
+        device: torch.device,
+        options: StepOptions,
+        ways: Ways,
+        site: Site,
+        *,
+        wide: bool,
+        along: Along = (),
     ) -> None:
-        self.leaves, self.device, self.options, self.reducer, self.wide = leaves, device, options, reducer, wide
-        self.along: Along = ()
+        self.leaves, self.device, self.options, self.wide, self.along = leaves, device, options, wide, along
+        self._ways, self.site = ways, site
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
         self._bucket: list[tuple[int, Tensor]] = []
         self._size = 0  # of the bucket, in bytes
-        self._in_flight: list[tuple[Sequence[int], Callable[[], list[Tensor]], int]] = []
+        self._in_flight: list[PendingReduction] = []
 
-    def record(self, indices: Sequence[int], gs: Sequence[Tensor | None], *, idle: bool) -> Gradients:
+    def record(self, indices: Sequence[int], gs: Sequence[Tensor | None], *, is_idle: bool) -> Gradients:
         """Record parameters as used; return their gradients, dense, or None if the slice is idle."""
         for index, g in zip(indices, gs, strict=True):
             self.used[index] |= g is not None
-        return [None if idle else g.to_dense() if g is not None and g.is_sparse else g for g in gs]
+        return [None if is_idle else g.to_dense() if g is not None and g.is_sparse else g for g in gs]
 
     def cast(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> Gradients:
         """Cast gradients to the dtypes that they are reduced in."""
@@ -189,23 +170,26 @@ class GradientSums:
 
     def send(self) -> None:
         """Start the reduction of the bucket."""
-        if self._bucket:  # (8)
-            indices, xs = zip(*self._bucket, strict=True)
-            self.clear()
-            self.finish(max(self.options.in_flight - 1, 0))  # before the next one is packed
-            shape = self.leaves[0].gradient.mesh.shape
-            many = prod([shape[axis] for axis in self.along])  # devices with the same samples
-            self._in_flight.append((indices, self.reducer.reduce(indices, xs, self.along), many))
+        if not self._bucket:
+            return
+        indices, xs = zip(*self._bucket, strict=True)
+        self.clear()
+        self.finish(max(self.options.in_flight - 1, 0))  # before the next one is packed
+        ways = self._ways(self.along)
+        plans = [way for index in indices if (way := ways[index])]
+        wait = go(xs, plans, self.site, ahead=self.options.in_flight > 0)  # (8)
+        shape = self.leaves[0].gradient.mesh.shape
+        self._in_flight.append(PendingReduction(indices, wait, prod([shape[axis] for axis in self.along])))
 
-    def finish(self, but: int = 0) -> None:
-        """Wait for reductions, the oldest first, until at most `but` are in flight."""
-        while len(self._in_flight) > but:
-            indices, finish, many = self._in_flight.pop(0)
-            for index, g in zip(indices, finish(), strict=True):
-                known, leaf = self.sums[index], self.leaves[index]
+    def finish(self, in_flight: int = 0) -> None:
+        """Wait for reductions, the oldest first, until at most so many are in flight."""
+        while len(self._in_flight) > in_flight:
+            pending = self._in_flight.pop(0)
+            for index, g in zip(pending.indices, pending.wait(), strict=True):
+                total, leaf = self.sums[index], self.leaves[index]
                 g = g if g.dtype is leaf.dtype else g.to(torch.promote_types(g.dtype, leaf.dtype))
-                g = g if many == 1 else g / many
-                self.sums[index] = g if known is None else known + g
+                g = g if pending.copies == 1 else g / pending.copies
+                self.sums[index] = g if total is None else total + g
 
     def gradients(self, used: Sequence[float], divisor: float | Tensor = 1.0) -> Gradients:
         """Return the sums divided by a number, in the dtypes of the parameters; None for those that no device used."""

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fshard.errors import LayoutError, ModuleError, ScopeError
 from fshard.mesh.spmd.scope import here
-from fshard.transforms.fsdp.units import USE_NODES, Unit
+from fshard.transforms.fsdp.units import USE_NODES, LazyUnit
 from fshard.transforms.patterns import named, parts_of
 
 _compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
@@ -66,37 +66,36 @@ WRITES = (
 
 
 class LazyParam(Tensor):
-    """A parameter inside a loss function."""
+    """A parameter inside a loss function: the one at `position` of its unit."""
 
-    unit: Unit
-    at: int
+    unit: LazyUnit
+    position: int
     _is_param = True
     """Makes isinstance(x, nn.Parameter) true."""
 
     @staticmethod
-    def of(unit: Unit, at: int) -> LazyParam:
-        """Return the lazy parameter at an index of a unit."""
-        runtime, index = unit.runtime, unit.indices[at]
-        leaf, x = runtime.leaves[index], runtime.shards[index]
-        dtype = runtime.options.used_in(leaf.dtype)
-        made = _T._make_wrapper_subclass(LazyParam, leaf.shape, dtype=dtype, device=x.device)
-        made.unit, made.at = unit, at
-        return made
+    def of(unit: LazyUnit, position: int) -> LazyParam:
+        """Return the lazy parameter at a position in a unit."""
+        plan = unit.plans[position]
+        dtype = unit.runtime.options.used_in(plan.dtype)
+        param = _T._make_wrapper_subclass(LazyParam, plan.shape, dtype=dtype, device=unit.shards[position].device)
+        param.unit, param.position = unit, position
+        return param
 
     def unshard(self) -> Tensor:
         """Return the unsharded tensor."""
-        unit = self.unit
-        if unit.outputs is not None and not unit.runtime.each_use and here() is unit.runtime.scope:
-            return unit.outputs[self.at]
-        if torch.compiler.is_compiling() or _compiler():
-            raise LayoutError(_COMPILED)
-        self._check_device()
-        if unit.runtime.over:
-            raise ScopeError(
-                f"{self._path} is a parameter of a step that is over: it was kept from inside a loss function. Return what is "
-                "needed of it with has_aux=True, or take it from the parameters that the step returns."
-            )
-        return unit.leaf(self.at)
+        unit, runtime = self.unit, self.unit.runtime
+        if unit.outputs is None or here() is not runtime.scope:
+            if torch.compiler.is_compiling() or _compiler():
+                raise LayoutError(_COMPILED)
+            self._check_device()
+            if runtime.state == "closed":
+                raise ScopeError(
+                    f"{self._path} is a parameter of a step that is over: it was kept from inside a loss function. Return what "
+                    "is needed of it with has_aux=True, or take it from the parameters that the step returns."
+                )
+        x = unit.pre_forward()[self.position]
+        return unit.use_once(x, self.position) if runtime.options.reproducible and x.requires_grad else x
 
     @property
     def step(self) -> Any:
@@ -109,7 +108,7 @@ class LazyParam(Tensor):
 
     @property
     def _path(self) -> str:
-        return named(parts_of(self.unit.runtime.leaves[self.unit.indices[self.at]].path))
+        return named(parts_of(self.unit.plans[self.position].path))
 
     @classmethod
     def __torch_function__(
@@ -159,7 +158,7 @@ class LazyParam(Tensor):
 
 def _gradient(param: LazyParam) -> None:
     """Return None, as `.grad` of a parameter in a forward; raise once there are gradients, which are sharded."""
-    if any(param.unit.runtime.reductions.used):
+    if any(param.step.reductions.used):
         raise ModuleError(
             "gradients of a boosted model are sharded, so its parameters have no .grad. Clip them by "
             "booster.clip_grad_norm(optimizer, max_norm); optimizer.grads are they."
@@ -182,11 +181,15 @@ def lazy_versions(xs: Sequence[Tensor]) -> list[int]:
 
 def unsharded(x: Any) -> Any:
     """Replace lazy parameters by unsharded tensors in the arguments of a torch function."""
-    if type(x) is LazyParam:
+    kind = type(x)
+    if kind is LazyParam:
         return x.unshard()
-    if type(x) is tuple or type(x) is list:
-        return type(x)(map(unsharded, x))
-    if type(x) is dict:
+    if kind is tuple or kind is list:
+        items = list[Any]()
+        for item in x:  # a loop: most arguments are plain tensors or lazy parameters
+            items.append(item.unshard() if type(item) is LazyParam else unsharded(item))
+        return kind(items)
+    if kind is dict:
         return {key: unsharded(value) for key, value in x.items()}
     return x
 
@@ -198,8 +201,8 @@ class _LazyParams(Function):
     def forward(ctx: Any, anchor: Tensor, runtime: Any) -> tuple[Tensor, ...]:
         ctx.runtime = weakref.ref(runtime)
         ctx.set_materialize_grads(False)
-        lazy_params = [LazyParam.of(unit, at) for unit in runtime.units for at in range(len(unit.indices))]
-        ctx.mark_non_differentiable(*(h for h in lazy_params if not runtime.leaves[h.unit.indices[h.at]].trained))
+        lazy_params = [LazyParam.of(unit, position) for unit in runtime.units for position in range(len(unit.plans))]
+        ctx.mark_non_differentiable(*(x for x in lazy_params if not x.unit.plans[x.position].trained))
         return tuple(lazy_params)
 
     @staticmethod
@@ -208,7 +211,7 @@ class _LazyParams(Function):
         start = 0
         for unit in runtime.units:
             stop = start + len(unit.indices)
-            runtime.reductions.receive_apart(unit, gs[start:stop])
+            runtime.reductions.receive_separately(unit, gs[start:stop])
             start = stop
         return None, None
 
@@ -229,8 +232,8 @@ _hooks: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAt
 class _SavedView(NamedTuple):
     """A view of a parameter of a unit, saved without its memory."""
 
-    unit: Unit
-    at: int
+    unit: LazyUnit
+    position: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -241,8 +244,8 @@ class _SavedView(NamedTuple):
 class _Storage(NamedTuple):
     """The storage of an unsharded parameter; while this exists, no other storage gets the same address."""
 
-    unit: Unit
-    at: int
+    unit: LazyUnit
+    position: int
     dtype: torch.dtype
     itself: StorageWeakRef
 
@@ -256,16 +259,16 @@ class SavedTensors:
 
     def __init__(self, needed: bool) -> None:
         self._needed = needed
-        self._known: dict[int, _Storage] = {}
+        self._storages: dict[int, _Storage] = {}
 
-    def register(self, unit: Unit) -> None:
+    def register(self, unit: LazyUnit) -> None:
         """Register the storages of an unsharded unit."""
-        for at, x in enumerate(unit.values if self._needed else ()):
-            self._known[_storage(x)] = _Storage(unit, at, x.dtype, StorageWeakRef(x.untyped_storage()))
+        for position, x in enumerate(unit.values if self._needed else ()):
+            self._storages[_storage(x)] = _Storage(unit, position, x.dtype, StorageWeakRef(x.untyped_storage()))
 
     def clear(self) -> None:
         """End a slice."""
-        self._known.clear()
+        self._storages.clear()
 
     def watch(self) -> AbstractContextManager[Any]:
         """Return the context of a forward."""
@@ -274,19 +277,19 @@ class SavedTensors:
     def _pack(self, x: Tensor) -> Any:
         if type(x) is LazyParam:
             return x
-        found = self._known.get(_storage(x))
-        if found is None or x.dtype != found.dtype:
+        storage = self._storages.get(_storage(x))
+        if storage is None or x.dtype != storage.dtype:
             return x.detach() if x.requires_grad else x  # an output saved by its own operation would be a cycle
         return _SavedView(  # (5)
-            found.unit, found.at, x.size(), x.stride(), int(x.storage_offset()), x.is_conj(), x.is_neg()
+            storage.unit, storage.position, x.size(), x.stride(), int(x.storage_offset()), x.is_conj(), x.is_neg()
         )
 
-    def _unpack(self, note: Any) -> Tensor:
-        if not isinstance(note, _SavedView):
-            return note
-        x = note.unit.unshard_for_backward()[note.at].as_strided(note.size, note.stride, note.offset)
-        x = x.conj() if note.conj else x
-        return _VF._neg_view(x) if note.neg else x
+    def _unpack(self, saved: Any) -> Tensor:
+        if not isinstance(saved, _SavedView):
+            return saved
+        x = saved.unit.pre_backward()[saved.position].as_strided(saved.size, saved.stride, saved.offset)
+        x = x.conj() if saved.conj else x
+        return _VF._neg_view(x) if saved.neg else x
 
 
 @contextmanager

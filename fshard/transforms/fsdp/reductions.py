@@ -18,8 +18,7 @@ immediately, to free its memory; gradients of replicated units wait until a buck
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,45 +26,44 @@ from torch import Tensor
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 from fshard.transforms.agreement import host_row, reduce_rows
-from fshard.transforms.fsdp.engine import Along, Gradients, GradientSums, ParamPlan, Reducer
-from fshard.transforms.fsdp.units import Unit
-from fshard.transforms.graph_checks import refuse_backward
+from fshard.transforms.fsdp.engine import Along, Gradients, GradientSums, ParamPlan, Ways
+from fshard.transforms.fsdp.graph_checks import refuse_backward
+from fshard.transforms.fsdp.units import LazyUnit, Order
 from fshard.transforms.options import StepOptions
 
-AccumulateInto = Callable[[Unit, Gradients], None]
+AccumulateInto = Callable[[LazyUnit, Gradients], None]
 """Takes a slice's gradients of a unit instead of reducing them."""
 
 
 class Reductions(GradientSums):
-    """The gradients of the units of one device in one step; `turns` is the order in which units are reduced."""
+    """The gradients of the units of one device in one step, reduced in an `order` that is cached from an earlier one."""
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[LazyUnit],
         leaves: Sequence[ParamPlan],
         device: torch.device,
         options: StepOptions,
-        reducer: Reducer,
+        ways: Ways,
         *,
-        turns: Sequence[int],
-        along: Along,
+        order: Order,
         wide: bool,
         site: Site,
     ) -> None:
-        super().__init__(leaves, device, options, reducer, wide)
-        self.units, self.turns, self.along, self._site = units, list(turns), along, site
-        self._accumulate: AccumulateInto | None = None
-        self._turn, self._idle, self._collecting = 0, False, False
+        super().__init__(leaves, device, options, ways, site, wide=wide, along=order.along)
+        self.units, self.turns = units, [*order.turns]
+        self._accumulate_into: AccumulateInto | None = None
+        self._turn, self._is_idle = 0, False
         self._waiting: dict[int, Gradients] = {}
 
     def begin(
         self,
-        used: Sequence[int],
+        used: Iterable[int],
         group: Group | None,
         along: Along,
-        accumulate: AccumulateInto | None = None,
+        accumulate_into: AccumulateInto | None = None,
         *,
-        idle: bool,
+        is_idle: bool,
     ) -> None:
         """Begin a backward: agree on the order of reductions, unless it is cached.
 
@@ -73,11 +71,10 @@ class Reductions(GradientSums):
             used: the numbers of the units that the forward has used.
             group: all devices whose losses the objective sums.
             along: their axes besides the batch's.
-            accumulate: takes the gradients, if they are not reduced yet.
-            idle: the slice has weight 0, and so have its gradients.
+            accumulate_into: takes the gradients, if they are not reduced yet.
+            is_idle: the slice has weight 0, and so have its gradients.
         """
-        self._accumulate = accumulate
-        self._idle, self._turn = idle, 0
+        self._accumulate_into, self._is_idle, self._turn = accumulate_into, is_idle, 0
         self._waiting = {}
         self.clear()  # of what a backward that failed has left
         if along != self.along:
@@ -85,67 +82,51 @@ class Reductions(GradientSums):
         if not self.turns and any(leaf.trained for leaf in self.leaves):
             self.turns = self._agree_on_turns(used, group)
 
-    def _agree_on_turns(self, used: Sequence[int], group: Group | None) -> list[int]:
+    def _agree_on_turns(self, used: Iterable[int], group: Group | None) -> list[int]:
         """Return the order of all devices: the first one's, reversed, then units that only others have used."""
         is_first, count = group is None or not group.index, len(self.units)
         positions = {number: 1.0 + position for position, number in enumerate(used)}
         row = [is_first * positions.get(number, 0.0) for number in range(count)]
         row += [float(number in positions) for number in range(count)]
-        (sums,) = reduce_rows((host_row(row, self.device),), group, self._site)
+        (sums,) = reduce_rows((host_row(row, self.device),), group, self.site)
         if sums.is_meta:
-            return list(reversed(used))
+            return [*used][::-1]
         firsts, users = sums.view(2, count).tolist()
         return sorted((number for number in range(count) if users[number]), key=lambda number: -firsts[number])
 
-    @contextmanager
-    def collecting(self) -> Generator[None]:
-        """Accept gradients within: outside of it, a backward was not started by fshard, and other devices do not join in."""
-        self._collecting = True
-        try:
-            yield
-        finally:
-            self._collecting = False
-
-    def receive(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
-        """Receive the cotangents of one use of a unit."""
+    def receive(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> None:
+        """Receive the cotangents of one use of a unit; after that of the last use, reduce all units whose turn has come."""
         gs = self._recorded(unit, gs)
-        unit.end_use()
-        if self._accumulate is not None:
-            self._accumulate(unit, gs)
-        elif unit.pending_backwards:  # it was resharded and unsharded again: reduce with the last use
+        if self._accumulate_into is not None:
+            self._accumulate_into(unit, gs)
+        elif unit.pending_backwards or unit.number in self._waiting:  # it was resharded and unsharded again
             unit.accumulate(gs)
         else:
-            self._complete(unit, unit.take_accumulated(gs))
+            self._waiting[unit.number] = unit.take_accumulated(gs)
+            self._reduce_due()
 
-    def receive_apart(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
+    def receive_separately(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> None:
         """Receive cotangents of lazy parameters, or of a single use; they are reduced after the backward."""
         if any(g is not None for g in gs):
-            (self._accumulate or Unit.accumulate)(unit, self._recorded(unit, gs))
+            (self._accumulate_into or LazyUnit.accumulate)(unit, self._recorded(unit, gs))
 
-    def _recorded(self, unit: Unit, gs: Sequence[Tensor | None]) -> Gradients:
+    def _recorded(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> Gradients:
         """Record the parameters as used, in a backward that fshard has started."""
-        if not self._collecting:
+        if unit.runtime.state != "backward":
             refuse_backward()
-        return self.record(unit.indices, gs, idle=self._idle)
+        return self.record(unit.indices, gs, is_idle=self._is_idle)
 
-    def _complete(self, unit: Unit, gs: Gradients) -> None:
-        """Queue a unit's gradients, and reduce every unit whose turn has come."""
-        if unit.number in self._waiting:
-            unit.accumulate(gs)
-        else:
-            self._waiting[unit.number] = gs
-        while self._turn < len(self.turns) and self.turns[self._turn] in self._waiting:
-            self._next()
-
-    def _next(self) -> None:
-        unit = self.units[self.turns[self._turn]]
-        self._turn += 1
-        self.reduce(unit, unit.take_accumulated(self._waiting.pop(unit.number, [None] * len(unit.indices))))
+    def _reduce_due(self, *, is_end: bool = False) -> None:
+        """Reduce the units whose turn has come; at the end of a backward, those that it has not reached too, as zeros."""
+        while self._turn < len(self.turns) and (is_end or self.turns[self._turn] in self._waiting):
+            unit = self.units[self.turns[self._turn]]
+            self._turn += 1
+            gs = self._waiting.pop(unit.number, [None] * len(unit.indices))
+            self.reduce(unit, unit.take_accumulated(gs))
 
     def end(self) -> None:
         """Reduce all units that are still due; accumulate those without a turn until the end of the step."""
-        while self._turn < len(self.turns):
-            self._next()
+        self._reduce_due(is_end=True)
         self.send()
         for number, gs in self._waiting.items():
             self.units[number].accumulate(gs)
@@ -161,13 +142,13 @@ class Reductions(GradientSums):
         turns = dict.fromkeys([*self.turns, *(unit.number for unit in rest)])
         self.turns = [number for number in turns if any(used[index] for index in self.units[number].indices)]
 
-    def reduce(self, unit: Unit, gs: Sequence[Tensor | None]) -> None:
+    def reduce(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> None:
         """Put the gradients of a unit into the bucket, and send it if it is full or the unit is sharded."""
         self.put(unit.indices, gs)
-        if unit.sharded or self.is_full:
+        if unit.is_sharded or self.is_full:
             self.send()
 
-    def as_reduced(self, unit: Unit, gs: Sequence[Tensor | None]) -> Gradients:
+    def as_reduced(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> Gradients:
         """Cast the gradients of a unit to the dtypes that they are reduced in."""
         return self.cast(unit.indices, gs)
 

@@ -1,14 +1,20 @@
-"""`Unit`: parameters that are all-gathered and reduce-scattered together (an FSDP bucket).
+"""Units: parameters that are all-gathered and reduce-scattered together (FSDP buckets).
 
-One autograd Function with an output per parameter does both.  It is recorded just before the first operation that uses the
-unit.  So autograd calls its backward, the reduce-scatter, right after the backward of that operation, and the backward of
-earlier units overlaps with it.
+    pre-forward     unshard, wait_for_unshard       just before the first operation that uses the unit
+                    reshard                         when later units need the memory
+    pre-backward    unshard, wait_for_unshard       when a saved tensor of the unit is read
+    post-backward   reshard, and reduce             right after the backward of that operation
+
+A `LazyUnit` is one autograd Function with an output per parameter, recorded just before the first operation that uses the
+unit. So autograd calls its backward, the reduce-scatter, right after the backward of that operation, and the backward of
+earlier units overlaps with it. The units of stages, `StageUnit`, are unsharded, resharded and reduced by a schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,128 +22,238 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 
 from fshard.mesh.collectives.autograd import transformed
-from fshard.mesh.spmd.scope import entered
-from fshard.transforms.fsdp.engine import Gradients, has_communication, no_graph, versions_of
+from fshard.mesh.reshard.execute import go
+from fshard.mesh.spmd.scope import entered, require
+from fshard.source import Site
+from fshard.transforms.fsdp.engine import Along, Gradients, ParamPlan, has_communication, no_graph, versions_of
+from fshard.transforms.module.replica import Replica
+from fshard.transforms.options import StepOptions
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-Result = TypeVar("Result")
+
+
+class UnitRuntime:
+    """The state that the units of one device share in one step.
+
+    `sequence`: the numbers of units in the order of their all-gathers, which must be equal on all devices.
+    """
+
+    def __init__(self, options: StepOptions, site: Site) -> None:
+        self.options, self.site, self.scope = options, site, require(options.caller)
+        self.sequence: list[int] = []
+        self._replicas: list[Replica] = []  # copies of modules, in which parameters are installed
+
+    def use(self, replica: Replica) -> None:
+        """Record a module copy that has parameters of the step installed until it is closed."""
+        if not any(replica is known for known in self._replicas):
+            self._replicas.append(replica)
+
+    def release_replicas(self) -> None:
+        """Take the parameters out of the module copies."""
+        for replica in self._replicas:
+            replica.rest()
+        self._replicas = []
+
+
+class UnitPlan(NamedTuple):
+    """The plan of a unit: its parameters, by index and by plan, and whether any is all-gathered or trained."""
+
+    indices: list[int]
+    params: list[ParamPlan]
+    is_sharded: bool
+    is_trained: bool
+
+    @staticmethod
+    def of(leaves: Sequence[ParamPlan], indices: list[int]) -> UnitPlan:
+        """Return the plan of the unit of these leaves."""
+        params = [leaves[index] for index in indices]
+        is_sharded = any(has_communication(plan.gather) for plan in params)
+        return UnitPlan(indices, params, is_sharded, any(plan.trained for plan in params))
 
 
 class Unit:
     """Parameters that are all-gathered and reduce-scattered together; those of ZeRO 0-2 are replicated and only reduced.
 
-    `runtime` is the `ParamRuntime` of the step on one device, which has the units.
+    `values` are the unsharded parameters, none while the unit is sharded.
     """
 
-    __slots__ = (
-        "accumulated", "indices", "number", "outputs", "pending", "pending_backwards", "runtime", "sharded", "trained",
-        "values", "versions",
-    )  # fmt: skip
-
-    def __init__(self, runtime: Any, number: int, indices: list[int]) -> None:
-        self.runtime, self.number, self.indices = runtime, number, indices
-        self.pending: Callable[[], list[Tensor]] | None = None
-        leaves = [runtime.leaves[index] for index in indices]
-        self.sharded = any(has_communication(leaf.gather) for leaf in leaves)
-        self.trained = any(leaf.trained for leaf in leaves)
-        self.outputs: tuple[Tensor, ...] | None = None
+    def __init__(self, runtime: UnitRuntime, number: int, plan: UnitPlan, shards: Sequence[Tensor]) -> None:
+        self._shared, self.number, self.indices, self.shards = runtime, number, plan.indices, shards
+        self.plans, self.is_sharded, self.is_trained = plan.params, plan.is_sharded, plan.is_trained
         self.values: list[Tensor] = []
         self.versions: list[int] = []
-        self.accumulated: Gradients | None = None
-        self.pending_backwards = 0  # uses whose backward is still to come
+        self.pending: Callable[[], list[Tensor]] | None = None
 
-    def unshard(self) -> tuple[Tensor, ...]:
-        """Return all parameters of the unit, unsharded and differentiable."""
-        used = self.outputs
-        if used is None:
-            is_gathered = self.sharded and not self.values
-            if is_gathered:
-                self.runtime.make_room(self)
-            if self.trained and torch.is_grad_enabled():
-                used = _outside_transforms(lambda: _UseUnit.apply(self.runtime.anchor, self))
-                if _C._current_graph_task_id() == -1:  # a recomputation ends with the backward that it is part of
-                    self.pending_backwards += 1
-                    self.runtime.first += [self.number] if self.number not in self.runtime.first else []
-            else:
-                used = _outside_transforms(self._detached)
-            if torch.is_grad_enabled() or not self.trained:
-                self.outputs = used
-            if is_gathered:
-                self.runtime.look_ahead(self.runtime.seen.forward, self.runtime.expected.forward, self)
-        return used
+    def unshard(self) -> None:
+        """Start the all-gather, unless the unit is unsharded or about to be; replicated parameters are views of shards."""
+        if self.values or self.pending is not None:
+            return
+        shared = self._shared
+        with no_graph(), entered(shared.scope):  # torch.autograd.grad(loss, inputs) may be called outside of `run`
+            xs = [x.detach() for x in self.shards]
+            if (dtype := shared.options.compute) is not None:
+                xs = [x.to(dtype) if x.is_floating_point() else x for x in xs]
+            if self.is_sharded:
+                shared.sequence.append(self.number)
+                self.pending = go(xs, [plan.gather for plan in self.plans], shared.site, ahead=True)  # (4)
+                return
+            values = [x.reshape(plan.shape) for x, plan in zip(xs, self.plans, strict=True)]
+            self.pending = lambda: values
 
-    def _detached(self) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return tuple([x.detach() for x in self.gather()])
-
-    def leaf(self, at: int) -> Tensor:
-        """Return one parameter, unsharded and differentiable, for one use."""
-        x = self.unshard()[at]
-        if self.runtime.each_use and x.requires_grad:
-            return _outside_transforms(lambda: _UseOnce.apply(x, self, at))
-        return x
-
-    def gather(self) -> list[Tensor]:
-        """Return all parameters, unsharded."""
-        self.start()
-        self.arrive()
-        return self.values
-
-    def start(self) -> None:
-        """Start the all-gather, unless the unit is unsharded or about to be."""
-        if not self.values and self.pending is None:
-            if self.sharded:
-                self.runtime.sequence.append(self.number)
-            with entered(self.runtime.scope):  # torch.autograd.grad(loss, inputs) may be called outside of `run`
-                self.pending = self.runtime.storage.unshard(self.indices)
-
-    def arrive(self) -> None:
-        """Wait for the all-gather, if one was started."""
+    def wait_for_unshard(self) -> list[Tensor]:
+        """Wait for the all-gather, if one was started; return the unsharded parameters."""
         if self.pending is not None:
             with no_graph():
                 self.values, self.pending = self.pending(), None
             self.versions = versions_of(self.values)
-            if self.sharded:
-                self.runtime.saved.register(self)
-
-    def written(self) -> set[int]:
-        """Return the indices of unsharded parameters that were written to in place."""
-        now = versions_of(self.values)  # empty once resharded
-        return {index for index, one, other in zip(self.indices, now, self.versions, strict=False) if one != other}
-
-    def unshard_for_backward(self) -> list[Tensor]:
-        """Return all parameters for the backward, and unshard them again if they were freed."""
-        if not self.values:
-            self.runtime.make_room(self)
-            self.gather()  # (7)
-            self.runtime.look_ahead(self.runtime.seen.backward, self.runtime.expected.backward, self)
         return self.values
 
     def reshard(self) -> None:
         """Free the unsharded parameters: the next use all-gathers them again."""
-        if self.values:
-            self.runtime.written |= self.written()
-            self.values, self.versions = [], []
-        self.outputs = None
-        if self.sharded:
-            self.runtime.live = [other for other in self.runtime.live if other is not self]
+        self.values, self.versions = [], []
 
-    def end_use(self) -> None:
-        """Count the end of the backward of one use, and reshard."""
+    def written(self) -> list[str]:
+        """Return the paths of unsharded parameters that were written to in place."""
+        now = versions_of(self.values)
+        if now == self.versions:
+            return []
+        return [
+            plan.path for plan, version, before in zip(self.plans, now, self.versions, strict=True) if version != before
+        ]
+
+
+class Order(NamedTuple):
+    """The order of units in one step, by number, which the next step expects.
+
+    `forward` and `backward` are the orders of all-gathers, `turns` that of reductions, on which devices agreed along the
+    batch's axes and `along`.
+    """
+
+    forward: list[int]
+    backward: list[int]
+    turns: Sequence[int] = ()
+    along: Along = ()
+
+
+class UnitSchedule(UnitRuntime):
+    """The units of a full model on one device in one step: which are unsharded, by the order of their use.
+
+    `saved` keeps unsharded parameters out of autograd's graph, `reductions` takes the gradients.
+    """
+
+    saved: Any
+    reductions: Any
+
+    def __init__(self, options: StepOptions, site: Site, order: Order | None) -> None:
+        super().__init__(options, site)
+        self.state: Literal["idle", "forward", "backward", "closed"] = "idle"
+        self.units: list[LazyUnit] = []
+        self.anchor = torch.zeros((), requires_grad=True)  # the input that makes autograd call the backwards of units
+        self.observed, self.expected = Order([], []), order or Order([], [])
+        self.used_units: dict[int, None] = {}  # the units that the forward has used, by first use
+        self.live: list[LazyUnit] = []  # the sharded units that are unsharded, the last used last
+        self.written: list[str] = []  # the parameters that the loss function has written to
+
+    def make_room(self, unit: LazyUnit) -> None:
+        """Reshard the units that were used longest ago, so that one more can be unsharded."""
+        if unit in self.live:
+            self.live.remove(unit)
+        while self.options.reshard_after_forward and len(self.live) >= self.options.live_units:
+            self.live[0].reshard()  # (6)
+        self.live.append(unit)
+
+    def look_ahead(self, direction: Literal["forward", "backward"], unit: LazyUnit) -> None:
+        """Record an all-gather, and prefetch the units that followed it in the last step.
+
+        All devices need the same all-gathers in one order. A use of a unit that is unsharded already needs none and is
+        not recorded: it may depend on the data. So all devices prefetch alike, and their collectives keep one order.
+        """
+        observed, expected = getattr(self.observed, direction), getattr(self.expected, direction)
+        index = len(observed)
+        observed.append(unit.number)
+        if index < len(expected) and expected[: index + 1] == observed:
+            for number in expected[index + 1 : index + 1 + self.options.prefetch]:
+                self.units[number].unshard()
+
+
+class LazyUnit(Unit):
+    """A unit of a full model, which is unsharded when a loss function uses one of its lazy parameters."""
+
+    def __init__(self, runtime: UnitSchedule, number: int, plan: UnitPlan, shards: Sequence[Tensor]) -> None:
+        super().__init__(runtime, number, plan, shards)
+        self.runtime = runtime
+        self.outputs: tuple[Tensor, ...] | None = None
+        self.accumulated: Gradients | None = None
+        self.pending_backwards = 0  # uses whose backward is still to come
+
+    def pre_forward(self) -> tuple[Tensor, ...]:
+        """Return all parameters of the unit, unsharded and differentiable."""
+        if self.outputs is not None:
+            return self.outputs
+        runtime, has_grad = self.runtime, torch.is_grad_enabled()
+        is_gathered = self.is_sharded and not self.values
+        if is_gathered:
+            runtime.make_room(self)
+        with outside_transforms():
+            self.unshard()
+            if self.is_trained and has_grad:
+                outputs: tuple[Tensor, ...] = _UseUnit.apply(runtime.anchor, self)  # type: ignore[assignment]
+            else:
+                with torch.no_grad():
+                    outputs = tuple([x.detach() for x in self.wait_for_unshard()])
+        is_recomputed = _C._current_graph_task_id() != -1  # it ends with the backward that it is part of
+        if self.is_trained and has_grad and not is_recomputed:
+            self.pending_backwards += 1
+            runtime.used_units.setdefault(self.number)
+        if has_grad or not self.is_trained:
+            self.outputs = outputs
+        if is_gathered:
+            runtime.look_ahead("forward", self)
+        return outputs
+
+    def use_once(self, x: Tensor, position: int) -> Tensor:
+        """Return one parameter for one use, whose cotangent is received separately."""
+        with outside_transforms():
+            return _UseOnce.apply(x, self, position)  # type: ignore[no-any-return]
+
+    def wait_for_unshard(self) -> list[Tensor]:
+        """Wait for the all-gather, if one was started; return the unsharded parameters."""
+        if self.pending is not None:
+            super().wait_for_unshard()
+            if self.is_sharded:
+                self.runtime.saved.register(self)
+        return self.values
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters: the next use all-gathers them again."""
+        self.runtime.written += self.written()
+        super().reshard()
+        self.outputs = None
+        if self in self.runtime.live:
+            self.runtime.live.remove(self)
+
+    def pre_backward(self) -> list[Tensor]:
+        """Return all parameters for the backward, and unshard them again if they were freed."""
+        if not self.values:
+            self.runtime.make_room(self)
+            self.unshard()  # (7)
+            self.wait_for_unshard()
+            self.runtime.look_ahead("backward", self)
+        return self.values
+
+    def post_backward(self) -> None:
+        """Count the backward of one use, and reshard."""
         self.pending_backwards -= 1
-        if self.sharded and self.runtime.options.reshard_after_forward:
+        if self.is_sharded and self.runtime.options.reshard_after_forward:
             self.reshard()
 
     def accumulate(self, gs: Gradients) -> None:
         """Add gradients to those of earlier slices, in at least 32 bits; they are reduced together."""
         gs = [g.float() if g is not None and g.dtype in (torch.bfloat16, torch.float16) else g for g in gs]
-        if self.accumulated is None:
-            self.accumulated = gs
-            return
-        for at, g in enumerate(gs):
-            known = self.accumulated[at]
-            if g is not None:
-                self.accumulated[at] = g if known is None else known + g
+        sums = self.accumulated or [None] * len(gs)
+        self.accumulated = [
+            total if g is None else g if total is None else total + g for total, g in zip(sums, gs, strict=True)
+        ]
 
     def take_accumulated(self, gs: Gradients) -> Gradients:
         """Return gradients plus the accumulated ones, and reset these."""
@@ -151,18 +267,18 @@ class _UseUnit(Function):
     """Forward: the all-gather of a unit.  Backward: the reduction of its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, unit: Unit) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, unit: LazyUnit) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
-        values = [x.detach() for x in unit.gather()]  # `check_unchanged` finds writes to them
-        leaves = unit.runtime.leaves
-        fixed = [x for x, index in zip(values, unit.indices, strict=True) if not leaves[index].trained]
-        ctx.mark_non_differentiable(*fixed)
+        values = [x.detach() for x in unit.wait_for_unshard()]  # `check_unchanged` finds writes to them
+        ctx.mark_non_differentiable(*(x for x, plan in zip(values, unit.plans, strict=True) if not plan.trained))
         return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[None, None]:
-        ctx.unit.runtime.reductions.receive(ctx.unit, gs)
+        unit: LazyUnit = ctx.unit
+        unit.post_backward()
+        unit.runtime.reductions.receive(unit, gs)
         return None, None
 
 
@@ -173,16 +289,16 @@ class _UseOnce(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, unit: Unit, at: int) -> Tensor:
-        ctx.unit, ctx.at = unit, at
+    def forward(ctx: Any, x: Tensor, unit: LazyUnit, position: int) -> Tensor:
+        ctx.unit, ctx.position = unit, position
         ctx.set_materialize_grads(False)
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[None, None, None]:
-        own: Gradients = [None] * len(ctx.unit.indices)
-        (own[ctx.at],) = gs
-        ctx.unit.runtime.reductions.receive_apart(ctx.unit, own)
+        row: Gradients = [None] * len(ctx.unit.indices)
+        (row[ctx.position],) = gs
+        ctx.unit.runtime.reductions.receive_separately(ctx.unit, row)
         return None, None, None
 
 
@@ -190,9 +306,6 @@ USE_NODES: tuple[Any, ...] = tuple(cast("Any", use)._backward_cls for use in (_U
 """The autograd nodes of uses of units."""
 
 
-def _outside_transforms(make: Callable[[], Result]) -> Result:
-    """Call `make` outside of torch.func's transforms, which parameters do not belong to."""
-    if not transformed():
-        return make()
-    with temporarily_clear_interpreter_stack():
-        return make()
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Return a context outside of torch.func's transforms, which parameters do not belong to."""
+    return temporarily_clear_interpreter_stack() if transformed() else nullcontext()

@@ -25,7 +25,6 @@ from fshard.transforms.reproducible.randomness import Layers
 Tensors = dict[str, Tensor]
 Names = dict[str, str]
 """The names of tensors by the keys of their slots in one module."""
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_flat_weights", "_flat_weight_refs"}
 
 
 class ModuleSlot(NamedTuple):
@@ -63,7 +62,6 @@ class Replica:
         self._recurrent: list[Any] = [part for part in parts if isinstance(part, nn.RNNBase)]
         self.layers = Layers(self.modules.items(), adapt)
         self._resting: list[Any] | None = None
-        self._first_attributes: dict[str, dict[str, Any]] | None = None
         self.installed: Mapping[str, Any] | None = None  # while a call runs
 
     def install(self, tensors: Mapping[str, Any]) -> None:
@@ -102,28 +100,6 @@ class Replica:
         for part in self._recurrent:
             _alias(part)
         self.layers.leave()
-
-    def note_attributes(self) -> None:
-        """Note the plain attributes of all modules before the first step."""
-        if self._first_attributes is None:
-            self._first_attributes = {name: _attributes(part) for name, part in self.modules.items()}
-
-    def changed_attributes(self) -> list[str]:
-        """Return the plain attributes that the calls since then have set."""
-        first = self._first_attributes or {}
-        return [
-            f"{name}.{key}".removeprefix(".")
-            for name, part in self.modules.items()
-            for key, x in _attributes(part).items()
-            if name in first and first[name].get(key, _MISSING) is not x
-        ]
-
-
-_MISSING: Any = object()
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {key: x for key, x in vars(module).items() if key not in _INTERNAL}
 
 
 def slot_names(module: nn.Module) -> list[tuple[Names, Names]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten  # it has the output classes of other libraries' modules
 
-from fshard.transforms.graph_checks import refuse_attached, refuse_backward
+from fshard.transforms.fsdp.graph_checks import refuse_attached, refuse_backward
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 
 

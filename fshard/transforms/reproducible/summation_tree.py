@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from fshard.transforms.fsdp.engine import Gradients
-from fshard.transforms.fsdp.units import Unit
+from fshard.transforms.fsdp.units import LazyUnit
 
 
 class TreeAccumulator:
@@ -27,12 +27,12 @@ class TreeAccumulator:
     times its weight, in the dtype that `widened` returns.
     """
 
-    def __init__(self, units: Sequence[Unit], widened: Callable[[Unit, Gradients], Gradients]) -> None:
+    def __init__(self, units: Sequence[LazyUnit], widened: Callable[[LazyUnit, Gradients], Gradients]) -> None:
         self._widened = widened
-        self._now: dict[Unit, Gradients] = {}
-        self._trees: dict[Unit, list[tuple[int, Gradients]]] = {unit: [] for unit in units}
+        self._now: dict[LazyUnit, Gradients] = {}
+        self._trees: dict[LazyUnit, list[tuple[int, Gradients]]] = {unit: [] for unit in units}
 
-    def add(self, unit: Unit, gs: Gradients) -> None:
+    def add(self, unit: LazyUnit, gs: Gradients) -> None:
         """Add the gradients of one use of some leaves of a unit in this slice."""
         now = self._now.setdefault(unit, [None] * len(unit.indices))
         for at, g in enumerate(gs):
@@ -50,7 +50,7 @@ class TreeAccumulator:
                 trees[-2:] = [(height + 1, _added(left, right))]
         self._now = {}
 
-    def result(self, unit: Unit) -> Gradients | None:
+    def result(self, unit: LazyUnit) -> Gradients | None:
         """Return the sum of a unit's gradients; None if no slice has used it."""
         trees = [tree for _, tree in self._trees.pop(unit)]
         while len(trees) > 1:

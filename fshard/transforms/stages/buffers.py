@@ -24,7 +24,7 @@ from fshard.transforms.module.batchnorm import Moments
 from fshard.transforms.module.buffers import Buffers, Written, averaged, entry_of, number_of
 from fshard.transforms.module.functionalize import module_function
 from fshard.transforms.patterns import named, parts_of
-from fshard.transforms.stages.plan import on_place
+from fshard.transforms.stages.plan import at_coordinate
 
 
 def with_buffers(stage: nn.Module | Stage, *, in_place: bool = False) -> Stage:
@@ -46,7 +46,7 @@ def stage_buffers(caller: str, trees: PyTree, mesh: Mesh, axis: str, placement: 
         )
 
     def layout_of(path: str) -> Layout:
-        return on_place(Layout(mesh), axis, placement[stage_of(path)])
+        return at_coordinate(Layout(mesh), axis, placement[stage_of(path)])
 
     found = zip(*flatten_with_paths(trees, none_is_leaf=True)[:2], strict=True)
     wrong = [

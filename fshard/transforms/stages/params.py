@@ -3,7 +3,7 @@
 Autograd's saved tensors of a parameter, views included, share its memory. So that memory is freed and refilled under
 the same tensors: nothing is replaced or recorded twice.
 
-    UNSHARD   `Storage.unshard` starts   F, B, I, W   memory is filled   RESHARD   memory is freed   REDUCE   `GradientSums`
+    UNSHARD   all-gather starts   F, B, I, W   memory is filled   RESHARD   memory is freed   REDUCE   `GradientSums`
 
 A tied parameter is owned by the first of its stages; the others borrow it, and send their gradients to the owner's
 device:
@@ -14,7 +14,7 @@ device:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any, cast
 
@@ -27,18 +27,12 @@ from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.execute import go
 from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
 from fshard.source import Site
-from fshard.transforms.fsdp.engine import (
-    Gradients,
-    GradientSums,
-    Storage,
-    has_communication,
-    versions_of,
-)
+from fshard.transforms.fsdp.engine import Along, Gradients, GradientSums, ParamPlan, versions_of
 from fshard.transforms.fsdp.lazy_param import WRITES
-from fshard.transforms.module.replica import Replica
+from fshard.transforms.fsdp.units import Unit, UnitRuntime
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import named, parts_of
-from fshard.transforms.stages.plan import StageLeaves, StageParams, Tie
+from fshard.transforms.stages.plan import StageLeaves, StagePlan, Tie
 
 _data_of = cast("Any", Tensor).data.__get__
 
@@ -50,7 +44,7 @@ class _StageParam(Tensor):
     _is_param = True
     """Makes isinstance(x, nn.Parameter) true."""
     path = ""
-    step: StageUnit
+    step: UnitRuntime
     """The step whose parameter it is."""
 
     @property
@@ -63,124 +57,122 @@ class _StageParam(Tensor):
         raise ModuleError(f"a stage writes to the parameter {named(parts_of(self.path))}. {WRITES}")
 
 
-class StageUnit:
-    """The parameters of a stage: unsharded before use, and freed after.
+class StageUnit(Unit):
+    """The parameters of a stage: unsharded before use, and freed after, always in the same tensors.
 
     Args:
-        own: their plans.
-        storage: unshards them.
-        options: of units.
+        runtime: of the stages of the device.
+        stage: its number.
+        params: the plans of its parameters.
+        shards: of these.
         device: of the parameters.
     """
 
-    def __init__(self, own: StageLeaves, storage: Storage, options: StepOptions, device: torch.device) -> None:
-        leaves = own.leaves
-        self._storage, self._replicas = storage, list[Replica]()
-        self._sharded = [at for at, leaf in enumerate(leaves) if has_communication(leaf.gather)]
-        self._pending: Callable[[], list[Tensor]] | None = None
-        self._is_unsharded = not self._sharded
-        rest = [at for at in range(len(leaves)) if at not in self._sharded]
-        full = dict(zip(rest, storage.unshard(rest)(), strict=True))
-        for at in self._sharded:
-            full[at] = torch.empty(leaves[at].shape, dtype=options.used_in(leaves[at].dtype), device=device)
-            full[at].untyped_storage().resize_(0)
-        self._xs = [self._param(full[at], leaf.path) for at, leaf in enumerate(leaves)]
-        self.trained = [self._xs[at].requires_grad_() for at, leaf in enumerate(leaves) if leaf.trained]
+    def __init__(
+        self, runtime: UnitRuntime, stage: int, params: StageLeaves, shards: Sequence[Tensor], device: torch.device
+    ) -> None:
+        plans, sharded, replicated = params.leaves, params.sharded, params.replicated
+        super().__init__(runtime, stage, sharded, [shards[index] for index in sharded.indices])
+        others = Unit(runtime, stage, replicated, [shards[index] for index in replicated.indices])
+        others.unshard()
+        memory = dict(zip(replicated.indices, others.wait_for_unshard(), strict=True))
+        for index in sharded.indices:
+            memory[index] = _without_memory(plans[index], runtime.options, device)
+        self._params = [memory[index].detach().as_subclass(_StageParam) for index in range(len(plans))]
+        for x, plan in zip(self._params, plans, strict=True):
+            x.path, x.step = plan.path, runtime
+        self.trained = [x.requires_grad_() for x, plan in zip(self._params, plans, strict=True) if plan.trained]
         self._edges = [get_gradient_edge(x) for x in self.trained]
-        self._tree = own.tree(self._xs)
-        self._versions, self._leaves = versions_of(self._xs), leaves
-
-    def _param(self, x: Tensor, path: str) -> Tensor:
-        made = x.detach().as_subclass(_StageParam)
-        made.path, made.step = path, self
-        return made
+        self._tree, self._all_plans = params.tree([*self._params]), plans
+        self._first_versions = versions_of(self._params)
+        self._refilled = [self._params[index] for index in sharded.indices]
 
     @property
     def tree(self) -> PyTree:
         """Unsharded parameters."""
-        self._arrive()
+        self.wait_for_unshard()
         return self._tree
 
     @property
     def edges(self) -> list[GradientEdge]:
         """The edges of trained parameters' gradients; unshards them."""
-        self._arrive()
+        self.wait_for_unshard()
         return self._edges
 
-    def use(self, replica: Replica) -> None:
-        """Record a module copy that has the parameters installed until the step closes."""
-        if not any(replica is other for other in self._replicas):
-            self._replicas.append(replica)
-
-    def close(self) -> None:
-        """End the step: take the parameters out of modules."""
-        for replica in self._replicas:
-            replica.rest()
-        self._replicas = []
-
-    def written(self) -> list[str]:
-        """Return the paths of those that a stage has written to."""
-        now = versions_of(self._xs)
-        both = zip(self._leaves, now, self._versions, strict=True)
-        return [leaf.path for leaf, version, before in both if version != before]
-
-    def start(self) -> None:
-        """Start the all-gather, unless the stage is unsharded or about to be."""
-        if not self._is_unsharded and self._pending is None:
-            self._pending = self._storage.unshard(self._sharded)
-
-    def _arrive(self) -> None:
-        self.start()
-        if self._pending is not None:
-            values, self._pending, self._is_unsharded = self._pending(), None, True
-            for at, value in zip(self._sharded, values, strict=True):
-                x = _data_of(self._xs[at])  # whose changes autograd does not count
+    def wait_for_unshard(self) -> list[Tensor]:
+        """Unshard, and fill the memory of the parameters."""
+        if self.is_sharded and not self.values:
+            self.unshard()
+            for param, value in zip(self._refilled, super().wait_for_unshard(), strict=True):
+                x = _data_of(param)  # whose changes autograd does not count
                 if x.untyped_storage().nbytes() != x.nbytes:
                     x.untyped_storage().resize_(x.nbytes)
                 x.copy_(value)
+            self.values = [*self._refilled]
+        return self.values
 
     def reshard(self) -> None:
-        """Free unsharded parameters."""
-        self._arrive()  # other devices take part
-        for at in self._sharded:
-            memory = self._xs[at].untyped_storage()
+        """Free the memory of the parameters."""
+        if self.pending is not None:
+            self.wait_for_unshard()  # other devices take part
+        super().reshard()
+        for x in self._refilled:
+            memory = x.untyped_storage()
             if memory.resizable():  # that of which numpy has an array stays until the step ends
                 memory.resize_(0)
-        self._is_unsharded = not self._sharded
+
+    def written(self) -> list[str]:
+        """Return the paths of those that the stage has written to."""
+        rows = zip(self._all_plans, versions_of(self._params), self._first_versions, strict=True)
+        return [plan.path for plan, version, before in rows if version != before]
 
 
-class StageSums:
+def _without_memory(plan: ParamPlan, options: StepOptions, device: torch.device) -> Tensor:
+    """Return an unsharded parameter whose memory is freed."""
+    x = torch.empty(plan.shape, dtype=options.used_in(plan.dtype), device=device)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+class StageSums(GradientSums):
     """The gradients of one device's stages: added over microbatches, and reduced stage by stage.
 
     Args:
-        plan: of the parameters.
+        plan: of all stages.
+        leaves: these with the shapes that this device uses.
         stages: those of the device.
         weights: of each microbatch, in reproducible mode; None: gradients are weighted already.
-        place: coordinate of the device along the pipeline.
-        reduced: reduces the sums over devices.
+        coordinate: of the device along the pipeline.
+        device: of the gradients.
+        options: of the step.
+        along: local axes.
         site: the source line of the step.
     """
 
     def __init__(
         self,
-        plan: StageParams,
+        plan: StagePlan,
+        leaves: Sequence[ParamPlan],
         stages: Sequence[int],
         weights: list[float] | None,
-        place: int,
-        reduced: GradientSums,
+        coordinate: int,
+        device: torch.device,
+        options: StepOptions,
+        along: Along,
         site: Site,
     ) -> None:
-        self.reduced, self._ties, self._weights, self._place, self._site = reduced, plan.ties, weights, place, site
-        leaves, options = plan.leaves, reduced.options
+        wide = options.reproducible or options.accumulate > 1
+        super().__init__(leaves, device, options, lambda _: plan.ways, site, wide=wide, along=along)
+        self._ties, self._weights, self._coordinate = plan.ties, weights, coordinate
         self._trained = {
-            stage: [index for index in plan.own[stage].indices if leaves[index].trained] for stage in stages
+            stage: [index for index in plan.by_stage[stage].indices if leaves[index].trained] for stage in stages
         }
         self._is_plain = {  # the sums are in the dtype in which parameters are used
             stage: all(
-                options.reduced_in(leaves[index].dtype, wide=reduced.wide) is options.used_in(leaves[index].dtype)
-                for index in own
+                options.reduced_in(leaves[index].dtype, wide=wide) is options.used_in(leaves[index].dtype)
+                for index in indices
             )
-            for stage, own in self._trained.items()
+            for stage, indices in self._trained.items()
         }
         self._totals = {stage: self._total() for stage in stages}
         self._tied = {tie.leaf for tie in plan.ties}
@@ -189,15 +181,15 @@ class StageSums:
     def _total(self) -> RunningSum | OrderedSum:
         return RunningSum() if self._weights is None else OrderedSum(self._weights)
 
-    def add(self, stage: int, microbatch: int, gs: Sequence[Tensor | None], *, idle: bool) -> None:
+    def add(self, stage: int, microbatch: int, gs: Sequence[Tensor | None], *, is_idle: bool) -> None:
         """Add the gradients of one microbatch; an idle one counts as zero."""
         indices = self._trained[stage]
-        row = self.reduced.record(indices, gs, idle=idle)
+        row = self.record(indices, gs, is_idle=is_idle)
         for at, index in enumerate(indices):
             if index in self._tied:
                 self._keep(stage, index, microbatch, row[at])
                 row[at] = None
-        self._totals[stage].add(microbatch, self.reduced.cast(indices, row))
+        self._totals[stage].add(microbatch, self.cast(indices, row))
 
     def _keep(self, stage: int, index: int, microbatch: int, g: Tensor | None) -> None:
         """Add to the gradient of a tied parameter in one stage, in reproducible mode for each microbatch."""
@@ -217,51 +209,49 @@ class StageSums:
         sums = _sums(self._totals.pop(stage)) or [None] * len(indices)
         untied = list[tuple[int, Tensor | None]]()
         for index, g in zip(indices, sums, strict=True):
-            self.reduced.used[index] |= g is not None
+            self.used[index] |= g is not None
             if index in self._tied:
                 self._keep(stage, index, 0, g)
             else:
                 untied.append((index, g))
-        self._send(untied)
+        self.put([index for index, _ in untied], [g for _, g in untied])
+        self.send()
 
-    def _send(self, found: Sequence[tuple[int, Tensor | None]]) -> None:
-        self.reduced.put([index for index, _ in found], [g for _, g in found])
-        self.reduced.send()
-
-    def finish(self) -> None:
-        """Reduce what is left, and wait for all reductions."""
+    def reduce_rest(self) -> None:
+        """Reduce the stages that are left and the tied parameters, and wait for all reductions."""
         for stage in [*self._totals]:
             self.reduce(stage)
-        self._bring_home()
-        self.reduced.finish()
+        self._reduce_ties()
+        self.finish()
 
-    def _bring_home(self) -> None:
+    def _reduce_ties(self) -> None:
         """Send gradients of borrowers to the owners, which add and reduce them."""
         rows = [(tie, at) for tie in self._ties for at in range(1, len(tie.stages))]
-        stacks = go([self._stacked(*row) for row in rows], [tie.homes[at] for tie, at in rows], self._site)()
+        stacks = go([self._stacked(*row) for row in rows], [tie.to_owner[at] for tie, at in rows], self.site)()
         for tie in self._ties:
-            if tie.places[0] == self._place:
+            if tie.coordinates[0] == self._coordinate:
                 others = [stack for (other, _), stack in zip(rows, stacks, strict=True) if other is tie]
                 total = self._total()
-                found = reduce(torch.add, reversed([self._stacked(tie, 0), *others]))  # (microbatch or 1, ...)
-                for at, g in enumerate(found):
-                    total.add(at, self.reduced.cast([tie.leaf], [g]))
-                self._send([(tie.leaf, _sums(total)[0])])
+                rows_of_owner = reduce(torch.add, reversed([self._stacked(tie, 0), *others]))  # (microbatch or 1, ...)
+                for microbatch, g in enumerate(rows_of_owner):
+                    total.add(microbatch, self.cast([tie.leaf], [g]))
+                self.put([tie.leaf], _sums(total))
+                self.send()
 
     def _stacked(self, tie: Tie, at: int) -> Tensor:
         """Return the gradients of a tied parameter in one stage, a row for each microbatch or one in all; empty elsewhere."""
-        shape, dtype = self.reduced.leaves[tie.leaf].shape, self._tie_dtype(tie.leaf)
-        if tie.places[at] != self._place:
-            return torch.zeros([0] * (1 + len(shape)), dtype=dtype, device=self.reduced.device)
+        shape, dtype = self.leaves[tie.leaf].shape, self._tie_dtype(tie.leaf)
+        if tie.coordinates[at] != self._coordinate:
+            return torch.zeros([0] * (1 + len(shape)), dtype=dtype, device=self.device)
         kept = self._each.pop((tie.stages[at], tie.leaf))
-        zero = torch.zeros(shape, dtype=dtype, device=self.reduced.device)
+        zero = torch.zeros(shape, dtype=dtype, device=self.device)
         return torch.stack([kept.get(row, zero) for row in range(len(self._weights or [1.0]))])
 
     def _tie_dtype(self, index: int) -> torch.dtype:
         """Return the dtype in which the stages' gradients of a tied parameter are added."""
-        dtype, options = self.reduced.leaves[index].dtype, self.reduced.options
+        dtype, options = self.leaves[index].dtype, self.options
         if self._weights is None:
-            return options.reduced_in(dtype, wide=self.reduced.wide)
+            return options.reduced_in(dtype, wide=self.wide)
         return options.used_in(dtype)  # those of one microbatch are added as in one backward
 
 

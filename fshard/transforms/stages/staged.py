@@ -22,7 +22,6 @@ from torch import nn
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, PyTree, Structure, as_axes, flatten
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.pipeline.execution.leaves import Stage
 from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.actions import UNITS, Kind
@@ -30,7 +29,6 @@ from fshard.pipeline.schedule.communication import with_units
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.verify import verify
 from fshard.transforms.array_checks import validate_mesh
-from fshard.transforms.device_step import DeviceResult
 from fshard.transforms.gradient import GradientFunction, StepInputs
 from fshard.transforms.module.buffers import Buffers
 from fshard.transforms.options import StepOptions, wrong_options
@@ -39,7 +37,7 @@ from fshard.transforms.stages.buffers import StageWrites, stage_buffers, stage_o
 from fshard.transforms.stages.device import StageStep
 from fshard.transforms.stages.functions import How as Recompute
 from fshard.transforms.stages.functions import in_groups, stage_functions
-from fshard.transforms.stages.plan import StagePlan, StagePlanner, place_of, refuse_unfit
+from fshard.transforms.stages.plan import StagePlan, StagePlanner, StageProgram, coordinate_of, refuse_unfit
 
 _LAY = "fs.shard_stages(stages, rules, mesh=mesh, schedule=schedule)"
 
@@ -88,7 +86,7 @@ def staged(
             functions, recompute = in_groups(functions, recompute), "never"
         functions = [with_buffers(stage, in_place=in_place) for stage in functions]
     called, _ = stage_functions(functions, recompute, microbatches=microbatches)
-    return Staged(options, mesh, batch, axis, called, inputs or first_of_two, route, dynamic)
+    return Staged(options, mesh, batch, StageProgram(axis, called, inputs or first_of_two, route, dynamic))
 
 
 def _complaints(stages: Sequence[Any], mesh: Mesh, batch: PyTree, axis: str, loss: object) -> list[str]:
@@ -124,18 +122,14 @@ def first_of_two(microbatch: PyTree) -> PyTree:
 class Staged(GradientFunction):
     """The gradient of a model in stages."""
 
-    axis: str
-    stages: Sequence[Stage]
-    inputs: Callable[[PyTree], PyTree]
-    route: Route
-    dynamic: bool
+    program: StageProgram
 
     def check_params(self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh) -> None:
         """Raise unless there is a tree per stage, of parameters placed on the stage or on one it is tied to."""
-        if not isinstance(params, list | tuple) or len(params) != len(self.stages):
+        if not isinstance(params, list | tuple) or len(params) != len(self.program.stages):
             found = f"{len(params)} are given" if isinstance(params, list | tuple) else f"found {type(params).__name__}"
             raise ValueError(
-                f"{self.options.caller}: {len(self.stages)} stages have a list of as many trees of parameters; {found}."
+                f"{self.options.caller}: {len(self.program.stages)} stages have a list of as many trees of parameters; {found}."
             )
         if not leaves:
             raise ValueError(f"{self.options.caller}: no stage has a parameter, so there is nothing to train.")
@@ -143,51 +137,38 @@ class Staged(GradientFunction):
 
     def buffers_on(self, mesh: Mesh, buffers: PyTree) -> Buffers:
         """Return the given buffers of all stages on the mesh."""
-        return stage_buffers(self.options.caller, buffers, mesh, self.axis, self.route.placement)
+        return stage_buffers(self.options.caller, buffers, mesh, self.program.axis, self.program.route.placement)
 
     def plan(
         self,
         structure: Structure,
         given: Sequence[tuple[str, Sharded, bool]],
-        at: Sequence[int],
+        numbers: Sequence[int],
         mesh: Mesh,
         axes: tuple[str, ...],
     ) -> StagePlan:
         """Return the plans of parameters, which must be on the devices of their stages."""
-        stages = [stage_of(path) for path, _, _ in given]
-        firsts = {index: first for first, index in reversed([*enumerate(at)])}
-        wrong = [
-            f"{named(parts_of(path))} has {x.spec}, its stage the coordinate {place}"
-            for first in sorted(firsts.values())
-            for (path, x, _), place in [(given[first], self.route.placement[stages[first]])]
-            if place_of(x.layout, self.axis) != place
-        ]
-        if wrong:
+        axis, placement = self.program.axis, self.program.route.placement
+        errors, numbers_so_far = list[str](), set[int]()
+        for (path, x, _), number in zip(given, numbers, strict=True):
+            coordinate = placement[stage_of(path)]
+            if number not in numbers_so_far and coordinate_of(x.layout, axis) != coordinate:
+                errors.append(f"{named(parts_of(path))} has {x.spec}, its stage the coordinate {coordinate}")
+            numbers_so_far.add(number)
+        if errors:
             raise LayoutError(
-                f"{self.options.caller}: parameters must be on the devices of their stages, along {self.axis}: "
-                f"{'; '.join(wrong)}. Put them there: {_LAY}."
+                f"{self.options.caller}: parameters must be on the devices of their stages, along {axis}: "
+                f"{'; '.join(errors)}. Put them there: {_LAY}."
             )
-        over = (*(axis for axis in mesh.axis_names if axis in self.options.local), *axes)
-        planner = StagePlanner(self.options, self.axis, self.route.placement, mesh, over)
-        planned = planner.plan(structure.children(), given, at)
-        messages = None if self.dynamic else {}
-        return StagePlan(self.options, self.axis, self.stages, self.inputs, self.route, planned, messages)
+        over = (*(name for name in mesh.axis_names if name in self.options.local), *axes)
+        return StagePlanner(self.options, self.program, mesh, over).plan(structure.children(), given, numbers)
 
-    def run_devices(self, plans: StagePlan, inputs: StepInputs, mesh: Mesh) -> Sequence[DeviceResult]:
-        """Run the schedule on each device of the caller."""
-        devices, options = local_devices(mesh), self.options
+    def device_step(self, plans: StagePlan, inputs: StepInputs, index: int, device: int) -> StageStep:
+        """Return the step of a device, the local one at `index`."""
+        *_, batch, buffers, key, scale, site = inputs
+        writes = StageWrites(self.options.caller, buffers, index) if self.options.has_buffers else None
+        return StageStep(plans, inputs.shards(index), device, writes, site, batch, index, key, scale)
 
-        def on_device(device: int) -> DeviceResult:
-            place = devices.index(device) if len(devices) > 1 else 0
-            writes = StageWrites(options.caller, inputs.buffers, place) if options.has_buffers else None
-            return StageStep(
-                plans, inputs.shards(place), inputs.batch, device, place, inputs.key, inputs.scale, writes, inputs.site
-            ).run()
-
-        try:
-            results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
-        except BaseException:
-            self.plans.clear()  # some devices may have cached message forms that others have not
-            raise
-        plans.fresh = False
-        return results
+    def failed(self, mesh: Mesh, steps: Mapping[int, StageStep], error: BaseException) -> None:
+        """Forget the plans: some devices may have cached message forms that others have not."""
+        self.plans.clear()

@@ -498,22 +498,23 @@ def most_whole(monkeypatch, loss_fn, own, mesh, width=6, **options) -> Most:
     """Return what was whole at most in the second of two steps."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from fshard.transforms.fsdp.units import Unit
+    from fshard.transforms.fsdp.units import LazyUnit
 
     alive: dict[Any, list[list[Any]]] = {}
     most: list[Most] = []
-    arrive = Unit.arrive
+    wait_for_unshard = LazyUnit.wait_for_unshard
 
     def watched(self):
         pending = self.pending is not None
-        arrive(self)
+        values = wait_for_unshard(self)
         copies = alive.setdefault(self.runtime, [])
         if pending:
             copies.append([(StorageWeakRef(x.untyped_storage()), x.nbytes) for x in self.values])
         there = [[size for memory, size in copy if not memory.expired()] for copy in copies]
         most.append(Most(sum(map(bool, there)), sum(map(sum, there))))
+        return values
 
-    monkeypatch.setattr(Unit, "arrive", watched)
+    monkeypatch.setattr(LazyUnit, "wait_for_unshard", watched)
     run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), **options)
     gc.collect()
     gc.disable()  # what is freed must be freed without the collector
@@ -699,7 +700,7 @@ def test_inplace_parameter_write_in_module_loss_raises(stage):
             p["w"].clamp_(max=0.5)
         return (p["w"] * x).mean()
 
-    with pytest.raises(fs.errors.ModuleError, match="writes to parameters in place: w"):
+    with pytest.raises(fs.errors.ModuleError, match="writes to a parameter in place: w"):
         fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(own, torch.ones(4, 4))
 
 
