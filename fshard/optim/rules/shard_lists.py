@@ -85,6 +85,19 @@ class ShardLists:
         some = [i for i, param in enumerate(self.params) if param.numel() or has_number(i)]
         return self if len(some) == len(self.params) else self.only(some)
 
+    def split(self, parts: Callable[[Tensor], Sequence[Tensor]]) -> ShardLists:
+        """Return views of the parts of each tensor, with those of its gradient and state."""
+        counts = [len(parts(param)) for param in self.params]
+
+        def repeated(column: list[Any]) -> list[Any]:
+            return [x for x, count in zip(column, counts, strict=True) for _ in range(count)]
+
+        def views(column: list[Tensor]) -> list[Tensor]:
+            return [part for x in column for part in parts(x)]
+
+        state = {name: views(column) for name, column in self.state.items()}
+        return ShardLists(repeated(self.leaves), views(self.params), views(self.grads), repeated(self.steps), state)
+
     def real(self) -> ShardLists:
         """Return complex shards as shards of real numbers, in the same memory."""
         if not self.params[0].is_complex():
