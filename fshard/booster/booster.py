@@ -106,7 +106,7 @@ class Booster(Checkpointing):
             boosted = StagedModel(model, plugin, source, opt())
         else:
             boosted = LoopModel(model, plugin, source, opt(), self._own)
-        source.point_at(dict(model.named_parameters()))
+        source.rebind(dict(model.named_parameters()))
         if optimizer is not None:
             optimizer = BoostedOptimizer(optimizer, source, opt, boosted)
         if isinstance(dataloader, DataLoader):

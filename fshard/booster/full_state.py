@@ -56,7 +56,7 @@ def full_state(source: OptimizerSource, state: PyTree, names: FirstNames) -> dic
         return {**source.state_dict(), "state": _of_instance(source)} | ({"loss_scale": scale} if scale else {})
     if not isinstance(source, GroupsSource):
         return {"state": build([(leaf.path, leaf.value) for leaf in leaves])}
-    kind, (slots, others), made = type(source.given), _by_number(source, leaves), dict[int, dict[str, Any]]()
+    kind, (slots, others), made = type(source.optimizer), _by_number(source, leaves), dict[int, dict[str, Any]]()
     for number, own in slots.items():
         step = own.pop("step") if not CLASSES[kind].counts else own["step"]
         if own and (kind is torch.optim.Adagrad or int(step.value) > 0):
@@ -118,7 +118,7 @@ Slots = dict[int, dict[str, NamedLeaf]]
 def _by_number(source: GroupsSource, leaves: Sequence[NamedLeaf]) -> tuple[Slots, list[NamedLeaf]]:
     """Return the leaves of each parameter, by its number in torch's form and their slots; and all others."""
     numbers = {name: number for number, name in enumerate(chain(*source.groups()))}
-    slots, found, others = {*CLASSES[type(source.given)].state, "step"}, Slots(), list[NamedLeaf]()
+    slots, found, others = {*CLASSES[type(source.optimizer)].state, "step"}, Slots(), list[NamedLeaf]()
     for leaf in leaves:
         slot, name = map(str, ("", *leaf.path)[-2:])
         if slot in slots and name in numbers and leaf.value is not None:
@@ -136,7 +136,7 @@ def _of_torch(
     values, steps, wrong = dict(given.get("loss_scale", {})), defaultdict[str, int](int), list[str]()
     for number, own in slots.items():
         found = dict(given["state"].get(number, {}))
-        if found and not CLASSES[type(source.given)].counts:
+        if found and not CLASSES[type(source.optimizer)].counts:
             found["step"] = 1.0
         if not found:
             continue

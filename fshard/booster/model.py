@@ -47,7 +47,7 @@ def shard_model(
         )
         options = plugin.gradient_options()
         where: Any = {name: options[name] for name in ("mesh", "schedule", "axis")}
-        trained = [_split(plan, source.trained(dict(stage.named_parameters()))) for stage, plan in pairs]
+        trained = [_split(plan, source.freeze_untrained(dict(stage.named_parameters()))) for stage, plan in pairs]
         params = place_stages(trained, plugin.rules(mesh, within if any(within) else None), **where, put=reserved)
         buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
         trees = [tree for own in zip(has_stages(**where), params, buffers, strict=True) if own[0] for tree in own[1:]]
@@ -55,7 +55,7 @@ def shard_model(
         synchronised, plan = (plugin.replica_axes(mesh) if plugin.sync_batchnorm else ()) or None, plans[0]
         how: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised, "in_place": in_place}
         run, own, buffers = module_function(model, **how) if plan is None else planned(plan, model, **how)
-        trained = source.trained({name: x for name, x in model.named_parameters() if name in own})
+        trained = source.freeze_untrained({name: x for name, x in model.named_parameters() if name in own})
         rules = None if plan is None else {name: plan.spec(name) for name in trained}
         params = apply_rules(_split(plan, trained), plugin.rules(mesh, rules), mesh, put=reserved)
         buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}

@@ -47,7 +47,7 @@ def partitioned(plugin: Plugin, source: OptimizerSource) -> Callable[[], Partiti
             found = owned._replace(gradients=found.gradients)
         return found if plugin.unused == "skip" else _with_zeros(found)
 
-    return lambda: partition(source.now())
+    return lambda: partition(source.current_optimizer())
 
 
 def _with_zeros(opt: Partitioned) -> Partitioned:
@@ -158,7 +158,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         model, opt, exact = self._model, self._partitioned(), self._model.is_reproducible
         step = None if exact else opt.step  # fused kernels round otherwise where a shard ends
         with torch.no_grad(), deterministic(exact, model.mesh.device_type), exact_norms(exact):
-            write = partial(step_of(Optimizer(opt.init, opt.update, step, arrays=True)), self.grads, self.state)
+            write = partial(step_of(Optimizer(opt.init, opt.update, step)), self.grads, self.state)
             model.params, self.state = model.combine(write)
         self._grads = None
         if isinstance(self.optim, torch.optim.Optimizer):
@@ -174,7 +174,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Train parameters that were in no group so far."""
         self.optim.add_param_group(param_group)
         if isinstance(self._source, TorchSource):
-            grown = self._source.grown(self._model.params, self.state, self._partitioned().init)
+            grown = self._source.add_group_state(self._model.params, self.state, self._partitioned().init)
             self._model.params, self.state = grown
 
     def sharded_state(self) -> dict[str, Any]:

@@ -148,7 +148,9 @@ def test_muon_under_tensor_parallelism_equals_one_device(spec, stage):
     sharded = fs.device_put(params, {name: fs.Layout(mesh, x) for name, x in specs.items()})
     partitioned = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
     layouts = {name: partitioned.gradients(x.layout) for name, x in sharded.items()}
-    found, _ = by_step(partitioned, sharded, [fs.device_put(grads, layouts) for grads in steps])
+    with fs.ledger() as comm:
+        found, _ = by_step(partitioned, sharded, [fs.device_put(grads, layouts) for grads in steps])
+    assert comm.by_collective()["all_to_all", ("data", "model")][0] == 1 + 2 * len(steps)  # one of init
     assert same(fs.unshard(found), by_step(opt, params, steps)[0])
 
 
