@@ -86,11 +86,12 @@ class Leaves:
         With `any_shape`, tensors of another shape than the parameter's may have other layouts.
         """
         leaves = self.beside(tree, name)
-        for path, param, leaf in zip(self.paths, self.leaves, leaves, strict=True):
+        for i, (param, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             if leaf is None or alike(param, leaf):
                 continue
             if any_shape and (param is None or not param.ndim or param.shape != leaf.shape):
                 continue
+            path = self.paths[i]
             raise LayoutError(
                 f"{name}{path} must have the layout of params{path}, {kind_of(param)}, or be None; got {kind_of(leaf)}. "
                 "Reshard gradients, fs.reshard(grads, layout), and a state as its optimizer would make it: "
