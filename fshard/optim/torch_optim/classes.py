@@ -125,7 +125,7 @@ def adafactor(lr: Rate = 1e-2, **options: Any) -> Optimizer:
     return _pure(torch.optim.Adafactor, "adafactor", {"lr": lr, **options})
 
 
-class FusedParts(NamedTuple):
+class MuonParts(NamedTuple):
     """The matrices that a fused weight is made of, concatenated along a dim: so many equal ones, or of these lengths."""
 
     parts: int | tuple[int, ...]
@@ -171,11 +171,11 @@ def muon(lr: Rate = 1e-3, *, parts: int | Sequence[int] = 1, parts_dim: int = 0,
         raise OptimizerError(
             f"muon: parts must be positive, and parts_dim 0 or 1; got parts={parts}, parts_dim={parts_dim}."
         )
-    return _pure(torch.optim.Muon, "muon", {"lr": lr, **options}, FusedParts(lengths, parts_dim))
+    return _pure(torch.optim.Muon, "muon", {"lr": lr, **options}, MuonParts(lengths, parts_dim))
 
 
 def _pure(
-    cls: type[torch.optim.Optimizer], who: str, options: dict[str, Any], parts: FusedParts | None = None
+    cls: type[torch.optim.Optimizer], who: str, options: dict[str, Any], parts: MuonParts | None = None
 ) -> Optimizer:
     check_divisible(cls)
     if cls not in CLASSES:
@@ -237,7 +237,7 @@ def _rule(cls: Any, known: TorchClass, options: Mapping[str, Any]) -> Rule:
     return rule
 
 
-def _of_parts(rule: Rule, parts: FusedParts) -> Rule:
+def _of_parts(rule: Rule, parts: MuonParts) -> Rule:
     """Return a rule that gets the parts of fused weights."""
     return lambda shards, lr: rule(shards.nonempty().split(parts), lr)
 
