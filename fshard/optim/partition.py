@@ -31,7 +31,7 @@ from fshard.errors import LayoutError, OptimizerError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard_all
-from fshard.mesh.spmd.run import resolve_mesh
+from fshard.mesh.spmd.run import fills, resolve_mesh
 from fshard.optim.compression import Compression
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, kind_of
@@ -136,8 +136,9 @@ def partition_optimizer(
             after = [x if first == i else None for i, (x, first) in enumerate(zip(after, at.firsts, strict=True))]
             after = _reshard(after, shards, site)
             layouts = [None if x is None else x.layout for x in at.leaves]
-            for indices in _turns(after) if donated else [range(len(after))]:
-                results = _reshard([after[i] for i in indices], [layouts[i] for i in indices], site)
+            for indices in _turns(after) if donated and not fills(mesh) else [range(len(after))]:
+                memory = [at.leaves[i] for i in indices] if donated else []
+                results = _reshard([after[i] for i in indices], [layouts[i] for i in indices], site, memory)
                 for i, x in zip(indices, results, strict=True):
                     after[i] = _with_memory(at.leaves[i], x) if donated and x is not None else x
                 del results
@@ -291,8 +292,13 @@ def _shards_to_collect(
     return [layout(leaf, target) for leaf, target in zip(params, targets, strict=True)]
 
 
-def _reshard(leaves: list[Leaf], layouts: Sequence[Layout | None], site: Site) -> list[Leaf]:
-    """Return leaves in the given layouts, resharded together; the list itself, if none moves."""
+def _reshard(
+    leaves: list[Leaf], layouts: Sequence[Layout | None], site: Site, memory: Sequence[Leaf] = ()
+) -> list[Leaf]:
+    """Return leaves in the given layouts, resharded together; the list itself, if none moves.
+
+    `memory`: arrays of these layouts, whose memory the results may use.
+    """
     goals = {
         i: layout
         for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True))
@@ -300,7 +306,8 @@ def _reshard(leaves: list[Leaf], layouts: Sequence[Layout | None], site: Site) -
     }
     if not goals:
         return leaves
-    after = dict(zip(goals, reshard_all([leaves[i] for i in goals], [*goals.values()], site), strict=True))
+    into = [memory[i] for i in goals] if memory else ()
+    after = dict(zip(goals, reshard_all([leaves[i] for i in goals], [*goals.values()], site, into), strict=True))
     return [after.get(i, leaf) for i, leaf in enumerate(leaves)]
 
 
