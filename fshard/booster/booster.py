@@ -107,7 +107,7 @@ class Booster(Checkpointing):
             boosted = StagedModel(model, plugin, source, opt())
         else:
             boosted = LoopModel(model, plugin, source, opt(), self._state)
-        source.point_at(dict(model.named_parameters()))
+        source.rebind(dict(model.named_parameters()))
         if optimizer is not None:
             optimizer = BoostedOptimizer(optimizer, source, opt, boosted)
         if isinstance(dataloader, DataLoader):

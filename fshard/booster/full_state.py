@@ -117,7 +117,7 @@ Slots = dict[int, dict[str, NamedLeaf]]
 
 def _by_number(source: TorchSource, leaves: Sequence[NamedLeaf]) -> tuple[Slots, list[NamedLeaf]]:
     """Return the leaves that torch's form has for each parameter, and all other arrays."""
-    numbers, kind = _numbers(source), CLASSES.get(type(source.given))
+    numbers, kind = _numbers(source), CLASSES.get(type(source.optimizer))
     keys, slots, beside = () if kind is None else (*kind.state, "step"), Slots(), list[NamedLeaf]()
     for leaf in leaves:
         key, name = map(str, ("", "", *leaf.path)[-2:])
@@ -134,7 +134,7 @@ def _numbers(source: TorchSource) -> dict[str, int]:
 
 def _of_class(source: TorchSource, slots: Slots) -> dict[int, dict[str, Any]]:
     """Return full tensors by the numbers of parameters that have had a step, or that begin with state, as Adagrad's."""
-    kind, state = type(source.given), dict[int, dict[str, Any]]()
+    kind, state = type(source.optimizer), dict[int, dict[str, Any]]()
     for number, leaves in slots.items():
         step = leaves["step"] if CLASSES[kind].counts else leaves.pop("step")
         if leaves and (kind is torch.optim.Adagrad or int(step.value) > 0):
@@ -150,7 +150,7 @@ def _to_class(
     errors, steps = list[str](), defaultdict[str, int](int)
     for number, expected in slots.items():
         tensors = dict(state.get(number, {}))
-        if tensors and not CLASSES[type(source.given)].counts:
+        if tensors and not CLASSES[type(source.optimizer)].counts:
             tensors["step"] = 1.0
         if tensors and tensors.keys() != expected.keys():
             keys, got = (", ".join(sorted(each)) for each in (expected, tensors))

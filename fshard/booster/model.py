@@ -48,7 +48,7 @@ def shard_model(
         )
         options = plugin.gradient_options()
         where: Any = {name: options[name] for name in ("mesh", "schedule", "axis")}
-        trained = [_split(plan, source.trained(dict(stage.named_parameters()))) for stage, plan in pairs]
+        trained = [_split(plan, source.freeze_untrained(dict(stage.named_parameters()))) for stage, plan in pairs]
         params = place_stages(trained, plugin.rules(within if any(within) else None), **where, put=reserved)
         buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
         stored = zip(has_stages(**where), params, buffers, strict=True)
@@ -57,7 +57,7 @@ def shard_model(
         synchronised, plan = (plugin.replica_axes() if plugin.sync_batchnorm else ()) or None, pairs[0][1]
         options: Any = {"buffers": plugin.buffers, "sync_batchnorm": synchronised, "in_place": in_place}
         run, params, buffers = module_function(model, **options) if plan is None else planned(plan, model, **options)
-        trained = source.trained({name: x for name, x in model.named_parameters() if name in params})
+        trained = source.freeze_untrained({name: x for name, x in model.named_parameters() if name in params})
         rules = None if plan is None else {name: plan.spec(name) for name in trained}
         params = apply_rules(_split(plan, trained), plugin.rules(rules), mesh, put=reserved)
         buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}

@@ -33,7 +33,7 @@ from fshard.uncompiled import uncompiled
 def partitioned(plugin: Plugin, source: OptimizerSource) -> Callable[[], Partitioned]:
     """Return a function that shards an optimizer's state and work, with its current options."""
     cached = lru_cache(maxsize=1)(partial(_partition, plugin))  # of an optimizer whose options have not changed
-    return lambda: cached(source.now())
+    return lambda: cached(source.current_optimizer())
 
 
 def _partition(plugin: Plugin, opt: Optimizer) -> Partitioned:
@@ -146,7 +146,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         model, opt, exact = self.model, self._partitioned(), self.model.is_reproducible
         step = None if exact else opt.step  # fused kernels round otherwise where a shard ends
         with torch.no_grad(), deterministic(exact, model.mesh.device_type), exact_norms(exact):
-            write = partial(step_of(Optimizer(opt.init, opt.update, step, arrays=True)), self.grads, self.state)
+            write = partial(step_of(Optimizer(opt.init, opt.update, step)), self.grads, self.state)
             params = model.params
             model.params, self.state = write(params) if model.replicas is None else model.combine(write)
         self._grads = None
@@ -163,7 +163,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Train parameters that were in no group so far."""
         self.optim.add_param_group(param_group)
         if isinstance(self._source, TorchSource):
-            grown = self._source.grown(self.model.params, self.state, self._partitioned().init)
+            grown = self._source.add_group_state(self.model.params, self.state, self._partitioned().init)
             self.model.params, self.state = grown
 
     def sharded_state(self) -> dict[str, Any]:

@@ -13,18 +13,25 @@ from typing import Any
 
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
-from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, no_updates, step_of
+from fshard.optim.contract import (
+    ArrayOptimizer,
+    Elementwise,
+    Optimizer,
+    Update,
+    elementwise_leaves,
+    no_updates,
+    step_of,
+)
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.per_device import inner_optimizer
 
-NOTHING = Optimizer(lambda params: (), lambda grads, state, params: (grads, state), elementwise=True, arrays=True)
+NOTHING = ArrayOptimizer(lambda params: (), lambda grads, state, params: (grads, state), elementwise=True)
 """Trains nothing: it has no state, and passes gradients on."""
-_frozen = Optimizer(
+_frozen = ArrayOptimizer(
     lambda params: (),
     lambda grads, state, params: (no_updates(grads), state),
     lambda grads, state, params: (params, state),
     elementwise=True,
-    arrays=True,
 )
 
 
@@ -69,32 +76,31 @@ def by_label(
     opts = {label: inner_optimizer(opt, "by_label") for label, opt in opts.items()}
 
     def init(params: PyTree) -> PyTree:
-        at = Leaves.of(params)
-        chosen = at.chosen(labels)
-        _validate_labels(at, chosen, opts, every)
-        return {label: opt.init(_only(at, at.leaves, chosen, label)) for label, opt in opts.items()}
+        leaves = Leaves.of(params)
+        chosen = leaves.chosen(labels)
+        _validate_labels(leaves, chosen, opts, every)
+        return {label: opt.init(_only(leaves, leaves.leaves, chosen, label)) for label, opt in opts.items()}
 
     def through(acts: dict[Any, Update]) -> Update:
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            at = Leaves.of(params)
-            chosen, given = at.chosen(labels), at.beside(grads, "grads")
-            results: dict[Any, list[Leaf]] = {}
-            after: dict[Any, PyTree] = {}
+            leaves = Leaves.of(params)
+            chosen, gradients = leaves.chosen(labels), leaves.beside(grads, "grads")
+            results, after = [None] * len(chosen), dict[Any, PyTree]()
             for label, act in acts.items():
-                own = _only(at, given, chosen, label), state[label], _only(at, at.leaves, chosen, label)
-                result, after[label] = act(*own)
-                results[label] = at.beside(result, f"the results of {label!r}")
-            return at.rebuild([results[own][i] if own in results else None for i, own in enumerate(chosen)]), after
+                trees = [_only(leaves, column, chosen, label) for column in (gradients, leaves.leaves)]
+                result, after[label] = act(trees[0], state[label], trees[1])
+                result = leaves.beside(result, f"the results of {label!r}")
+                results = [x if label == key else y for x, y, key in zip(result, results, chosen, strict=True)]
+            return leaves.rebuild(results), after
 
         return run
 
     step = through({label: step_of(opt) for label, opt in opts.items()})
-    return Optimizer(
+    return ArrayOptimizer(
         init,
         through({label: opt.update for label, opt in opts.items()}),
         step if any(opt.step is not None for opt in opts.values()) else None,
         _elementwise(opts, labels),
-        arrays=True,
     )
 
 
@@ -105,27 +111,28 @@ def _elementwise(opts: Mapping[Any, Optimizer], labels: PyTree | Callable[[str, 
         return all(flags)
 
     def of_leaves(params: PyTree) -> list[bool]:
-        own = {label: elementwise_leaves(opt.elementwise, params) for label, opt in opts.items()}
-        return [label not in own or own[label][i] for i, label in enumerate(Leaves.of(params).chosen(labels))]
+        by_opt = {label: elementwise_leaves(opt.elementwise, params) for label, opt in opts.items()}
+        return [label not in by_opt or by_opt[label][i] for i, label in enumerate(Leaves.of(params).chosen(labels))]
 
     return of_leaves
 
 
-def _only(at: Leaves, leaves: list[Leaf], chosen: list[Any], label: Any) -> PyTree:
+def _only(params: Leaves, leaves: list[Leaf], chosen: list[Any], label: Any) -> PyTree:
     """Return the tree of the leaves of one label, None in place of the others."""
-    return at.rebuild([leaf if own == label else None for leaf, own in zip(leaves, chosen, strict=True)])
+    return params.rebuild([leaf if key == label else None for leaf, key in zip(leaves, chosen, strict=True)])
 
 
-def _validate_labels(at: Leaves, chosen: list[Any], opts: Mapping[Any, Optimizer], every: bool) -> None:
-    used = {label: path for path, leaf, label in zip(at.paths, at.leaves, chosen, strict=True) if leaf is not None}
-    wrong = [f"params{path} is labelled {label!r}" for label, path in used.items() if label not in opts]
-    unused = [f"no parameter is labelled {label!r}" for label in opts if label not in used] if every and used else []
-    tied = [
-        f"params{at.paths[first]} and params{at.paths[i]} are one (tied), labelled {chosen[first]!r} and {chosen[i]!r}"
-        for i, first in enumerate(at.firsts)
-        if chosen[i] != chosen[first] and trainable(at.leaves[i])
+def _validate_labels(params: Leaves, chosen: list[Any], opts: Mapping[Any, Optimizer], every: bool) -> None:
+    paths, leaves = params.paths, params.leaves
+    used = {label: path for path, leaf, label in zip(paths, leaves, chosen, strict=True) if leaf is not None}
+    errors = [f"params{path} is labelled {label!r}" for label, path in used.items() if label not in opts]
+    errors += [f"no parameter is labelled {label!r}" for label in opts if label not in used] if every and used else []
+    errors += [
+        f"params{paths[first]} and params{paths[i]} are one (tied), labelled {chosen[first]!r} and {chosen[i]!r}"
+        for i, first in enumerate(params.firsts)
+        if chosen[i] != chosen[first] and trainable(leaves[i])
     ]
-    if errors := [*wrong, *unused, *tied]:
+    if errors:
         raise OptimizerError(
             f"by_label has optimizers for {', '.join(map(repr, opts))}, but {' and '.join(errors)}. "
             "Every parameter needs one optimizer, and every optimizer a parameter."

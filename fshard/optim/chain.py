@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
-from fshard.optim.contract import Optimizer, Update, elementwise_leaves
+from fshard.optim.contract import ArrayOptimizer, Optimizer, Update, elementwise_leaves
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, map_shards, trainable
 from fshard.optim.norms import global_norm
 from fshard.optim.per_device import inner_optimizer
@@ -32,28 +32,27 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     >>> params
     [tensor([0.5000])]
     """
-    parts = [inner_optimizer(one, "chain") for one in optimizers]
-    updates: list[Update] = [one.update for one in parts]
-    flags = [one.elementwise for one in parts]
+    links = [inner_optimizer(opt, "chain") for opt in optimizers]
+    updates: list[Update] = [opt.update for opt in links]
+    flags = [opt.elementwise for opt in links]
 
     def elementwise(params: PyTree) -> list[bool]:
-        return [all(column) for column in zip(*(elementwise_leaves(one, params) for one in flags), strict=True)]
+        return [all(column) for column in zip(*(elementwise_leaves(flag, params) for flag in flags), strict=True)]
 
-    return Optimizer(
-        lambda params: tuple(one.init(params) for one in parts),
+    return ArrayOptimizer(
+        lambda params: tuple(opt.init(params) for opt in links),
         _through(updates),
-        _through([*updates[:-1], parts[-1].step]) if parts and parts[-1].step else None,
+        _through([*updates[:-1], links[-1].step]) if links and links[-1].step else None,
         elementwise if any(map(callable, flags)) else all(flags),
-        arrays=True,
     )
 
 
 def _through(acts: list[Update]) -> Update:
     def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         after: list[Any] = []
-        for act, own in zip(acts, state, strict=True):
-            grads, own = act(grads, own, params)
-            after.append(own)
+        for act, entry in zip(acts, state, strict=True):
+            grads, entry = act(grads, entry, params)
+            after.append(entry)
         return grads, tuple(after)
 
     return run
@@ -75,7 +74,7 @@ def scale(factor: Rate) -> Optimizer:
         by = rate_at(factor, int(state["count"]))
         return each_shard(lambda grad: grad * by, grads), {"count": state["count"] + 1}
 
-    return Optimizer(lambda params: {"count": count_from_zero()}, update, elementwise=True, arrays=True)
+    return ArrayOptimizer(lambda params: {"count": count_from_zero()}, update, elementwise=True)
 
 
 def clip_by_value(limit: float) -> Optimizer:
@@ -146,8 +145,8 @@ def add_decayed_weights(decay: float) -> Optimizer:
         return foreach.add_multiple([grad], [param.detach().to(grad.dtype)], decay)[0]
 
     def on_trees(grads: PyTree, params: PyTree) -> PyTree:
-        at = Leaves.of(params)
-        return at.mapped(decayed, at.gradients(grads))
+        leaves = Leaves.of(params)
+        return leaves.mapped(decayed, leaves.gradients(grads))
 
     return _stateless(on_trees)
 
@@ -159,4 +158,4 @@ def _stateless(transform: Callable[[PyTree, PyTree], PyTree]) -> Optimizer:
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return transform(grads, params), state
 
-    return Optimizer(lambda params: (), update, elementwise=True, arrays=True)
+    return ArrayOptimizer(lambda params: (), update, elementwise=True)

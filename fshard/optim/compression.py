@@ -23,7 +23,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaf, Leaves, each_shard
-from fshard.optim.per_device import on_arrays
+from fshard.optim.per_device import array_optimizer
 
 Handles = dict[tuple[str, int], Any]  # of reductions that are started, by axis and device
 
@@ -126,7 +126,9 @@ class Compression:
 
     def _on_devices(self, axis: str, update: Callable[..., Any]) -> Optimizer:
         """Return a function of an axis and one device's trees as one of arrays."""
-        return on_arrays(Optimizer(self._compressors[axis].init, partial(update, axis), elementwise=True), "compress")
+        return array_optimizer(
+            Optimizer(self._compressors[axis].init, partial(update, axis), elementwise=True), "compress"
+        )
 
 
 def _scaled(grads: PyTree, factor: float) -> PyTree:

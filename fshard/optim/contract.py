@@ -42,12 +42,10 @@ class Optimizer(NamedTuple):
             shards. Else each parameter is stored in full by an owner. A function of the parameters, where that differs by
             leaf (`by_label`).
         loss_scale: from the state to the factor of the loss for the backward; None: 1. Only the outermost may have it.
-        arrays: True if the functions take trees of global arrays (`Sharded`), as those of `fshard.optim` do. Others take
-            trees of plain tensors, and run on those of one device at a time.
 
-    Subtrees of the state with the structure of the parameters get their layouts, leaf by leaf; state of an owner may
-    have any shape. All other state is replicated: numbers, equal on all devices. Functions of plain tensors get a
-    device's shards of the parameters with a gradient, and None for the others, which optree.tree_map skips.
+    The functions take trees of one device's plain tensors: its shards of the parameters with a gradient, and None for the
+    others, which optree.tree_map skips. Subtrees of the state with the structure of the parameters get their layouts, leaf by
+    leaf; state of an owner may have any shape. All other state is replicated: numbers, equal on all devices.
 
     >>> import torch, fshard.optim as optim
     >>> opt = optim.sgd(0.5)
@@ -62,7 +60,10 @@ class Optimizer(NamedTuple):
     step: Update | None = None
     elementwise: Elementwise = False
     loss_scale: Callable[[PyTree], Tensor] | None = None
-    arrays: bool = False
+
+
+class ArrayOptimizer(Optimizer):
+    """An optimizer of `fshard.optim`, whose functions take trees of plain tensors or of global arrays (`Sharded`)."""
 
 
 @torch.no_grad()
@@ -192,10 +193,9 @@ def conditional(
 
         return run
 
-    return Optimizer(
+    return ArrayOptimizer(
         lambda params: {**init(params), "inner": opt.init(params)},
         acting(opt.update, lambda grads, params: no_updates(grads)),
         acting(opt.step, lambda grads, params: params) if opt.step else None,
         opt.elementwise,
-        arrays=True,
     )

@@ -55,20 +55,19 @@ class Leaves:
         """Put a tree of this structure together from other leaves."""
         if self.static:
             leaves = [*leaves]
-            for place, x in self.static:
-                leaves[place] = x
+            for index, x in self.static:
+                leaves[index] = x
         return unflatten(self.structure, leaves)
 
-    def mapped(self, f: Callable[..., Leaf], *others: list[Leaf]) -> PyTree:
+    def mapped(self, f: Callable[..., Leaf], *columns: list[Leaf]) -> PyTree:
         """Return a tree of this structure with f of each leaf and those paired with it; ties stay ties."""
-        made: dict[object, Leaf] = {}
-        results: list[Leaf] = []
-        for column in zip(self.leaves, *others, strict=True):
-            key = tuple(map(key_of, column))
-            if key not in made:
-                made[key] = f(*column)
-            results.append(made[key])
-        return self.rebuild(results)
+        results: dict[object, Leaf] = {}
+        keys: list[object] = []
+        for column in zip(self.leaves, *columns, strict=True):
+            keys.append(key := tuple(map(key_of, column)))
+            if key not in results:
+                results[key] = f(*column)
+        return self.rebuild([results[key] for key in keys])
 
     def beside(self, tree: PyTree, name: str) -> list[Leaf]:
         """Return the leaves of another tree, which must have this structure."""
@@ -87,18 +86,14 @@ class Leaves:
         With `any_shape`, tensors of another shape than the parameter's may have other layouts.
         """
         leaves = self.beside(tree, name)
-        wrong = [
-            i
-            for i, (param, leaf) in enumerate(zip(self.leaves, leaves, strict=True))
-            if leaf is not None and not alike(param, leaf)
-            if not any_shape or (param is not None and param.ndim and param.shape == leaf.shape)
-        ]
-        if wrong:
-            paths, kinds = self.paths, [(kind_of(self.leaves[i]), kind_of(leaves[i])) for i in wrong]
-            each = zip(wrong, kinds, strict=True)
-            found = [f"\n  {paths[i] or 'the leaf'}: params has {a}, {name} has {b}" for i, (a, b) in each]
+        for i, (param, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
+            if leaf is None or alike(param, leaf):
+                continue
+            if any_shape and (param is None or not param.ndim or param.shape != leaf.shape):
+                continue
+            path = self.paths[i]
             raise LayoutError(
-                f"{name} must have the layouts of params, or be None:{''.join(found)}\n"
+                f"{name}{path} must have the layout of params{path}, {kind_of(param)}, or be None; got {kind_of(leaf)}. "
                 "Reshard gradients, fs.reshard(grads, layout), and a state as its optimizer would make it: "
                 "fs.device_put(state, fs.mesh.layouts(opt.init(params)))."
             )
@@ -107,8 +102,8 @@ class Leaves:
     def chosen(self, prefix: PyTree) -> list[Any]:
         """Return the value of a prefix tree, or of a function of path and leaf, for each leaf but None."""
         if callable(prefix):
-            placed = zip(self.paths, self.leaves, strict=True)
-            return [None if leaf is None else prefix(path, leaf) for path, leaf in placed]
+            pairs = zip(self.paths, self.leaves, strict=True)
+            return [None if leaf is None else prefix(path, leaf) for path, leaf in pairs]
         try:
             return broadcast_prefix(prefix, self.rebuild(self.leaves), none_is_leaf=True)
         except ValueError:
@@ -132,13 +127,14 @@ def is_static(leaf: Any) -> bool:
     return isinstance(leaf, str | int | float | complex | torch.dtype | torch.device) or callable(leaf)
 
 
+_TENSORS = (Sharded, Tensor)  # a tuple: isinstance is faster than with a union
+
+
 def _hidden(leaves: list[Leaf]) -> list[tuple[int, Any]]:
-    """Replace static leaves by None; return them with their places."""
-    if all(type(x) is Sharded or x is None for x in leaves):
-        return []
-    static = [(place, x) for place, x in enumerate(leaves) if is_static(x)]
-    for place, _ in static:
-        leaves[place] = None
+    """Replace static leaves by None; return them with their indices."""
+    static = [(index, x) for index, x in enumerate(leaves) if not isinstance(x, _TENSORS) and is_static(x)]
+    for index, _ in static:
+        leaves[index] = None
     return static
 
 
@@ -149,14 +145,14 @@ def without_static(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     >>> hidden, restore({"w": 1, "act": None})
     ({'w': tensor([1.]), 'act': None}, {'w': 1, 'act': 'relu'})
     """
-    at = Leaves.of(tree)
-    if not at.static:
-        return tree, lambda other: other
+    leaves = Leaves.of(tree)
+    if not leaves.static:
+        return tree, lambda result: result
 
-    def restore(other: PyTree) -> PyTree:
-        return at.rebuild(flatten(other, none_is_leaf=True)[0])
+    def restore(result: PyTree) -> PyTree:
+        return leaves.rebuild(flatten(result, none_is_leaf=True)[0])
 
-    return unflatten(at.structure, at.leaves), restore
+    return unflatten(leaves.structure, leaves.leaves), restore
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------
@@ -190,11 +186,11 @@ def state_leaf(param: Leaf, make: Callable[[Tensor], Tensor | None]) -> Leaf:
     """Make a leaf of state: `make` of each shard of a parameter; None if there is no such state."""
     if not isinstance(param, Sharded):
         return make(param)
-    own = zip(local_devices(param.mesh), param.shards, strict=True)
-    made = [make(shard) if param.layout.has_any(device) else None for device, shard in own]
-    if not any(map(param.layout.has_any, local_devices(param.mesh))):  # other processes own it: shapes will do
-        made.append(make(shape_of_shard(param)))
-    return assembled_state(param, made)
+    has_any = [param.layout.has_any(device) for device in local_devices(param.mesh)]
+    state = [make(shard) if has else None for shard, has in zip(param.shards, has_any, strict=True)]
+    if not any(has_any):  # other processes own it: shapes will do
+        state.append(make(shape_of_shard(param)))
+    return assembled_state(param, state)
 
 
 def shape_of_shard(param: Sharded) -> Tensor:
@@ -203,25 +199,25 @@ def shape_of_shard(param: Sharded) -> Tensor:
     return torch.empty(shape, dtype=param.dtype, device="meta")
 
 
-def assembled_state(param: Sharded, made: Sequence[Tensor | None]) -> Leaf:
-    """Assemble the state that devices have made beside their shards of a parameter; None where they have none of it.
+def assembled_state(param: Sharded, shards: Sequence[Tensor | None]) -> Leaf:
+    """Assemble the state that devices have beside their shards of a parameter; None where they have none of it.
 
     State of the shape of the shards has the layout of the parameter; all other, such as numbers, is unsharded on the
     devices that store any of the parameter. One more than there are local devices is that of `shape_of_shard`.
     """
-    example = next((x for x in made if x is not None), None)
+    example = next((x for x in shards if x is not None), None)
     if example is None:
         return None
     layout, shape, devices = param.layout, param.shape, local_devices(param.mesh)
-    pairs = zip(made, (*devices, holders(layout)[0]), strict=False)
+    pairs = zip(shards, (*devices, holders(layout)[0]), strict=False)
     if any(x is not None and tuple(x.shape) != layout.local_shape(shape, device) for x, device in pairs):
         shape, layout = tuple(example.shape), layout.with_spec(P(at=dict(layout.spec.at)))
 
-    def empty(device: int, near: Tensor) -> Tensor:
-        return torch.empty(layout.local_shape(shape, device), dtype=example.dtype, device=near.device)
+    def empty(device: int, param_shard: Tensor) -> Tensor:
+        return torch.empty(layout.local_shape(shape, device), dtype=example.dtype, device=param_shard.device)
 
-    own = zip(made, devices, param.shards, strict=False)
-    return Sharded(shape, layout, tuple([empty(device, near) if x is None else x for x, device, near in own]))
+    columns = zip(shards, devices, param.shards, strict=False)
+    return Sharded(shape, layout, tuple([empty(device, p) if x is None else x for x, device, p in columns]))
 
 
 def count_from_zero() -> Tensor:
@@ -261,12 +257,12 @@ def firsts_of(leaves: Sequence[Leaf]) -> list[int]:
     return [i if leaf is None else seen.setdefault(key_of(leaf), i) for i, leaf in enumerate(leaves)]
 
 
-def alike(one: Leaf, other: Leaf) -> bool:
+def alike(x: Leaf, y: Leaf) -> bool:
     """Return True if two leaves have equal shapes and layouts; the shape that a spec was written for does not count."""
-    if isinstance(one, Sharded) and isinstance(other, Sharded):
-        a, b = one.layout, other.layout
-        return one.shape == other.shape and (a is b or (a.mesh == b.mesh and a.spec.shapeless == b.spec.shapeless))
-    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
+    if isinstance(x, Sharded) and isinstance(y, Sharded):
+        a, b = x.layout, y.layout
+        return x.shape == y.shape and (a is b or (a.mesh == b.mesh and a.spec.shapeless == b.spec.shapeless))
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape
 
 
 def kind_of(leaf: Leaf) -> str:
@@ -285,17 +281,17 @@ def is_unsharded(leaf: Leaf) -> bool:
     return all(leaf.mesh.shape[axis] == 1 for axis in (*leaf.spec.split_axes, *leaf.spec.unreduced))
 
 
-def check_unsharded(who: str, at: Leaves, unsupported: Callable[[Leaf], str | None] = lambda leaf: None) -> None:
+def check_unsharded(caller: str, params: Leaves, unsupported: Callable[[Leaf], str | None] = lambda leaf: None) -> None:
     """Raise unless every trainable parameter is unsharded on its devices, and supported; `unsupported` returns reasons."""
-    found = [(path or "the leaf", leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if trainable(leaf)]
-    if sharded := [f"\n  params{path} is {leaf!r}" for path, leaf in found if not is_unsharded(leaf)]:
+    pairs = [(path or "the leaf", x) for path, x in zip(params.paths, params.leaves, strict=True) if trainable(x)]
+    if sharded := [f"\n  params{path} is {leaf!r}" for path, leaf in pairs if not is_unsharded(leaf)]:
         raise LayoutError(
-            f"{who} needs full matrices, but these parameters are sharded:{''.join(sharded)}\n"
+            f"{caller} needs full matrices, but these parameters are sharded:{''.join(sharded)}\n"
             "Give each matrix to one device: fs.partition_optimizer(opt, mesh=..., axis=..., stage=...)."
         )
-    if wrong := [f"\n  params{path}: {reason}" for path, leaf in found if (reason := unsupported(leaf))]:
+    if reasons := [f"\n  params{path}: {reason}" for path, leaf in pairs if (reason := unsupported(leaf))]:
         raise OptimizerError(
-            f"{who} is not for these parameters:{''.join(wrong)}\nGive them another optimizer: by_label({{...}}, labels)."
+            f"{caller} is not for these parameters:{''.join(reasons)}\nGive them another optimizer: by_label({{...}}, labels)."
         )
 
 

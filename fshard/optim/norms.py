@@ -34,8 +34,6 @@ from fshard.optim.leaves import Leaf, Leaves, shards_of
 from fshard.optim.rules import foreach
 from fshard.source import call_site
 
-Places = Sequence[tuple[int, int]]
-"""Some shards: by the index of the leaf, and of the shard among its local ones."""
 Precision = Literal["exact", "float64", "own"]
 """Of a sum of squares: exact; in float64; of norms in the dtype of each shard."""
 
@@ -70,9 +68,9 @@ def global_norm(tree: PyTree, order: float = 2, *, exact: bool | None = None) ->
     unfit = ["exact=True is for order=2"] * bool(exact and order != 2)
     validate("global_norm", within("(0, inf]", order=order), unfit)
     arrays = local_arrays.get()
-    at = Leaves.of(tree if arrays is None else arrays(tree))
-    check_summable("global_norm", at)
-    leaves = _counted(at)
+    tree = Leaves.of(tree if arrays is None else arrays(tree))
+    check_summable("global_norm", tree)
+    leaves = _without_ties(tree)
     if order == inf:
         return _largest_of_all(leaves)
     wants_exact = exact or _exact.get() or shows_all_bits(leaves)
@@ -105,24 +103,23 @@ def norm_later(tree: PyTree, *, exact: bool) -> Callable[[], Tensor]:
     >>> norm()
     tensor(5., dtype=torch.float64)
     """
-    return _norm_later(_counted(Leaves.of(tree)), 2, "exact" if exact else "own")
+    return _norm_later(_without_ties(Leaves.of(tree)), 2, "exact" if exact else "own")
 
 
-def _counted(at: Leaves) -> list[Leaf]:
-    return [leaf for i, leaf in enumerate(at.leaves) if leaf is not None and at.firsts[i] == i]
+def _without_ties(tree: Leaves) -> list[Leaf]:
+    return [leaf for i, leaf in enumerate(tree.leaves) if leaf is not None and tree.firsts[i] == i]
 
 
 def _norm_later(leaves: Sequence[Leaf], order: float, precision: Precision) -> Callable[[], Tensor]:
     """Sum powers of the local shards now; return the function that sums over the mesh and takes the root."""
     if not leaves:
         return lambda: torch.zeros((), dtype=torch.float64)
-    near = shards_of(leaves[0])[0].device
+    device = shards_of(leaves[0])[0].device
 
-    def row(places: Places) -> Tensor:
-        shards = [shards_of(leaves[i])[at] for i, at in places]
+    def row(shards: list[Tensor]) -> Tensor:
         if order == 2:
-            return squares(shards, near, precision).sum(0)
-        return _norms([x.abs() for x in shards], near, order, torch.float64).pow(order).sum()[None]
+            return squares(shards, device, precision).sum(0)
+        return _norms([x.abs() for x in shards], device, order, torch.float64).pow(order).sum()[None]
 
     total = sum_over_mesh(leaves, row)
     return lambda: sum_of(total()).pow(1 / order) if order != 2 else sum_of(total()).sqrt()
@@ -134,19 +131,19 @@ def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
     mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Sharded) and _cut_axes(leaf.layout)), None)
 
     def top(index: int) -> Tensor:
-        own = [x for column in columns if (x := column[index % len(column)]).numel()]
-        return largest_each(own, own[0].device).max() if own else torch.zeros((), dtype=torch.float64)
+        shards = [x for column in columns if (x := column[index % len(column)]).numel()]
+        return largest_each(shards, shards[0].device).max() if shards else torch.zeros((), dtype=torch.float64)
 
     if mesh is None:
         return top(0)
-    near = shards_of(leaves[0])[0].device
-    tops = tuple(top(index).to(near)[None] for index in range(len(local_devices(mesh))))
+    device = shards_of(leaves[0])[0].device
+    tops = tuple(top(index).to(device)[None] for index in range(len(local_devices(mesh))))
     return unshard(Sharded((mesh.size,), Layout(mesh, P(mesh.axis_names)), tops)).max()
 
 
-def largest_each(shards: Sequence[Tensor], near: torch.device) -> Tensor:
+def largest_each(shards: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the largest absolute value in each shard that has any; not a number, if one is not."""
-    return _norms([shard for shard in shards if shard.numel()], near, inf, None)
+    return _norms([shard for shard in shards if shard.numel()], device, inf, None)
 
 
 def shows_all_bits(leaves: Sequence[Leaf]) -> bool:
@@ -154,12 +151,12 @@ def shows_all_bits(leaves: Sequence[Leaf]) -> bool:
     return any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
 
 
-def squares(shards: Sequence[Tensor], near: torch.device, precision: Precision) -> Tensor:
+def squares(shards: Sequence[Tensor], device: torch.device, precision: Precision) -> Tensor:
     """Return the sums of the squares of each shard: a matrix with a row for each, which `sum_of` makes a number."""
     if precision != "exact":
-        return _norms(shards, near, 2, torch.float64 if precision == "float64" else None).square()[:, None]
-    sums = [columns_of(_real(shard), squared=True).to(near) for shard in shards]
-    return torch.stack(sums) if sums else torch.zeros((1, WIDTH), dtype=torch.float64, device=near)
+        return _norms(shards, device, 2, torch.float64 if precision == "float64" else None).square()[:, None]
+    sums = [columns_of(_real(shard), squared=True).to(device) for shard in shards]
+    return torch.stack(sums) if sums else torch.zeros((1, WIDTH), dtype=torch.float64, device=device)
 
 
 def sum_of(rows: Tensor) -> Tensor:
@@ -167,9 +164,9 @@ def sum_of(rows: Tensor) -> Tensor:
     return rows[..., 0] if rows.shape[-1] == 1 else number_of(rows)
 
 
-def _norms(shards: Sequence[Tensor], near: torch.device, order: float, dtype: torch.dtype | None) -> Tensor:
-    norms = foreach.norm(list(map(_real, shards)), order, dtype=dtype) if shards else [torch.zeros((), device=near)]
-    return torch.stack([norm if norm.device == near else norm.to(near) for norm in norms]).double()
+def _norms(shards: Sequence[Tensor], device: torch.device, order: float, dtype: torch.dtype | None) -> Tensor:
+    norms = foreach.norm(list(map(_real, shards)), order, dtype=dtype) if shards else [torch.zeros((), device=device)]
+    return torch.stack([norm.to(device) for norm in norms]).double()
 
 
 def _real(x: Tensor) -> Tensor:
@@ -178,20 +175,22 @@ def _real(x: Tensor) -> Tensor:
     return x if x.is_floating_point() else x.double()
 
 
-def check_summable(what: str, at: Leaves) -> None:
-    """Raise if leaves are on several meshes, or unreduced; name all of them."""
-    placed = [(path, leaf) for path, leaf in zip(at.paths, at.leaves, strict=True) if isinstance(leaf, Sharded)]
-    if unreduced := [f"{path or 'the leaf'} is {leaf!r}" for path, leaf in placed if leaf.spec.unreduced]:
-        raise LayoutError(
-            f"{what}: a norm of sums that are not made yet would be wrong: {'; '.join(unreduced)}. "
-            "Reduce them first: fs.reshard(x, layout) to a layout without unreduced axes."
-        )
-    if len(meshes := {leaf.mesh: path for path, leaf in reversed(placed)}) > 1:
-        found = "; ".join(f"{path} on {mesh}" for mesh, path in reversed(meshes.items()))
-        raise LayoutError(f"{what}: the leaves are on {len(meshes)} meshes: {found}. Put them on one.")
+def check_summable(caller: str, tree: Leaves) -> None:
+    """Raise if leaves are on several meshes, or unreduced; name the first."""
+    arrays = [(path, leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True) if isinstance(leaf, Sharded)]
+    for path, leaf in arrays:
+        if leaf.spec.unreduced:
+            raise LayoutError(
+                f"{caller}: a norm of sums that are not made yet would be wrong: {path or 'the leaf'} is {leaf!r}. "
+                "Reduce them first: fs.reshard(x, layout) to a layout without unreduced axes."
+            )
+        if leaf.mesh != arrays[0][1].mesh:
+            raise LayoutError(
+                f"{caller}: leaves must be on one mesh; got {arrays[0][0]} on {arrays[0][1].mesh} and {path} on {leaf.mesh}."
+            )
 
 
-def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Callable[[], Tensor]:
+def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[list[Tensor]], Tensor]) -> Callable[[], Tensor]:
     """Compute a row on each device from its shards of some leaves; return the function that sums the rows.
 
     Args:
@@ -202,24 +201,24 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[Places], Tensor]) -> Ca
         A function that communicates, and returns the sum of the rows, the same on all devices.
     """
     cut = [_cut_axes(leaf.layout) if isinstance(leaf, Sharded) else () for leaf in leaves]
-    full = [(i, 0) for i, axes in enumerate(cut) if not axes]
+    replicated = [shards_of(leaf)[0] for leaf, axes in zip(leaves, cut, strict=True) if not axes]
     mesh = next((leaf.mesh for leaf, axes in zip(leaves, cut, strict=True) if axes), None)
     if mesh is None:
-        total = row(full)
+        total = row(replicated)
         return lambda: total
     over = tuple(axis for axis in mesh.axis_names if any(axis in axes for axes in cut))
-    parts: list[Tensor] = []
+    rows: list[Tensor] = []
     for index, device in enumerate(local_devices(mesh)):
-        place = mesh.coordinates(device)
-        first = {axes: not any(place[axis] for axis in over if axis not in axes) for axes in {*cut}}
-        parts.append(row([(i, index) for i, axes in enumerate(cut) if axes and first[axes]]))
-    summands = Sharded(tuple(parts[0].shape), Layout(mesh, P(unreduced=over)), tuple(parts))
-    beside, site = row(full) if full else None, call_site()
+        coordinates = mesh.coordinates(device)
+        first = {axes: not any(coordinates[axis] for axis in over if axis not in axes) for axes in {*cut}}
+        rows.append(row([leaf.shards[index] for leaf, axes in zip(leaves, cut, strict=True) if axes and first[axes]]))
+    summands = Sharded(tuple(rows[0].shape), Layout(mesh, P(unreduced=over)), tuple(rows))
+    of_replicated, site = row(replicated) if replicated else None, call_site()
 
     def added() -> Tensor:
         (sums,) = reshard_all([summands], [Layout(mesh)], site)
-        found = sums.shards[0]
-        return found if beside is None else beside + found.to(beside.device)
+        total = sums.shards[0]
+        return total if of_replicated is None else of_replicated + total.to(of_replicated.device)
 
     return added
 

@@ -35,7 +35,7 @@ from fshard.mesh.spmd.run import resolve_mesh
 from fshard.optim.compression import Compression
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, kind_of
-from fshard.optim.per_device import check_not_partitioned, on_arrays
+from fshard.optim.per_device import array_optimizer, check_not_partitioned
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
@@ -55,7 +55,6 @@ class Partitioned(NamedTuple):
     loss_scale: Callable[[PyTree], Tensor] | None
     gradients: Callable[[Layout], Layout]
     stage: Stage
-    arrays: bool = True
     compression: Compression | None = None
 
 
@@ -103,7 +102,7 @@ def partition_optimizer(
     [f32[4, 3]{at:data=0}, f32[2, 3]{at:data=1}, f32[2, 3]{at:data=1}]
     """
     axes = mesh.check_axes(axis, "partition_optimizer(axis=)")
-    opt = on_arrays(opt, "partition_optimizer")
+    opt = array_optimizer(opt, "partition_optimizer")
     _validate(opt, stage, unit)
     flat = opt.elementwise if unit is None else unit == "elementwise"
     is_divided = stage > 0 and not (flat is True and all(mesh.shape[axis] == 1 for axis in axes))
@@ -120,25 +119,33 @@ def partition_optimizer(
         @uncompiled
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             at, site = Leaves.of(params), call_site()
-            given = at.beside(grads, "grads")
-            for leaves in (at.leaves, given):
+            gradients = at.beside(grads, "grads")
+            for leaves in (at.leaves, gradients):
                 _validate_mesh(at, leaves, mesh)
-            leaves, targets = [*given, *at.leaves], _targets(at, flat, axes) * 2
-            if all(
-                x is None or target is None or x.layout is target for x, target in zip(leaves, targets, strict=True)
-            ):
+            targets = _targets(at, flat, axes)
+            shards = _shards_to_collect(at.leaves, targets, axes)
+            before = [*gradients, *_reshard(at.leaves, shards, site)]
+            leaves = _reshard(before, [*targets, *targets], site)
+            if leaves is before:
                 return act(grads, state, params)
-            leaves = _reshard(leaves, targets, site)
-            grads, own = at.rebuild(leaves[: len(given)]), at.rebuild(leaves[len(given) :])
-            del given, leaves
-            result, state = act(grads, state, own)
+            grads, collected = at.rebuild(leaves[: len(gradients)]), at.rebuild(leaves[len(gradients) :])
+            del gradients, before, leaves
+            result, state = act(grads, state, collected)
             after = at.beside(result, "the optimizer's results")
-            del grads, own, result  # then `after` holds the last references to old memory
-            return at.rebuild((_write_in_place if donated else _back)(at, after, site)), state
+            del grads, collected, result  # then `after` holds the last references to old memory
+            after = [x if first == i else None for i, (x, first) in enumerate(zip(after, at.firsts, strict=True))]
+            after = _reshard(after, shards, site)
+            layouts = [None if x is None else x.layout for x in at.leaves]
+            for indices in _turns(after) if donated else [range(len(after))]:
+                results = _reshard([after[i] for i in indices], [layouts[i] for i in indices], site)
+                for i, x in zip(indices, results, strict=True):
+                    after[i] = _with_memory(at.leaves[i], x) if donated and x is not None else x
+                del results
+            return at.rebuild([after[first] for first in at.firsts]), state
 
         return run
 
-    made = Partitioned(
+    partitioned = Partitioned(
         init,
         divided(opt.update, donated=False) if is_divided else opt.update,
         divided(step_of(opt), donated=True) if is_divided else opt.step,
@@ -147,7 +154,7 @@ def partition_optimizer(
         (lambda layout: shard_layout(layout, axes)) if is_divided else (lambda layout: layout),
         stage,
     )
-    return made if compress is None else _compressed(made, compress, mesh, axes if is_divided else ())
+    return partitioned if compress is None else _compressed(partitioned, compress, mesh, axes if is_divided else ())
 
 
 def _compressed(opt: Partitioned, compress: Mapping[str, Any], mesh: Mesh, axes: tuple[str, ...]) -> Partitioned:
@@ -229,23 +236,19 @@ def _divided(
     """
     targets = list[Layout | None]([None] * len(layouts))
     owned: dict[tuple[Mesh, P], dict[int, Layout]] = {}
-    for place, (layout, is_flat) in enumerate(zip(layouts, elementwise, strict=True)):
-        if layout is None or firsts[place] != place:
+    for i, (layout, is_flat) in enumerate(zip(layouts, elementwise, strict=True)):
+        if layout is None or firsts[i] != i:
             continue
-        targets[place] = cut = shard_layout(layout, axes)
-        if not is_flat and cut.spec.split_axes:
-            owned.setdefault((cut.mesh, P.flat(*cut.spec.split_axes, at=dict(cut.spec.at))), {})[place] = layout
-    for (mesh, spec), some in owned.items():
+        targets[i] = shards = shard_layout(layout, axes)
+        if not is_flat and shards.spec.split_axes:
+            owned.setdefault((shards.mesh, P.flat(*shards.spec.split_axes, at=dict(shards.spec.at))), {})[i] = layout
+    for (mesh, spec), group in owned.items():
         over = spec.split_axes
-        owners = assign_owners([prod(shapes[place]) for place in some], prod(mesh.shape[axis] for axis in over))
-        for (place, layout), owner in zip(some.items(), owners, strict=True):
-            targets[place] = layout.with_spec(P(at={**dict(spec.at), over: owner}))
-    return tuple(
-        [
-            None if layout is None or layout.frozen else targets[first]
-            for layout, first in zip(layouts, firsts, strict=True)
-        ]
-    )
+        owners = assign_owners([prod(shapes[i]) for i in group], prod(mesh.shape[axis] for axis in over))
+        for (i, layout), owner in zip(group.items(), owners, strict=True):
+            targets[i] = layout.with_spec(P(at={**dict(spec.at), over: owner}))
+    pairs = zip(layouts, firsts, strict=True)
+    return tuple([None if layout is None or layout.frozen else targets[first] for layout, first in pairs])
 
 
 def assign_owners(sizes: Sequence[int], n: int) -> list[int]:
@@ -255,77 +258,67 @@ def assign_owners(sizes: Sequence[int], n: int) -> list[int]:
     [1, 0, 1, 1]
     """
     loads, owners = [0] * n, [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        owners[place] = loads.index(min(loads))
-        loads[owners[place]] += sizes[place]
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += sizes[i]
     return owners
 
 
 def _validate_mesh(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool = False) -> None:
-    """Raise with leaves that are not on a mesh; `plain` tensors may be."""
+    """Raise with the first leaf that is not on a mesh; `plain` tensors may be."""
+    for i, leaf in enumerate(leaves):
+        if leaf is None or (plain and not isinstance(leaf, Sharded)):
+            continue
+        if not isinstance(leaf, Sharded) or (leaf.mesh is not mesh and leaf.mesh not in (mesh, resolve_mesh(mesh))):
+            raise LayoutError(
+                f"partition_optimizer on {mesh}: {at.paths[i] or 'the leaf'} is {kind_of(leaf)}. Give the mesh of the "
+                "parameters, or shard them on this one: fs.shard_params(params, rules, mesh=mesh)."
+            )
 
-    def is_elsewhere(leaf: Leaf) -> bool:
-        if not isinstance(leaf, Sharded):
-            return leaf is not None and not plain
-        return leaf.mesh is not mesh and leaf.mesh not in (mesh, resolve_mesh(mesh))
 
-    if any(map(is_elsewhere, leaves)):
-        each = zip(at.paths, leaves, strict=True)
-        wrong = [f"{path or 'the leaf'} is {kind_of(leaf)}" for path, leaf in each if is_elsewhere(leaf)]
-        raise LayoutError(
-            f"partition_optimizer on {mesh}: {'; '.join(wrong)}. Give the mesh of the parameters, or shard them on this one: "
-            "fs.shard_params(params, rules, mesh=mesh)."
-        )
+def _shards_to_collect(
+    params: list[Leaf], targets: Sequence[Layout | None], axes: tuple[str, ...]
+) -> list[Layout | None]:
+    """Return for sharded parameters that are collected at owners the layout of their gradients, None for the others.
+
+    Cut like this, which sends nothing, they travel to their owners and back in one exchange with the gradients.
+    """
+
+    def layout(leaf: Leaf, target: Layout | None) -> Layout | None:
+        is_collected = target is not None and target.spec.at and leaf.spec.split_axes
+        return _cut_further(leaf.layout, axes) if is_collected else None
+
+    return [layout(leaf, target) for leaf, target in zip(params, targets, strict=True)]
 
 
 def _reshard(leaves: list[Leaf], layouts: Sequence[Layout | None], site: Site) -> list[Leaf]:
-    """Return leaves in the given layouts, resharded together; unchanged where none is given."""
-    found = [
-        (i, leaf, layout)
+    """Return leaves in the given layouts, resharded together; the list itself, if none moves."""
+    goals = {
+        i: layout
         for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True))
         if leaf is not None and layout is not None and leaf.layout is not layout
-    ]
-    moved = reshard_all([x for _, x, _ in found], [layout for *_, layout in found], site)
-    new = {i: x for (i, *_), x in zip(found, moved, strict=True)}
-    return [new.get(i, leaf) for i, leaf in enumerate(leaves)]
-
-
-def _back(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
-    """Give results the layouts of the parameters."""
-    return _reshard(after, [None if leaf is None else leaf.layout for leaf in at.leaves], site)
-
-
-def _write_in_place(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
-    """Give the parameters the results, a few at a time, so that little more than one copy of them exists.
-
-    Donates `after`.
-    """
-    firsts = at.firsts
-    after[:] = [leaf if firsts[place] == place else None for place, leaf in enumerate(after)]
-    for places in _turns(after):
-        some = _back(at, [leaf if place in places else None for place, leaf in enumerate(after)], site)
-        for place in places:
-            new = some[place]
-            after[place] = new if new is None else _become(at.leaves[place], new)
-        del some
-    return [after[first] for first in firsts]
+    }
+    if not goals:
+        return leaves
+    after = dict(zip(goals, reshard_all([leaves[i] for i in goals], [*goals.values()], site), strict=True))
+    return [after.get(i, leaf) for i, leaf in enumerate(leaves)]
 
 
 def _turns(leaves: list[Leaf]) -> list[Sequence[int]]:
-    """Return the indices of leaves that are assembled together."""
+    """Return the indices of leaves that are assembled together, so that little more than one copy exists at any time."""
     ends = accumulate(prod(leaf.shape) * leaf.dtype.itemsize if leaf is not None else 0 for leaf in leaves)
     turns = [end // AT_ONCE for end in ends]
-    return [[*places] for _, places in groupby(range(len(leaves)), turns.__getitem__)]
+    return [[*indices] for _, indices in groupby(range(len(leaves)), turns.__getitem__)]
 
 
-def _become(old: Sharded, new: Sharded) -> Sharded:
-    """Let the tensors of one array be those of another."""
-    if all(map(is_, old.shards, new.shards)):
-        return old
-    if old.dtype != new.dtype:
-        return new
-    for target, source in zip(old.shards, new.shards, strict=True):
+def _with_memory(param: Sharded, result: Sharded) -> Sharded:
+    """Return a parameter whose shards have the memory of those of a result."""
+    if all(map(is_, param.shards, result.shards)):
+        return param
+    if param.dtype != result.dtype:
+        return result
+    for target, source in zip(param.shards, result.shards, strict=True):
         if source.data_ptr() != target.data_ptr():
             alone = source.untyped_storage().nbytes() == source.nbytes  # else the plan needs padding
             target.data = source if alone else source.clone()
-    return old
+    return param

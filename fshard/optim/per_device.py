@@ -24,7 +24,7 @@ from fshard.errors import OptimizerError
 from fshard.mesh.layout import NAMESPACE, PyTree, Structure, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, run_on_devices
-from fshard.optim.contract import Optimizer, Update, check_optimizer
+from fshard.optim.contract import ArrayOptimizer, Update, check_optimizer
 from fshard.optim.leaves import (
     Leaf,
     Leaves,
@@ -41,8 +41,8 @@ from fshard.optim.norms import local_arrays
 _optree: Any = optree
 
 
-def on_arrays(opt: Any, who: str) -> Any:
-    """Return an optimizer that takes global arrays: itself, if it does; raise if it is none at all.
+def array_optimizer(opt: Any, who: str) -> Any:
+    """Return an optimizer whose functions take global arrays: itself, if it is one; raise if it is no optimizer.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -52,43 +52,47 @@ def on_arrays(opt: Any, who: str) -> Any:
     >>> def update(grads, state, params):
     ...     m = tree_map(lambda m, g: 0.5 * m + g, state["m"], grads)
     ...     return tree_map(torch.neg, m), {"m": m, "count": state["count"] + 1}
-    >>> opt = on_arrays(fs.optim.Optimizer(init, update), "train_step")
+    >>> opt = array_optimizer(fs.optim.Optimizer(init, update), "train_step")
     >>> params = fs.device_put({"w": torch.ones(3, 2)}, fs.Layout(fs.make_mesh({"data": 2}), P(at={"data": 1})))
     >>> updates, state = opt.update(params, opt.init(params), params)
     >>> fs.unshard(updates["w"])[0], fs.typeof(state["m"]["w"]), state["count"]
     (tensor([-1., -1.]), f32[3, 2]{at:data=1}, tensor(1))
     """
     check_optimizer(opt, who)
-    if getattr(opt, "arrays", False):
+    if isinstance(opt, ArrayOptimizer) or hasattr(opt, "gradients"):
         return opt
     elementwise, step = getattr(opt, "elementwise", False), getattr(opt, "step", None)
 
-    def leaves_of(params: PyTree) -> Leaves:
-        at = Leaves.of(params)
-        if elementwise is not True:
-            check_unsharded("A pair of plain functions without elementwise=True", at)
-        return at
+    @torch.no_grad()
+    def init(params: PyTree) -> PyTree:
+        return _DeviceTrees(params, elementwise).init(opt.init)
 
-    return Optimizer(
-        torch.no_grad()(lambda params: _init(opt.init, leaves_of(params))),
-        torch.no_grad()(lambda grads, state, params: _act(opt.update, grads, state, leaves_of(params), writes=False)),
-        step and torch.no_grad()(lambda grads, state, params: _act(step, grads, state, leaves_of(params), writes=True)),
+    def on_devices(act: Update, *, writes: bool) -> Update:
+        @torch.no_grad()
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            return _DeviceTrees(params, elementwise, grads).act(act, state, writes=writes)
+
+        return run
+
+    return ArrayOptimizer(
+        init,
+        on_devices(opt.update, writes=False),
+        step and on_devices(step, writes=True),
         elementwise,
         getattr(opt, "loss_scale", None),
-        arrays=True,
     )
 
 
-def inner_optimizer(opt: Any, who: str) -> Optimizer:
+def inner_optimizer(opt: Any, who: str) -> ArrayOptimizer:
     """Return an optimizer of global arrays to nest in another; raise if it must be the outermost."""
     check_not_partitioned(opt, who)
-    made = on_arrays(opt, who)
-    if made.loss_scale is not None:
+    inner = array_optimizer(opt, who)
+    if inner.loss_scale is not None:
         raise OptimizerError(
             f"{who}: loss_scaled must not be nested, since what is around it would get gradients that are still scaled. "
             "Put one loss_scaled around all of it."
         )
-    return made
+    return inner
 
 
 def check_not_partitioned(opt: Any, who: str) -> None:
@@ -100,93 +104,96 @@ def check_not_partitioned(opt: Any, who: str) -> None:
         )
 
 
-def _init(init: Callable[[PyTree], PyTree], at: Leaves) -> PyTree:
-    """Run an init of plain tensors on each device, and assemble the state."""
-    moved = _trained(at)
-    rows = [{i: _local(at.leaves[i], index) for i in indices} for index, indices in _devices(at, moved)]
-    if elsewhere := {i: shape_of_shard(at.leaves[i]) for i in set(moved).difference(*rows)}:
-        rows.append(elsewhere)  # the state that other processes own: its shapes
-    states = [_State.of(init(_tree(at, row)), at.structure) for row in rows]
-    first = states[0]
-    if any((state.structure, state.is_like) != (first.structure, first.is_like) for state in states):
-        raise OptimizerError(
-            "init must make the same state on all devices, but for subtrees with the structure of the parameters. Give None "
-            "where a parameter is None: optree.tree_map(f, params)."
+class _DeviceTrees:
+    """Parameters and gradients as the trees of the local devices: None for what a device does not update."""
+
+    def __init__(self, params: PyTree, elementwise: Any, grads: PyTree = None) -> None:
+        self.params = at = Leaves.of(params)
+        if elementwise is not True:
+            check_unsharded("A pair of plain functions without elementwise=True", at)
+        self.grads = at.leaves if grads is None else at.gradients(grads)
+        self.updated = [
+            i
+            for i, first in enumerate(at.firsts)
+            if i == first and trainable(at.leaves[i]) and self.grads[i] is not None
+        ]
+        self.mesh = next((leaf.mesh for leaf in at.leaves if isinstance(leaf, Sharded)), None)
+        self.devices = local_devices(self.mesh) if self.mesh else (0,)
+
+        def is_held(leaf: Leaf, device: int) -> bool:
+            return not isinstance(leaf, Sharded) or leaf.layout.has_any(device)
+
+        self.held = [[i for i in self.updated if is_held(at.leaves[i], device)] for device in self.devices]
+
+    def tree(self, leaves: dict[int, Any]) -> PyTree:
+        """Return a tree of some leaves, by index: None for the others."""
+        return self.params.rebuild([leaves.get(i) for i in range(len(self.params.leaves))])
+
+    def local(self, leaves: list[Leaf], index: int) -> PyTree:
+        """Return the tree of a local device."""
+        return self.tree({i: _shard(leaves[i], index) for i in self.held[index]})
+
+    def init(self, init: Callable[[PyTree], PyTree]) -> PyTree:
+        """Run an init on each device, and assemble the state."""
+        at = self.params
+        trees = [self.local(at.leaves, index) for index in range(len(self.devices))]
+        if elsewhere := {i: shape_of_shard(at.leaves[i]) for i in {*self.updated}.difference(*self.held)}:
+            trees.append(self.tree(elsewhere))  # the state that other processes own: its shapes
+        first, *others = states = [_State.of(init(tree), at.structure) for tree in trees]
+        if any((state.structure, state.is_like) != (first.structure, first.is_like) for state in others):
+            raise OptimizerError(
+                "init must make the same state on all devices, but for subtrees with the structure of the parameters. Give "
+                "None where a parameter is None: optree.tree_map(f, params)."
+            )
+        if any(isinstance(x, Tensor) and x.ndim for x in first.single()) and not all(map(_is_replicated, at.leaves)):
+            raise OptimizerError(
+                "state of divided parameters must be numbers, but for subtrees with the structure of the parameters; got "
+                "other tensors. Make such subtrees: {'m': optree.tree_map(torch.zeros_like, params)}."
+            )
+
+        def assembled(*trees: list[Any]) -> PyTree:
+            return at.rebuild([_assembled(param, shards) for param, *shards in zip(at.leaves, *trees, strict=True)])
+
+        return first.mapped(assembled, *[state.entries for state in states])
+
+    def act(self, act: Update, state: PyTree, *, writes: bool) -> tuple[PyTree, PyTree]:
+        """Run an update, or a step (`writes`), on each device; return arrays."""
+        at, before = self.params, _State.of(state, self.params.structure)
+
+        def on_device(index: int) -> tuple[list[Any], list[Any]]:
+            def arrays(tree: PyTree) -> list[Leaf]:
+                """Return a local tree as arrays; shards of those that the device does not hold are empty."""
+                shards, leaves = at.beside(tree, "the tree of global_norm"), at.leaves
+                local = {i: _shard(leaves[i], index) if shards[i] is None else shards[i] for i in self.updated}
+                return [like(leaves[i], [shard]) for i, shard in local.items()]
+
+            context = copy_context()
+            context.run(local_arrays.set, arrays)
+            local_state = before.mapped(lambda leaves: self.local(leaves, index), before.entries)
+            grads, params = self.local(self.grads, index), self.local(at.leaves, index)
+            result, after = context.run(act, grads, local_state, params)
+            entries = zip(before.structure.flatten_up_to(after), before.is_like, strict=True)
+            return at.beside(result, "updates"), [at.beside(x, "state") if is_like else x for x, is_like in entries]
+
+        if self.mesh is None:
+            results = [on_device(0)]
+        else:
+            results = run_on_devices(self.mesh, lambda device: on_device(self.devices.index(device)))
+        updates, states = zip(*results, strict=True)
+
+        def joined(leaves: list[Leaf], *trees: list[Any]) -> list[Leaf]:
+            return [_joined(leaf, shards) for leaf, *shards in zip(leaves, *trees, strict=True)]
+
+        after = joined([leaf if i in self.updated else None for i, leaf in enumerate(at.leaves)], *updates)
+        pairs = enumerate(at.firsts)
+        leaves = [after[first] if first in self.updated else at.leaves[i] if writes else None for i, first in pairs]
+        state = before._replace(entries=[*states[0]]).mapped(
+            lambda leaves, *trees: at.rebuild(joined(leaves, *trees)), before.entries, *states
         )
-    others = [x for x, like in zip(first.entries, first.is_like, strict=True) if isinstance(x, Tensor) and not like]
-    if any(x.ndim for x in others) and not all(map(_is_replicated, at.leaves)):
-        raise OptimizerError(
-            "state of divided parameters must be numbers, but for subtrees with the structure of the parameters; got other "
-            "tensors. Make such subtrees: {'m': optree.tree_map(torch.zeros_like, params)}."
-        )
-
-    def assembled(*columns: list[Any]) -> PyTree:
-        return at.rebuild([_assembled(param, shards) for param, *shards in zip(at.leaves, *columns, strict=True)])
-
-    columns = zip(first.is_like, *(state.entries for state in states), strict=True)
-    return unflatten(first.structure, [assembled(*column) if like else column[0] for like, *column in columns])
+        return at.rebuild(leaves), state
 
 
-def _act(act: Update, grads: PyTree, state: PyTree, at: Leaves, *, writes: bool) -> tuple[PyTree, PyTree]:
-    """Run an update, or a step (`writes`), of plain tensors on each device; return arrays."""
-    gradients, before = at.gradients(grads), _State.of(state, at.structure)
-    moved = [i for i in _trained(at) if gradients[i] is not None]
-    devices = _devices(at, moved)
-
-    def on_device(index: int) -> tuple[list[Any], list[Any]]:
-        def local(leaves: list[Leaf]) -> PyTree:
-            return _tree(at, {i: _local(leaves[i], index) for i in devices[index][1]})
-
-        def arrays(tree: PyTree) -> list[Leaf]:
-            """Return a local tree as arrays; shards of those that the device does not hold are empty."""
-            shards = _leaves(tree, at, "the tree of global_norm")
-            return [
-                like(at.leaves[i], [_local(at.leaves[i], index) if shards[i] is None else shards[i]]) for i in moved
-            ]
-
-        entries = [local(x) if like else x for x, like in zip(before.entries, before.is_like, strict=True)]
-        context = copy_context()
-        context.run(local_arrays.set, arrays)
-        result, after = context.run(act, local(gradients), unflatten(before.structure, entries), local(at.leaves))
-        entries = zip(before.structure.flatten_up_to(after), before.is_like, strict=True)
-        after = [_leaves(x, at, "state") if like else x for x, like in entries]
-        return _leaves(result, at, "updates"), after
-
-    mesh = next((leaf.mesh for leaf in at.leaves if isinstance(leaf, Sharded)), None)
-    if mesh is None:
-        results = [on_device(0)]
-    else:
-        numbers = local_devices(mesh)
-        results = run_on_devices(mesh, lambda device: on_device(numbers.index(device)))
-    updates, states = zip(*results, strict=True)
-
-    def joined(old: list[Leaf], rows: Sequence[list[Any]], name: str) -> list[Leaf]:
-        return [_joined(leaf, shards, name) for leaf, *shards in zip(old, *rows, strict=True)]
-
-    new = joined([leaf if i in moved else None for i, leaf in enumerate(at.leaves)], updates, "update")
-    leaves = [new[first] if first in moved else (at.leaves[i] if writes else None) for i, first in enumerate(at.firsts)]
-    columns = zip(before.is_like, before.entries, zip(*states, strict=True), strict=True)
-    entries = [at.rebuild(joined(old, rows, "state")) if like else rows[0] for like, old, rows in columns]
-    return at.rebuild(leaves), unflatten(before.structure, entries)
-
-
-# -- devices, and their shards -----------------------------------------------------------------------------------------
-
-
-def _devices(at: Leaves, indices: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return for each local device the index of its shards, and which of some leaves it holds."""
-    mesh = next((leaf.mesh for leaf in at.leaves if isinstance(leaf, Sharded)), None)
-
-    def is_held(leaf: Leaf, device: int) -> bool:
-        return not isinstance(leaf, Sharded) or leaf.layout.has_any(device)
-
-    devices = enumerate(local_devices(mesh) if mesh else (0,))
-    return [(place, [i for i in indices if is_held(at.leaves[i], device)]) for place, device in devices]
-
-
-def _trained(at: Leaves) -> list[int]:
-    """Return the indices of the leaves that are trained; of ties the first."""
-    return [i for i, first in enumerate(at.firsts) if i == first and trainable(at.leaves[i])]
+# -- shards of a leaf -------------------------------------------------------------------------------------------------
 
 
 def _is_replicated(leaf: Leaf) -> bool:
@@ -194,17 +201,17 @@ def _is_replicated(leaf: Leaf) -> bool:
     return not isinstance(leaf, Sharded) or all(leaf.mesh.shape[axis] == 1 for axis in leaf.spec.sharded_axes)
 
 
-def _local(leaf: Leaf, place: int) -> Any:
-    x = leaf.shards[place] if isinstance(leaf, Sharded) else leaf
+def _shard(leaf: Leaf, index: int) -> Any:
+    x = leaf.shards[index] if isinstance(leaf, Sharded) else leaf
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def _assembled(param: Leaf, made: Sequence[Any]) -> Leaf:
+def _assembled(param: Leaf, shards: Sequence[Any]) -> Leaf:
     """Assemble the state of a parameter from that of each device; the last one may be without values."""
-    example = next((x for x in made if x is not None), None)
+    example = next((x for x in shards if x is not None), None)
     if example is None or not isinstance(param, Sharded):
         return example
-    leaf = assembled_state(param, made)
+    leaf = assembled_state(param, shards)
     if example.ndim and leaf.layout is not param.layout and param.spec.split_axes and not is_unsharded(param):
         raise OptimizerError(
             f"state of an elementwise optimizer must have the shape of its parameter's shard, or be a number; got "
@@ -213,39 +220,19 @@ def _assembled(param: Leaf, made: Sequence[Any]) -> Leaf:
     return leaf
 
 
-def _joined(old: Leaf, made: Sequence[Any], what: str) -> Leaf:
+def _joined(leaf: Leaf, results: Sequence[Any]) -> Leaf:
     """Return a leaf with the shards that devices computed; other shards are unchanged."""
-    example = next((x for x in made if x is not None), None)
+    example = next((x for x in results if x is not None), None)
     if example is None:
-        return old
-    before = old.shards if isinstance(old, Sharded) else (old,)
-    shards = [shard if x is None else x for x, shard in zip(made, before, strict=False)]
-    if old is None or any(x.shape != shard.shape for x, shard in zip(shards, before, strict=True)):
+        return leaf
+    before = leaf.shards if isinstance(leaf, Sharded) else (leaf,)
+    shards = [shard if x is None else x for x, shard in zip(results, before, strict=False)]
+    if leaf is None or any(x.shape != shard.shape for x, shard in zip(shards, before, strict=True)):
         raise OptimizerError(
-            f"{what} of a parameter must keep its shape; got {tuple(example.shape)}, and it was "
-            f"{None if old is None else tuple(before[0].shape)}."
+            f"updates and state of a parameter must keep their shape; got {tuple(example.shape)}, and it was "
+            f"{None if leaf is None else tuple(before[0].shape)}."
         )
-    return (
-        Sharded(old.shape, old.layout, tuple(x.to(example.dtype) for x in shards))
-        if isinstance(old, Sharded)
-        else example
-    )
-
-
-# -- trees of a device, and states -------------------------------------------------------------------------------------
-
-
-def _tree(at: Leaves, leaves: dict[int, Any]) -> PyTree:
-    """Return a tree of some leaves, by index: None for the others."""
-    return at.rebuild([leaves.get(i) for i in range(len(at.leaves))])
-
-
-def _leaves(tree: PyTree, at: Leaves, name: str) -> list[Any]:
-    """Return the leaves of a device's tree with the structure of the parameters."""
-    leaves, structure = flatten(tree, none_is_leaf=True)
-    if structure != at.structure:
-        raise OptimizerError(f"{name} must be a tree like the parameters, {at.structure}; got {structure}.")
-    return leaves
+    return like(leaf, [x.to(example.dtype) for x in shards])
 
 
 class _State(NamedTuple):
@@ -268,3 +255,12 @@ class _State(NamedTuple):
         flags = [is_like(x) for x in subtrees]
         entries = [flatten(x, none_is_leaf=True)[0] if like else x for x, like in zip(subtrees, flags, strict=True)]
         return _State(structure, entries, flags)
+
+    def single(self) -> list[Any]:
+        """Return the entries that are one leaf."""
+        return [x for x, is_like in zip(self.entries, self.is_like, strict=True) if not is_like]
+
+    def mapped(self, f: Callable[..., PyTree], *columns: Sequence[Any]) -> PyTree:
+        """Return the state with f of the leaves of each subtree, and of those beside it in other columns of entries."""
+        rows = zip(self.is_like, self.entries, *columns, strict=True)
+        return unflatten(self.structure, [f(*row) if is_like else entry for is_like, entry, *row in rows])

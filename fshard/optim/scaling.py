@@ -16,7 +16,7 @@ from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, conditional
 from fshard.optim.leaves import Leaves, count_from_zero, each_shard, shards_of
-from fshard.optim.norms import Places, check_summable, largest_each, sum_over_mesh
+from fshard.optim.norms import check_summable, largest_each, sum_over_mesh
 from fshard.optim.per_device import inner_optimizer
 
 
@@ -85,8 +85,8 @@ def loss_scaled(
             return True, unscaled, entries(min(scale * growth, largest), 0, hysteresis, state["skipped"])
         return True, unscaled, entries(scale, finite, patience, state["skipped"])
 
-    made = conditional(opt, lambda params: entries(initial, 0, hysteresis, count_from_zero()), decide)
-    return made._replace(loss_scale=lambda state: state["scale"])
+    scaled = conditional(opt, lambda params: entries(initial, 0, hysteresis, count_from_zero()), decide)
+    return scaled._replace(loss_scale=lambda state: state["scale"])
 
 
 def finite_scale(dtype: torch.dtype, scale: float) -> float:
@@ -129,16 +129,15 @@ def all_finite(tree: PyTree) -> bool:
     >>> all_finite([torch.ones(2), None]), all_finite([torch.ones(2), torch.tensor(torch.nan)])
     (True, False)
     """
-    at = Leaves.of(tree)
-    check_summable("all_finite", at)
-    leaves = [leaf for leaf in at.leaves if leaf is not None]
+    tree = Leaves.of(tree)
+    check_summable("all_finite", tree)
+    leaves = [leaf for leaf in tree.leaves if leaf is not None]
     if not leaves:
         return True
-    near = shards_of(leaves[0])[0].device
+    device = shards_of(leaves[0])[0].device
 
-    def count(places: Places) -> Tensor:
-        found = largest_each([shards_of(leaves[i])[at] for i, at in places], near)
-        return (~found.isfinite()).sum(0, keepdim=True).double()
+    def count(shards: list[Tensor]) -> Tensor:
+        return (~largest_each(shards, device).isfinite()).sum(0, keepdim=True).double()
 
     total = sum_over_mesh(leaves, count)()
     return total.is_meta or not total.any().item()

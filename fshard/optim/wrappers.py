@@ -10,7 +10,16 @@ from torch import Tensor
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
-from fshard.optim.contract import Optimizer, Update, apply_updates, conditional, copied, differences, step_of
+from fshard.optim.contract import (
+    ArrayOptimizer,
+    Optimizer,
+    Update,
+    apply_updates,
+    conditional,
+    copied,
+    differences,
+    step_of,
+)
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.per_device import inner_optimizer
 
@@ -36,18 +45,18 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
     validate("accumulate", within("[1, inf)", integer=True, every=every))
     opt = inner_optimizer(opt, "accumulate")
 
-    def zeros(at: Leaves) -> dict[str, PyTree]:
-        seen = at.mapped(lambda leaf: count_from_zero() if trainable(leaf) else None)
-        sums = at.mapped(lambda leaf: map_shards(torch.zeros_like, leaf) if trainable(leaf) else None)
+    def zeros(leaves: Leaves) -> dict[str, PyTree]:
+        seen = leaves.mapped(lambda leaf: count_from_zero() if trainable(leaf) else None)
+        sums = leaves.mapped(lambda leaf: map_shards(torch.zeros_like, leaf) if trainable(leaf) else None)
         return {"seen": seen, "sums": sums}
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
-        at, count = Leaves.of(state["sums"]), state["count"] + 1
-        given, seen = at.beside(grads, "grads"), at.beside(state["seen"], 'state["seen"]')
+        sums, count = Leaves.of(state["sums"]), state["count"] + 1
+        gradients, seen = sums.beside(grads, "grads"), sums.beside(state["seen"], 'state["seen"]')
         if int(count) % every:
-            after = {"seen": at.mapped(_counted, seen, given), "sums": at.mapped(_added, given)}
+            after = {"seen": sums.mapped(_counted, seen, gradients), "sums": sums.mapped(_added, gradients)}
             return False, None, {"count": count, **after}
-        return True, at.mapped(mean, seen, given), {"count": count, **zeros(at)}
+        return True, sums.mapped(mean, seen, gradients), {"count": count, **zeros(sums)}
 
     def mean(total: Leaf, seen: Leaf, grad: Leaf) -> Leaf:
         unused = total is None or (grad is None and not int(seen))
@@ -82,9 +91,9 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
 
     @torch.no_grad()
     def averaged(state: PyTree, params: PyTree, mix: Callable[[Tensor, Tensor], Tensor]) -> PyTree:
-        at = Leaves.of(state["ema"])
-        after = at.beside(params, "params")
-        return at.mapped(lambda old, new: map_shards(mix, old, new) if trainable(new) else new, after)
+        averages = Leaves.of(state["ema"])
+        after = averages.beside(params, "params")
+        return averages.mapped(lambda mean, x: map_shards(mix, mean, x) if trainable(x) else x, after)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         updates, inner = opt.update(grads, state["inner"], params)
@@ -95,8 +104,8 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
         params, inner = step_of(opt)(grads, state["inner"], params)
         return params, {"ema": averaged(state, params, lambda a, p: a.lerp_(p, 1 - decay)), "inner": inner}
 
-    return Optimizer(
-        lambda params: {"ema": copied(params), "inner": opt.init(params)}, update, step, opt.elementwise, arrays=True
+    return ArrayOptimizer(
+        lambda params: {"ema": copied(params), "inner": opt.init(params)}, update, step, opt.elementwise
     )
 
 
@@ -138,21 +147,21 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
 
     @torch.no_grad()
     def init(params: PyTree) -> PyTree:
-        at = Leaves.of(params)
-        masters = at.mapped(lambda leaf: map_shards(_widened, leaf) if _is_half(leaf) else None)
-        return {"master": masters, "inner": opt.init(_over(at, masters))}
+        leaves = Leaves.of(params)
+        masters = leaves.mapped(lambda leaf: map_shards(_widened, leaf) if _is_half(leaf) else None)
+        return {"master": masters, "inner": opt.init(_with_masters(leaves, masters))}
 
     def stepped(step: Update) -> Update:
         @torch.no_grad()
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            at = Leaves.of(params)
-            wide = at.mapped(
-                lambda p, g: map_shards(_widened, g) if g is not None and _is_half(p) else g, at.gradients(grads)
+            leaves = Leaves.of(params)
+            wide = leaves.mapped(
+                lambda p, g: map_shards(_widened, g) if g is not None and _is_half(p) else g, leaves.gradients(grads)
             )
-            result, inner = step(wide, state["inner"], _over(at, state["master"]))
-            after = at.beside(result, "the optimizer's results")
-            masters = at.mapped(lambda p, new: new if _is_half(p) else None, after)
-            return at.mapped(_rounded, after), {"master": masters, "inner": inner}
+            result, inner = step(wide, state["inner"], _with_masters(leaves, state["master"]))
+            after = leaves.beside(result, "the optimizer's results")
+            masters = leaves.mapped(lambda p, x: x if _is_half(p) else None, after)
+            return leaves.mapped(_rounded, after), {"master": masters, "inner": inner}
 
         return run
 
@@ -162,7 +171,7 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
         after, state = pure(grads, state, params)
         return differences(params, after, grads, _difference), state
 
-    return Optimizer(init, update, stepped(step_of(opt)), opt.elementwise, arrays=True)
+    return ArrayOptimizer(init, update, stepped(step_of(opt)), opt.elementwise)
 
 
 def _is_half(leaf: Leaf) -> bool:
@@ -173,9 +182,9 @@ def _widened(x: Tensor) -> Tensor:
     return x.detach().float()
 
 
-def _over(at: Leaves, masters: PyTree) -> PyTree:
+def _with_masters(params: Leaves, masters: PyTree) -> PyTree:
     """Replace parameters by their masters."""
-    return at.mapped(lambda p, m: p if m is None else m, at.beside(masters, 'state["master"]'))
+    return params.mapped(lambda p, m: p if m is None else m, params.beside(masters, 'state["master"]'))
 
 
 def _rounded(param: Leaf, master: Leaf) -> Leaf:

@@ -17,7 +17,7 @@ from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.contract import Optimizer, copied, step_of
 from fshard.optim.norms import exact_norms, norm_later
 from fshard.optim.partition import Partitioned
-from fshard.optim.per_device import on_arrays
+from fshard.optim.per_device import array_optimizer
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.array_checks import validate_run
@@ -126,7 +126,7 @@ def train_step(
     >>> fs.typeof(params[1]["2.weight"]), metrics["samples"]
     (f32[1, 3]{flat:data, at:pipe=1}, tensor(16))
     """
-    opt = on_arrays(opt, "train_step")
+    opt = array_optimizer(opt, "train_step")
     if precision not in _COMPUTE:
         raise ValueError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
     if precision == "fp16" and opt.loss_scale is None:
@@ -144,7 +144,7 @@ def train_step(
         )
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
     if how.slices is not None:  # torch's fused kernels round differently where a shard ends; updates do without them
-        write = step_of(Optimizer(opt.init, opt.update, arrays=True))
+        write = step_of(Optimizer(opt.init, opt.update))
 
     def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
         if len(given) != 1 + how.has_buffers:

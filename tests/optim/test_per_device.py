@@ -272,9 +272,9 @@ def larger(grads, state, params):
 MISTAKES = {
     "a state of a list": (listed, unchanged, "init must make the same state on all devices"),
     "a state of a vector": (stacked, unchanged, "must be numbers, but for subtrees"),
-    "updates in a list": (momentum_init, another_tree, "updates must be a tree like the parameters"),
-    "another state": (momentum_init, another_state, "state must be a tree like the parameters"),
-    "another shape": (momentum_init, larger, "state of a parameter must keep its shape"),
+    "updates in a list": (momentum_init, another_tree, "updates must be a tree of the structure of params"),
+    "another state": (momentum_init, another_state, "state must be a tree of the structure of params"),
+    "another shape": (momentum_init, larger, "state of a parameter must keep their shape"),
 }
 
 
@@ -353,7 +353,7 @@ def test_check_elementwise_detects_coupled_leaves(elementwise):
         check_elementwise(pair)
     check_elementwise(pair._replace(update=by_norm(optim.global_norm)))
     check_elementwise(ROWS._replace(elementwise=elementwise))
-    with pytest.raises(optim.OptimizerError, match="the tree of global_norm must be a tree like the parameters"):
+    with pytest.raises(optim.OptimizerError, match="the tree of global_norm must be a tree of the structure"):
         check_elementwise(pair._replace(update=by_norm(lambda grads: optim.global_norm([*grads.values()]))))
 
 

@@ -113,6 +113,56 @@ def test_from_torch_is_reproducible_on_any_mesh(cls):
     assert all(torch.equal(trained(n), trained(1)) for n in (2, 4, 8))
 
 
+PARTS = {"heads": (4, 0), "queries, keys and values": ((8, 2, 2), 0), "columns": (2, 1)}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_muon_of_parts_equals_matrices_by_themselves(name):
+    parts, dim = PARTS[name]
+    fused, *grads = (tensor((12, 6), torch.float32, seed) for seed in range(4))
+
+    def divided(x):
+        return [*(x.tensor_split(parts, dim) if isinstance(parts, int) else x.split(parts, dim))]
+
+    for run in (by_step, by_update):
+        opt = optim.muon(0.1, parts=parts, parts_dim=dim)
+        found, state = run(opt, [fused], [[grad] for grad in grads])
+        expected, each = run(optim.muon(0.1), divided(fused), [divided(grad) for grad in grads])
+        assert torch.equal(found[0], torch.cat(expected, dim))
+        assert torch.equal(state["momentum_buffer"][0], torch.cat(each["momentum_buffer"], dim))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("spec", [P("model"), P(None, "model")], ids=str)
+def test_muon_under_tensor_parallelism_equals_one_device(spec, stage):
+    """A matrix is assembled from its shards along the tensor axis, in one exchange with the others."""
+    opt = optim.by_label(
+        {"fused": optim.muon(0.1, parts=3), "matrix": optim.muon(0.1), "vector": optim.sgd(0.1, fused=False)},
+        lambda path, leaf: "vector" if leaf.ndim < 2 else "fused" if "qkv" in path else "matrix",
+    )
+    shapes = {"qkv": (12, 4), "out": (4, 4), "bias": (12,)}
+    params, *steps = ({name: tensor(shape, torch.float32, seed) for name, shape in shapes.items()} for seed in range(3))
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    specs = {"qkv": spec, "out": P(None, "model"), "bias": P("model")}
+    specs = {name: x.flattened("data") if stage == 3 else x for name, x in specs.items()}
+    sharded = fs.device_put(params, {name: fs.Layout(mesh, x) for name, x in specs.items()})
+    partitioned = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+    layouts = {name: partitioned.gradients(x.layout) for name, x in sharded.items()}
+    with fs.ledger() as comm:
+        found, _ = by_step(partitioned, sharded, [fs.device_put(grads, layouts) for grads in steps])
+    assert comm.by_collective()["all_to_all", ("data", "model")][0] == 1 + 2 * len(steps)  # one of init
+    assert same(fs.unshard(found), by_step(opt, params, steps)[0])
+
+
+def test_muon_with_parts_that_do_not_fit_raises():
+    for make in (lambda: optim.muon(parts=0), lambda: optim.muon(parts=(4, 0)), lambda: optim.muon(parts_dim=2)):
+        with pytest.raises(optim.OptimizerError, match="parts must be positive"):
+            make()
+    for parts in (5, (4, 4)):
+        with pytest.raises(optim.OptimizerError, match=r'params\["qkv"\]: its dim 0 has 12 elements'):
+            optim.muon(parts=parts).init({"qkv": torch.ones(12, 4)})
+
+
 # -- boosted: torch's classes and one's own do on any mesh what they do on one device ---------------------------------
 
 PLUGINS = {

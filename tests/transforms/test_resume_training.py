@@ -103,8 +103,6 @@ def test_state_of_another_layout_raises_with_fix():
     *_, opt, mesh = begun("adamw", {"data": 2}, 0)
     with pytest.raises(ValueError, match=r"fs.device_put\(state, fs.mesh.layouts\(opt.init\(params\)\)\)"):
         go(there, state, opt, mesh, range(1))
-    with pytest.raises(optim.OptimizerError, match="must be a number of the host"):
-        go(there, fs.device_put(fs.unshard(state), fs.Layout(mesh)), opt, mesh, range(1))
 
 
 # -- what is known of leaves ---------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer
-from fshard.optim.norms import Places, check_summable, shows_all_bits, squares, sum_of, sum_over_mesh
+from fshard.optim.leaves import like
+from fshard.optim.norms import check_summable, shows_all_bits, squares, sum_of, sum_over_mesh
 from fshard.optim.rules import foreach
 from fshard.optim.rules.adam import denominators, moments
 from fshard.optim.rules.rule import optimizer_of_rule
@@ -47,10 +48,10 @@ def lamb(
     validate("lamb", within("[0, inf)", lr=lr, eps=eps, weight_decay=weight_decay), decays)
 
     def rule(shards: ShardLists, lr: float) -> None:
-        found: dict[int, Tensor] = {}
+        by_param: dict[int, Tensor] = {}
         for kind in shards.by_kind():
-            found |= zip(map(id, kind.params), _directions(kind.real(), betas, eps, weight_decay), strict=True)
-        directions = [found[id(param)] for param in shards.params]
+            by_param |= zip(map(id, kind.params), _directions(kind.real(), betas, eps, weight_decay), strict=True)
+        directions = [by_param[id(param)] for param in shards.params]
         for param, direction, ratio in zip(shards.params, directions, _ratios(shards, directions), strict=True):
             real = torch.view_as_real(param) if param.is_complex() else param
             real.sub_(direction * (lr * ratio).to(direction.device, direction.dtype))
@@ -71,23 +72,25 @@ def _directions(shards: ShardLists, betas: tuple[float, float], eps: float, weig
 
 def _ratios(shards: ShardLists, directions: list[Tensor]) -> list[Tensor]:
     """Return for each shard the ratio of the norms of its leaf and of its leaf's direction; 1 where one is 0."""
-    leaves = {id(leaf): leaf for leaf in shards.leaves}
-    numbers = {leaf: number for number, leaf in enumerate(leaves)}
-    leaf_of = [numbers[id(leaf)] for leaf in shards.leaves]
-    own = [list[int]() for _ in leaves]  # the indices of each leaf's shards
-    for i, number in enumerate(leaf_of):
-        own[number].append(i)
-    near, precision = shards.params[0].device, "exact" if shows_all_bits(shards.leaves) else "float64"
-    each = torch.stack([squares(xs, near, precision) for xs in (shards.params, directions)], 1)  # (shards, 2, columns)
+    groups: dict[int, list[int]] = {}  # the shards of each leaf
+    for i, leaf in enumerate(shards.leaves):
+        groups.setdefault(id(leaf), []).append(i)
+    leaves = [like(shards.leaves[group[0]], [shards.params[i] for i in group]) for group in groups.values()]
+    leaf_of = {i: number for number, group in enumerate(groups.values()) for i in group}
+    index_of = {id(x): i for i, x in enumerate(shards.params)}
+    device, precision = shards.params[0].device, "exact" if shows_all_bits(shards.leaves) else "float64"
+    each = torch.stack(
+        [squares(xs, device, precision) for xs in (shards.params, directions)], 1
+    )  # (shards, 2, columns)
 
-    def row(places: Places) -> Tensor:
+    def row(params: list[Tensor]) -> Tensor:
         sums = each.new_zeros(len(leaves), *each.shape[1:])
-        for number, i in places:
-            sums[number] = each[own[number][i]]
+        for i in [index_of[id(x)] for x in params]:
+            sums[leaf_of[i]] = each[i]
         return sums.reshape(-1)
 
-    sums = sum_over_mesh([*leaves.values()], row)().reshape(len(leaves), 2, -1)
+    sums = sum_over_mesh(leaves, row)().reshape(len(leaves), 2, -1)
     of_params, of_directions = sum_of(sums).sqrt().unbind(1)
     usable = (of_params > 0) & (of_directions > 0)
     ratios = torch.where(usable, of_params / of_directions, torch.ones_like(of_params))
-    return [ratios[number] for number in leaf_of]
+    return [ratios[leaf_of[i]] for i in range(len(directions))]

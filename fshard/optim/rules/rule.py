@@ -16,14 +16,15 @@ all leaves with equal counts; and the slots of the rule, named as in torch, each
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
-from fshard.mesh.layout.sharded import Sharded, key_of
-from fshard.optim.contract import Optimizer, Update, copied, differences
+from fshard.mesh.layout.sharded import key_of
+from fshard.optim.contract import ArrayOptimizer, Optimizer, Update, copied, differences
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, shards_of, state_leaf, trainable
 from fshard.optim.rules.shard_lists import Rule, ShardLists, numbers_of
 from fshard.optim.schedules import Rate, rate_at
@@ -66,10 +67,14 @@ def optimizer_of_rule(
     def stepped(chosen: Rule) -> Update:
         @torch.no_grad()
         def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            _validate_state(state, names)
+            if not isinstance(state, dict) or state.keys() != names:
+                raise OptimizerError(
+                    f"state must be a dict of {sorted(names)}, as from init of this optimizer; got {_kind(state)}. "
+                    "Write state = opt.init(params)."
+                )
             at = Leaves.of(params)
             check(at)
-            columns, shards = _opened(at, grads, state)
+            columns, shards = _open(at, grads, state)
             if shards.params:
                 chosen(shards, rate_at(lr, int(state["count"])))
             after = {name: at.rebuild(column) for name, column in columns.items()}
@@ -83,72 +88,60 @@ def optimizer_of_rule(
         after, state = by_rule(grads, copied(state), copied(params))
         return differences(params, after, grads), state
 
-    return Optimizer(init, update, stepped(fast or rule), elementwise, arrays=True)
+    return ArrayOptimizer(init, update, stepped(fast or rule), elementwise)
 
 
-def _opened(at: Leaves, grads: PyTree, state: PyTree) -> tuple[dict[str, list[Leaf]], ShardLists]:
+def _kind(state: Any) -> str:
+    return f"one of {sorted(map(str, state))}" if isinstance(state, dict) else f"a {type(state).__name__}"
+
+
+def _open(at: Leaves, grads: PyTree, state: PyTree) -> tuple[dict[str, list[Leaf]], ShardLists]:
     """Return the leaves of the next "params", "step" and slots, and the shards among them that a rule writes.
 
     They have the memory of those before, if no two of them share it. Tied leaves are written once.
     """
-    given, firsts = at.gradients(grads), at.firsts
-    _validate_tied(at, given)
+    gradients, firsts = at.gradients(grads), at.firsts
+    _validate_tied(at, gradients)
     columns = {"params": at.leaves} | {
         name: at.gradients(tree, f'state["{name}"]', any_shape=True) for name, tree in state.items() if name != "count"
     }
-    leaves = zip(firsts, at.leaves, given, strict=True)
+    leaves = zip(firsts, at.leaves, gradients, strict=True)
     moved = [i for i, (first, param, grad) in enumerate(leaves) if i == first and grad is not None and trainable(param)]
 
     def only(column: list[Leaf]) -> list[Leaf]:
         return [column[i] for i in moved]
 
-    opened = {name: (_next if name == "step" else _writable)(only(column)) for name, column in columns.items()}
-    shards = ShardLists.of(only(at.leaves), only(given), opened)
+    written = {name: (_next if name == "step" else _writable)(only(column)) for name, column in columns.items()}
+    shards = ShardLists.of(only(at.leaves), only(gradients), written)
     if len(moved) == len(firsts):
-        return opened, shards
+        return written, shards
     for name, column in columns.items():
-        new = dict(zip(moved, opened[name], strict=True))
-        columns[name] = [new.get(first, old) for first, old in zip(firsts, column, strict=True)]
+        after = dict(zip(moved, written[name], strict=True))
+        columns[name] = [after.get(first, before) for first, before in zip(firsts, column, strict=True)]
     return columns, shards
 
 
 def _next(counts: list[Tensor]) -> list[Tensor]:
     """Return the next counts, one tensor for all leaves that have made as many steps."""
     numbers = numbers_of(counts)
-    made = {number: torch.full_like(counts[0], number + 1.0) for number in {*numbers}}
-    return [made[number] for number in numbers]
+    after = {number: torch.full_like(counts[0], number + 1.0) for number in {*numbers}}
+    return [after[number] for number in numbers]
 
 
 def _writable(leaves: list[Leaf]) -> list[Leaf]:
     """Return leaves whose memory may be written: their own, if no two shards share it."""
-    shards = [x for leaf in leaves for x in shards_of(leaf) if x.numel() and not x.is_meta]
-    if len({x.data_ptr() for x in shards}) == len(shards) and all(x.is_contiguous() for x in shards):
+    shards = [x for leaf in leaves for x in shards_of(leaf)]
+    pointers = [pointer for x in shards if (pointer := x.data_ptr())]  # 0: without memory
+    if len({*pointers}) == len(pointers) and all(map(Tensor.is_contiguous, shards)):
         return leaves
     return [map_shards(lambda x: x.detach().clone().requires_grad_(x.requires_grad), leaf) for leaf in leaves]
 
 
-def _validate_state(state: PyTree, names: set[str]) -> None:
-    if isinstance(state, dict) and state.keys() == names and not isinstance(state["count"], Sharded):
-        return
-    found: set[str] | None = {*map(str, state)} if isinstance(state, dict) else None  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    if found != names:
-        has = f"a {type(state).__name__}" if found is None else f"one of {sorted(found)}"
-        raise OptimizerError(
-            f"state must be a dict of {sorted(names)}, as made by this optimizer's init; got {has}. "
-            "Write state = opt.init(params)."
-        )
-    raise OptimizerError(
-        'state["count"] is on a mesh; it must be a number of the host. Shard a state as its optimizer makes it: '
-        "fs.device_put(state, fs.mesh.layouts(opt.init(params)))."
-    )
-
-
 def _validate_tied(at: Leaves, grads: list[Leaf]) -> None:
     """Raise if tied parameters, which are one parameter, have different gradients."""
-    wrong = [(first, i) for i, first in enumerate(at.firsts) if i != first and key_of(grads[i]) != key_of(grads[first])]
-    if wrong:
-        found = "; ".join(f"params{at.paths[first]} and params{at.paths[i]}" for first, i in wrong)
-        raise OptimizerError(
-            f"These parameters are one and the same tensor, but have two gradients: {found}. "
-            "Give both the sum as one tensor, or clone one parameter to untie them."
-        )
+    for i, first in enumerate(at.firsts):
+        if i != first and key_of(grads[i]) != key_of(grads[first]):
+            raise OptimizerError(
+                f"params{at.paths[first]} and params{at.paths[i]} are one tensor (tied), but have two gradients. Give both the "
+                "sum as one tensor, or clone one parameter to untie them."
+            )

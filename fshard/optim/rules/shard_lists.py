@@ -85,6 +85,19 @@ class ShardLists:
         some = [i for i, param in enumerate(self.params) if param.numel() or has_number(i)]
         return self if len(some) == len(self.params) else self.only(some)
 
+    def split(self, parts: Callable[[Tensor], Sequence[Tensor]]) -> ShardLists:
+        """Return views of the parts of each tensor, with those of its gradient and state."""
+        counts = [len(parts(param)) for param in self.params]
+
+        def repeated(column: list[Any]) -> list[Any]:
+            return [x for x, count in zip(column, counts, strict=True) for _ in range(count)]
+
+        def views(column: list[Tensor]) -> list[Tensor]:
+            return [part for x in column for part in parts(x)]
+
+        state = {name: views(column) for name, column in self.state.items()}
+        return ShardLists(repeated(self.leaves), views(self.params), views(self.grads), repeated(self.steps), state)
+
     def real(self) -> ShardLists:
         """Return complex shards as shards of real numbers, in the same memory."""
         if not self.params[0].is_complex():
@@ -101,13 +114,13 @@ class ShardLists:
         kinds = [(param.device, param.dtype) for param in self.params]
         if len(different := dict.fromkeys(kinds)) == 1:
             return iter((self,))
-        return (self.only([i for i, own in enumerate(kinds) if own == kind]) for kind in different)
+        return (self.only([i for i, pair in enumerate(kinds) if pair == kind]) for kind in different)
 
 
 def numbers_of(counts: list[Tensor]) -> list[float]:
     """Return the values of counts; most are one tensor, which is read once."""
-    found = {id(count): count.item() for count in {id(count): count for count in counts}.values()}
-    return [found[id(count)] for count in counts]
+    numbers = {id(count): count.item() for count in {id(count): count for count in counts}.values()}
+    return [numbers[id(count)] for count in counts]
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
@@ -152,12 +165,12 @@ def fused_or(fused: Rule, rule: Rule, wanted: bool | None) -> Rule | None:
 def has_fused(shards: ShardLists) -> bool:
     """Return True if a fused kernel can write these shards of one kind."""
     dtype = shards.params[0].dtype
-    return dtype in _FUSED.get(shards.params[0].device.type, ()) and all(
-        x.dtype is dtype and x.is_contiguous() for column in (shards.params, *shards.state.values()) for x in column
-    )
+    tensors = [x for column in (shards.params, *shards.state.values()) for x in column]
+    is_supported = dtype in _FUSED.get(shards.params[0].device.type, ())
+    return is_supported and {x.dtype for x in tensors} == {dtype} and all(map(Tensor.is_contiguous, tensors))
 
 
 def step_tensors(shards: ShardLists) -> list[Tensor]:
     """Return each shard's count of steps as the kernels want it: on the shard's device, one tensor for each count."""
-    made = {t: torch.full((), t, dtype=torch.float32, device=shards.params[0].device) for t in set(shards.steps)}
-    return [made[t] for t in shards.steps]
+    counts = {t: torch.full((), t, dtype=torch.float32, device=shards.params[0].device) for t in set(shards.steps)}
+    return [counts[t] for t in shards.steps]

@@ -14,7 +14,7 @@ which these classes use, rounds 16 bits by the index of an element in its tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any, NamedTuple
@@ -125,31 +125,72 @@ def adafactor(lr: Rate = 1e-2, **options: Any) -> Optimizer:
     return _pure(torch.optim.Adafactor, "adafactor", {"lr": lr, **options})
 
 
-def muon(lr: Rate = 1e-3, **options: Any) -> Optimizer:
+class MuonParts(NamedTuple):
+    """The matrices that a fused weight is made of, concatenated along a dim: so many equal ones, or of these lengths."""
+
+    parts: int | tuple[int, ...]
+    dim: int
+
+    def __call__(self, weight: Tensor) -> Sequence[Tensor]:
+        """Return views of the matrices."""
+        return (
+            weight.tensor_split(self.parts, self.dim)
+            if isinstance(self.parts, int)
+            else weight.split(self.parts, self.dim)
+        )
+
+    def unsupported(self, leaf: Leaf) -> str | None:
+        """Return the reason why a parameter is not made of these, if any."""
+        if reason := _unless_real_matrix(leaf):
+            return reason
+        length, parts = leaf.shape[self.dim], self.parts
+        fits = length % parts == 0 if isinstance(parts, int) else length == sum(parts)
+        return None if fits else f"its dim {self.dim} has {length} elements, which parts={parts} do not divide"
+
+
+def muon(lr: Rate = 1e-3, *, parts: int | Sequence[int] = 1, parts_dim: int = 0, **options: Any) -> Optimizer:
     """Make Muon (Jordan 2024): p = p - lr orthogonalized(momentum), for matrices, unsharded on their devices.
 
-    Options are those of torch.optim.Muon.
+    Args:
+        lr: learning rate, or a schedule.
+        parts: of a fused weight, such as query, key and value, or heads, each of which is orthogonalized by itself: a number
+            of equal ones, or their lengths. `by_label` gives fused weights a Muon of their own.
+        parts_dim: the dim along which they are concatenated: 0 for a fused weight of nn.Linear.
+        options: those of torch.optim.Muon.
 
     >>> opt = muon(1.0, weight_decay=0.0)
     >>> opt.update([torch.eye(2) * 100], opt.init([torch.zeros(2, 2)]), [torch.zeros(2, 2)])[0][0].diagonal()
     tensor([-1.1250, -1.1250])
+    >>> qkv, opt = torch.ones(6, 2), muon(parts=3)
+    >>> updates, state = opt.update([qkv], opt.init([qkv]), [qkv])
+    >>> updates[0][:2].equal(muon().update([qkv[:2]], muon().init([qkv[:2]]), [qkv[:2]])[0][0])
+    True
     """
-    return _pure(torch.optim.Muon, "muon", {"lr": lr, **options})
+    lengths = parts if isinstance(parts, int) else tuple(parts)
+    if parts_dim not in (0, 1) or (lengths < 1 if isinstance(lengths, int) else min(lengths, default=0) < 1):
+        raise OptimizerError(
+            f"muon: parts must be positive, and parts_dim 0 or 1; got parts={parts}, parts_dim={parts_dim}."
+        )
+    return _pure(torch.optim.Muon, "muon", {"lr": lr, **options}, MuonParts(lengths, parts_dim))
 
 
-def _pure(cls: type[torch.optim.Optimizer], who: str, options: dict[str, Any]) -> Optimizer:
+def _pure(
+    cls: type[torch.optim.Optimizer], who: str, options: dict[str, Any], parts: MuonParts | None = None
+) -> Optimizer:
     check_divisible(cls)
     if cls not in CLASSES:
         raise OptimizerError(
             f"{who} must be given a class of torch.optim. Boost an instance of a class of your own, or write "
             "a pair: fs.optim.Optimizer(init, update)."
         )
-    known = CLASSES[cls]
+    known = CLASSES[cls] if parts is None else CLASSES[cls]._replace(unsupported=parts.unsupported)
     usual = {name: x.default for name, x in signature(cls).parameters.items() if x.default is not x.empty}
     lr: Rate = options.pop("lr", usual["lr"])
     cls([torch.zeros(2, 2)], **({} if callable(lr) else {"lr": lr}), **options)  # raises where options are wrong
     chosen = usual | options
     unfused = _rule(cls, known, options | {"fused": False} if options.get("fused") else options)
+    if parts is not None:
+        unfused = _of_parts(unfused, parts)
 
     def check(at: Leaves) -> None:
         if not known.elementwise:
@@ -194,6 +235,11 @@ def _rule(cls: Any, known: TorchClass, options: Mapping[str, Any]) -> Rule:
                     column[i].copy_(made)
 
     return rule
+
+
+def _of_parts(rule: Rule, parts: MuonParts) -> Rule:
+    """Return a rule that gets the parts of fused weights."""
+    return lambda shards, lr: rule(shards.nonempty().split(parts), lr)
 
 
 def _in_32_bits(rule: Rule) -> Rule:

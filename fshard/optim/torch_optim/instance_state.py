@@ -31,41 +31,41 @@ class InstanceState:
     """The state of an instance as a leaf of the state of training: an object that `fs.save` and `fs.restore` take.
 
     Args:
-        given: the instance.
+        optimizer: the instance.
         params: its parameters by name, whose shards are the keys of its state; others may be added.
     """
 
-    def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Sharded]) -> None:
-        self.given, self.params = given, params
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Sharded]) -> None:
+        self.optimizer, self.params = optimizer, params
 
     def state_dict(self) -> ByKey:
         """Return arrays, and values that are equal on all devices; all devices must call it."""
         held = {name: param for name, param in self.params.items() if param.shards[0].numel()}
-        states = {name: self.given.state.get(param.shards[0], {}) for name, param in held.items()}
-        entries = {(key, name): _entry(held[name], x) for name, own in states.items() for key, x in own.items()}
-        others = [key for key in self.given.state if not isinstance(key, Tensor)]
-        entries |= {(key, "no parameter"): "must be that of a parameter" for key in others}
-        found, wrong = dict[tuple[Any, str], Any](), dict[str, None]()
+        states = {name: self.optimizer.state.get(param.shards[0], {}) for name, param in held.items()}
+        entries = {(key, name): _entry(held[name], x) for name, state in states.items() for key, x in state.items()}
+        keys = [key for key in self.optimizer.state if not isinstance(key, Tensor)]
+        entries |= {(key, "no parameter"): "must be that of a parameter" for key in keys}
+        merged, errors = dict[tuple[Any, str], Any](), dict[str, None]()
         for row in _gathered(entries, next(iter(self.params.values())).mesh):
             for (key, name), entry in row.items():
-                known = found.setdefault((key, name), entry)
+                first = merged.setdefault((key, name), entry)
                 if isinstance(entry, str):
-                    wrong[f"{key!r} of {name} {entry}"] = None
-                elif repr(known) != repr(entry):
-                    wrong[f"{key!r} of {name} must be equal on all devices; got {known[2]} and {entry[2]}"] = None
-        if wrong:
+                    errors[f"{key!r} of {name} {entry}"] = None
+                elif repr(first) != repr(entry):
+                    errors[f"{key!r} of {name} must be equal on all devices; got {first[2]} and {entry[2]}"] = None
+        if errors:
             raise OptimizerError(
-                f"{type(self.given).__name__}: this state cannot be saved: {'; '.join(wrong)}. Keep all else in attributes, or "
-                "leave out elementwise = True: an owner then has full parameters."
+                f"{type(self.optimizer).__name__}: this state cannot be saved: {'; '.join(errors)}. Keep all else in "
+                "attributes, or leave out elementwise = True: an owner then has full parameters."
             )
-        made = ByKey()
-        for (key, name), (shape, dtype, value) in found.items():
+        by_key = ByKey()
+        for (key, name), (shape, dtype, value) in merged.items():
             if shape is not None:
                 value = self._array(name, shape, dtype, states.get(name, {}).get(key))
             elif dtype is not None:
                 value = torch.tensor(value, dtype=dtype)
-            made.setdefault(key, {})[name] = value
-        return made
+            by_key.setdefault(key, {})[name] = value
+        return by_key
 
     def state_memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Sharded | Tensor | None:
         """Return memory for saved state of a parameter; None if there is no such parameter."""
@@ -74,7 +74,7 @@ class InstanceState:
         is_number = not shape and self.params[name].shape
         return torch.empty((), dtype=dtype) if is_number else self._array(name, tuple(shape), dtype, None)
 
-    def _array(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, own: Tensor | None) -> Sharded:
+    def _array(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shard: Tensor | None) -> Sharded:
         """Return state with this device's tensor, or new memory: that of a split parameter has its shape."""
         param = self.params[name]
         like = (
@@ -82,23 +82,25 @@ class InstanceState:
             if shape == param.shape or not is_unsharded(param)
             else torch.empty(shape, device="meta")
         )
-        return assembled_state(param, [None if own is None else own.detach(), like.to(dtype)])
+        return assembled_state(param, [None if shard is None else shard.detach(), like.to(dtype)])
 
     def load_state_dict(self, state_dict: ByKey) -> None:
         """Replace the state by what `state_dict` returns, whose memory it takes."""
-        moves_step = any(group.get("fused") or group.get("capturable") for group in self.given.param_groups)  # as torch
+        moves_step = any(
+            group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups
+        )  # as torch
 
-        def local(key: Any, x: Any, near: torch.device) -> Any:
+        def local(key: Any, x: Any, device: torch.device) -> Any:
             if isinstance(x, Tensor) and (moves_step or key != "step"):
-                return x.to(near)
+                return x.to(device)
             return x.shards[0] if isinstance(x, Sharded) else x
 
         for name, param in self.params.items():
             (shard,) = param.shards
-            self.given.state.pop(shard, None)
-            own = {key: local(key, x[name], shard.device) for key, x in dict(state_dict).items() if name in x}
-            if own and shard.numel():
-                self.given.state[shard] = own
+            self.optimizer.state.pop(shard, None)
+            state = {key: local(key, x[name], shard.device) for key, x in dict(state_dict).items() if name in x}
+            if state and shard.numel():
+                self.optimizer.state[shard] = state
 
 
 def _entry(param: Sharded, x: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None, Any] | str:
@@ -118,11 +120,11 @@ def _entry(param: Sharded, x: Any) -> tuple[tuple[int, ...] | None, torch.dtype 
 
 def _gathered(x: Any, mesh: Mesh) -> list[Any]:
     """Return the object that each device of a mesh has."""
-    own = torch.frombuffer(bytearray(pickle.dumps(x)), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(pickle.dumps(x)), dtype=torch.uint8)
 
     def gather(_: int) -> Tensor:
-        longest = int(pmax(torch.tensor([len(own)]), mesh.axis_names))
-        return all_gather(pad(own, (0, longest - len(own))), mesh.axis_names)
+        longest = int(pmax(torch.tensor([len(data)]), mesh.axis_names))
+        return all_gather(pad(data, (0, longest - len(data))), mesh.axis_names)
 
     (rows,) = run_on_devices(mesh, gather)
     return [pickle.loads(row.numpy().tobytes()) for row in rows.view(mesh.size, -1)]

@@ -25,7 +25,7 @@ from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.optim.by_label import NOTHING, by_label
-from fshard.optim.contract import Optimizer, check_optimizer, copied, differences
+from fshard.optim.contract import ArrayOptimizer, Optimizer, check_optimizer, copied, differences
 from fshard.optim.leaves import Leaf, Leaves, shards_of, trainable
 from fshard.optim.rules.adam import adam, adamw
 from fshard.optim.rules.sgd import sgd
@@ -39,110 +39,113 @@ class OptimizerSource:
 
     opt: Optimizer = NOTHING
 
-    def now(self) -> Optimizer:
+    def current_optimizer(self) -> Optimizer:
         """Return the optimizer as it is now: the same object as long as nothing but learning rates changes."""
         return self.opt
 
-    def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def freeze_untrained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Freeze the parameters that it does not train."""
         return dict(params)
 
-    def point_at(self, params: Mapping[str, Tensor]) -> None:
+    def rebind(self, params: Mapping[str, Tensor]) -> None:
         """Refer to these tensors instead of the parameters with their names, which may then be freed."""
 
 
-def optimizer_source(given: Any, params: Mapping[str, Tensor], who: str) -> OptimizerSource:
+def optimizer_source(optimizer: Any, params: Mapping[str, Tensor], caller: str) -> OptimizerSource:
     """Make the source for an optimizer of torch or of `fs.optim`, which trains some of `params`; None trains nothing."""
-    if given is None:
+    if optimizer is None:
         return OptimizerSource()
-    if not isinstance(given, torch.optim.Optimizer):
-        check_optimizer(given, who)
-        return OptimizerSource(given)
-    check_divisible(type(given))
-    return GroupsSource(given, params) if type(given) in CLASSES else InstanceSource(given, params)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        check_optimizer(optimizer, caller)
+        return OptimizerSource(optimizer)
+    check_divisible(type(optimizer))
+    return GroupsSource(optimizer, params) if type(optimizer) in CLASSES else InstanceSource(optimizer, params)
 
 
 class TorchSource(OptimizerSource):
     """An optimizer of torch: the names of the parameters in its groups."""
 
-    def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
-        self.given = given
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        self.optimizer = optimizer
         self._names: Any = WeakIdKeyDictionary({x: name for name, x in params.items()})
         self._aliases: dict[str, str] = {}  # a stage may know a tied parameter by another name
         self._frozen: Any = WeakIdKeyDictionary()
         self._idle = set[str]()  # the names of the parameters that were frozen
         self.groups()
 
+    def __str__(self) -> str:
+        return type(self.optimizer).__name__
+
     def groups(self) -> list[list[str]]:
         """Return the names of the parameters in each group."""
-        found = [[self._names.get(x) for x in group["params"]] for group in self.given.param_groups]
-        if unknown := [f"param_groups[{i}]" for i, names in enumerate(found) if None in names]:
+        groups = [[self._names.get(x) for x in group["params"]] for group in self.optimizer.param_groups]
+        if foreign := [f"param_groups[{i}]" for i, names in enumerate(groups) if None in names]:
             raise OptimizerError(
-                f"{type(self.given).__name__}: in {', '.join(unknown)} are tensors that are no parameters of the model. Make "
-                "the optimizer of model.parameters(), before both are boosted."
+                f"{self}: in {', '.join(foreign)} are tensors that are no parameters of the model. Make the optimizer of "
+                "model.parameters(), before both are boosted."
             )
-        return found
+        return groups
 
     def name_at(self, path: str) -> str:
         """Return the model's name of the parameter at a path."""
         name = path.rpartition('["')[2].partition('"]')[0]  # a part of a fused weight has an index behind
         return self._aliases.get(name, name)
 
-    def trained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def freeze_untrained(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Freeze the parameters that are in no group; ties stay ties."""
-        own = {name for names in self.groups() for name in names}
+        trained = {name for names in self.groups() for name in names}
         self._aliases |= {name: self._names.get(x, name) for name, x in params.items()}
-        idle = {name: x for name, x in params.items() if x.requires_grad and self._aliases[name] not in own}
+        idle = {name: x for name, x in params.items() if x.requires_grad and self._aliases[name] not in trained}
         self._idle |= {self._aliases[name] for name in idle}
         for x in idle.values():
             self._frozen.setdefault(x, nn.Parameter(x.detach(), requires_grad=False))
         return {name: self._frozen[x] if name in idle else x for name, x in params.items()}
 
-    def point_at(self, params: Mapping[str, Tensor]) -> None:
+    def rebind(self, params: Mapping[str, Tensor]) -> None:
         """Replace the parameters in the groups by these tensors."""
-        for group, names in zip(self.given.param_groups, self.groups(), strict=True):
+        for group, names in zip(self.optimizer.param_groups, self.groups(), strict=True):
             group["params"] = [params[name] for name in names]
         self._names, self._frozen = WeakIdKeyDictionary({x: name for name, x in params.items()}), WeakIdKeyDictionary()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups, and all else that the class saves, but for the state of parameters."""
-        return {**self.given.state_dict(), "state": {}}
+        return {**self.optimizer.state_dict(), "state": {}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returns; the state of parameters stays."""
-        kept = dict(self.given.state)
-        self.given.load_state_dict({**state_dict, "state": {}})
-        self.given.state.update(kept)
+        state = dict(self.optimizer.state)
+        self.optimizer.load_state_dict({**state_dict, "state": {}})
+        self.optimizer.state.update(state)
 
-    def grown(self, params: PyTree, state: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, PyTree]:
+    def add_group_state(self, params: PyTree, state: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, PyTree]:
         """Return parameters of which those in groups that were added are trained, and the state with theirs.
 
         `init` makes a state of all groups, of which the parts that are new are taken.
         """
-        at, added = Leaves.of(params), {name for names in self.groups() for name in names} & self._idle
+        leaves, added = Leaves.of(params), {name for names in self.groups() for name in names} & self._idle
         self._idle -= added
 
         def unfrozen(path: str, leaf: Sharded) -> Sharded:
             layout = replace(leaf.layout, frozen=False)
             return Sharded(leaf.shape, layout, leaf.shards) if self.name_at(path) in added else leaf
 
-        params = at.rebuild([unfrozen(path, leaf) for path, leaf in zip(at.paths, at.leaves, strict=True)])
+        params = leaves.rebuild([unfrozen(path, leaf) for path, leaf in zip(leaves.paths, leaves.leaves, strict=True)])
         return params, _filled(init(params), state)
 
 
-def _filled(made: PyTree, before: PyTree) -> PyTree:
+def _filled(initial: PyTree, before: PyTree) -> PyTree:
     """Return a state with the previous one included; a state of one group is the first of several."""
-    if not isinstance(made, dict) or not isinstance(before, dict):
+    if not isinstance(initial, dict) or not isinstance(before, dict):
         return before
-    if 0 in made and 0 not in before:
+    if 0 in initial and 0 not in before:
         before = {0: before}
-    return {name: _filled(x, before[name]) if name in before else x for name, x in made.items()}
+    return {name: _filled(x, before[name]) if name in before else x for name, x in initial.items()}
 
 
 # -- classes of torch -------------------------------------------------------------------------------------------------
 
 _ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
-_OWN: dict[type, tuple[Any, tuple[str, ...]]] = {
+_RULES: dict[type, tuple[Any, tuple[str, ...]]] = {
     torch.optim.Adam: (adam, (*_ADAM, "decoupled_weight_decay")),
     torch.optim.AdamW: (adamw, _ADAM),
     torch.optim.SGD: (sgd, ("momentum", "dampening", "weight_decay", "nesterov", "maximize")),
@@ -156,35 +159,34 @@ class GroupsSource(TorchSource):
     >>> layer = torch.nn.Linear(1, 1)
     >>> source = GroupsSource(torch.optim.SGD(layer.parameters(), lr=0.5), dict(layer.named_parameters()))
     >>> params = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
-    >>> opt = source.now()
-    >>> source.given.param_groups[0]["lr"] = 0.25
+    >>> opt = source.current_optimizer()
+    >>> source.optimizer.param_groups[0]["lr"] = 0.25
     >>> opt.step(params, opt.init(params), params)[0]
     {'weight': tensor([[0.7500]]), 'bias': tensor([0.7500])}
     """
 
-    def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
-        super().__init__(given, params)
-        if any(map(_has_begun, given.state.values())):
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        super().__init__(optimizer, params)
+        if any(map(_has_begun, optimizer.state.values())):
             raise OptimizerError(
-                f"{type(given).__name__} has taken steps already, and its state would be lost. Boost it before "
+                f"{type(optimizer).__name__} has taken steps already, and its state would be lost. Boost it before "
                 "its first step."
             )
         self._cached: tuple[Any, Optimizer] = None, NOTHING  # names and options of the groups, and their optimizer
-        self.now()
+        self.current_optimizer()
 
-    def now(self) -> Optimizer:
+    def current_optimizer(self) -> Optimizer:
         """Return the optimizer that the groups describe; learning rates are read in each step."""
-        hooks: list[Any] = [vars(self.given).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+        hooks: list[Any] = [vars(self.optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
         if any(hooks):
             raise OptimizerError(
-                f"{type(self.given).__name__}: hooks of its steps are not called, since it does not step itself. Call them "
-                "beside step()."
+                f"{self}: hooks of its steps are not called, since it does not step itself. Call them beside step()."
             )
-        described = self.groups(), [_options(type(self.given), group) for group in self.given.param_groups]
+        described = self.groups(), [_options(type(self.optimizer), group) for group in self.optimizer.param_groups]
         if described != self._cached[0]:
             names, options = described
-            group_of = {name: i for i, own in enumerate(names) for name in own}
-            opts = {i: self._pure(i, own) for i, own in enumerate(options)}
+            group_of = {name: i for i, group in enumerate(names) for name in group}
+            opts = {i: self._pure(i, group) for i, group in enumerate(options)}
 
             def label(path: str, leaf: Leaf) -> int:
                 return group_of.get(self.name_at(path), 0)  # those of no group are frozen
@@ -192,21 +194,21 @@ class GroupsSource(TorchSource):
             self._cached = described, opts[0] if len(opts) == 1 else by_label(opts, label, every=False)
         return self._cached[1]
 
-    def point_at(self, params: Mapping[str, Tensor]) -> None:
+    def rebind(self, params: Mapping[str, Tensor]) -> None:
         """Replace the groups' parameters by these tensors; the state is elsewhere."""
-        super().point_at(params)
-        self.given.state.clear()
+        super().rebind(params)
+        self.optimizer.state.clear()
 
     def _pure(self, group: int, options: dict[str, Any]) -> Optimizer:
-        cls: Any = type(self.given)
+        cls: Any = type(self.optimizer)
 
         def rate(count: int) -> float:
-            return float(self.given.param_groups[group]["lr"])
+            return float(self.optimizer.param_groups[group]["lr"])
 
-        if cls not in _OWN or options.get("capturable") or options.get("differentiable"):
+        if cls not in _RULES or options.get("capturable") or options.get("differentiable"):
             return from_torch(cls, lr=rate, **options)
-        own, names = _OWN[cls]
-        return own(rate, **{name: options[name] for name in names}, fused=bool(options.get("fused")))
+        rule, names = _RULES[cls]
+        return rule(rate, **{name: options[name] for name in names}, fused=bool(options.get("fused")))
 
 
 def _has_begun(state: Mapping[str, Any]) -> bool:
@@ -238,47 +240,47 @@ class InstanceSource(TorchSource):
     elementwise class tensors have the shape of the shard, or are one number.
     """
 
-    def __init__(self, given: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
-        super().__init__(given, params)
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        super().__init__(optimizer, params)
         self._local: dict[str, Sharded] = {}  # the data of whose shards, `nn.Parameter`s, is replaced in each step
-        self.state = InstanceState(given, self._local)
-        self._step_instance = given.step  # `boost` replaces it by one that raises
-        elementwise = bool(getattr(type(given), "elementwise", False))
-        self._opt = Optimizer(self._init, self._update, self._step, elementwise, arrays=True)
+        self.state = InstanceState(optimizer, self._local)
+        self._step_instance = optimizer.step  # `boost` replaces it by one that raises
+        elementwise = bool(getattr(type(optimizer), "elementwise", False))
+        self._opt = ArrayOptimizer(self._init, self._update, self._step, elementwise)
 
-    def now(self) -> Optimizer:
+    def current_optimizer(self) -> Optimizer:
         """Return the optimizer whose step is one of the instance."""
         return self._opt
 
-    def point_at(self, params: Mapping[str, Tensor]) -> None:
+    def rebind(self, params: Mapping[str, Tensor]) -> None:
         """Replace the parameters in the groups, and in existing state, by these tensors."""
-        before = [x for group in self.given.param_groups for x in group["params"]]
-        super().point_at(params)
-        after = [x for group in self.given.param_groups for x in group["params"]]
+        before = [x for group in self.optimizer.param_groups for x in group["params"]]
+        super().rebind(params)
+        after = [x for group in self.optimizer.param_groups for x in group["params"]]
         for old, new in zip(before, after, strict=True):
             self._rename(old, new)
 
     def _rename(self, old: Tensor, new: Tensor) -> None:
-        if old in self.given.state:
-            self.given.state[new] = self.given.state.pop(old)
+        if old in self.optimizer.state:
+            self.optimizer.state[new] = self.optimizer.state.pop(old)
 
-    def _localize(self, at: Leaves) -> dict[str, int]:
+    def _localize(self, params: Leaves) -> dict[str, int]:
         """Replace the parameters in the groups by local shards; return the index of the leaf of each."""
-        firsts = [first for i, first in enumerate(at.firsts) if i == first and at.leaves[i] is not None]
-        found = [(self.name_at(at.paths[i]), i) for i in firsts]
-        if fused := [name for name, count in Counter(name for name, _ in found).items() if count > 1]:
+        firsts = [i for i, first in enumerate(params.firsts) if i == first and params.leaves[i] is not None]
+        names = [self.name_at(params.paths[i]) for i in firsts]
+        if fused := [name for name, count in Counter(names).items() if count > 1]:
             raise OptimizerError(
-                f"{type(self.given).__name__}, an optimizer of your own class, must get each parameter as one tensor; "
-                f"{', '.join(fused)} are stored in parts. Use an optimizer of torch or of fs.optim."
+                f"{self}, an optimizer of your own class, must get each parameter as one tensor; {', '.join(fused)} are stored "
+                "in parts. Use an optimizer of torch or of fs.optim."
             )
-        index = dict(found)
-        for group, names in zip(self.given.param_groups, self.groups(), strict=True):
+        index = dict(zip(names, firsts, strict=True))
+        for group, names in zip(self.optimizer.param_groups, self.groups(), strict=True):
             for i, (x, name) in enumerate(zip(group["params"], names, strict=True)):
                 if name in self._local and x is self._local[name].shards[0]:
                     continue
                 if name in self._local:
-                    raise OptimizerError(f"{type(self.given).__name__}: {name} is in a group already. Leave it out.")
-                leaf = at.leaves[index[name]]
+                    raise OptimizerError(f"{self}: {name} is in a group already. Leave it out.")
+                leaf = params.leaves[index[name]]
                 group["params"][i] = local = nn.Parameter(torch.empty_like(leaf.shards[0]))
                 self._local[name] = Sharded(leaf.shape, leaf.layout, (local,))
                 self._names[local] = name
@@ -287,31 +289,33 @@ class InstanceSource(TorchSource):
 
     def _init(self, params: PyTree) -> PyTree:
         """Shard the state that the instance has already, made by its constructor or loaded."""
-        at = Leaves.of(params)
-        if any(len(shards_of(leaf)) > 1 for leaf in at.leaves):
+        leaves = Leaves.of(params)
+        if any(len(shards_of(leaf)) > 1 for leaf in leaves.leaves):
             raise OptimizerError(
-                f"{type(self.given).__name__}, an optimizer of your own class, must step on one device; got the shards of "
-                "several. Train inside of fs.run(main, mesh=mesh), or under torchrun."
+                f"{self}, an optimizer of your own class, must step on one device; got the shards of several. Train inside of "
+                "fs.run(main, mesh=mesh), or under torchrun."
             )
         before = {*self._local}
-        for param, i in self._localize(at).items():
-            leaf, state = at.leaves[i], self.given.state.get(self._local[param].shards[0], {})
+        for param, i in self._localize(leaves).items():
+            leaf, state = leaves.leaves[i], self.optimizer.state.get(self._local[param].shards[0], {})
             for name, x in state.items() if param not in before else ():
                 if not isinstance(x, Tensor) or x.shape != leaf.shape or not x.numel():
                     continue
                 if x.is_meta and not leaf.shards[0].is_meta:
                     raise OptimizerError(
-                        f"{type(self.given).__name__}: state of a lazy parameter must be made in step(), not by the "
-                        f"constructor; got {name!r} without memory."
+                        f"{self}: state of a lazy parameter must be made in step(), not by the constructor; got {name!r} "
+                        "without memory."
                     )
                 state[name] = put_equal(x, leaf.layout).shards[0]
         return self.state
 
     @torch.no_grad()
     def _step(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        at = Leaves.of(params)
-        given = at.gradients(grads)
-        steps = [(self._local[name].shards[0], at.leaves[i], given[i]) for name, i in self._localize(at).items()]
+        leaves = Leaves.of(params)
+        gradients = leaves.gradients(grads)
+        steps = [
+            (self._local[name].shards[0], leaves.leaves[i], gradients[i]) for name, i in self._localize(leaves).items()
+        ]
         for local, leaf, grad in steps:
             (shard,) = shards_of(leaf)
             local.grad, local.data = None, shard.detach()

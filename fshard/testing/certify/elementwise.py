@@ -10,9 +10,9 @@ from torch import Tensor
 import fshard as fs
 from fshard.errors import OptimizerError
 from fshard.mesh.layout import Layout, Mesh, PyTree
-from fshard.optim.contract import Optimizer, elementwise_leaves, pure_step
+from fshard.optim.contract import ArrayOptimizer, Optimizer, elementwise_leaves, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
-from fshard.optim.per_device import on_arrays
+from fshard.optim.per_device import array_optimizer
 from fshard.testing.certify.shards import first_difference, largest, pair_shards
 from fshard.transforms.patterns import named, parts_of
 
@@ -44,9 +44,9 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
     shapes = {"bias": (7,), "matrix": (6, 5), "scale": (), "stack": (2, 3, 4)}
     params = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} if params is None else params
     promised, at = elementwise_leaves(opt.elementwise, params), Leaves.of(params)
-    if opt.arrays and not any(promised):
+    if isinstance(opt, ArrayOptimizer) and not any(promised):
         raise OptimizerError("check_elementwise: this optimizer is not elementwise, so there is nothing to compare.")
-    opt = on_arrays(opt, "check_elementwise")
+    opt = array_optimizer(opt, "check_elementwise")
     grads = [at.mapped(lambda x: _uneven(x, draw)) for _ in range(steps)]
     expected = _train(opt, params, grads)
     for axes in ({"data": 2}, {"data": 3}, {"data": 2, "model": 2}, {"data": 7}):

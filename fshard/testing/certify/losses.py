@@ -17,7 +17,7 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.partition import Partitioned
-from fshard.optim.per_device import on_arrays
+from fshard.optim.per_device import array_optimizer
 from fshard.testing.certify.bounds import Field, bounded, equal_bits, judge
 from fshard.testing.certify.certificate import Certificate, CertificateRow
 from fshard.testing.certify.runs import Snapshot, Training, note
@@ -101,7 +101,7 @@ def certify(
     """
     if mesh.runtime == "abstract" or steps < 1:
         raise ValueError(f"certify: mesh must have values, and steps must be at least 1; got {mesh}, {steps=}.")
-    opt = on_arrays(opt, "certify")
+    opt = array_optimizer(opt, "certify")
     _validate_serial(opt, params=params, batch=batch, buffers=buffers)
     if bool(options.get("has_buffers", buffers is not None)) != (buffers is not None):
         raise ValueError("certify: a loss function that has_buffers is given them by buffers=, and none else is.")

@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.mesh.layout import flatten
 from fshard.mesh.layout.sharded import flatten_shards
-from fshard.optim.contract import copied, pure_step
+from fshard.optim.contract import ArrayOptimizer, copied, pure_step
 from fshard.optim.partition import assign_owners
 from fshard.testing import gpt
 from tests.optim.optimizers import ALL
@@ -334,7 +334,7 @@ def test_check_elementwise_finds_wrong_claim():
         at = optim.leaves.Leaves.of(grads)
         return at.mapped(lambda g: optim.leaves.map_shards(lambda x: -x / x.norm().clamp(min=1e-9), g)), state
 
-    opt = fs.optim.Optimizer(lambda params: (), update, elementwise=True, arrays=True)
+    opt = ArrayOptimizer(lambda params: (), update, elementwise=True)
     with pytest.raises(AssertionError, match="has elementwise=True"):
         fs.testing.check_elementwise(opt)
     params, grads = fixed()
