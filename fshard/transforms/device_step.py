@@ -16,7 +16,7 @@ from torch import Tensor
 from fshard.errors import FshardError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.spmd.global_inputs import digest
-from fshard.mesh.spmd.scope import Group, loss_scope
+from fshard.mesh.spmd.scope import Group, loss_scope, require
 from fshard.optim.scaling import finite_scale
 from fshard.transforms.agreement import (
     SliceLoss,
@@ -243,7 +243,7 @@ class ModelStep(DeviceStep):
 
     def differentiate(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
         """Run autograd, which calls the backwards of units, and runs parts of the forward again."""
-        with self.runtime.backward(), self.loss_scope(is_idle=self.scope.slice.is_idle):
+        with self.runtime.backward(), self.loss_scope(is_idle=require("a loss function").slice.is_idle):
             torch.autograd.grad(outputs, [self.runtime.anchor], cotangents, allow_unused=True)
 
     def agree(
