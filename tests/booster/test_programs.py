@@ -375,12 +375,3 @@ def test_reproducible_program_has_equal_bits(name, plugin, n):
         torch.testing.assert_close(on_one_device(name), by_torch(name), rtol=0, atol=1e-12)
         for state in found:
             assert [key for key, x in on_one_device(name).items() if not torch.equal(x, state[key])] == []
-
-
-def test_attribute_set_per_slice_warns_once():
-    with warnings.catch_warnings(record=True) as texts:
-        warnings.simplefilter("always")
-        states("attributes", "ddp", 1, reproducible=True, slices=2)
-    assert [
-        str(text.message).startswith("a forward sets calls, and is called once for each slice") for text in texts
-    ] == [True]
