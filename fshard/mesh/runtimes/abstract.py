@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fshard.mesh.collectives.moves import Wired
+    from fshard.mesh.collectives.moves import Purpose, Wired
     from fshard.mesh.spmd.scope import Group, Scope
     from fshard.source import Site
 
@@ -61,15 +61,23 @@ class AbstractWorld(OneProcessWorld):
         return self
 
     def start(
-        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
+        self,
+        move: Wired,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        site: Site,
+        purpose: Purpose = "values",
+        into: tuple[Tensor, ...] | None = None,
     ) -> Done:
         """Return tensors of the shapes that the collective would return."""
         return Done(tuple(delivered(move, x.to("meta"), group.size) for x in xs))
 
-    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
         """Send nothing: there is no receiver."""
 
-    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Done:
+    def receive(
+        self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
+    ) -> Done:
         """Return tensors like those announced."""
         return Done(tuple(torch.empty_like(like) for like in likes))
 

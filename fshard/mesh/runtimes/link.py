@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fshard.mesh.collectives.moves import PURPOSES, Purpose, Wired, describe, named, purpose
+from fshard.mesh.collectives.moves import PURPOSES, Purpose, Wired, describe, named
 from fshard.source import Site
 
 if TYPE_CHECKING:
@@ -58,11 +58,18 @@ class CallInfo:
     meeting: tuple[str, tuple[int, ...]]  # on groups of torch.distributed: its name on all processes, and their ranks
 
     def __init__(
-        self, move: Wired | None, xs: tuple[Tensor, ...], group: Group, site: Site, *, is_send: bool = False
+        self,
+        move: Wired | None,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        site: Site,
+        purpose: Purpose,
+        *,
+        is_send: bool = False,
     ) -> None:
         self.move, self.group, self.site, self.is_send = move, group, site, is_send
         self._dtype, self._shapes = xs[0].dtype, tuple([x.shape for x in xs])
-        self.purpose: Purpose = purpose()
+        self.purpose: Purpose = purpose
         self._stamp: int | None = None
 
     def __str__(self) -> str:

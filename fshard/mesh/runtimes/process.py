@@ -17,7 +17,6 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,7 @@ from fshard.mesh.shared_memory.neighbours import Neighbours, meet
 from fshard.source import call_site
 
 if TYPE_CHECKING:
-    from fshard.mesh.collectives.moves import Wired
+    from fshard.mesh.collectives.moves import Purpose, Wired
     from fshard.mesh.layout.mesh import Mesh
     from fshard.mesh.spmd.scope import Group, Pending, Scope
     from fshard.source import Site
@@ -57,13 +56,6 @@ def has_ended(rank: int) -> bool:
     """Return True if another process of this machine, over a direct link, has ended."""
     world: ProcessWorld | None = _state["world"]
     return world is not None and world._neighbours.has_gone(rank)  # pyright: ignore[reportPrivateUsage]  # of this module
-
-
-_KEPT = 16 << 20
-"""Bytes up to which the C library keeps freed memory: glibc keeps blocks up to the largest one freed so far.
-
-Otherwise each result of 1 MB is new pages, which takes as long as the collective. (glibc ignores blocks above 32 MB.)
-"""
 
 
 class ProcessWorld:
@@ -99,7 +91,6 @@ class ProcessWorld:
         self._watch: Watch | None = None
         if watching():
             self._watch = Watch(self.rank, timeout, self._neighbours.has_gone, self._operations.advance)
-        torch.empty(_KEPT, dtype=torch.uint8)  # freed immediately
 
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:
@@ -126,13 +117,19 @@ class ProcessWorld:
     # -- collectives --------------------------------------------------------------------------------------------
 
     def start(
-        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
+        self,
+        move: Wired,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        site: Site,
+        purpose: Purpose = "values",
+        into: tuple[Tensor, ...] | None = None,
     ) -> Pending:
         """Start the move's wire: on tensors in their own memory, or packed into one buffer."""
         n = group.size
         if n == 1:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))
-        verify = self._verification(call := CallInfo(move, xs, group, site))
+        verify = self._verification(call := CallInfo(move, xs, group, site, purpose))
         if into is not None or (len(xs) > 1 and large.suits(move, xs)):
             link = self.link(group)
             if isinstance(link, Direct) and xs[0].is_cpu and len(xs) <= large.MAX_TENSORS:
@@ -160,7 +157,7 @@ class ProcessWorld:
         """
         if self._watch is None:
             return None
-        meeting, members = self._watch.start(call.group, call.signature, call.site), call.group.members
+        meeting, members = self._watch.start(call.group, call.signature, call.site, call.purpose), call.group.members
         if self.near(members) or (self._staged and members in self._links):
             return partial(self._watch.meet, meeting)
         self._watch.meet(meeting)  # calls have no tags on NCCL, and to make a group all must come
@@ -173,9 +170,9 @@ class ProcessWorld:
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
         """Send tensors as one buffer, which is kept alive until it is sent."""
-        call = CallInfo(None, xs, group, site, is_send=True)
+        call = CallInfo(None, xs, group, site, purpose, is_send=True)
         if self._watch is not None:
             self._watch.sent(call, to)
         if to == group.index:
@@ -186,9 +183,11 @@ class ProcessWorld:
         link, index = self._message_link(group, to, xs[0].device, is_send=True)
         self._operations.start(link, link.send(xs, index, call), call)
 
-    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
+    def receive(
+        self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
+    ) -> Pending:
         """Start receiving tensors like these, as one buffer."""
-        call = CallInfo(None, likes, group, site)
+        call = CallInfo(None, likes, group, site, purpose)
         verify = None if self._watch is None else partial(self._watch.expect, call, source)
         if source == group.index:
             if verify is not None:
@@ -203,7 +202,7 @@ class ProcessWorld:
         """Receive a message of the device at index `source` in a thread; put the index and the tensor, or the error, into a
         queue. With one queue for several sources, the first message to arrive is the first in it.
         """
-        call = CallInfo(None, (like,), group, call_site())
+        call = CallInfo(None, (like,), group, call_site(), "values")
         link, index = self._message_link(group, source, like.device)
         make = partial(torch.empty, like.numel(), dtype=like.dtype, device=like.device)
         operation = self._operations.start(link, link.receive(make, index, call), call)
@@ -318,7 +317,6 @@ class ProcessWorld:
             if torch.device("cpu") not in pg._device_types:
                 pg = self.make_group(members, "host", backend="gloo")
             self._hosts[members] = GroupLink(pg, members.index(self.rank), len(members), gloo.WIRES)
-            calm_gloo_threads()
         return self._hosts[members]
 
     def add(self, members: tuple[int, ...], pg: Any) -> Link:
@@ -329,9 +327,7 @@ class ProcessWorld:
         self._groups[members] = pg
         kind = GroupLink if self._staged else NcclLink
         self._links[members] = link = kind(pg, members.index(self.rank), len(members), self._wires)
-        if self._staged:
-            calm_gloo_threads()
-        else:
+        if not self._staged:
             # A first call that some members do not make, such as a batch of messages, would hang.
             dist.all_reduce(torch.zeros(1, device=self.device_type), group=pg)
         return link
@@ -410,7 +406,6 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
         atexit.register(_leave_at_exit)
         _share_random_state(device_type)
     world = _state["world"] = ProcessWorld(limit, device_type)
-    calm_gloo_threads()
     return world
 
 
@@ -471,20 +466,3 @@ def use_groups(mesh: Mesh, known: DeviceMesh) -> None:
             world.add(members, pg)
             n = len(members)
             world.connect(members, {(i, (i + step) % n) for i in range(n) for step in (1, -1)})  # a ring
-
-
-def calm_gloo_threads() -> None:
-    """Schedule gloo's polling threads as batch work, so that they do not preempt the threads they wait for.
-
-    gloo's event loop polls while another thread of the process holds what it needs; if that thread was preempted, both
-    lose a scheduler tick (4 ms for a message of 0.1 ms). Only this process's gloo threads are changed; FSHARD_CALM=0
-    disables it.
-    """
-    if sys.platform != "linux" or not hasattr(os, "sched_setscheduler") or os.environ.get("FSHARD_CALM") == "0":
-        return
-    for thread in Path("/proc/self/task").iterdir():
-        try:
-            if (thread / "comm").read_text().startswith("gloo_tcp"):
-                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
-        except OSError:  # the thread has ended, or the system forbids it
-            continue

@@ -32,7 +32,7 @@ class FastPath:
     def __init__(self, move: Wired, group: Group, x: Tensor, site: Site, link: Direct, operations: Operations) -> None:
         like = x.to("meta")
         self._move, self._link, self._operations = move, link, operations
-        self._call = CallInfo(move, (like,), group, site)
+        self._call = CallInfo(move, (like,), group, site, "values")
         self._wires = link.wires(move, move.pack(like, link.n), self._call)
 
     def run(self, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class MessageLane:
         self, like: Tensor, group: Group, place: int, site: Site, link: Direct, operations: Operations
     ) -> None:
         self._place, self._link, self._operations = place, link, operations
-        self._call, self._short = CallInfo(None, (like,), group, site), like.nbytes <= INLINE_MESSAGE
+        self._call, self._short = CallInfo(None, (like,), group, site, "values"), like.nbytes <= INLINE_MESSAGE
         self._peer, self._keys = link.peers[place], link.message_keys(place, sent=True)
         self._make = partial(torch.empty_like, like, memory_format=torch.contiguous_format)
 

@@ -362,8 +362,8 @@ def _machine() -> int:
     return 1 + zlib.crc32(repr((boot, spaces, os.getuid())).encode())
 
 
-SMALLEST = 4 << 20
-"""Bytes from which on a buffer is pooled: the C library recycles smaller ones well."""
+SMALLEST = 256 << 10
+"""Bytes from which on a buffer is pooled: the C library returns larger ones to the system."""
 LARGEST_POOL = 1 << 30
 """Bytes that the pool may keep."""
 

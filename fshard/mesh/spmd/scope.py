@@ -25,7 +25,7 @@ from fshard.mesh.layout.arithmetic import ravel, unravel
 from fshard.source import Site
 
 if TYPE_CHECKING:
-    from fshard.mesh.collectives.moves import Wired
+    from fshard.mesh.collectives.moves import Purpose, Wired
 
 
 @dataclass(eq=False)
@@ -261,7 +261,13 @@ class World(Protocol):
     def current(self) -> World: ...
 
     def start(
-        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
+        self,
+        move: Wired,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        site: Site,
+        purpose: Purpose = "values",
+        into: tuple[Tensor, ...] | None = None,
     ) -> Pending:
         """Start one collective on tensors of one dtype; the result has one tensor for each.
 
@@ -274,7 +280,7 @@ class World(Protocol):
         """Prepare for messages between members, given as indices of sender and receiver: both call it, before any."""
         ...
 
-    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None: ...
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None: ...
 
     def lane(self, like: Tensor, group: Group, place: int, site: Site) -> Lane | None:
         """Return a short way for messages like this tensor to and from the device at `place`, if there is one."""
@@ -284,6 +290,8 @@ class World(Protocol):
         """Report to the other devices of a group that this one failed, if they cannot detect it."""
         ...
 
-    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
+    def receive(
+        self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
+    ) -> Pending:
         """Start receiving the next message of the device at index `source`: tensors with these shapes and dtypes."""
         ...
