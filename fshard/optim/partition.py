@@ -31,7 +31,7 @@ from fshard.errors import LayoutError, OptimizerError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard_all
-from fshard.mesh.spmd.run import fills, resolve_mesh
+from fshard.mesh.spmd.run import resolve_mesh
 from fshard.optim.compression import Compression
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, kind_of
@@ -278,35 +278,32 @@ def _validate_mesh(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool = 
         )
 
 
-def _reshard(leaves: list[Leaf], layouts: Sequence[Layout | None], site: Site, into: Sequence[Leaf] = ()) -> list[Leaf]:
+def _reshard(leaves: list[Leaf], layouts: Sequence[Layout | None], site: Site) -> list[Leaf]:
     """Return leaves in the given layouts, resharded together; unchanged where none is given."""
     found = [
         (i, leaf, layout)
         for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True))
         if leaf is not None and layout is not None and leaf.layout is not layout
     ]
-    memory = [into[i] for i, *_ in found if into]
-    moved = reshard_all([x for _, x, _ in found], [layout for *_, layout in found], site, memory)
+    moved = reshard_all([x for _, x, _ in found], [layout for *_, layout in found], site)
     new = {i: x for (i, *_), x in zip(found, moved, strict=True)}
     return [new.get(i, leaf) for i, leaf in enumerate(leaves)]
 
 
-def _back(at: Leaves, after: list[Leaf], site: Site, into: Sequence[Leaf] = ()) -> list[Leaf]:
+def _back(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
     """Give results the layouts of the parameters."""
-    return _reshard(after, [None if leaf is None else leaf.layout for leaf in at.leaves], site, into)
+    return _reshard(after, [None if leaf is None else leaf.layout for leaf in at.leaves], site)
 
 
 def _write_in_place(at: Leaves, after: list[Leaf], site: Site) -> list[Leaf]:
-    """Give results the layouts of the parameters, in the memory of the old parameters where possible.
+    """Give results the layouts of the parameters, some at a time: little more than one copy of them exists at any time.
 
-    Where results cannot be assembled in the old memory that is done for some at a time, so little more than one copy
-    of the parameters exists at any time. Donates `after`.
+    Donates `after`.
     """
     firsts = at.firsts
     after[:] = [leaf if firsts[place] == place else None for place, leaf in enumerate(after)]
-    meshes = [leaf.mesh for leaf in at.leaves if leaf is not None][:1]  # all are on one mesh
-    for places in [range(len(after))] if all(map(fills, meshes)) else _turns(after):
-        some = _back(at, [leaf if place in places else None for place, leaf in enumerate(after)], site, at.leaves)
+    for places in _turns(after):
+        some = _back(at, [leaf if place in places else None for place, leaf in enumerate(after)], site)
         for place in places:
             new = some[place]
             after[place] = new if new is None else _become(at.leaves[place], new)

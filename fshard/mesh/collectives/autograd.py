@@ -167,19 +167,24 @@ class Bound(LinearMap):
     purpose: Purpose = "values"
 
     def run(self, xs: Tensors) -> Tensors:
-        if isinstance(self.move, Alone):
-            return tuple(self.move.local(x, self.group.index, self.group.size) for x in xs)
-        return self.start(xs).wait()
+        move, group = self.move, self.group
+        if isinstance(move, Alone):
+            return tuple([move.local(x, group.index, group.size) for x in xs])
+        self._record(xs)
+        return group.world.current().start(cast("Wired", move), xs, group, self.site, self.purpose).wait()  # (6)
 
-    def start(self, xs: Tensors, into: Tensors | None = None) -> Pending:
-        """Write it into the ledger and begin; see `World.start`."""
-        move, group = cast("Wired", self.move), self.group
+    def start(self, xs: Tensors) -> Pending:
+        """Write it into the ledger and begin."""
+        self._record(xs)
+        return self.group.world.current().start(cast("Wired", self.move), xs, self.group, self.site, self.purpose)
+
+    def _record(self, xs: Tensors) -> None:
         for ledger in active():
+            move, group = cast("Wired", self.move), self.group
             size = sum(x.numel() * x.element_size() for x in xs)
             row = LedgerRow(move.name, group.axes, self.site._replace(leaves=()))
             index = group.index if group.world.has_values else None  # one device represents all: count the largest
             ledger.record(group.device, row, move.sent(size, index, group.size))
-        return group.world.current().start(move, xs, group, self.site, self.purpose, into)  # (6)
 
     def transposed(self) -> Bound:
         return Bound(self.move.transposed(), self.group, self.site, "cotangents")

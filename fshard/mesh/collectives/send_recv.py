@@ -167,9 +167,8 @@ def _detached(xs: Tensors) -> Tensors:
 class _SendCall(CollectiveCall):
     """The messages of one tree, one per dtype."""
 
-    def run(self) -> PyTree:
-        """Send them; return the sum of their tokens."""
-        results = [self.apply_to(batch) for batch in self.batches]
+    def assembled(self, results: list[Tensors]) -> PyTree:
+        """Return the sum of their tokens."""
         tokens = [token.real if token.is_complex() else token for (token,) in results]
         differentiable = [token for token in tokens if token.dtype.is_floating_point]
         return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())

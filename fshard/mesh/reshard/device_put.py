@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply, recorded, transformed
-from fshard.mesh.collectives.moves import is_plain
 from fshard.mesh.layout import (
     Layout,
     Memory,
@@ -260,13 +259,8 @@ def _movable(x: Any, layout: Layout) -> Sharded:
     return x
 
 
-def reshard_all(
-    xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site, into: Sequence[Sharded] = ()
-) -> list[Sharded]:
-    """Reshard global arrays on their mesh; those with equal steps share collectives, tied ones stay tied.
-
-    `into`: arrays with the target layouts, whose memory the results may use.
-    """
+def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) -> list[Sharded]:
+    """Reshard global arrays on their mesh; those with equal steps share collectives, tied ones stay tied."""
     firsts = _firsts(xs, layouts)
     moved = list(xs)
     for mesh, places, ways in _trips(
@@ -278,11 +272,9 @@ def reshard_all(
         if any(way.steps for way in ways):
 
             def program(device: int, own: Tensors, ways: Sequence[ReshardPlan] = ways) -> Tensors:
-                return tuple(go(own[: len(ways)], ways, site, into=own[len(ways) :])())
+                return tuple(go(own, ways, site)())
 
-            columns = run_mapped(
-                mesh, program, [*columns, *(_room(into[place], xs[place].dtype) for place in places if into)]
-            )
+            columns = run_mapped(mesh, program, columns)
         for place, x, shards in zip(places, given, columns, strict=True):
             to = layouts[place]
             moved[place] = Sharded(x.shape, to, _placed(tuple(shards), to, to.memory))
@@ -318,14 +310,6 @@ def _trips(
         (mesh, places, [plan_reshard(befores[place], afters[place], shapes[place]) for place in places])
         for mesh, places in on_mesh.items()
     ]
-
-
-def _room(x: Sharded, dtype: torch.dtype) -> Tensors:
-    """Return the memory of an array on the devices held here; new memory where that cannot hold plain values of a dtype."""
-    if x.dtype is dtype and x.layout.memory == "device" and all(map(is_plain, x.shards)):
-        return tuple([shard.detach() if shard.requires_grad else shard for shard in x.shards])
-    near = _placed(x.shards, x.layout, "device")
-    return tuple([torch.empty(shard.shape, dtype=dtype, device=shard.device) for shard in near])
 
 
 def _refuse_owned(xs: Sequence[Sharded], mesh: Mesh) -> None:

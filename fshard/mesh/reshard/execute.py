@@ -61,12 +61,11 @@ def plan_reshard(before: Layout, after: Layout, shape: tuple[int, ...]) -> Resha
 
 
 def go(
-    xs: Sequence[Tensor], ways: Sequence[ReshardPlan], site: Site, *, ahead: bool = False, into: Sequence[Tensor] = ()
+    xs: Sequence[Tensor], ways: Sequence[ReshardPlan], site: Site, *, ahead: bool = False
 ) -> Callable[[], list[Tensor]]:
     """Execute plans, sharing collectives; return the function that gives the results.
 
-    With `ahead`, the last collectives are only started, if autograd does not record them. `into`: memory for results
-    that are assembled from flat shards.
+    With `ahead`, the last collectives are only started, if autograd does not record them.
     """
     scope, results = require("fs.reshard"), dict(enumerate(xs))
     dtypes = tuple([x.dtype for x in xs])
@@ -80,10 +79,7 @@ def go(
                 shared.put(results, shared.views(given, scope))
             else:
                 bound = Bound(move, scope.group(shared.axes, "fs.reshard"), site)
-                if into and shared.last and shared.kind == "flat_gather" and _is_plain(given):
-                    places = tuple([into[place] for place in shared.places])
-                    shared.put(results, shared.unpacked(bound.start(shared.packed(given, scope), places).wait(), scope))
-                elif ahead and shared.last and not isinstance(move, Alone):
+                if ahead and shared.last and not isinstance(move, Alone):
                     later.append((shared, bound.start(shared.packed(given, scope))))
                 else:
                     shared.put(results, shared.unpacked(apply(bound, shared.packed(given, scope)), scope))

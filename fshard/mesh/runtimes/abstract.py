@@ -31,15 +31,7 @@ class Done:
 
 
 class OneProcessWorld:
-    """The base of the worlds that are in one process: no call is worth a fast path."""
-
-    has_fast_paths = False
-
-    def fast_path(self, move: Wired, group: Group, x: Tensor, site: Site) -> None:
-        """Return None."""
-
-    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> None:
-        """Return None."""
+    """The base of the worlds that are in one process."""
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
         """Do nothing: messages need no connection."""
@@ -60,15 +52,7 @@ class AbstractWorld(OneProcessWorld):
         """Return itself: it has no state."""
         return self
 
-    def start(
-        self,
-        move: Wired,
-        xs: tuple[Tensor, ...],
-        group: Group,
-        site: Site,
-        purpose: Purpose = "values",
-        into: tuple[Tensor, ...] | None = None,
-    ) -> Done:
+    def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values") -> Done:
         """Return tensors of the shapes that the collective would return."""
         return Done(tuple(delivered(move, x.to("meta"), group.size) for x in xs))
 

@@ -38,7 +38,6 @@ from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.watch import Watch, open_store, watching
 from fshard.mesh.shared_memory import large
 from fshard.mesh.shared_memory.direct import Direct
-from fshard.mesh.shared_memory.fast_path import FastPath, MessageLane
 from fshard.mesh.shared_memory.neighbours import Neighbours, meet
 from fshard.source import call_site
 
@@ -62,7 +61,6 @@ class ProcessWorld:
     """The world of processes, seen from this one."""
 
     has_values = True
-    has_fast_paths = True
 
     def __init__(self, timeout: timedelta, device_type: str) -> None:
         self.rank = dist.get_rank()
@@ -117,23 +115,17 @@ class ProcessWorld:
     # -- collectives --------------------------------------------------------------------------------------------
 
     def start(
-        self,
-        move: Wired,
-        xs: tuple[Tensor, ...],
-        group: Group,
-        site: Site,
-        purpose: Purpose = "values",
-        into: tuple[Tensor, ...] | None = None,
+        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values"
     ) -> Pending:
         """Start the move's wire: on tensors in their own memory, or packed into one buffer."""
         n = group.size
         if n == 1:
             return Done(tuple(move.meaning([x])[0].clone() for x in xs))
         verify = self._verification(call := CallInfo(move, xs, group, site, purpose))
-        if into is not None or (len(xs) > 1 and large.suits(move, xs)):
+        if len(xs) > 1 and large.suits(move, xs):
             link = self.link(group)
             if isinstance(link, Direct) and xs[0].is_cpu and len(xs) <= large.MAX_TENSORS:
-                results = large.empty_results(move, xs, n) if into is None else into
+                results = large.empty_results(move, xs, n)
                 wire = link.begin_many(move, xs, results, call)
                 return self._operations.start(link, wire, call, lambda _: results, verify)
         packed = [move.pack(x, n) for x in xs]
@@ -248,22 +240,6 @@ class ProcessWorld:
                 + uneven(call.purpose, sender.purpose)
             )
         return xs
-
-    # -- fast paths, only on one machine and without FSHARD_CHECK=1 ----------------------------------------------
-
-    def fast_path(self, move: Wired, group: Group, x: Tensor, site: Site) -> Callable[[Tensor], Tensor] | None:
-        """Return the fast path for tensors like this one."""
-        link = None if group.size == 1 else self._fast_link(group)
-        return None if link is None else FastPath(move, group, x, site, link, self._operations).run
-
-    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> MessageLane | None:
-        """Return the fast path for messages like this one."""
-        link = self._fast_link(group) if place != group.index and like.is_cpu else None
-        return None if link is None else MessageLane(like, group, place, site, link, self._operations)
-
-    def _fast_link(self, group: Group) -> Direct | None:
-        link = self.link(group) if self._watch is None and self.near(group.members) else None
-        return link if isinstance(link, Direct) else None
 
     # -- leaving ------------------------------------------------------------------------------------------------
 

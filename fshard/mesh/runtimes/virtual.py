@@ -306,13 +306,7 @@ class VirtualWorld(OneProcessWorld):
         return self
 
     def start(
-        self,
-        move: Wired,
-        xs: tuple[Tensor, ...],
-        group: Group,
-        site: Site,
-        purpose: Purpose = "values",
-        into: tuple[Tensor, ...] | None = None,
+        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values"
     ) -> Arrival | Done:
         """Add this device's tensors to a collective; the last device of the group computes it."""
         if self._stopping:

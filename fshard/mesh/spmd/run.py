@@ -69,11 +69,6 @@ def local_devices(mesh: Mesh) -> tuple[int, ...]:
     return tuple(range(mesh.size)) if is_outside(mesh) else (mesh.local_index(device_of(mesh)),)
 
 
-def fills(mesh: Mesh) -> bool:
-    """Return True if gathers on a mesh write to the memory they are given: see `World.start`."""
-    return mesh.runtime == "process" and mesh.device_type == "cpu" and ProcessWorld.of(mesh).is_near(mesh)
-
-
 def agree(mesh: Mesh, call: str) -> None:
     """Under `FSHARD_CHECK=1`, raise on all processes of a mesh unless all make this call."""
     if mesh.runtime == "process" and watching():

@@ -96,7 +96,6 @@ class Scope:
         self.mapped_axes = frozenset(self.mapped)
         self.axes: Mapping[str, tuple[int, int]] = {**outer.axes, **mesh.steps} if outer else mesh.steps
         self._groups: dict[Axes, Group] = {}
-        self.fast_paths: dict[object, Callable[[Tensor], Tensor] | None] | None = {} if world.has_fast_paths else None
         self.inner: dict[object, Scope] = {}
         self.own: frozenset[str] = outer.own if outer else frozenset()
         self.notice: Notice | None = None
@@ -105,7 +104,7 @@ class Scope:
     def twin(self, *, checked: bool = False, own: Iterable[str] = ()) -> Scope:
         """Return a scope of the same device and axes, with checks or with values that are its own along more axes."""
         scope = copy(self)
-        scope.checked, scope.own, scope.fast_paths, scope.inner = checked, self.own.union(own), None, {}
+        scope.checked, scope.own, scope.inner = checked, self.own.union(own), {}
         return scope
 
     def group(self, axes: Axes, what: str) -> Group:
@@ -178,13 +177,13 @@ def loss_scope(
     `notice` gets the collectives that it calls; `is_idle` and `moments` describe its slice.
     """
     scope = require("a loss function")
-    state, fields = scope.slice, (scope.own, scope.notice, scope.fast_paths, scope.slice.is_idle, scope.slice.moments)
-    scope.own, scope.notice, scope.fast_paths = frozenset(axes), notice, None  # fast paths would skip the observer
+    state, fields = scope.slice, (scope.own, scope.notice, scope.slice.is_idle, scope.slice.moments)
+    scope.own, scope.notice = frozenset(axes), notice
     state.is_idle, state.moments = is_idle, moments
     try:
         yield
     finally:
-        scope.own, scope.notice, scope.fast_paths, state.is_idle, state.moments = fields
+        scope.own, scope.notice, state.is_idle, state.moments = fields
 
 
 @contextmanager
@@ -235,14 +234,6 @@ class Pending(Protocol):
     def wait(self) -> tuple[Tensor, ...]: ...
 
 
-class Lane(Protocol):
-    """A fast path for messages of one shape and dtype, to and from one device. `send` returns False if it is full."""
-
-    def send(self, x: Tensor) -> bool: ...
-
-    def take(self) -> Tensor: ...
-
-
 class World(Protocol):
     """The devices that can reach each other, seen from one of them."""
 
@@ -251,29 +242,12 @@ class World(Protocol):
         """True if tensors have data; False on an abstract mesh."""
         ...
 
-    @property
-    def has_fast_paths(self) -> bool: ...
-
-    def fast_path(self, move: Wired, group: Group, x: Tensor, site: Site) -> Callable[[Tensor], Tensor] | None:
-        """Return a short way to run one collective on tensors of this shape and dtype, if there is one."""
-        ...
-
     def current(self) -> World: ...
 
     def start(
-        self,
-        move: Wired,
-        xs: tuple[Tensor, ...],
-        group: Group,
-        site: Site,
-        purpose: Purpose = "values",
-        into: tuple[Tensor, ...] | None = None,
+        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values"
     ) -> Pending:
-        """Start one collective on tensors of one dtype; the result has one tensor for each.
-
-        `into`, for gathers of flat shards: contiguous tensors to use for the results, at most the padding shorter than
-        those. The local shards may be views of them, at their offsets.
-        """
+        """Start one collective on tensors of one dtype; the result has one tensor for each."""
         ...
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
@@ -281,10 +255,6 @@ class World(Protocol):
         ...
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None: ...
-
-    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> Lane | None:
-        """Return a short way for messages like this tensor to and from the device at `place`, if there is one."""
-        ...
 
     def part(self, group: Group, error: BaseException) -> None:
         """Report to the other devices of a group that this one failed, if they cannot detect it."""

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.mesh.collectives.ledger import active
 from fshard.mesh.collectives.send_recv import dispatch
 from fshard.mesh.layout import PyTree, Structure, unflatten
 from fshard.mesh.layout.sharded import flatten_shards
-from fshard.mesh.spmd.scope import Group, Lane, Pending
+from fshard.mesh.spmd.scope import Group, Pending
 from fshard.pipeline.execution.route import Message
 from fshard.source import Site
 
@@ -112,18 +111,16 @@ class Mailbox:
     ) -> None:
         self._group, self._site, self._device, self._keys, self._forms = group, site, device, keys, forms
         self._expected = {source: deque(messages) for source, messages in receives.items()}
-        self._started: dict[int, tuple[MessageForm, list[Pending] | Lane]] = {}
-        self._channels: dict[Hashable, tuple[MessageForm, Lane | None]] = {}
+        self._started: dict[int, tuple[MessageForm, list[Pending]]] = {}
         self._arrived: dict[Message, PyTree] = {}
         for source in self._expected:
             self._start(source)
 
     def send(self, message: Message, to: int, tree: PyTree) -> None:
         """Send a tree to a device, without waiting for it."""
-        form, lane = self._channel(message, to, to) or (None, None)
-        if form is not None and (x := form.one_tensor(tree)) is not None and not active():
-            if lane is None or not lane.send(x):
-                self._send((x,), to)
+        form = self._form(message, to)
+        if form is not None and (x := form.one_tensor(tree)) is not None:
+            self._send((x,), to)
             return
         leaves, structure = flatten_shards(tree, none_is_leaf=True)
         described = _described(leaves)
@@ -157,9 +154,7 @@ class Mailbox:
         return self._arrived.pop(message)
 
     @staticmethod
-    def _wait(form: MessageForm, coming: list[Pending] | Lane) -> PyTree:
-        if not isinstance(coming, list):
-            return (coming.take(), *(form.flags or ()))
+    def _wait(form: MessageForm, coming: list[Pending]) -> PyTree:
         leaves = list(form.leaves)
         for (indices, _), pending in zip(form.buffers, coming, strict=True):
             for at, x in zip(indices, pending.wait(), strict=True):
@@ -170,10 +165,9 @@ class Mailbox:
         """Start receiving the next message, if its form is known, so that it arrives during computation."""
         if not self._expected[source]:
             return
-        channel = self._channel(self._expected[source][0], self._group.index, source)
-        if channel is not None:
-            form, lane = channel
-            self._started[source] = form, self._receive_buffers(form, source) if lane is None else lane
+        form = self._form(self._expected[source][0], self._group.index)
+        if form is not None:
+            self._started[source] = form, self._receive_buffers(form, source)
 
     # -- forms --------------------------------------------------------------------------------------------------
 
@@ -181,16 +175,9 @@ class Mailbox:
         of_all = message.microbatch < 0
         return to, message.kind, message.wire, tuple(self._keys) if of_all else self._keys[message.microbatch]
 
-    def _channel(self, message: Message, to: int, other: int) -> tuple[MessageForm, Lane | None] | None:
-        """Return the form of a message if it is known, and the lane to or from the other device, if there is one."""
-        key = self._key(message, to)
-        found = self._channels.get(key)
-        if found is None and self._forms is not None and (form := self._forms.get(key)) is not None:
-            lane = None
-            if form.flags is not None:
-                lane = self._world.lane(form.buffers[0][1][0], self._group, other, self._site)
-            found = self._channels[key] = form, lane
-        return found
+    def _form(self, message: Message, to: int) -> MessageForm | None:
+        """Return the form of a message if it is known."""
+        return None if self._forms is None else self._forms.get(self._key(message, to))
 
     def _learn(self, message: Message, to: int, structure: Structure, leaves: tuple[Any, ...]) -> MessageForm:
         form = MessageForm.of(structure, leaves, self._device)
