@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
 from fshard.mesh.collectives.moves import uneven
-from fshard.mesh.runtimes.link import CallInfo, compares_lines
+from fshard.mesh.runtimes.call import CallInfo, compares_lines
 
 if TYPE_CHECKING:
     from fshard.mesh.spmd.scope import Group

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import torch
 
-from fshard.mesh.runtimes.native import fixed_order
+from fshard.mesh.runtimes.nccl import fixed_order
 
 _SETTINGS = {
     "backends.cudnn.benchmark": False,

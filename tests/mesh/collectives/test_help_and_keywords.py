@@ -22,7 +22,7 @@ def test_help_shows_the_signature(function):
 @pytest.mark.parametrize(
     ("call", "hint"),
     [
-        (lambda: fs.psum(X, axis_name="d"), "unexpected keyword argument 'axis_name'. The mesh axis is `axis`."),
+        (lambda: fs.psum(X, axis_name="d"), "missing a required argument: 'axis'. The mesh axis is `axis`."),
         (lambda: fs.all_gather(X, "d", axis=0), "for argument 'axis'. The mesh axis is `axis`, a tensor dim is `dim`."),
         (lambda: fs.all_gather(X, "d", tiled=True), "Results are always tiled"),
         (lambda: fs.psum_scatter(X, "d", scatter_dimension=0), "The tensor dim is `dim`"),
