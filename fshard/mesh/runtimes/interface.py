@@ -14,7 +14,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
-"""The environment variable by which gloo is told an interface."""
+"""The environment variable that names the interface of gloo."""
 _SIOCGIFADDR = 0x8915
 
 

@@ -207,7 +207,7 @@ class Work:
         return self._unpack(result)
 
     def _verify_once(self) -> None:
-        """Raise unless all make this call; and end the wire then, unless a helper runs it, whose error comes from the group."""
+        """Raise unless all make this call; and end the wire then, unless a helper runs it, whose error the group raises."""
         verify, self._verify = self._verify, None
         try:
             if verify is not None:

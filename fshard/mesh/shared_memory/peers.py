@@ -32,7 +32,7 @@ from weakref import ref
 from fshard.errors import MismatchError
 from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.shared_memory import rings
-from fshard.mesh.shared_memory.rings import ASLEEP, RECEIVED, Reader, Writer
+from fshard.mesh.shared_memory.rings import ASLEEP, RECEIVED, RingReader, RingWriter
 
 GLANCES = 400
 """Number of checks for a message, yielding the CPU in between, before sleeping: waking up takes longer."""
@@ -54,7 +54,7 @@ class Peer:
         outgoing = rings.new_ring()
         socket.send_fds(end, [b"ring"], [outgoing])
         _, (incoming,), _, _ = socket.recv_fds(end, 4, 1)
-        self.outgoing, self.incoming = Writer(outgoing, self._wake), Reader(incoming)
+        self.outgoing, self.incoming = RingWriter(outgoing, self._wake), RingReader(incoming)
         for file in (outgoing, incoming):
             os.close(file)
         self.is_gone, self._mismatch = False, ""
@@ -186,8 +186,14 @@ class Peers:
     def _sleep(self, seconds: float) -> None:
         """Sleep until a message arrives; receive what all others have sent."""
         self._announce_sleep(1)
+        rings.fence(self._libc)
         try:
-            self._poll(seconds)
+            sockets = select.poll()  # one per thread: several may sleep
+            for peer in self.by_rank.values():
+                if not peer.is_gone:
+                    sockets.register(peer.socket.fileno(), select.POLLIN)
+            if not any(peer.incoming.is_filled for peer in self.by_rank.values()):  # before others saw that it sleeps
+                sockets.poll(seconds * 1e3)
         finally:
             self._announce_sleep(-1)
         with self.lock:
@@ -201,16 +207,6 @@ class Peers:
             self._sleepers += more
             for peer in self.by_rank.values():
                 peer.incoming.words[ASLEEP] = self._sleepers
-
-    def _poll(self, seconds: float) -> None:
-        """Wait until a socket is readable, unless a message arrived before the others could see that this one sleeps."""
-        rings.fence(self._libc)
-        sockets = select.poll()  # one per thread: several may sleep
-        for peer in self.by_rank.values():
-            if not peer.is_gone:
-                sockets.register(peer.socket.fileno(), select.POLLIN)
-        if not any(peer.incoming.is_filled for peer in self.by_rank.values()):
-            sockets.poll(seconds * 1e3)
 
     def has_gone(self, rank: int) -> bool:
         """Return True if a process is a peer and has ended."""

@@ -33,7 +33,7 @@ _SKIP = (1 << 64) - 1
 _MEMBARRIER, _FENCE, _REGISTER = 324, 2, 4
 
 
-class Message(NamedTuple):
+class RingMessage(NamedTuple):
     """A record that has been read: an address (or INSIDE, or READ), a size, a stamp, and the address of bytes inside."""
 
     address: int
@@ -53,7 +53,7 @@ class Ring:
         self._position = 0
 
 
-class Writer(Ring):
+class RingWriter(Ring):
     """The end that writes messages."""
 
     def __init__(self, file: int, wake: Callable[[], None]) -> None:
@@ -91,14 +91,14 @@ class Writer(Ring):
         self.words[CLOSED] = 1
 
 
-class Reader(Ring):
+class RingReader(Ring):
     """The end that reads messages."""
 
     _last: tuple[int, int] | None = None
 
     def __init__(self, file: int) -> None:
         super().__init__(file)
-        self.inbox: dict[int, Message] = {}
+        self.inbox: dict[int, RingMessage] = {}
 
     def look(self, key: int | None) -> bool:
         """Move received messages to the inbox, up to the one with this key; return True if that one is there.
@@ -116,7 +116,7 @@ class Reader(Ring):
                 self._position = self.words[TAIL] = position + SIZE - offset
                 continue
             length = _GRAIN + (size + _GRAIN - 1 & -_GRAIN if address == INSIDE else 0)
-            inbox[number] = Message(address, size, stamp, self._base + offset + _GRAIN)
+            inbox[number] = RingMessage(address, size, stamp, self._base + offset + _GRAIN)
             self._last = number, length
         return True
 

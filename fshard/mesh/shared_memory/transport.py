@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
 from itertools import cycle
@@ -29,7 +30,7 @@ from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.row_plan import row_plan
 from fshard.mesh.runtimes.transport import Tensors, Transport, Wire, Works, as_bytes, joined
 from fshard.mesh.shared_memory.peers import Need, Peers, Span
-from fshard.mesh.shared_memory.rings import INSIDE, READ, RECEIVED, SIZE, Message
+from fshard.mesh.shared_memory.rings import INSIDE, READ, RECEIVED, SIZE, RingMessage
 
 INLINE = 256 << 10
 """Bytes up to which memory is sent inside a message: one more copy, but no wait until it has been read."""
@@ -56,7 +57,7 @@ class SharedMemory(Transport):
         self.others = [(self.index + step) % self.n for step in range(1, self.n)]
         self._group = zlib.crc32(repr(members).encode()) << 32
         self._calls = cycle(range(1 << 28))
-        self._messages: dict[tuple[int, bool], Iterator[int]] = {}
+        self._messages: dict[tuple[int, bool], Iterator[int]] = defaultdict(lambda: cycle(range(0, 1 << 31, 8)))
 
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
         exchange = Exchange(self, self._group | next(self._calls) << 3, call)
@@ -83,10 +84,7 @@ class SharedMemory(Transport):
 
     def _message(self, peer: int, call: CallInfo) -> Exchange:
         """Return the exchange of the next message to or from a process."""
-        keys = self._messages.get((peer, call.is_send))
-        if keys is None:
-            keys = self._messages[peer, call.is_send] = cycle(range(0, 1 << 31, 8))
-        return Exchange(self, self._group | MESSAGE | next(keys), call)
+        return Exchange(self, self._group | MESSAGE | next(self._messages[peer, call.is_send]), call)
 
     def put(self, to: int, *message: int) -> None:
         """Write a message to a process, when there is space."""
@@ -131,7 +129,7 @@ class Exchange:
         """Return what to wait for before taking what these processes offer."""
         return [(self.transport.peers[source], self._key | round) for source in sources]
 
-    def take(self, source: int, size: int, round: int = 0) -> Message:
+    def take(self, source: int, size: int, round: int = 0) -> RingMessage:
         """Return the offer of a process; raise if it is in another call."""
         peer = self.transport.peers[source]
         message = peer.incoming.inbox.pop(self._key | round)
@@ -139,7 +137,7 @@ class Exchange:
             raise self._call.mismatch(peer.rank, message.stamp)
         return message
 
-    def copy(self, source: int, message: Message, spans: Sequence[Span], offset: int = 0) -> None:
+    def copy(self, source: int, message: RingMessage, spans: Sequence[Span], offset: int = 0) -> None:
         """Copy what a process offers, from an offset on, to memory of this one."""
         if message.address != INSIDE:
             self.transport.peers[source].read(message.address + offset, spans)
@@ -157,7 +155,7 @@ class Exchange:
             self.confirm(source)
 
     def confirm(self, source: int) -> None:
-        """Tell a process that what it offers has been read."""
+        """Confirm to a process that its offer has been read."""
         self.transport.put(source, self._key | ANSWER, READ, 0, self._call.stamp)
 
     def confirmed(self, readers: Sequence[int]) -> Generator[list[Need], None, None]:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(meet._libc() is None, reason="this system does n
 def ring(wake=lambda: None):
     number = rings.new_ring()
     try:
-        return rings.Writer(number, wake), rings.Reader(number)
+        return rings.RingWriter(number, wake), rings.RingReader(number)
     finally:
         os.close(number)
 
