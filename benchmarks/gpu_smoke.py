@@ -32,8 +32,8 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from fshard.mesh.collectives.moves import AllGather, AllToAll, Broadcast, Extreme, Permute, Psum, PsumScatter, Wired
-from fshard.mesh.runtimes.link import GroupCall
-from fshard.mesh.runtimes.native import WIRES
+from fshard.mesh.runtimes.nccl import WIRES
+from fshard.mesh.runtimes.process_group import GroupCall
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),

@@ -59,14 +59,6 @@ def site_of(frame: FrameType | None) -> Site:
     return Site(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
 
 
-def code_position(depth: int) -> tuple[str, int, int]:
-    """Return a key of the user's instruction that is being executed, `depth` calls up: much cheaper than its line."""
-    frame: Any = sys._getframe(depth)  # pyright: ignore[reportPrivateUsage]
-    while _is_plumbing((code := frame.f_code).co_filename) and frame.f_back is not None:
-        frame = frame.f_back
-    return code.co_filename, code.co_firstlineno, frame.f_lasti
-
-
 @cache
 def _is_plumbing(file: str) -> bool:
     return file.startswith(_OURS)

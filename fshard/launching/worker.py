@@ -35,7 +35,7 @@ from fshard.errors import LostProcessError, MeshError
 from fshard.launching.shown import STREAMS, Shown, write_to
 from fshard.launching.travel import by_value
 from fshard.mesh.runtimes import process
-from fshard.mesh.runtimes.operations import LOST
+from fshard.mesh.runtimes.transport import LOST
 
 GRACE = 5.0
 """Seconds for the other processes to end after a failure."""

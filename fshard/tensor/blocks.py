@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fshard.mesh.collectives.autograd import Bound, Tensors, apply, has_tangent, transformed
-from fshard.mesh.collectives.moves import AllGather, Move, Permute, PsumScatter, serving
+from fshard.mesh.collectives.moves import AllGather, Move, Permute, PsumScatter, Purpose
 from fshard.mesh.spmd.scope import Group, Pending
 from fshard.source import Site
 
@@ -50,10 +50,11 @@ class BlockPlan:
     zigzag: bool
     causal: bool
     scale: float
+    purpose: Purpose = "values"
 
     def bound(self, move: Move) -> Bound:
         """Return a move along the ring. A backward may run outside the scope, so it names no axis."""
-        return Bound(move, self.group, self.site)
+        return Bound(move, self.group, self.site, self.purpose)
 
     def send_on(self, xs: Tensors) -> list[Pending]:
         """Start to send tensors to the next device."""
@@ -114,14 +115,14 @@ class _BlockAttention(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (cotangent,) = cotangents
         q, k, v, out, lse, *ids = ctx.saved_tensors
-        with serving("cotangents"):
-            if torch.is_grad_enabled():  # a second derivative follows; this one is partial, though k may depend on q
-                xs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v)]
-                out = _formula(ctx.plan, xs[0], xs[1], xs[2], tuple(ids))
-                found = torch.autograd.grad(out, xs, cotangent, create_graph=True)
-            else:
-                delta = (_widened(cotangent) * out).sum(-1, keepdim=True)
-                found = _backward(ctx.plan, (q, out, lse, cotangent, delta), k, v, tuple(ids))
+        plan = replace(ctx.plan, purpose="cotangents")
+        if torch.is_grad_enabled():  # a second derivative follows; this one is partial, though k may depend on q
+            xs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v)]
+            out = _formula(plan, xs[0], xs[1], xs[2], tuple(ids))
+            found = torch.autograd.grad(out, xs, cotangent, create_graph=True)
+        else:
+            delta = (_widened(cotangent) * out).sum(-1, keepdim=True)
+            found = _backward(plan, (q, out, lse, cotangent, delta), k, v, tuple(ids))
         return None, *(x.to(q.dtype) for x in found), *(None for _ in ids)
 
 

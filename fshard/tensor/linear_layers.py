@@ -20,7 +20,6 @@ from torch.autograd.function import Function
 from torch.nn import functional as F
 
 from fshard.mesh.collectives.api import all_gather, psum, psum_scatter, pvary
-from fshard.mesh.collectives.moves import serving
 from fshard.mesh.layout import Axes, PyTree
 from fshard.tensor.modes import Mode
 
@@ -104,23 +103,21 @@ class _Summa(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         mode, (x, *weights), (_, for_x, *for_weights) = ctx.mode, ctx.saved_tensors, ctx.needs_input_grad
         of_x, of_weights = None, (None,) * len(weights)
-        with serving("cotangents"):
-            if for_x:
-                full = all_gather(tuple(weights), mode.contracted, dim=1)
-                summands = sum(g @ w for g, w in zip(cotangents, full, strict=True))
-                of_x = psum_scatter(summands, mode.hidden, dim=-1)
-            if any(for_weights):
-                rows = all_gather(x, mode.hidden, dim=-1).flatten(0, -2)
-                of_weights = tuple(g.flatten(0, -2).mT @ rows for g in cotangents)
-                of_weights = psum_scatter(of_weights, mode.contracted, dim=1)
+        if for_x:
+            full = all_gather(tuple(weights), mode.contracted, dim=1)
+            summands = sum(g @ w for g, w in zip(cotangents, full, strict=True))
+            of_x = psum_scatter(summands, mode.hidden, dim=-1)
+        if any(for_weights):
+            rows = all_gather(x, mode.hidden, dim=-1).flatten(0, -2)
+            of_weights = tuple(g.flatten(0, -2).mT @ rows for g in cotangents)
+            of_weights = psum_scatter(of_weights, mode.contracted, dim=1)
         return None, of_x, *of_weights
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         (x, *weights), (_, of_x, *of_weights) = ctx.saved_tensors, grad_inputs
         summa = cast("Any", _Summa).apply
-        with serving("tangents"):
-            pairs = zip(summa(ctx.mode, of_x, *weights), summa(ctx.mode, x, *of_weights), strict=True)
+        pairs = zip(summa(ctx.mode, of_x, *weights), summa(ctx.mode, x, *of_weights), strict=True)
         return tuple(a + b for a, b in pairs)
 
 

@@ -144,7 +144,7 @@ def test_muon_under_tensor_parallelism_equals_one_device(spec, stage):
     params, *steps = ({name: tensor(shape, torch.float32, seed) for name, shape in shapes.items()} for seed in range(3))
     mesh = fs.make_mesh({"data": 2, "model": 2})
     specs = {"qkv": spec, "out": P(None, "model"), "bias": P("model")}
-    specs = {name: x.flattened("data") if stage == 3 else x for name, x in specs.items()}
+    specs = {name: x.replace(flat="data") if stage == 3 else x for name, x in specs.items()}
     sharded = fs.device_put(params, {name: fs.Layout(mesh, x) for name, x in specs.items()})
     partitioned = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
     layouts = {name: partitioned.gradients(x.layout) for name, x in sharded.items()}

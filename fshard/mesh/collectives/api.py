@@ -7,11 +7,9 @@ starts any of them and returns a `Handle`. The type of an argument determines th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from numbers import Integral
-from typing import Literal, TypeGuard, cast
+from typing import Any, Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -241,12 +239,22 @@ def ppermute(tree: PyTree, axis: Axes, perm: list[tuple[int, int]]) -> Collectiv
     >>> fs.run(lambda: fs.ppermute(torch.tensor(fs.axis_index("pipe") + 1), "pipe", [(0, 1), (1, 2)]), mesh=mesh)
     [tensor(0), tensor(1), tensor(2)]
     """
-    given: tuple[object, ...] = tuple(perm) if isinstance(perm, Iterable) else (perm,)
-    pairs = tuple(tuple(pair) for pair in given if _is_pair(pair))
-    invalid = tuple(repr(pair) for pair in given if not _is_pair(pair))
-    group = require("fs.ppermute").group(axis, "fs.ppermute")
-    move = _permute(pairs, invalid, group.size, group.axes)
+    move = _permute(perm, require("fs.ppermute").group(axis, "fs.ppermute"))
     return call("fs.ppermute", tree, axis, lambda x, group: move)
+
+
+def _permute(perm: Iterable[Any], group: Group) -> Permute:
+    """Return the move along some pairs; raise for the first that is not a pair of indices or repeats one."""
+    pairs = dict[int, int]()
+    for pair in perm if isinstance(perm, Iterable) else [perm]:
+        is_valid = _is_pair(pair) and all(0 <= index < group.size for index in pair)
+        if not is_valid or pair[0] in pairs or pair[1] in pairs.values():
+            raise ValueError(
+                f"fs.ppermute: perm must be (source, destination) pairs of indices in 0..{group.size - 1} along "
+                f"{'+'.join(group.axes)}, each index at most once as source and once as destination; got {pair!r}."
+            )
+        pairs[pair[0]] = pair[1]
+    return Permute(tuple(pairs.items()))
 
 
 def _is_pair(pair: object) -> TypeGuard[Sequence[int]]:
@@ -261,21 +269,6 @@ def _is_integer(number: object) -> TypeGuard[int]:
     return isinstance(number, Integral) and not isinstance(number, bool)
 
 
-@lru_cache(maxsize=256)
-def _permute(pairs: tuple[tuple[int, ...], ...], invalid: tuple[str, ...], n: int, axes: tuple[str, ...]) -> Permute:
-    """Return the move along some pairs, or raise with all that is wrong with them."""
-    wrong = [f"{pair} is not a pair of integers" for pair in invalid]
-    for end, indices in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
-        wrong += [f"{end} {index} is not in 0..{n - 1}" for index in sorted({*indices}) if not 0 <= index < n]
-        wrong += [f"{end} {index} occurs more than once" for index, count in Counter(indices).items() if count > 1]
-    if wrong:
-        raise ValueError(
-            f"fs.ppermute: perm must be (source, destination) pairs of indices along {'+'.join(axes)}, each index at most "
-            f"once as source and once as destination; {'; '.join(wrong)}."
-        )
-    return Permute(tuple((source, to) for source, to in pairs))
-
-
 @collective
 def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> CollectiveCall:
     """Copy the value of the device at index `source` to every device along `axis`. Sends the bytes once.
@@ -285,7 +278,6 @@ def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> CollectiveCall:
     >>> fs.run(lambda: fs.broadcast(torch.tensor(fs.axis_index("data")), "data", source=2), mesh=mesh)
     [tensor(2), tensor(2), tensor(2)]
     """
-
     check_index("fs.broadcast", "source", source, require("fs.broadcast").group(axis, "fs.broadcast"))
     return call("fs.broadcast", tree, axis, lambda x, group: Broadcast(source), equal="result")
 

@@ -10,7 +10,7 @@ used only while a torch.func transform is active.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
 from fshard.mesh.collectives.ledger import LedgerRow, active
-from fshard.mesh.collectives.moves import Alone, Move, Psum, Pvary, Wired, serving
+from fshard.mesh.collectives.moves import Alone, Move, Psum, Purpose, Pvary, Wired
 from fshard.mesh.runtimes.thread_state import batches_nested
 from fshard.mesh.spmd.scope import Group, Pending
 from fshard.source import Site
@@ -48,6 +48,10 @@ class LinearMap:
 
     def batched(self) -> LinearMap:
         """Return the same map on tensors with one more leading dim."""
+        return self
+
+    def of_tangents(self) -> LinearMap:
+        """Return the same map for tangents."""
         return self
 
 
@@ -97,15 +101,13 @@ class _Recorded(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        with serving("cotangents"):
-            return None, *apply_to_many(ctx.linear.transposed(), cotangents)
+        return None, *apply_to_many(ctx.linear.transposed(), cotangents)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         _, *tangents = grad_inputs
         given = {id(tangent) for tangent in tangents}  # autograd requires a view of an input that is returned
-        with serving("tangents"):
-            ys = apply_to_many(ctx.linear, tuple(tangents))
+        ys = apply_to_many(ctx.linear.of_tangents(), tuple(tangents))
         return tuple(y.view_as(y) if id(y) in given else y for y in ys)
 
 
@@ -157,32 +159,41 @@ def leading(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 @dataclass(slots=True)
 class Bound(LinearMap):
-    """A move, the group it runs on and the source line that called it."""
+    """A move, the group it runs on, the source line that called it, and its purpose."""
 
     move: Move
     group: Group
     site: Site
+    purpose: Purpose = "values"
 
     def run(self, xs: Tensors) -> Tensors:
-        if isinstance(self.move, Alone):
-            return tuple(self.move.local(x, self.group.index, self.group.size) for x in xs)
-        return self.start(xs).wait()
+        move, group = self.move, self.group
+        if isinstance(move, Alone):
+            return tuple([move.local(x, group.index, group.size) for x in xs])
+        self._record(xs)
+        return group.world.current().start(cast("Wired", move), xs, group, self.site, self.purpose).wait()  # (6)
 
-    def start(self, xs: Tensors, into: Tensors | None = None) -> Pending:
-        """Write it into the ledger and begin; see `World.start`."""
-        move, group = cast("Wired", self.move), self.group
+    def start(self, xs: Tensors) -> Pending:
+        """Write it into the ledger and begin."""
+        self._record(xs)
+        return self.group.world.current().start(cast("Wired", self.move), xs, self.group, self.site, self.purpose)
+
+    def _record(self, xs: Tensors) -> None:
         for ledger in active():
+            move, group = cast("Wired", self.move), self.group
             size = sum(x.numel() * x.element_size() for x in xs)
             row = LedgerRow(move.name, group.axes, self.site._replace(leaves=()))
             index = group.index if group.world.has_values else None  # one device represents all: count the largest
             ledger.record(group.device, row, move.sent(size, index, group.size))
-        return group.world.current().start(move, xs, group, self.site, into)  # (6)
 
     def transposed(self) -> Bound:
-        return Bound(self.move.transposed(), self.group, self.site)
+        return Bound(self.move.transposed(), self.group, self.site, "cotangents")
 
     def batched(self) -> Bound:
-        return Bound(self.move.batched(), self.group, self.site)
+        return replace(self, move=self.move.batched())
+
+    def of_tangents(self) -> Bound:
+        return replace(self, purpose="tangents")
 
 
 def apply_extreme(bound: Bound, xs: Tensors) -> Tensors:
@@ -205,18 +216,18 @@ class _Extreme(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        with serving("cotangents"):
-            shares = _shares(ctx.bound, ctx.saved_tensors)
-            own = apply_to_many(Bound(Pvary(), ctx.bound.group, ctx.bound.site), cotangents)
+        bound = replace(ctx.bound, purpose="cotangents")
+        shares = _shares(bound, ctx.saved_tensors)
+        own = apply_to_many(replace(bound, move=Pvary()), cotangents)
         return None, *(cotangent * share for cotangent, share in zip(own, shares, strict=True))
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensors:
         _, *tangents = grad_inputs
-        with serving("tangents"):
-            shares = _shares(ctx.bound, ctx.saved_tensors)
-            parts = tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True))
-            return apply_to_many(Bound(Psum(), ctx.bound.group, ctx.bound.site), parts)
+        bound = replace(ctx.bound, purpose="tangents")
+        shares = _shares(bound, ctx.saved_tensors)
+        parts = tuple(tangent * share for tangent, share in zip(tangents, shares, strict=True))
+        return apply_to_many(replace(bound, move=Psum()), parts)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, tuple[int, ...]]:
@@ -229,6 +240,5 @@ def _shares(bound: Bound, saved: Tensors) -> Tensors:
     """Return each device's part in the extreme: 0, or 1 over the number of devices that hold it."""
     xs, ys = saved[: len(saved) // 2], saved[len(saved) // 2 :]
     held = tuple((x == y).to(y.dtype) for x, y in zip(xs, ys, strict=True))
-    return tuple(
-        mask / total for mask, total in zip(held, apply(Bound(Psum(), bound.group, bound.site), held), strict=True)
-    )
+    totals = apply(replace(bound, move=Psum()), held)
+    return tuple(mask / total for mask, total in zip(held, totals, strict=True))

@@ -26,9 +26,7 @@ devices must agree on.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, cast, get_args
@@ -383,28 +381,6 @@ UNEVEN = (
     " One is for {}, the other for {}: what some devices of a group differentiate, all must. Where there is nothing to "
     "differentiate, let the argument depend on what is: add 0 * x."
 )
-
-
-class _Now(threading.local):
-    purpose: Purpose = "values"
-
-
-_now = _Now()
-
-
-def purpose() -> Purpose:
-    """Return the purpose of the calling thread's collectives."""
-    return _now.purpose
-
-
-@contextmanager
-def serving(purpose: Purpose) -> Generator[None]:
-    """Set the purpose of collectives within the context."""
-    before, _now.purpose = _now.purpose, purpose
-    try:
-        yield
-    finally:
-        _now.purpose = before
 
 
 def named(what: str, purpose: Purpose) -> str:

@@ -7,7 +7,7 @@ to the value that the sender differentiates. A started `recv` receives where its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from fshard.errors import LayoutError
 from fshard.mesh.collectives.api import check_index
 from fshard.mesh.collectives.autograd import LinearMap, Tensors
 from fshard.mesh.collectives.ledger import LedgerRow, active
-from fshard.mesh.collectives.moves import Permute
+from fshard.mesh.collectives.moves import Permute, Purpose
 from fshard.mesh.collectives.on_trees import CollectiveCall, Handle, LeafBatch, batched, collective, tensors_of
 from fshard.mesh.layout import Axes, PyTree
 from fshard.mesh.spmd.scope import Group, require
 from fshard.source import Site, call_site
 
 
-def dispatch(xs: Tensors, group: Group, to: int, site: Site) -> None:
+def dispatch(xs: Tensors, group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
     """Send tensors of one dtype to the device at index `to`, and record the bytes."""
     for ledger in active():
         pair, size = Permute(((group.index, to),)), sum(x.nbytes for x in xs)
@@ -32,7 +32,7 @@ def dispatch(xs: Tensors, group: Group, to: int, site: Site) -> None:
             LedgerRow("send", group.axes, site._replace(leaves=())),
             pair.sent(size, group.index, group.size),
         )
-    group.world.current().send(xs, group, to, site)
+    group.world.current().send(xs, group, to, site, purpose)
 
 
 class _Message(LinearMap):
@@ -52,13 +52,17 @@ class Send(_Message):
     group: Group
     site: Site
     likes: Tensors
+    purpose: Purpose = "values"
 
     def run(self, xs: Tensors) -> Tensors:
-        dispatch(xs, self.group, self.to, self.site)
+        dispatch(xs, self.group, self.to, self.site, self.purpose)
         return (torch.zeros((), dtype=xs[0].dtype, device=xs[0].device),)
 
     def transposed(self) -> LinearMap:
-        return Receive(self.to, self.group, self.site, self.likes, from_token=True)
+        return Receive(self.to, self.group, self.site, self.likes, from_token=True, purpose="cotangents")
+
+    def of_tangents(self) -> LinearMap:
+        return replace(self, purpose="tangents")
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,19 @@ class Receive(_Message):
     site: Site
     likes: Tensors
     from_token: bool
+    purpose: Purpose = "values"
 
     def run(self, xs: Tensors) -> Tensors:
         likes = self.likes if self.from_token else xs
-        return self.group.world.current().receive(likes, self.group, self.source, self.site).wait()
+        world = self.group.world.current()
+        return world.receive(likes, self.group, self.source, self.site, self.purpose).wait()
 
     def transposed(self) -> LinearMap:
-        send = Send(self.source, self.group, self.site, self.likes)
+        send = Send(self.source, self.group, self.site, self.likes, "cotangents")
         return send if self.from_token else _AndZeros(send)
+
+    def of_tangents(self) -> LinearMap:
+        return replace(self, purpose="tangents")
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,11 @@ class _AndZeros(_Message):
         return tuple(torch.zeros_like(x) for x in xs)
 
     def transposed(self) -> LinearMap:
-        return Receive(self.send.to, self.send.group, self.send.site, self.send.likes, from_token=False)
+        send = self.send
+        return Receive(send.to, send.group, send.site, send.likes, from_token=False, purpose="cotangents")
+
+    def of_tangents(self) -> LinearMap:
+        return _AndZeros(replace(self.send, purpose="tangents"))
 
 
 @collective
@@ -154,9 +167,8 @@ def _detached(xs: Tensors) -> Tensors:
 class _SendCall(CollectiveCall):
     """The messages of one tree, one per dtype."""
 
-    def run(self) -> PyTree:
-        """Send them; return the sum of their tokens."""
-        results = [self.apply_to(batch) for batch in self.batches]
+    def assembled(self, results: list[Tensors]) -> PyTree:
+        """Return the sum of their tokens."""
         tokens = [token.real if token.is_complex() else token for (token,) in results]
         differentiable = [token for token in tokens if token.dtype.is_floating_point]
         return sum(differentiable[1:], start=differentiable[0]) if differentiable else torch.zeros(())

@@ -140,7 +140,8 @@ def _reshaped(x: Sharded, shape: tuple[int, ...], entries: Any, axes: tuple[str,
 @lru_cache(maxsize=4096)
 def _with_entries(layout: Layout, entries: Any, axes: tuple[str, ...], mesh: Mesh) -> Layout:
     unreduced = tuple([axis for axis in layout.spec.unreduced if axis not in axes])
-    return layout.with_spec(layout.spec.replace(entries=entries, unreduced=unreduced, shape=None)).on(mesh)
+    spec = layout.spec.replace(entries=entries, unreduced=unreduced, shape=None)
+    return Layout(mesh, spec, layout.memory, layout.unit, layout.frozen)
 
 
 @lru_cache(maxsize=4096)

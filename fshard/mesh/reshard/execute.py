@@ -56,10 +56,9 @@ def go(
     for turn in range(max([len(each.steps) for each in plans], default=0)):
         for step in _shared_steps(tuple(plans), turn, dtypes, AT_ONCE):
             move, shards = step.move, [results.pop(index) for index in step.indices]  # freed once they are packed
-            is_plain = not transformed() and not recorded(tuple(shards))
             if step.at and any(scope.group(axes, "fs.reshard").index != index for axes, index in step.at):
                 ys = step.skipped(shards, scope, site)
-            elif move is None or (step.is_slice and is_plain):
+            elif move is None or (step.is_slice and _is_plain(shards)):
                 ys = step.views(shards, scope)
             else:
                 bound = Bound(move, scope.group(step.axes, "fs.reshard"), site)
@@ -67,8 +66,8 @@ def go(
                 if ahead and step.is_last and not isinstance(move, Alone):
                     started.append((step, bound.start(packed)))
                     continue
-                is_recorded = isinstance(move, Alone) or not is_plain
-                ys = step.unpacked(apply(bound, packed) if is_recorded else bound.start(packed).wait(), scope)
+                is_plain = not isinstance(move, Alone) and _is_plain(shards)
+                ys = step.unpacked(bound.start(packed).wait() if is_plain else apply(bound, packed), scope)
             results.update(zip(step.indices, ys, strict=True))
 
     def finish() -> list[Tensor]:
@@ -77,6 +76,11 @@ def go(
         return [results[index] for index in range(len(results))]
 
     return finish
+
+
+def _is_plain(shards: list[Tensor]) -> bool:
+    """Return True if nothing differentiates these shards."""
+    return not transformed() and not recorded(tuple(shards))
 
 
 class SharedStep:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fshard.mesh.collectives.moves import Wired
+    from fshard.mesh.collectives.moves import Purpose, Wired
     from fshard.mesh.spmd.scope import Group, Scope
     from fshard.source import Site
 
@@ -31,15 +31,7 @@ class Done:
 
 
 class OneProcessWorld:
-    """The base of the worlds that are in one process: no call is worth a fast path."""
-
-    has_fast_paths = False
-
-    def fast_path(self, move: Wired, group: Group, x: Tensor, site: Site) -> None:
-        """Return None."""
-
-    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> None:
-        """Return None."""
+    """The base of the worlds that are in one process."""
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
         """Do nothing: messages need no connection."""
@@ -60,16 +52,16 @@ class AbstractWorld(OneProcessWorld):
         """Return itself: it has no state."""
         return self
 
-    def start(
-        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
-    ) -> Done:
+    def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values") -> Done:
         """Return tensors of the shapes that the collective would return."""
         return Done(tuple(delivered(move, x.to("meta"), group.size) for x in xs))
 
-    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
         """Send nothing: there is no receiver."""
 
-    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Done:
+    def receive(
+        self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
+    ) -> Done:
         """Return tensors like those announced."""
         return Done(tuple(torch.empty_like(like) for like in likes))
 

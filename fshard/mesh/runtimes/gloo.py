@@ -9,7 +9,7 @@ Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is
     reduce      small: recursive doubling        log2(n) rounds, the full tensor each
                 large: scatter, then gather      each process sums one row
     scatter     exchange rows, then sum          the process's own row is neither sent nor copied
-    gather, exchange, permute                    the rows of a plan, see `small`
+    gather, exchange, permute                    the rows of a plan, see `row_plan`
     broadcast   binomial tree                    gloo's own broadcast has no tag
 """
 
@@ -20,13 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fshard.mesh.collectives.moves import Broadcast, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, Combine, combined
 from fshard.mesh.reshard.exchange import Parts
-from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
-from fshard.mesh.shared_memory.neighbours import empty
-from fshard.mesh.shared_memory.small import row_bytes, row_plan
+from fshard.mesh.runtimes.buffers import empty
+from fshard.mesh.runtimes.call import CallInfo
+from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
+from fshard.mesh.runtimes.row_plan import row_plan
+from fshard.mesh.runtimes.transport import Helper, Wire, Works
 
 SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
@@ -100,9 +103,9 @@ def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
 
 def _rows(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Send and receive the rows of the move's plan; the own row is copied while the others are in flight."""
-    plan, length = row_plan(move, call.index, call.n), row_bytes(move, x, call.n) // x.element_size()
+    plan, length = row_plan(move, call.index, call.n), x.shape[-1]
     result = _new(plan.shape(length), x)
-    given = x.view(call.n if move.wire == "exchange" else 1, length)
+    given = x.view(-1, length) if length else x.view(call.n if move.wire == "exchange" else 1, 0)
     rows, tag = result.view(plan.rows, length), call.tag
     works: list[Any] = [call.pg.recv([_bytes(rows[row])], source, tag) for source, row in reversed(plan.gets)]
     works += [call.pg.send([_bytes(given[row])], to, tag) for to, row in plan.sends]
@@ -153,3 +156,24 @@ WIRES: dict[str, WireFunction] = {
     "broadcast": broadcast,
     "parts": parts,
 }
+
+
+class Gloo(GroupTransport):
+    """Processes connected by gloo, whose threads send and receive.
+
+    A sum in several rounds advances only while a thread waits for it. If only the waiter of its handle did so, two
+    processes that wait for their handles in different orders would deadlock. So when a process begins another work,
+    whatever is in progress is given to a helper thread, which runs it in the order of starting: that order is equal on
+    all processes. The memory of sent messages is freed by a helper too. Neither waits for the other.
+    """
+
+    wires = WIRES
+
+    def __init__(self, works: Works, pg: ProcessGroup, index: int, n: int) -> None:
+        super().__init__(works, pg, index, n)
+        self._collectives, self._sends = Helper(), Helper()
+
+    def helper(self, call: CallInfo) -> Helper | None:
+        if call.move is None:
+            return self._sends if call.is_send else None
+        return self._collectives if call.move.wire in ("reduce", "broadcast") else None

@@ -30,6 +30,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from torch.distributed.rendezvous import rendezvous
 
 from fshard.errors import MeshError
+from fshard.mesh.runtimes.interface import VARIABLE, choose_interface
 
 Variables = Mapping[str, str]
 PORTS = range(10240, 29952)
@@ -238,6 +239,7 @@ def meet_all(device_type: str, limit: timedelta) -> None:
     try:
         store, rank, world = _meet(f"tcp://{host}:{info.port}", info.rank, info.world, limit)
         store.set_timeout(limit)
+        choose_interface(info.address, info.port)
         backend = _backend(device_type, PrefixStore(f"meeting {next(_meetings)}", store), world, info)
         default = PrefixStore("default_pg", store)
         gpu = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
@@ -248,6 +250,14 @@ def meet_all(device_type: str, limit: timedelta) -> None:
             f"Process {info.rank} of {info.world}, started by {info.launcher}, did not meet the others at {info.address}, port "
             f"{info.port}: {str(error).splitlines()[0]} All must be started together; if another program has the port, "
             "export another MASTER_PORT, and if that is not the host of process 0, MASTER_ADDR."
+        ) from error
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise MeshError(
+            f"Process {info.rank} of {info.world} met the others at {info.address}, but gloo could not connect all of them. "
+            f"Export {VARIABLE}, the name of a network interface that the other machines can reach, on each machine; now it "
+            f"is {os.environ.get(VARIABLE) or 'not set'}."
         ) from error
 
 

@@ -1,8 +1,8 @@
 """The process runtime: one process per device, over torch.distributed.
 
-Groups are those of torch's `DeviceMesh`, so a mesh can be passed to torch and back. Tensors of one dtype share a
-buffer. The wire formats are one table per kind of link: `direct.WIRES` between processes of one machine, `gloo.WIRES`
-between machines, `native.WIRES` for NCCL.
+Groups are those of torch's `DeviceMesh`, so a mesh can be passed to torch and back. A group gets its transport when it
+is made: shared memory if all its processes are of one machine, else gloo, or NCCL. A collective packs its tensors,
+starts the transport, and unpacks the results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -29,22 +28,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MeshError, MismatchError
 from fshard.mesh.collectives.moves import uneven
-from fshard.mesh.runtimes import gloo, native
 from fshard.mesh.runtimes.abstract import Done
+from fshard.mesh.runtimes.call import CALL, CallInfo
+from fshard.mesh.runtimes.gloo import Gloo
 from fshard.mesh.runtimes.launchers import meet_all, time_limit
-from fshard.mesh.runtimes.link import CALL, CallInfo, GroupLink, Link, NcclLink
-from fshard.mesh.runtimes.message_links import MessageLinks
-from fshard.mesh.runtimes.operations import Operations
+from fshard.mesh.runtimes.nccl import MessageLinks, Nccl, end_hangs
+from fshard.mesh.runtimes.process_group import GroupTransport
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
+from fshard.mesh.runtimes.transport import Transport, Works
 from fshard.mesh.runtimes.watch import Watch, open_store, watching
-from fshard.mesh.shared_memory import large
-from fshard.mesh.shared_memory.direct import Direct
-from fshard.mesh.shared_memory.fast_path import FastPath, MessageLane
-from fshard.mesh.shared_memory.neighbours import Neighbours, meet
+from fshard.mesh.shared_memory.meet import meet
+from fshard.mesh.shared_memory.peers import Peers
+from fshard.mesh.shared_memory.transport import SharedMemory
 from fshard.source import call_site
 
 if TYPE_CHECKING:
-    from fshard.mesh.collectives.moves import Wired
+    from fshard.mesh.collectives.moves import Purpose, Wired
     from fshard.mesh.layout.mesh import Mesh
     from fshard.mesh.spmd.scope import Group, Pending, Scope
     from fshard.source import Site
@@ -54,23 +53,15 @@ _state: dict[str, Any] = {"world": None, "meshes": {}, "process": None}
 
 
 def has_ended(rank: int) -> bool:
-    """Return True if another process of this machine, over a direct link, has ended."""
+    """Return True if another process of this machine, has ended."""
     world: ProcessWorld | None = _state["world"]
-    return world is not None and world._neighbours.has_gone(rank)  # pyright: ignore[reportPrivateUsage]  # of this module
-
-
-_KEPT = 16 << 20
-"""Bytes up to which the C library keeps freed memory: glibc keeps blocks up to the largest one freed so far.
-
-Otherwise each result of 1 MB is new pages, which takes as long as the collective. (glibc ignores blocks above 32 MB.)
-"""
+    return world is not None and world._peers.has_gone(rank)  # pyright: ignore[reportPrivateUsage]  # of this module
 
 
 class ProcessWorld:
     """The world of processes, seen from this one."""
 
     has_values = True
-    has_fast_paths = True
 
     def __init__(self, timeout: timedelta, device_type: str) -> None:
         self.rank = dist.get_rank()
@@ -79,34 +70,32 @@ class ProcessWorld:
         self.device_type = device_type if device_type in backends else next(iter(backends))
         self.backend = backends[self.device_type]
         self._staged = self.backend == "gloo"  # tensors of GPUs are sent from copies in host memory
-        self._wires = gloo.WIRES if self._staged else native.WIRES
-        self._neighbours = meet(timeout) if self._staged else Neighbours({}, timeout)
+        self._peers = meet(timeout) if self._staged else Peers({}, timeout)
         self.scopes: dict[object, Scope] = {}
-        self._operations = Operations(timeout)
-        self._links: dict[tuple[int, ...], Link] = {}
-        self._hosts: dict[tuple[int, ...], Link] = {}
+        self._works = Works(timeout)
+        self._transports: dict[tuple[int, ...], Transport] = {}
+        self._hosts: dict[tuple[int, ...], Transport] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._messages: MessageLinks | None = None
         self._has_left, self._store = Event(), open_store()
         if not self._staged and self.device_type == "cuda":
-            context = torch.cuda.current_stream(), self._store, self._has_left
-            Thread(target=self._operations.end_hangs, args=context, name="fshard-hangs", daemon=True).start()
+            context = self._works, torch.cuda.current_stream(), self._store, self._has_left
+            Thread(target=end_hangs, args=context, name="fshard-hangs", daemon=True).start()
         if not self._staged:
             make_unbound = partial(self.make_group, tuple(range(dist.get_world_size())), backend=self.backend)
-            self._messages = MessageLinks(self.rank, self.device_type, make_unbound)
+            self._messages = MessageLinks(self._works, self.rank, self.device_type, make_unbound)
         self.has_failed = False
         self._to_itself: dict[tuple[int, ...], deque[tuple[CallInfo, tuple[Tensor, ...]]]] = defaultdict(deque)
         self._watch: Watch | None = None
         if watching():
-            self._watch = Watch(self.rank, timeout, self._neighbours.has_gone, self._operations.advance)
-        torch.empty(_KEPT, dtype=torch.uint8)  # freed immediately
+            self._watch = Watch(self.rank, timeout, self._peers.has_gone, self._works.advance)
 
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:
         """Return the world of a mesh; `make_mesh` joined it."""
         world = _state["world"]
-        if world is not None and world._operations.error is not None:
-            raise world._operations.error
+        if world is not None and world._works.error is not None:
+            raise world._works.error
         if world is None or not dist.is_initialized():
             raise MeshError(f"{mesh} has no processes: call fs.make_mesh in every process, under torchrun.")
         return world
@@ -126,44 +115,31 @@ class ProcessWorld:
     # -- collectives --------------------------------------------------------------------------------------------
 
     def start(
-        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
+        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values"
     ) -> Pending:
-        """Start the move's wire: on tensors in their own memory, or packed into one buffer."""
+        """Pack the tensors, and start the group's transport."""
         n = group.size
         if n == 1:
-            return Done(tuple(move.meaning([x])[0].clone() for x in xs))
-        verify = self._verification(call := CallInfo(move, xs, group, site))
-        if into is not None or (len(xs) > 1 and large.suits(move, xs)):
-            link = self.link(group)
-            if isinstance(link, Direct) and xs[0].is_cpu and len(xs) <= large.MAX_TENSORS:
-                results = large.empty_results(move, xs, n) if into is None else into
-                wire = link.begin_many(move, xs, results, call)
-                return self._operations.start(link, wire, call, lambda _: results, verify)
+            return Done(tuple([move.meaning([x])[0].clone() for x in xs]))
+        call, device = CallInfo(move, xs, group, site, purpose), xs[0].device
+        verify = None if self._watch is None else self._verification(self._watch, call)
+        if self._staged and device.type != "cpu":
+            xs = tuple([x.cpu() for x in xs])
+        transport = self.transport(group, device)
         packed = [move.pack(x, n) for x in xs]
-        widths = [one.shape[-1] for one in packed]
-        device = packed[0].device
-        link = self.link(group) if self._staged or device.type == self.device_type else self.host_link(group)
-        if len(xs) == 1:
-            buffer = packed[0].contiguous()
-        elif move.wire == "gather" and isinstance(link, NcclLink):
-            buffer = packed[0].new_empty(n, sum(widths))  # gathered in place
-            torch.cat(packed, out=buffer[group.index])
-        else:
-            buffer = torch.cat(packed, dim=-1)
-        wire = link.begin(move, buffer.cpu() if self._staged else buffer, call)
-        unpack = partial(_unpack, move, [x.shape for x in xs], device, widths, n)  # so `xs` may be freed
-        return self._operations.start(link, wire, call, unpack, verify)
+        widths, shapes = [x.shape[-1] for x in packed], [x.shape for x in xs]
+        unpack = partial(_unpack, move, shapes, device, widths, n)
+        del xs  # they may be freed before the result is there
+        return transport.start(transport.collective(move, packed, call), call, unpack, verify)
 
-    def _verification(self, call: CallInfo) -> Callable[[], None] | None:
+    def _verification(self, watch: Watch, call: CallInfo) -> Callable[[], None] | None:
         """Under FSHARD_CHECK=1, publish a collective; return the check that the others start the same, if it is still
         to be made.
         """
-        if self._watch is None:
-            return None
-        meeting, members = self._watch.start(call.group, call.signature, call.site), call.group.members
-        if self.near(members) or (self._staged and members in self._links):
-            return partial(self._watch.meet, meeting)
-        self._watch.meet(meeting)  # calls have no tags on NCCL, and to make a group all must come
+        meeting, members = watch.start(call.group, call.signature, call.site, call.purpose), call.group.members
+        if self.near(members) or (self._staged and members in self._transports):
+            return partial(watch.meet, meeting)
+        watch.meet(meeting)  # calls have no tags on NCCL, and to make a group all must come
         return None
 
     def agree(self, call: str, group: Group, site: Site) -> None:
@@ -173,9 +149,9 @@ class ProcessWorld:
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
         """Send tensors as one buffer, which is kept alive until it is sent."""
-        call = CallInfo(None, xs, group, site, is_send=True)
+        call = CallInfo(None, xs, group, site, purpose, is_send=True)
         if self._watch is not None:
             self._watch.sent(call, to)
         if to == group.index:
@@ -183,12 +159,14 @@ class ProcessWorld:
             return
         if self._staged and not xs[0].is_cpu:
             xs = tuple(x.cpu() for x in xs)
-        link, index = self._message_link(group, to, xs[0].device, is_send=True)
-        self._operations.start(link, link.send(xs, index, call), call)
+        transport, index = self._message_transport(group, to, xs[0].device, is_send=True)
+        transport.start(transport.send(xs, index, call), call)
 
-    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
+    def receive(
+        self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
+    ) -> Pending:
         """Start receiving tensors like these, as one buffer."""
-        call = CallInfo(None, likes, group, site)
+        call = CallInfo(None, likes, group, site, purpose)
         verify = None if self._watch is None else partial(self._watch.expect, call, source)
         if source == group.index:
             if verify is not None:
@@ -196,30 +174,30 @@ class ProcessWorld:
             return Done(self._from_itself(call))
         size, device = sum([like.numel() for like in likes]), "cpu" if self._staged else likes[0].device
         make = partial(torch.empty, size, dtype=likes[0].dtype, device=device)
-        link, index = self._message_link(group, source, likes[0].device)
-        return self._operations.start(link, link.receive(make, index, call), call, partial(_split, likes), verify)
+        transport, index = self._message_transport(group, source, likes[0].device)
+        return transport.start(transport.receive(make, index, call), call, partial(_split, likes), verify)
 
     def listen(self, like: Tensor, group: Group, source: int, arrived: SimpleQueue[tuple[int, Any]]) -> None:
         """Receive a message of the device at index `source` in a thread; put the index and the tensor, or the error, into a
         queue. With one queue for several sources, the first message to arrive is the first in it.
         """
-        call = CallInfo(None, (like,), group, call_site())
-        link, index = self._message_link(group, source, like.device)
+        call = CallInfo(None, (like,), group, call_site(), "values")
+        transport, index = self._message_transport(group, source, like.device)
         make = partial(torch.empty, like.numel(), dtype=like.dtype, device=like.device)
-        operation = self._operations.start(link, link.receive(make, index, call), call)
+        work = transport.start(transport.receive(make, index, call), call)
 
         def wait() -> None:
             try:
-                result: Any = operation.wait()[0].view(like.shape)
+                result: Any = work.wait()[0].view(like.shape)
                 if self._watch is not None:
                     self._watch.expect(call, source)
             except BaseException as error:
                 result = error
                 if isinstance(
-                    link, GroupLink
+                    transport, Gloo
                 ):  # a time-out closes gloo's connections: else others wait for this process
                     with suppress(RuntimeError):
-                        link.pg.recv_anysource([torch.empty(1)], 0).wait(timedelta(milliseconds=1))
+                        transport.pg.recv_anysource([torch.empty(1)], 0).wait(timedelta(milliseconds=1))
             arrived.put((source, result))
 
         Thread(target=wait, name="fshard-listener", daemon=True).start()
@@ -229,14 +207,14 @@ class ProcessWorld:
         if self._messages is not None:
             self._messages.connect(members, pairs)
 
-    def _message_link(
+    def _message_transport(
         self, group: Group, peer: int, device: torch.device, *, is_send: bool = False
-    ) -> tuple[Link, int]:
-        """Return the link of a message in the memory of a device, and the index of its other end in the link."""
+    ) -> tuple[Transport, int]:
+        """Return the transport of a message in the memory of a device, and the index of its other end in it."""
         if self._messages is not None and device.type == self.device_type:
             rank = group.members[peer]
-            return self._messages.link(*((self.rank, rank) if is_send else (rank, self.rank))), rank
-        return self.link(group) if self._staged else self.host_link(group), peer
+            return self._messages.transport(*((self.rank, rank) if is_send else (rank, self.rank))), rank
+        return self.transport(group, device), peer
 
     def _from_itself(self, call: CallInfo) -> tuple[Tensor, ...]:
         sent = self._to_itself[call.group.members]
@@ -250,22 +228,6 @@ class ProcessWorld:
             )
         return xs
 
-    # -- fast paths, only on one machine and without FSHARD_CHECK=1 ----------------------------------------------
-
-    def fast_path(self, move: Wired, group: Group, x: Tensor, site: Site) -> Callable[[Tensor], Tensor] | None:
-        """Return the fast path for tensors like this one."""
-        link = None if group.size == 1 else self._fast_link(group)
-        return None if link is None else FastPath(move, group, x, site, link, self._operations).run
-
-    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> MessageLane | None:
-        """Return the fast path for messages like this one."""
-        link = self._fast_link(group) if place != group.index and like.is_cpu else None
-        return None if link is None else MessageLane(like, group, place, site, link, self._operations)
-
-    def _fast_link(self, group: Group) -> Direct | None:
-        link = self.link(group) if self._watch is None and self.near(group.members) else None
-        return link if isinstance(link, Direct) else None
-
     # -- leaving ------------------------------------------------------------------------------------------------
 
     def part(self, group: Group, error: BaseException) -> None:
@@ -274,13 +236,13 @@ class ProcessWorld:
         if group.size > 1 and self.near(group.members):
             known = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
             failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
-            self.link(group).fail(error if known else MismatchError(failed))
+            self.transport(group).fail(error if known else MismatchError(failed))
 
     def finish(self, waiting: bool) -> None:
         """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
         calls = [call for messages in self._to_itself.values() for call, _ in messages] if waiting else []
         if waiting:
-            calls += self._operations.finish_sends() + self._neighbours.unreceived()
+            calls += self._works.finish_sends() + self._peers.unreceived()
         if self._watch is not None:
             self._watch.finished()
         self._has_left.set()
@@ -288,10 +250,10 @@ class ProcessWorld:
         if self.has_failed and not self._staged:
             with suppress(RuntimeError):  # the process with the store has failed
                 self._store.compare_set("failure", "", f"Process {self.rank} has failed: look for its own error.")
-        self._neighbours.close()
+        self._peers.close()
         self._messages = None
-        groups = (self._links, self._hosts, self._groups)
-        for held in (self._to_itself, self._operations.in_progress, *groups, self.scopes):
+        groups = (self._transports, self._hosts, self._groups)
+        for held in (self._to_itself, self._works.in_progress, *groups, self.scopes):
             held.clear()  # a connection closes with the last reference to it, and graphs still refer to this world
         if calls and not self.has_failed:
             self.has_failed = True
@@ -299,42 +261,39 @@ class ProcessWorld:
 
     # -- groups -------------------------------------------------------------------------------------------------
 
-    def link(self, group: Group) -> Link:
-        """Return the group as the backend sees it; the first call creates it."""
-        members = group.members
-        found = self._links.get(members)  # looked up by the processes, which several groups may share
-        if found is None:
-            if self.near(members):
-                found = self._links[members] = Direct(self._neighbours, members, self.rank)
-            else:
-                found = self.add(members, self.axis_group(members))
-        return found
+    def transport(self, group: Group, device: torch.device | None = None) -> Transport:
+        """Return the transport of a group for tensors on a device; the first call makes it."""
+        members = group.members  # several groups may share the processes
+        if not self._staged and device is not None and device.type != self.device_type:
+            return self._host_transport(members)
+        transport = self._transports.get(members)
+        if transport is None:
+            if not self.near(members):
+                return self.add(members, self.axis_group(members))
+            transport = self._transports[members] = SharedMemory(self._works, self._peers, members, self.rank)
+        return transport
 
-    def host_link(self, group: Group) -> Link:
-        """Return the group for tensors in host memory, where the group's own backend is for GPUs."""
-        members = group.members
+    def _host_transport(self, members: tuple[int, ...]) -> Transport:
+        """Return the transport for tensors in host memory, where the group's own backend is for GPUs."""
         if members not in self._hosts:
             pg = self.axis_group(members)
             if torch.device("cpu") not in pg._device_types:
                 pg = self.make_group(members, "host", backend="gloo")
-            self._hosts[members] = GroupLink(pg, members.index(self.rank), len(members), gloo.WIRES)
-            calm_gloo_threads()
+            self._hosts[members] = Gloo(self._works, pg, members.index(self.rank), len(members))
         return self._hosts[members]
 
-    def add(self, members: tuple[int, ...], pg: Any) -> Link:
+    def add(self, members: tuple[int, ...], pg: Any) -> Transport:
         """Use a group of torch.distributed that this process is in."""
-        link = self._links.get(members)
-        if isinstance(link, GroupLink) and link.pg is pg:
-            return link  # another would number its messages from 0 again
+        transport = self._transports.get(members)
+        if isinstance(transport, GroupTransport) and transport.pg is pg:
+            return transport  # another would number its messages from 0 again
         self._groups[members] = pg
-        kind = GroupLink if self._staged else NcclLink
-        self._links[members] = link = kind(pg, members.index(self.rank), len(members), self._wires)
-        if self._staged:
-            calm_gloo_threads()
-        else:
+        kind = Gloo if self._staged else Nccl
+        self._transports[members] = transport = kind(self._works, pg, members.index(self.rank), len(members))
+        if not self._staged:
             # A first call that some members do not make, such as a batch of messages, would hang.
             dist.all_reduce(torch.zeros(1, device=self.device_type), group=pg)
-        return link
+        return transport
 
     def axis_group(self, members: tuple[int, ...]) -> Any:
         """Return the group of torch.distributed along an axis; the first call makes it."""
@@ -365,7 +324,7 @@ class ProcessWorld:
 
     def near(self, members: tuple[int, ...]) -> bool:
         """Return True if all these processes are on this machine."""
-        return self._neighbours.known.keys() >= {*members} - {self.rank}
+        return self._peers.by_rank.keys() >= {*members} - {self.rank}
 
     def is_near(self, mesh: Mesh) -> bool:
         """Return True if all processes of a mesh and of its parent are on this machine."""
@@ -373,14 +332,19 @@ class ProcessWorld:
 
 
 def _unpack(
-    move: Wired, shapes: list[torch.Size], device: torch.device, widths: list[int], n: int, rows: Tensor
+    move: Wired,
+    shapes: list[torch.Size],
+    device: torch.device,
+    widths: list[int],
+    n: int,
+    rows: Tensor | Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Return the results of a collective on tensors that were packed into one buffer, in rows of these widths."""
-    rows = rows.to(device)
-    if len(shapes) == 1:
-        return (move.unpack(rows, shapes[0], n),)
-    parts = zip(rows.split(widths, dim=-1), shapes, strict=True)
-    return tuple([move.unpack(part, shape, n) for part, shape in parts])
+    """Return the results of a collective from its rows: of each tensor, or of all in one buffer, with these widths."""
+    if isinstance(rows, Tensor):
+        rows = rows.split(widths, dim=-1) if len(widths) > 1 else (rows,)
+    if device.type != rows[0].device.type:
+        rows = [row.to(device) for row in rows]
+    return tuple([move.unpack(row, shape, n) for row, shape in zip(rows, shapes, strict=True)])
 
 
 def _split(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
@@ -410,7 +374,6 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
         atexit.register(_leave_at_exit)
         _share_random_state(device_type)
     world = _state["world"] = ProcessWorld(limit, device_type)
-    calm_gloo_threads()
     return world
 
 
@@ -471,20 +434,3 @@ def use_groups(mesh: Mesh, known: DeviceMesh) -> None:
             world.add(members, pg)
             n = len(members)
             world.connect(members, {(i, (i + step) % n) for i in range(n) for step in (1, -1)})  # a ring
-
-
-def calm_gloo_threads() -> None:
-    """Schedule gloo's polling threads as batch work, so that they do not preempt the threads they wait for.
-
-    gloo's event loop polls while another thread of the process holds what it needs; if that thread was preempted, both
-    lose a scheduler tick (4 ms for a message of 0.1 ms). Only this process's gloo threads are changed; FSHARD_CALM=0
-    disables it.
-    """
-    if sys.platform != "linux" or not hasattr(os, "sched_setscheduler") or os.environ.get("FSHARD_CALM") == "0":
-        return
-    for thread in Path("/proc/self/task").iterdir():
-        try:
-            if (thread / "comm").read_text().startswith("gloo_tcp"):
-                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
-        except OSError:  # the thread has ended, or the system forbids it
-            continue

@@ -28,7 +28,7 @@ from torch import Tensor
 from fshard.ambient import inherit, inherited
 from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
 from fshard.mesh.collectives.ledger import active
-from fshard.mesh.collectives.moves import Purpose, describe, named, purpose, uneven
+from fshard.mesh.collectives.moves import Purpose, describe, named, uneven
 from fshard.mesh.layout import dtype_name
 from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
 from fshard.mesh.runtimes.device_threads import DeviceThreads, Stopped
@@ -109,7 +109,7 @@ class Parcel:
     device: int
     likes: tuple[Tensor, ...]
     site: Site
-    purpose: Purpose = field(default_factory=purpose)
+    purpose: Purpose
 
     def __str__(self) -> str:
         source = self.world.name(self.route[0])
@@ -299,7 +299,7 @@ class VirtualWorld(OneProcessWorld):
         return self
 
     def start(
-        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
+        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values"
     ) -> Arrival | Done:
         """Add this device's tensors to a collective; the last device of the group computes it."""
         if self._stopping:
@@ -307,7 +307,7 @@ class VirtualWorld(OneProcessWorld):
         if group.size == 1:
             return Done(tuple([move.meaning([x])[0].clone() for x in xs]))
         index, slots = group.index, self._slots[group.key]
-        call = VirtualCall(move, _signature(xs), group.axes, purpose(), site.leaves)
+        call = VirtualCall(move, _signature(xs), group.axes, purpose, site.leaves)
         slot = next((slot for slot in slots if index not in slot.values), None)
         if slot is None:
             slot = CollectiveSlot(call, group.size)
@@ -337,22 +337,24 @@ class VirtualWorld(OneProcessWorld):
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None:
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
         """Put copies into the mail; the sender runs on."""
         if self._stopping:
             raise Stopped
         route = group.device, group.member(to)
         copies = tuple(x.detach().clone() for x in xs)
-        self.mail[route].append(VirtualMessage(copies, purpose(), self.name(route[0]), site))
+        self.mail[route].append(VirtualMessage(copies, purpose, self.name(route[0]), site))
         if route in self.listening:
             self._ready.append(self.listening.pop(route))
 
-    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Parcel:
+    def receive(
+        self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
+    ) -> Parcel:
         """Request the next message of the device at index `source`."""
         if self._stopping:
             raise Stopped
         route = group.member(source), group.device
-        return Parcel(self, route, route[1], likes, site)
+        return Parcel(self, route, route[1], likes, site, purpose)
 
     def _check_nothing_left(self) -> None:
         begun = [slot for slots in self._slots.values() for slot in slots]

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
-from fshard.mesh.collectives.moves import purpose, uneven
-from fshard.mesh.runtimes.link import CallInfo, compares_lines
+from fshard.mesh.collectives.moves import uneven
+from fshard.mesh.runtimes.call import CallInfo, compares_lines
 
 if TYPE_CHECKING:
     from fshard.mesh.spmd.scope import Group
@@ -78,14 +78,14 @@ class Watch:
 
     # -- collectives --------------------------------------------------------------------------------------------
 
-    def start(self, group: Group, call: str, site: Site) -> Meeting:
+    def start(self, group: Group, call: str, site: Site, purpose: str = "values") -> Meeting:
         """Publish a collective that this process starts."""
         name = "-".join(map(str, group.members))
         if name in self._parted:
             raise self._parted[name]
         text = f"{call} at {site}"
         meeting = Meeting(name, f"call/{name}/{self._next(name)}", group.members, text)
-        self.store.set(f"{meeting.place}/{self.rank}", _row(call, site, purpose()))
+        self.store.set(f"{meeting.place}/{self.rank}", _row(call, site, purpose))
         self._open[meeting] = None
         return meeting
 

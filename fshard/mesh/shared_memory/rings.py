@@ -17,7 +17,7 @@ import os
 import platform
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 SIZE = 1 << 20
 """Bytes of records; a power of two."""
@@ -32,66 +32,73 @@ _GRAIN = _RECORD.size
 _SKIP = (1 << 64) - 1
 _MEMBARRIER, _FENCE, _REGISTER = 324, 2, 4
 
-Message = tuple[int, int, int, int | bytes]
-"""An address (or INSIDE, or READ), a size, a stamp; and the bytes inside, or their offset in the ring."""
+
+class RingMessage(NamedTuple):
+    """A record that has been read: an address (or INSIDE, or READ), a size, a stamp, and the address of bytes inside."""
+
+    address: int
+    size: int
+    stamp: int
+    inside: int
+    copy: Any = None  # the memory of these bytes, once they have left the ring
 
 
 class Ring:
-    """One end's view of a ring. Its user holds the lock of its `Neighbours`."""
+    """One end's view of a ring. Its user holds the lock of its `Peers`."""
 
-    def __init__(self, number: int) -> None:
-        self._memory = mmap.mmap(number, _RECORDS + SIZE)
+    def __init__(self, file: int) -> None:
+        self._memory = mmap.mmap(file, _RECORDS + SIZE)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + _RECORDS
         self.words = memoryview(self._memory).cast("Q")
-        self._at = 0
+        self._position = 0
 
 
-class Putter(Ring):
-    """The end that puts messages."""
+class RingWriter(Ring):
+    """The end that writes messages."""
 
-    def __init__(self, number: int, wake: Callable[[], None]) -> None:
-        super().__init__(number)
-        self._wake, self._taken = wake, 0
+    def __init__(self, file: int, wake: Callable[[], None]) -> None:
+        super().__init__(file)
+        self._wake, self._tail = wake, 0
 
-    def put(self, key: int, address: int, size: int, stamp: int, bytes_at: int | None = None) -> bool:
-        """Write a message, with the bytes at `bytes_at` inside; return False if there is no space."""
-        at, need = self._at, _GRAIN if bytes_at is None else _GRAIN + (size + _GRAIN - 1 & -_GRAIN)
-        place = at & SIZE - 1
-        if need > SIZE - place:  # records are contiguous: the rest of the ring is skipped
-            at += SIZE - place
-        if at + need - self._taken > SIZE:
-            self._taken = self.words[TAIL]
-            if at + need - self._taken > SIZE:
+    def put(self, key: int, address: int, size: int, stamp: int, source: int | None = None) -> bool:
+        """Write a message, with the bytes at the address `source` inside; return False if there is no space."""
+        position, length = self._position, _GRAIN if source is None else _GRAIN + (size + _GRAIN - 1 & -_GRAIN)
+        offset = position & SIZE - 1
+        if length > SIZE - offset:  # records are contiguous: the rest of the ring is skipped
+            position += SIZE - offset
+        if position + length - self._tail > SIZE:
+            self._tail = self.words[TAIL]
+            if position + length - self._tail > SIZE:
                 return False
-        if at != self._at:
-            _RECORD.pack_into(self._memory, _RECORDS + place, _SKIP, 0, 0, 0)
-            place = 0
-        _RECORD.pack_into(self._memory, _RECORDS + place, key, address, size, stamp)
-        if bytes_at is not None:
-            ctypes.memmove(self._base + place + _GRAIN, bytes_at, size)
-        self._at = self.words[HEAD] = at + need
+        if position != self._position:
+            _RECORD.pack_into(self._memory, _RECORDS + offset, _SKIP, 0, 0, 0)
+            offset = 0
+        _RECORD.pack_into(self._memory, _RECORDS + offset, key, address, size, stamp)
+        if source is not None:
+            ctypes.memmove(self._base + offset + _GRAIN, source, size)
+        self._position = self.words[HEAD] = position + length
         if self.words[ASLEEP]:
             self._wake()
         return True
 
     @property
-    def roomy(self) -> bool:
+    def is_roomy(self) -> bool:
         """True if at least half of the ring is free."""
-        return self._at - self.words[TAIL] < SIZE // 2
+        return self._position - self.words[TAIL] < SIZE // 2
 
     def close(self) -> None:
         """Announce the end: nothing more is sent, and announced memory must no longer be read."""
         self.words[CLOSED] = 1
 
 
-class Taker(Ring):
-    """The end that takes messages."""
+class RingReader(Ring):
+    """The end that reads messages."""
 
     _last: tuple[int, int] | None = None
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.inbox: dict[int, Message] = {}
+    def __init__(self, file: int) -> None:
+        super().__init__(file)
+        self.inbox: dict[int, RingMessage] = {}
 
     def look(self, key: int | None) -> bool:
         """Move received messages to the inbox, up to the one with this key; return True if that one is there.
@@ -100,47 +107,48 @@ class Taker(Ring):
         """
         inbox = self.inbox
         while key not in inbox:
-            at = self._passed()
-            if self.words[HEAD] == at:
+            position = self._pass()
+            if self.words[HEAD] == position:
                 return False
-            place = at & SIZE - 1
-            found, address, size, stamp = _RECORD.unpack_from(self._memory, _RECORDS + place)
-            if found == _SKIP:
-                self._at = self.words[TAIL] = at + SIZE - place
+            offset = position & SIZE - 1
+            number, address, size, stamp = _RECORD.unpack_from(self._memory, _RECORDS + offset)
+            if number == _SKIP:
+                self._position = self.words[TAIL] = position + SIZE - offset
                 continue
-            need = _GRAIN + (size + _GRAIN - 1 & -_GRAIN if address == INSIDE else 0)
-            inbox[found] = address, size, stamp, self._base + place + _GRAIN
-            self._last = found, need
+            length = _GRAIN + (size + _GRAIN - 1 & -_GRAIN if address == INSIDE else 0)
+            inbox[number] = RingMessage(address, size, stamp, self._base + offset + _GRAIN)
+            self._last = number, length
         return True
 
-    def _passed(self) -> int:
+    def _pass(self) -> int:
         """Leave the last record, with a copy of its bytes if they have not been taken; return where the next one is."""
         if self._last is not None:
-            (key, need), self._last = self._last, None
+            (key, length), self._last = self._last, None
             message = self.inbox.get(key)
-            if message is not None and message[0] == INSIDE:
-                address, size, stamp, where = message
-                self.inbox[key] = address, size, stamp, ctypes.string_at(where, size)
-            self._at += need
-            self.words[TAIL] = self._at
-        return self._at
+            if message is not None and message.address == INSIDE:
+                copy = (ctypes.c_char * message.size)()
+                ctypes.memmove(copy, message.inside, message.size)
+                self.inbox[key] = message._replace(inside=ctypes.addressof(copy), copy=copy)
+            self._position += length
+            self.words[TAIL] = self._position
+        return self._position
 
     @property
     def is_filled(self) -> bool:
         """True if the ring has a message that is not in the inbox."""
-        return self.words[HEAD] != self._at + (self._last[1] if self._last is not None else 0)
+        return self.words[HEAD] != self._position + (self._last[1] if self._last is not None else 0)
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """True if the other end has left."""
         return self.words[CLOSED] != 0
 
 
-def made() -> int:
+def new_ring() -> int:
     """Return the file descriptor of a new ring."""
-    number = os.memfd_create("fshard")
-    os.ftruncate(number, _RECORDS + SIZE)
-    return number
+    file = os.memfd_create("fshard")
+    os.ftruncate(file, _RECORDS + SIZE)
+    return file
 
 
 def are_supported(libc: Any) -> bool:
@@ -148,7 +156,7 @@ def are_supported(libc: Any) -> bool:
     if platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
         return False
     try:
-        os.close(made())
+        os.close(new_ring())
     except OSError:
         return False
     return libc.syscall(_MEMBARRIER, _REGISTER, 0, 0) == 0

@@ -112,7 +112,7 @@ def run_on_devices(
 
 # Note [Backwards run in the calling thread]
 # Autograd runs the nodes of an accelerator in a thread of its own, where Python's thread-locals and context variables are
-# empty: the scope, the purpose of collectives, the regions of remat. With nodes on two devices there are two
+# empty: the scope, the regions of remat. With nodes on two devices there are two
 # such threads, whose collectives would start in an order that differs between processes. So all code that runs as a
 # device of a mesh runs its backwards in the calling thread, those of user code too; the streams are the forward's anyway.
 # Only a backward outside of `run`, such as that of a plain tensor under torchrun, may run in such a thread: autograd

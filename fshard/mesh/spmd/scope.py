@@ -24,7 +24,7 @@ from fshard.mesh.layout.arithmetic import ravel, unravel
 from fshard.source import Site
 
 if TYPE_CHECKING:
-    from fshard.mesh.collectives.moves import Wired
+    from fshard.mesh.collectives.moves import Purpose, Wired
 
 
 @dataclass(eq=False)
@@ -95,7 +95,6 @@ class Scope:
         self.mapped_axes = frozenset(self.mapped)
         self.axes: Mapping[str, tuple[int, int]] = {**outer.axes, **mesh.steps} if outer else mesh.steps
         self._groups: dict[Axes, Group] = {}
-        self.fast_paths: dict[object, Callable[[Tensor], Tensor] | None] | None = {} if world.has_fast_paths else None
         self.inner: dict[object, Scope] = {}
         self.own: frozenset[str] = outer.own if outer else frozenset()
         self.notice: Notice | None = None
@@ -104,7 +103,7 @@ class Scope:
     def replaced(self, **fields: Any) -> Scope:
         """Return a scope of the same device and axes, with other values of some fields."""
         scope = Scope.__new__(Scope)
-        vars(scope).update(vars(self), fast_paths=None, inner={}, **fields)
+        vars(scope).update(vars(self), inner={}, **fields)
         return scope
 
     def group(self, axes: Axes, what: str) -> Group:
@@ -210,14 +209,6 @@ class Pending(Protocol):
     def wait(self) -> tuple[Tensor, ...]: ...
 
 
-class Lane(Protocol):
-    """A fast path for messages of one shape and dtype, to and from one device. `send` returns False if it is full."""
-
-    def send(self, x: Tensor) -> bool: ...
-
-    def take(self) -> Tensor: ...
-
-
 class World(Protocol):
     """The devices that can reach each other, seen from one of them."""
 
@@ -226,39 +217,26 @@ class World(Protocol):
         """True if tensors have data; False on an abstract mesh."""
         ...
 
-    @property
-    def has_fast_paths(self) -> bool: ...
-
-    def fast_path(self, move: Wired, group: Group, x: Tensor, site: Site) -> Callable[[Tensor], Tensor] | None:
-        """Return a short way to run one collective on tensors of this shape and dtype, if there is one."""
-        ...
-
     def current(self) -> World: ...
 
     def start(
-        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, into: tuple[Tensor, ...] | None = None
+        self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values"
     ) -> Pending:
-        """Start one collective on tensors of one dtype; the result has one tensor for each.
-
-        `into`, for gathers of flat shards: contiguous tensors to use for the results, at most the padding shorter than
-        those. The local shards may be views of them, at their offsets.
-        """
+        """Start one collective on tensors of one dtype; the result has one tensor for each."""
         ...
 
     def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
         """Prepare for messages between members, given as indices of sender and receiver: both call it, before any."""
         ...
 
-    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site) -> None: ...
-
-    def lane(self, like: Tensor, group: Group, place: int, site: Site) -> Lane | None:
-        """Return a short way for messages like this tensor to and from the device at `place`, if there is one."""
-        ...
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None: ...
 
     def part(self, group: Group, error: BaseException) -> None:
         """Report to the other devices of a group that this one failed, if they cannot detect it."""
         ...
 
-    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site) -> Pending:
+    def receive(
+        self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
+    ) -> Pending:
         """Start receiving the next message of the device at index `source`: tensors with these shapes and dtypes."""
         ...

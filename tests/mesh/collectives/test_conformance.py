@@ -338,8 +338,8 @@ def raised(body, shape=None):
 
 X = torch.ones(4, 5)
 PERM = (
-    "ValueError: fs.ppermute: perm must be (source, destination) pairs of indices along {}, each index at most once as "
-    "source and once as destination; "
+    "ValueError: fs.ppermute: perm must be (source, destination) pairs of indices in 0..{} along {}, each index at most "
+    "once as source and once as destination; got {}."
 )
 PICTURES = [
     (
@@ -361,9 +361,12 @@ PICTURES = [
         'ValueError: fs.all_gather: to must be "varying" or "replicated"; got \'all\'.',
     ),
     (
-        lambda: fs.ppermute(X, "b", [(0, 3), (0, 1), (2, 1), (-1, 2)]),
-        PERM.format("b") + "source -1 is not in 0..2; source 0 occurs more than once; destination 3 is not in 0..2; "
-        "destination 1 occurs more than once.",
+        lambda: fs.ppermute(X, "b", [(0, 2), (0, 3), (2, 1)]),
+        PERM.format(2, "b", (0, 3)),
+    ),
+    (
+        lambda: fs.ppermute(X, "b", [(0, 2), (1, 2)]),
+        PERM.format(2, "b", (1, 2)),
     ),
     (
         lambda: fs.broadcast(X, "b", source=3),
@@ -387,13 +390,13 @@ PICTURES = [
     ),
     (
         lambda: fs.psum({"w": X, "n": [3, "four"]}, "a"),
-        'TypeError: fs.psum takes tensors; leaf ["n"][0] is int; leaf ["n"][1] is str. Write torch.tensor(...) around '
-        "numbers, and x.local for the own shard of a Sharded.",
+        'TypeError: fs.psum takes tensors; leaf ["n"][0] is int. Write torch.tensor(...) around '
+        "numbers, and x.local for the local shard of a Sharded.",
     ),
     (
         lambda: fs.pmax(2.5, "a"),
         "TypeError: fs.pmax takes tensors; the argument is float. Write torch.tensor(...) around numbers, and x.local for the "
-        "own shard of a Sharded.",
+        "local shard of a Sharded.",
     ),
     (lambda: fs.pmax(X + 1j, "a"), "TypeError: fs.pmax: complex numbers have no order. Compare x.abs()."),
     (
@@ -402,41 +405,36 @@ PICTURES = [
     ),
     (
         lambda: fs.psum_scatter({"x": torch.ones(3), "y": torch.ones(6), "z": [torch.ones(())]}, "a"),
-        'LayoutError: fs.psum_scatter: \n  leaf ["x"]: dim 0 has 3 elements, which the 2 devices along a do not divide (shape '
-        '(3,)). Pad it to 4.\n  leaf ["z"][0]: dim 0 does not exist in a tensor of shape ().',
+        'LayoutError: fs.psum_scatter: leaf ["x"]: dim 0 has 3 elements, which the 2 devices along a do not divide (shape '
+        "(3,)). Pad it to 4.",
     ),
     (
         lambda: fs.all_gather({"x": torch.ones(3), "y": torch.ones(3), "z": X}, "a", dim=1),
-        'ValueError: fs.all_gather: leaf ["x"], leaf ["y"]: dim 1 does not exist in a tensor of shape (3,).',
+        'ValueError: fs.all_gather: leaf ["x"]: dim 1 does not exist in a tensor of shape (3,).',
     ),
     (
         lambda: fs.pmean({"x": X.long(), "y": X.bool(), "z": X}, "a"),
-        'TypeError: fs.pmean: \n  leaf ["x"]: the mean of torch.int64 is no torch.int64. Write fs.pmean(x.float(), ...).\n'
-        '  leaf ["y"]: the mean of torch.bool is no torch.bool. Write fs.pmean(x.float(), ...).',
+        'TypeError: fs.pmean: leaf ["x"]: the mean of torch.int64 is no torch.int64. Write fs.pmean(x.float(), ...).',
     ),
     (
         lambda: fs.pmax([X + 1j, X, X + 2j], "a"),
-        "TypeError: fs.pmax: leaf [0], leaf [2]: complex numbers have no order. Compare x.abs().",
+        "TypeError: fs.pmax: leaf [0]: complex numbers have no order. Compare x.abs().",
     ),
     (
         lambda: fs.pmean(X.to(torch.float8_e5m2), "a"),
         "TypeError: fs.pmean: torch does not divide torch.float8_e5m2. Write fs.pmean(x.float(), ...).",
     ),
     (
-        lambda: fs.ppermute(X, "a", [0, (0, 1), ("x", 1), (0, 1, 2)]),
-        PERM.format("a")
-        + "0 is not a pair of integers; ('x', 1) is not a pair of integers; (0, 1, 2) is not a pair of "
-        "integers.",
+        lambda: fs.ppermute(X, "a", [(0, 1), ("x", 1), (0, 1, 2)]),
+        PERM.format(1, "a", ("x", 1)),
     ),
     (
-        lambda: fs.ppermute({"x": X}, ("a", "b"), [(0.0, 1), (6, 0), [1, 0], (True, 2)]),
-        PERM.format("a+b")
-        + "(0.0, 1) is not a pair of integers; (True, 2) is not a pair of integers; source 6 is not in "
-        "0..5; destination 0 occurs more than once.",
+        lambda: fs.ppermute({"x": X}, ("a", "b"), [[1, 0], (True, 2), (6, 0)]),
+        PERM.format(5, "a+b", (True, 2)),
     ),
     (
         lambda: fs.ppermute(X, "a", 5),
-        PERM.format("a") + "5 is not a pair of integers.",
+        PERM.format(1, "a", 5),
     ),
     (lambda: fs.all_gather(X, "a", dim=True), "TypeError: fs.all_gather: a dim must be an integer; got True."),
     (
@@ -455,7 +453,7 @@ PICTURES = [
     (
         lambda: fs.send({"x": 1}, "b", to=0),
         'TypeError: fs.send takes tensors; leaf ["x"] is int. Write torch.tensor(...) around numbers, and x.local for the '
-        "own shard of a Sharded.",
+        "local shard of a Sharded.",
     ),
     (
         lambda: fs.axis_index("z"),

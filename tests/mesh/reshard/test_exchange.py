@@ -12,8 +12,7 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.reshard.plan import plan
-from fshard.mesh.runtimes import native
-from fshard.mesh.runtimes.link import GroupLink
+from fshard.mesh.runtimes.nccl import Nccl
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.testing.processes import Processes
@@ -126,13 +125,13 @@ def in_processes(table):
     if table == "native":
         dist = torch.distributed
         everybody = tuple(range(dist.get_world_size()))
-        world._links[everybody] = GroupLink(dist.group.WORLD, dist.get_rank(), len(everybody), native.WIRES)
+        world._transports[everybody] = Nccl(world._works, dist.group.WORLD, dist.get_rank(), len(everybody))
     cases = [(*case, dtype) for case in some_problems() for dtype in (torch.float32, torch.bfloat16)]
     try:
         with deterministic(table == "native", "cpu"):  # else the backend adds in an order of its own
             return [resharded(*case, "process") for case in cases]
     finally:
-        world._links.clear()
+        world._transports.clear()
 
 
 @pytest.mark.parametrize("table", ["direct", "gloo", "native"])

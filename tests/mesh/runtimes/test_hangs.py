@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fshard as fs
 from fshard.mesh.runtimes import process
+from fshard.mesh.runtimes.nccl import end_hangs
 
 
 @pytest.fixture
@@ -32,8 +33,8 @@ def world(monkeypatch):
     found.mesh = fs.make_mesh({"d": 2}, device="cpu", timeout=1)
     found.process = process._state["world"]
     found.process._store = found.store = dist.HashStore()
-    context = stream, found.store, found.process._has_left
-    Thread(target=found.process._operations.end_hangs, args=context, daemon=True).start()
+    context = found.process._works, stream, found.store, found.process._has_left
+    Thread(target=end_hangs, args=context, daemon=True).start()
     yield found
     process._state["world"] = None
     found.process._has_left.set()

@@ -14,8 +14,8 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.collectives.moves import AllGather
 from fshard.mesh.reshard.execute import go, plan_reshard
-from fshard.mesh.runtimes import native
-from fshard.mesh.runtimes.link import GroupLink
+from fshard.mesh.runtimes import nccl
+from fshard.mesh.runtimes.gloo import Gloo
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.testing.processes import run_processes
@@ -65,19 +65,19 @@ def test_collectives_start_before_any_completes_and_block_no_host(mesh, monkeypa
 
 def test_sends_end_when_the_device_has_read_the_buffer(mesh):
     def main():
-        link, operations = group().world.link(group()), group().world._operations
+        transport, works = group().world.transport(group()), group().world._works
         work, buffer = echo.EchoWork("send"), torch.ones(2)
 
         def wire(x):
             yield [work]
             return x
 
-        operations.start(link, wire(buffer), SimpleNamespace(is_send=True, move=None))
+        transport.start(wire(buffer), SimpleNamespace(is_send=True, move=None))
         reference = ref(buffer)
         del buffer
-        assert not operations.advance() and reference() is not None
+        assert not works.advance() and reference() is not None
         work.is_done = True
-        assert operations.advance() and reference() is None
+        assert works.advance() and reference() is None
 
     fs.run(main, mesh=mesh)
 
@@ -142,13 +142,13 @@ def test_started_reductions_keep_only_packed_gradients(mesh):
 
 
 def test_several_tensors_are_packed_into_the_row_that_is_gathered(mesh, monkeypatch):
-    offsets, gather = [], native._all_gather
+    offsets, gather = [], nccl._all_gather
 
     def spy(rows, x, *args, **kwargs):
         offsets.append((rows.numel(), x.numel(), x.data_ptr() - rows.data_ptr()))
         return gather(rows, x, *args, **kwargs)
 
-    monkeypatch.setattr(native, "_all_gather", spy)
+    monkeypatch.setattr(nccl, "_all_gather", spy)
     xs = [torch.ones(3), torch.ones(0), torch.ones(2, 2)]
     ys = fs.run(lambda: fs.all_gather(xs, "d"), mesh=mesh)[0]
     assert offsets == [(56, 28, 0)]
@@ -166,7 +166,7 @@ def test_result_of_a_gather_is_freed_once_it_is_unpacked(mesh, monkeypatch, coun
         yield [echo.EchoWork("gather")]
         return rows
 
-    monkeypatch.setitem(native.WIRES, "gather", gather)
+    monkeypatch.setitem(nccl.WIRES, "gather", gather)
 
     def main():
         pending = group().world.start(AllGather(1), (torch.ones(2, 2),) * count, group(), call_site())
@@ -214,7 +214,8 @@ def test_leaves_on_host_and_device_use_different_buffers_and_links(mesh):
 
     def main():
         world = group().world
-        world.device_type, world._hosts[0, 1] = "meta", GroupLink(dist.group.WORLD, 0, 2, {"reduce": reduce})
+        world.device_type, world._hosts[0, 1] = "meta", Gloo(world._works, dist.group.WORLD, 0, 2)
+        world._hosts[0, 1].wires = {"reduce": reduce}
         return fs.psum(xs, "d")
 
     ys = fs.run(main, mesh=mesh)[0]
@@ -232,6 +233,6 @@ def test_native_wires_take_new_and_old_names_of_torch(monkeypatch, names):
         monkeypatch.setattr(dist, old, old)
     for name, function in names.items():
         monkeypatch.setattr(dist, name, function, raising=False)
-    loaded = run_path(native.__file__)
+    loaded = run_path(nccl.__file__)
     expected = (1, 2) if names else ("all_gather_into_tensor", "reduce_scatter_tensor")
     assert (loaded["_all_gather"], loaded["_reduce_scatter"]) == expected

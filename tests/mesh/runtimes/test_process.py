@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.runtimes import gloo, native, process
-from fshard.mesh.runtimes.link import GroupLink, NcclLink
+from fshard.mesh.runtimes import process
+from fshard.mesh.runtimes.buffers import SMALLEST, empty
+from fshard.mesh.runtimes.gloo import Gloo
+from fshard.mesh.runtimes.nccl import Nccl
 from fshard.mesh.runtimes.process import ProcessWorld
-from fshard.mesh.shared_memory import large
 from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.testing.processes import run_processes
@@ -100,7 +101,7 @@ def to_and_from_torch():
     assert (theirs.mesh_dim_names, tuple(theirs.mesh.shape)) == (("data", "model"), (2, 2))
     assert fs.mesh.from_device_mesh(theirs) == mesh
     assert fs.mesh.to_device_mesh(mesh["model"]).mesh_dim_names == ("model",)
-    link = ProcessWorld.of(mesh).link(fs.run(lambda: _group("model"), mesh=mesh)[0])
+    link = ProcessWorld.of(mesh).transport(fs.run(lambda: _group("model"), mesh=mesh)[0])
     if os.environ.get("FSHARD_DIRECT") == "0":
         assert link.pg is theirs.get_group("model") or link.pg == theirs.get_group("model")
     whole = torch.arange(48.0).reshape(8, 6)
@@ -259,11 +260,11 @@ def run_on_each_link(main):
     mesh = fs.make_mesh({"d": 2})
     world = ProcessWorld.of(mesh)
     results = []
-    for kind, wires in ((None, large.WIRES), (GroupLink, gloo.WIRES), (NcclLink, native.WIRES)):
+    for kind in (None, Gloo, Nccl):
         if kind is not None:
-            world._links[0, 1] = kind(dist.group.WORLD, dist.get_rank(), 2, wires)
+            world._transports[0, 1] = kind(world._works, dist.group.WORLD, dist.get_rank(), 2)
         results.append(fs.run(main, mesh=mesh)[0])
-    del world._links[0, 1]
+    del world._transports[0, 1]
     return results
 
 
@@ -326,7 +327,7 @@ def between_hosts():
         found = fs.run(main, mesh=mesh)[0]
     finally:
         world._staged, world.device_type = True, "cpu"
-    messages = [next(numbers) for numbers in world._hosts[0, 1]._messages.values()]
+    messages = [next(numbers) for numbers in world._hosts[0, 1].messages.values()]
     return [row.tolist() for row in found], [*world._hosts], messages
 
 
@@ -404,8 +405,6 @@ def test_buffer_pool_results_in_use_are_not_reused(two):
 
 
 def test_buffer_pool_free_buffer_is_reused():
-    from fshard.mesh.shared_memory.neighbours import SMALLEST, empty
-
     first = empty((SMALLEST,), torch.uint8)
     address = first.data_ptr()
     view = first[5:]

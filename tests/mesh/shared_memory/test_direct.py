@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard.mesh.runtimes.process import ProcessWorld, leave
-from fshard.mesh.shared_memory import direct, neighbours
+from fshard.mesh.shared_memory import meet
+from fshard.mesh.shared_memory.transport import SharedMemory
 from fshard.testing.processes import Processes, run_processes
 
-pytestmark = pytest.mark.skipif(neighbours._libc() is None, reason="this system does not read other processes' memory")
+pytestmark = pytest.mark.skipif(meet._libc() is None, reason="this system does not read other processes' memory")
 
 
 @pytest.fixture(scope="module")
@@ -38,30 +39,30 @@ def mapped(main, **shape):
 
 def kind_of_link():
     mapped(lambda: fs.psum(torch.ones(1), "d"))
-    return [type(link).__name__ for link in ProcessWorld.of(fs.make_mesh({"d": 2}))._links.values()]
+    return [type(link).__name__ for link in ProcessWorld.of(fs.make_mesh({"d": 2}))._transports.values()]
 
 
 def test_link_on_one_machine_is_direct_by_default():
-    assert run_processes(kind_of_link, 2) == [["Direct"]] * 2
-    assert run_processes(kind_of_link, 2, environment={"FSHARD_DIRECT": "0"}) == [["GroupLink"]] * 2
+    assert run_processes(kind_of_link, 2) == [["SharedMemory"]] * 2
+    assert run_processes(kind_of_link, 2, environment={"FSHARD_DIRECT": "0"}) == [["Gloo"]] * 2
 
 
 def one_may_not_read():
     if os.environ["RANK"] == "1":
-        neighbours._readable = lambda libc, row: False
+        meet._readable = lambda libc, row: False
     return kind_of_link(), mapped(lambda: fs.psum(torch.ones(1), "d").item())
 
 
 def one_is_elsewhere():
     if os.environ["RANK"] == "2":
-        neighbours._machine = lambda: 12345
+        meet._machine = lambda: 12345
     mesh = fs.make_mesh({"a": 3})
     total = fs.run(lambda: fs.psum(torch.ones(1), "a").item(), mesh=mesh)[0]
-    return sorted(ProcessWorld.of(mesh)._neighbours.known), total
+    return sorted(ProcessWorld.of(mesh)._peers.by_rank), total
 
 
 def test_link_without_permission_to_read_is_gloo():
-    assert run_processes(one_may_not_read, 2) == [(["GroupLink"], 2.0)] * 2
+    assert run_processes(one_may_not_read, 2) == [(["Gloo"], 2.0)] * 2
 
 
 def test_link_to_another_machine_is_gloo():
@@ -307,7 +308,7 @@ def native_groups_still_work():
     ours = mapped(lambda: fs.psum(torch.ones(3), "d"))
     theirs = torch.ones(3)
     dist.all_reduce(theirs)
-    return torch.equal(ours, theirs) and isinstance(world._links[0, 1], direct.Direct)
+    return torch.equal(ours, theirs) and isinstance(world._transports[0, 1], SharedMemory)
 
 
 def test_torch_collectives_beside_direct_links_work(pair):

@@ -8,28 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fshard.mesh.shared_memory import neighbours, rings
+from fshard.mesh.shared_memory import meet, rings
 
-pytestmark = pytest.mark.skipif(neighbours._libc() is None, reason="this system does not read other processes' memory")
+pytestmark = pytest.mark.skipif(meet._libc() is None, reason="this system does not read other processes' memory")
 
 
 def ring(wake=lambda: None):
-    number = rings.made()
+    number = rings.new_ring()
     try:
-        return rings.Putter(number, wake), rings.Taker(number)
+        return rings.RingWriter(number, wake), rings.RingReader(number)
     finally:
         os.close(number)
 
 
-def put(putter, key, text):
+def put(writer, key, text):
     kept = ctypes.create_string_buffer(text, max(len(text), 1))
-    return putter.put(key, rings.INSIDE, len(text), key + 1, ctypes.addressof(kept))
+    return writer.put(key, rings.INSIDE, len(text), key + 1, ctypes.addressof(kept))
 
 
-def taken(taker, key):
-    address, size, stamp, place = taker.inbox.pop(key)
-    assert address == rings.INSIDE and stamp == key + 1
-    return ctypes.string_at(place, size)
+def taken(reader, key):
+    message = reader.inbox.pop(key)
+    assert message.address == rings.INSIDE and message.stamp == key + 1
+    return ctypes.string_at(message.inside, message.size)
 
 
 sizes = st.one_of(st.integers(0, 70), st.integers(0, 64 << 10))
@@ -42,45 +42,45 @@ steps = st.one_of(
 
 @given(st.lists(steps, max_size=120))
 def test_ring_any_message_can_be_taken_in_order(plan):
-    putter, taker = ring()
+    writer, reader = ring()
     waiting, inside, key = deque(), {}, 0
     for what, number in plan:
         if what == "put":
             text = bytes([key % 251]) * number
-            if put(putter, key, text):
+            if put(writer, key, text):
                 waiting.append((key, text))
-            else:  # so there is no room, but for what the taker has not passed yet
+            else:  # so there is no room, but for what the reader has not passed yet
                 assert sum(len(text) + 96 for _, text in waiting) + 2 * (64 << 10) + number > rings.SIZE
             key += 1
         elif what == "look" and waiting:
             wanted = waiting[min(number, len(waiting) - 1)][0]
-            assert taker.look(wanted)
+            assert reader.look(wanted)
             while waiting and waiting[0][0] <= wanted:
                 inside.update([waiting.popleft()])
         elif what == "take" and inside:
             chosen = list(inside)[number % len(inside)]
-            assert taken(taker, chosen) == inside.pop(chosen)
-    assert not taker.look(None) and not taker.is_filled
+            assert taken(reader, chosen) == inside.pop(chosen)
+    assert not reader.look(None) and not reader.is_filled
     for chosen, text in [*inside.items(), *waiting]:
-        assert taken(taker, chosen) == text
+        assert taken(reader, chosen) == text
 
 
 def test_ring_full_put_returns_false_until_read():
-    putter, taker = ring()
+    writer, reader = ring()
     text = b"x" * (64 << 10)
     count = 0
-    while put(putter, count, text):
+    while put(writer, count, text):
         count += 1
     assert 14 <= count <= 16
-    assert taker.look(count - 1)
+    assert reader.look(count - 1)
     for key in range(count):
-        assert taken(taker, key) == text
-    assert not taker.look(count) and put(putter, count, text) and taker.look(count) and taken(taker, count) == text
+        assert taken(reader, key) == text
+    assert not reader.look(count) and put(writer, count, text) and reader.look(count) and taken(reader, count) == text
 
 
 def test_ring_put_wakes_sleeping_reader_only():
     wakes = []
-    putter, taker = ring(lambda: wakes.append(True))
-    put(putter, 0, b"a")
-    taker.words[rings.ASLEEP] = 1
-    assert not wakes and put(putter, 1, b"b") and wakes
+    writer, reader = ring(lambda: wakes.append(True))
+    put(writer, 0, b"a")
+    reader.words[rings.ASLEEP] = 1
+    assert not wakes and put(writer, 1, b"b") and wakes

@@ -20,7 +20,7 @@ class Line:
     def current(self):
         return self
 
-    def send(self, xs, group, to, site):
+    def send(self, xs, group, to, site, purpose):
         self.messages.append(xs)
 
     def receive(self, likes, group, source, site):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.mesh.runtimes.message_links import direction
+from fshard.mesh.runtimes.nccl import direction
 from fshard.mesh.runtimes.virtual import Parcel, VirtualWorld
 from fshard.pipeline.execution.pipelined import pipelined
 from fshard.pipeline.schedule.builders import BUILDERS, pipeline_schedule
@@ -25,12 +25,12 @@ def calls_of(patch, run, devices):
     rows, numbers = [[] for _ in range(devices)], {}
     send, receive, wait = VirtualWorld.send, VirtualWorld.receive, Parcel.wait
 
-    def spy_send(self, xs, group, to, site):
+    def spy_send(self, xs, group, to, *call):
         rows[group.index].append(("send", to))
-        return send(self, xs, group, to, site)
+        return send(self, xs, group, to, *call)
 
-    def spy_receive(self, likes, group, source, site):
-        parcel = receive(self, likes, group, source, site)
+    def spy_receive(self, likes, group, source, *call):
+        parcel = receive(self, likes, group, source, *call)
         numbers[id(parcel)] = parcel, rows[group.index], len(rows[group.index])
         rows[group.index].append(("recv", source))
         return parcel

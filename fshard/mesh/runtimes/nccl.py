@@ -1,22 +1,34 @@
 """Collectives by the backend's own operations, for backends where these are fast: NCCL.
 
+A work runs on the stream that it was started on: to wait for it makes the caller's stream wait, not the host.
+
 Unsupported dtypes are converted before the call (a rejected call can leave a group broken): 16-bit integers are summed
 as 32-bit ones, complex numbers as pairs of reals, and so on, wherever that is exact.
 """
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fshard.ambient import ambient
+from fshard.errors import CollectiveTimeoutError, LostProcessError
 from fshard.mesh.collectives.moves import Broadcast, Extreme, Permute, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, combined, flipped
 from fshard.mesh.reshard.exchange import Parts
-from fshard.mesh.runtimes.link import GroupCall, Wire, WireFunction
+from fshard.mesh.runtimes.call import CallInfo
+from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
+from fshard.mesh.runtimes.transport import Wire, Works
 
 _dist: Any = dist
 _all_gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor  # the name before torch 2.13
@@ -164,3 +176,96 @@ WIRES: dict[str, WireFunction] = {
     "scatter": _in_mode(scatter, tree_scatter),
     **{wire.__name__: wire for wire in (gather, exchange, permute, broadcast, parts)},
 }
+
+
+class Nccl(GroupTransport):
+    """Processes connected by NCCL.
+
+    Only the waiting thread ends a collective, since a helper thread has another stream. The host sees the end of sends
+    alone, whose buffers are kept until then.
+    """
+
+    wires = WIRES
+    has_streams = True
+
+    def joined(self, move: Wired, xs: Sequence[Tensor]) -> Tensor:
+        """Return packed tensors as one buffer: that of the result, for a gather in place."""
+        if move.wire != "gather" or len(xs) == 1:
+            return super().joined(move, xs)
+        buffer = xs[0].new_empty(self.n, sum([len(x) for x in xs]))
+        torch.cat([*xs], out=buffer[self.index])
+        return buffer
+
+    def wait(self, needs: Sequence[Any], timeout: timedelta) -> None:
+        for work in needs:
+            work.wait()  # with a time limit it would block the host until the operation has ended
+
+    def is_ready(self, needs: Sequence[Any], call: CallInfo) -> bool:
+        return call.is_send and super().is_ready(needs, call)
+
+
+def direction(sender: int, receiver: int) -> str:
+    """Return the direction of messages between two ranks."""
+    return "up" if receiver > sender else "down"
+
+
+# Note [Messages have a queue for each direction]
+# NCCL ignores tags: two ranks have one queue for all that they send and receive. A device starts to receive ahead of its
+# computation. In one queue that would block its next send, which the other end may need first:
+#
+#     rank 0   recv B0 (ahead), send F0           F0 is behind B0
+#     rank 1   recv F0, send B0                   B0 needs F0
+#
+# So messages to higher ranks have one group, those to lower ranks another. A queue then has the messages of one rank to
+# one other, and both start them in the same order. The groups are not bound to a device, as those of collectives are: all
+# ranks of a bound group share one queue.
+class MessageLinks:
+    """The transports of one rank's messages, by direction; indices in them are ranks of the world."""
+
+    def __init__(self, works: Works, rank: int, device_type: str, make_group: Callable[[str], ProcessGroup]) -> None:
+        self._rank, self._device_type = rank, device_type
+        groups = {name: make_group(f"messages {name}") for name in ("up", "down")}
+        self._transports = {name: Nccl(works, pg, rank, pg.size()) for name, pg in groups.items()}
+        self._connected: set[tuple[int, int]] = set()
+
+    def transport(self, sender: int, receiver: int) -> Nccl:
+        """Return the transport of the messages from one rank to another."""
+        return self._transports[direction(sender, receiver)]
+
+    def connect(self, members: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
+        """Send a byte between members, from index to index, unless one has been sent. Both ends of a pair call it.
+
+        NCCL connects two ranks in their first call, which blocks the host until the other end makes its own: if all
+        members of a ring send before they receive, none would. All ranks take pairs in one order, disjoint ones first.
+        """
+        for pair in sorted(pairs, key=lambda pair: (min(pair) % 2, *sorted(pair), pair)):
+            sender, receiver = route = members[pair[0]], members[pair[1]]
+            if self._rank in route and sender != receiver and route not in self._connected:
+                self._connected.add(route)
+                byte, pg = torch.zeros(1, dtype=torch.uint8, device=self._device_type), self.transport(*route).pg
+                work = pg.send([byte], receiver, 0) if self._rank == sender else pg.recv([byte], sender, 0)
+                work.wait()
+
+
+def end_hangs(works: Works, stream: Any, store: Any, stopped: Event) -> None:
+    """Mark a compute stream every second, until stopped: on NCCL the host waits for no call, so none could raise.
+
+    If it does not reach a mark within nine tenths of the time limit (then NCCL's watchdog would end the process), or
+    another process has failed, write the calls since the mark before to stderr, and abort the groups: kernels that
+    wait for other processes end, and the next call raises.
+    """
+    limit = 0.9 * works.timeout.total_seconds()
+    since, marked, mark = 0.0, time.monotonic(), stream.record_event()
+    with suppress(dist.DistError):  # the process with the store has ended
+        while works.error is None and not stopped.wait(min(1.0, limit / 20)):
+            if store.check(["failure"]):
+                works.error = LostProcessError(store.get("failure").decode())
+            elif mark.query():
+                since, marked, mark = marked, time.monotonic(), stream.record_event()
+            elif time.monotonic() - marked > limit:
+                works.error = CollectiveTimeoutError(f"A call did not end within {limit:g} s.")
+    if works.error is not None:
+        calls = [f"\n  {call}" for began, call in [*works.recent] if began >= since]
+        sys.stderr.write(f"fshard: {works.error} Calls that may not have ended:{''.join(calls)}\n")
+        groups: Any = dist.distributed_c10d
+        groups._abort_process_group()

@@ -1,0 +1,61 @@
+"""Choose the network interface that gloo listens on.
+
+gloo takes the address that the host's name resolves to. On many machines that is a loopback address (127.0.1.1 on
+Debian), which processes of other machines cannot reach. Then the interface is chosen that reaches the meeting point.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from contextlib import suppress
+from ipaddress import ip_address
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+"""The environment variable that names the interface of gloo."""
+_SIOCGIFADDR = 0x8915
+
+
+def choose_interface(address: str, port: int) -> None:
+    """Set GLOO_SOCKET_IFNAME, unless it is set or the host's name is an address that others can reach."""
+    if os.environ.get(VARIABLE) or not _is_loopback(_address_of(socket.gethostname())):
+        return
+    here = _address_towards(address, port)
+    if here is not None and not _is_loopback(here) and (name := interface_of(here)) is not None:
+        os.environ[VARIABLE] = name
+
+
+def _address_of(host: str) -> str | None:
+    with suppress(OSError):
+        return socket.gethostbyname(host)
+    return None
+
+
+def _is_loopback(address: str | None) -> bool:
+    """Return True for an address that only this machine can reach, and for none, where gloo takes one."""
+    return address is None or ip_address(address).is_loopback
+
+
+def _address_towards(address: str, port: int) -> str | None:
+    """Return the local address of packets to another one; a UDP socket sends nothing to connect."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+        end.connect((address, port))
+        return end.getsockname()[0]
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface with an IPv4 address, on Linux."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                row = fcntl.ioctl(end.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(row[20:24]) == address:
+                    return name
+    return None

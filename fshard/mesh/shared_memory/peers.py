@@ -1,0 +1,245 @@
+"""The other processes of this machine: messages through shared memory, tensors copied from the sender's memory.
+
+gloo sends everything over loopback TCP, with its own threads. Processes of one machine need neither. A short message
+in a ring (see `rings`) contains a small tensor or the address of a large one; the receiver then copies it from the
+sender's memory (process_vm_readv), once, and confirms it.
+
+    process 0                                        process 1
+    "x is at 0x7f.., 8 MB"     ------------------>   copies it
+    may modify x again         <------------------   "read"
+
+A process that waits, for a message or for space in a ring, receives what all others send meanwhile, and advances all
+that is in progress. It yields the processor between looks, and then sleeps until a byte arrives in a Unix socket, one
+for each pair. The sockets of a process that ends, or leaves the world, close, which ends the waits of the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import socket
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import RLock
+from typing import Any
+from weakref import ref
+
+from fshard.errors import MismatchError
+from fshard.mesh.runtimes.call import CallInfo
+from fshard.mesh.shared_memory import rings
+from fshard.mesh.shared_memory.rings import ASLEEP, RECEIVED, RingReader, RingWriter
+
+GLANCES = 400
+"""Number of checks for a message, yielding the CPU in between, before sleeping: waking up takes longer."""
+MAX_SLEEP = 0.1
+"""Maximal seconds to sleep before the time limit is checked."""
+MAX_SPANS = 1024
+"""Spans of memory that the system fills in one call."""
+
+Span = tuple[int, int]
+"""Address and size of memory, in bytes."""
+
+
+class Peer:
+    """Another process of this machine."""
+
+    def __init__(self, rank: int, pid: int, end: socket.socket, libc: Any) -> None:
+        self.rank, self.pid, self.socket, self._libc = rank, pid, end, libc
+        end.setblocking(True)  # whatever the default: with a time-out of Python's, flags are not heeded
+        outgoing = rings.new_ring()
+        socket.send_fds(end, [b"ring"], [outgoing])
+        _, (incoming,), _, _ = socket.recv_fds(end, 4, 1)
+        self.outgoing, self.incoming = RingWriter(outgoing, self._wake), RingReader(incoming)
+        for file in (outgoing, incoming):
+            os.close(file)
+        self.is_gone, self._mismatch = False, ""
+        self.sent, self.calls = 0, deque[CallInfo](maxlen=16)
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # it has ended, or has enough wake-ups
+            self.socket.send(b"!", socket.MSG_DONTWAIT)
+
+    def put(self, key: int, address: int, size: int, stamp: int, source: int | None = None) -> bool:
+        """Write a message to its ring; return False if there is no space."""
+        if self.is_gone:
+            raise self.lost()
+        return self.outgoing.put(key, address, size, stamp, source)
+
+    def look(self, key: int | None) -> bool:
+        """Return True if a message is in the inbox; after a mismatch later messages belong to another call."""
+        return not self._mismatch and self.incoming.look(key)
+
+    def check_alive(self) -> None:
+        """Drain its wake-ups; detect that it has ended or left."""
+        try:
+            while not self.is_gone:
+                self.is_gone = not self.socket.recv(1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.is_gone = True
+
+    def read(self, address: int, spans: Sequence[Span]) -> None:
+        """Copy consecutive memory of the other process to spans of this one's."""
+        while spans:
+            into = array("q", [number for span in spans[:MAX_SPANS] for number in span])
+            source = array("q", [address, sum(into[1::2])])
+            vectors = into.buffer_info()[0], len(into) // 2, source.buffer_info()[0], 1
+            count = self._libc.process_vm_readv(self.pid, *vectors, 0) if source[1] else 0
+            if count < 0 or (source[1] and not count):
+                raise self._unreadable(ctypes.get_errno())
+            address, spans = address + count, _rest(spans, count) if count < source[1] else spans[MAX_SPANS:]
+        if self.incoming.is_closed:
+            raise self.lost()
+
+    def _unreadable(self, code: int) -> RuntimeError:
+        """Return the reason why memory cannot be read: an ending process loses its memory shortly before its sockets."""
+        until = time.monotonic() + 1
+        while not self.is_gone and time.monotonic() < until:
+            self.check_alive()
+            time.sleep(0.001)
+        failure = f"reading the memory of process {self.rank} failed: {os.strerror(code)}; FSHARD_DIRECT=0 avoids it"
+        return self.lost() if self.is_gone else RuntimeError(failure)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the other process, normally or because of an error."""
+        if isinstance(error, MismatchError):
+            self._mismatch = self._mismatch or str(error)
+        self.outgoing.close()
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.is_gone = True
+
+    def lost(self) -> RuntimeError:
+        """Return the error for a process that has ended, or that this one has left."""
+        if self._mismatch:
+            return MismatchError(
+                "The processes of this group have parted, and the group is lost: start them again. What parted them: "
+                f"{self._mismatch}"
+            )
+        return RuntimeError(f"Connection closed by process {self.rank}")
+
+
+def _rest(spans: Sequence[Span], count: int) -> list[Span]:
+    """Return spans without their first bytes: the system reads at most 2 GB in one call."""
+    rest = list[Span]()
+    for address, size in spans:
+        skipped = min(count, size)
+        count -= skipped
+        if size > skipped:
+            rest.append((address + skipped, size - skipped))
+    return rest
+
+
+Need = tuple[Peer, int]
+"""A message to receive: its sender and key."""
+
+
+class Peers:
+    """All other processes of this machine, by rank."""
+
+    def __init__(self, by_rank: Mapping[int, Peer], timeout: timedelta, libc: Any = None) -> None:
+        self.by_rank, self.timeout, self._libc, self._sleepers = by_rank, timeout.total_seconds(), libc, 0
+        self.lock = RLock()  # held by the thread that receives, or steps a wire
+        if by_rank:
+            this = ref(self)
+            os.register_at_fork(after_in_child=lambda: _close_sockets(this()))
+
+    def put(self, to: Peer, *message: int) -> None:
+        """Write a message, when there is space; receive meanwhile, since the others may wait for the same."""
+        until = 0.0
+        while not to.put(*message):
+            until = until or time.monotonic() + self.timeout
+            self._sleep(0.001)
+            if time.monotonic() > until:
+                raise RuntimeError(f"Timed out sending to process {to.rank}")
+
+    def wait(self, needs: Sequence[Need], advance: Callable[[], bool]) -> None:
+        """Wait for messages; advance whatever else is in progress, since others may wait for that."""
+        until, glances = 0.0, GLANCES
+        for peer, key in needs:
+            while not self.look(peer, key):
+                if peer.is_gone and not self.look(peer, key):
+                    raise peer.lost()
+                if advance():
+                    continue
+                if glances:
+                    glances -= 1
+                    os.sched_yield()
+                    continue
+                now = time.monotonic()
+                until = until or now + self.timeout
+                if now > until:
+                    raise RuntimeError(f"Timed out waiting for process {peer.rank}")
+                self._sleep(MAX_SLEEP)
+
+    def look(self, peer: Peer, key: int) -> bool:
+        """Return True if a message has arrived."""
+        with self.lock:
+            return peer.look(key)
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until a message arrives; receive what all others have sent."""
+        self._announce_sleep(1)
+        rings.fence(self._libc)
+        try:
+            sockets = select.poll()  # one per thread: several may sleep
+            for peer in self.by_rank.values():
+                if not peer.is_gone:
+                    sockets.register(peer.socket.fileno(), select.POLLIN)
+            if not any(peer.incoming.is_filled for peer in self.by_rank.values()):  # before others saw that it sleeps
+                sockets.poll(seconds * 1e3)
+        finally:
+            self._announce_sleep(-1)
+        with self.lock:
+            for peer in self.by_rank.values():
+                peer.check_alive()
+                peer.look(None)
+
+    def _announce_sleep(self, more: int) -> None:
+        """Count the threads that sleep, and let writers know if there are any."""
+        with self.lock:
+            self._sleepers += more
+            for peer in self.by_rank.values():
+                peer.incoming.words[ASLEEP] = self._sleepers
+
+    def has_gone(self, rank: int) -> bool:
+        """Return True if a process is a peer and has ended."""
+        peer = self.by_rank.get(rank)
+        if peer is None:
+            return False
+        peer.check_alive()
+        return peer.is_gone
+
+    def unreceived(self) -> list[CallInfo]:
+        """Announce that this process receives no more, and return its messages that others leave without."""
+        calls, until = list[CallInfo](), time.monotonic() + self.timeout
+        for peer in self.by_rank.values():
+            peer.outgoing.close()
+        for peer in self.by_rank.values():
+            words = peer.outgoing.words
+            while not (gone := peer.is_gone or peer.incoming.is_closed) and words[RECEIVED] < peer.sent:
+                if time.monotonic() > until:
+                    break
+                self._sleep(0.001)
+            if gone and (count := peer.sent - words[RECEIVED]):
+                calls += [*peer.calls][-count:]
+        return calls
+
+    def close(self) -> None:
+        """Leave all others."""
+        for peer in self.by_rank.values():
+            peer.close()
+            peer.socket.close()
+
+
+def _close_sockets(peers: Peers | None) -> None:
+    """Close the sockets in a child of this process: else the others would not notice when this one ends."""
+    for peer in peers.by_rank.values() if peers is not None else ():
+        peer.socket.close()
+        peer.is_gone = True

@@ -1,0 +1,122 @@
+"""Several machines: two network namespaces with two processes each, shared memory within and gloo between."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P
+from fshard.mesh.runtimes import interface
+from fshard.mesh.runtimes.interface import VARIABLE, choose_interface, interface_of
+
+HOSTS = {"fshard0": "10.213.7.1", "fshard1": "10.213.7.2"}
+"""The namespaces and their addresses."""
+
+
+def _ip(*words: str) -> bool:
+    return subprocess.run(["ip", *words], check=False, capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces that are connected by a pair of interfaces."""
+    first, second = HOSTS
+    try:
+        is_made = _ip("netns", "add", first) and _ip("netns", "add", second)
+        is_made = is_made and _ip("link", "add", "fs0", "netns", first, "type", "veth", "peer", "fs1", "netns", second)
+        for index, (name, address) in enumerate(HOSTS.items()):
+            for words in (("link", "set", "lo"), ("addr", "add", f"{address}/24", "dev"), ("link", "set")):
+                tail = ["up"] if words[-1] == "lo" else [f"fs{index}", *(["up"] if words[0] == "link" else [])]
+                is_made = is_made and _ip("-n", name, *words, *tail)
+        if not is_made:
+            pytest.skip("network namespaces are not permitted")
+        yield [*HOSTS]
+    finally:
+        for name in HOSTS:
+            _ip("netns", "del", name)
+
+
+def train(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+    """Return the parameters after three ZeRO-3 steps."""
+    torch.manual_seed(0)
+    params = {"w": torch.randn(24, 40), "v": torch.randn(40, 3)}
+    params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.adamw(1e-2), mesh=mesh, axis="data", stage=3)
+    step = fs.train_step(
+        lambda p, x: (x @ p["w"]).tanh().matmul(p["v"]).square().mean(), opt, mesh=mesh, batch=P("data")
+    )
+    state = opt.init(params)
+    for turn in range(3):
+        params, state, _ = step(params, state, torch.randn(8, 24, generator=torch.Generator().manual_seed(turn)))
+    return fs.unshard(params)
+
+
+def test_two_machines_have_the_bits_of_virtual_devices(hosts, tmp_path):
+    """The host's name resolves to loopback in the namespaces, so an interface is chosen."""
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment |= {"WORLD_SIZE": "4", "MASTER_ADDR": HOSTS[hosts[0]], "MASTER_PORT": "29501", "LOCAL_WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", hosts[rank // 2], sys.executable, __file__, str(tmp_path / str(rank))],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "FSHARD_TIMEOUT": "200"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, "\n".join(errors)
+    expected = train(fs.make_mesh({"data": 4}))
+    for rank in range(4):
+        params, transports = torch.load(tmp_path / str(rank))
+        assert transports == {"world": "Gloo", "host": "SharedMemory"}
+        assert all(torch.equal(params[name], x) for name, x in expected.items())
+
+
+def test_interface_is_chosen_where_the_name_is_loopback(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(interface, "_address_towards", lambda address, port: "127.0.0.1")
+    choose_interface("localhost", 1)
+    assert VARIABLE not in os.environ
+    names = {address: f"eth{address[-1]}" for address in HOSTS.values()}
+    monkeypatch.setattr(interface, "interface_of", names.get)
+    monkeypatch.setattr(interface, "_address_towards", lambda address, port: HOSTS["fshard1"])
+    monkeypatch.setattr(interface, "_address_of", lambda host: HOSTS["fshard0"])
+    choose_interface("elsewhere", 1)
+    assert VARIABLE not in os.environ  # gloo's choice can be reached
+    monkeypatch.setattr(interface, "_address_of", lambda host: "127.0.1.1")
+    choose_interface("elsewhere", 1)
+    assert os.environ.pop(VARIABLE) == "eth2"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are looked up on Linux")
+def test_interface_of_an_address():
+    assert interface_of("127.0.0.1") == "lo" and interface_of("203.0.113.77") is None
+
+
+def _main(path: Path) -> None:
+    from fshard.mesh.runtimes.process import ProcessWorld
+    from fshard.mesh.spmd.scope import require
+
+    mesh = fs.make_mesh({"data": 4})
+    result = train(mesh)
+    grid = fs.make_mesh({"host": 2, "process": 2})
+
+    def kinds() -> dict[str, str]:
+        groups = {
+            "world": require("test").group(("host", "process"), "test"),
+            "host": require("test").group("process", "test"),
+        }
+        world = ProcessWorld.of(grid)
+        return {name: type(world.transport(group)).__name__ for name, group in groups.items()}
+
+    torch.save((result, fs.run(kinds, mesh=grid)[0]), path)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
