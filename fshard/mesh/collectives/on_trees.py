@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import Literal, ParamSpec, Protocol, cast
+from typing import Any, Literal, ParamSpec, Protocol, cast
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -129,8 +129,9 @@ def collective(plan: Callable[Params, CollectiveCall]) -> Collective[Params]:
     def start(*args: Params.args, **kwargs: Params.kwargs) -> Handle:
         return _planned(plan, args, kwargs).start()
 
-    function, signature = cast("Any", update_wrapper(run, plan)), inspect.signature(plan)
-    function.start = update_wrapper(start, plan)
+    function: Any = update_wrapper(run, plan)
+    function.start = update_wrapper(cast("Any", start), plan)
+    signature = inspect.signature(plan)
     function.__signature__ = signature.replace(return_annotation=PyTree)
     function.start.__signature__ = signature.replace(return_annotation=Handle)
     return function
