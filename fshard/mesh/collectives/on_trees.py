@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import Any, Literal, ParamSpec, Protocol, cast
+from typing import Any, Literal, ParamSpec, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -130,10 +130,11 @@ def collective(plan: Callable[Params, CollectiveCall]) -> Collective[Params]:
         return _planned(plan, args, kwargs).start()
 
     function: Any = update_wrapper(run, plan)
-    function.start = update_wrapper(cast("Any", start), plan)
+    started: Any = update_wrapper(start, plan)
     signature = inspect.signature(plan)
     function.__signature__ = signature.replace(return_annotation=PyTree)
-    function.start.__signature__ = signature.replace(return_annotation=Handle)
+    started.__signature__ = signature.replace(return_annotation=Handle)
+    function.start = started
     return function
 
 
