@@ -41,7 +41,7 @@ from fshard.uncompiled import uncompiled
 
 Stage = Literal[0, 1, 2, 3]
 Unit = Literal["elementwise", "matrix"]
-AT_ONCE = 1 << 22
+AT_ONCE = 1 << 26
 """Approximate bytes of parameters that are assembled together in a donated step."""
 
 
