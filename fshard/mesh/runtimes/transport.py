@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, FshardError, LostProcessError
 from fshard.mesh.collectives.moves import Wired
+from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CallInfo
 
 LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "Socket closed", "remote process")
@@ -115,7 +116,11 @@ class Transport:
 
 def joined(xs: Sequence[Tensor]) -> Tensor:
     """Return packed tensors as one contiguous buffer."""
-    return xs[0].contiguous() if len(xs) == 1 else torch.cat([*xs], dim=-1)
+    x = xs[0]
+    if len(xs) == 1:
+        return x.contiguous()
+    buffer = empty((*x.shape[:-1], sum([x.shape[-1] for x in xs])), x.dtype) if x.is_cpu else None
+    return torch.cat([*xs], dim=-1, out=buffer)
 
 
 def as_bytes(xs: Tensors) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
@@ -41,6 +42,8 @@ So other messages still fit while the receiver is late: no call waits for a rece
 """
 ONE_ROUND = 1 << 20
 """Bytes to read up to which every process sums everything, in one round instead of two."""
+OWN_SUM = 64 << 10
+"""Bytes from which on a tensor among several is summed in its own memory; smaller ones share a buffer."""
 CHUNK = 256 << 10
 """Bytes that are read and added at a time."""
 MESSAGE, ANSWER = 4, 3
@@ -137,6 +140,30 @@ class Exchange:
             raise self._call.mismatch(peer.rank, message.stamp)
         return message
 
+    def offer_rows(self, to: int, rows: Sequence[Tensor], round: int = 0) -> None:
+        """Offer one row to a process; of several, by a table of their addresses."""
+        if len(rows) == 1:
+            self.offer(to, rows[0].data_ptr(), rows[0].nbytes, round)
+        else:
+            table = array("q", [row.data_ptr() for row in rows])
+            self.offer(to, table.buffer_info()[0], 8 * len(rows), round, inside=True)
+
+    def take_rows(self, source: int, sizes: Sequence[int], round: int = 0) -> list[RingMessage]:
+        """Return the offer of each row of a process."""
+        if len(sizes) == 1:
+            return [self.take(source, sizes[0], round)]
+        message = self.take(source, 8 * len(sizes), round)
+        table = array("q", ctypes.string_at(message.inside, message.size))
+        return [RingMessage(address, size, message.stamp, 0) for address, size in zip(table, sizes, strict=True)]
+
+    def get_rows(self, source: int, rows: Sequence[Tensor], round: int = 0) -> None:
+        """Copy the rows of a process to memory of this one, and confirm it."""
+        messages = self.take_rows(source, [row.nbytes for row in rows], round)
+        for row, message in zip(rows, messages, strict=True):
+            self.copy(source, message, [(row.data_ptr(), row.nbytes)])
+        if len(rows) > 1 or messages[0].address != INSIDE:
+            self.confirm(source)
+
     def copy(self, source: int, message: RingMessage, spans: Sequence[Span], offset: int = 0) -> None:
         """Copy what a process offers, from an offset on, to memory of this one."""
         if message.address != INSIDE:
@@ -199,55 +226,78 @@ def _rows(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
 
 def _scatter(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     """Reduce-scatter. (n, elements) -> (elements,)"""
-    rows = joined(xs)
-    total = empty((rows.shape[1],), rows.dtype)
-    yield from _sum(exchange, [*rows], combining(move), total)
-    yield from _end_sum(exchange, total.nbytes)
-    return total
+    columns = _columns(xs)
+    totals = [empty((rows.shape[1],), rows.dtype) for rows in columns]
+    yield from _sum(exchange, [[*rows] for rows in columns], combining(move), totals)
+    yield from _end_sum(exchange, totals)
+    return _in_order(xs, totals)
 
 
 def _reduce(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     """All-reduce (sum or extreme). (elements,) -> (elements,)"""
-    x = joined(xs)
-    total, n = empty((len(x),), x.dtype), exchange.n
-    if x.nbytes * (n - 1) <= ONE_ROUND:
-        yield from _sum(exchange, [x] * n, combining(move), total)
-        yield from _end_sum(exchange, x.nbytes)
-        return total
+    columns, n = _columns(xs), exchange.n
+    totals = [empty((len(x),), x.dtype) for x in columns]
+    if sum([x.nbytes for x in columns]) * (n - 1) <= ONE_ROUND:
+        yield from _sum(exchange, [[x] * n for x in columns], combining(move), totals)
+        yield from _end_sum(exchange, totals)
+        return _in_order(xs, totals)
 
-    ranges = [slice(*flat_range(len(x), n, index)) for index in range(n)]
-    sums = [total[range] for range in ranges]
-    yield from _sum(exchange, [x[range] for range in ranges], combining(move), sums[exchange.index])
+    ranges = [[slice(*flat_range(len(x), n, index)) for index in range(n)] for x in columns]
+    shards = [[x[range] for range in each] for x, each in zip(columns, ranges, strict=True)]
+    sums = [[total[range] for range in each] for total, each in zip(totals, ranges, strict=True)]
+    local = [rows[exchange.index] for rows in sums]
+    yield from _sum(exchange, shards, combining(move), local)
     for other in exchange.others:
-        exchange.offer(other, sums[exchange.index].data_ptr(), sums[exchange.index].nbytes, round=1)
+        exchange.offer_rows(other, local, round=1)
     yield exchange.needs(exchange.others, round=1)  # these are offered after all of the first round has been read
     for other in exchange.others:
-        exchange.get(other, [(sums[other].data_ptr(), sums[other].nbytes)], round=1)
-    if sums[exchange.index].nbytes > INLINE:
+        exchange.get_rows(other, [rows[other] for rows in sums], round=1)
+    if _are_offered_by_address(local):
         yield from exchange.confirmed(exchange.others)
-    return total
+    return _in_order(xs, totals)
 
 
-def _sum(exchange: Exchange, rows: Sequence[Tensor], combine: Combine, total: Tensor) -> Wire:
-    """Offer each process its row; combine the local one with those that all others offer, in chunks."""
+def _columns(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors to sum: the large ones, and before these all others in one buffer."""
+    small = [x for x in xs if x.nbytes < OWN_SUM]
+    large = [x.contiguous() for x in xs if x.nbytes >= OWN_SUM]
+    return [joined(small), *large] if small else large
+
+
+def _in_order(xs: Sequence[Tensor], totals: list[Tensor]) -> list[Tensor]:
+    """Return the sum of each tensor, from those of `_columns`."""
+    widths = [x.shape[-1] for x in xs if x.nbytes < OWN_SUM]
+    small, large = iter(totals[0].split(widths) if widths else ()), iter(totals[1:] if widths else totals)
+    return [next(small if x.nbytes < OWN_SUM else large) for x in xs]
+
+
+def _sum(exchange: Exchange, columns: list[list[Tensor]], combine: Combine, totals: list[Tensor]) -> Wire:
+    """Offer each process its row of each column; combine the local ones with those that all others offer, in chunks."""
     for other in exchange.others:
-        exchange.offer(other, rows[other].data_ptr(), rows[other].nbytes)
+        exchange.offer_rows(other, [rows[other] for rows in columns])
     yield exchange.needs(exchange.others)
-    local = rows[exchange.index]
-    messages = {other: exchange.take(other, local.nbytes) for other in exchange.others}
-    item, length = local.element_size(), min(CHUNK // local.element_size(), len(local))
-    scratch = empty((exchange.n, length), local.dtype)
-    for begin in range(0, len(local), length or 1):
-        chunk = local[begin : begin + length]
-        summands = [chunk if index == exchange.index else scratch[index, : len(chunk)] for index in range(exchange.n)]
-        for other, message in messages.items():
-            exchange.copy(other, message, [(summands[other].data_ptr(), chunk.nbytes)], begin * item)
-        combined(summands, combine, chunk, total[begin : begin + length])
+    local_rows = [rows[exchange.index] for rows in columns]
+    sizes = [local.nbytes for local in local_rows]
+    offers = {other: exchange.take_rows(other, sizes) for other in exchange.others}
+    item = local_rows[0].element_size()
+    length = min(CHUNK, max(sizes)) // item
+    scratch = empty((exchange.n, length), local_rows[0].dtype)
+    for column, (local, total) in enumerate(zip(local_rows, totals, strict=True)):
+        for begin in range(0, len(local), length or 1):
+            chunk = local[begin : begin + length]
+            summands = [chunk if i == exchange.index else scratch[i, : len(chunk)] for i in range(exchange.n)]
+            for other, messages in offers.items():
+                exchange.copy(other, messages[column], [(summands[other].data_ptr(), chunk.nbytes)], begin * item)
+            combined(summands, combine, chunk, total[begin : begin + length])
 
 
-def _end_sum(exchange: Exchange, size: int) -> Wire:
-    """Wait until all others have read rows of a size, and confirm that theirs have been read."""
-    if size > INLINE:
+def _are_offered_by_address(rows: Sequence[Tensor]) -> bool:
+    return len(rows) > 1 or rows[0].nbytes > INLINE
+
+
+def _end_sum(exchange: Exchange, rows: Sequence[Tensor]) -> Wire:
+    """Confirm that rows like these have been read; wait until all others have read theirs."""
+    if _are_offered_by_address(rows):
         for other in exchange.others:
             exchange.confirm(other)
         yield from exchange.confirmed(exchange.others)
