@@ -161,7 +161,10 @@ def test_a_step_follows_the_sequential_loop(name):
         expected, norms = sequential(lambda p, x: second(p, first_stage(p, x)).square().mean(), full, **arguments)
     for key, x in expected.items():
         torch.testing.assert_close(params[key], x, rtol=100 * torch.finfo(x.dtype).eps, atol=1e-5)
-    torch.testing.assert_close(torch.stack([each["grad_norm"] for each in metrics]), torch.stack(norms))
+    rtol = 100 * torch.finfo(torch.float32).eps  # of gradients at these parameters
+    torch.testing.assert_close(
+        torch.stack([each["grad_norm"] for each in metrics]), torch.stack(norms), rtol=rtol, atol=1e-5
+    )
 
 
 def test_power_sgd_projects_the_gradient_of_a_stage():

@@ -56,13 +56,13 @@ def assert_equal_to_one_device(name):
 
 def without(kind, axis=None):
     """Return collectives of which one kind is left out, along all axes or one."""
-    whole = communicate.apply_move
+    apply = communicate.apply
 
-    def apply_move(mesh, move, axes, shards, site):
-        is_left_out = isinstance(move, kind) and axis in (None, *axes)
-        return shards if is_left_out else whole(mesh, move, axes, shards, site)
+    def mutant(bound, shards):
+        is_left_out = isinstance(bound.move, kind) and axis in (None, *bound.group.axes)
+        return shards if is_left_out else apply(bound, shards)
 
-    return apply_move
+    return mutant
 
 
 def mean_of_means(plan, logits, labels):
@@ -83,10 +83,10 @@ def one_mask(values, layout, device):
 
 SHARD_OF = create.shard_of
 MUTANTS = {
-    "row without psum": ("1d", communicate, "apply_move", without(Psum)),
-    "column without psum of cotangents": ("1d", communicate, "apply_move", without(Pvary)),
-    "depth not reduced": ("2.5d", communicate, "apply_move", without(Pvary, "d")),
-    "tokens not reduced": ("ring", communicate, "apply_move", without(Pvary, "seq")),
+    "row without psum": ("1d", communicate, "apply", without(Psum)),
+    "column without psum of cotangents": ("1d", communicate, "apply", without(Pvary)),
+    "depth not reduced": ("2.5d", communicate, "apply", without(Pvary, "d")),
+    "tokens not reduced": ("ring", communicate, "apply", without(Pvary, "seq")),
     "stale keys and values": ("ring", blocks.BlockPlan, "received", stale),
     "mean of means": ("ring", fs.tensor.Plan, "cross_entropy", mean_of_means),
     "one dropout mask on all shards": ("1d", create, "shard_of", one_mask),

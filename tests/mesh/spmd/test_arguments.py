@@ -60,9 +60,13 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "options without names": (
         lambda: map_data(lambda x: UNTYPED.all_to_all(x, "data", 0, 0), X),
         TypeError,
-        "Write fs.all_to_all(tree, axis, split_dim=0, concat_dim=0)",
+        "fs.all_to_all(tree, axis, split_dim, concat_dim): too many positional arguments",
     ),
-    "a dim without its name": (lambda: map_data(lambda x: UNTYPED.psum_scatter(x, "data", 0), X), TypeError, "dim=0)"),
+    "a dim without its name": (
+        lambda: map_data(lambda x: UNTYPED.psum_scatter(x, "data", 0), X),
+        TypeError,
+        "(tree, axis, dim)",
+    ),
     "an array in the closure": (lambda: map_data(lambda x: x * ARRAY, X), LayoutError, "pass the array as an argument"),
     "an array in the closure alone": (
         lambda: map_data(lambda x: ARRAY.sin(), X),

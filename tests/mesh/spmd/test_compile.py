@@ -179,7 +179,7 @@ def compiled_in_place() -> Net:
 
 @pytest.mark.parametrize(
     ("made", "parts"),
-    [(part_compiled, "a, b"), (lambda: compiled(Net()), "the model"), (compiled_in_place, "b")],
+    [(part_compiled, "a"), (lambda: compiled(Net()), "the model"), (compiled_in_place, "b")],
     ids=["parts", "whole", "in place"],
 )
 def test_boost_of_compiled_module_raises(made, parts):
