@@ -259,13 +259,17 @@ def _reduce(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
 
 def _columns(xs: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors to sum: the large ones, and before these all others in one buffer."""
+    if len(xs) == 1:
+        return [xs[0].contiguous()]
     small = [x for x in xs if x.nbytes < OWN_SUM]
     large = [x.contiguous() for x in xs if x.nbytes >= OWN_SUM]
     return [joined(small), *large] if small else large
 
 
-def _in_order(xs: Sequence[Tensor], totals: list[Tensor]) -> list[Tensor]:
-    """Return the sum of each tensor, from those of `_columns`."""
+def _in_order(xs: Sequence[Tensor], totals: list[Tensor]) -> Tensor | list[Tensor]:
+    """Return the sum of each tensor, from those of `_columns`; or of all in one buffer."""
+    if len(totals) == 1:
+        return totals[0]
     widths = [x.shape[-1] for x in xs if x.nbytes < OWN_SUM]
     small, large = iter(totals[0].split(widths) if widths else ()), iter(totals[1:] if widths else totals)
     return [next(small if x.nbytes < OWN_SUM else large) for x in xs]
