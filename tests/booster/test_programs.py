@@ -115,7 +115,7 @@ def dropped_by_model(loop):
 
 
 def looked_at_before_step(loop):
-    """A forward whose loss nobody differentiates, as for a metric."""
+    """A forward whose loss has no backward, as for a metric."""
     for step in range(2):
         loop.backward(loop.forward(step).square().mean())
         loop.forward(step + 5)

@@ -87,7 +87,7 @@ def _libc() -> Any:
 
 
 def _let_siblings_read(libc: Any) -> None:
-    """Where Yama lets only parents read (ptrace_scope 1), let the user's other processes read this one's memory."""
+    """Permit the user's other processes to read this one's memory, where Yama permits only parents (ptrace_scope 1)."""
     with suppress(OSError):
         if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
             set_ptracer, any_process = 0x59616D61, ctypes.c_ulong(-1)

@@ -126,7 +126,7 @@ def adafactor(lr: Rate = 1e-2, **options: Any) -> Optimizer:
 
 
 class MuonParts(NamedTuple):
-    """The matrices that a fused weight is made of, concatenated along a dim: so many equal ones, or of these lengths."""
+    """The matrices of a fused weight, concatenated along a dim: a number of equal ones, or the length of each."""
 
     parts: int | tuple[int, ...]
     dim: int

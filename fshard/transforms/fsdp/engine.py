@@ -182,7 +182,7 @@ class GradientSums:
         self._in_flight.append(PendingReduction(indices, wait, prod([shape[axis] for axis in self.along])))
 
     def finish(self, in_flight: int = 0) -> None:
-        """Wait for reductions, the oldest first, until at most so many are in flight."""
+        """Wait for reductions, the oldest first, until at most `in_flight` are left."""
         while len(self._in_flight) > in_flight:
             pending = self._in_flight.pop(0)
             for index, g in zip(pending.indices, pending.wait(), strict=True):
