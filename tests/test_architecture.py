@@ -33,9 +33,10 @@ MAY_IMPORT = {
     "uncompiled": set(),
     "copying": {"errors"},
     "mesh": GROUND,
+    "memory": GROUND | {"mesh"},
     "array": GROUND | {"mesh"},
     "tensor": GROUND | {"mesh", "array", "transforms", "pipeline"},  # a plan runs a module on arrays in a step
-    "optim": GROUND | {"mesh"},
+    "optim": GROUND | {"mesh", "memory"},
     "transforms": GROUND | {"mesh", "optim", "pipeline"},  # a training step is a gradient and an optimizer
     "pipeline": GROUND | {"mesh"},
     "comm": GROUND | {"mesh", "optim", "transforms"},

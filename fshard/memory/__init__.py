@@ -1,0 +1,1 @@
+"""Memory kinds: "device", "host" and "disk"; transfers between them, and limits."""
