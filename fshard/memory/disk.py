@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import DiskError
-from fshard.memory.pool import Pool
+from fshard.memory.pool import Pool, empty_on_host
 
 CHUNK = 1 << 24
 """Bytes of the page-locked buffers between a file and a GPU."""
@@ -172,7 +172,7 @@ def _through_file(x: Tensor, other: Tensor, reads: bool) -> None:
         _staging.release(buffer, torch.cuda.current_stream(chunk.device).record_event())
 
 
-_staging = Pool(CHUNK, locked=True)
+_staging = Pool(lambda: empty_on_host((CHUNK,), torch.uint8, locked=True))
 
 
 def _transfer(file: _DiskFile, offset: int, values: Tensor, reads: bool) -> None:

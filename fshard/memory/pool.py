@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
@@ -18,23 +18,19 @@ from torch import Tensor
 
 
 class Pool:
-    """Byte buffers of one size, made when first needed and reused; page-locked on the host with `locked`."""
+    """Buffers that are made by a function when none is free, and reused."""
 
-    def __init__(self, nbytes: int, device: torch.device | str = "cpu", *, locked: bool = False) -> None:
-        self.nbytes, self._device, self._locked = nbytes, torch.device(device), locked
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make = make
         self._free: deque[tuple[Tensor, torch.Event | None]] = deque()
 
     def take(self) -> Tensor:
         """Return a buffer, after the last copy that used it."""
         if not self._free:
-            if self._device.type == "cpu":
-                return empty_on_host((self.nbytes,), torch.uint8, locked=self._locked)
-            return torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+            return self._make()
         buffer, event = self._free.popleft()
-        if event is not None and buffer.is_cpu:
-            event.synchronize()
-        elif event is not None:
-            event.wait()
+        if event is not None:
+            (event.synchronize if buffer.is_cpu else event.wait)()
         return buffer
 
     def release(self, buffer: Tensor, after: torch.Event | None = None) -> None:
@@ -105,10 +101,10 @@ def stress(*, rate: float | None = None, poison: bool = False) -> Generator[None
         poison: fill targets with NaN (integers with their largest value) while they are under way, and buffers when they
             are released.
 
-    >>> from fshard.memory.transfers import start
+    >>> from fshard.memory.transfers import Link, start
     >>> x, y = torch.ones(2), torch.zeros(2)
     >>> with stress(poison=True):
-    ...     transfer = start(x, y)
+    ...     transfer = start(x, y, Link("host", "device"))
     ...     print(y)
     ...     print(transfer.wait())
     tensor([nan, nan])

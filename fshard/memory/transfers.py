@@ -18,16 +18,18 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fshard.memory import disk
 from fshard.memory.pool import Stress, current_stress, poison, stress
-from fshard.mesh.layout import Runtime
+from fshard.mesh.collectives.ledger import active
+from fshard.mesh.layout import Memory, Runtime
 
-__all__ = ["AT_ONCE", "Transfer", "start", "stress"]
+__all__ = ["AT_ONCE", "Link", "Transfer", "start", "stress"]
 
 AT_ONCE = 8
 """Copies that are under way at a time."""
@@ -47,10 +49,21 @@ class Transfer:
         return self._target
 
 
-def start(source: Tensor, target: Tensor, runtime: Runtime = "virtual") -> Transfer:
-    """Start copying a tensor into another one of its shape and dtype, on a mesh of some runtime.
+class Link(NamedTuple):
+    """The way of a transfer: from one memory to another, of a device of a mesh of some runtime."""
 
-    >>> start(torch.ones(2), torch.empty(2)).wait()
+    source: Memory
+    target: Memory
+    runtime: Runtime = "virtual"
+    device: int = 0
+
+
+def start(source: Tensor, target: Tensor, link: Link) -> Transfer:
+    """Start copying a tensor into another one of its shape and dtype.
+
+    The ledger counts the bytes; between disk and device they pass through the host.
+
+    >>> start(torch.ones(2), torch.empty(2), Link("host", "device")).wait()
     tensor([1., 1.])
     """
     if source.shape != target.shape or source.dtype != target.dtype:
@@ -58,6 +71,9 @@ def start(source: Tensor, target: Tensor, runtime: Runtime = "virtual") -> Trans
             f"start: target must have the shape and dtype of source, {tuple(source.shape)} and {source.dtype}; got "
             f"{tuple(target.shape)} and {target.dtype}. Make it with torch.empty_like."
         )
+    for ledger in active():
+        for hop in pairwise(_PATHS.get(link[:2], link[:2])):
+            ledger.record_move(link.device, *hop, source.nbytes)
     source, target, mode = source.detach(), target.detach(), current_stress()
     if source.is_meta or target.is_meta:
         return Transfer(target)
@@ -66,12 +82,18 @@ def start(source: Tensor, target: Tensor, runtime: Runtime = "virtual") -> Trans
     if mode.poison and mode.rate is None:
         return Transfer(target, partial(disk.copy, source, target))
     is_on_gpu = source.is_cuda or target.is_cuda
-    if runtime == "process" and is_on_gpu and not (disk.is_on_disk(source) or disk.is_on_disk(target)):
+    if link.runtime == "process" and is_on_gpu and not (disk.is_on_disk(source) or disk.is_on_disk(target)):
         return _start_on_stream(source, target)
-    if runtime == "process" or mode.rate is not None:
+    if link.runtime == "process" or mode.rate is not None:
         return _start_in_thread(source, target, mode)
     disk.copy(source, target)
     return Transfer(target)
+
+
+_PATHS: dict[Any, tuple[Memory, ...]] = {
+    ("disk", "device"): ("disk", "host", "device"),
+    ("device", "disk"): ("device", "host", "disk"),
+}
 
 
 # -- copies under way ------------------------------------------------------------------------------------------------
