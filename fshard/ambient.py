@@ -22,12 +22,13 @@ class Ambient(threading.local):
     counters: Any = ()  # of storages: fshard.memory.limit
     purpose: Any = None  # of new storages, and the source line behind it: fshard.memory.limit
     memory: Any = None  # the kind of new storages: fshard.mesh.layout.kinds
+    offload: Any = None  # where optimizer state is stored and updated: fshard.memory.state
     regions: Any = ()  # recomputed regions around the caller: fshard.transforms.module.remat
 
 
 ambient = Ambient()
 
-INHERITED = ("mesh", "ledgers", "fixed_order", "counters", "purpose")
+INHERITED = ("mesh", "ledgers", "fixed_order", "counters", "purpose", "offload")
 
 
 def inherited() -> dict[str, Any]:
