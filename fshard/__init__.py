@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from fshard import array, comm, errors, explore, mesh, nn, optim, pipeline, report, tensor
+from fshard import array, comm, errors, explore, memory, mesh, nn, optim, pipeline, report, tensor
 from fshard.booster.booster import Booster
 from fshard.booster.hybrid import HybridParallelPlugin
 from fshard.booster.parallel import parallel
@@ -138,6 +138,7 @@ __all__ = [
     "comm",
     "errors",
     "explore",
+    "memory",
     "mesh",
     "nn",
     "optim",

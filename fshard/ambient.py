@@ -19,12 +19,16 @@ class Ambient(threading.local):
     mesh: Any = None  # of `use_mesh`: fshard.mesh.layout.mesh
     ledgers: Any = None  # those that count; None: all open ones: fshard.mesh.collectives.ledger
     fixed_order: bool = False  # sums are reproducible: fshard.mesh.spmd.deterministic
+    counters: Any = ()  # of storages: fshard.memory.limit
+    purpose: Any = None  # of new storages, and the source line behind it: fshard.memory.limit
+    memory: Any = None  # the kind of new storages: fshard.mesh.layout.kinds
+    offload: Any = None  # where optimizer state is stored and updated: fshard.memory.state
     regions: Any = ()  # recomputed regions around the caller: fshard.transforms.module.remat
 
 
 ambient = Ambient()
 
-INHERITED = ("mesh", "ledgers", "fixed_order")
+INHERITED = ("mesh", "ledgers", "fixed_order", "counters", "purpose", "offload")
 
 
 def inherited() -> dict[str, Any]:

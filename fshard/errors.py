@@ -8,6 +8,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveTimeoutError",
     "DeadlockError",
+    "DiskError",
     "FshardError",
     "LayoutError",
     "LostProcessError",
@@ -40,6 +41,10 @@ class ScopeError(FshardError, RuntimeError):
 
 class DeadlockError(FshardError, RuntimeError):
     """No device can go on: each waits for another, or for one that has finished."""
+
+
+class DiskError(FshardError, RuntimeError):
+    """A folder that cannot have tensors on disk, a disk that is full, or a read or write that failed."""
 
 
 class MismatchError(FshardError, RuntimeError):

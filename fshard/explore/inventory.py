@@ -22,17 +22,19 @@ from torch import Tensor
 
 from fshard.explore.words import global_bytes, most_bytes
 from fshard.mesh.layout import NAMESPACE, Layout, Mesh, PyTree, ShardType
+from fshard.mesh.layout.kinds import MEMORIES
 from fshard.mesh.layout.sharded import Sharded, typeof
 
 _o: Any = optree
 
 
 class Bytes(NamedTuple):
-    """Bytes of a subtree: in total, on the fullest device, in the host memory of the fullest, and on no mesh."""
+    """Bytes of a subtree: in total, of the fullest device in each memory, and on no mesh."""
 
     total: int = 0
     device: int = 0
     host: int = 0
+    disk: int = 0
     unplaced: int = 0
 
 
@@ -89,10 +91,10 @@ def bytes_of(node: Leaf | Branch) -> Bytes:
         at[leaf.layout.memory, axes][leaf.layout.mesh.index(leaf.layout.place)] += times * most_bytes(
             leaf.type, leaf.layout
         )
-    fullest = {
-        memory: sum(max(each.values()) for key, each in at.items() if key[0] == memory) for memory in ("device", "host")
-    }
-    return Bytes(total, fullest["device"], fullest["host"], unplaced)
+    device, host, disk = (
+        sum(max(each.values()) for key, each in at.items() if key[0] == memory) for memory in MEMORIES
+    )
+    return Bytes(total, device, host, disk, unplaced)
 
 
 def meshes_of(node: Leaf | Branch) -> tuple[Mesh, ...]:

@@ -100,6 +100,7 @@ def amount(held: Bytes) -> str:
     parts = [size(held.total)]
     parts += [f"{size(held.device)} per device"] if held.device else []
     parts += [f"{size(held.host)} per device in host memory"] if held.host else []
+    parts += [f"{size(held.disk)} per device on disk"] if held.disk else []
     if held.unplaced:
         parts.append("on no mesh" if held.unplaced == held.total else f"{size(held.unplaced)} on no mesh")
     return ", ".join(parts)

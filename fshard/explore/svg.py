@@ -1,6 +1,6 @@
 """A grid as SVG: a coloured box per cell, with the same text as the text output.
 
-Replicas are a stack of cards, unreduced cells are striped, host memory has a dashed border, and shards of a flat
+Replicas are a stack of cards, unreduced cells are striped, host memory and disk have a dashed border, and shards of a flat
 tensor have widths proportional to their lengths. Text outside the cells has the colour of the page's text, so that it is
 legible on any background; a file of its own follows the reader's light or dark mode.
 
@@ -117,7 +117,7 @@ def _cell(grid: Grid, cell: Cell | None, x: float, y: float, width: float, heigh
         for card in range(cards, 0, -1)
     )
     rim = f'stroke="{INK}" stroke-opacity=".25" stroke-width=".8"'
-    if grid.type.memory == "host" or cell.is_empty:
+    if grid.type.memory != "device" or cell.is_empty:
         rim = f'stroke="{_PAGE if cell.is_empty else INK}" stroke-width="1.6" stroke-dasharray="4 3"'
     box = f'<rect x="{x:g}" y="{y:g}" {shape} fill="{"none" if cell.is_empty else colour}" {rim}/>'
     if grid.type.spec.unreduced and not cell.is_empty:

@@ -57,20 +57,20 @@ def legend(grid: Grid) -> tuple[str, ...]:
     lines = [f"{'' if spec.split_axes else 'unsharded '}at {places}, nothing elsewhere"] if places else []
     lines += [f"Σ: still to be summed, over {' and '.join(spec.unreduced)}"] if spec.unreduced else []
     lines += [f"equal copies along {' and '.join(copied)}"] if copied else []
-    lines += ["in the memory of the host"] if grid.type.memory == "host" else []
+    lines += {"device": [], "host": ["in the memory of the host"], "disk": ["on disk"]}[grid.type.memory]
     return (*lines, *grid.notes)
 
 
 def caption(grid: Grid, cell: Cell) -> str:
-    """Return the devices that hold a cell: "0-3", "Σ 0+1, 2+3", "host 5"."""
+    """Return the devices that hold a cell: "0-3", "Σ 0+1, 2+3", "host 5", "disk 5"."""
     if grid.type.spec.unreduced:
         places = elided(cell.copies.count, 4)
         firsts = (None if place is None else cell.copies.at(place) for place in places)
         text = "Σ " + ", ".join("…" if n is None else summed(Devices(n, cell.summands.steps)) for n in firsts)
     else:
         text = listed(cell.copies)
-    host = "host " if grid.type.memory == "host" else ""
-    return f"{host}{text}{' (empty)' if cell.is_empty else ''}"
+    memory = "" if grid.type.memory == "device" else f"{grid.type.memory} "
+    return f"{memory}{text}{' (empty)' if cell.is_empty else ''}"
 
 
 def coordinates(grid: Grid, cell: Cell) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.memory.state import at_once
 from fshard.mesh.layout import PyTree
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import ArrayOptimizer, Optimizer, Update, elementwise_leaves
@@ -42,7 +43,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     return ArrayOptimizer(
         lambda params: tuple(opt.init(params) for opt in links),
         _through(updates),
-        _through([*updates[:-1], links[-1].step]) if links and links[-1].step else None,
+        _through([*map(at_once, updates[:-1]), links[-1].step]) if links and links[-1].step else None,
         elementwise if any(map(callable, flags)) else all(flags),
     )
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
+from fshard.memory.state import Update, at_once
 from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.mesh.layout.kinds import empty_in, memory_of
 from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.leaves import Leaf, Leaves, is_frozen, like, map_shards, shards_of, trainable
 from fshard.optim.rules import foreach
 
-Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
-"""A function of gradients, state and parameters: to updates (or parameters) and the next state."""
 Elementwise = bool | Callable[[PyTree], list[bool]]
 """True if an element's update depends on that element alone; for all parameters, or per leaf."""
 
@@ -120,7 +120,7 @@ def step_of(opt: Optimizer) -> Update:
         updates, state = opt.update(grads, state, params)
         return apply_updates(params, updates), state
 
-    return opt.step or applied
+    return opt.step or at_once(applied, writes=True)
 
 
 def pure_step(opt: Optimizer) -> Update:
@@ -137,10 +137,13 @@ def pure_step(opt: Optimizer) -> Update:
 
 @torch.no_grad()
 def copied(tree: PyTree) -> PyTree:
-    """Return a tree of copies; tied tensors stay tied. Frozen ones are not copied, since they are never written."""
+    """Return a tree of copies, each in the same memory; tied tensors stay tied.
+
+    Frozen ones are not copied, since they are never written.
+    """
     leaves, structure = flatten(tree, none_is_leaf=True)
     xs = {id(x): x for leaf in leaves if not is_frozen(leaf) for x in shards_of(leaf) if isinstance(x, Tensor)}
-    new = {name: x.clone() for name, x in xs.items()}
+    new = {name: _copy(x) for name, x in xs.items()}
 
     def copied_leaf(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, Sharded) or is_frozen(leaf):
@@ -149,6 +152,18 @@ def copied(tree: PyTree) -> PyTree:
 
     made = {id(leaf): copied_leaf(leaf) for leaf in leaves}
     return unflatten(structure, [made[id(leaf)] for leaf in leaves])
+
+
+def _copy(x: Tensor) -> Tensor:
+    memory = memory_of(x)
+    if memory == "disk":
+        raise OptimizerError(
+            "state on disk must be updated in place; got a step that copies its arguments. Write train_step(..., donate=True), "
+            "without reproducible=True."
+        )
+    if memory == "device":
+        return x.clone()
+    return empty_in(memory, x.shape, x.dtype, "cuda" if x.is_pinned() else x.device.type).copy_(x)
 
 
 # -- optimizers inside of others ---------------------------------------------------------------------------------------

@@ -28,13 +28,15 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
-from fshard.mesh.layout import Layout, Mesh, P, PyTree
+from fshard.memory.state import UpdateOn
+from fshard.mesh.layout import Layout, Memory, Mesh, P, PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard_all
 from fshard.mesh.spmd.run import resolve_mesh
 from fshard.optim.compression import Compression
 from fshard.optim.contract import Elementwise, Optimizer, Update, elementwise_leaves, step_of
 from fshard.optim.leaves import Leaf, Leaves, kind_of
+from fshard.optim.offload import offloaded
 from fshard.optim.per_device import array_optimizer, check_not_partitioned
 from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
@@ -66,6 +68,8 @@ def partition_optimizer(
     stage: Stage,
     unit: Unit | None = None,
     compress: Mapping[str, Any] | None = None,
+    state_memory: Memory = "device",
+    update_on: UpdateOn = "device",
 ) -> Partitioned:
     """Shard an optimizer's state and work over the devices along `axis`.
 
@@ -79,6 +83,10 @@ def partition_optimizer(
             ("matrix"). None: flat where the optimizer is elementwise, in `by_label` leaf by leaf, else at owners.
         compress: by axis, along which the parameters are replicated, a compressor of `fs.comm`: it reduces the gradients
             there. Then the state is {"compress", "inner"}.
+        state_memory: where the state is: on the "device", the "host", or "disk", in unlinked files in the folder that the
+            environment names as FSHARD_DISK. State on disk is updated in place: `train_step(..., donate=True)`.
+        update_on: the "device", to which state elsewhere is moved in groups of leaves and back; or the "host", to which
+            gradients and parameters are copied, and parameters back.
 
     In stages 1 to 3 an own `update` of plain tensors sees the device's shards or the leaves that it owns, so a norm of its
     gradients would be wrong: `fs.optim.global_norm(grads)` there is that of all. `fs.testing.check_elementwise` tests it.
@@ -104,6 +112,7 @@ def partition_optimizer(
     axes = mesh.check_axes(axis, "partition_optimizer(axis=)")
     opt = array_optimizer(opt, "partition_optimizer")
     _validate(opt, stage, unit)
+    opt = offloaded(opt, mesh, state_memory, update_on)
     flat = opt.elementwise if unit is None else unit == "elementwise"
     is_divided = stage > 0 and not (flat is True and all(mesh.shape[axis] == 1 for axis in axes))
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
+from fshard.memory.state import at_once, stored
 from fshard.mesh.layout import NAMESPACE, PyTree, Structure, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices, run_on_devices
@@ -77,7 +78,7 @@ def array_optimizer(opt: Any, who: str) -> Any:
     return ArrayOptimizer(
         init,
         on_devices(opt.update, writes=False),
-        step and on_devices(step, writes=True),
+        step and at_once(on_devices(step, writes=True), writes=True),
         elementwise,
         getattr(opt, "loss_scale", None),
     )
@@ -152,7 +153,7 @@ class _DeviceTrees:
             )
 
         def assembled(*trees: list[Any]) -> PyTree:
-            return at.rebuild([_assembled(param, shards) for param, *shards in zip(at.leaves, *trees, strict=True)])
+            return at.rebuild([stored(_assembled(param, x)) for param, *x in zip(at.leaves, *trees, strict=True)])
 
         return first.mapped(assembled, *[state.entries for state in states])
 

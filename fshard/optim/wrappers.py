@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
+from fshard.memory.state import current_offload, is_away, rounding, stored
 from fshard.mesh.layout import PyTree
+from fshard.mesh.layout.sharded import key_of
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import (
     ArrayOptimizer,
@@ -22,6 +22,7 @@ from fshard.optim.contract import (
 )
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, map_shards, trainable
 from fshard.optim.per_device import inner_optimizer
+from fshard.optim.rules.shard_lists import ShardLists
 
 
 def accumulate(opt: Optimizer, every: int) -> Optimizer:
@@ -62,7 +63,12 @@ def accumulate(opt: Optimizer, every: int) -> Optimizer:
         unused = total is None or (grad is None and not int(seen))
         return None if unused else map_shards(lambda x: x / every, _added(total, grad))
 
-    return conditional(opt, lambda params: {"count": count_from_zero(), **zeros(Leaves.of(params))}, decide)
+    def initial(params: PyTree) -> dict[str, PyTree]:
+        entries = zeros(Leaves.of(params))
+        sums = Leaves.of(entries["sums"]).mapped(lambda leaf: stored(leaf, beside_gradients=True))
+        return {"count": count_from_zero(), **entries, "sums": sums}
+
+    return conditional(opt, initial, decide)
 
 
 def _counted(total: Leaf, seen: Leaf, grad: Leaf) -> Leaf:
@@ -90,22 +96,35 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
     opt = inner_optimizer(opt, "ema")
 
     @torch.no_grad()
-    def averaged(state: PyTree, params: PyTree, mix: Callable[[Tensor, Tensor], Tensor]) -> PyTree:
-        averages = Leaves.of(state["ema"])
-        after = averages.beside(params, "params")
-        return averages.mapped(lambda mean, x: map_shards(mix, mean, x) if trainable(x) else x, after)
+    def averages_of(params: PyTree) -> PyTree:
+        if current_offload() is None:
+            return copied(params)
+        return Leaves.of(params).mapped(lambda x: stored(x) if trainable(x) else x)
 
+    @torch.no_grad()
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         updates, inner = opt.update(grads, state["inner"], params)
-        after = apply_updates(params, updates)
-        return updates, {"ema": averaged(state, after, lambda a, p: a.lerp(p, 1 - decay)), "inner": inner}
+        averages = Leaves.of(state["ema"])
+        after = averages.beside(apply_updates(params, updates), "params")
+        means = averages.mapped(lambda mean, x: map_shards(mixed, mean, x) if trainable(x) else x, after)
+        return updates, {"ema": means, "inner": inner}
 
+    def mixed(mean: Tensor, x: Tensor) -> Tensor:
+        return mean.lerp(x, 1 - decay)
+
+    @torch.no_grad()
     def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         params, inner = step_of(opt)(grads, state["inner"], params)
-        return params, {"ema": averaged(state, params, lambda a, p: a.lerp_(p, 1 - decay)), "inner": inner}
+        averages = Leaves.of(state["ema"])
+        after = averages.beside(params, "params")
+        pairs = [(averages.leaves[i], after[i]) for i in sorted({*averages.firsts}) if trainable(after[i])]
+        for group in ShardLists.of_pairs(pairs).fetched():
+            for mean, x in zip(group.params, group.grads, strict=True):
+                mean.lerp_(x, 1 - decay)
+        return params, {"ema": averages.mapped(lambda mean, x: mean if trainable(x) else x, after), "inner": inner}
 
     return ArrayOptimizer(
-        lambda params: {"ema": copied(params), "inner": opt.init(params)}, update, step, opt.elementwise
+        lambda params: {"ema": averages_of(params), "inner": opt.init(params)}, update, step, opt.elementwise
     )
 
 
@@ -148,8 +167,8 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
     @torch.no_grad()
     def init(params: PyTree) -> PyTree:
         leaves = Leaves.of(params)
-        masters = leaves.mapped(lambda leaf: map_shards(_widened, leaf) if _is_half(leaf) else None)
-        return {"master": masters, "inner": opt.init(_with_masters(leaves, masters))}
+        masters = leaves.mapped(lambda leaf: stored(map_shards(_widened, leaf)) if _is_half(leaf) else None)
+        return {"master": masters, "inner": opt.init(_with_masters(leaves, Leaves.of(masters).leaves))}
 
     def stepped(step: Update) -> Update:
         @torch.no_grad()
@@ -158,10 +177,12 @@ def with_master_weights(opt: Optimizer) -> Optimizer:
             wide = leaves.mapped(
                 lambda p, g: map_shards(_widened, g) if g is not None and _is_half(p) else g, leaves.gradients(grads)
             )
-            result, inner = step(wide, state["inner"], _with_masters(leaves, state["master"]))
+            masters = leaves.beside(state["master"], 'state["master"]')
+            with rounding(zip(masters, leaves.leaves, strict=True)):
+                result, inner = step(wide, state["inner"], _with_masters(leaves, masters))
             after = leaves.beside(result, "the optimizer's results")
-            masters = leaves.mapped(lambda p, x: x if _is_half(p) else None, after)
-            return leaves.mapped(_rounded, after), {"master": masters, "inner": inner}
+            rounded = leaves.mapped(_rounded, after, masters)
+            return rounded, {"master": leaves.mapped(lambda p, x: x if _is_half(p) else None, after), "inner": inner}
 
         return run
 
@@ -182,14 +203,17 @@ def _widened(x: Tensor) -> Tensor:
     return x.detach().float()
 
 
-def _with_masters(params: Leaves, masters: PyTree) -> PyTree:
+def _with_masters(params: Leaves, masters: list[Leaf]) -> PyTree:
     """Replace parameters by their masters."""
-    return params.mapped(lambda p, m: p if m is None else m, params.beside(masters, 'state["master"]'))
+    return params.mapped(lambda p, m: p if m is None else m, masters)
 
 
-def _rounded(param: Leaf, master: Leaf) -> Leaf:
+def _rounded(param: Leaf, master: Leaf, before: Leaf) -> Leaf:
+    """Return the parameter of a master; itself, if it was written when the master was, which is elsewhere."""
     if not _is_half(param):
         return master
+    if is_away(master) and key_of(master) == key_of(before):
+        return param
     return map_shards(lambda p, m: m.to(p.dtype).requires_grad_(p.requires_grad), param, master)
 
 

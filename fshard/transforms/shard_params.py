@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from fshard.errors import LayoutError, ModuleError
 from fshard.mesh.layout import (
     Layout,
+    Memory,
     Mesh,
     P,
     PyTree,
@@ -37,6 +38,7 @@ from fshard.mesh.layout import (
     require_mesh,
     unflatten,
 )
+from fshard.mesh.layout.kinds import MEMORIES
 from fshard.mesh.layout.sharded import key_of
 from fshard.mesh.reshard.device_put import collected, put_equal, validate_leaf
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
@@ -155,6 +157,7 @@ def shard_params(
     mesh: Mesh | None = None,
     frozen: Choice = None,
     seed: int | None = None,
+    memory: Memory | Mapping[str, Memory] = "device",
 ) -> PyTree:
     """Shard parameters on a mesh by rules: every process has the full values and keeps its shards.
 
@@ -169,6 +172,7 @@ def shard_params(
         frozen: parameters that are not trained: a path pattern, several, or a function of the path. They are sharded as
             the others, and never have a gradient or optimizer state. Parameters that do not require grad are frozen anyway.
         seed: of the `lazy` layers of a module, which are built one at a time; each device keeps its shards.
+        memory: of the shards, "device", "host" or "disk"; or patterns, as rules: {"blocks.**": "host", "**": "device"}.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 4})
@@ -183,11 +187,11 @@ def shard_params(
                 "shard_params: seed= draws lazy layers of a module; a tree of tensors has none. Leave it out."
             )
         tensors, restore = without_static(params)
-        sharded = apply_rules(tensors, rules, mesh, frozen)
+        sharded = apply_rules(tensors, rules, mesh, frozen, memory=memory)
         compare_inputs("shard_params", mesh, samples_of(tensors))
         return restore(sharded)
     tree = dict(params.named_parameters())
-    sharded = apply_rules(tree, rules, mesh, frozen, put_equal if seed is None else reserved)
+    sharded = apply_rules(tree, rules, mesh, frozen, put_equal if seed is None else reserved, memory)
     compare_inputs("shard_params", mesh, samples_of(tree))
     if seed is not None and mesh.runtime != "abstract":
         draw(params, seed, tree.keys(), lambda name, x: fill(sharded[name], x), "shard_params")
@@ -195,12 +199,19 @@ def shard_params(
 
 
 def apply_rules(
-    params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice = None, put: Callable[[Any, Layout], Any] = put_equal
+    params: PyTree,
+    rules: Rules,
+    mesh: Mesh,
+    frozen: Choice = None,
+    put: Callable[[Any, Layout], Any] = put_equal,
+    memory: Memory | Mapping[str, Memory] = "device",
 ) -> PyTree:
     """Give parameters their layouts by rules, each by `put`."""
-    _, leaves, structure = flatten_with_paths(params)
+    paths, leaves, structure = flatten_with_paths(params)
     arrays: dict[tuple[int, ...], Any] = {}
-    for leaf, layout in zip(leaves, layouts_of(params, rules, mesh, frozen), strict=True):
+    layouts, memories = layouts_of(params, rules, mesh, frozen), _memories(memory, paths)
+    for leaf, layout, kind in zip(leaves, layouts, memories, strict=True):
+        layout = layout if kind == layout.memory else layout.with_memory(kind)
         if key_of(leaf) not in arrays:
             arrays[key_of(leaf)] = put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
     return unflatten(structure, [arrays[key_of(leaf)] for leaf in leaves])
@@ -253,13 +264,23 @@ def _specs(params: PyTree, rules: Rules, paths: Sequence[str], leaves: Sequence[
         return broadcast_prefix(rules, params)
     except ValueError:
         if isinstance(rules, Mapping) and all(isinstance(value, P | Fsdp) for value in rules.values()):
-            return _by_patterns(rules, paths)
+            return _by_patterns(rules, paths, [], '"**": P() replicates what no other rule is for')
         raise ValueError(f"the rules {rules!r} are neither a prefix of the parameters nor patterns.") from None
 
 
-def _by_patterns(rules: Mapping[str, P | Fsdp], paths: Sequence[str]) -> list[Any]:
-    """Return the spec of each path: patterns without `**` come before those with it, and `**` alone is last."""
-    errors = [f'no leaf is for the rule "{rule}"' for rule in rules if not any(matches(rule, path) for path in paths)]
+def _memories(memory: Any, paths: Sequence[str]) -> list[Memory]:
+    """Return the memory kind of each path, or raise with all unknown kinds and unused patterns."""
+    if memory in MEMORIES:
+        return [memory] * len(paths)
+    rules: Mapping[str, Any] = memory if isinstance(memory, Mapping) else {"**": memory}
+    unknown = [kind for kind in dict.fromkeys(rules.values()) if kind not in MEMORIES]
+    errors = [f'memory must be "device", "host" or "disk"; got {kind!r}' for kind in unknown]
+    return _by_patterns(rules, paths, errors, '"**": "device" is for what no other pattern is for')
+
+
+def _by_patterns(rules: Mapping[str, Any], paths: Sequence[str], errors: list[str], fix: str) -> list[Any]:
+    """Return the value of each path: patterns without `**` come before those with it, and `**` alone is last."""
+    errors += [f'no leaf is for the rule "{rule}"' for rule in rules if not any(matches(rule, path) for path in paths)]
     ranks = {rule: ("**" in parts_of(rule)) + ({*parts_of(rule)} == {"**"}) for rule in rules}
     specs: list[Any] = []
     for path in paths:
@@ -272,7 +293,7 @@ def _by_patterns(rules: Mapping[str, P | Fsdp], paths: Sequence[str]) -> list[An
             errors.append(f"{clash} disagree about {named(parts_of(path))}")
         specs += [rules[rule] for rule in best[:1]]
     if errors:
-        raise LayoutError("; ".join(errors) + f'. {listed(paths)}; "**": P() replicates what no other rule is for.')
+        raise LayoutError(f"{'; '.join(errors)}. {listed(paths)}; {fix}.")
     return specs
 
 

@@ -9,6 +9,7 @@ the most that any device sends.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, NamedTuple
 
 from fshard.ambient import ambient, setting
+from fshard.mesh.layout.kinds import MEMORIES, Memory
 from fshard.source import Site
 
 if TYPE_CHECKING:  # it is imported where a table is shown
@@ -53,12 +55,28 @@ class Ledger:
     """
 
     devices: dict[int, dict[LedgerRow, Entry]] = field(default_factory=dict[int, dict[LedgerRow, Entry]])
+    moves: dict[int, Counter[tuple[Memory, Memory]]] = field(default_factory=dict[int, Counter[tuple[Memory, Memory]]])
 
     def record(self, device: int, row: LedgerRow, sent: Fraction) -> None:
         """Add one call of one device."""
         entry = self.devices.setdefault(device, {}).setdefault(row, Entry())
         entry.calls += 1
         entry.bytes += sent
+
+    def record_move(self, device: int, source: Memory, target: Memory, count: int) -> None:
+        """Add bytes that one device moved between two memories."""
+        self.moves.setdefault(device, Counter())[source, target] += count
+
+    def moved(self, source: Memory, target: Memory, device: int | None = None) -> int:
+        """Return the bytes of arrays that a device moved between two memories (default: the largest of all devices).
+
+        They are not part of `bytes`, which are sent to other devices.
+        """
+        if unknown := [kind for kind in (source, target) if kind not in MEMORIES]:
+            raise ValueError(f'ledger: a memory must be "device", "host" or "disk"; got {unknown[0]!r}.')
+        return max(
+            (count[source, target] for number, count in self.moves.items() if device in (None, number)), default=0
+        )
 
     def bytes(self, device: int | None = None, *, collective: str | None = None, axis: str | None = None) -> Fraction:
         """Return the bytes that a device sent (default: the largest of all devices), in total or filtered.
@@ -113,6 +131,8 @@ class Ledger:
             table.add_row(row.collective, "+".join(row.axes), f"{calls:,}", _number(sent), str(row.site))
         table.add_section()
         table.add_row("all", "", f"{self.calls():,}", _number(self.bytes()), "")
+        for source, target in dict.fromkeys(pair for count in self.moves.values() for pair in count):
+            table.add_row(f"{source} to {target}", "", "", f"{self.moved(source, target):,}", "")
         for column in (2, 3):
             table.columns[column].justify = "right"
         return table

@@ -1,6 +1,7 @@
 """Meshes, specs, layouts, sharded arrays and trees of them."""
 
-from fshard.mesh.layout.layout import Layout, Memory, ShardType, dtype_name, holders, is_dense, no_dense
+from fshard.mesh.layout.kinds import Memory
+from fshard.mesh.layout.layout import Layout, ShardType, dtype_name, holders, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh, Runtime, require_mesh, use_mesh
 from fshard.mesh.layout.spec import Axes, P, as_axes, as_written
 from fshard.mesh.layout.tree import (

@@ -6,7 +6,7 @@
     f32[8, 6]{at:data=2}          on device 2 along "data", empty on the others
     f32[8, 6]{flat:data, at:pipe=2}   flat over "data" at coordinate 2 along "pipe", empty elsewhere
     f32[8, 6]{U:model}            unreduced: the value is the sum over "model"
-    f32[8@data, 6]{host}          in host memory
+    f32[8@data, 6]{host}          in host memory; {disk}: in a file
 
 Only dense tensors have layouts: strided, one shape, every element in memory.
 """
@@ -17,18 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.layout.arithmetic import Range
+from fshard.mesh.layout.kinds import MEMORIES, Memory
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import CachedHash, P
-
-Memory = Literal["device", "host"]
-"""Memory of a shard: the device's or the host's."""
 
 _SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -53,7 +50,7 @@ class Layout(CachedHash):
     Args:
         mesh: the devices.
         spec: which axes shard which dim.
-        memory: "device" or "host".
+        memory: "device", "host" or "disk".
         unit: the FSDP unit that a parameter belongs to; does not affect placement.
         frozen: True for a parameter that is not trained: no gradient, no optimizer state.
 
@@ -76,9 +73,8 @@ class Layout(CachedHash):
                 f"{type(self.mesh).__name__} and {type(self.spec).__name__}."
             )
         self.mesh.check_axes(self.spec.axes, f"Layout with {self.spec}")
-        if self.memory not in get_args(Memory):
-            kinds = " or ".join(f'"{kind}"' for kind in get_args(Memory))
-            raise ValueError(f"Layout: memory must be {kinds}; got {self.memory!r}.")
+        if self.memory not in MEMORIES:
+            raise ValueError(f'Layout: memory must be "device", "host" or "disk"; got {self.memory!r}.')
         for axes, index in self.spec.at:
             n = prod(self.mesh.shape[axis] for axis in axes)
             if index >= n:
@@ -161,6 +157,10 @@ class Layout(CachedHash):
 
     def with_spec(self, spec: P) -> Layout:
         return Layout(self.mesh, spec, self.memory, self.unit, self.frozen)
+
+    def with_memory(self, memory: Memory) -> Layout:
+        """Return the layout of the same shards in another memory."""
+        return Layout(self.mesh, self.spec, memory, self.unit, self.frozen)
 
     def on(self, mesh: Mesh) -> Layout:
         return Layout(mesh, self.spec, self.memory, self.unit, self.frozen)

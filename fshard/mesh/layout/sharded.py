@@ -18,9 +18,11 @@ import torch.utils._pytree as torch_trees
 from torch import Tensor
 
 from fshard.errors import LayoutError
+from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.host_copies import start_read
-from fshard.mesh.layout.layout import Layout, Memory, ShardType, dtype_name, is_dense, no_dense
+from fshard.mesh.layout.kinds import Memory, copy_in, memory_of
+from fshard.mesh.layout.layout import Layout, ShardType, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import Axes, P, as_axes
 from fshard.mesh.layout.tree import NAMESPACE, PyTree, Structure, flatten, unflatten
@@ -255,14 +257,16 @@ def from_local(shard: Tensor | Callable[..., Tensor], layout: Layout, *, shape: 
 
 
 def in_memory(x: Tensor, mesh: Mesh, memory: Memory) -> Tensor:
-    """Return a shard in the memory that its layout names: the mesh's devices', or the host's."""
+    """Return a shard in the memory that its layout names: itself, or a copy."""
     if mesh.device_type == "cuda" and memory == "host":
         return start_read([x])()[0]
-    if mesh.device_type == "meta" and x.device.type != "meta":
-        return without_values(x)
+    if mesh.device_type == "meta":
+        x = without_values(x)
     if x.is_meta and mesh.device_type != "meta":
         raise LayoutError(
             f'a meta tensor (shape {tuple(x.shape)}) has no values to lay on {mesh}. Take runtime="abstract" to count without '
             "them. Those of fs.lazy layers are made by a seed: shard_params(model, ..., seed=0), shard_stages(..., seed=0)."
         )
-    return x.to(mesh.device_type)  # this process's GPU: x may be on another
+    if memory == "device" and (mesh.device_type == "cuda" or x.device.type != mesh.device_type):
+        return x.to(mesh.device_type)  # this process's GPU: x may be on another
+    return x if transformed() or memory_of(x) == memory else copy_in(memory, x, mesh.device_type)

@@ -13,11 +13,11 @@ from numbers import Number
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply, recorded, transformed
+from fshard.mesh.collectives.ledger import active
 from fshard.mesh.layout import (
     Layout,
     Memory,
@@ -34,6 +34,7 @@ from fshard.mesh.layout import (
     require_mesh,
     unflatten,
 )
+from fshard.mesh.layout.kinds import copy_in
 from fshard.mesh.layout.sharded import Sharded, in_memory, key_of
 from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
 from fshard.mesh.spmd.global_inputs import compare_inputs
@@ -104,7 +105,8 @@ def _view(x: Tensor, layout: Layout, block: tuple[slice, ...], ranges: tuple[sli
 
 def sliced(x: Tensor, layout: Layout) -> Tensors:
     """Return the shards of a global value on the devices held here, as views. No gradient is recorded as of shards."""
-    x = in_memory(x, layout.mesh, "device")
+    if layout.memory == "device" or layout.mesh.runtime == "abstract":
+        x = in_memory(x, layout.mesh, "device")
     devices = local_devices(layout.mesh)
     if not layout.spec.sharded_axes:
         return (x,) * len(devices)
@@ -229,15 +231,18 @@ def _shard(x: Tensor, layout: Layout) -> Sharded:
     """Return a global value in a layout; a replicated array where autograd must record the reshard, or sums are split."""
     if recorded((x,)) or transformed() or layout.spec.unreduced:
         return spread(x, layout)
-    shards = tuple(shard.clone(memory_format=torch.contiguous_format) for shard in sliced(x, layout))  # no views
-    return Sharded(tuple(x.shape), layout, _placed(shards, layout, layout.memory))
+    shards = [copy_in(layout.memory, shard, layout.mesh.device_type) for shard in sliced(x, layout)]  # no views
+    return Sharded(tuple(x.shape), layout, tuple(shards))
 
 
-def _placed(shards: Tensors, layout: Layout, memory: Memory) -> Tensors:
-    """Return shards of a layout in the devices' memory, or in the host's."""
-    if memory == layout.memory == "device":
+def _moved(shards: Tensors, mesh: Mesh, before: Memory, after: Memory) -> Tensors:
+    """Return shards in another memory, and write their bytes into the ledger."""
+    if before == after:
         return shards
-    return tuple(in_memory(shard, layout.mesh, memory) for shard in shards)
+    for ledger in active():
+        for device, x in zip(local_devices(mesh), shards, strict=True):
+            ledger.record_move(device, before, after, x.nbytes)
+    return tuple([in_memory(x, mesh, after) for x in shards])
 
 
 @uncompiled
@@ -282,12 +287,15 @@ def reshard_all(xs: Sequence[Sharded], layouts: Sequence[Layout], site: Site) ->
         arrays = [xs[index] for index in indices]
         _validate_arrays(arrays, mesh)
         plans = [plan_reshard(xs[index].layout, layouts[index], xs[index].shape) for index in indices]
-        columns = [_placed(x.shards, x.layout, "device") for x in arrays]
+        kinds: list[Memory] = [
+            "device" if plan.steps else x.layout.memory for x, plan in zip(arrays, plans, strict=True)
+        ]
+        columns = [_moved(x.shards, mesh, x.layout.memory, kind) for x, kind in zip(arrays, kinds, strict=True)]
         if any(plan.steps for plan in plans):
             columns = run_mapped(mesh, partial(_on_device, plans, site), columns)
-        for index, shards in zip(indices, columns, strict=True):
+        for index, shards, kind in zip(indices, columns, kinds, strict=True):
             to = layouts[index]
-            resharded[index] = Sharded(xs[index].shape, to, _placed(tuple(shards), to, to.memory))
+            resharded[index] = Sharded(xs[index].shape, to, _moved(tuple(shards), mesh, kind, to.memory))
     return [resharded[first] for first in firsts]
 
 

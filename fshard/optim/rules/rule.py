@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
+from fshard.memory.state import stored
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import key_of
 from fshard.optim.contract import ArrayOptimizer, Optimizer, Update, copied, differences
@@ -57,7 +58,7 @@ def optimizer_of_rule(
         at, zero = Leaves.of(params), torch.zeros(())
         check(at)
         makers = {"step": lambda leaf: zero} | {
-            name: lambda leaf, make=make: state_leaf(leaf, make) for name, make in slots.items()
+            name: lambda leaf, make=make: stored(state_leaf(leaf, make)) for name, make in slots.items()
         }
         trees = {name: at.mapped(lambda x, f=f: f(x) if trainable(x) else None) for name, f in makers.items()}
         return {"count": count_from_zero()} | trees
@@ -76,7 +77,9 @@ def optimizer_of_rule(
             check(at)
             columns, shards = _open(at, grads, state)
             if shards.params:
-                chosen(shards, rate_at(lr, int(state["count"])))
+                rate = rate_at(lr, int(state["count"]))
+                for group in shards.fetched():
+                    chosen(group, rate)
             after = {name: at.rebuild(column) for name, column in columns.items()}
             return after.pop("params"), {"count": state["count"] + 1} | after
 

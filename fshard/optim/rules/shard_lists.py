@@ -16,12 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
+from fshard.memory.state import current_offload, groups_of, shards_and_devices, streamed
 from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.leaves import Leaf, shards_of
 
@@ -67,6 +70,13 @@ class ShardLists:
             state={name: shards(column) for name, column in columns.items() if name not in ("params", "step")},
         )
 
+    @staticmethod
+    def of_pairs(pairs: Sequence[tuple[Leaf, Leaf]]) -> ShardLists:
+        """Return the shards of leaves beside those of others, as parameters with gradients."""
+        columns = [(leaf, *shards) for leaf, x in pairs for shards in zip(shards_of(leaf), shards_of(x), strict=True)]
+        leaves, params, grads = ([column[i] for column in columns] for i in range(3))
+        return ShardLists(leaves, params, grads, [0.0] * len(leaves), {})
+
     def only(self, indices: Sequence[int]) -> ShardLists:
         """Return some of the shards."""
 
@@ -84,6 +94,20 @@ class ShardLists:
 
         some = [i for i, param in enumerate(self.params) if param.numel() or has_number(i)]
         return self if len(some) == len(self.params) else self.only(some)
+
+    def fetched(self) -> Iterator[ShardLists]:
+        """Yield the shards in groups whose state is in the memory of the update: all at once, if it is there."""
+        offload = current_offload()
+        if offload is None:
+            yield self
+            return
+        starts = [i for i, leaf in enumerate(self.leaves) if not i or leaf is not self.leaves[i - 1]]
+        spans = [range(*pair) for pair in pairwise([*starts, len(self.leaves)])]
+        groups = groups_of([_local_bytes(self.leaves[i]) * (1 + len(self.state)) for i in starts])
+        rows = [[row for i in group for row in spans[i]] for group in groups]
+        devices = [device for i in starts for _, device in shards_and_devices(self.leaves[i])]
+        for chosen, (params, *slots) in streamed([self.params, *self.state.values()], devices, rows, offload):
+            yield replace(self.only(chosen), params=params, state=dict(zip(self.state, slots, strict=True)))
 
     def split(self, parts: Callable[[Tensor], Sequence[Tensor]]) -> ShardLists:
         """Return views of the parts of each tensor, with those of its gradient and state."""
@@ -115,6 +139,12 @@ class ShardLists:
         if len(different := dict.fromkeys(kinds)) == 1:
             return iter((self,))
         return (self.only([i for i, pair in enumerate(kinds) if pair == kind]) for kind in different)
+
+
+def _local_bytes(leaf: Leaf) -> int:
+    """Return the bytes of the largest shard of a leaf, about: the same number on all devices."""
+    parts = prod(leaf.mesh.shape[axis] for axis in leaf.spec.split_axes) if isinstance(leaf, Sharded) else 1
+    return prod(leaf.shape) * leaf.dtype.itemsize // parts
 
 
 def numbers_of(counts: list[Tensor]) -> list[float]:

@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from fshard.copying import copied
 from fshard.errors import ModuleError
 from fshard.mesh.layout import Layout
+from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.run import local_devices
@@ -161,12 +162,12 @@ def reserved(x: Any, layout: Layout) -> Sharded:
         return put_equal(x, layout)
     kind = layout.mesh.device_type
     shapes = [layout.local_shape(x.shape, device) for device in local_devices(layout.mesh)]
-    return Sharded(tuple(x.shape), layout, tuple(torch.empty(shape, dtype=x.dtype, device=kind) for shape in shapes))
+    return Sharded(tuple(x.shape), layout, tuple(empty_in(layout.memory, shape, x.dtype, kind) for shape in shapes))
 
 
 def fill(x: Sharded, value: Tensor) -> None:
     """Copy a full tensor's values into empty shards."""
-    for shard, source in zip(x.shards, put_equal(value, x.layout).shards, strict=True):
+    for shard, source in zip(x.shards, put_equal(value, x.layout.with_memory("device")).shards, strict=True):
         shard.copy_(source)
 
 

@@ -1,0 +1,196 @@
+"""Tensors on disk: unlinked files in the folder `FSHARD_DISK`, which end with their last tensor.
+
+    tensor ── MAP_SHARED mapping ─┐
+                                  ├── page cache ── file, reserved when it is made
+    transfers ── preadv, pwritev ─┘
+
+A tensor on disk is an ordinary tensor: what reads it, such as a checkpoint, reads the mapping. Transfers read and write
+the file by its descriptor, so its pages are not resident memory of the process; pages that became it are dropped.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from fshard.errors import DiskError
+from fshard.memory.pool import Pool, empty_on_host
+
+CHUNK = 1 << 24
+"""Bytes of the page-locked buffers between a file and a GPU."""
+
+
+class _DiskFile(mmap.mmap):
+    """An unlinked file and its mapping."""
+
+    address: int = 0
+    file: Any = None
+    folder: str = ""
+
+    def __str__(self) -> str:
+        return f"the unlinked file {self.file.fileno()} of {len(self):,} bytes in FSHARD_DISK={self.folder}"
+
+    def __del__(self) -> None:  # called before the pages are unmapped, after which another file may get the address
+        _files.pop(self.address, None)
+        if self.file is not None:
+            self.file.close()
+
+
+_files: dict[int, ref[_DiskFile]] = {}
+"""The files by the addresses of their mappings: those of their tensors' storages."""
+
+
+def empty_on_disk(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor over a new file, whose bytes are reserved."""
+    nbytes = prod(shape) * dtype.itemsize
+    if not nbytes:
+        return torch.empty(tuple(shape), dtype=dtype)
+    folder = os.environ.get("FSHARD_DISK", "")
+    file = _new_file(folder)
+    try:
+        _reserve(file.fileno(), nbytes)
+    except OSError as error:
+        free = _free_bytes(file.fileno())
+        file.close()
+        raise DiskError(
+            f"FSHARD_DISK={folder} must have {nbytes:,} more bytes for a tensor of shape {tuple(shape)}; got {free:,} "
+            f"({error.strerror}). Free some, or name a folder on a larger disk."
+        ) from error
+    mapping = _DiskFile(file.fileno(), nbytes)
+    x = torch.frombuffer(mapping, dtype=torch.uint8)
+    mapping.address, mapping.file, mapping.folder = x.data_ptr(), file, folder
+    _files[mapping.address] = ref(mapping)
+    return x.view(dtype).view(tuple(shape))
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    if nbytes > _free_bytes(descriptor):  # to find out by reserving would fill the disk for a moment
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.posix_fallocate(descriptor, 0, nbytes)
+
+
+def _free_bytes(descriptor: int) -> int:
+    status = os.fstatvfs(descriptor)
+    return status.f_bavail * status.f_frsize
+
+
+def _new_file(folder: str) -> Any:
+    """Make an unlinked file; raise unless the folder is one on a disk."""
+    advice = "Write export FSHARD_DISK=/a/folder/on/a/disk"
+    if not folder:
+        raise DiskError(f"FSHARD_DISK must name a folder for tensors on disk; it is not set. {advice}.")
+    try:
+        file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # it is closed with its last tensor
+        kind = _filesystem(os.fstat(file.fileno()).st_dev)
+    except OSError as error:
+        raise DiskError(f"FSHARD_DISK={folder} must be a writable folder; got: {error.strerror}. {advice}.") from error
+    if kind in ("tmpfs", "ramfs"):
+        file.close()
+        raise DiskError(f"FSHARD_DISK={folder} must be on a disk; got a {kind}, which is memory. {advice}.")
+    return file
+
+
+@lru_cache
+def _filesystem(device: int) -> str | None:
+    """Return the type of the file system that is mounted from a device, if Linux lists it."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8") as lines:
+            return next((line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == number), None)
+    except OSError:
+        return None
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+def file_of(x: Tensor) -> _DiskFile | None:
+    """Return the file that a tensor is over, if it is on disk."""
+    if not _files or not x.is_cpu:
+        return None
+    mapping = _files.get(x.untyped_storage().data_ptr())
+    return mapping and mapping()
+
+
+def is_on_disk(x: Tensor) -> bool:
+    """Return True if a tensor is over a file of `empty_on_disk`."""
+    return file_of(x) is not None
+
+
+def copy(source: Tensor, target: Tensor) -> None:
+    """Copy between tensors of one shape and dtype, each of which may be on disk."""
+    for x, other, reads in ((source, target, True), (target, source, False)):
+        if is_on_disk(x) and not is_on_disk(other) and x.is_contiguous() and x.numel():
+            _through_file(x, other, reads)
+            break
+    else:
+        target.copy_(source)
+    for x in (source, target):
+        drop_pages(x)
+
+
+def drop_pages(x: Tensor) -> None:
+    """Drop pages of a tensor on disk that were read or written as memory: they stay in the file."""
+    file = file_of(x)
+    if file is not None:
+        file.madvise(mmap.MADV_DONTNEED)
+
+
+def _through_file(x: Tensor, other: Tensor, reads: bool) -> None:
+    """Read the bytes of a tensor on disk into another one, or write them from it."""
+    if not other.is_contiguous():
+        buffer = torch.empty_like(other, memory_format=torch.contiguous_format)
+        if not reads:
+            buffer.copy_(other)
+        _through_file(x, buffer, reads)
+        if reads:
+            other.copy_(buffer)
+        return
+    file, values = file_of(x), other.detach().view(-1).view(torch.uint8)
+    assert file is not None
+    offset = x.data_ptr() - file.address
+    if values.is_cpu:
+        _transfer(file, offset, values, reads)
+        return
+    for start, chunk in zip(range(0, len(values), CHUNK), values.split(CHUNK), strict=True):
+        buffer = _staging.take()
+        if not reads:
+            buffer[: len(chunk)].copy_(chunk)
+        _transfer(file, offset + start, buffer[: len(chunk)], reads)
+        if reads:
+            chunk.copy_(buffer[: len(chunk)], non_blocking=True)
+        _staging.release(buffer, torch.cuda.current_stream(chunk.device).record_event())
+
+
+_staging = Pool(lambda: empty_on_host((CHUNK,), torch.uint8, locked=True))
+
+
+def _transfer(file: _DiskFile, offset: int, values: Tensor, reads: bool) -> None:
+    """Read or write all of some bytes on the host."""
+    array: Any = values.numpy()
+    memory = memoryview(array)
+    while memory:
+        try:
+            count = (os.preadv if reads else os.pwritev)(file.file.fileno(), [memory], offset)
+        except OSError as error:
+            raise _failure(file, offset, reads, error.strerror or str(error)) from error
+        if not count:
+            raise _failure(file, offset, reads, "the file has ended")
+        memory, offset = memory[count:], offset + count
+
+
+def _failure(file: _DiskFile, offset: int, reads: bool, reason: str) -> DiskError:
+    return DiskError(
+        f"{'Reading' if reads else 'Writing'} {file} failed at byte {offset:,}: {reason}. What it stored is lost: restore a "
+        "checkpoint, and examine the disk."
+    )

@@ -1,0 +1,125 @@
+"""Buffers that transfers reuse, and host memory at its exact size.
+
+torch's allocator of pinned memory rounds sizes up to powers of two, up to twice what is needed. So memory that stays is
+mapped here in pages, registered with CUDA, and unregistered when the last tensor over it is freed.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Pool:
+    """Buffers that are made by a function when none is free, and reused."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make = make
+        self._free: deque[tuple[Tensor, torch.Event | None]] = deque()
+
+    def take(self) -> Tensor:
+        """Return a buffer, after the last copy that used it."""
+        if not self._free:
+            return self._make()
+        buffer, event = self._free.popleft()
+        if event is not None:
+            (event.synchronize if buffer.is_cpu else event.wait)()
+        return buffer
+
+    def release(self, buffer: Tensor, after: torch.Event | None = None) -> None:
+        """Return a buffer to the pool: it is free once the event has occurred."""
+        if current_stress().poison:
+            poison(buffer)
+        self._free.append((buffer, after))
+
+
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype, *, locked: bool) -> Tensor:
+    """Return an empty tensor in host memory of exactly its size, page-locked for CUDA with `locked`.
+
+    >>> empty_on_host((2, 3), torch.bfloat16, locked=False).shape
+    torch.Size([2, 3])
+    """
+    nbytes = prod(shape) * dtype.itemsize
+    if not locked or not nbytes:
+        return torch.empty(tuple(shape), dtype=dtype)
+    memory = _LockedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    x = torch.frombuffer(memory, dtype=torch.uint8)
+    torch.cuda.check_error(_cuda().cudaHostRegister(x.data_ptr(), nbytes, 0))
+    memory.address = x.data_ptr()
+    return x.view(dtype).view(tuple(shape))
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()
+
+
+class _LockedMemory(mmap.mmap):
+    address: int | None = None
+
+    def __del__(self) -> None:  # called before the pages are unmapped; the callback of a weak reference is not
+        if self.address is not None:
+            _cuda().cudaHostUnregister(self.address)
+
+
+# -- stress ------------------------------------------------------------------------------------------------------------
+
+
+class Stress(NamedTuple):
+    """How transfers run in tests.
+
+    Args:
+        rate: bytes per second; None for as fast as they run.
+        poison: fill targets with NaN while they are under way, and buffers when they are released.
+    """
+
+    rate: float | None = None
+    poison: bool = False
+
+
+_stresses = [Stress()]
+
+
+def current_stress() -> Stress:
+    """Return the mode of the innermost `stress`, which all threads share."""
+    return _stresses[-1]
+
+
+@contextmanager
+def stress(*, rate: float | None = None, poison: bool = False) -> Generator[None]:
+    """Run transfers so that a missing wait changes bits on a CPU: late, into targets full of NaN.
+
+    Args:
+        rate: bytes per second, in the helper thread on every runtime. None: with `poison` a transfer is made in its `wait`,
+            and not at all without one.
+        poison: fill targets with NaN (integers with their largest value) while they are under way, and buffers when they
+            are released.
+
+    >>> from fshard.memory.transfers import Link, start
+    >>> x, y = torch.ones(2), torch.zeros(2)
+    >>> with stress(poison=True):
+    ...     transfer = start(x, y, Link("host", "device"))
+    ...     print(y)
+    ...     print(transfer.wait())
+    tensor([nan, nan])
+    tensor([1., 1.])
+    """
+    _stresses.append(Stress(rate, poison))
+    try:
+        yield
+    finally:
+        _stresses.pop()
+
+
+def poison(x: Tensor) -> None:
+    """Fill a tensor with NaN, or the largest value of its dtype."""
+    if x.is_floating_point() or x.is_complex():
+        x.fill_(torch.nan)
+    else:
+        x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).max)

@@ -1,0 +1,75 @@
+"""Memory kinds: the memory that a shard is stored in.
+
+    "device"    that of the mesh's device
+    "host"      that of the host; page-locked beside a GPU
+    "disk"      a file that is mapped into memory
+
+Meshes of CPUs and abstract meshes have one memory for all kinds, so a table has the kind of each storage that is not
+"device". Beside a GPU, tensors of the CPU are in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from fshard.ambient import ambient, setting
+
+Memory = Literal["device", "host", "disk"]
+"""Memory of a shard: the device's, the host's, or a file's."""
+MEMORIES: tuple[Memory, ...] = get_args(Memory)
+
+makers: dict[Memory, Callable[[Sequence[int], torch.dtype], Tensor]] = {}
+"""Functions that make a tensor, where that is not torch's: of "disk", by `fshard.memory`, which is above this package."""
+_kinds: WeakKeyDictionary[torch.UntypedStorage, Memory] = WeakKeyDictionary()
+
+
+class StorageCounter(Protocol):
+    """Counts storages, in `ambient.counters`: see `fshard.memory.limit`."""
+
+    def claim(self, x: Tensor, device: int | None = None, kind: Memory | None = None) -> None:
+        """Count the storage of a tensor; change the device and the kind that it is counted for."""
+        ...
+
+
+def memory_of(x: Tensor) -> Memory:
+    """Return the memory kind of a dense tensor.
+
+    >>> memory_of(torch.ones(2)), memory_of(empty_in("host", (2,), torch.float32, "cpu"))
+    ('device', 'host')
+    """
+    if x.device.type not in ("cpu", "meta"):
+        return "device"
+    kind = _kinds.get(x.untyped_storage()) if _kinds else None
+    return kind or ("host" if x.device.type == "cpu" and torch.cuda.is_initialized() else "device")
+
+
+def mark_memory(x: Tensor, memory: Memory) -> Tensor:
+    """Record the memory kind of a new tensor, and return it."""
+    if memory != "device":
+        _kinds[x.untyped_storage()] = memory
+    for counter in ambient.counters:
+        counter.claim(x, kind=memory)
+    return x
+
+
+def empty_in(memory: Memory, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> Tensor:
+    """Return an uninitialised tensor in a memory of a device of this type."""
+    with setting(memory=memory):
+        if memory in makers and device_type != "meta":
+            return mark_memory(makers[memory](shape, dtype), memory)
+        is_pinned = memory == "host" and device_type == "cuda"
+        device = "cpu" if is_pinned else device_type
+        return mark_memory(torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=is_pinned), memory)
+
+
+def copy_in(memory: Memory, x: Tensor, device_type: str) -> Tensor:
+    """Return a contiguous copy in a memory of a device of this type."""
+    if memory in makers or x.device.type != ("cpu" if memory == "host" and device_type == "cuda" else device_type):
+        return empty_in(memory, x.shape, x.dtype, device_type).copy_(x)
+    with setting(memory=memory):
+        return mark_memory(x.clone(memory_format=torch.contiguous_format), memory)

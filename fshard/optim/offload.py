@@ -1,0 +1,143 @@
+"""`offloaded`: an optimizer whose state is in host memory or on disk, and is updated on the device or on the host.
+
+On the host, a step copies gradients and parameters to buffers there, and the parameters back into their memory:
+
+    from the device    gradients; parameters, unless their masters are in host memory
+    to the device      parameters with a gradient
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+
+from fshard.errors import OptimizerError
+from fshard.memory.state import Offload, Update, UpdateOn, at_once, is_in, moved, offloading, written_back
+from fshard.mesh.layout import Memory, Mesh, PyTree, flatten
+from fshard.mesh.layout.kinds import empty_in
+from fshard.mesh.layout.sharded import Sharded
+from fshard.optim.contract import ArrayOptimizer, Optimizer, step_of
+from fshard.optim.leaves import Leaf, Leaves, firsts_of, shards_of, trainable
+
+
+def offloaded(opt: Optimizer, mesh: Mesh, memory: Memory, update_on: UpdateOn) -> Optimizer:
+    """Return an optimizer of arrays whose state is stored in a memory, and updated on the device or the host."""
+    _validate(memory, update_on)
+    if memory == "device":
+        return opt
+    offload = Offload(mesh, memory, update_on)
+
+    @torch.no_grad()
+    def init(params: PyTree) -> PyTree:
+        with offloading(offload):
+            return opt.init(params)
+
+    def stored(act: Update, *, in_place: bool) -> Update:
+        @torch.no_grad()
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            with offloading(offload if memory != update_on else None):
+                result, after = act(grads, state, params)
+            return result, written_back(after, state, offload, in_place=in_place)
+
+        return run
+
+    in_place = memory == "disk"
+    update = stored(at_once(opt.update, in_place=in_place), in_place=in_place)
+    step = stored(step_of(opt), in_place=True)
+    if update_on == "host":
+        update, step = _updating_on_host(update, mesh), _stepping_on_host(step, mesh)
+    return ArrayOptimizer(init, update, step, opt.elementwise, opt.loss_scale)
+
+
+def _validate(memory: Any, update_on: Any) -> None:
+    if memory not in get_args(Memory) or update_on not in get_args(UpdateOn):
+        raise OptimizerError(
+            'partition_optimizer: state_memory must be "device", "host" or "disk", and update_on "device" or "host"; got '
+            f"{memory!r} and {update_on!r}."
+        )
+    if memory == "device" and update_on == "host":
+        raise OptimizerError(
+            'partition_optimizer: state that is updated on the host must be there or on disk; got state_memory="device". '
+            'Write state_memory="host".'
+        )
+
+
+def _on_host(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Return copies of a tree's trainable leaves on the host; ties stay ties."""
+    at = Leaves.of(tree)
+    indices = [i for i, first in enumerate(at.firsts) if i == first and trainable(at.leaves[i])]
+    copies = dict(zip(indices, moved([at.leaves[i] for i in indices], mesh, "device", "host"), strict=True))
+    return at.rebuild([copies.get(first, at.leaves[first]) for first in at.firsts])
+
+
+def _updating_on_host(update: Update, mesh: Mesh) -> Update:
+    @torch.no_grad()
+    def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        result, state = update(_on_host(grads, mesh), state, _on_host(params, mesh))
+        return Leaves.of(result).mapped(lambda x: x if x is None else moved([x], mesh, "host", "device")[0]), state
+
+    return run
+
+
+def _stepping_on_host(step: Update, mesh: Mesh) -> Update:
+    """Return a step on the host, in buffers that are made once."""
+    buffers: dict[tuple[str, int], Leaf] = {}
+
+    def in_buffers(name: str, leaves: list[Leaf], indices: list[int]) -> list[Leaf]:
+        for i in indices:
+            buffers[name, i] = _buffer_like(leaves[i], buffers.get((name, i)), mesh)
+        return [buffers[name, i] for i in indices]
+
+    def sent(name: str, leaves: list[Leaf], indices: list[int]) -> dict[int, Leaf]:
+        into = in_buffers(name, leaves, indices)
+        return dict(zip(indices, moved([leaves[i] for i in indices], mesh, "device", "host", into), strict=True))
+
+    @torch.no_grad()
+    def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        at = Leaves.of(params)
+        gradients, masters = at.beside(grads, "grads"), _masters_on_host(state)
+        firsts, trained = firsts_of(gradients), [i for i in sorted({*at.firsts}) if trainable(at.leaves[i])]
+        known = [i for i in trained if i in masters]
+        on_host = dict(zip(known, in_buffers("params", at.leaves, known), strict=True))
+        for i, leaf in on_host.items():
+            for x, master in zip(shards_of(leaf), shards_of(masters[i]), strict=True):
+                x.copy_(master)
+        on_host |= sent("params", at.leaves, [i for i in trained if i not in masters])
+        of_grads = sent("grads", gradients, [i for i in sorted({*firsts}) if gradients[i] is not None])
+        result, state = step(
+            at.rebuild([of_grads.get(first) for first in firsts]),
+            state,
+            at.rebuild([on_host.get(first, at.leaves[first]) for first in at.firsts]),
+        )
+        after = at.beside(result, "the optimizer's results")
+        updated = [i for i in trained if gradients[i] is not None]
+        into = [at.leaves[i] if at.leaves[i].dtype == after[i].dtype else None for i in updated]
+        results = moved([after[i] for i in updated], mesh, "host", "device", into)
+        updated = dict(zip(updated, results, strict=True))
+        return at.rebuild([updated.get(first, at.leaves[first]) for first in at.firsts]), state
+
+    return run
+
+
+def _buffer_like(leaf: Leaf, buffer: Leaf, mesh: Mesh) -> Leaf:
+    """Return a buffer for a leaf on the host: the one of the last step, if it still fits."""
+    layout = leaf.layout.with_memory("host") if isinstance(leaf, Sharded) else None
+    if buffer is not None and (buffer.shape, buffer.dtype) == (leaf.shape, leaf.dtype):
+        before = buffer.layout if isinstance(buffer, Sharded) else None
+        if before == layout:
+            return buffer
+    shards = [empty_in("host", x.shape, x.dtype, mesh.device_type) for x in shards_of(leaf)]
+    return shards[0] if layout is None else Sharded(leaf.shape, layout, tuple(shards))
+
+
+def _masters_on_host(state: PyTree) -> dict[int, Leaf]:
+    """Return the masters in a state of `with_master_weights`, or around it, that are on the host: by index."""
+    entries, masters = [state], dict[int, Leaf]()
+    for entry in entries:  # which grows
+        if isinstance(entry, dict) and {"master", "inner"} <= entry.keys():
+            leaves = enumerate(flatten(entry["master"], none_is_leaf=True)[0])
+            masters |= {i: leaf for i, leaf in leaves if leaf is not None and is_in("host", leaf)}
+        if isinstance(entry, dict | tuple):
+            entries += entry.values() if isinstance(entry, dict) else entry
+    return masters

@@ -1,0 +1,141 @@
+"""Optimizer state on the host and on disk: bits equal those of state on the device, bytes those of the table."""
+
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import optim
+from fshard.errors import OptimizerError
+from fshard.memory import state as memory_state
+from fshard.memory.transfers import stress
+from fshard.mesh.layout.kinds import memory_of
+from fshard.optim.leaves import Leaves
+from tests.memory.training import CASE, OPTIMIZERS, bits, same_bits, trained
+from tests.optim.optimizers import ALL, FOREIGN
+
+PLACES = [("host", "device"), ("host", "host"), ("disk", "device"), ("disk", "host")]
+OPTIMIZERS |= {name: opt for name, opt in ALL.items() if opt.step is not None or name.startswith("chain")}
+OPTIMIZERS |= {cls.__name__: optim.from_torch(cls, **options) for cls, options in FOREIGN.items()}
+CASES = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(sorted(OPTIMIZERS)),
+        "n": st.sampled_from([1, 2, 4]),
+        "stage": st.integers(0, 3),
+        "half": st.booleans(),
+        "clips": st.booleans(),
+        "fp16": st.booleans(),
+        "microbatches": st.sampled_from([1, 2]),
+    }
+)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(CASES, st.sampled_from(PLACES))
+def test_bits_equal_those_of_state_on_the_device(disk_folder, case, place):
+    """Stages, optimizers, clipping, loss scaling, masters; with NaN in every buffer that was not waited for."""
+    expected = trained(**case)
+    with stress(poison=True):
+        result = trained(*place, **case)
+    assert same_bits(result, expected)
+
+
+@pytest.mark.parametrize("place", [("host", "device"), ("disk", "host")])
+def test_a_missing_wait_changes_bits(disk_folder, monkeypatch, place):
+    expected = trained(**CASE)
+    monkeypatch.setattr(memory_state._Group, "tensors", lambda group: group._columns)
+    with stress(poison=True):
+        result = trained(*place, **CASE)
+    assert not same_bits(result, expected)
+
+
+BYTES = {  # name -> bytes of a parameter, of its state, and of its master; gradients are of the parameter's dtype
+    "sgd, nesterov": (4, 4, 0),
+    "adamw": (4, 12, 0),  # with amsgrad
+    "with_master_weights": (2, 12, 4),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("place", PLACES)
+def test_bytes_are_those_of_the_table(disk_folder, name, place, n):
+    """Of one step; in stages 1 to 3 state is sharded."""
+    p, s, master = BYTES[name]
+    numbers = 5 * 25 + 5 + 1
+    for stage in (0, 1, 3):
+        sizes = [25] * 5 + [5, 1]
+        local = sum(-(-size // n) for size in sizes) if stage else numbers  # of the first device
+        *_, comm = trained(*place, **CASE | {"name": name, "n": n, "stage": stage, "half": p == 2}, steps=1)
+        memory, update_on = place
+        to_device = s if update_on == "device" else p
+        from_device = s if update_on == "device" else p + (0 if master and memory == "host" else p)
+        on_disk = s if memory == "disk" else 0
+        assert {pair: comm.moved(*pair) for pair in permutations(("device", "host", "disk"), 2)} == {
+            ("host", "device"): to_device * local,
+            ("device", "host"): from_device * local,
+            ("disk", "host"): on_disk * local,
+            ("host", "disk"): on_disk * local,
+            ("device", "disk"): 0,
+            ("disk", "device"): 0,
+        }
+
+
+def test_network_totals_are_unchanged(disk_folder):
+    for name in ("adamw", "muon"):
+        case = CASE | {"name": name, "stage": 3, "clips": True}
+        expected = trained(**case)[-1].by_collective()
+        assert [trained(*place, **case)[-1].by_collective() for place in PLACES] == [expected] * 4
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_state_has_the_memory_of_its_layout(disk_folder, place):
+    for name in ("adamw", "ema of masters", "muon", "plain"):
+        _, state, *_ = trained(*place, **CASE | {"name": name, "half": True, "n": 4})
+        leaves = [leaf for leaf in Leaves.of(state).leaves if isinstance(leaf, fs.Sharded)]
+        assert leaves and {leaf.layout.memory for leaf in leaves} == {place[0]}
+        assert {memory_of(x) for leaf in leaves for x in leaf.shards if x.numel()} == {place[0]}
+
+
+def test_pure_steps_copy_state_on_the_host():
+    """Without donate=True arguments keep their values; the results have the bits of a step in place."""
+    for update_on in ("device", "host"):
+        expected = trained(**CASE)
+        result = trained("host", update_on, **CASE, donate=False)
+        assert same_bits(result, expected)
+
+
+@pytest.mark.parametrize("update_on", ["device", "host"])
+def test_updates_leave_state_as_it_was(disk_folder, update_on):
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params({"w": torch.ones(5, 3)}, fs.fsdp("data"), mesh=mesh)
+    plain = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis="data", stage=3)
+    opt = fs.partition_optimizer(
+        optim.adamw(0.1), mesh=mesh, axis="data", stage=3, state_memory="host", update_on=update_on
+    )
+    state = opt.init(params)
+    before = bits(state)
+    updates, after = opt.update(params, state, params)
+    expected = plain.update(params, plain.init(params), params)
+    assert same_bits((updates, after, {}), (*expected, {})) and all(map(torch.equal, bits(state), before))
+
+
+def test_state_on_disk_needs_donation(disk_folder):
+    with pytest.raises(OptimizerError, match=r"state on disk must be updated in place.*donate=True"):
+        trained("disk", "device", **CASE, donate=False)
+
+
+@pytest.mark.parametrize(
+    ("place", "complaint"),
+    [
+        (("memory", "device"), "state_memory must be .*; got 'memory' and 'device'"),
+        (("host", "disk"), "update_on .*; got 'host' and 'disk'"),
+        (("device", "host"), 'got state_memory="device". Write state_memory="host"'),
+    ],
+)
+def test_unknown_memories_raise(place, complaint):
+    with pytest.raises(OptimizerError, match=complaint):
+        trained(*place, **CASE)

@@ -1,0 +1,89 @@
+"""Optimizer state on the host and on disk, in two processes."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import optim
+from fshard.errors import DiskError
+from fshard.memory.transfers import stress
+from tests.memory.test_disk import resident
+from tests.memory.training import CASE, away, same_bits, trained
+
+
+def is_same_in_process(folder, place, rate, case):
+    os.environ["FSHARD_DISK"] = folder
+    expected = trained(**case)
+    with stress(poison=True, rate=rate):
+        return same_bits(trained(*place, **case), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "rate", "more"),
+    [
+        ("adamw", ("host", "device"), 1e6, {"stage": 2, "fp16": True}),
+        ("ema of masters", ("host", "host"), None, {"stage": 1, "clips": True}),
+        ("shampoo", ("disk", "device"), None, {"stage": 3}),
+        ("lamb", ("disk", "host"), 1e6, {"stage": 3, "microbatches": 2}),
+    ],
+)
+def test_bits_are_equal_in_processes(two, disk_folder, name, place, rate, more):
+    """With copies at their wait, and late ones in the helper thread."""
+    case = CASE | {"name": name, "half": "masters" in name, **more}
+    assert two.run(is_same_in_process, str(disk_folder), place, rate, case) == [True, True]
+
+
+def test_a_disk_error_in_a_step_is_raised(two, disk_folder):
+    """Of virtual devices, and of a process that fails: the other one does not wait for it."""
+    for run in (failing_step, partial(two.run, failing_step)):
+        with pytest.raises(DiskError, match=f"Reading the unlinked file .* in FSHARD_DISK={disk_folder}"):
+            run(str(disk_folder))
+
+
+def failing_step(folder):
+    os.environ["FSHARD_DISK"] = folder
+    read = os.preadv
+
+    def broken(*args):
+        if fs.mesh.process_index() == 0:
+            raise OSError(5, "Input/output error")
+        return read(*args)
+
+    os.preadv = broken
+    try:
+        trained("disk", "device", **CASE)
+    finally:
+        os.preadv = read
+
+
+def growth_of_a_process(folder):
+    """Return the growth of resident memory by 16 MB of state on each of two devices, and that of 200 more steps."""
+    os.environ["FSHARD_DISK"] = folder
+    mesh, sizes = fs.make_mesh({"data": 2}), {}
+    large, small = (
+        fs.shard_params([torch.ones(n) for _ in range(16)], fs.fsdp("data"), mesh=mesh) for n in (1 << 18, 1 << 8)
+    )
+    for place in (("disk", "host"), ("device", "device")):
+        opt = fs.partition_optimizer(
+            optim.adamw(0.1), mesh=mesh, axis="data", stage=3, state_memory=place[0], update_on=place[1]
+        )
+        state_of_small = opt.init(small)
+        for _ in range(5):  # code that is used for the first time becomes resident, and buffers are made
+            small, state_of_small = opt.step(small, state_of_small, small)
+        before = resident()
+        state = opt.init(large)
+        after = resident()
+        for _ in range(200):
+            small, state_of_small = opt.step(small, state_of_small, small)
+        sizes[place[0]] = after - before, resident() - after
+        assert away(state, place[0]) == 16 << 20
+    return sizes
+
+
+def test_state_on_disk_is_not_resident_in_processes(two, disk_folder):
+    for sizes in two.run(growth_of_a_process, str(disk_folder)):
+        assert sizes["disk"][0] < 0.1 * (16 << 20) < 0.8 * (16 << 20) < sizes["device"][0]
+        assert sizes["disk"][1] < 1 << 18

@@ -1,0 +1,171 @@
+"""Transfers, against plain copies; and modes of tests that detect a missing wait."""
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fshard.memory import transfers
+from fshard.memory.disk import empty_on_disk
+from fshard.memory.pool import Pool, empty_on_host
+from fshard.memory.transfers import AT_ONCE, Link, start, stress
+
+RUNTIMES = ("virtual", "process")
+DOWN = Link("device", "host", "process")
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.uint8, torch.bool)
+SIZES = st.lists(st.integers(0, 7), max_size=3)
+
+
+@st.composite
+def strided(draw, shape):
+    """An index that makes a view of this shape of a larger tensor, and the shape of that tensor."""
+    steps = [draw(st.integers(1, 2)) for _ in shape]
+    before = [draw(st.integers(0, 2)) for _ in shape]
+    larger = [b + max(size * step, 1) for b, size, step in zip(before, shape, steps, strict=True)]
+    index = tuple(slice(b, b + size * step, step) for b, size, step in zip(before, shape, steps, strict=True))
+    return larger, index
+
+
+def values(shape, dtype):
+    return torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_transfers_equal_plain_copies(disk_folder, data):
+    """Sizes, strides, dtypes; either side in memory or on disk; both runtimes; all modes of tests."""
+    dtype, shape = data.draw(st.sampled_from(DTYPES)), data.draw(SIZES)
+    makers = {
+        "memory": lambda shape: torch.empty(shape, dtype=dtype),
+        "disk": lambda shape: empty_on_disk(shape, dtype),
+    }
+    pairs = []
+    for _ in range(data.draw(st.integers(1, AT_ONCE + 2))):
+        tensors = []
+        for _ in range(2):
+            larger, index = data.draw(strided(shape))
+            tensors.append(
+                makers[data.draw(st.sampled_from(sorted(makers)))](larger).copy_(values(larger, dtype))[index]
+            )
+        pairs.append(tensors)
+    expected = [source.clone() for source, _ in pairs]
+    mode = data.draw(st.sampled_from([{}, {"poison": True}, {"rate": 1e7}, {"rate": 1e7, "poison": True}]))
+    runtime = data.draw(st.sampled_from(RUNTIMES))
+    with stress(**mode):
+        under_way = [start(source, target, Link("device", "host", runtime)) for source, target in pairs]
+        results = [transfer.wait() for transfer in reversed(under_way)][::-1]
+    for (source, target), result, right in zip(pairs, results, expected, strict=True):
+        assert torch.equal(target, right) and torch.equal(source, right) and result.data_ptr() == target.data_ptr()
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("rate", [None, 1e4])
+def test_poison_changes_the_bits_of_a_missing_wait(runtime, rate):
+    """A sum over buffers that are fetched ahead: right with its waits; NaN where one is left out."""
+    home, link = [torch.full((10,), float(i)) for i in range(6)], Link("host", "device", runtime)
+
+    def total(missing=None):
+        with stress(rate=rate, poison=True):
+            pool, sums = Pool(lambda: torch.empty(40, dtype=torch.uint8)), torch.zeros(10)
+            fetched = [(buffer := pool.take(), start(home[0], buffer.view(torch.float32), link))]
+            for i in range(len(home)):
+                if i + 1 < len(home):
+                    buffer = pool.take()
+                    fetched.append((buffer, start(home[i + 1], buffer.view(torch.float32), link)))
+                buffer, transfer = fetched[i]
+                sums += buffer.view(torch.float32) if i == missing else transfer.wait()
+                transfer.wait()
+                pool.release(buffer)
+            assert len(pool._free) == 2
+            return sums
+
+    assert torch.equal(total(), sum(home))
+    assert [bool(total(missing=i).isnan().all()) for i in range(1, 6)] == [True] * 5
+
+
+def test_released_buffers_are_poisoned():
+    pool = Pool(lambda: torch.empty(8, dtype=torch.uint8))
+    buffer = pool.take()
+    buffer.zero_()
+    pool.release(buffer)
+    assert not buffer.any()
+    with stress(poison=True):
+        again = pool.take()
+        assert again is buffer
+        pool.release(again)
+    assert buffer.view(torch.float32).isnan().all() and buffer.view(torch.bfloat16).isnan().all()
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_slowed_transfers_run_beside_the_caller(runtime):
+    xs, link = [torch.ones(250) for _ in range(3)], Link("device", "host", runtime)
+    with stress(rate=20_000):  # 50 ms each
+        before = time.perf_counter()
+        under_way = [start(x, torch.zeros(250), link) for x in xs]
+        started = time.perf_counter() - before
+        results = [transfer.wait() for transfer in under_way]
+        assert started < 0.1 < 0.149 < time.perf_counter() - before
+    assert all(map(torch.equal, results, xs))
+
+
+def test_a_bounded_number_is_under_way(monkeypatch):
+    gate, waiting = threading.Event(), threading.Event()
+    copies, copy = [], transfers.disk.copy
+
+    def held(source, target):
+        gate.wait(30)
+        copies.append(len(transfers._under_way))
+        copy(source, target)
+
+    monkeypatch.setattr(transfers.disk, "copy", held)
+
+    def start_all():
+        for i in range(AT_ONCE + 3):
+            if i == AT_ONCE:
+                waiting.set()
+            start(torch.ones(1), torch.zeros(1), DOWN)
+
+    thread = threading.Thread(target=start_all)
+    thread.start()
+    assert waiting.wait(30)
+    thread.join(0.05)
+    assert thread.is_alive() and len(transfers._under_way) < AT_ONCE  # the oldest was taken out, to wait for it
+    gate.set()
+    thread.join(30)
+    start(torch.ones(1), torch.zeros(1), DOWN).wait()
+    assert len(copies) == AT_ONCE + 4 and max(copies) <= AT_ONCE
+
+
+def test_errors_of_the_helper_thread_are_raised_by_wait(disk_folder, monkeypatch):
+    x, y = empty_on_disk((5,), torch.float32), torch.zeros(5)
+
+    def broken(descriptor, buffers, offset):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(transfers.disk.os, "pwritev", broken)
+    transfer = start(y, x, DOWN)
+    for _ in range(2):
+        with pytest.raises(transfers.disk.DiskError, match=f"FSHARD_DISK={disk_folder}.*Input/output error"):
+            transfer.wait()
+    monkeypatch.undo()
+    assert start(y, x, DOWN).wait() is not None  # the thread goes on
+
+
+def test_other_shape_or_dtype_raises():
+    for target in (torch.ones(3), torch.ones(2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="must have the shape and dtype of source"):
+            start(torch.ones(2), target, DOWN)
+
+
+def test_tensors_without_values_are_done_at_once():
+    x = torch.empty(3, device="meta")
+    assert start(x, x, Link("host", "device", "abstract")).wait().is_meta
+
+
+@pytest.mark.parametrize("shape", [(), (0, 2), (3, 4)])
+def test_host_memory_has_its_exact_size(shape):
+    x = empty_on_host(shape, torch.bfloat16, locked=False)
+    assert x.shape == shape and x.dtype == torch.bfloat16 and x.untyped_storage().nbytes() == x.nbytes
