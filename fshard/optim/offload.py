@@ -1,8 +1,9 @@
 """`offloaded`: an optimizer whose state is in host memory or on disk, and is updated on the device or on the host.
 
-On the host, a step copies gradients and parameters to buffers there, and the parameters back into their memory:
+A step on the host copies gradients and parameters to buffers there, and the parameters back into their memory:
 
-    from the device    gradients; parameters, unless their masters are in host memory
+    from the device    gradients, unless they are on the host since they were reduced
+                       parameters, unless their masters are on the host
     to the device      parameters with a gradient
 """
 
@@ -66,7 +67,7 @@ def _validate(memory: Any, update_on: Any) -> None:
 def _on_host(tree: PyTree, mesh: Mesh) -> PyTree:
     """Return copies of a tree's trainable leaves on the host; ties stay ties."""
     at = Leaves.of(tree)
-    indices = [i for i, first in enumerate(at.firsts) if i == first and trainable(at.leaves[i])]
+    indices = [i for i in sorted({*at.firsts}) if trainable(at.leaves[i]) and not _is_on_host(at.leaves[i])]
     copies = dict(zip(indices, moved([at.leaves[i] for i in indices], mesh, "device", "host"), strict=True))
     return at.rebuild([copies.get(first, at.leaves[first]) for first in at.firsts])
 
@@ -104,7 +105,10 @@ def _stepping_on_host(step: Update, mesh: Mesh) -> Update:
             for x, master in zip(shards_of(leaf), shards_of(masters[i]), strict=True):
                 x.copy_(master)
         on_host |= sent("params", at.leaves, [i for i in trained if i not in masters])
-        of_grads = sent("grads", gradients, [i for i in sorted({*firsts}) if gradients[i] is not None])
+        near = {i: x for i, x in enumerate(gradients) if _is_on_host(x)}
+        of_grads = near | sent(
+            "grads", gradients, [i for i in sorted({*firsts}) if gradients[i] is not None and i not in near]
+        )
         result, state = step(
             at.rebuild([of_grads.get(first) for first in firsts]),
             state,
@@ -118,6 +122,10 @@ def _stepping_on_host(step: Update, mesh: Mesh) -> Update:
         return at.rebuild([updated.get(first, at.leaves[first]) for first in at.firsts]), state
 
     return run
+
+
+def _is_on_host(leaf: Leaf) -> bool:
+    return isinstance(leaf, Sharded) and leaf.layout.memory == "host"
 
 
 def _buffer_like(leaf: Leaf, buffer: Leaf, mesh: Mesh) -> Leaf:

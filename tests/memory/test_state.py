@@ -28,7 +28,7 @@ CASES = st.fixed_dictionaries(
         "half": st.booleans(),
         "clips": st.booleans(),
         "fp16": st.booleans(),
-        "microbatches": st.sampled_from([1, 2]),
+        "microbatches": st.sampled_from([1, 3]),
     }
 )
 
@@ -52,31 +52,31 @@ def test_a_missing_wait_changes_bits(disk_folder, monkeypatch, place):
     assert not same_bits(result, expected)
 
 
-BYTES = {  # name -> bytes of a parameter, of its state, and of its master; gradients are of the parameter's dtype
-    "sgd, nesterov": (4, 4, 0),
-    "adamw": (4, 12, 0),  # with amsgrad
-    "with_master_weights": (2, 12, 4),
+BYTES = {  # name -> bytes of a parameter and of its state; if that has masters
+    "sgd, nesterov": (4, 4, False),
+    "adamw": (4, 12, False),  # with amsgrad
+    "with_master_weights": (2, 12, True),
 }
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize("place", PLACES)
-def test_bytes_are_those_of_the_table(disk_folder, name, place, n):
-    """Of one step; in stages 1 to 3 state is sharded."""
-    p, s, master = BYTES[name]
-    numbers = 5 * 25 + 5 + 1
-    for stage in (0, 1, 3):
+def test_bytes_are_those_of_the_table(disk_folder, name, place, stage):
+    """Of one step of 3 backwards; in stages 1 to 3 state is sharded, in stages 2 and 3 each backward reduces gradients."""
+    (p, s, has_masters), (memory, update_on) = BYTES[name], place
+    reductions = 3 if stage > 1 else 1
+    for n in (1, 2, 4):
         sizes = [25] * 5 + [5, 1]
-        local = sum(-(-size // n) for size in sizes) if stage else numbers  # of the first device
-        *_, comm = trained(*place, **CASE | {"name": name, "n": n, "stage": stage, "half": p == 2}, steps=1)
-        memory, update_on = place
-        to_device = s if update_on == "device" else p
-        from_device = s if update_on == "device" else p + (0 if master and memory == "host" else p)
+        local = sum(-(-size // n) for size in sizes) if stage else sum(sizes)  # of the first device
+        case = {"name": name, "n": n, "stage": stage, "half": p == 2, "microbatches": 3}
+        *_, comm = trained(*place, **CASE | case, steps=1)
+        g = 4 if p == 2 and reductions == 1 else p  # 16-bit gradients of several slices are reduced in 32 bits
+        from_device = reductions * g + (0 if has_masters and memory == "host" else p)
         on_disk = s if memory == "disk" else 0
         assert {pair: comm.moved(*pair) for pair in permutations(("device", "host", "disk"), 2)} == {
-            ("host", "device"): to_device * local,
-            ("device", "host"): from_device * local,
+            ("host", "device"): (s if update_on == "device" else p) * local,
+            ("device", "host"): (s if update_on == "device" else from_device) * local,
             ("disk", "host"): on_disk * local,
             ("host", "disk"): on_disk * local,
             ("device", "disk"): 0,
