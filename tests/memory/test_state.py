@@ -8,14 +8,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard import optim
+from fshard import P, optim
 from fshard.errors import OptimizerError
 from fshard.memory import state as memory_state
 from fshard.memory.transfers import stress
 from fshard.mesh.layout.kinds import memory_of
 from fshard.optim.leaves import Leaves
+from fshard.optim.torch_optim.instances import optimizer_source
 from tests.memory.training import CASE, OPTIMIZERS, bits, same_bits, trained
 from tests.optim.optimizers import ALL, FOREIGN
+from tests.optim.test_torch_classes import Factored, Lion
 
 PLACES = [("host", "device"), ("host", "host"), ("disk", "device"), ("disk", "host")]
 OPTIMIZERS |= {name: opt for name, opt in ALL.items() if opt.step is not None or name.startswith("chain")}
@@ -139,3 +141,49 @@ def test_state_on_disk_needs_donation(disk_folder):
 def test_unknown_memories_raise(place, complaint):
     with pytest.raises(OptimizerError, match=complaint):
         trained(*place, **CASE)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("cls", [Lion, Factored], ids=lambda cls: cls.__name__)
+def test_state_of_an_instance_is_moved_to_its_step(disk_folder, cls, place):
+    """Tensors that the class writes in place, replaces, or makes in its first step."""
+
+    def run(memory="device", update_on="device"):
+        mesh, generator = fs.make_mesh({"data": 1}), torch.Generator().manual_seed(0)
+        values = {name: torch.randn(shape, generator=generator) for name, shape in {"a": (5, 3), "b": (3,)}.items()}
+        own = {name: torch.nn.Parameter(x.clone()) for name, x in values.items()}
+        instance = cls(own.values())
+        opt = optimizer_source(instance, own, "test").current_optimizer()
+        opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=1, state_memory=memory, update_on=update_on)
+        params = fs.shard_params(values, P(), mesh=mesh)
+        state = opt.init(params)
+        for _ in range(3):
+            grads = {name: torch.randn(x.shape, generator=generator) for name, x in values.items()}
+            params, state = opt.step(fs.device_put(grads, fs.Layout(mesh)), state, params)
+        entries = [x for entry in instance.state.values() for x in entry.values() if isinstance(x, torch.Tensor)]
+        return bits(params) + bits(entries), {memory_of(x) for x in entries}
+
+    expected, _ = run()
+    with stress(poison=True):
+        result, memories = run(*place)
+    assert all(map(torch.equal, result, expected)) and (memories == {place[0]} or place == ("host", "host"))
+
+
+def test_abstract_meshes_count_the_same_bytes():
+    """Those of the first virtual device, whose shards are the largest."""
+
+    def moves(runtime, update_on):
+        mesh = fs.make_mesh({"data": 4}, runtime=runtime)
+        params = fs.shard_params([torch.ones(9, dtype=torch.bfloat16), torch.ones(5)], fs.fsdp("data"), mesh=mesh)
+        opt = optim.with_master_weights(optim.adamw(0.1))
+        opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3, state_memory="host", update_on=update_on)
+        step = fs.train_step(
+            lambda p, x: (p[0].float().sum() + p[1].sum()) * x.mean(), opt, mesh=mesh, batch=P("data"), donate=True
+        )
+        state = opt.init(params)
+        with fs.ledger() as comm:
+            step(params, state, torch.ones(8))
+        return [comm.moved(*pair) for pair in (("host", "device"), ("device", "host"))]
+
+    for update_on in ("device", "host"):
+        assert moves("abstract", update_on) == moves("virtual", update_on) != [0, 0]
