@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
+from fshard.memory.kinds import made_for
 from fshard.mesh.layout import Layout, Mesh, P, PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard_all
@@ -108,6 +109,7 @@ def partition_optimizer(
     is_divided = stage > 0 and not (flat is True and all(mesh.shape[axis] == 1 for axis in axes))
 
     @uncompiled
+    @made_for("state")
     def init(params: PyTree) -> PyTree:
         at = Leaves.of(params)
         _validate_mesh(at, at.leaves, mesh, plain=not is_divided)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.memory.kinds import claim, made_for
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
 from fshard.source import Site
@@ -149,6 +150,7 @@ class GradientSums:
         dtypes = [self.options.reduced_in(self.leaves[index].dtype, wide=self.wide) for index in indices]
         return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
 
+    @made_for("gradients")
     def put(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> None:
         """Put the gradients of trained parameters into the bucket, zeros for those that this device has not."""
         for index, g in zip(indices, self.cast(indices, gs), strict=True):
@@ -158,6 +160,7 @@ class GradientSums:
                 g = torch.zeros(leaf.shape, dtype=dtype, device=self.device) if g is None else g
                 self._bucket.append((index, g))
                 self._size += g.nbytes
+        claim([g for _, g in self._bucket], "gradients")
 
     @property
     def is_full(self) -> bool:
@@ -168,6 +171,7 @@ class GradientSums:
         """Empty the bucket."""
         self._bucket, self._size = [], 0
 
+    @made_for("gradients")
     def send(self) -> None:
         """Start the reduction of the bucket."""
         if not self._bucket:
@@ -181,6 +185,7 @@ class GradientSums:
         shape = self.leaves[0].gradient.mesh.shape
         self._in_flight.append(PendingReduction(indices, wait, prod([shape[axis] for axis in self.along])))
 
+    @made_for("gradients")
     def finish(self, in_flight: int = 0) -> None:
         """Wait for reductions, the oldest first, until at most `in_flight` are left."""
         while len(self._in_flight) > in_flight:
@@ -191,6 +196,7 @@ class GradientSums:
                 g = g if pending.copies == 1 else g / pending.copies
                 self.sums[index] = g if total is None else total + g
 
+    @made_for("gradients")
     def gradients(self, used: Sequence[float], divisor: float | Tensor = 1.0) -> Gradients:
         """Return the sums divided by a number, in the dtypes of the parameters; None for those that no device used."""
         sums = [g if times else None for g, times in zip(self.sums, used, strict=True)]
