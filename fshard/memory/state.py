@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from fshard.ambient import ambient, setting
+from fshard.memory.kinds import purpose
 from fshard.memory.pool import Pool
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout import Memory, Mesh, PyTree, flatten, unflatten
-from fshard.mesh.layout.kinds import empty_in, memory_of
+from fshard.mesh.layout.kinds import empty_in, memory_of, owned_by
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.spmd.run import local_devices
 
@@ -109,10 +110,8 @@ def is_away(leaf: Any) -> bool:
 
 def empty_for(mesh: Mesh, device: int, memory: Memory, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return an empty tensor in a memory, which counts for a device of a mesh."""
-    x = empty_in(memory, shape, dtype, mesh.device_type)
-    for counter in ambient.counters:
-        counter.claim(x, device=device)
-    return x
+    with owned_by(device):
+        return empty_in(memory, shape, dtype, mesh.device_type)
 
 
 def moved(
@@ -249,7 +248,11 @@ def streamed(
 
 
 def _pool(nbytes: int, device: int, offload: Offload) -> Pool:
-    return Pool(lambda: empty_for(offload.mesh, device, offload.update_on, (nbytes,), torch.uint8))
+    def make() -> Tensor:
+        with purpose("state"):
+            return empty_for(offload.mesh, device, offload.update_on, (nbytes,), torch.uint8)
+
+    return Pool(make)
 
 
 class _Group:

@@ -14,9 +14,20 @@ from typing import Any, get_args
 import torch
 
 from fshard.errors import OptimizerError
-from fshard.memory.state import Offload, Update, UpdateOn, at_once, is_in, moved, offloading, written_back
+from fshard.memory.kinds import Purpose, purpose
+from fshard.memory.state import (
+    Offload,
+    Update,
+    UpdateOn,
+    at_once,
+    empty_for,
+    is_in,
+    moved,
+    offloading,
+    shards_and_devices,
+    written_back,
+)
 from fshard.mesh.layout import Memory, Mesh, PyTree, flatten
-from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.contract import ArrayOptimizer, Optimizer, step_of
 from fshard.optim.leaves import Leaf, Leaves, firsts_of, shards_of, trainable
@@ -85,12 +96,13 @@ def _stepping_on_host(step: Update, mesh: Mesh) -> Update:
     """Return a step on the host, in buffers that are made once."""
     buffers: dict[tuple[str, int], Leaf] = {}
 
-    def in_buffers(name: str, leaves: list[Leaf], indices: list[int]) -> list[Leaf]:
+    def in_buffers(name: Purpose, leaves: list[Leaf], indices: list[int]) -> list[Leaf]:
         for i in indices:
-            buffers[name, i] = _buffer_like(leaves[i], buffers.get((name, i)), mesh)
+            with purpose(name):
+                buffers[name, i] = _buffer_like(leaves[i], buffers.get((name, i)), mesh)
         return [buffers[name, i] for i in indices]
 
-    def sent(name: str, leaves: list[Leaf], indices: list[int]) -> dict[int, Leaf]:
+    def sent(name: Purpose, leaves: list[Leaf], indices: list[int]) -> dict[int, Leaf]:
         into = in_buffers(name, leaves, indices)
         return dict(zip(indices, moved([leaves[i] for i in indices], mesh, "device", "host", into), strict=True))
 
@@ -100,14 +112,14 @@ def _stepping_on_host(step: Update, mesh: Mesh) -> Update:
         gradients, masters = at.beside(grads, "grads"), _masters_on_host(state)
         firsts, trained = firsts_of(gradients), [i for i in sorted({*at.firsts}) if trainable(at.leaves[i])]
         known = [i for i in trained if i in masters]
-        on_host = dict(zip(known, in_buffers("params", at.leaves, known), strict=True))
+        on_host = dict(zip(known, in_buffers("parameters", at.leaves, known), strict=True))
         for i, leaf in on_host.items():
             for x, master in zip(shards_of(leaf), shards_of(masters[i]), strict=True):
                 x.copy_(master)
-        on_host |= sent("params", at.leaves, [i for i in trained if i not in masters])
+        on_host |= sent("parameters", at.leaves, [i for i in trained if i not in masters])
         near = {i: x for i, x in enumerate(gradients) if _is_on_host(x)}
         of_grads = near | sent(
-            "grads", gradients, [i for i in sorted({*firsts}) if gradients[i] is not None and i not in near]
+            "gradients", gradients, [i for i in sorted({*firsts}) if gradients[i] is not None and i not in near]
         )
         result, state = step(
             at.rebuild([of_grads.get(first) for first in firsts]),
@@ -135,7 +147,7 @@ def _buffer_like(leaf: Leaf, buffer: Leaf, mesh: Mesh) -> Leaf:
         before = buffer.layout if isinstance(buffer, Sharded) else None
         if before == layout:
             return buffer
-    shards = [empty_in("host", x.shape, x.dtype, mesh.device_type) for x in shards_of(leaf)]
+    shards = [empty_for(mesh, device, "host", x.shape, x.dtype) for x, device in shards_and_devices(leaf)]
     return shards[0] if layout is None else Sharded(leaf.shape, layout, tuple(shards))
 
 

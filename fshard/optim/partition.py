@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
+from fshard.memory.kinds import made_for
 from fshard.memory.state import UpdateOn
 from fshard.mesh.layout import Layout, Memory, Mesh, P, PyTree
 from fshard.mesh.layout.sharded import Sharded
@@ -122,6 +123,7 @@ def partition_optimizer(
         return _on_host(layout) if is_sent else layout
 
     @uncompiled
+    @made_for("state")
     def init(params: PyTree) -> PyTree:
         at = Leaves.of(params)
         _validate_mesh(at, at.leaves, mesh, plain=not is_divided)

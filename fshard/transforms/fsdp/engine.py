@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.memory.kinds import claim, made_for
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.kinds import empty_in
@@ -155,6 +156,7 @@ class GradientSums:
         dtypes = [self.options.reduced_in(self.leaves[index].dtype, wide=self.wide) for index in indices]
         return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
 
+    @made_for("gradients")
     def put(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> None:
         """Put the gradients of trained parameters into the bucket, zeros for those that this device has not."""
         for index, g in zip(indices, self.cast(indices, gs), strict=True):
@@ -164,6 +166,7 @@ class GradientSums:
                 g = torch.zeros(leaf.shape, dtype=dtype, device=self.device) if g is None else g
                 self._bucket.append((index, g))
                 self._size += g.nbytes
+        claim([g for _, g in self._bucket], "gradients")
 
     @property
     def is_full(self) -> bool:
@@ -174,6 +177,7 @@ class GradientSums:
         """Empty the bucket."""
         self._bucket, self._size = [], 0
 
+    @made_for("gradients")
     def send(self) -> None:
         """Start the reduction of the bucket."""
         if not self._bucket:
@@ -187,6 +191,7 @@ class GradientSums:
         shape = self.leaves[0].gradient.mesh.shape
         self._in_flight.append(PendingReduction(indices, wait, prod([shape[axis] for axis in self.along])))
 
+    @made_for("gradients")
     def finish(self, in_flight: int = 0) -> None:
         """Wait for reductions, the oldest first, until at most `in_flight` are left."""
         while len(self._in_flight) > in_flight:
@@ -216,6 +221,7 @@ class GradientSums:
             transfer, copies = self._sent.pop(index)
             self._add(index, transfer.wait(), copies)
 
+    @made_for("gradients")
     def gradients(self, used: Sequence[float], divisor: float | Tensor = 1.0) -> Gradients:
         """Return the sums divided by a number, in the dtypes of the parameters; None for those that no device used."""
         for index in [*self._sent]:
