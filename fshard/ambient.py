@@ -23,6 +23,7 @@ class Ambient(threading.local):
     purpose: Any = None  # of new storages, and the source line behind it: fshard.memory.limit
     memory: Any = None  # the kind of new storages: fshard.mesh.layout.kinds
     offload: Any = None  # where optimizer state is stored and updated: fshard.memory.state
+    owner: Any = None  # the device that new storages are made for, outside of its scope: the same
     regions: Any = ()  # recomputed regions around the caller: fshard.transforms.module.remat
 
 

@@ -12,6 +12,7 @@ __all__ = [
     "FshardError",
     "LayoutError",
     "LostProcessError",
+    "MemoryLimitError",
     "MeshError",
     "MismatchError",
     "ModuleError",
@@ -68,6 +69,10 @@ class LostProcessError(FshardError, RuntimeError):
 
 class OptimizerError(FshardError, ValueError):
     """An optimizer with invalid arguments or inputs."""
+
+
+class MemoryLimitError(FshardError, RuntimeError):
+    """An allocation beyond a limit of `fs.memory.limit`."""
 
 
 class PolicyError(FshardError, ValueError):

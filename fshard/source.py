@@ -48,11 +48,13 @@ class Site(NamedTuple):
         return f"{_short(self.file)}:{self.line} in {self.function}"
 
 
-def site_of(frame: FrameType | None) -> Site:
-    """Return the first line from `frame` outwards that is the user's."""
+def site_of(frame: FrameType | None, default: Site | None = None) -> Site:
+    """Return the first line from `frame` outwards that is the user's; if there is none, the default or the frame's."""
     inner = frame
     while frame is not None and _is_plumbing(frame.f_code.co_filename):
         frame = frame.f_back
+    if frame is None and default is not None:
+        return default
     found = frame or inner
     if found is None:
         return Site("<unknown>", 0, "<unknown>")
@@ -64,9 +66,9 @@ def _is_plumbing(file: str) -> bool:
     return file.startswith(_OURS)
 
 
-def call_site() -> Site:
+def call_site(default: Site | None = None) -> Site:
     """Return the user's line that is being executed in this thread."""
-    return site_of(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+    return site_of(sys._getframe(1), default)  # pyright: ignore[reportPrivateUsage]
 
 
 def _cell(file: str) -> str | None:

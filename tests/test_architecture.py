@@ -181,9 +181,14 @@ def test_downward_import_passes(path, source):
 # The layers of fshard/mesh, from the bottom up. A module is in the layer of its longest prefix.
 MESH_LAYERS = (
     ("layout",),  # meshes, specs, layouts, trees
-    ("collectives.moves", "collectives.ledger", "reshard.exchange", "reshard.regions"),  # collectives as data
+    (
+        "collectives.moves",
+        "collectives.ledger",
+        "reshard.exchange",
+        "reshard.regions",
+    ),  # collectives as data
     ("spmd.scope",),  # the device that code runs as, and its groups
-    ("runtimes", "shared_memory"),  # worlds and transports
+    ("runtimes", "shared_memory", "collectives.delivery"),  # worlds and transports
     ("collectives.autograd",),  # collectives as autograd Functions
     ("spmd.check_equal",),
     ("collectives",),  # collectives on trees

@@ -1,10 +1,12 @@
 """Memory: kinds, and limits on what a program may use of each.
 
-kinds       "device", "host" and "disk" of layouts, and the purposes that storages are made for
-limit       count every storage of every device by kind and purpose, and raise beyond a limit
-snapshot    write what was counted for torch's memory viewer
+A layout names the kind of memory that its shards are in: "device", "host" or "disk". `limit` counts the storages of every
+device by kind and purpose, on every runtime, and raises beyond a limit.
 """
 
-from fshard.memory.kinds import memory_of
+from fshard.memory.kinds import claim, purpose
+from fshard.memory.limit import limit
+from fshard.memory.usage import Holder, MemoryUsage
+from fshard.mesh.layout.kinds import memory_of
 
-__all__ = ["memory_of"]
+__all__ = ["Holder", "MemoryUsage", "claim", "limit", "memory_of", "purpose"]

@@ -1,20 +1,76 @@
-"""Memory kinds: tensors on disk are made by `fshard.memory.disk`, which is imported for the first of them.
+"""Kinds of memory, and the purposes that storages are made for.
 
 A layout names a kind: `layout.with_memory("host")`. `device_put`, `reshard` and `shard_params(memory=)` copy shards from
-one memory to another; collectives run on shards in the devices' memory.
+one memory to another; collectives run on shards in the devices' memory. Tensors on disk are made by
+`fshard.memory.disk`, which is imported for the first of them.
+
+A purpose is set around code that makes storages, or claimed for storages that exist. Both cost nothing without a limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from importlib import import_module
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout.kinds import makers, memory_of
+from fshard.ambient import ambient, setting
+from fshard.mesh.layout import PyTree, flatten
+from fshard.mesh.layout.kinds import makers
+from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.run import local_devices
+from fshard.source import Site
 
-__all__ = ["memory_of"]
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+Purpose = Literal["parameters", "gradients", "state", "unsharded", "activations", "buffers", "other"]
+"""The purpose that a storage was made for: "other" outside of steps, such as batches."""
+
+
+def purpose(name: Purpose | None, site: Site | None = None) -> AbstractContextManager[None]:
+    """Count the storages that are made in the block for a purpose, None for that of an operation's arguments.
+
+    `site` is the line of those without a user's line.
+    """
+    if not ambient.counters:
+        return nullcontext()
+    before = ambient.purpose
+    return setting(purpose=(name, site or (before and before[1])))
+
+
+def made_for(name: Purpose) -> Callable[[Callable[Args, Result]], Callable[Args, Result]]:
+    """Decorate a function whose new storages are for a purpose."""
+
+    def decorate(function: Callable[Args, Result]) -> Callable[Args, Result]:
+        @wraps(function)
+        def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+            if not ambient.counters:
+                return function(*args, **kwargs)
+            with purpose(name):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def claim(tree: PyTree, name: Purpose) -> None:
+    """Count the storages of a tree for a purpose, in the memories of its layouts, even those from before the limit."""
+    counters = ambient.counters
+    for leaf in flatten(tree)[0] if counters else ():
+        if isinstance(leaf, Sharded):
+            shards = [
+                (device, leaf.layout.memory, x) for device, x in zip(local_devices(leaf.mesh), leaf.shards, strict=True)
+            ]
+        else:
+            shards = [(None, None, leaf)] if isinstance(leaf, Tensor) else []
+        for device, memory, x in shards:
+            for counter in counters:
+                counter.claim(x, device, memory, name)
 
 
 def _empty_on_disk(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from fshard.ambient import ambient, setting
+from fshard.memory.kinds import purpose
 from fshard.memory.pool import Pool
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout import Memory, Mesh, PyTree, flatten, unflatten
-from fshard.mesh.layout.kinds import empty_in, memory_of
+from fshard.mesh.layout.kinds import empty_in, memory_of, owned_by
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.spmd.run import local_devices
 
@@ -46,7 +47,7 @@ class Offload:
         mesh: the devices.
         memory: of the state.
         update_on: memory of the update.
-        rounded: parameters that are written, rounded, when their masters have been updated: by the masters' addresses.
+        rounded: parameters that are written, rounded, when their masters have been updated: by the masters' identity.
     """
 
     mesh: Mesh
@@ -57,7 +58,7 @@ class Offload:
     @torch.no_grad()
     def round(self, master: Tensor, home: Tensor) -> None:
         """Write the parameter of a master that is stored in `home`, if it has one."""
-        param = self.rounded.get(home.data_ptr())
+        param = self.rounded.get(id(home))
         if param is not None:
             param.copy_(master)
 
@@ -79,7 +80,7 @@ def rounding(leaves: Iterable[tuple[Any, Any]]) -> AbstractContextManager[None]:
         return nullcontext()
     columns = [map(shards_and_devices, pair) for pair in leaves if pair[0] is not None]
     pairs = [pair for column in columns for pair in zip(*column, strict=True)]
-    rounded = {master.data_ptr(): param for (master, _), (param, _) in pairs if master.numel()}
+    rounded = {id(master): param for (master, _), (param, _) in pairs}
     return setting(offload=replace(offload, rounded={**offload.rounded, **rounded}))
 
 
@@ -107,6 +108,12 @@ def is_away(leaf: Any) -> bool:
     return offload is not None and is_in(offload.memory, leaf)
 
 
+def empty_for(mesh: Mesh, device: int, memory: Memory, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor in a memory, which counts for a device of a mesh."""
+    with owned_by(device):
+        return empty_in(memory, shape, dtype, mesh.device_type)
+
+
 def moved(
     leaves: Sequence[Any], mesh: Mesh, source: Memory, target: Memory, into: Sequence[Any] | None = None
 ) -> list[Any]:
@@ -114,7 +121,7 @@ def moved(
 
     def begin(leaf: Any, home: Any) -> list[Transfer]:
         pairs, homes = shards_and_devices(leaf), [x for x, _ in shards_and_devices(home)]
-        homes = homes or [empty_in(target, x.shape, x.dtype, mesh.device_type) for x, _ in pairs]
+        homes = homes or [empty_for(mesh, device, target, x.shape, x.dtype) for x, device in pairs]
         links = [Link(source, target, mesh.runtime, device) for _, device in pairs]
         return [start(x, y, link) for (x, _), y, link in zip(pairs, homes, links, strict=True)]
 
@@ -154,7 +161,7 @@ def at_once(update: Update, *, writes: bool = False, in_place: bool = True) -> U
         if offload is None:
             return update(grads, state, params)
         with setting(offload=None):
-            result, after = update(grads, _fetched(state, offload), _fetched(params, offload))
+            result, after = update(grads, fetched(state, offload), fetched(params, offload))
         if writes:
             result = written_back(result, params, offload, in_place=True)
         return result, written_back(after, state, offload, in_place=in_place)
@@ -162,7 +169,8 @@ def at_once(update: Update, *, writes: bool = False, in_place: bool = True) -> U
     return run
 
 
-def _fetched(tree: PyTree, offload: Offload) -> PyTree:
+def fetched(tree: PyTree, offload: Offload) -> PyTree:
+    """Return a tree with all leaves in the memory of the update."""
     leaves, structure = flatten(tree, none_is_leaf=True)
     away = [i for i, leaf in enumerate(leaves) if is_in(offload.memory, leaf)]
     near = moved([leaves[i] for i in away], offload.mesh, offload.memory, offload.update_on)
@@ -227,21 +235,24 @@ def streamed(
     """
     moving = [_Group(columns, devices, rows, offload) for rows in groups]
     sizes = {device: max(group.sizes.get(device, 0) for group in moving) for device in {*devices}}
-    pools = {device: _pool(size, offload) for device, size in sizes.items() if size}
-    for group in moving[:1]:
-        group.fetch(pools)
+    pools = {device: _pool(size, device, offload) for device, size in sizes.items() if size}
+    moving[0].fetch(pools)
     for i, group in enumerate(moving):
-        for following in moving[i + 1 : i + 2]:
-            following.fetch(pools)
+        if group is not moving[-1]:
+            moving[i + 1].fetch(pools)
         yield group.rows, group.tensors()
-        for previous in moving[i - 1 : i] if i else ():
-            previous.release(pools)
+        if i:
+            moving[i - 1].release(pools)
         group.store()
     moving[-1].release(pools)
 
 
-def _pool(nbytes: int, offload: Offload) -> Pool:
-    return Pool(lambda: empty_in(offload.update_on, (nbytes,), torch.uint8, offload.mesh.device_type))
+def _pool(nbytes: int, device: int, offload: Offload) -> Pool:
+    def make() -> Tensor:
+        with purpose("state"):
+            return empty_for(offload.mesh, device, offload.update_on, (nbytes,), torch.uint8)
+
+    return Pool(make)
 
 
 class _Group:

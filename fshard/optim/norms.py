@@ -211,7 +211,8 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[list[Tensor]], Tensor])
     for index, device in enumerate(local_devices(mesh)):
         coordinates = mesh.coordinates(device)
         first = {axes: not any(coordinates[axis] for axis in over if axis not in axes) for axes in {*cut}}
-        rows.append(row([leaf.shards[index] for leaf, axes in zip(leaves, cut, strict=True) if axes and first[axes]]))
+        some = row([leaf.shards[index] for leaf, axes in zip(leaves, cut, strict=True) if axes and first[axes]])
+        rows.append(some.to(mesh.device_type))  # of gradients on the host
     summands = Sharded(tuple(rows[0].shape), Layout(mesh, P(unreduced=over)), tuple(rows))
     of_replicated, site = row(replicated) if replicated else None, call_site()
 

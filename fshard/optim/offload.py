@@ -1,8 +1,9 @@
 """`offloaded`: an optimizer whose state is in host memory or on disk, and is updated on the device or on the host.
 
-On the host, a step copies gradients and parameters to buffers there, and the parameters back into their memory:
+A step on the host copies gradients and parameters to buffers there, and the parameters back into their memory:
 
-    from the device    gradients; parameters, unless their masters are in host memory
+    from the device    gradients, unless they are on the host since they were reduced
+                       parameters, unless their masters are on the host
     to the device      parameters with a gradient
 """
 
@@ -13,9 +14,20 @@ from typing import Any, get_args
 import torch
 
 from fshard.errors import OptimizerError
-from fshard.memory.state import Offload, Update, UpdateOn, at_once, is_in, moved, offloading, written_back
+from fshard.memory.kinds import Purpose, purpose
+from fshard.memory.state import (
+    Offload,
+    Update,
+    UpdateOn,
+    at_once,
+    empty_for,
+    is_in,
+    moved,
+    offloading,
+    shards_and_devices,
+    written_back,
+)
 from fshard.mesh.layout import Memory, Mesh, PyTree, flatten
-from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.contract import ArrayOptimizer, Optimizer, step_of
 from fshard.optim.leaves import Leaf, Leaves, firsts_of, shards_of, trainable
@@ -66,7 +78,7 @@ def _validate(memory: Any, update_on: Any) -> None:
 def _on_host(tree: PyTree, mesh: Mesh) -> PyTree:
     """Return copies of a tree's trainable leaves on the host; ties stay ties."""
     at = Leaves.of(tree)
-    indices = [i for i, first in enumerate(at.firsts) if i == first and trainable(at.leaves[i])]
+    indices = [i for i in sorted({*at.firsts}) if trainable(at.leaves[i]) and not _is_on_host(at.leaves[i])]
     copies = dict(zip(indices, moved([at.leaves[i] for i in indices], mesh, "device", "host"), strict=True))
     return at.rebuild([copies.get(first, at.leaves[first]) for first in at.firsts])
 
@@ -84,12 +96,13 @@ def _stepping_on_host(step: Update, mesh: Mesh) -> Update:
     """Return a step on the host, in buffers that are made once."""
     buffers: dict[tuple[str, int], Leaf] = {}
 
-    def in_buffers(name: str, leaves: list[Leaf], indices: list[int]) -> list[Leaf]:
+    def in_buffers(name: Purpose, leaves: list[Leaf], indices: list[int]) -> list[Leaf]:
         for i in indices:
-            buffers[name, i] = _buffer_like(leaves[i], buffers.get((name, i)), mesh)
+            with purpose(name):
+                buffers[name, i] = _buffer_like(leaves[i], buffers.get((name, i)), mesh)
         return [buffers[name, i] for i in indices]
 
-    def sent(name: str, leaves: list[Leaf], indices: list[int]) -> dict[int, Leaf]:
+    def sent(name: Purpose, leaves: list[Leaf], indices: list[int]) -> dict[int, Leaf]:
         into = in_buffers(name, leaves, indices)
         return dict(zip(indices, moved([leaves[i] for i in indices], mesh, "device", "host", into), strict=True))
 
@@ -99,12 +112,15 @@ def _stepping_on_host(step: Update, mesh: Mesh) -> Update:
         gradients, masters = at.beside(grads, "grads"), _masters_on_host(state)
         firsts, trained = firsts_of(gradients), [i for i in sorted({*at.firsts}) if trainable(at.leaves[i])]
         known = [i for i in trained if i in masters]
-        on_host = dict(zip(known, in_buffers("params", at.leaves, known), strict=True))
+        on_host = dict(zip(known, in_buffers("parameters", at.leaves, known), strict=True))
         for i, leaf in on_host.items():
             for x, master in zip(shards_of(leaf), shards_of(masters[i]), strict=True):
                 x.copy_(master)
-        on_host |= sent("params", at.leaves, [i for i in trained if i not in masters])
-        of_grads = sent("grads", gradients, [i for i in sorted({*firsts}) if gradients[i] is not None])
+        on_host |= sent("parameters", at.leaves, [i for i in trained if i not in masters])
+        near = {i: x for i, x in enumerate(gradients) if _is_on_host(x)}
+        of_grads = near | sent(
+            "gradients", gradients, [i for i in sorted({*firsts}) if gradients[i] is not None and i not in near]
+        )
         result, state = step(
             at.rebuild([of_grads.get(first) for first in firsts]),
             state,
@@ -120,6 +136,10 @@ def _stepping_on_host(step: Update, mesh: Mesh) -> Update:
     return run
 
 
+def _is_on_host(leaf: Leaf) -> bool:
+    return isinstance(leaf, Sharded) and leaf.layout.memory == "host"
+
+
 def _buffer_like(leaf: Leaf, buffer: Leaf, mesh: Mesh) -> Leaf:
     """Return a buffer for a leaf on the host: the one of the last step, if it still fits."""
     layout = leaf.layout.with_memory("host") if isinstance(leaf, Sharded) else None
@@ -127,7 +147,7 @@ def _buffer_like(leaf: Leaf, buffer: Leaf, mesh: Mesh) -> Leaf:
         before = buffer.layout if isinstance(buffer, Sharded) else None
         if before == layout:
             return buffer
-    shards = [empty_in("host", x.shape, x.dtype, mesh.device_type) for x in shards_of(leaf)]
+    shards = [empty_for(mesh, device, "host", x.shape, x.dtype) for x, device in shards_and_devices(leaf)]
     return shards[0] if layout is None else Sharded(leaf.shape, layout, tuple(shards))
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
+from fshard.memory.kinds import made_for
 from fshard.memory.state import UpdateOn
 from fshard.mesh.layout import Layout, Memory, Mesh, P, PyTree
 from fshard.mesh.layout.sharded import Sharded
@@ -86,7 +87,8 @@ def partition_optimizer(
         state_memory: where the state is: on the "device", the "host", or "disk", in unlinked files in the folder that the
             environment names as FSHARD_DISK. State on disk is updated in place: `train_step(..., donate=True)`.
         update_on: the "device", to which state elsewhere is moved in groups of leaves and back; or the "host", to which
-            gradients and parameters are copied, and parameters back.
+            gradients and parameters are sent, and parameters back. Gradients for an elementwise optimizer are sent when
+            they are reduced, and those of several microbatches are added there.
 
     In stages 1 to 3 an own `update` of plain tensors sees the device's shards or the leaves that it owns, so a norm of its
     gradients would be wrong: `fs.optim.global_norm(grads)` there is that of all. `fs.testing.check_elementwise` tests it.
@@ -114,9 +116,14 @@ def partition_optimizer(
     _validate(opt, stage, unit)
     opt = offloaded(opt, mesh, state_memory, update_on)
     flat = opt.elementwise if unit is None else unit == "elementwise"
+    is_sent = update_on == "host" and flat is True  # gradients to the host, when they are reduced
     is_divided = stage > 0 and not (flat is True and all(mesh.shape[axis] == 1 for axis in axes))
 
+    def of_gradients(layout: Layout) -> Layout:
+        return _on_host(layout) if is_sent else layout
+
     @uncompiled
+    @made_for("state")
     def init(params: PyTree) -> PyTree:
         at = Leaves.of(params)
         _validate_mesh(at, at.leaves, mesh, plain=not is_divided)
@@ -132,9 +139,10 @@ def partition_optimizer(
             for leaves in (at.leaves, gradients):
                 _validate_mesh(at, leaves, mesh)
             targets = _targets(at, flat, axes)
+            of_grads = [layout and of_gradients(layout) for layout in targets]
             shards = _shards_to_collect(at.leaves, targets, axes)
             before = [*gradients, *_reshard(at.leaves, shards, site)]
-            leaves = _reshard(before, [*targets, *targets], site)
+            leaves = _reshard(before, [*of_grads, *targets], site)
             if leaves is before:
                 return act(grads, state, params)
             grads, collected = at.rebuild(leaves[: len(gradients)]), at.rebuild(leaves[len(gradients) :])
@@ -160,7 +168,7 @@ def partition_optimizer(
         divided(step_of(opt), donated=True) if is_divided else opt.step,
         opt.elementwise,
         opt.loss_scale,
-        (lambda layout: shard_layout(layout, axes)) if is_divided else (lambda layout: layout),
+        lambda layout: of_gradients(shard_layout(layout, axes) if is_divided else layout),
         stage,
     )
     return partitioned if compress is None else _compressed(partitioned, compress, mesh, axes if is_divided else ())
@@ -212,6 +220,11 @@ def shard_layout(layout: Layout, axes: tuple[str, ...]) -> Layout:
     Existing sharding is kept, of dims too; the other axes split each shard further, flat. One device splits nothing.
     """
     return _cut_further(layout, axes) or layout  # itself: layouts are compared by identity first
+
+
+@lru_cache(maxsize=4096)
+def _on_host(layout: Layout) -> Layout:
+    return layout.with_memory("host")  # one object for each: layouts are compared by identity first
 
 
 @lru_cache(maxsize=4096)

@@ -41,6 +41,7 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.layout.arithmetic import Range, balanced_range, ravel
+from fshard.mesh.layout.kinds import owned_by
 from fshard.mesh.layout.sharded import Sharded, in_memory
 from fshard.mesh.reshard.device_put import put_equal, unshard
 from fshard.mesh.spmd.run import local_devices
@@ -304,7 +305,11 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
     if is_cut or not is_plain or not x.is_contiguous():
         return cut, put_equal(x, layout).shards
     copy_ = in_memory(x, mesh, "device")
-    return cut, tuple(lazy_copy(copy_) for _ in local_devices(mesh))  # it is only read, as a rule
+    copies = list[Tensor]()
+    for device in local_devices(mesh):
+        with owned_by(device):
+            copies.append(lazy_copy(copy_))  # it is only read, as a rule
+    return cut, tuple(copies)
 
 
 def _samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
@@ -316,7 +321,8 @@ def _samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
         if layout.spec.split_axes != cut.axes:
             _, *inside = layout.ranges(x.shape, device)
             shard = shard[(slice(None), *(slice(*each) for each in inside))]
-        shards.append(in_memory(shard.clone(), mesh, "device"))
+        with owned_by(device):
+            shards.append(in_memory(shard.clone(), mesh, "device"))
     return tuple(shards)
 
 

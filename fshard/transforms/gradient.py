@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
+from fshard.memory.kinds import claim, purpose
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import (
     Mesh,
@@ -176,8 +177,10 @@ class GradientFunction:
             step = steps[device] = self.device_step(plans, inputs, index, device)  # (2)
             return step.run()
 
+        claim(leaves, "parameters")
+        claim(buffers, "buffers")
         try:
-            with deterministic(options.reproducible, mesh.device_type):
+            with deterministic(options.reproducible, mesh.device_type), purpose("activations", site):
                 results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
         except BaseException as error:
             self.failed(mesh, steps, error)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import LayoutError, ModuleError
+from fshard.memory.kinds import made_for
 from fshard.mesh.layout import (
     Layout,
     Memory,
@@ -198,6 +199,7 @@ def shard_params(
     return sharded
 
 
+@made_for("parameters")
 def apply_rules(
     params: PyTree,
     rules: Rules,

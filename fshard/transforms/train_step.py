@@ -12,6 +12,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
+from fshard.memory.kinds import claim, purpose
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.contract import Optimizer, copied, step_of
@@ -152,11 +153,13 @@ def train_step(
             raise ValueError(f"train_step: a step takes ({takes}), {2 + len(given)} are given.")
         buffers, batch = given if how.has_buffers else ((), *given)
         validate_run(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
+        claim(state, "state")
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
         early = None if compression is None else compression.start(state, params)
-        value, grads = gradient.run(params, buffers, batch, call_site(), scale)
+        site = call_site()
+        value, grads = gradient.run(params, buffers, batch, site, scale)
         exact = how.slices is not None
-        with torch.no_grad(), deterministic(exact, mesh.device_type), exact_norms(exact):
+        with torch.no_grad(), deterministic(exact, mesh.device_type), exact_norms(exact), purpose(None, site):
             if not donate:
                 params, state = copied((params, state))
             if compression is not None:
@@ -164,6 +167,8 @@ def train_step(
             norm_of = norm_later(grads, exact=exact)
             params, state = write(grads, state, params)  # (9)
             norm = norm_of() / scale
+        claim(params, "parameters")
+        claim(state, "state")
         return params, state, *((value.buffers,) if how.has_buffers else ()), _metrics(how, value, norm)
 
     warning = "torch.compile(step) has no effect. Compile the loss function: train_step(torch.compile(loss_fn), ...)."

@@ -8,14 +8,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard import optim
+from fshard import P, optim
 from fshard.errors import OptimizerError
 from fshard.memory import state as memory_state
 from fshard.memory.transfers import stress
 from fshard.mesh.layout.kinds import memory_of
 from fshard.optim.leaves import Leaves
+from fshard.optim.torch_optim.instances import optimizer_source
 from tests.memory.training import CASE, OPTIMIZERS, bits, same_bits, trained
 from tests.optim.optimizers import ALL, FOREIGN
+from tests.optim.test_torch_classes import Factored, Lion
 
 PLACES = [("host", "device"), ("host", "host"), ("disk", "device"), ("disk", "host")]
 OPTIMIZERS |= {name: opt for name, opt in ALL.items() if opt.step is not None or name.startswith("chain")}
@@ -28,7 +30,7 @@ CASES = st.fixed_dictionaries(
         "half": st.booleans(),
         "clips": st.booleans(),
         "fp16": st.booleans(),
-        "microbatches": st.sampled_from([1, 2]),
+        "microbatches": st.sampled_from([1, 3]),
     }
 )
 
@@ -52,31 +54,31 @@ def test_a_missing_wait_changes_bits(disk_folder, monkeypatch, place):
     assert not same_bits(result, expected)
 
 
-BYTES = {  # name -> bytes of a parameter, of its state, and of its master; gradients are of the parameter's dtype
-    "sgd, nesterov": (4, 4, 0),
-    "adamw": (4, 12, 0),  # with amsgrad
-    "with_master_weights": (2, 12, 4),
+BYTES = {  # name -> bytes of a parameter and of its state; if that has masters
+    "sgd, nesterov": (4, 4, False),
+    "adamw": (4, 12, False),  # with amsgrad
+    "with_master_weights": (2, 12, True),
 }
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize("place", PLACES)
-def test_bytes_are_those_of_the_table(disk_folder, name, place, n):
-    """Of one step; in stages 1 to 3 state is sharded."""
-    p, s, master = BYTES[name]
-    numbers = 5 * 25 + 5 + 1
-    for stage in (0, 1, 3):
+def test_bytes_are_those_of_the_table(disk_folder, name, place, stage):
+    """Of one step of 3 backwards; in stages 1 to 3 state is sharded, in stages 2 and 3 each backward reduces gradients."""
+    (p, s, has_masters), (memory, update_on) = BYTES[name], place
+    reductions = 3 if stage > 1 else 1
+    for n in (1, 2, 4):
         sizes = [25] * 5 + [5, 1]
-        local = sum(-(-size // n) for size in sizes) if stage else numbers  # of the first device
-        *_, comm = trained(*place, **CASE | {"name": name, "n": n, "stage": stage, "half": p == 2}, steps=1)
-        memory, update_on = place
-        to_device = s if update_on == "device" else p
-        from_device = s if update_on == "device" else p + (0 if master and memory == "host" else p)
+        local = sum(-(-size // n) for size in sizes) if stage else sum(sizes)  # of the first device
+        case = {"name": name, "n": n, "stage": stage, "half": p == 2, "microbatches": 3}
+        *_, comm = trained(*place, **CASE | case, steps=1)
+        g = 4 if p == 2 and reductions == 1 else p  # 16-bit gradients of several slices are reduced in 32 bits
+        from_device = reductions * g + (0 if has_masters and memory == "host" else p)
         on_disk = s if memory == "disk" else 0
         assert {pair: comm.moved(*pair) for pair in permutations(("device", "host", "disk"), 2)} == {
-            ("host", "device"): to_device * local,
-            ("device", "host"): from_device * local,
+            ("host", "device"): (s if update_on == "device" else p) * local,
+            ("device", "host"): (s if update_on == "device" else from_device) * local,
             ("disk", "host"): on_disk * local,
             ("host", "disk"): on_disk * local,
             ("device", "disk"): 0,
@@ -139,3 +141,49 @@ def test_state_on_disk_needs_donation(disk_folder):
 def test_unknown_memories_raise(place, complaint):
     with pytest.raises(OptimizerError, match=complaint):
         trained(*place, **CASE)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("cls", [Lion, Factored], ids=lambda cls: cls.__name__)
+def test_state_of_an_instance_is_moved_to_its_step(disk_folder, cls, place):
+    """Tensors that the class writes in place, replaces, or makes in its first step."""
+
+    def run(memory="device", update_on="device"):
+        mesh, generator = fs.make_mesh({"data": 1}), torch.Generator().manual_seed(0)
+        values = {name: torch.randn(shape, generator=generator) for name, shape in {"a": (5, 3), "b": (3,)}.items()}
+        own = {name: torch.nn.Parameter(x.clone()) for name, x in values.items()}
+        instance = cls(own.values())
+        opt = optimizer_source(instance, own, "test").current_optimizer()
+        opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=1, state_memory=memory, update_on=update_on)
+        params = fs.shard_params(values, P(), mesh=mesh)
+        state = opt.init(params)
+        for _ in range(3):
+            grads = {name: torch.randn(x.shape, generator=generator) for name, x in values.items()}
+            params, state = opt.step(fs.device_put(grads, fs.Layout(mesh)), state, params)
+        entries = [x for entry in instance.state.values() for x in entry.values() if isinstance(x, torch.Tensor)]
+        return bits(params) + bits(entries), {memory_of(x) for x in entries}
+
+    expected, _ = run()
+    with stress(poison=True):
+        result, memories = run(*place)
+    assert all(map(torch.equal, result, expected)) and (memories == {place[0]} or place == ("host", "host"))
+
+
+def test_abstract_meshes_count_the_same_bytes():
+    """Those of the first virtual device, whose shards are the largest."""
+
+    def moves(runtime, update_on):
+        mesh = fs.make_mesh({"data": 4}, runtime=runtime)
+        params = fs.shard_params([torch.ones(9, dtype=torch.bfloat16), torch.ones(5)], fs.fsdp("data"), mesh=mesh)
+        opt = optim.with_master_weights(optim.adamw(0.1))
+        opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3, state_memory="host", update_on=update_on)
+        step = fs.train_step(
+            lambda p, x: (p[0].float().sum() + p[1].sum()) * x.mean(), opt, mesh=mesh, batch=P("data"), donate=True
+        )
+        state = opt.init(params)
+        with fs.ledger() as comm:
+            step(params, state, torch.ones(8))
+        return [comm.moved(*pair) for pair in (("host", "device"), ("device", "host"))]
+
+    for update_on in ("device", "host"):
+        assert moves("abstract", update_on) == moves("virtual", update_on) != [0, 0]

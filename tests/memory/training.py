@@ -75,7 +75,7 @@ def trained(
     state, metrics = opt.init(params), []
     with fs.ledger() as comm:
         for _ in range(steps):
-            params, state, seen = step(params, state, torch.randn(8, 5, generator=generator))
+            params, state, seen = step(params, state, torch.randn(24, 5, generator=generator))
             metrics += [seen["loss"], seen["grad_norm"]]
     return params, state, metrics, comm
 

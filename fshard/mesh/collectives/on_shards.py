@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from fshard.ambient import ambient, setting
 from fshard.mesh.collectives.autograd import Bound, LinearMap, Tensors, apply
 from fshard.mesh.collectives.ledger import LedgerRow, active
 from fshard.mesh.collectives.moves import Extreme, Move, Wired
@@ -37,6 +39,7 @@ class OnShards(LinearMap):
 
     def run(self, xs: Tensors) -> Tensors:
         results: list[Any] = [None] * len(xs)
+        counters = ambient.counters
         for devices in _groups(self.mesh, self.axes):
             given, seen = [xs[device] for device in devices], set[int]()
             if isinstance(self.move, Wired) and (ledgers := active()):
@@ -44,9 +47,13 @@ class OnShards(LinearMap):
                     sent = self.move.sent(x.numel() * x.element_size(), index, len(devices))
                     for ledger in ledgers:
                         ledger.record(device, LedgerRow(self.move.name, self.axes, self.site), sent)
-            for device, y in zip(devices, self.move.meaning(given), strict=True):
+            with setting(counters=()) if counters else nullcontext():
+                ys = self.move.meaning(given)
+            for device, y in zip(devices, ys, strict=True):
                 results[device] = y.detach() if id(y) in seen else y  # one autograd node per device
                 seen.add(id(y))
+                for counter in counters:
+                    counter.claim(y, device)
         return tuple(results)
 
     def transposed(self) -> OnShards:

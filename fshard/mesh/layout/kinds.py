@@ -11,6 +11,7 @@ Meshes of CPUs and abstract meshes have one memory for all kinds, so a table has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol, get_args
 from weakref import WeakKeyDictionary
 
@@ -35,6 +36,14 @@ class StorageCounter(Protocol):
         """Count the storage of a tensor; change the device and the kind that it is counted for."""
         ...
 
+    def reserve(self, delivery: object, xs: Sequence[Tensor], count: int) -> None:
+        """Count bytes that are to be delivered, until they are or the delivery is freed."""
+        ...
+
+    def deliver(self, delivery: object, results: Sequence[Tensor]) -> None:
+        """Count the storages of the results in place of what was reserved."""
+        ...
+
 
 def memory_of(x: Tensor) -> Memory:
     """Return the memory kind of a dense tensor.
@@ -55,6 +64,11 @@ def mark_memory(x: Tensor, memory: Memory) -> Tensor:
     for counter in ambient.counters:
         counter.claim(x, kind=memory)
     return x
+
+
+def owned_by(device: int) -> AbstractContextManager[None]:
+    """Count the storages that are made in the block, outside of any device's scope, for a device."""
+    return setting(owner=device) if ambient.counters else nullcontext()
 
 
 def empty_in(memory: Memory, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> Tensor:

@@ -34,7 +34,7 @@ from fshard.mesh.layout import (
     require_mesh,
     unflatten,
 )
-from fshard.mesh.layout.kinds import copy_in
+from fshard.mesh.layout.kinds import copy_in, owned_by
 from fshard.mesh.layout.sharded import Sharded, in_memory, key_of
 from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
 from fshard.mesh.spmd.global_inputs import compare_inputs
@@ -231,7 +231,10 @@ def _shard(x: Tensor, layout: Layout) -> Sharded:
     """Return a global value in a layout; a replicated array where autograd must record the reshard, or sums are split."""
     if recorded((x,)) or transformed() or layout.spec.unreduced:
         return spread(x, layout)
-    shards = [copy_in(layout.memory, shard, layout.mesh.device_type) for shard in sliced(x, layout)]  # no views
+    shards = list[Tensor]()
+    for device, shard in zip(local_devices(layout.mesh), sliced(x, layout), strict=True):
+        with owned_by(device):
+            shards.append(copy_in(layout.memory, shard, layout.mesh.device_type))  # no views
     return Sharded(tuple(x.shape), layout, tuple(shards))
 
 
@@ -239,10 +242,13 @@ def _moved(shards: Tensors, mesh: Mesh, before: Memory, after: Memory) -> Tensor
     """Return shards in another memory, and write their bytes into the ledger."""
     if before == after:
         return shards
-    for ledger in active():
-        for device, x in zip(local_devices(mesh), shards, strict=True):
+    moved = list[Tensor]()
+    for device, x in zip(local_devices(mesh), shards, strict=True):
+        for ledger in active():
             ledger.record_move(device, before, after, x.nbytes)
-    return tuple([in_memory(x, mesh, after) for x in shards])
+        with owned_by(device):
+            moved.append(in_memory(x, mesh, after))
+    return tuple(moved)
 
 
 @uncompiled

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fshard.mesh.collectives.delivery import counted_receive, counted_start, delivered, uncounted_send
+
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
     from fshard.mesh.spmd.scope import Group, Scope
@@ -52,28 +54,18 @@ class AbstractWorld(OneProcessWorld):
         """Return itself: it has no state."""
         return self
 
+    @counted_start
     def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values") -> Done:
         """Return tensors of the shapes that the collective would return."""
         return Done(tuple(delivered(move, x.to("meta"), group.size) for x in xs))
 
+    @uncounted_send
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
         """Send nothing: there is no receiver."""
 
+    @counted_receive
     def receive(
         self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
     ) -> Done:
         """Return tensors like those announced."""
         return Done(tuple(torch.empty_like(like) for like in likes))
-
-
-def delivered(move: Wired, x: Tensor, n: int) -> Tensor:
-    """Return an empty tensor of the shape that a move over n devices makes of `x`."""
-    packed = move.pack(x, n)
-    match move.wire:
-        case "gather":
-            rows = packed.new_empty((n, packed.shape[-1]))
-        case "scatter":
-            rows = packed.new_empty(packed.shape[-1])
-        case "reduce" | "exchange" | "permute" | "broadcast" | "parts":
-            rows = torch.empty_like(packed)
-    return move.unpack(rows, x.shape, n)

@@ -21,12 +21,14 @@ LARGEST_POOL = 1 << 30
 _use_count: Any = torch._C._storage_Use_Count  # pyright: ignore[reportPrivateUsage]
 _pool: list[torch.UntypedStorage] = []
 _lock = threading.Lock()
+counting: list[Any] = []
+"""The open limits of `fshard.memory`, during which nothing is recycled: what is freed is counted as free."""
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an uninitialised CPU tensor, in recycled memory if an idle buffer has that size."""
     size = prod(shape) * dtype.itemsize
-    if size < SMALLEST:
+    if size < SMALLEST or counting:
         return torch.empty(shape, dtype=dtype, device="cpu")
     x: Any = torch.empty(0, dtype=dtype, device="cpu")  # torch's stub of set_ has no shape argument
     with _lock:

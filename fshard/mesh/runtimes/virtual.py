@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fshard.ambient import inherit, inherited
 from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
+from fshard.mesh.collectives.delivery import counted_receive, counted_start, uncounted_send
 from fshard.mesh.collectives.ledger import active
 from fshard.mesh.collectives.moves import Purpose, describe, named, uneven
 from fshard.mesh.layout import dtype_name
@@ -175,7 +176,7 @@ class VirtualWorld(OneProcessWorld):
         """
         if self.mesh.size == 1:
             return [self._run_alone(body, random)]
-        results: list[Any] = [None] * self.mesh.size
+        results, program = [None] * self.mesh.size, [body]
         kind, state = self.mesh.device_type, ThreadState.capture(self.mesh.device_type)
         current = inherited() | {"ledgers": tuple(active())}
         before = random_state(kind)
@@ -190,7 +191,7 @@ class VirtualWorld(OneProcessWorld):
                     inherit(current)
                     undo = state.set()
                     try:
-                        results[device] = body(device)
+                        results[device] = program[0](device)
                     finally:
                         undo()
                         if has_open_modes():
@@ -209,7 +210,10 @@ class VirtualWorld(OneProcessWorld):
         if self._failure is not None:
             self._raise(*self._failure)
         self._check_nothing_left()
-        return results
+        after = [*results]
+        for values in (results, program):
+            values.clear()  # a thread that is about to sleep may still have the list
+        return after
 
     def _run_alone(self, body: Callable[[int], Any], random: Tensor | None) -> Any:
         """Run a single device in the caller's own thread, with all its processors."""
@@ -298,6 +302,7 @@ class VirtualWorld(OneProcessWorld):
             )
         return self
 
+    @counted_start
     def start(
         self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values"
     ) -> Arrival | Done:
@@ -337,6 +342,7 @@ class VirtualWorld(OneProcessWorld):
 
     # -- messages -----------------------------------------------------------------------------------------------
 
+    @uncounted_send
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
         """Put copies into the mail; the sender runs on."""
         if self._stopping:
@@ -347,6 +353,7 @@ class VirtualWorld(OneProcessWorld):
         if route in self.listening:
             self._ready.append(self.listening.pop(route))
 
+    @counted_receive
     def receive(
         self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
     ) -> Parcel:

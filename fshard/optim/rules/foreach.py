@@ -35,7 +35,6 @@ sqrt = _torch._foreach_sqrt
 
 fused_adam_ = _torch._fused_adam_
 fused_adamw_ = _torch._fused_adamw_
-fused_sgd_ = _torch._fused_sgd_
 
 
 def add_multiple(xs: list[Tensor], ys: list[Tensor], factor: float) -> Any:
@@ -62,3 +61,9 @@ def rounds_by_index(x: Tensor) -> bool:
 
 def _ones(xs: list[Tensor]) -> list[Tensor]:
     return [torch.ones((), dtype=x.dtype) for x in xs]
+
+
+def fused_sgd_(params: list[Tensor], *lists: list[Tensor], **options: Any) -> None:
+    """Take a step of SGD in place; torch has no such kernel for tensors without values."""
+    if not params[0].is_meta:
+        _torch._fused_sgd_(params, *lists, **options)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
+from fshard.memory.kinds import made_for
 from fshard.memory.state import stored
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import key_of
@@ -54,6 +55,7 @@ def optimizer_of_rule(
         elementwise: True if the rule runs on any shards.
     """
 
+    @made_for("state")
     def init(params: PyTree) -> PyTree:
         at, zero = Leaves.of(params), torch.zeros(())
         check(at)

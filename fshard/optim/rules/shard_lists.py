@@ -159,7 +159,7 @@ Rule = Callable[[ShardLists, float], None]
 """Write the next parameters and state into shards, at a learning rate."""
 
 _FULL = (torch.float32, torch.float64)
-_FUSED = {"cpu": _FULL, "cuda": (*_FULL, torch.float16, torch.bfloat16)}
+_FUSED = {"cpu": _FULL, "meta": _FULL, "cuda": (*_FULL, torch.float16, torch.bfloat16)}
 
 
 def each_kind(rule: Rule, *, complex_as_real: bool = True) -> Rule:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fshard.errors import OptimizerError
+from fshard.memory.state import current_offload, fetched, is_away, stored, written_back
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
@@ -321,12 +322,30 @@ class InstanceSource(TorchSource):
             local.grad, local.data = None, shard.detach()
             if grad is not None and trainable(leaf) and shard.numel():
                 local.grad = shards_of(grad)[0].to(shard.dtype)
-        self._step_instance()
+        self._step_with_state()
         for local, leaf, _ in steps:
             local.grad = None
             if local.data_ptr() != shards_of(leaf)[0].data_ptr():  # the class has written `param.data = ...`
                 shards_of(leaf)[0].copy_(local.data)
         return params, state
+
+    def _step_with_state(self) -> None:
+        """Call the step of the instance, with its state in the memory of the update."""
+        offload = current_offload()
+        if offload is None:
+            self._step_instance()
+            return
+        state = self.optimizer.state
+        keys = [(param, name) for param, entry in state.items() for name, x in entry.items() if is_away(x)]
+        homes = [state[param][name] for param, name in keys]
+        for (param, name), x in zip(keys, fetched(homes, offload), strict=True):
+            state[param][name] = x
+        self._step_instance()
+        results = [state[param][name] for param, name in keys]
+        for (param, name), x in zip(keys, written_back(results, homes, offload, in_place=True), strict=True):
+            state[param][name] = x
+        for entry in state.values():  # that the step has made
+            entry.update({name: stored(x) for name, x in entry.items() if isinstance(x, Tensor) and x.ndim})
 
     def _update(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         after, state = self._step(grads, state, copied(params))

@@ -2,6 +2,8 @@
 
     full gradients ──cast──bucket──reduce-scatter──> sums
 
+A gradient whose layout is on the host is sent there when it is reduced, and added there.
+
 Units of a full model (`Reductions`) and of stages (`StageSums`) differ only in when they are put into the bucket.
 """
 
@@ -17,8 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.memory.kinds import claim, made_for
+from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.reshard.execute import ReshardPlan, go, plan_reshard
+from fshard.mesh.spmd.run import local_devices
 from fshard.source import Site
 from fshard.transforms.options import StepOptions
 
@@ -137,6 +143,7 @@ class GradientSums:
         self._bucket: list[tuple[int, Tensor]] = []
         self._size = 0  # of the bucket, in bytes
         self._in_flight: list[PendingReduction] = []
+        self._sent: dict[int, tuple[Transfer, int]] = {}  # gradients under way to the host
 
     def record(self, indices: Sequence[int], gs: Sequence[Tensor | None], *, is_idle: bool) -> Gradients:
         """Record parameters as used; return their gradients, dense, or None if the slice is idle."""
@@ -149,6 +156,7 @@ class GradientSums:
         dtypes = [self.options.reduced_in(self.leaves[index].dtype, wide=self.wide) for index in indices]
         return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
 
+    @made_for("gradients")
     def put(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> None:
         """Put the gradients of trained parameters into the bucket, zeros for those that this device has not."""
         for index, g in zip(indices, self.cast(indices, gs), strict=True):
@@ -158,6 +166,7 @@ class GradientSums:
                 g = torch.zeros(leaf.shape, dtype=dtype, device=self.device) if g is None else g
                 self._bucket.append((index, g))
                 self._size += g.nbytes
+        claim([g for _, g in self._bucket], "gradients")
 
     @property
     def is_full(self) -> bool:
@@ -168,6 +177,7 @@ class GradientSums:
         """Empty the bucket."""
         self._bucket, self._size = [], 0
 
+    @made_for("gradients")
     def send(self) -> None:
         """Start the reduction of the bucket."""
         if not self._bucket:
@@ -181,18 +191,41 @@ class GradientSums:
         shape = self.leaves[0].gradient.mesh.shape
         self._in_flight.append(PendingReduction(indices, wait, prod([shape[axis] for axis in self.along])))
 
+    @made_for("gradients")
     def finish(self, in_flight: int = 0) -> None:
         """Wait for reductions, the oldest first, until at most `in_flight` are left."""
         while len(self._in_flight) > in_flight:
             pending = self._in_flight.pop(0)
             for index, g in zip(pending.indices, pending.wait(), strict=True):
-                total, leaf = self.sums[index], self.leaves[index]
-                g = g if g.dtype is leaf.dtype else g.to(torch.promote_types(g.dtype, leaf.dtype))
-                g = g if pending.copies == 1 else g / pending.copies
-                self.sums[index] = g if total is None else total + g
+                if self.leaves[index].gradient.memory == "host":
+                    self._send_to_host(index, g, pending.copies)
+                else:
+                    self._add(index, g, pending.copies)
 
+    def _add(self, index: int, g: Tensor, copies: int) -> None:
+        total, leaf = self.sums[index], self.leaves[index]
+        g = g if g.dtype is leaf.dtype else g.to(torch.promote_types(g.dtype, leaf.dtype))
+        g = g if copies == 1 else g / copies
+        self.sums[index] = g if total is None else total + g
+
+    def _send_to_host(self, index: int, g: Tensor, copies: int) -> None:
+        """Start to copy a reduced gradient to the host; the one before, which has arrived by now, is added there."""
+        self._receive_on_host(index)
+        mesh = self.leaves[index].gradient.mesh
+        buffer = empty_in("host", g.shape, g.dtype, mesh.device_type)
+        link = Link("device", "host", mesh.runtime, local_devices(mesh)[0])
+        self._sent[index] = start(g, buffer, link), copies
+
+    def _receive_on_host(self, index: int) -> None:
+        if index in self._sent:
+            transfer, copies = self._sent.pop(index)
+            self._add(index, transfer.wait(), copies)
+
+    @made_for("gradients")
     def gradients(self, used: Sequence[float], divisor: float | Tensor = 1.0) -> Gradients:
         """Return the sums divided by a number, in the dtypes of the parameters; None for those that no device used."""
+        for index in [*self._sent]:
+            self._receive_on_host(index)
         sums = [g if times else None for g, times in zip(self.sums, used, strict=True)]
         if isinstance(divisor, Tensor) or divisor != 1.0:
             sums = [g if g is None else g / divisor for g in sums]

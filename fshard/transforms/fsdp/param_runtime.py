@@ -155,6 +155,7 @@ class ParamRuntime(UnitSchedule):
         self.state, self.shards, self.lazy_params = "closed", (), []
         self.release_replicas()
         self.reductions.sums = []
+        vars(self).pop("anchor", None)
         for unit in self.units:
             unit.shards = ()
 

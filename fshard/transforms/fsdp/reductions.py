@@ -156,6 +156,6 @@ class Reductions(GradientSums):
         """Drop all gradients of the step, those in flight too."""
         self.finish()
         self.used = [False] * len(self.leaves)
-        self.sums = [None] * len(self.leaves)
+        self.sums, self._sent = [None] * len(self.leaves), {}
         for unit in self.units:
             unit.accumulated = None

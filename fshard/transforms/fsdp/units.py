@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 
+from fshard.memory.kinds import made_for
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import entered, require
@@ -84,6 +85,7 @@ class Unit:
         self.versions: list[int] = []
         self.pending: Callable[[], list[Tensor]] | None = None
 
+    @made_for("unsharded")
     def unshard(self) -> None:
         """Start the all-gather, unless the unit is unsharded or about to be; replicated parameters are views of shards."""
         if self.values or self.pending is not None:

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from fshard.copying import copied
 from fshard.errors import ModuleError
 from fshard.mesh.layout import Layout
-from fshard.mesh.layout.kinds import empty_in
+from fshard.mesh.layout.kinds import empty_in, owned_by
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.spmd.run import local_devices
@@ -161,8 +161,11 @@ def reserved(x: Any, layout: Layout) -> Sharded:
     if not (isinstance(x, Tensor) and x.is_meta and layout.mesh.runtime != "abstract"):
         return put_equal(x, layout)
     kind = layout.mesh.device_type
-    shapes = [layout.local_shape(x.shape, device) for device in local_devices(layout.mesh)]
-    return Sharded(tuple(x.shape), layout, tuple(empty_in(layout.memory, shape, x.dtype, kind) for shape in shapes))
+    shards = list[Tensor]()
+    for device in local_devices(layout.mesh):
+        with owned_by(device):
+            shards.append(empty_in(layout.memory, layout.local_shape(x.shape, device), x.dtype, kind))
+    return Sharded(tuple(x.shape), layout, tuple(shards))
 
 
 def fill(x: Sharded, value: Tensor) -> None:

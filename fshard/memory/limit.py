@@ -1,0 +1,201 @@
+"""`limit`: count every storage of every device, by memory kind and purpose, and raise beyond a limit.
+
+    operation ──> its new storages ──> blocks ──> totals of (device, kind) ──> peak, MemoryLimitError
+                        └─ weak references: a block is freed with its storage
+
+Each virtual device is counted by itself, and a process or the device of an abstract mesh too. A storage that belongs to no
+device, such as a global batch, counts on all of them. Temporary memory inside of torch's kernels is not counted.
+
+On CPUs, a result is in the memory of its operation's arguments, and arguments in two memories raise, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fshard.ambient import ambient, setting
+from fshard.memory.kinds import Purpose
+from fshard.memory.usage import MemoryBlock, MemoryUsage
+from fshard.mesh.layout import Memory, dtype_name, is_dense
+from fshard.mesh.layout.kinds import memory_of
+from fshard.mesh.runtimes.buffers import counting
+from fshard.source import call_site
+
+_ops: Any = torch.ops.aten
+_ACROSS = {
+    *(_ops.copy_.default, _ops._foreach_copy_.default, _ops._to_copy.default, _ops.set_.source_Tensor),
+    *(_ops.index.Tensor, _ops.index_put.default, _ops.index_put_.default),
+}
+"""The operations whose arguments may be in several memories."""
+_PLAIN = frozenset((Tensor, Parameter))
+
+
+class CountStorages(TorchDispatchMode):
+    """Counts the storages of the operations that run while it is open: a `StorageCounter`."""
+
+    def __init__(self, usage: MemoryUsage) -> None:
+        super().__init__()
+        self.usage = usage
+
+    # -- operations -------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _PLAIN.issuperset(types):  # a subclass, whose own operations count
+            return NotImplemented
+        if self not in ambient.counters:
+            return func(*args, **kwargs)
+        self.usage.free_dead()
+        inputs = [(x, self._of_argument(x)) for x in _tensors((*args, *kwargs.values()))]
+        if func not in _ACROSS and len({block.kind for x, block in inputs if x.ndim}) > 1:
+            raise _mixed(func, inputs)
+        result = func(*args, **kwargs)
+        self.usage.free_dead()
+        outputs = [*_tensors((result,))]
+        is_list = bool(args) and isinstance(args[0], list | tuple) and len(args[0]) == len(outputs) <= len(inputs)
+        for i, y in enumerate(outputs):
+            self._count_result(func, y, inputs[i : i + 1] if is_list else inputs)
+        return result
+
+    def _of_argument(self, x: Tensor) -> MemoryBlock:
+        """Return the block of an argument, a new one if it is from before the limit."""
+        block, scope = self.usage.find(x.untyped_storage()), ambient.scope
+        if block is None:
+            block = self._add_new(x, memory_of(x), None, None)
+            block.is_adopted = True
+        elif block.is_adopted and scope is not None and block.device not in (None, scope.device):
+            self.usage.change(block, None, block.kind, block.purpose)  # several devices use it
+        return block
+
+    def _count_result(self, func: Any, y: Tensor, sources: Sequence[tuple[Tensor, MemoryBlock]]) -> None:
+        """Count a result of an operation: in the memory, on the device and for the purpose of its arguments."""
+        if (block := self.usage.find(y.untyped_storage())) is not None:
+            self.usage.resize(block, y.untyped_storage().nbytes())
+        elif y.is_meta and func is _ops._to_copy.default and not sources[0][0].is_meta:
+            self.usage.share(y.untyped_storage(), sources[0][1])
+        else:
+            near = [block for x, block in sources if x.ndim and x.is_cuda == y.is_cuda]
+            near += [block for x, block in sources if not x.ndim and x.is_cuda == y.is_cuda]
+            source = near[0] if near else None
+            devices = {block.device for _, block in sources} - {None}
+            device = devices.pop() if len(devices) == 1 else None
+            self._add_new(y, ambient.memory or (source.kind if source else memory_of(y)), device, source)
+
+    # -- what is no result of an operation ----------------------------------------------------------------------------
+
+    def claim(
+        self, x: Tensor, device: int | None = None, kind: Memory | None = None, purpose: Purpose | None = None
+    ) -> None:
+        """Count the storage of a tensor; change the device, the kind and the purpose that it is counted for."""
+        if type(x) not in (Tensor, Parameter) or not is_dense(x):
+            return
+        self.usage.free_dead()
+        block = self.usage.find(x.untyped_storage())
+        if block is None:
+            block = self._add_new(x, kind or memory_of(x), device, None, purpose)
+            block.is_adopted = device is None
+            return
+        self.usage.resize(block, x.untyped_storage().nbytes())
+        if device is None or (block.device != device and not block.is_adopted):
+            device = block.device if device is None else None  # None: several devices have it
+        block.is_adopted = False
+        self.usage.change(block, device, kind or block.kind, purpose or block.purpose)
+
+    def reserve(self, delivery: object, xs: Sequence[Tensor], count: int) -> None:
+        """Count bytes that are to be delivered, until they are or the delivery is freed."""
+        self.usage.free_dead()
+        source, *_ = [self._of_argument(x) for x in xs]
+        self.usage.add(delivery, self._block(count, source.kind, source.device, source))
+
+    def deliver(self, delivery: object, results: Sequence[Tensor]) -> None:
+        """Count the storages of the results in place of what was reserved."""
+        self.usage.free_dead()
+        reserved = self.usage.take(delivery)
+        for storage in [y.untyped_storage() for y in results]:
+            if self.usage.find(storage) is None:
+                address = self.usage.new_address()
+                self.usage.add(storage, replace(reserved, size=storage.nbytes(), address=address, users=1))
+
+    def _block(
+        self, size: int, kind: Memory, device: int | None, source: MemoryBlock | None, purpose: Purpose | None = None
+    ) -> MemoryBlock:
+        """Return a block of the device that runs, for the current purpose, or else for that of its source."""
+        scope, current = ambient.scope, ambient.purpose
+        purpose = purpose or (current and current[0]) or (source.purpose if source else None) or "other"
+        device = scope.device if scope is not None else device if ambient.owner is None else ambient.owner
+        return MemoryBlock(size, kind, purpose, device, call_site(current and current[1]), self.usage.new_address())
+
+    def _add_new(
+        self, x: Tensor, kind: Memory, device: int | None, source: MemoryBlock | None, purpose: Purpose | None = None
+    ) -> MemoryBlock:
+        storage = x.untyped_storage()
+        return self.usage.add(storage, self._block(storage.nbytes(), kind, device, source, purpose))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the dense tensors of arguments."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if is_dense(value):
+                yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _mixed(func: Any, inputs: Sequence[tuple[Tensor, MemoryBlock]]) -> RuntimeError:
+    """Return the error of an operation on tensors in several memories."""
+    found = ", ".join(f"{dtype_name(x.dtype)}{list(x.shape)} in {block.kind} memory" for x, block in inputs)
+    return RuntimeError(
+        f"{func} at {call_site()} must have all tensors in one memory; got {found}. Copy one: "
+        'fs.reshard(x, x.layout.with_memory("device")).'
+    )
+
+
+@contextmanager
+def limit(*, device: int | None = None, host: int | None = None, disk: int | None = None) -> Generator[MemoryUsage]:
+    """Count every storage of every device inside the block, and raise beyond a limit.
+
+    Args:
+        device, host, disk: the most bytes that each device may have in this memory; None counts only.
+
+    An allocation beyond a limit raises a `MemoryLimitError` with the largest holders. What a collective delivers counts for
+    its receiver, from its start; storages from before the block count from their first use in it. Operations outside of
+    the block cost nothing; inside, each costs some microseconds. It counts in the calling thread and those of its devices.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> with fs.memory.limit(device=100) as used:
+    ...     params = fs.shard_params({"w": torch.ones(16)}, fs.fsdp("data"), mesh=mesh)  # 64 bytes, and 16 on each device
+    >>> used.peak(), used.peak("device", "parameters"), used.peak("host")
+    (80, 16, 0)
+    >>> with fs.memory.limit(device=100):
+    ...     torch.ones(16) + torch.ones(16)
+    Traceback (most recent call last):
+    fshard.errors.MemoryLimitError: memory.limit: device memory must be at most 100 bytes per device; got 128 with 64 more ...
+    """
+    limits: dict[Memory, int | None] = {"device": device, "host": host, "disk": disk}
+    if errors := [f"{kind}={size!r}" for kind, size in limits.items() if size is not None and not _is_size(size)]:
+        raise ValueError(f"memory.limit: a limit must be a number of bytes, or None; got {', '.join(errors)}.")
+    used = MemoryUsage(limits)
+    counting.append(used)
+    try:
+        counter = CountStorages(used)
+        with setting(counters=(*ambient.counters, counter)), counter:
+            yield used
+    finally:
+        counting.remove(used)
+        used.close()
+
+
+def _is_size(size: Any) -> bool:
+    return type(size) is int and size >= 0

@@ -1,0 +1,264 @@
+"""`MemoryUsage`: blocks of memory, their totals by device, kind, purpose and source line, the peaks of these, and limits."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from weakref import ref
+
+from fshard.errors import MemoryLimitError
+from fshard.memory.kinds import Purpose
+from fshard.memory.snapshot import MemoryEvent, write_snapshot
+from fshard.mesh.collectives.ledger import as_html, as_text
+from fshard.mesh.layout import Memory
+from fshard.mesh.layout.kinds import MEMORIES
+from fshard.source import Site
+
+if TYPE_CHECKING:  # it is imported where a table is shown
+    from rich.table import Table
+
+RECORDED = 100_000
+"""The last allocations and frees that are kept for a snapshot."""
+
+
+@dataclass(eq=False, slots=True)
+class MemoryBlock:
+    """A storage, or bytes that are to be delivered. `device` is None if it counts on all devices.
+
+    `is_adopted`: it was not allocated by an operation of a device, but seen as an argument. `users`: its storages, of
+    which one may be the storage without values that an abstract mesh has in place of another.
+    """
+
+    size: int
+    kind: Memory
+    purpose: Purpose
+    device: int | None
+    site: Site
+    address: int
+    is_adopted: bool = False
+    users: int = 1
+
+
+class Holder(NamedTuple):
+    """The bytes that one line of the program allocated for one purpose."""
+
+    bytes: int
+    purpose: Purpose
+    site: Site
+
+
+class Line(NamedTuple):
+    """A line of the program, and what it allocates for."""
+
+    purpose: Purpose
+    site: Site
+
+
+Lines = Counter[Line]
+"""The bytes that lines have allocated for purposes."""
+
+
+class MemoryUsage:
+    """The memory that was in use while a limit was open. Prints as a table of the peaks: see `limit`."""
+
+    def __init__(self, limits: dict[Memory, int | None]) -> None:
+        self.limits = limits
+        self._blocks: dict[ref[Any], MemoryBlock] = {}
+        self._dead: deque[ref[Any]] = deque()
+        self._addresses = count(1 << 20, 1 << 12)
+        self._totals: defaultdict[tuple[int | None, Memory], int] = defaultdict(int)
+        self._lines: defaultdict[tuple[int | None, Memory], Lines] = defaultdict(Lines)
+        self._peaks: dict[Memory, tuple[int, Lines]] = {kind: (0, Lines()) for kind in MEMORIES}
+        self._rising: dict[Memory, int | None] = {}  # the device of a peak that is not over: then its lines are copied
+        self._events: deque[MemoryEvent] = deque(maxlen=RECORDED)
+        self._remaining: list[MemoryEvent] | None = None  # what was in use when the limit was closed
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    def peak(self, kind: Memory = "device", purpose: Purpose | None = None) -> int:
+        """Return the largest number of bytes that any device has held; of a purpose: its bytes at that time."""
+        if purpose is None:
+            return self._peaks[kind][0]
+        return sum(holder.bytes for holder in self.holders(kind) if holder.purpose == purpose)
+
+    def holders(self, kind: Memory = "device") -> list[Holder]:
+        """Return what the peak of a kind consists of, the largest first."""
+        self._end_peak(kind)
+        return _holders(self._peaks[kind][1])
+
+    def now(self, kind: Memory = "device") -> int:
+        """Return the bytes that the fullest device holds now."""
+        self.free_dead()
+        return self._total(kind, None)
+
+    def table(self) -> Table:
+        """Return the peaks as a rich table."""
+        from rich.table import Table
+
+        table = Table("kind", "purpose", "bytes per device", "source line", title="peak memory")
+        table.columns[2].justify = "right"
+        for kind in MEMORIES:
+            if (peak := self.peak(kind)) or self.limits[kind] is not None:
+                limit = "" if self.limits[kind] is None else f" of {self.limits[kind]:,}"
+                table.add_row(kind, "", f"{peak:,}{limit}", "")
+            for holder in self.holders(kind):
+                table.add_row("", holder.purpose, f"{holder.bytes:,}", str(holder.site))
+        return table
+
+    def __str__(self) -> str:
+        return as_text(self.table())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return as_html(self.table())
+
+    def export_snapshot(self, path: str | Path) -> None:
+        """Write a file for torch's memory viewer, https://docs.pytorch.org/memory_viz, which runs in a browser.
+
+        It shows each memory of each device as a device of its own, with the last 100,000 allocations and frees.
+        """
+        write_snapshot(path, self._events, self._in_use() if self._remaining is None else self._remaining)
+
+    def _in_use(self) -> list[MemoryEvent]:
+        self.free_dead()
+        return [_event("alloc", block) for block in dict.fromkeys(self._blocks.values())]
+
+    def close(self) -> None:
+        """End the count; the results stay."""
+        for kind in MEMORIES:
+            self._end_peak(kind)
+        self._remaining = self._in_use()
+        self._blocks.clear()
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def find(self, owner: object) -> MemoryBlock | None:
+        """Return the block of a storage."""
+        return self._blocks.get(ref(owner))
+
+    def share(self, owner: object, block: MemoryBlock) -> None:
+        """Let another storage have a block too."""
+        self._blocks[ref(owner, self._dead.append)] = block
+        block.users += 1
+
+    def take(self, owner: object) -> MemoryBlock:
+        """Free the block of an owner that is alive, and return it."""
+        block = self._blocks.pop(ref(owner))
+        self._free(block)
+        return block
+
+    def add(self, owner: Any, block: MemoryBlock) -> MemoryBlock:
+        """Count a block until its owner is freed."""
+        self._count(block, block.size)
+        self._blocks[ref(owner, self._dead.append)] = block
+        self._events.append(_event("alloc", block))
+        return block
+
+    def free_dead(self) -> None:
+        """Free the blocks of storages that are gone: their weak references are called back at any time, in any thread."""
+        while self._dead:
+            if (block := self._blocks.pop(self._dead.popleft(), None)) is not None:
+                self._free(block)
+
+    def _free(self, block: MemoryBlock) -> None:
+        block.users -= 1
+        if not block.users:
+            self._count(block, -block.size)
+            self._events.append(_event("free", block))
+
+    def resize(self, block: MemoryBlock, size: int) -> None:
+        """Count a storage that has another size."""
+        if size != block.size:
+            self._count(block, size - block.size)
+            self._events += [_event("free", block), _event("alloc", replace(block, size=size))]
+            block.size = size
+
+    def change(self, block: MemoryBlock, device: int | None, kind: Memory, purpose: Purpose) -> None:
+        """Count a block for another device, kind or purpose."""
+        before = block.device, block.kind, block.purpose
+        if (device, kind) == before[:2]:
+            self._add_line(block, -block.size)
+            block.purpose = purpose
+            self._add_line(block, block.size)
+            return
+        self._count(block, -block.size)
+        self._events.append(_event("free", block))
+        block.device, block.kind, block.purpose = device, kind, purpose
+        try:
+            self._count(block, block.size)
+        except MemoryLimitError:
+            block.device, block.kind, block.purpose = before
+            self._count(block, block.size)
+            raise
+        finally:
+            self._events.append(_event("alloc", block))
+
+    def new_address(self) -> int:
+        """Return an address for a block, which no other has had."""
+        return next(self._addresses)
+
+    # -- totals -------------------------------------------------------------------------------------------------------
+
+    def _count(self, block: MemoryBlock, size: int) -> None:
+        """Add bytes to the totals of a block's device and kind, or raise beyond the limit."""
+        kind, device = block.kind, block.device
+        if size > 0:
+            total = self._total(kind, device) + size
+            if (limit := self.limits[kind]) is not None and total > limit:
+                raise self._beyond(block, size, total, limit)
+            if total > self._peaks[kind][0]:
+                self._peaks[kind] = total, Lines()
+                self._rising[kind] = self._fullest(kind) if device is None else device
+        else:
+            self._end_peak(kind)
+        self._totals[device, kind] += size
+        self._add_line(block, size)
+
+    def _add_line(self, block: MemoryBlock, size: int) -> None:
+        lines, line = self._lines[block.device, block.kind], Line(block.purpose, block.site)
+        lines[line] += size
+        if not lines[line]:
+            del lines[line]
+
+    def _total(self, kind: Memory, device: int | None) -> int:
+        """Return the bytes of a kind on a device, None for the fullest."""
+        device = self._fullest(kind) if device is None else device
+        return self._totals[None, kind] + (0 if device is None else self._totals[device, kind])
+
+    def _fullest(self, kind: Memory) -> int | None:
+        devices = [device for device, other in self._totals if other == kind and device is not None]
+        return max(devices, key=lambda device: self._totals[device, kind], default=None)
+
+    def _lines_on(self, device: int | None, kind: Memory) -> Lines:
+        return self._lines[None, kind] + (Lines() if device is None else self._lines[device, kind])
+
+    def _end_peak(self, kind: Memory) -> None:
+        """Copy the lines of a peak before anything is freed."""
+        if kind in self._rising:
+            self._peaks[kind] = self._peaks[kind][0], self._lines_on(self._rising.pop(kind), kind)
+
+    def _beyond(self, block: MemoryBlock, size: int, total: int, limit: int) -> MemoryLimitError:
+        device = self._fullest(block.kind) if block.device is None else block.device
+        holders = _holders(self._lines_on(device, block.kind))[:5]
+        return MemoryLimitError(
+            f"memory.limit: {block.kind} memory must be at most {limit:,} bytes per device; got {total:,} with {size:,} more "
+            f"for {block.purpose} at {block.site}, on device {device or 0}. The largest holders are "
+            + "; ".join(f"{held.bytes:,} bytes for {held.purpose} at {held.site}" for held in holders)
+            + ". Raise the limit, or store parameters elsewhere: shard_params(memory=)."
+        )
+
+
+def _holders(lines: Lines) -> list[Holder]:
+    return [Holder(size, purpose, site) for (purpose, site), size in lines.most_common()]
+
+
+def _event(action: Literal["alloc", "free"], block: MemoryBlock) -> MemoryEvent:
+    """Return an allocation or a free as of now."""
+    return MemoryEvent(
+        action, time.time_ns() // 1000, block.device, block.kind, block.address, block.size, block.purpose, block.site
+    )

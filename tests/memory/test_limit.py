@@ -1,0 +1,269 @@
+"""`fs.memory.limit` against lists of sizes that are added up by hand, and against itself on other runtimes."""
+
+import gc
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.cuda import _memory_viz
+
+import fshard as fs
+from fshard import P
+from fshard.ambient import ambient
+from fshard.errors import MemoryLimitError
+from fshard.mesh.layout import kinds
+from fshard.mesh.layout.kinds import empty_in
+
+RUNTIMES = ("virtual", "abstract")
+
+
+# -- storages ---------------------------------------------------------------------------------------------------------
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["new", "free", "view", "resize", "clone", "in place"]), st.integers(1, 64)), max_size=20
+)
+
+
+@given(ACTIONS)
+def test_peak_is_the_largest_sum_of_live_storages(actions):
+    """The oracle: a list of pairs (tensors of a storage, bytes)."""
+    live, peak = list[list]([]), 0
+    with fs.memory.limit() as used:
+        for action, n in actions:
+            if action == "new":
+                live.append([[torch.ones(n)], 4 * n])
+            elif live:
+                tensors, size = pair = live[n % len(live)]
+                if action == "free":
+                    tensors.pop()
+                    if not tensors:
+                        live.remove(pair)
+                elif action == "view":
+                    tensors.append(tensors[0].view(-1)[:1])
+                elif action == "resize":
+                    tensors[0].resize_(n)
+                    pair[1] = max(size, 4 * n)
+                elif action == "clone":
+                    copy = tensors[0].clone()
+                    live.append([[copy], 4 * copy.numel()])
+                    del copy
+                else:
+                    tensors[0].add_(1)
+                del tensors, pair
+            peak = max(peak, sum(size for _, size in live))
+            assert used.now() == sum(size for _, size in live)
+    assert used.peak() == peak == sum(holder.bytes for holder in used.holders())
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_saved_activations_live_until_their_backward(runtime):
+    device = "meta" if runtime == "abstract" else "cpu"
+    w = torch.ones(8, requires_grad=True, device=device)
+    with fs.memory.limit() as used:
+        y = w * 2  # 32 bytes of w, 32 of y
+        z = (y * y).sum()  # 32 more, freed; and 4
+        assert (used.now(), used.peak()) == (68, 100)
+        del y  # which the graph has saved
+        assert used.now() == 68
+        z.backward()
+        del z
+        assert used.now() == 64  # w and its gradient
+
+
+def test_limit_leaves_nothing_behind():
+    with pytest.raises(MemoryLimitError), fs.memory.limit(device=7):
+        torch.ones(2)
+    x = torch.ones(1 << 10)
+    assert ambient.counters == () and torch._C._len_torch_dispatch_stack() == 0
+    with fs.memory.limit() as outer, fs.memory.limit(device=100) as inner:
+        y = torch.ones(4)
+    del x
+    assert outer.peak() == inner.peak() == 16 and y.sum() == 4
+
+
+def test_an_error_frees_what_was_allocated_before_it():
+    with fs.memory.limit(device=100) as used:
+        for _ in range(3):
+            with pytest.raises(
+                MemoryLimitError, match=r"at most 100 bytes per device; got 120 with 60 more .*test_limit.py"
+            ):
+                torch.ones(15) + torch.ones(15)  # the second has no room
+        gc.collect()
+        assert used.now() == 0 and used.peak() == 60
+
+
+@pytest.mark.parametrize("limits", [{"device": -1}, {"host": 1.5, "disk": "1G"}, {"device": True}])
+def test_invalid_limits_raise_one_error(limits):
+    with pytest.raises(ValueError, match="must be a number of bytes") as caught, fs.memory.limit(**limits):
+        pass
+    assert all(f"{name}={size!r}" in str(caught.value) for name, size in limits.items())
+
+
+# -- kinds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_results_are_in_the_memory_of_arguments_and_mixtures_raise(device):
+    host, x = empty_in("host", (4,), torch.float32, device), torch.ones(4, device=device)
+    zero = torch.zeros((), device=device)
+    with fs.memory.limit(host=100) as used:
+        y = torch.relu(host * 2 + zero + 1)  # numbers may be anywhere
+        x.copy_(y)
+        assert (used.now("host"), used.now("device")) == (32, 20)
+        for mixed in (
+            lambda: x + y,
+            lambda: torch.cat([x, y]),
+            lambda: torch._foreach_add([x], [y]),
+            lambda: x.add_(y),
+        ):
+            with pytest.raises(
+                RuntimeError, match=r"must have all tensors in one memory; got f32\[4\] in device memory"
+            ):
+                mixed()
+        with pytest.raises(MemoryLimitError, match="host memory must be at most 100"):
+            y.repeat(5)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_reshard_counts_in_the_memory_of_the_layout(runtime, monkeypatch):
+    monkeypatch.setitem(kinds.makers, "disk", lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+    mesh = fs.make_mesh({"data": 2}, runtime=runtime)
+    with fs.memory.limit() as used:
+        x = fs.device_put(torch.ones(8), fs.Layout(mesh, P("data"), "host"))
+        assert [used.now(kind) for kind in ("device", "host", "disk")] == [0, 16, 0]
+        y = fs.reshard(x, x.layout.with_memory("disk"))
+        assert [used.now(kind) for kind in ("device", "host", "disk")] == [0, 16, 16]
+        z = fs.reshard(y, x.layout.with_memory("device"))
+        assert [used.now(kind) for kind in ("device", "host", "disk")] == [16, 16, 16]
+        del y
+        assert used.now("disk") == 0 and z.shape == (8,)
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_each_device_counts_what_it_receives(runtime):
+    mesh = fs.make_mesh({"data": 4}, runtime=runtime)
+
+    def gather():
+        x = torch.ones(4)  # 16 bytes
+        y = fs.all_gather(x, "data")  # 64
+        return y.sum()  # 4
+
+    with fs.memory.limit() as used:
+        fs.run(gather, mesh=mesh)
+    assert used.peak() == 84
+    with pytest.raises(MemoryLimitError, match="got 80 with 64 more"), fs.memory.limit(device=79):
+        fs.run(gather, mesh=mesh)
+
+
+def test_the_fullest_device_is_limited():
+    def fill():
+        return torch.ones(1 + fs.axis_index("data"))
+
+    mesh = fs.make_mesh({"data": 3})
+    with fs.memory.limit(device=12) as used:
+        fs.run(fill, mesh=mesh)
+    assert used.peak() == 12
+    with pytest.raises(MemoryLimitError, match="on device 2"), fs.memory.limit(device=11):
+        fs.run(fill, mesh=mesh)
+
+
+def test_global_values_count_on_every_device():
+    mesh = fs.make_mesh({"data": 2})
+    with fs.memory.limit() as used:
+        x = torch.ones(8)
+        y = fs.device_put(x, fs.Layout(mesh, P("data")))
+    assert used.peak() == 32 + 16 and y.shape == (8,)
+
+
+def test_storages_from_before_count_with_their_purpose():
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params({"w": torch.ones(8)}, P("data"), mesh=mesh, memory="host")
+    with fs.memory.limit() as used:
+        fs.memory.claim(params, "parameters")
+    assert used.peak("host", "parameters") == used.peak("host") == 16 and used.peak() == 0
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def loss_fn(params, x):
+    for block in params["blocks"]:
+        x = torch.relu(x @ block["w"] + block["b"])
+    return (x @ params["head"]).square().mean()
+
+
+def two_steps(runtime, stage, donate, limit=None):
+    """Return the peak of two steps, and its purposes."""
+    mesh = fs.make_mesh({"data": 2}, runtime=runtime)
+    params = {"blocks": [{"w": torch.ones(8, 8), "b": torch.ones(8)} for _ in range(3)], "head": torch.ones(8, 4)}
+    opt = fs.partition_optimizer(fs.optim.adamw(1e-3), mesh=mesh, axis="data", stage=stage)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=donate)
+    with fs.memory.limit(device=limit) as used:
+        params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+        state = opt.init(params)
+        for _ in range(2):
+            params, state, _ = step(params, state, torch.ones(8, 8))
+    return used.peak(), {purpose: used.peak("device", purpose) for purpose in ("parameters", "state", "gradients")}
+
+
+def peaks(runtime):
+    return [two_steps(runtime, stage, donate) for stage in range(4) for donate in (False, True)]
+
+
+def test_peak_is_equal_on_all_runtimes(two):
+    virtual = peaks("virtual")
+    assert peaks("abstract") == virtual
+    assert two.run(peaks, "process") == [virtual, virtual]
+    weights = 4 * (3 * (64 + 8) + 32)
+    for (peak, purposes), stage in zip(virtual[1::2], range(4), strict=True):  # donated: one copy
+        divided = 1 if stage == 0 else 2
+        assert purposes["parameters"] >= weights // (2 if stage == 3 else 1)
+        assert purposes["state"] >= 2 * weights // divided and peak > sum(purposes.values())
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("stage", range(4))
+def test_the_peak_as_limit_passes_and_one_byte_less_raises(runtime, stage):
+    peak, _ = two_steps(runtime, stage, True)
+    assert two_steps(runtime, stage, True, peak)[0] == peak
+    with pytest.raises(MemoryLimitError, match=f"at most {peak - 1:,} bytes per device; got {peak:,} with"):
+        two_steps(runtime, stage, True, peak - 1)
+
+
+def test_table_names_purposes_and_lines(tmp_path):
+    mesh = fs.make_mesh({"data": 2})
+    with fs.memory.limit(device=1 << 20, disk=0) as used:
+        params = fs.shard_params({"w": torch.ones(64, 64)}, fs.fsdp("data"), mesh=mesh)
+        apply, _, buffers = fs.functionalize(torch.nn.BatchNorm1d(64))
+
+        def loss(params, buffers, x):
+            y = x @ params["w"]  # the line of the unsharded parameter
+            y, buffers = apply({"weight": torch.ones(64), "bias": torch.ones(64)}, buffers, y)
+            return y.square().mean(), buffers
+
+        opt = fs.partition_optimizer(fs.optim.sgd(0.1, momentum=0.9), mesh=mesh, axis="data", stage=3)
+        step = fs.train_step(loss, opt, mesh=mesh, batch=P("data"), has_buffers=True)
+        state = opt.init(params)
+        step(params, state, buffers, torch.ones(4, 64))
+    text = str(used)
+    purposes = {"parameters", "state", "unsharded", "activations", "buffers", "gradients"}
+    assert {holder.purpose for holder in used.holders()} >= purposes - {"gradients", "unsharded"}
+    assert "of 1,048,576" in text and "test_limit.py" in text and "disk" in text and "host" not in text
+    assert used.peak("device", "buffers") == 4 * 64 * 2 + 8
+
+    used.export_snapshot(tmp_path / "memory.pickle")
+    snapshot = pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    assert {event["action"] for trace in snapshot["device_traces"] for event in trace} == {
+        *("alloc", "free_requested", "free_completed")
+    }
+    frames = [frame["name"] for trace in snapshot["device_traces"] for event in trace for frame in event["frames"]]
+    assert "loss" in frames and any(name.startswith("unsharded, device memory of device 1") for name in frames)
+    assert _memory_viz.segsum(snapshot) and _memory_viz.trace(snapshot)
+    assert "<script" in _memory_viz.trace_plot(snapshot)
+    sizes = [block["size"] for segment in snapshot["segments"] for block in segment["blocks"]]
+    assert 64 * 64 * 4 // 2 in sizes
