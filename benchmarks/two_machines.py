@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from select import select
@@ -60,7 +60,7 @@ MODEL = Mlp(narrow=256, wide=2048).model()
 def _ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"two_machines.py needs root on Linux: ip {' '.join(words)}: {done.stderr.strip()}")
+        sys.exit(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
 def _tun(name: str) -> int:
@@ -71,7 +71,7 @@ def _tun(name: str) -> int:
 
 
 @contextlib.contextmanager
-def linked_machines(delay: float, rate: float) -> Iterator[list[str]]:
+def linked_machines(delay: float, rate: float) -> Generator[list[str]]:
     """Two network namespaces, with a link of this delay in seconds and rate in bits per second each way."""
     ended, files = Event(), [_tun(f"link{index}") for index in range(2)]
     link = Thread(target=forward, args=(files, delay, rate, ended))
@@ -227,6 +227,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             chosen.process.write_bytes(pickle.dumps(results))
         return
+    if sys.platform != "linux" or os.geteuid():
+        parser.error("network namespaces are made by root, on Linux")
     results = timed(names, chosen.rounds, chosen.delay, chosen.rate)
     check(results)
     size = sum(leaf.nbytes for leaf in MODEL.init(SEED).values())
