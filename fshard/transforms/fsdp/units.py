@@ -25,7 +25,7 @@ from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import entered, require
 from fshard.source import Site
-from fshard.transforms.fsdp.engine import Along, Gradients, ParamPlan, has_communication, no_graph, versions_of
+from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, has_communication, no_graph, versions_of
 from fshard.transforms.module.replica import Replica
 from fshard.transforms.options import StepOptions
 
