@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,15 +92,12 @@ def has_communication(way: ReshardPlan) -> bool:
     return len(way.steps) > 1 or (bool(way.steps) and way.steps[0].kind != "reshape")
 
 
-def no_graph() -> AbstractContextManager[None]:
-    """Return a context without grad mode, whose results can be saved for a backward even in inference mode."""
-    return _out_of_inference() if torch.is_inference_mode_enabled() else torch.no_grad()
+def savable() -> AbstractContextManager[Any]:
+    """Return a context whose results can be saved for a backward even in inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _ANY_MODE
 
 
-@contextmanager
-def _out_of_inference() -> Generator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+_ANY_MODE = nullcontext()
 
 
 def versions_of(xs: Sequence[Tensor]) -> list[int]:
