@@ -7,8 +7,6 @@ defaults; the threads of virtual devices take over the fields in `INHERITED` fro
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 
@@ -42,12 +40,17 @@ def inherit(fields: dict[str, Any]) -> None:
     vars(ambient).update(fields)
 
 
-@contextmanager
-def setting(**fields: Any) -> Generator[None]:
-    """Set fields of the calling thread within the context."""
-    before = {name: getattr(ambient, name) for name in fields}
-    inherit(fields)
-    try:
-        yield
-    finally:
-        inherit(before)
+class setting:
+    """Set fields of the calling thread within the context; a class, since a generator costs three times as much."""
+
+    __slots__ = ("_before", "_fields")
+
+    def __init__(self, **fields: Any) -> None:
+        self._fields = fields
+
+    def __enter__(self) -> None:
+        self._before = {name: getattr(ambient, name) for name in self._fields}
+        vars(ambient).update(self._fields)
+
+    def __exit__(self, *error: object) -> None:
+        vars(ambient).update(self._before)

@@ -3,9 +3,13 @@
 import contextlib
 import importlib
 import io
+import itertools
 import json
+import socket
 import sys
 import tempfile
+import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -102,3 +106,24 @@ def test_calls_are_timed_in_turn(load):
     assert {name: len(row) for name, row in times.items()} == {"a": 3, "b": 3}
     turns = "".join(seen).split("-")[1:]
     assert len(turns) == 5 and set(turns) == {".a.b", ".b.a"}
+
+
+def test_a_link_delays_packets_and_limits_their_rate(load):
+    """Five packets of 1,000 bytes at 0.8 Mbit/s: 10 ms each, and 50 ms later; the other direction is free."""
+    forward, ended = load("two_machines").forward, threading.Event()
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
+    (here, to_there), (there, to_here) = pairs
+    link = threading.Thread(target=forward, args=([to_there.fileno(), to_here.fileno()], 0.05, 0.8e6, ended))
+    link.start()
+    began = time.perf_counter()
+    for number in range(5):
+        here.send(bytes([number]) * 1000)
+    there.send(b"back")
+    assert here.recv(10) == b"back" and time.perf_counter() - began >= 0.05
+    for number in range(5):
+        assert there.recv(2000) == bytes([number]) * 1000
+        assert time.perf_counter() - began >= 0.05 + 0.01 * (number + 1)
+    ended.set()
+    link.join()
+    for end in itertools.chain(*pairs):
+        end.close()

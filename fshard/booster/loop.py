@@ -29,7 +29,7 @@ from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
 from fshard.mesh.layout import Mesh, PyTree, Structure, flatten, unflatten
 from fshard.mesh.spmd.deterministic import deterministic
-from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
+from fshard.mesh.spmd.run import as_one_device, local_devices, resolve_mesh
 from fshard.optim.partition import Partitioned
 from fshard.optim.torch_optim.instances import OptimizerSource
 from fshard.source import call_site
@@ -59,10 +59,9 @@ def as_device(method: Callable[Concatenate[LoopModel, Args], Result]) -> Callabl
     @wraps(method)
     def run(self: LoopModel, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
         refuse_outside(self.mesh)
-        with deterministic(self.is_reproducible, self.mesh.device_type):
-            mesh, axes = resolve_mesh(self.mesh), self.mesh.axis_names
-            (result,) = run_on_devices(mesh, lambda _: method(self, *args, **kwargs), mapped=axes)
-        return result
+        scope = as_one_device(resolve_mesh(self.mesh), mapped=self.mesh.axis_names)
+        with deterministic(self.is_reproducible, self.mesh.device_type), scope:
+            return method(self, *args, **kwargs)
 
     return run
 

@@ -260,7 +260,7 @@ class FSDPPlugin(Plugin):
 
     Args:
         unit: parameters that are all-gathered together: a pattern of paths ("blocks[*]"), several, or a size in bytes;
-            None: each repeated block.
+            None: each repeated block, small ones merged: see `fs.fsdp`.
         shard_axis: that shards parameters and state; None: all of `axis`. Along the others they are replicated
             (hybrid sharding), such as {"node": 2, "gpu": 8} with shard_axis="gpu".
         reshard_after_forward: free unsharded parameters after the forward, and all-gather them again for the backward.

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError
+from fshard.mesh.collectives.moves import Psum
+from fshard.mesh.collectives.on_shards import apply_move
 from fshard.mesh.layout import Layout, P, PyTree
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import reshard_all, unshard
+from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import local_devices
 from fshard.optim.arguments import validate, within
 from fshard.optim.exact_sum import WIDTH, columns_of, number_of
@@ -213,12 +215,10 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[list[Tensor]], Tensor])
         first = {axes: not any(coordinates[axis] for axis in over if axis not in axes) for axes in {*cut}}
         some = row([leaf.shards[index] for leaf, axes in zip(leaves, cut, strict=True) if axes and first[axes]])
         rows.append(some.to(mesh.device_type))  # of gradients on the host
-    summands = Sharded(tuple(rows[0].shape), Layout(mesh, P(unreduced=over)), tuple(rows))
     of_replicated, site = row(replicated) if replicated else None, call_site()
 
     def added() -> Tensor:
-        (sums,) = reshard_all([summands], [Layout(mesh)], site)
-        total = sums.shards[0]
+        total = apply_move(mesh, Psum(), over, tuple(rows), site)[0]
         return total if of_replicated is None else of_replicated + total.to(of_replicated.device)
 
     return added

@@ -27,9 +27,9 @@ from fshard.transforms.agreement import (
     tree_sum,
 )
 from fshard.transforms.batch import Batch
-from fshard.transforms.fsdp.engine import Gradients
 from fshard.transforms.fsdp.graph_checks import refuse_unreached
 from fshard.transforms.fsdp.param_runtime import ParamRuntime, followed
+from fshard.transforms.fsdp.plans import Gradients
 from fshard.transforms.fsdp.reductions import AccumulateInto
 from fshard.transforms.fsdp.units import LazyUnit, Order, UnitRuntime
 from fshard.transforms.loss_collectives import LossCollectives

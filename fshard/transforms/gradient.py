@@ -47,8 +47,8 @@ from fshard.transforms.agreement import FIX_UNEVEN_GATHERS
 from fshard.transforms.array_checks import validate_mesh, validate_run
 from fshard.transforms.batch import Batch, BatchPart, placed
 from fshard.transforms.device_step import DeviceResult, DeviceStep, ModelStep
-from fshard.transforms.fsdp.engine import Gradients, ParamPlan
 from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
+from fshard.transforms.fsdp.plans import Gradients, ParamPlan
 from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import StepOptions, wrong_options

@@ -64,10 +64,29 @@ class Fsdp:
     def units(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[str]:
         """Return the unit of every leaf."""
         if self.unit is None:
-            return default_units(paths)
+            return _merged(default_units(paths), leaves)
         if isinstance(self.unit, int):
             return _by_size(leaves, self.unit)
         return _by_unit_patterns((self.unit,) if isinstance(self.unit, str) else self.unit, paths)
+
+
+MERGED_BYTES = 1 << 20
+"""Maximal size of default units that are merged: a collective for less costs more to start than to send."""
+
+
+def _merged(units: Sequence[str], leaves: Sequence[Any]) -> list[str]:
+    """Merge default units that follow each other into one of the first one's name, up to `MERGED_BYTES`."""
+    sizes: dict[str, int] = {}
+    for unit, leaf in zip(units, leaves, strict=True):
+        sizes[unit] = sizes.get(unit, 0) + leaf.dtype.itemsize * prod(leaf.shape)
+    names: dict[str, str] = {}
+    name, filled = "", MERGED_BYTES
+    for unit, size in sizes.items():
+        if filled + size > MERGED_BYTES:
+            name, filled = unit, 0
+        names[unit] = name
+        filled += size
+    return [names[unit] for unit in units]
 
 
 def _by_size(leaves: Sequence[Any], size: int) -> list[str]:
@@ -132,7 +151,8 @@ def fsdp(axis: str | tuple[str, ...], *, unit: str | Sequence[str] | int | None 
             {"node": 4, "data": 8}, `fsdp("data")` shards inside a node and replicates across nodes (HSDP).
         unit: parameters that are gathered and reduced together: a path pattern ("layers[*]") or several, of which the
             innermost counts (`units_of(module, nn.TransformerEncoderLayer)`), a size in bytes, or None for a unit per
-            repeated block: the first index in a path whose siblings are similar.
+            repeated block: the first index in a path whose siblings are similar. Then units that follow each other are
+            merged up to 1 MiB: to start a collective for less costs more than to send it.
         within: rules that shard dims of the parameters along other axes, the `local=` ones of a step: each shard of
             P(None, "model") is flattened and sharded over `axis`. Complete, as all rules.
 

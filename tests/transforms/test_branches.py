@@ -51,7 +51,7 @@ def gradients(stage, n, steps, loss_fn=routed, **options):
     """Return the gradients of several steps of one function."""
     mesh = fs.make_mesh({"data": n})
     opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=stage)
-    own = fs.shard_params(experts(), fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    own = fs.shard_params(experts(), fs.fsdp("data", unit="experts[*]") if stage == 3 else P(), mesh=mesh)
     run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=opt.gradients, **options)
     found = [run(own, batch_of(codes))[1] for codes in steps]
     return [

@@ -76,7 +76,7 @@ def test_evaluate_on_processes_equals_virtual_devices(two):
 
 def test_evaluate_unshards_units_one_by_one():
     mesh, alive, seen = fs.make_mesh({"data": 2}), [], []
-    params = fs.shard_params(params_of(8), fs.fsdp("data"), mesh=mesh)
+    params = fs.shard_params(params_of(8), fs.fsdp("data", unit="blocks[*]"), mesh=mesh)
 
     def loss_fn(p, batch):
         x, own = batch["x"], []

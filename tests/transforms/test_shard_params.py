@@ -23,7 +23,7 @@ def blocks(n):
 W = "f32[4, 4]"
 FLAT = f"{W}{{flat:data}}"
 TREE = {"blocks": blocks(2), "head": torch.ones(4, 4)}
-ONE_EACH = [(FLAT, "blocks[0]"), (FLAT, "blocks[1]"), (W, "head")]
+MERGED = [(FLAT, "blocks[0]"), (FLAT, "blocks[0]"), (W, "head")]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ ONE_EACH = [(FLAT, "blocks[0]"), (FLAT, "blocks[1]"), (W, "head")]
     ids=["tree", "patterns", "function"],
 )
 def test_fsdp_combines_with_other_rules(rules):
-    assert lying(TREE, rules) == ONE_EACH
+    assert lying(TREE, rules) == MERGED
 
 
 def test_units_by_size_of_two_rules_differ():
@@ -55,8 +55,9 @@ def test_nested_rules_with_errors_raise():
     assert str(error.value) == f"shard_params: blocks[0].w, blocks[1].w: {wrong}"
 
 
-def test_default_unit_is_a_repeated_block():
+def test_default_unit_is_a_repeated_block(monkeypatch):
     def units(params):
+        monkeypatch.setattr("fshard.transforms.shard_params.MERGED_BYTES", 0)
         return [unit for _, unit in lying(params, fs.fsdp("data"))]
 
     emb, head = torch.ones(4, 4), torch.ones(4)
@@ -75,6 +76,23 @@ def test_default_unit_is_a_repeated_block():
     assert units(fs.functionalize(model)[1]) == ["0", "1[0]", "1[0]", "1[1]", "1[1]"]
     assert units({"blocks": [{"mlp": blocks(2)}, {"mlp": blocks(2)}]}) == ["blocks[0]"] * 2 + ["blocks[1]"] * 2
     assert units({"blocks": blocks(1)}) == ["blocks[0]"]
+
+
+def test_small_default_units_are_merged_with_the_next_ones():
+    """Up to 1 MiB; a larger unit stays apart, and so do small ones on its two sides."""
+    kib = 256  # elements
+    sizes = {"a": 600, "b": 400, "c": 24, "d": 1, "e": 2000, "f": 1}
+    params = {name: torch.empty(size * kib, device="meta") for name, size in sizes.items()}
+    mesh = fs.make_mesh({"data": 2}, runtime="abstract")
+    leaves = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
+    assert {name: x.layout.unit for name, x in leaves.items()} == {
+        **dict.fromkeys("abc", "a"),
+        "d": "d",
+        "e": "e",
+        "f": "f",
+    }
+    apart = fs.shard_params(params, fs.fsdp("data", unit=["*"]), mesh=mesh)
+    assert all(x.layout.unit == name for name, x in apart.items())
 
 
 # -- init_params ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,10 @@ STAGES = (0, 1, 2, 3)
 
 
 def placed(params, stage, mesh):
-    return fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    """Shard parameters; small units stay apart where leaves of blocks are."""
+    has_blocks = isinstance(params, dict) and "blocks" in params
+    rules = fs.fsdp("data", unit="blocks[*]" if has_blocks else 1)
+    return fs.shard_params(params, rules if stage == 3 else P(), mesh=mesh)
 
 
 def optimizer(stage, mesh, opt=None):
@@ -956,7 +959,8 @@ def test_units_may_be_blocks_sizes_or_patterns():
         own = fs.shard_params(TREE, fs.fsdp("data", unit=unit), mesh=fs.make_mesh({"data": 2}))
         return [x.layout.unit for x in flatten(own)[0]]
 
-    assert units(None) == ["blocks[0]", "blocks[0]", "blocks[1]", "blocks[1]", "emb"]
+    assert units(None) == ["blocks[0]"] * 5
+    assert units("blocks[*]") == ["blocks[0]", "blocks[0]", "blocks[1]", "blocks[1]", "emb"]
     assert units(80) == ["unit 0", "unit 0", "unit 1", "unit 1", "unit 2"]
     assert units("blocks") == ["blocks"] * 4 + ["emb"]
     assert units(["blocks", "blocks[1]", "*[*].b"]) == ["blocks[0].b", "blocks", "blocks[1].b", "blocks[1]", "emb"]

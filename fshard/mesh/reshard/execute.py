@@ -51,24 +51,22 @@ def go(
     With `ahead`, the last collectives are only started; autograd does not record these.
     """
     scope, results = require("fs.reshard"), dict(enumerate(xs))
-    dtypes = tuple([x.dtype for x in xs])
     started: list[tuple[SharedStep, Pending]] = []
-    for turn in range(max([len(each.steps) for each in plans], default=0)):
-        for step in _shared_steps(tuple(plans), turn, dtypes, AT_ONCE):
-            move, shards = step.move, [results.pop(index) for index in step.indices]  # freed once they are packed
-            if step.at and any(scope.group(axes, "fs.reshard").index != index for axes, index in step.at):
-                ys = step.skipped(shards, scope, site)
-            elif move is None or (step.is_slice and _is_plain(shards)):
-                ys = step.views(shards, scope)
-            else:
-                bound = Bound(move, scope.group(step.axes, "fs.reshard"), site)
-                packed = step.packed(shards, scope)
-                if ahead and step.is_last and not isinstance(move, Alone):
-                    started.append((step, bound.start(packed)))
-                    continue
-                is_plain = not isinstance(move, Alone) and _is_plain(shards)
-                ys = step.unpacked(bound.start(packed).wait() if is_plain else apply(bound, packed), scope)
-            results.update(zip(step.indices, ys, strict=True))
+    for step in _shared_steps(tuple(plans), tuple([x.dtype for x in xs]), AT_ONCE):
+        move, shards = step.move, [results.pop(index) for index in step.indices]  # freed once they are packed
+        if step.at and any(scope.group(axes, "fs.reshard").index != index for axes, index in step.at):
+            ys = step.skipped(shards, scope, site)
+        elif move is None or (step.is_slice and _is_plain(shards)):
+            ys = step.views(shards, scope)
+        else:
+            bound = Bound(move, scope.group(step.axes, "fs.reshard"), site)
+            packed = step.packed(shards, scope)
+            if ahead and step.is_last and not isinstance(move, Alone):
+                started.append((step, bound.start(packed)))
+                continue
+            is_plain = not isinstance(move, Alone) and _is_plain(shards)
+            ys = step.unpacked(bound.start(packed).wait() if is_plain else apply(bound, packed), scope)
+        results.update(zip(step.indices, ys, strict=True))
 
     def finish() -> list[Tensor]:
         for step, pending in started:
@@ -157,22 +155,24 @@ class SharedStep:
 
 @lru_cache(maxsize=1024)
 def _shared_steps(
-    plans: tuple[ReshardPlan, ...], turn: int, dtypes: tuple[torch.dtype, ...], at_once: int
+    plans: tuple[ReshardPlan, ...], dtypes: tuple[torch.dtype, ...], at_once: int
 ) -> tuple[SharedStep, ...]:
     """Return the shared steps of leaves with these dtypes, direct exchanges in rounds of about `at_once` bytes."""
-    shared: dict[object, list[int]] = {}
+    shared: dict[object, tuple[int, list[int]]] = {}
     bytes_before: dict[object, int] = {}
-    for index, dtype in enumerate(dtypes):
-        if turn < len(plans[index].steps):
+    for turn in range(max([len(each.steps) for each in plans], default=0)):
+        for index, dtype in enumerate(dtypes):
+            if turn >= len(plans[index].steps):
+                continue
             step = plans[index].steps[turn]
-            key: tuple[object, ...] = step.kind, step.axes, step.at, dtype, step.move
+            key: tuple[object, ...] = turn, step.kind, step.axes, step.at, dtype, step.move
             if isinstance(step.move, Parts):
                 (supply,) = step.move.leaves
                 ends = *key[:-1], supply.before.at, supply.after.at
                 begin = bytes_before.get(ends, 0)
                 bytes_before[ends] = begin + supply.length * dtype.itemsize
                 key = *key[:-1], begin // at_once
-            shared.setdefault(key, []).append(index)
+            shared.setdefault(key, (turn, []))[1].append(index)
     return tuple(
         SharedStep(
             indices,
@@ -180,7 +180,7 @@ def _shared_steps(
             [plans[index].shape for index in indices],
             is_last=all(turn + 1 == len(plans[index].steps) for index in indices),
         )
-        for indices in shared.values()
+        for turn, indices in shared.values()
     )
 
 

@@ -18,6 +18,8 @@ SMALLEST = 256 << 10
 LARGEST_POOL = 1 << 30
 """Bytes that the pool may keep."""
 
+CPU = torch.device("cpu")  # whatever the default device
+
 _use_count: Any = torch._C._storage_Use_Count  # pyright: ignore[reportPrivateUsage]
 _pool: list[torch.UntypedStorage] = []
 _lock = threading.Lock()
@@ -29,8 +31,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an uninitialised CPU tensor, in recycled memory if an idle buffer has that size."""
     size = prod(shape) * dtype.itemsize
     if size < SMALLEST or counting:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    x: Any = torch.empty(0, dtype=dtype, device="cpu")  # torch's stub of set_ has no shape argument
+        return torch.empty(shape, dtype=dtype, device=CPU)
+    x: Any = torch.empty(0, dtype=dtype, device=CPU)  # torch's stub of set_ has no shape argument
     with _lock:
         storage = next((storage for storage in _pool if storage.nbytes() == size and _is_idle(storage)), None)
         if storage is None:

@@ -9,7 +9,9 @@ Legend: n processes; `rows` is (n, elements) with a row for each process; `x` is
     reduce      small: recursive doubling        log2(n) rounds, the full tensor each
                 large: scatter, then gather      each process sums one row
     scatter     exchange rows, then sum          the process's own row is neither sent nor copied
-    gather, exchange, permute                    the rows of a plan, see `row_plan`
+                large: recursive halving         log2(n) rounds, see Note [Neighbours first]
+    gather      exchange; large: doubling        the transpose
+    exchange, permute                            the rows of a plan, see `row_plan`
     broadcast   binomial tree                    gloo's own broadcast has no tag
 """
 
@@ -29,8 +31,13 @@ from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
 from fshard.mesh.runtimes.row_plan import row_plan
-from fshard.mesh.runtimes.transport import Helper, Wire, Works
+from fshard.mesh.runtimes.transport import Helper, Wire, Works, joined
 
+ALONE = 256 << 10
+"""Bytes from which on a tensor among several is sent from its own memory and received in that of its result.
+
+Smaller ones share messages, which costs two copies.
+"""
 SMALL = 1 << 20
 """Bytes up to which a reduction is best done in few rounds rather than in few bytes."""
 _KNOWN = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
@@ -47,9 +54,12 @@ def _new(shape: Sequence[int], like: Tensor) -> Tensor:
 
 def _exchange(call: GroupCall, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
     """Start sending `outgoing[i]` to process i and receiving `incoming[i]` from it, for all others."""
-    others = [(call.index + step) % call.n for step in range(1, call.n)]
-    works: list[Any] = [call.pg.recv([_bytes(incoming[other])], other, call.tag) for other in reversed(others)]
-    return works + [call.pg.send([_bytes(outgoing[other])], other, call.tag) for other in others]
+    peers, works = [(call.index + step) % call.n for step in range(1, call.n)], list[Any]()
+    for peer in reversed(peers):
+        works.append(call.pg.recv([_bytes(incoming[peer])], peer, call.tag))
+    for peer in peers:
+        works.append(call.pg.send([_bytes(outgoing[peer])], peer, call.tag))
+    return works
 
 
 def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
@@ -59,7 +69,7 @@ def reduce(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     exact = call.n == 2 or x.dtype not in WIDER  # a wide sum is rounded once, at the end
     if doubles and exact and size <= SMALL:
         return _doubling(call, x, combine)
-    return _scatter_gather(call, x, combine)
+    return _scatter_gather(call, x, move)
 
 
 def _doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
@@ -67,15 +77,15 @@ def _doubling(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
     tag, total, received, distance = call.tag, x, _new(x.shape, x), 1
     result = _new(x.shape, x)
     while distance < call.n:
-        other = call.index ^ distance
-        yield [call.pg.recv([_bytes(received)], other, tag), call.pg.send([_bytes(total)], other, tag)]
+        peer = call.index ^ distance
+        yield [call.pg.recv([_bytes(received)], peer, tag), call.pg.send([_bytes(total)], peer, tag)]
         pair = [received, total] if call.index & distance else [total, received]  # 0.0 and -0.0 keep their order
         total = combined(pair, combine, None, result)
         distance *= 2
     return total
 
 
-def _scatter_gather(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
+def _scatter_gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """All-reduce: each process sums one row of the tensor, then all gather the rows."""
     each = -(-x.numel() // call.n)
     rows = x
@@ -83,34 +93,86 @@ def _scatter_gather(call: GroupCall, x: Tensor, combine: Combine) -> Wire:
         rows = x.new_zeros(call.n * each)
         rows[: x.numel()] = x
     result = _new((call.n, each), x)
-    yield from _sum_rows(call, rows.view(call.n, each), combine, result[call.index])
-    yield _exchange(call, [result[call.index]] * call.n, list(result))
+    yield from scatter(call, rows.view(call.n, each), move, result[call.index])
+    yield from gather(call, result[call.index], move, result)
     return result.view(-1)[: x.numel()]
 
 
-def _sum_rows(call: GroupCall, rows: Tensor, combine: Combine, out: Tensor) -> Wire:
-    """Send each row to its process and sum those that arrive, with the own one, in the fixed tree."""
-    arriving = list(_new(rows.shape, rows))
-    yield _exchange(call, list(rows), arriving)
-    own = rows[call.index]
-    return combined([own if place == call.index else row for place, row in enumerate(arriving)], combine, own, out)
+def scatter(call: GroupCall, rows: Tensor, move: Wired, out: Tensor | None = None) -> Wire:
+    """Reduce-scatter: sum the rows of all processes for this one in the fixed tree. (n, elements) -> (elements,)"""
+    local_row = rows[call.index]
+    out = _new(local_row.shape, rows) if out is None else out
+    if _is_recursive(call, rows.nbytes) and rows.dtype not in WIDER:
+        return (yield from _halving(call, list(rows), combining(move), out))
+    summands = list(_new((call.n - 1, *local_row.shape), rows))
+    summands.insert(call.index, local_row)
+    yield _exchange(call, list(rows), summands)
+    return combined(summands, combining(move), local_row, out)
 
 
-def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
-    """Reduce-scatter. (n, elements) -> (elements,)"""
-    return (yield from _sum_rows(call, rows, combining(move), _new(rows.shape[1:], rows)))
+# Note [Neighbours first]
+# Recursive halving sends most rows to the next process and the fewest to the farthest one; its transpose, the gather by
+# doubling, too. Neighbours are of one machine, if ranks are in order. So of n processes on two machines each sends
+# 1 / n of a tensor across in either, where an exchange of all with all sends 1 / 2.
+#
+#     4 processes, rows 0 to 3    halving: 0 <-> 1 rows 0 2 | 1 3, 0 <-> 2 row 0 | 2    doubling: the same, backwards
+def _is_recursive(call: GroupCall, size: int) -> bool:
+    """Return True if bytes matter more than rounds: see Note [Neighbours first]."""
+    return size > SMALL and call.n > 2 and call.n & (call.n - 1) == 0
+
+
+def _swap(call: GroupCall, distance: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
+    """Start an exchange with the process at a distance."""
+    peer = call.index ^ distance
+    works: list[Any] = [call.pg.recv([_bytes(row)], peer, call.tag) for row in incoming]
+    return works + [call.pg.send([_bytes(row)], peer, call.tag) for row in outgoing]
+
+
+def _halving(call: GroupCall, rows: list[Tensor], combine: Combine, out: Tensor) -> Wire:
+    """Reduce-scatter by recursive halving: swap half of the rows with a process, and add the others."""
+    distance = 1
+    while distance < call.n:
+        step = 2 * distance
+        summands, outgoing = rows[call.index % step :: step], rows[(call.index ^ distance) % step :: step]
+        sums = list(_new((len(summands), *out.shape), out)) if len(summands) > 1 else [out]
+        yield _swap(call, distance, outgoing, sums)
+        for row, x in zip(summands, sums, strict=True):  # x was received
+            pair = (x, row) if call.index & distance else (row, x)  # 0.0 and -0.0 keep their order
+            combine(*pair, out=x)
+        rows[call.index % step :: step] = sums
+        distance = step
+    return out
+
+
+def gather(call: GroupCall, x: Tensor, move: Wired, result: Tensor | None = None) -> Wire:
+    """All-gather, by default into new memory. (elements,) -> (n, elements)"""
+    is_new = result is None
+    result = _new((call.n, *x.shape), x) if result is None else result
+    rows = list(result)
+    works = [] if _is_recursive(call, result.nbytes) else _exchange(call, [x] * call.n, rows)
+    if is_new:
+        result[call.index] = x  # while it is on its way
+    if works:
+        yield works
+        return result
+    distance = call.n // 2
+    while distance:
+        step = 2 * distance
+        yield _swap(call, distance, rows[call.index % step :: step], rows[(call.index ^ distance) % step :: step])
+        distance //= 2
+    return result
 
 
 def _rows(call: GroupCall, x: Tensor, move: Wired) -> Wire:
-    """Send and receive the rows of the move's plan; the own row is copied while the others are in flight."""
+    """Send and receive the rows of the move's plan; the row that stays is copied while others are in flight."""
     plan, length = row_plan(move, call.index, call.n), x.shape[-1]
     result = _new(plan.shape(length), x)
-    given = x.view(-1, length) if length else x.view(call.n if move.wire == "exchange" else 1, 0)
+    local_rows = x.view(-1, length) if length else x.view(call.n if move.wire == "exchange" else 1, 0)
     rows, tag = result.view(plan.rows, length), call.tag
     works: list[Any] = [call.pg.recv([_bytes(rows[row])], source, tag) for source, row in reversed(plan.gets)]
-    works += [call.pg.send([_bytes(given[row])], to, tag) for to, row in plan.sends]
+    works += [call.pg.send([_bytes(local_rows[row])], to, tag) for to, row in plan.sends]
     if plan.keeps is not None:
-        rows[plan.keeps[1]] = given[plan.keeps[0]]
+        rows[plan.keeps[1]] = local_rows[plan.keeps[0]]
     elif not plan.gets:
         result.zero_()
     yield works
@@ -124,16 +186,15 @@ def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     that.
     """
     assert isinstance(move, Broadcast)
-    tag, place, result = call.tag, (call.index - move.source) % call.n, _new(x.shape, x)
-    lowest = place & -place or 1 << call.n.bit_length()
-    if place:
-        yield [call.pg.recv([_bytes(result)], (move.source + place - lowest) % call.n, tag)]
-    further = [
-        place + bit for bit in (lowest >> down for down in range(1, lowest.bit_length())) if place + bit < call.n
-    ]
-    held = _bytes(result if place else x)
-    works: list[Any] = [call.pg.send([held], (move.source + other) % call.n, tag) for other in further]
-    if not place:
+    tag, distance, result = call.tag, (call.index - move.source) % call.n, _new(x.shape, x)
+    lowest = distance & -distance or 1 << call.n.bit_length()
+    if distance:
+        yield [call.pg.recv([_bytes(result)], (move.source + distance - lowest) % call.n, tag)]
+    bits = [lowest >> down for down in range(1, lowest.bit_length())]
+    children = [(move.source + distance + bit) % call.n for bit in bits if distance + bit < call.n]
+    message = _bytes(result if distance else x)
+    works: list[Any] = [call.pg.send([message], child, tag) for child in children]
+    if not distance:
         result.copy_(x)  # while it is on its way
     yield works
     return result
@@ -149,10 +210,35 @@ def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     return move.unpacked(x, call.index, incoming)
 
 
+def side_by_side(call: GroupCall, wire: WireFunction, xs: Sequence[Tensor], move: Wired) -> Wire:
+    """Run a wire for each large tensor and one for the small ones, which share a buffer, in the same rounds."""
+    small = [index for index, x in enumerate(xs) if x.nbytes < ALONE]
+    wires: dict[tuple[int, ...], Wire] = {
+        (index,): wire(call, x.contiguous(), move) for index, x in enumerate(xs) if x.nbytes >= ALONE
+    }
+    if small:
+        wires[tuple(small)] = wire(call, joined([xs[index] for index in small]), move)
+    widths, results = [x.shape[-1] for x in xs], dict[int, Tensor]()
+    del xs  # small tensors may be freed before the result is there
+    while wires:
+        needs = list[Any]()
+        for indices in [*wires]:
+            try:
+                needs += next(wires[indices])
+            except StopIteration as stopped:
+                del wires[indices]
+                rows = stopped.value.split([widths[index] for index in indices], dim=-1)
+                results.update(zip(indices, rows, strict=True))
+        if needs:
+            yield needs
+    return [results[index] for index in range(len(widths))]
+
+
 WIRES: dict[str, WireFunction] = {
     "reduce": reduce,
     "scatter": scatter,
-    **dict.fromkeys(("gather", "exchange", "permute"), _rows),
+    "gather": gather,
+    **dict.fromkeys(("exchange", "permute"), _rows),
     "broadcast": broadcast,
     "parts": parts,
 }
@@ -161,7 +247,7 @@ WIRES: dict[str, WireFunction] = {
 class Gloo(GroupTransport):
     """Processes connected by gloo, whose threads send and receive.
 
-    A sum in several rounds advances only while a thread waits for it. If only the waiter of its handle did so, two
+    A collective in several rounds advances only while a thread waits for it. If only the waiter of its handle did so, two
     processes that wait for their handles in different orders would deadlock. So when a process begins another work,
     whatever is in progress is given to a helper thread, which runs it in the order of starting: that order is equal on
     all processes. The memory of sent messages is freed by a helper too. Neither waits for the other.
@@ -173,7 +259,15 @@ class Gloo(GroupTransport):
         super().__init__(works, pg, index, n)
         self._collectives, self._sends = Helper(), Helper()
 
+    def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
+        if len(xs) > 1 and any(x.nbytes >= ALONE for x in xs):
+            return side_by_side(self.numbered(call), self.wires[move.wire], xs, move)
+        return super().collective(move, xs, call)
+
     def helper(self, call: CallInfo) -> Helper | None:
         if call.move is None:
             return self._sends if call.is_send else None
-        return self._collectives if call.move.wire in ("reduce", "broadcast") else None
+        has_rounds = call.move.wire in ("reduce", "broadcast") or (
+            self.n > 2 and call.move.wire in ("scatter", "gather")
+        )
+        return self._collectives if has_rounds else None

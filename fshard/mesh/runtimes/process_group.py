@@ -56,10 +56,14 @@ class GroupTransport(Transport):
         )
 
     def collective(self, move: Wired, xs: Sequence[Tensor], call: CallInfo) -> Wire:
+        return self.wires[move.wire](self.numbered(call), self.joined(move, xs), move)
+
+    def numbered(self, call: CallInfo) -> GroupCall:
+        """Return what the wire of a collective needs: its number is in the tag."""
         number = next(self._numbers)
         call.meeting = f"{self.pg.group_name}/{number}", call.group.members
         tag = number * (_STAMP + 1) + (call.stamp & _STAMP)
-        return self.wires[move.wire](GroupCall(self.pg, self.index, self.n, tag), self.joined(move, xs), move)
+        return GroupCall(self.pg, self.index, self.n, tag)
 
     def joined(self, move: Wired, xs: Sequence[Tensor]) -> Tensor:
         """Return packed tensors as one buffer."""

@@ -196,7 +196,8 @@ class VirtualWorld(OneProcessWorld):
                         undo()
                         if has_open_modes():
                             threads.reusable = False
-                    self._random[device] = random_state(kind)
+                    if device == 0:
+                        self._random[0] = random_state(kind)  # with which the caller continues
             except BaseException as error:
                 self._fail(device, error)
             self._finish(device)

@@ -44,7 +44,7 @@ ONE_ROUND = 1 << 20
 """Bytes to read up to which every process sums everything, in one round instead of two."""
 OWN_SUM = 64 << 10
 """Bytes from which on a tensor among several is summed in its own memory; smaller ones share a buffer."""
-CHUNK = 256 << 10
+CHUNK = 1024 << 10
 """Bytes that are read and added at a time."""
 MESSAGE, ANSWER = 4, 3
 """Last bits of a key: a bit that distinguishes messages from collectives, and the value that confirms a read."""
@@ -229,24 +229,22 @@ def _scatter(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     columns = _columns(xs)
     totals = [empty((rows.shape[1],), rows.dtype) for rows in columns]
     yield from _sum(exchange, [[*rows] for rows in columns], combining(move), totals)
-    yield from _end_sum(exchange, totals)
     return _in_order(xs, totals)
 
 
 def _reduce(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     """All-reduce (sum or extreme). (elements,) -> (elements,)"""
     columns, n = _columns(xs), exchange.n
-    totals = [empty((len(x),), x.dtype) for x in columns]
+    totals = [empty(x.shape, x.dtype) for x in columns]
     if sum([x.nbytes for x in columns]) * (n - 1) <= ONE_ROUND:
         yield from _sum(exchange, [[x] * n for x in columns], combining(move), totals)
-        yield from _end_sum(exchange, totals)
         return _in_order(xs, totals)
 
-    ranges = [[slice(*flat_range(len(x), n, index)) for index in range(n)] for x in columns]
+    ranges = [[slice(*flat_range(x.numel(), n, index)) for index in range(n)] for x in columns]
     shards = [[x[range] for range in each] for x, each in zip(columns, ranges, strict=True)]
     sums = [[total[range] for range in each] for total, each in zip(totals, ranges, strict=True)]
     local = [rows[exchange.index] for rows in sums]
-    yield from _sum(exchange, shards, combining(move), local)
+    yield from _sum(exchange, shards, combining(move), local, confirms=False)
     for other in exchange.others:
         exchange.offer_rows(other, local, round=1)
     yield exchange.needs(exchange.others, round=1)  # these are offered after all of the first round has been read
@@ -275,36 +273,45 @@ def _in_order(xs: Sequence[Tensor], totals: list[Tensor]) -> Tensor | list[Tenso
     return [next(small if x.nbytes < OWN_SUM else large) for x in xs]
 
 
-def _sum(exchange: Exchange, columns: list[list[Tensor]], combine: Combine, totals: list[Tensor]) -> Wire:
-    """Offer each process its row of each column; combine the local ones with those that all others offer, in chunks."""
-    for other in exchange.others:
+def _sum(
+    exchange: Exchange, columns: list[list[Tensor]], combine: Combine, totals: list[Tensor], *, confirms: bool = True
+) -> Wire:
+    """Offer each process its row of each column; combine the local ones with those that all others offer, in chunks.
+
+    Then wait until the others have read, unless `confirms` is False.
+    """
+    n, index, others = exchange.n, exchange.index, exchange.others
+    for other in others:
         exchange.offer_rows(other, [rows[other] for rows in columns])
-    yield exchange.needs(exchange.others)
-    local_rows = [rows[exchange.index] for rows in columns]
-    sizes = [local.nbytes for local in local_rows]
-    offers = {other: exchange.take_rows(other, sizes) for other in exchange.others}
-    item = local_rows[0].element_size()
-    length = min(CHUNK, max(sizes)) // item
-    scratch = empty((exchange.n, length), local_rows[0].dtype)
-    for column, (local, total) in enumerate(zip(local_rows, totals, strict=True)):
-        for begin in range(0, len(local), length or 1):
-            chunk = local[begin : begin + length]
-            summands = [chunk if i == exchange.index else scratch[i, : len(chunk)] for i in range(exchange.n)]
-            for other, messages in offers.items():
-                exchange.copy(other, messages[column], [(summands[other].data_ptr(), chunk.nbytes)], begin * item)
-            combined(summands, combine, chunk, total[begin : begin + length])
+    local_rows = [rows[index] for rows in columns]
+    sizes = [row.nbytes for row in local_rows]
+    yield exchange.needs(others)
+    offers = {other: exchange.take_rows(other, sizes) for other in others}
+    item, largest = local_rows[0].element_size(), min(CHUNK, max(sizes))
+    scratch = [empty((largest // item,), local_rows[0].dtype) for _ in others]
+    chunks = [
+        (column, begin, min(CHUNK, size - begin))
+        for column, size in enumerate(sizes)
+        for begin in range(0, size, CHUNK)
+    ]
+    confirms = confirms and _are_offered_by_address(local_rows)
+    for number, (column, begin, size) in enumerate(chunks, start=1):
+        chunk, total, rows = local_rows[column], totals[column], scratch
+        if size < sizes[column] or size < largest:
+            elements = slice(begin // item, (begin + size) // item)
+            chunk, total, rows = chunk[elements], total[elements], [row[: size // item] for row in scratch]
+        for other, row in zip(others, rows, strict=True):
+            exchange.copy(other, offers[other][column], [(row.data_ptr(), size)], begin)
+            if confirms and number == len(chunks):
+                exchange.confirm(other)
+        summands = [chunk, *rows]  # of this process, of the next one, ...
+        combined(summands[n - index :] + summands[: n - index], combine, chunk, total)
+    if confirms:
+        yield from exchange.confirmed(others)
 
 
 def _are_offered_by_address(rows: Sequence[Tensor]) -> bool:
     return len(rows) > 1 or rows[0].nbytes > INLINE
-
-
-def _end_sum(exchange: Exchange, rows: Sequence[Tensor]) -> Wire:
-    """Confirm that rows like these have been read; wait until all others have read theirs."""
-    if _are_offered_by_address(rows):
-        for other in exchange.others:
-            exchange.confirm(other)
-        yield from exchange.confirmed(exchange.others)
 
 
 def _parts(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:

@@ -10,8 +10,8 @@ ones where they meet a tensor without values (`Valueless`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -103,11 +103,18 @@ def run_on_devices(
                 enter(before)
 
         return virtual.run(on_thread, random, keep=keep)
+    with as_one_device(mesh, mapped=mapped, checked=checked) as scope:
+        return [body(mesh.local_index(scope.device))]
+
+
+@contextmanager
+def as_one_device(mesh: Mesh, *, mapped: tuple[str, ...] = (), checked: bool = False) -> Generator[Scope]:
+    """Enter the scope of the one device that the caller is: a process, a virtual device, or any of an abstract mesh."""
     outer = inside(mesh)
     scope = _scope(mesh, outer, mapped, checked)
     valueless = Valueless() if mesh.runtime == "abstract" and outer is None else nullcontext()
     with entered(scope), backward_in_caller(), valueless:
-        return [body(mesh.local_index(scope.device))]
+        yield scope
 
 
 # Note [Backwards run in the calling thread]

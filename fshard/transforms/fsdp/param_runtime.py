@@ -30,7 +30,6 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
 from fshard.optim.leaves import firsts_of
 from fshard.source import Site
-from fshard.transforms.fsdp.engine import Along, ParamPlan, local_plans, plan_reduction, versions_of
 from fshard.transforms.fsdp.lazy_param import (
     WRITES,
     LazyParam,
@@ -40,6 +39,7 @@ from fshard.transforms.fsdp.lazy_param import (
     unsharded,
     unwatched,
 )
+from fshard.transforms.fsdp.plans import Along, ParamPlan, local_plans, plan_reduction, versions_of
 from fshard.transforms.fsdp.reductions import Reductions
 from fshard.transforms.fsdp.units import LazyUnit, Order, Unit, UnitPlan, UnitRuntime, UnitSchedule
 from fshard.transforms.options import StepOptions

@@ -1,4 +1,4 @@
-"""`Reductions`: the gradients of units, reduced in an order that all devices share, and summed over slices.
+"""From full gradients to the shards of their sums: `GradientSums`, and `Reductions` of a full model's units.
 
                   complete            its turn (agreed)          full                finished
 a unit's uses  ─────────────>  waiting  ─────────────>  bucket  ──────>  in flight  ─────────>  sums
@@ -12,27 +12,169 @@ the backward is reduced as zeros, and one without a turn is reduced last.
     device 0    head  blocks[0]              ->       head  blocks[1] = 0  blocks[0]
     device 1    head  blocks[1]              ->       head  blocks[1]      blocks[0] = 0
 
-The gradient of a sharded unit is sent
-immediately, to free its memory; gradients of replicated units wait until a bucket is full.
+The gradient of a sharded unit is sent immediately, to free its memory; gradients of replicated units wait until a bucket is
+full. Of stages a schedule has the order, so they share the right half alone, from the bucket on. A gradient whose layout
+is on the host is sent there when it is reduced, and added there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fshard.memory.kinds import claim, made_for
+from fshard.memory.transfers import Link, Transfer, start
+from fshard.mesh.layout.kinds import empty_in
+from fshard.mesh.reshard.execute import go
+from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 from fshard.transforms.agreement import host_row, reduce_rows
-from fshard.transforms.fsdp.engine import Along, Gradients, GradientSums, ParamPlan, Ways
 from fshard.transforms.fsdp.graph_checks import refuse_backward
+from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, Ways
 from fshard.transforms.fsdp.units import LazyUnit, Order
 from fshard.transforms.options import StepOptions
 
 AccumulateInto = Callable[[LazyUnit, Gradients], None]
 """Takes a slice's gradients of a unit instead of reducing them."""
+
+
+class PendingReduction(NamedTuple):
+    """The reduction of a bucket: the indices of its parameters, the function that waits for it, and how many devices have
+    the same samples.
+    """
+
+    indices: Sequence[int]
+    wait: Callable[[], list[Tensor]]
+    copies: int
+
+
+class GradientSums:
+    """The gradients of one device in one step: cast, reduced in buckets, and summed.
+
+    Args:
+        leaves: the plans of parameters.
+        device: of the gradients.
+        options: of units.
+        ways: the plans that sum gradients: reduce-scatter where they are sharded, all-reduce elsewhere.
+        site: the source line of the step.
+        wide: True if sums of several slices are reduced in at least 32 bits.
+
+    `used` is True for each parameter that this device has used; `sums` are the reduced gradients.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[ParamPlan],
+        device: torch.device,
+        options: StepOptions,
+        ways: Ways,
+        site: Site,
+        *,
+        wide: bool,
+        along: Along = (),
+    ) -> None:
+        self.leaves, self.device, self.options, self.wide, self.along = leaves, device, options, wide, along
+        self._ways, self.site = ways, site
+        self.used = [False] * len(leaves)
+        self.sums: list[Tensor | None] = [None] * len(leaves)
+        self._bucket: list[tuple[int, Tensor]] = []
+        self._size = 0  # of the bucket, in bytes
+        self._in_flight: list[PendingReduction] = []
+        self._sent: dict[int, tuple[Transfer, int]] = {}  # gradients under way to the host
+
+    def record(self, indices: Sequence[int], gs: Sequence[Tensor | None], *, is_idle: bool) -> Gradients:
+        """Record parameters as used; return their gradients, dense, or None if the slice is idle."""
+        for index, g in zip(indices, gs, strict=True):
+            self.used[index] |= g is not None
+        return [None if is_idle else g.to_dense() if g is not None and g.is_sparse else g for g in gs]
+
+    def cast(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> Gradients:
+        """Cast gradients to the dtypes that they are reduced in."""
+        dtypes = [self.options.reduced_in(self.leaves[index].dtype, wide=self.wide) for index in indices]
+        return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
+
+    @made_for("gradients")
+    def put(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> None:
+        """Put the gradients of trained parameters into the bucket, zeros for those that this device has not."""
+        for index, g in zip(indices, self.cast(indices, gs), strict=True):
+            leaf = self.leaves[index]
+            if leaf.trained:
+                dtype = self.options.reduced_in(leaf.dtype, wide=self.wide)
+                g = torch.zeros(leaf.shape, dtype=dtype, device=self.device) if g is None else g
+                self._bucket.append((index, g))
+                self._size += g.nbytes
+        claim([g for _, g in self._bucket], "gradients")
+
+    @property
+    def is_full(self) -> bool:
+        """True if the bucket has its size."""
+        return self._size >= self.options.bucket
+
+    def clear(self) -> None:
+        """Empty the bucket."""
+        self._bucket, self._size = [], 0
+
+    @made_for("gradients")
+    def send(self) -> None:
+        """Start the reduction of the bucket."""
+        if not self._bucket:
+            return
+        indices, xs = zip(*self._bucket, strict=True)
+        self.clear()
+        self.finish(max(self.options.in_flight - 1, 0))  # before the next one is packed
+        ways = self._ways(self.along)
+        plans = [way for index in indices if (way := ways[index])]
+        wait = go(xs, plans, self.site, ahead=self.options.in_flight > 0)  # (8)
+        shape = self.leaves[0].gradient.mesh.shape
+        self._in_flight.append(PendingReduction(indices, wait, prod([shape[axis] for axis in self.along])))
+
+    @made_for("gradients")
+    def finish(self, in_flight: int = 0) -> None:
+        """Wait for reductions, the oldest first, until at most `in_flight` are left."""
+        while len(self._in_flight) > in_flight:
+            pending = self._in_flight.pop(0)
+            for index, g in zip(pending.indices, pending.wait(), strict=True):
+                if self.leaves[index].gradient.memory == "host":
+                    self._send_to_host(index, g, pending.copies)
+                else:
+                    self._add(index, g, pending.copies)
+
+    def _add(self, index: int, g: Tensor, copies: int) -> None:
+        total, leaf = self.sums[index], self.leaves[index]
+        g = g if g.dtype is leaf.dtype else g.to(torch.promote_types(g.dtype, leaf.dtype))
+        g = g if copies == 1 else g / copies
+        self.sums[index] = g if total is None else total + g
+
+    def _send_to_host(self, index: int, g: Tensor, copies: int) -> None:
+        """Start to copy a reduced gradient to the host; the one before, which has arrived by now, is added there."""
+        self._receive_on_host(index)
+        mesh = self.leaves[index].gradient.mesh
+        buffer = empty_in("host", g.shape, g.dtype, mesh.device_type)
+        link = Link("device", "host", mesh.runtime, local_devices(mesh)[0])
+        self._sent[index] = start(g, buffer, link), copies
+
+    def _receive_on_host(self, index: int) -> None:
+        if index in self._sent:
+            transfer, copies = self._sent.pop(index)
+            self._add(index, transfer.wait(), copies)
+
+    @made_for("gradients")
+    def gradients(self, used: Sequence[float], divisor: float | Tensor = 1.0) -> Gradients:
+        """Return the sums divided by a number, in the dtypes of the parameters; None for those that no device used."""
+        for index in [*self._sent]:
+            self._receive_on_host(index)
+        sums = [g if times else None for g, times in zip(self.sums, used, strict=True)]
+        if isinstance(divisor, Tensor) or divisor != 1.0:
+            sums = [g if g is None else g / divisor for g in sums]
+        return [
+            g if g is None or g.dtype is leaf.dtype else g.to(leaf.dtype)
+            for g, leaf in zip(sums, self.leaves, strict=True)
+        ]
 
 
 class Reductions(GradientSums):

@@ -26,7 +26,7 @@ from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import entered, require
 from fshard.source import Site
-from fshard.transforms.fsdp.engine import Along, Gradients, ParamPlan, has_communication, no_graph, versions_of
+from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, has_communication, savable, versions_of
 from fshard.transforms.module.replica import Replica
 from fshard.transforms.options import StepOptions
 
@@ -91,7 +91,7 @@ class Unit:
         if self.values or self.pending is not None:
             return
         shared = self._shared
-        with no_graph(), entered(shared.scope):  # torch.autograd.grad(loss, inputs) may be called outside of `run`
+        with savable(), entered(shared.scope):  # torch.autograd.grad(loss, inputs) may be called outside of `run`
             xs = [x.detach() for x in self.shards]
             if (dtype := shared.options.compute) is not None:
                 xs = [x.to(dtype) if x.is_floating_point() else x for x in xs]
@@ -105,7 +105,7 @@ class Unit:
     def wait_for_unshard(self) -> list[Tensor]:
         """Wait for the all-gather, if one was started; return the unsharded parameters."""
         if self.pending is not None:
-            with no_graph():
+            with savable():
                 self.values, self.pending = self.pending(), None
             self.versions = versions_of(self.values)
         return self.values
@@ -201,8 +201,7 @@ class LazyUnit(Unit):
             if self.is_trained and has_grad:
                 outputs: tuple[Tensor, ...] = _UseUnit.apply(runtime.anchor, self)  # type: ignore[assignment]
             else:
-                with torch.no_grad():
-                    outputs = tuple([x.detach() for x in self.wait_for_unshard()])
+                outputs = tuple([x.detach() for x in self.wait_for_unshard()])
         is_recomputed = _C._current_graph_task_id() != -1  # it ends with the backward that it is part of
         if self.is_trained and has_grad and not is_recomputed:
             self.pending_backwards += 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fshard.transforms.fsdp.engine import Gradients
+from fshard.transforms.fsdp.plans import Gradients
 from fshard.transforms.fsdp.units import LazyUnit
 
 

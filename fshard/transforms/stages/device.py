@@ -26,9 +26,9 @@ from fshard.source import Site, call_site
 from fshard.transforms.agreement import SliceLoss, StepAgreement, average_losses, input_differences, tree_sum
 from fshard.transforms.batch import Batch
 from fshard.transforms.device_step import DeviceResult, DeviceStep, refuse_detached
-from fshard.transforms.fsdp.engine import local_plans
 from fshard.transforms.fsdp.graph_checks import refuse_unreached
 from fshard.transforms.fsdp.lazy_param import WRITES
+from fshard.transforms.fsdp.plans import local_plans
 from fshard.transforms.fsdp.units import Order, UnitRuntime
 from fshard.transforms.loss_collectives import LOCAL_CALLS
 from fshard.transforms.metrics import SliceMetrics, metrics_of, slice_loss

@@ -27,8 +27,9 @@ from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.execute import go
 from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
 from fshard.source import Site
-from fshard.transforms.fsdp.engine import Along, Gradients, GradientSums, ParamPlan, versions_of
 from fshard.transforms.fsdp.lazy_param import WRITES
+from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, versions_of
+from fshard.transforms.fsdp.reductions import GradientSums
 from fshard.transforms.fsdp.units import Unit, UnitRuntime
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import named, parts_of

@@ -30,8 +30,8 @@ from fshard.pipeline.execution.leaves import Stage
 from fshard.pipeline.execution.mailbox import Forms
 from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.schedule import Schedule
-from fshard.transforms.fsdp.engine import ParamPlan, has_communication, plan_reduction
 from fshard.transforms.fsdp.param_runtime import plan_param
+from fshard.transforms.fsdp.plans import ParamPlan, has_communication, plan_reduction
 from fshard.transforms.fsdp.units import Order, UnitPlan
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.options import StepOptions

@@ -13,6 +13,7 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.collectives import moves
 from fshard.testing.oracles import ORACLES, total
+from fshard.testing.processes import run_processes
 from tests.mesh.collectives.cases import all_cases, axes_choices, large_cases
 from tests.mesh.collectives.conformance import check_runtime, group_of
 from tests.mesh.collectives.drawn import drawn_cases
@@ -77,6 +78,13 @@ def test_conformance_on_four_processes(four, shape, step):
 def test_conformance_of_large_tensors_between_processes(two, four, n):
     cases = [*large_cases(fs.make_mesh({"a": n}), 400_001)][::3]  # in a thorough run, too: they take long
     assert min({2: two, 4: four}[n].run(suite, {"a": n}, cases)) > 10
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_conformance_of_large_tensors_over_gloo(n):
+    """On 4 processes by recursive halving and doubling."""
+    cases = [*large_cases(fs.make_mesh({"a": n}), 400_001)][::3]
+    assert min(run_processes(suite, n, {"a": n}, cases, environment={"FSHARD_DIRECT": "0"}, timeout=300)) > 10
 
 
 @pytest.mark.timeout(900)

@@ -270,6 +270,8 @@ def run_on_each_link(main):
 
 def each_collective():
     x = torch.arange(6.0).reshape(2, 3) + 10 * fs.axis_index("d")
+    sizes = 2, 180_003, 1, 600_001  # over gloo, small tensors share a buffer, and large ones do not
+    several = [torch.arange(2.0 * size).reshape(2, size) + 10 * fs.axis_index("d") for size in sizes]
     return [
         fs.psum(x, "d"),
         fs.pmax(x, "d"),
@@ -282,6 +284,14 @@ def each_collective():
         fs.ppermute(x, "d", [(0, 1)]),
         fs.ppermute(x, "d", [(0, 1), (1, 0)]),
         fs.broadcast(x, "d", source=1),
+        *fs.psum(several, "d"),
+        *fs.psum(several[1::2], "d"),
+        *fs.all_gather(several, "d"),
+        *fs.all_gather(several, "d", dim=1),
+        *fs.psum_scatter(several, "d"),
+        *fs.all_to_all(several, "d"),
+        *fs.ppermute(several, "d", [(0, 1)]),
+        *fs.broadcast(several, "d", source=1),
     ]
 
 

@@ -61,7 +61,7 @@ def after_two_steps(stage=3, **options):
     """Return a training step with its arguments."""
     mesh = fs.make_mesh({"data": N}, runtime="process", device="cpu")
     apply, params, _ = fs.functionalize(torch.nn.Sequential(*[Block() for _ in range(UNITS)]))
-    params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    params = fs.shard_params(params, fs.fsdp("data", unit="*") if stage == 3 else P(), mesh=mesh)
     opt = fs.partition_optimizer(fs.optim.sgd(0.1), mesh=mesh, axis="data", stage=stage)
     step = fs.train_step(lambda p, x: apply(p, {}, x)[0].sum(), opt, mesh=mesh, batch=P("data"), donate=True, **options)
     state, batch = opt.init(params), fs.device_put(torch.ones(2 * N, SIZE), fs.Layout(mesh, P("data")))
