@@ -120,7 +120,8 @@ def partition_optimizer(
     is_divided = stage > 0 and not (flat is True and all(mesh.shape[axis] == 1 for axis in axes))
 
     def of_gradients(layout: Layout) -> Layout:
-        return _on_host(layout) if is_sent else layout
+        memory: Memory = "host" if is_sent else "device"
+        return layout if layout.memory == memory else _in_memory(layout, memory)
 
     @uncompiled
     @made_for("state")
@@ -223,8 +224,8 @@ def shard_layout(layout: Layout, axes: tuple[str, ...]) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def _on_host(layout: Layout) -> Layout:
-    return layout.with_memory("host")  # one object for each: layouts are compared by identity first
+def _in_memory(layout: Layout, memory: Memory) -> Layout:
+    return layout.with_memory(memory)  # one object for each: layouts are compared by identity first
 
 
 @lru_cache(maxsize=4096)

@@ -80,7 +80,7 @@ def test_moved_of_an_unknown_memory_raises():
 def test_shard_params_takes_a_kind_or_patterns(memory, expected):
     mesh = fs.make_mesh({"data": 2})
     params = {"blocks": [{"w": torch.ones(3, 3)}, {"w": torch.ones(3)}], "head": torch.ones(2)}
-    params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh, memory=memory)
+    params = fs.shard_params(params, fs.fsdp("data", unit=("blocks[*]", "head")), mesh=mesh, memory=memory)
     leaves = [params["blocks"][0]["w"], params["blocks"][1]["w"], params["head"]]
     assert (
         [leaf.layout.memory for leaf in leaves] == expected.split() == [*map(memory_of, (x.shards[0] for x in leaves))]

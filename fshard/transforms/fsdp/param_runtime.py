@@ -270,8 +270,9 @@ def plan_param(
             f"value_and_grad: {gradients=!r} must return a Layout for {named(parts_of(path))}; got {wanted!r}. "
             "Write opt.gradients of a partitioned optimizer, or leave it out."
         )
+    wanted = wanted.with_memory("host") if wanted.memory == "disk" else wanted
     gather, unit = plan_reshard(layout, unsharded, x.shape), layout.unit or unit_of(path)
-    return ParamPlan(path, x.shape, x.dtype, unit, gather, gradients is not None, wanted, unsharded.spec)
+    return ParamPlan(path, x.shape, x.dtype, unit, gather, gradients is not None, wanted, unsharded.spec, layout.memory)
 
 
 def refuse_half_frozen(paths: Sequence[str], numbers: Sequence[int], frozen: Sequence[bool]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout import Layout, Memory, Mesh, P
 from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
 
 Along = tuple[str, ...]
@@ -22,7 +22,7 @@ Gradients = list[Tensor | None]
 
 class ParamPlan(NamedTuple):
     """The plan of one parameter: how it is unsharded, whether it is trained, the layout of its gradient; the spec in which
-    it is used.
+    it is used, and the memory in which it is stored.
     """
 
     path: str
@@ -33,6 +33,12 @@ class ParamPlan(NamedTuple):
     trained: bool
     gradient: Layout
     used: P = P()
+    memory: Memory = "device"
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if it is all-gathered, or copied to the device, before it is used."""
+        return self.memory != "device" or has_communication(self.gather)
 
 
 Ways = Callable[[Along], Sequence[ReshardPlan | None]]

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.memory.kinds import claim, made_for
+from fshard.memory.kinds import claim, made_for, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.reshard.execute import go
@@ -119,7 +119,6 @@ class GradientSums:
         """Empty the bucket."""
         self._bucket, self._size = [], 0
 
-    @made_for("gradients")
     def send(self) -> None:
         """Start the reduction of the bucket."""
         if not self._bucket:
@@ -129,20 +128,19 @@ class GradientSums:
         self.finish(max(self.options.in_flight - 1, 0))  # before the next one is packed
         ways = self._ways(self.along)
         plans = [way for index in indices if (way := ways[index])]
-        wait = go(xs, plans, self.site, ahead=self.options.in_flight > 0)  # (8)
+        with purpose("gradients"):
+            wait = go(xs, plans, self.site, ahead=self.options.in_flight > 0)  # (8)
         shape = self.leaves[0].gradient.mesh.shape
         self._in_flight.append(PendingReduction(indices, wait, prod([shape[axis] for axis in self.along])))
 
-    @made_for("gradients")
     def finish(self, in_flight: int = 0) -> None:
         """Wait for reductions, the oldest first, until at most `in_flight` are left."""
         while len(self._in_flight) > in_flight:
             pending = self._in_flight.pop(0)
-            for index, g in zip(pending.indices, pending.wait(), strict=True):
-                if self.leaves[index].gradient.memory == "host":
-                    self._send_to_host(index, g, pending.copies)
-                else:
-                    self._add(index, g, pending.copies)
+            with purpose("gradients"):
+                for index, g in zip(pending.indices, pending.wait(), strict=True):
+                    add = self._send_to_host if self.leaves[index].gradient.memory == "host" else self._add
+                    add(index, g, pending.copies)
 
     def _add(self, index: int, g: Tensor, copies: int) -> None:
         total, leaf = self.sums[index], self.leaves[index]

@@ -21,12 +21,14 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 
-from fshard.memory.kinds import made_for
+from fshard.memory.kinds import purpose
+from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.collectives.autograd import transformed
+from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import entered, require
 from fshard.source import Site
-from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, has_communication, savable, versions_of
+from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, savable, versions_of
 from fshard.transforms.module.replica import Replica
 from fshard.transforms.options import StepOptions
 
@@ -57,7 +59,10 @@ class UnitRuntime:
 
 
 class UnitPlan(NamedTuple):
-    """The plan of a unit: its parameters, by index and by plan, and whether any is all-gathered or trained."""
+    """The plan of a unit: its parameters, by index and by plan.
+
+    `is_sharded`: whether any is all-gathered, or copied to the device, before it is used; `is_trained`: any is trained.
+    """
 
     indices: list[int]
     params: list[ParamPlan]
@@ -68,8 +73,7 @@ class UnitPlan(NamedTuple):
     def of(leaves: Sequence[ParamPlan], indices: list[int]) -> UnitPlan:
         """Return the plan of the unit of these leaves."""
         params = [leaves[index] for index in indices]
-        is_sharded = any(has_communication(plan.gather) for plan in params)
-        return UnitPlan(indices, params, is_sharded, any(plan.trained for plan in params))
+        return UnitPlan(indices, params, any(plan.is_sharded for plan in params), any(plan.trained for plan in params))
 
 
 class Unit:
@@ -84,15 +88,37 @@ class Unit:
         self.values: list[Tensor] = []
         self.versions: list[int] = []
         self.pending: Callable[[], list[Tensor]] | None = None
+        self._copies: list[Transfer] | None = None  # of shards in other memory, under way to the device
 
-    @made_for("unsharded")
+    def fetch(self) -> None:
+        """Start to copy shards from other memory to the device, unless the unit is unsharded or about to be."""
+        if self.values or self.pending is not None or self._copies is not None or not self.is_sharded:
+            return
+        self._copies = []
+        with purpose("unsharded"):
+            for x, plan in zip(self.shards, self.plans, strict=True):
+                if plan.memory != "device":
+                    mesh = plan.gradient.mesh
+                    link = Link(plan.memory, "device", mesh.runtime, self._shared.scope.device)
+                    self._copies.append(start(x, empty_in("device", x.shape, x.dtype, mesh.device_type), link))
+
+    def _fetched(self) -> list[Tensor]:
+        """Return the shards, all in the device's memory."""
+        self.fetch()
+        copies, self._copies = iter(self._copies or ()), None
+        return [
+            x.detach() if plan.memory == "device" else next(copies).wait()
+            for x, plan in zip(self.shards, self.plans, strict=True)
+        ]
+
     def unshard(self) -> None:
         """Start the all-gather, unless the unit is unsharded or about to be; replicated parameters are views of shards."""
         if self.values or self.pending is not None:
             return
         shared = self._shared
-        with savable(), entered(shared.scope):  # torch.autograd.grad(loss, inputs) may be called outside of `run`
-            xs = [x.detach() for x in self.shards]
+        # torch.autograd.grad(loss, inputs) may be called outside of `run`
+        with savable(), entered(shared.scope), purpose("unsharded"):
+            xs = self._fetched()
             if (dtype := shared.options.compute) is not None:
                 xs = [x.to(dtype) if x.is_floating_point() else x for x in xs]
             if self.is_sharded:
@@ -112,7 +138,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Free the unsharded parameters: the next use all-gathers them again."""
-        self.values, self.versions = [], []
+        self.values, self.versions, self._copies = [], [], None
 
     def written(self) -> list[str]:
         """Return the paths of unsharded parameters that were written to in place."""
@@ -174,8 +200,11 @@ class UnitSchedule(UnitRuntime):
         index = len(observed)
         observed.append(unit.number)
         if index < len(expected) and expected[: index + 1] == observed:
-            for number in expected[index + 1 : index + 1 + self.options.prefetch]:
+            ahead = expected[index + 1 : index + 2 + self.options.prefetch] if self.options.prefetch else ()
+            for number in ahead[: self.options.prefetch]:
                 self.units[number].unshard()
+            for number in ahead:
+                self.units[number].fetch()
 
 
 class LazyUnit(Unit):

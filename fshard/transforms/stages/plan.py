@@ -31,7 +31,7 @@ from fshard.pipeline.execution.mailbox import Forms
 from fshard.pipeline.execution.route import Route
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.transforms.fsdp.param_runtime import plan_param
-from fshard.transforms.fsdp.plans import ParamPlan, has_communication, plan_reduction
+from fshard.transforms.fsdp.plans import ParamPlan, plan_reduction
 from fshard.transforms.fsdp.units import Order, UnitPlan
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.options import StepOptions
@@ -42,7 +42,7 @@ from fshard.transforms.shard_params import Rules, layouts_of
 class StageLeaves(NamedTuple):
     """The parameters of one stage, each once, with their indices, and how they form the stage's tree.
 
-    `sharded` are those that are all-gathered, `replicated` the others, by their index in the stage.
+    `sharded` are those that are all-gathered or copied to the device, `replicated` the others, by their index in the stage.
     """
 
     leaves: Sequence[ParamPlan]
@@ -56,7 +56,7 @@ class StageLeaves(NamedTuple):
         """Return the plan of a stage from the plans of its parameters."""
         units = list[int](), list[int]()
         for index, leaf in enumerate(leaves):
-            units[has_communication(leaf.gather)].append(index)
+            units[leaf.is_sharded].append(index)
         replicated, sharded = (UnitPlan.of(leaves, unit) for unit in units)
         return StageLeaves(leaves, indices, tree, sharded, replicated)
 
