@@ -156,7 +156,8 @@ def _through_file(x: Tensor, other: Tensor, reads: bool) -> None:
         if reads:
             other.copy_(buffer)
         return
-    file, values = file_of(x), other.detach().view(-1).view(torch.uint8)
+    file, flat = file_of(x), other.detach().as_strided((other.numel(),), (1,))  # a dim of size 1 may have any stride
+    values = flat.view(torch.uint8)
     assert file is not None
     offset = x.data_ptr() - file.address
     if values.is_cpu:

@@ -35,7 +35,7 @@ _ACROSS = {
     *(_ops.index.Tensor, _ops.index_put.default, _ops.index_put_.default),
 }
 """The operations whose arguments may be in several memories."""
-_PLAIN = frozenset((Tensor, Parameter))
+_PLAIN: Any = Tensor.__torch_dispatch__
 
 
 class CountStorages(TorchDispatchMode):
@@ -51,7 +51,7 @@ class CountStorages(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _PLAIN.issuperset(types):  # a subclass, whose own operations count
+        if any(kind.__torch_dispatch__ is not _PLAIN for kind in types):  # a subclass, whose own operations count
             return NotImplemented
         if self not in ambient.counters:
             return func(*args, **kwargs)
@@ -131,7 +131,8 @@ class CountStorages(TorchDispatchMode):
     ) -> MemoryBlock:
         """Return a block of the device that runs, for the current purpose, or else for that of its source."""
         scope, current = ambient.scope, ambient.purpose
-        purpose = purpose or (current and current[0]) or (source.purpose if source else None) or "other"
+        set_purpose: Purpose | None = purpose or (current and current[0])
+        purpose = set_purpose or (source.purpose if source else "other")
         device = scope.device if scope is not None else device if ambient.owner is None else ambient.owner
         return MemoryBlock(size, kind, purpose, device, call_site(current and current[1]), self.usage.new_address())
 

@@ -41,6 +41,9 @@ def test_views_are_copied_at_their_offsets(disk_folder):
     assert torch.equal(x, y)
     copy(y[:, 1] + 1, x[:, 1])  # not contiguous in the file
     assert torch.equal(x[:, 1], y[:, 1] + 1) and torch.equal(x[:, 2:], y[:, 2:])
+    single = torch.zeros(4)[1::4]  # of one element, with a stride
+    copy(x[2, :1], single)
+    assert single == y[2, 0]
     result = torch.zeros(4, 6)
     copy(x[2:4], result.T[2:4])
     assert torch.equal(result.T[2:4], x[2:4]) and not result.T[4:].any()

@@ -267,3 +267,49 @@ def test_table_names_purposes_and_lines(tmp_path):
     assert "<script" in _memory_viz.trace_plot(snapshot)
     sizes = [block["size"] for segment in snapshot["segments"] for block in segment["blocks"]]
     assert 64 * 64 * 4 // 2 in sizes
+
+
+def attention_loss(params, x):
+    q, k, v = (x @ params["qkv"]).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return (y.transpose(1, 2).reshape(x.shape) @ params["out"]).square().mean()
+
+
+def test_attention_has_the_peak_of_the_kernel_that_runs():
+    peaks = list[int]()
+    for runtime in RUNTIMES:
+        mesh = fs.make_mesh({"data": 2}, runtime=runtime)
+        params = {"qkv": torch.ones(8, 24), "out": torch.ones(8, 8)}
+        with fs.memory.limit() as used:
+            params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
+            fs.value_and_grad(attention_loss, mesh=mesh, batch=P("data"))(params, torch.ones(4, 32, 8))
+        peaks.append(used.peak())
+    scores = 4 * 2 * 2 * 32 * 32  # bytes of a device's attention matrix, which the kernel does not store
+    assert peaks[0] == peaks[1] < 2 * scores + 4 * 4 * 32 * 8 * 8
+
+
+def test_freed_parameters_of_stages_are_not_counted():
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+    modules = [torch.nn.Linear(32, 32, bias=False) for _ in range(4)]
+    stages = fs.pipeline.split_stages(torch.nn.Sequential(*modules), 2)
+    params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule)
+    gradient = fs.value_and_grad(
+        stages, mesh=mesh, batch=P("data"), schedule=schedule, loss=lambda y, batch: y.square().mean()
+    )
+    with fs.memory.limit() as used:
+        gradient(params, torch.ones(4, 32))
+        unsharded = [block for block in used._blocks.values() if block.purpose == "unsharded"]
+    full = 2 * 32 * 32 * 4  # of the two layers of a stage
+    assert used.peak("device", "unsharded") >= full and sum(block.size for block in unsharded) == 0
+
+
+def test_claim_counts_a_storage_that_was_resized():
+    with fs.memory.limit() as used:
+        x = torch.ones(8)
+        x.untyped_storage().resize_(0)
+        fs.memory.claim(x, "buffers")
+        assert used.now() == 0
+        x.untyped_storage().resize_(64)
+        fs.memory.claim({"x": x}, "buffers")
+        assert used.now() == used.peak("device", "buffers") == 64

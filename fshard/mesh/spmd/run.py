@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
 
@@ -198,6 +199,8 @@ class Valueless(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if len(tensors) > 1:
             args, named = unflatten(structure, [without_values(x) if isinstance(x, Tensor) else x for x in leaves])
+        if func is scaled_dot_product_attention:
+            func = attention_without_values
         try:
             return func(*args, **named)
         except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -207,6 +210,26 @@ class Valueless(TorchFunctionMode):
                 f"{getattr(func, '__name__', func)} at {call_site()} needs the value of a tensor of shape "
                 f"{tuple(tensors[0].shape)}, but on an abstract mesh tensors have none. Run this on a virtual mesh."
             ) from error
+
+
+def attention_without_values(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Call the kernel that CPUs have for this attention: without values torch calls one that needs more memory."""
+    xs = query, key, value
+    is_fused = query.ndim == 4 and not dropout_p and not enable_gqa and all(x.numel() and x.stride(-1) == 1 for x in xs)
+    is_fused &= len({(*x.shape[:2], x.shape[-1]) for x in xs}) == 1 and query.is_floating_point()
+    if not is_fused or (attn_mask is not None and (attn_mask.requires_grad or attn_mask.dtype == torch.bool)):
+        return scaled_dot_product_attention(*xs, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(*xs, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def without_values(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fshard.errors import ModuleError
+from fshard.memory.kinds import claim
 from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.execute import go
 from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
@@ -108,6 +109,7 @@ class StageUnit(Unit):
                 x = _data_of(param)  # whose changes autograd does not count
                 if x.untyped_storage().nbytes() != x.nbytes:
                     x.untyped_storage().resize_(x.nbytes)
+                    claim(x, "unsharded")
                 x.copy_(value)
             self.values = [*self._refilled]
         return self.values
@@ -121,6 +123,7 @@ class StageUnit(Unit):
             memory = x.untyped_storage()
             if memory.resizable():  # that of which numpy has an array stays until the step ends
                 memory.resize_(0)
+                claim(_data_of(x), "unsharded")
 
     def written(self) -> list[str]:
         """Return the paths of those that the stage has written to."""
