@@ -55,6 +55,10 @@ class Offload:
     update_on: UpdateOn
     rounded: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
 
+    def moves(self, memory: Memory | None) -> bool:
+        """Return True if leaves in a memory are moved to the update, and back; parameters are where their layouts say."""
+        return memory not in (None, "device") and (memory == self.memory or memory != self.update_on)
+
     @torch.no_grad()
     def round(self, master: Tensor, home: Tensor) -> None:
         """Write the parameter of a master that is stored in `home`, if it has one."""
@@ -94,18 +98,18 @@ def shards_and_devices(leaf: Any) -> list[tuple[Tensor, int]]:
     return [(leaf, 0)] if isinstance(leaf, Tensor) else []
 
 
-def is_in(memory: Memory, leaf: Any) -> bool:
-    """Return True if a leaf is stored in a memory: it has shards, and all are there."""
+def home_of(leaf: Any) -> Memory | None:
+    """Return the memory of a leaf's shards; None if they are in several, or if it has none or is a number."""
     if isinstance(leaf, Tensor) and not leaf.ndim:
-        return False  # a number, on the host anyway
-    shards = shards_and_devices(leaf)
-    return bool(shards) and all(memory_of(x) == memory for x, _ in shards)
+        return None  # on the host anyway
+    memories = {memory_of(x) for x, _ in shards_and_devices(leaf)}
+    return memories.pop() if len(memories) == 1 else None
 
 
 def is_away(leaf: Any) -> bool:
-    """Return True if a leaf is state that must be moved to the current update."""
+    """Return True if a leaf must be moved to the current update."""
     offload = current_offload()
-    return offload is not None and is_in(offload.memory, leaf)
+    return offload is not None and offload.moves(home_of(leaf))
 
 
 def empty_for(mesh: Mesh, device: int, memory: Memory, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -142,8 +146,12 @@ def stored(leaf: Any, *, beside_gradients: bool = False) -> Any:
     offload = current_offload()
     if offload is None or leaf is None:
         return leaf
-    memory = offload.update_on if beside_gradients else offload.memory
-    return leaf if memory == "device" or is_in(memory, leaf) else moved([leaf], offload.mesh, "device", memory)[0]
+    memory, home = offload.update_on if beside_gradients else offload.memory, home_of(leaf)
+    if home is not None and home != memory:
+        return moved([leaf], offload.mesh, home, memory)[0]
+    if isinstance(leaf, Sharded) and leaf.layout.memory != memory:  # the layout is a parameter's
+        return Sharded(leaf.shape, leaf.layout.with_memory(memory), leaf.shards)
+    return leaf
 
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -172,10 +180,12 @@ def at_once(update: Update, *, writes: bool = False, in_place: bool = True) -> U
 def fetched(tree: PyTree, offload: Offload) -> PyTree:
     """Return a tree with all leaves in the memory of the update."""
     leaves, structure = flatten(tree, none_is_leaf=True)
-    away = [i for i, leaf in enumerate(leaves) if is_in(offload.memory, leaf)]
-    near = moved([leaves[i] for i in away], offload.mesh, offload.memory, offload.update_on)
-    for i, leaf in zip(away, near, strict=True):
-        leaves[i] = leaf
+    homes = [home_of(leaf) for leaf in leaves]
+    for memory in filter(offload.moves, {*homes}):
+        away = [i for i, home in enumerate(homes) if home == memory]
+        near = moved([leaves[i] for i in away], offload.mesh, memory, offload.update_on)
+        for i, leaf in zip(away, near, strict=True):
+            leaves[i] = leaf
     return unflatten(structure, leaves)
 
 
@@ -183,19 +193,20 @@ def written_back(tree: PyTree, before: PyTree, offload: Offload, *, in_place: bo
     """Return a tree whose leaves are in the memory that they had before the update: `in_place`, or in new memory."""
     (leaves, structure), (homes, _) = (flatten(each, none_is_leaf=True) for each in (tree, before))
 
-    def is_elsewhere(x: Any, home: Any) -> bool:
-        if x is None or key_of(x) == key_of(home) or not is_in(offload.memory, home):
-            return False
-        return in_place or not is_in(offload.memory, x)
+    def must_move(x: Any, home: Any, memory: Memory | None) -> bool:
+        return x is not None and key_of(x) != key_of(home) and (in_place or home_of(x) != memory)
 
-    away = [i for i, pair in enumerate(zip(leaves, homes, strict=True)) if is_elsewhere(*pair)]
-    for i in away:
-        for (x, _), (home, _) in zip(shards_and_devices(leaves[i]), shards_and_devices(homes[i]), strict=True):
-            offload.round(x, home)
-    into = [homes[i] if in_place and leaves[i].dtype == homes[i].dtype else None for i in away]
-    results = moved([leaves[i] for i in away], offload.mesh, offload.update_on, offload.memory, into)
-    for i, leaf in zip(away, results, strict=True):
-        leaves[i] = leaf
+    memories = [home_of(home) for home in homes]
+    for memory in filter(offload.moves, {*memories}):
+        triples = zip(leaves, homes, memories, strict=True)
+        away = [i for i, triple in enumerate(triples) if triple[-1] == memory and must_move(*triple)]
+        for i in away:
+            for (x, _), (home, _) in zip(shards_and_devices(leaves[i]), shards_and_devices(homes[i]), strict=True):
+                offload.round(x, home)
+        into = [homes[i] if in_place and leaves[i].dtype == homes[i].dtype else None for i in away]
+        results = moved([leaves[i] for i in away], offload.mesh, offload.update_on, memory, into)
+        for i, leaf in zip(away, results, strict=True):
+            leaves[i] = leaf
     return unflatten(structure, leaves)
 
 
@@ -268,7 +279,7 @@ class _Group:
         self.sizes: dict[int, int] = {}
         for number, column in enumerate(self._columns):
             for i, (x, device) in enumerate(zip(column, self._devices, strict=True)):
-                if x is not None and x.numel() and memory_of(x) == offload.memory:
+                if x is not None and x.numel() and offload.moves(memory_of(x)):
                     offset = self.sizes.get(device, 0)
                     self.sizes[device] = offset + -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT
                     self._away.append((number, i, offset, x))
@@ -283,7 +294,7 @@ class _Group:
         for number, i, offset, x in self._away:
             buffer = self._buffers[self._devices[i]]
             view = buffer[offset : offset + x.nbytes].view(x.dtype).view(x.shape)
-            self._transfers.append(start(x, view, self._link(offload.memory, offload.update_on, i)))
+            self._transfers.append(start(x, view, self._link(memory_of(x), offload.update_on, i)))
             self._columns[number][i] = view
 
     def tensors(self) -> list[list[Tensor | None]]:
@@ -298,7 +309,7 @@ class _Group:
             view = self._columns[number][i]
             assert view is not None
             offload.round(view, home)
-            self._transfers.append(start(view, home, self._link(offload.update_on, offload.memory, i)))
+            self._transfers.append(start(view, home, self._link(offload.update_on, memory_of(home), i)))
 
     def release(self, pools: Mapping[int, Pool]) -> None:
         for transfer in self._transfers:

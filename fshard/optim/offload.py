@@ -21,7 +21,7 @@ from fshard.memory.state import (
     UpdateOn,
     at_once,
     empty_for,
-    is_in,
+    home_of,
     moved,
     offloading,
     shards_and_devices,
@@ -36,8 +36,6 @@ from fshard.optim.leaves import Leaf, Leaves, firsts_of, shards_of, trainable
 def offloaded(opt: Optimizer, mesh: Mesh, memory: Memory, update_on: UpdateOn) -> Optimizer:
     """Return an optimizer of arrays whose state is stored in a memory, and updated on the device or the host."""
     _validate(memory, update_on)
-    if memory == "device":
-        return opt
     offload = Offload(mesh, memory, update_on)
 
     @torch.no_grad()
@@ -48,9 +46,10 @@ def offloaded(opt: Optimizer, mesh: Mesh, memory: Memory, update_on: UpdateOn) -
     def stored(act: Update, *, in_place: bool) -> Update:
         @torch.no_grad()
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            with offloading(offload if memory != update_on else None):
+            is_away = memory != update_on or _are_away(params, offload)
+            with offloading(offload if is_away else None):
                 result, after = act(grads, state, params)
-            return result, written_back(after, state, offload, in_place=in_place)
+            return result, after if memory == "device" else written_back(after, state, offload, in_place=in_place)
 
         return run
 
@@ -60,6 +59,11 @@ def offloaded(opt: Optimizer, mesh: Mesh, memory: Memory, update_on: UpdateOn) -
     if update_on == "host":
         update, step = _updating_on_host(update, mesh), _stepping_on_host(step, mesh)
     return ArrayOptimizer(init, update, step, opt.elementwise, opt.loss_scale)
+
+
+def _are_away(params: PyTree, offload: Offload) -> bool:
+    """Return True if parameters are in memory from which they are moved to the update."""
+    return any(isinstance(x, Sharded) and offload.moves(x.layout.memory) for x in flatten(params)[0])
 
 
 def _validate(memory: Any, update_on: Any) -> None:
@@ -87,7 +91,11 @@ def _updating_on_host(update: Update, mesh: Mesh) -> Update:
     @torch.no_grad()
     def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         result, state = update(_on_host(grads, mesh), state, _on_host(params, mesh))
-        return Leaves.of(result).mapped(lambda x: x if x is None else moved([x], mesh, "host", "device")[0]), state
+
+        def beside(x: Leaf, param: Leaf) -> Leaf:
+            return x if x is None or _is_on_host(param) else moved([x], mesh, "host", "device")[0]
+
+        return Leaves.of(result).mapped(beside, Leaves.of(params).leaves), state
 
     return run
 
@@ -111,12 +119,13 @@ def _stepping_on_host(step: Update, mesh: Mesh) -> Update:
         at = Leaves.of(params)
         gradients, masters = at.beside(grads, "grads"), _masters_on_host(state)
         firsts, trained = firsts_of(gradients), [i for i in sorted({*at.firsts}) if trainable(at.leaves[i])]
-        known = [i for i in trained if i in masters]
+        known = [i for i in trained if i in masters and not _is_on_host(at.leaves[i])]
         on_host = dict(zip(known, in_buffers("parameters", at.leaves, known), strict=True))
         for i, leaf in on_host.items():
             for x, master in zip(shards_of(leaf), shards_of(masters[i]), strict=True):
                 x.copy_(master)
-        on_host |= sent("parameters", at.leaves, [i for i in trained if i not in masters])
+        stored = {i: at.leaves[i] for i in trained if _is_on_host(at.leaves[i])}
+        on_host |= sent("parameters", at.leaves, [i for i in trained if i not in masters and i not in stored]) | stored
         near = {i: x for i, x in enumerate(gradients) if _is_on_host(x)}
         of_grads = near | sent(
             "gradients", gradients, [i for i in sorted({*firsts}) if gradients[i] is not None and i not in near]
@@ -127,11 +136,11 @@ def _stepping_on_host(step: Update, mesh: Mesh) -> Update:
             at.rebuild([on_host.get(first, at.leaves[first]) for first in at.firsts]),
         )
         after = at.beside(result, "the optimizer's results")
-        updated = [i for i in trained if gradients[i] is not None]
+        updated = [i for i in trained if gradients[i] is not None and i not in stored]
         into = [at.leaves[i] if at.leaves[i].dtype == after[i].dtype else None for i in updated]
         results = moved([after[i] for i in updated], mesh, "host", "device", into)
-        updated = dict(zip(updated, results, strict=True))
-        return at.rebuild([updated.get(first, at.leaves[first]) for first in at.firsts]), state
+        written = {i: after[i] for i in stored} | dict(zip(updated, results, strict=True))
+        return at.rebuild([written.get(first, at.leaves[first]) for first in at.firsts]), state
 
     return run
 
@@ -157,7 +166,7 @@ def _masters_on_host(state: PyTree) -> dict[int, Leaf]:
     for entry in entries:  # which grows
         if isinstance(entry, dict) and {"master", "inner"} <= entry.keys():
             leaves = enumerate(flatten(entry["master"], none_is_leaf=True)[0])
-            masters |= {i: leaf for i, leaf in leaves if leaf is not None and is_in("host", leaf)}
+            masters |= {i: leaf for i, leaf in leaves if leaf is not None and home_of(leaf) == "host"}
         if isinstance(entry, dict | tuple):
             entries += entry.values() if isinstance(entry, dict) else entry
     return masters
