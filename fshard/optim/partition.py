@@ -128,6 +128,7 @@ def partition_optimizer(
     def init(params: PyTree) -> PyTree:
         at = Leaves.of(params)
         _validate_mesh(at, at.leaves, mesh, plain=not is_divided)
+        _validate_memory(at, stage)
         if not is_divided:
             return opt.init(params)
         return opt.init(at.rebuild(_reshard(at.leaves, _targets(at, flat, axes), call_site())))
@@ -296,6 +297,16 @@ def _validate_mesh(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool = 
             raise LayoutError(
                 f"partition_optimizer on {mesh}: {at.paths[i] or 'the leaf'} is {kind_of(leaf)}. Give the mesh of the "
                 "parameters, or shard them on this one: fs.shard_params(params, rules, mesh=mesh)."
+            )
+
+
+def _validate_memory(at: Leaves, stage: Stage) -> None:
+    """Raise with the first parameter in other memory, which only stage 3 fetches before its use."""
+    for path, leaf in zip(at.paths, at.leaves, strict=True):
+        if stage < 3 and isinstance(leaf, Sharded) and leaf.layout.memory != "device":
+            raise OptimizerError(
+                f"partition_optimizer: stage must be 3 for parameters in other memory; got {stage}, and "
+                f"{path or 'the leaf'} is {kind_of(leaf)}. Leave memory= out of shard_params, or write stage=3."
             )
 
 

@@ -35,6 +35,7 @@ from fshard.mesh.layout import (
     PyTree,
     as_axes,
     broadcast_prefix,
+    flatten,
     flatten_with_paths,
     require_mesh,
     unflatten,
@@ -229,17 +230,22 @@ def apply_rules(
     memory: Memory | Mapping[str, Memory] = "device",
 ) -> PyTree:
     """Give parameters their layouts by rules, each by `put`."""
-    paths, leaves, structure = flatten_with_paths(params)
+    leaves, structure = flatten(params)
     arrays: dict[tuple[int, ...], Any] = {}
-    layouts, memories = layouts_of(params, rules, mesh, frozen), _memories(memory, paths)
-    for leaf, layout, kind in zip(leaves, layouts, memories, strict=True):
-        layout = layout if kind == layout.memory else layout.with_memory(kind)
+    for leaf, layout in zip(leaves, layouts_of(params, rules, mesh, frozen, memory=memory), strict=True):
         if key_of(leaf) not in arrays:
             arrays[key_of(leaf)] = put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
     return unflatten(structure, [arrays[key_of(leaf)] for leaf in leaves])
 
 
-def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: str = "shard_params") -> list[Layout]:
+def layouts_of(
+    params: PyTree,
+    rules: Rules,
+    mesh: Mesh,
+    frozen: Choice,
+    what: str = "shard_params",
+    memory: Memory | Mapping[str, Memory] = "device",
+) -> list[Layout]:
     """Return the layout of every leaf, or raise naming all that cannot have theirs."""
     paths, leaves, _ = flatten_with_paths(params)
     if isinstance(rules, P | Fsdp):
@@ -263,13 +269,18 @@ def layouts_of(params: PyTree, rules: Rules, mesh: Mesh, frozen: Choice, what: s
             units[index] = f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
     layouts, first_layouts = list[Layout](), dict[tuple[int, ...], Layout]()
     with collected(what) as attempt:
-        for path, leaf, spec, unit, is_fixed in zip(paths, leaves, specs, units, are_frozen, strict=True):
+        columns = (paths, leaves, specs, units, are_frozen, _memories(memory, paths))
+        for path, leaf, spec, unit, is_fixed, kind in zip(*columns, strict=True):
             with attempt(named(parts_of(path))):
-                layout = Layout(mesh, _of_parameter(spec), unit=unit, frozen=is_fixed or is_frozen(leaf))
+                layout = Layout(mesh, _of_parameter(spec), kind, unit, is_fixed or is_frozen(leaf))
                 validate_leaf(leaf, layout)
                 first = first_layouts.setdefault(key_of(leaf), layout)  # of the leaves that it is tied to
                 if layout.spec != first.spec:
                     raise LayoutError(f"it is tied to a leaf with layout {first.spec}, and cannot have {layout.spec}.")
+                if layout.memory != first.memory:
+                    raise LayoutError(
+                        f"it is tied to a leaf in {first.memory} memory, and cannot be in {layout.memory}."
+                    )
                 if layout.frozen != first.frozen:
                     raise LayoutError("of it and a leaf that it is tied to, one is frozen. Freeze both: they are one.")
                 layouts.append(layout)

@@ -12,14 +12,14 @@ stored by the first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fshard.errors import LayoutError
-from fshard.mesh.layout import Layout, Mesh, P, PyTree, Structure, flatten, flatten_with_paths, unflatten
+from fshard.mesh.layout import Layout, Memory, Mesh, P, PyTree, Structure, flatten, flatten_with_paths, unflatten
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.mesh.reshard.execute import ReshardPlan, plan_reshard
@@ -236,6 +236,7 @@ def shard_stages(
     axis: str = "pipe",
     frozen: Choice = None,
     seed: int | None = None,
+    memory: Memory | Mapping[str, Memory] = "device",
 ) -> list[PyTree]:
     """Place the parameters of stages on the devices that have them: every process keeps its shards.
 
@@ -250,6 +251,7 @@ def shard_stages(
         axis: of the pipeline.
         frozen: parameters that are not trained: see `shard_params`.
         seed: of `lazy` layers. A process builds only those of its own stages, one stage at a time.
+        memory: of the shards: see `shard_params`. Patterns begin with the number of the stage.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"pipe": 2, "data": 2})
@@ -262,7 +264,7 @@ def shard_stages(
     where: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "axis": axis}
     modules = all(isinstance(stage, nn.Module) for stage in stages)  # other tensors have no initializer
     put = put_equal if seed is None or not modules else reserved
-    result = place_stages(trees, rules, **where, frozen=frozen, put=put)
+    result = place_stages(trees, rules, **where, frozen=frozen, put=put, memory=memory)
     compare_inputs("shard_stages", mesh, samples_of(trees))
     seen: set[tuple[int, ...]] = set()
     for stage, tree, sharded, is_local in zip(stages, trees, result, has_stages(**where), strict=True):
@@ -282,10 +284,11 @@ def place_stages(
     axis: str,
     frozen: Choice = None,
     put: Callable[[Any, Layout], Any] = put_equal,
+    memory: Memory | Mapping[str, Memory] = "device",
 ) -> list[PyTree]:
     """Place the parameters of stages on the devices that have them, each by `put`."""
     refuse_unfit("shard_stages", len(trees), mesh, schedule, axis)
-    layouts = layouts_of(trees, P() if rules is None else rules, mesh, frozen, "shard_stages")
+    layouts = layouts_of(trees, P() if rules is None else rules, mesh, frozen, "shard_stages", memory)
     _refuse_placed(trees, layouts, mesh, axis, schedule.placement)
     rest, done, result = iter(layouts), dict[tuple[int, ...], Any](), list[PyTree]()
     for coordinate, tree in zip(schedule.placement, trees, strict=True):

@@ -1,0 +1,143 @@
+"""Parameters in other memory: bits equal those of parameters on the device, bytes those of the table."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import P, optim
+from fshard.errors import OptimizerError
+from fshard.memory.transfers import Transfer, stress
+
+KINDS = st.sampled_from(["device", "host", "disk"])
+CASES = st.fixed_dictionaries(
+    {
+        "n": st.sampled_from([1, 2, 4]),
+        "name": st.sampled_from(["adamw", "muon", "masters"]),
+        "clips": st.booleans(),
+        "microbatches": st.sampled_from([1, 3]),
+        "keeps": st.booleans(),
+        "stages": st.booleans(),
+        "state_memory": KINDS,
+        "update_on": st.sampled_from(["device", "host"]),
+    }
+)
+OPTIMIZERS = {
+    "adamw": lambda: optim.adamw(0.05),
+    "muon": lambda: optim.muon(0.05),
+    "masters": lambda: optim.with_master_weights(optim.sgd(0.05, momentum=0.9)),
+}
+FIXED = {
+    "n": 2, "name": "adamw", "clips": False, "microbatches": 1, "keeps": False, "stages": False,
+    "state_memory": "host", "update_on": "host",
+}  # fmt: skip
+SIZES = [8, 6, 7, 3]
+
+
+def trained(memory, *, n, name, clips, microbatches, keeps, stages, state_memory, update_on, steps=3):
+    """Return the parameters after some steps of an MLP, a unit for each layer, and the ledger of the last one."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if name == "masters" else torch.float32
+    layers = [{"w": torch.randn(a, b), "b": torch.randn(b)} for a, b in itertools.pairwise(SIZES)]
+    layers = [{key: x.to(dtype) for key, x in layer.items()} for layer in layers]
+    batch = torch.randn(12, SIZES[0]).to(dtype)
+
+    def layer(params, x):
+        return torch.tanh(x @ params["w"] + params["b"])
+
+    def loss_fn(params, x):
+        for weights in params:
+            x = layer(weights, x)
+        return x.float().square().mean()
+
+    opt = OPTIMIZERS[name]()
+    opt = optim.chain(optim.clip_by_global_norm(0.1), opt) if clips else opt
+    if stages:
+        mesh = fs.make_mesh({"pipe": 3, "data": n})
+        schedule = fs.pipeline_schedule("1f1b", stages=3, microbatches=microbatches)
+        params = fs.shard_stages(layers, fs.fsdp("data"), mesh=mesh, schedule=schedule, memory=memory)
+        program, options = [layer] * 3, {"schedule": schedule, "loss": lambda y, x: y.float().square().mean()}
+    else:
+        mesh = fs.make_mesh({"data": n})
+        params = fs.shard_params(layers, fs.fsdp("data", unit="*"), mesh=mesh, memory=memory)
+        program, options = loss_fn, {"accumulate": microbatches, "reshard_after_forward": not keeps}
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3, state_memory=state_memory, update_on=update_on)
+    step = fs.train_step(program, opt, mesh=mesh, batch=P("data"), donate=True, **options)
+    state = opt.init(params)
+    for _ in range(steps):
+        with fs.ledger() as comm:
+            params, state, _ = step(params, state, batch)
+    return params, comm
+
+
+def same_bits(result, expected):
+    pairs = zip(fs.mesh.layout.flatten(result)[0], fs.mesh.layout.flatten(expected)[0], strict=True)
+    return all(torch.equal(fs.unshard(x), fs.unshard(y)) for x, y in pairs)
+
+
+def is_possible(case):
+    return case["state_memory"] != "device" or case["update_on"] == "device"
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(CASES.filter(is_possible), st.lists(KINDS, min_size=3, max_size=3))
+def test_bits_equal_those_of_parameters_on_the_device(disk_folder, case, kinds):
+    """Layers in drawn memory; with NaN in every buffer that was not waited for."""
+    expected, _ = trained("device", **case)
+    with stress(poison=True):
+        result, _ = trained(
+            {f"{i}.**" if case["stages"] else f"[{i}].**": kind for i, kind in enumerate(kinds)}, **case
+        )
+    assert same_bits(result, expected)
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_a_missing_wait_changes_bits(monkeypatch, stages):
+    case = FIXED | {"stages": stages}
+    expected, _ = trained("device", **case)
+    monkeypatch.setattr(Transfer, "wait", lambda transfer: transfer._target)
+    with stress(poison=True):
+        result, _ = trained("host", **case)
+    assert not same_bits(result, expected)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_bytes_are_those_of_the_table(n, microbatches, keeps):
+    """2 K p, less the unit that is still unsharded at each turn; K p if units are kept. Gradients down once a backward."""
+    case = FIXED | {"n": n, "microbatches": microbatches, "keeps": keeps}
+    _, comm = trained("host", **case, steps=1)
+    units = [4 * (-(-a * b // n) + -(-b // n)) for a, b in itertools.pairwise(SIZES)]  # of the first device
+    fetched = sum(units) if keeps else 2 * sum(units) - units[-1]
+    assert comm.moved("host", "device") == microbatches * fetched
+    assert comm.moved("device", "host") == microbatches * sum(units)
+
+
+def in_process(rate, case):
+    expected, _ = trained("device", **case)
+    with stress(poison=True, rate=rate):
+        result, _ = trained("host", **case)
+    return same_bits(result, expected)
+
+
+@pytest.mark.parametrize(("rate", "more"), [(None, {}), (1e6, {"microbatches": 3, "update_on": "device"})])
+def test_bits_are_equal_in_processes(two, rate, more):
+    assert two.run(in_process, rate, FIXED | more) == [True, True]
+
+
+def test_parameters_in_other_memory_need_stage_3():
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params({"w": torch.ones(4)}, P(), mesh=mesh, memory="host")
+    opt = fs.partition_optimizer(optim.adamw(), mesh=mesh, axis="data", stage=2)
+    with pytest.raises(OptimizerError, match="stage must be 3 .* got 2, and .*w"):
+        opt.init(params)
+
+
+def test_tied_parameters_are_in_one_memory():
+    w, mesh = torch.ones(4), fs.make_mesh({"data": 2})
+    with pytest.raises(fs.errors.LayoutError, match="tied to a leaf in host memory"):
+        fs.shard_params({"a": w, "b": w}, P(), mesh=mesh, memory={"a": "host", "b": "device"})
