@@ -246,7 +246,7 @@ def streamed(
     """
     moving = [_Group(columns, devices, rows, offload) for rows in groups]
     sizes = {device: max(group.sizes.get(device, 0) for group in moving) for device in {*devices}}
-    pools = {device: _pool(size, device, offload) for device, size in sizes.items() if size}
+    pools = {device: _pool(size, device, offload) for device, size in sizes.items()}
     moving[0].fetch(pools)
     for i, group in enumerate(moving):
         if group is not moving[-1]:
@@ -279,7 +279,7 @@ class _Group:
         self.sizes: dict[int, int] = {}
         for number, column in enumerate(self._columns):
             for i, (x, device) in enumerate(zip(column, self._devices, strict=True)):
-                if x is not None and x.numel() and offload.moves(memory_of(x)):
+                if x is not None and offload.moves(memory_of(x)):
                     offset = self.sizes.get(device, 0)
                     self.sizes[device] = offset + -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT
                     self._away.append((number, i, offset, x))
