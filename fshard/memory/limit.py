@@ -35,7 +35,7 @@ _ACROSS = {
     *(_ops.index.Tensor, _ops.index_put.default, _ops.index_put_.default),
 }
 """The operations whose arguments may be in several memories."""
-_PLAIN: Any = Tensor.__torch_dispatch__
+_PLAIN = getattr(Tensor, "__torch_dispatch__")  # noqa: B009  # torch's stub takes it for a method of three arguments
 
 
 class CountStorages(TorchDispatchMode):

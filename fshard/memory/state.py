@@ -29,7 +29,7 @@ from fshard.memory.kinds import purpose
 from fshard.memory.pool import Pool
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout import Memory, Mesh, PyTree, flatten, unflatten
-from fshard.mesh.layout.kinds import empty_in, memory_of, owned_by
+from fshard.mesh.layout.kinds import MEMORIES, empty_in, memory_of, owned_by
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.spmd.run import local_devices
 
@@ -102,7 +102,7 @@ def home_of(leaf: Any) -> Memory | None:
     """Return the memory of a leaf's shards; None if they are in several, or if it has none or is a number."""
     if isinstance(leaf, Tensor) and not leaf.ndim:
         return None  # on the host anyway
-    memories = {memory_of(x) for x, _ in shards_and_devices(leaf)}
+    memories: set[Memory] = {memory_of(x) for x, _ in shards_and_devices(leaf)}
     return memories.pop() if len(memories) == 1 else None
 
 
@@ -181,8 +181,8 @@ def fetched(tree: PyTree, offload: Offload) -> PyTree:
     """Return a tree with all leaves in the memory of the update."""
     leaves, structure = flatten(tree, none_is_leaf=True)
     homes = [home_of(leaf) for leaf in leaves]
-    for memory in filter(offload.moves, {*homes}):
-        away = [i for i, home in enumerate(homes) if home == memory]
+    for memory in MEMORIES:
+        away = [i for i, home in enumerate(homes) if home == memory and offload.moves(memory)]
         near = moved([leaves[i] for i in away], offload.mesh, memory, offload.update_on)
         for i, leaf in zip(away, near, strict=True):
             leaves[i] = leaf
@@ -197,9 +197,9 @@ def written_back(tree: PyTree, before: PyTree, offload: Offload, *, in_place: bo
         return x is not None and key_of(x) != key_of(home) and (in_place or home_of(x) != memory)
 
     memories = [home_of(home) for home in homes]
-    for memory in filter(offload.moves, {*memories}):
-        triples = zip(leaves, homes, memories, strict=True)
-        away = [i for i, triple in enumerate(triples) if triple[-1] == memory and must_move(*triple)]
+    for memory in filter(offload.moves, MEMORIES):
+        there = [i for i, home in enumerate(memories) if home == memory]
+        away = [i for i in there if must_move(leaves[i], homes[i], memory)]
         for i in away:
             for (x, _), (home, _) in zip(shards_and_devices(leaves[i]), shards_and_devices(homes[i]), strict=True):
                 offload.round(x, home)

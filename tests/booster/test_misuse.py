@@ -313,7 +313,7 @@ class Ordered(nn.Module):
 
 def evaluate_in_orders(orders):
     """Evaluate with the layers in one order on each device; return the error of the next step."""
-    booster = fs.Booster(fs.FSDPPlugin(mesh=fs.make_mesh({"data": 2})))
+    booster = fs.Booster(fs.FSDPPlugin(mesh=fs.make_mesh({"data": 2}), unit="layers[*]"))
     net = Ordered()
     net, opt, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with torch.no_grad():

@@ -16,7 +16,7 @@ KINDS = st.sampled_from(["device", "host", "disk"])
 CASES = st.fixed_dictionaries(
     {
         "n": st.sampled_from([1, 2, 4]),
-        "name": st.sampled_from(["adamw", "muon", "masters"]),
+        "name": st.sampled_from(["adamw", "lamb", "masters"]),
         "clips": st.booleans(),
         "microbatches": st.sampled_from([1, 3]),
         "keeps": st.booleans(),
@@ -27,14 +27,14 @@ CASES = st.fixed_dictionaries(
 )
 OPTIMIZERS = {
     "adamw": lambda: optim.adamw(0.05),
-    "muon": lambda: optim.muon(0.05),
+    "lamb": lambda: optim.lamb(0.05),
     "masters": lambda: optim.with_master_weights(optim.sgd(0.05, momentum=0.9)),
 }
 FIXED = {
     "n": 2, "name": "adamw", "clips": False, "microbatches": 1, "keeps": False, "stages": False,
     "state_memory": "host", "update_on": "host",
 }  # fmt: skip
-SIZES = [8, 6, 7, 3]
+SIZES = [8, 6, 7, 3, 5, 2]
 
 
 def trained(memory, *, n, name, clips, microbatches, keeps, stages, state_memory, update_on, steps=3):
@@ -56,13 +56,14 @@ def trained(memory, *, n, name, clips, microbatches, keeps, stages, state_memory
     opt = OPTIMIZERS[name]()
     opt = optim.chain(optim.clip_by_global_norm(0.1), opt) if clips else opt
     if stages:
+        layers = layers[:3]
         mesh = fs.make_mesh({"pipe": 3, "data": n})
         schedule = fs.pipeline_schedule("1f1b", stages=3, microbatches=microbatches)
         params = fs.shard_stages(layers, fs.fsdp("data"), mesh=mesh, schedule=schedule, memory=memory)
         program, options = [layer] * 3, {"schedule": schedule, "loss": lambda y, x: y.float().square().mean()}
     else:
         mesh = fs.make_mesh({"data": n})
-        params = fs.shard_params(layers, fs.fsdp("data", unit="*"), mesh=mesh, memory=memory)
+        params = fs.shard_params(layers, fs.fsdp("data", unit="[*]"), mesh=mesh, memory=memory)
         program, options = loss_fn, {"accumulate": microbatches, "reshard_after_forward": not keeps}
     opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3, state_memory=state_memory, update_on=update_on)
     step = fs.train_step(program, opt, mesh=mesh, batch=P("data"), donate=True, **options)
@@ -83,13 +84,17 @@ def is_possible(case):
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(CASES.filter(is_possible), st.lists(KINDS, min_size=3, max_size=3))
+@given(CASES.filter(is_possible), st.lists(KINDS, min_size=5, max_size=5))
 def test_bits_equal_those_of_parameters_on_the_device(disk_folder, case, kinds):
     """Layers in drawn memory; with NaN in every buffer that was not waited for."""
     expected, _ = trained("device", **case)
     with stress(poison=True):
         result, _ = trained(
-            {f"{i}.**" if case["stages"] else f"[{i}].**": kind for i, kind in enumerate(kinds)}, **case
+            {
+                f"{i}.**" if case["stages"] else f"[{i}].**": kind
+                for i, kind in enumerate(kinds[: 3 if case["stages"] else 5])
+            },
+            **case,
         )
     assert same_bits(result, expected)
 
@@ -108,11 +113,13 @@ def test_a_missing_wait_changes_bits(monkeypatch, stages):
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_bytes_are_those_of_the_table(n, microbatches, keeps):
-    """2 K p, less the unit that is still unsharded at each turn; K p if units are kept. Gradients down once a backward."""
+    """2 K p, less the two units that are still unsharded at each turn, and the first layer, whose backward needs none; K p
+    if units are kept. Gradients go down once a backward.
+    """
     case = FIXED | {"n": n, "microbatches": microbatches, "keeps": keeps}
     _, comm = trained("host", **case, steps=1)
     units = [4 * (-(-a * b // n) + -(-b // n)) for a, b in itertools.pairwise(SIZES)]  # of the first device
-    fetched = sum(units) if keeps else 2 * sum(units) - units[-1]
+    fetched = sum(units) + (0 if keeps else sum(units[1:-2]))
     assert comm.moved("host", "device") == microbatches * fetched
     assert comm.moved("device", "host") == microbatches * sum(units)
 

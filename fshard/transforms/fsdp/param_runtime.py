@@ -227,9 +227,8 @@ class ParamPlans:
             units: dict[str, list[int]] = {}
             for index, leaf in enumerate(leaves):
                 if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-                    units.setdefault(leaf.unit if self.mesh.size > 1 else "", []).append(
-                        index
-                    )  # one, if nothing is sent
+                    is_moved = self.mesh.size > 1 or leaf.memory != "device"  # else one unit is enough
+                    units.setdefault(leaf.unit if is_moved else "", []).append(index)
             self._units[device] = [UnitPlan.of(leaves, indices) for indices in units.values()]
         return self._units[device]
 
