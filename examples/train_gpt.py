@@ -109,7 +109,9 @@ def main():
     console.print(f"[bold]ZeRO-{args.stage} on {mesh}[/]\n")
 
     # The layouts: nothing else makes the program parallel.
-    params = fs.shard_params(new_params(), fs.fsdp("data") if args.stage == 3 else P(), mesh=mesh)
+    params = fs.shard_params(
+        new_params(), fs.fsdp("data", unit=("blocks[*]", "*")) if args.stage == 3 else P(), mesh=mesh
+    )
     adamw = optimizer(args.steps)
     opt = fs.partition_optimizer(adamw, mesh=mesh, axis="data", stage=args.stage)
     how = {"accumulate": args.accumulate, "reproducible": args.reproducible, "precision": args.precision}

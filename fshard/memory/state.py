@@ -56,7 +56,7 @@ class Offload:
     rounded: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def moves(self, memory: Memory | None) -> bool:
-        """Return True if leaves in a memory are moved to the update, and back; parameters are where their layouts say."""
+        """Return True if leaves in a memory are moved to the update, and back; parameters stay where their layouts are."""
         return memory not in (None, "device") and (memory == self.memory or memory != self.update_on)
 
     @torch.no_grad()

@@ -224,7 +224,10 @@ def attention_without_values(
 ) -> Tensor:
     """Call the kernel that CPUs have for this attention: without values torch calls one that needs more memory."""
     xs = query, key, value
-    is_fused = query.ndim == 4 and not dropout_p and not enable_gqa and all(x.numel() and x.stride(-1) == 1 for x in xs)
+    is_fused = all(type(x) is Tensor for x in xs)  # arrays have rules for torch's own function
+    is_fused &= (
+        query.ndim == 4 and not dropout_p and not enable_gqa and all(x.numel() and x.stride(-1) == 1 for x in xs)
+    )
     is_fused &= len({(*x.shape[:2], x.shape[-1]) for x in xs}) == 1 and query.is_floating_point()
     if not is_fused or (attn_mask is not None and (attn_mask.requires_grad or attn_mask.dtype == torch.bool)):
         return scaled_dot_product_attention(*xs, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
