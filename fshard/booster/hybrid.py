@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from fshard.booster.plugins import Plugin
-from fshard.mesh.layout import Mesh
+from fshard.mesh.layout import Memory, Mesh
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.launchers import process_count
 from fshard.mesh.spmd.scope import here, outside
@@ -83,6 +83,8 @@ class HybridParallelPlugin(Plugin):
         balance, sample, blocks: how the model is split into stages: see `split_stages`. With tensor or sequence the model
             is planned on the sample before, and the plan is checked: see `tensor_parallel`.
         recompute: which activations are recomputed: see `stage_functions`.
+        offload: store the optimizer's state on the "host" or on "disk", and update it on the host: see `ZeroPlugin`; with
+            zero_stage=3 parameters and gradients too: see `FSDPPlugin`.
         pipeline_axis: the axis of the stages.
     """
 
@@ -102,6 +104,7 @@ class HybridParallelPlugin(Plugin):
     blocks: str | Sequence[str] | None = None
     recompute: Recompute = "never"
     pipeline_axis: str = "pipe"
+    offload: Literal["host", "disk"] | None = None
 
     def contradictions(self) -> list[str]:
         errors = refusal(self.inner_axes) + wrong_options({"recompute": self.recompute})
@@ -129,6 +132,12 @@ class HybridParallelPlugin(Plugin):
 
     def zero(self) -> Stage:
         return self.zero_stage
+
+    def state_memory(self) -> Memory:
+        return self.offload or "device"
+
+    def param_memory(self) -> Memory:
+        return self.state_memory() if self.zero_stage == 3 and self.axes() else "device"
 
     def in_stages(self) -> bool:
         return self.pipeline != 1

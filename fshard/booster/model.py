@@ -40,6 +40,7 @@ def shard_model(
     """
     mesh, pairs = plugin.default_mesh(), plugin.split(model)
     stages, within = [stage for stage, _ in pairs], [None if plan is None else plan.rules for _, plan in pairs]
+    memory = plugin.param_memory()
     if plugin.in_stages():
         for stage in stages:
             refuse_hooks(stage)
@@ -49,7 +50,9 @@ def shard_model(
         options = plugin.gradient_options()
         where: Any = {name: options[name] for name in ("mesh", "schedule", "axis")}
         trained = [_split(plan, source.freeze_untrained(dict(stage.named_parameters()))) for stage, plan in pairs]
-        params = place_stages(trained, plugin.rules(within if any(within) else None), **where, put=reserved)
+        params = place_stages(
+            trained, plugin.rules(within if any(within) else None), **where, put=reserved, memory=memory
+        )
         buffers = place_stages([dict(stage.named_buffers()) for stage in stages], **where, put=reserved)
         stored = zip(has_stages(**where), params, buffers, strict=True)
         trees = [tree for is_here, *pair in stored if is_here for tree in pair]
@@ -59,7 +62,7 @@ def shard_model(
         run, params, buffers = module_function(model, **options) if plan is None else planned(plan, model, **options)
         trained = source.freeze_untrained({name: x for name, x in model.named_parameters() if name in params})
         rules = None if plan is None else {name: plan.spec(name) for name in trained}
-        params = apply_rules(_split(plan, trained), plugin.rules(rules), mesh, put=reserved)
+        params = apply_rules(_split(plan, trained), plugin.rules(rules), mesh, put=reserved, memory=memory)
         buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}
         trees = [params, buffers] if mesh.runtime != "abstract" else []
     compare_inputs("boost", mesh, samples_of(dict([*model.named_parameters(), *model.named_buffers()])))

@@ -40,10 +40,11 @@ def _partition(plugin: Plugin, opt: Optimizer) -> Partitioned:
     mesh, axes, layers = plugin.default_mesh(), plugin.zero_axes(), plugin.gradient_options().get("local", ())
     stage = plugin.zero() if axes else 0
     opt = loss_scaled(opt) if plugin.precision == "fp16" and opt.loss_scale is None else opt
-    axes, compress = axes or mesh.axis_names, plugin.compressors()
-    sharded = partition_optimizer(opt, mesh=mesh, axis=axes, stage=stage, compress=compress)
+    axes, compress, memory = axes or mesh.axis_names, plugin.compressors(), plugin.state_memory()
+    offload: Any = {} if memory == "device" else {"state_memory": memory, "update_on": "host"}
+    sharded = partition_optimizer(opt, mesh=mesh, axis=axes, stage=stage, compress=compress, **offload)
     if layers and stage == 0 and opt.elementwise is not True:  # the shards of a matrix are collected by one device
-        by_owners = partition_optimizer(opt, mesh=mesh, axis=layers, stage=1)
+        by_owners = partition_optimizer(opt, mesh=mesh, axis=layers, stage=1, **offload)
         sharded = by_owners._replace(gradients=sharded.gradients)
     return sharded if plugin.unused == "skip" else _with_zeros(sharded)
 

@@ -21,7 +21,7 @@ from torch import nn
 from fshard.comm.graph import Graph
 from fshard.comm.replicas import ReplicaGroup, gossip_rule, local_sgd_rule
 from fshard.foreign_names import NAMES
-from fshard.mesh.layout import Mesh, P
+from fshard.mesh.layout import Memory, Mesh, P
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.launchers import process_count
 from fshard.mesh.spmd.scope import here
@@ -106,6 +106,8 @@ class Plugin:
             errors.append(
                 "sync_batchnorm=True needs all devices together, reproducible=True computes slices one by one"
             )
+        if self.reproducible and self.state_memory() == "disk":
+            errors.append('offload="disk" is updated in place, which reproducible=True does not: use offload="host"')
         return errors if self.mesh is None else errors + refusal(self.zero_axes)
 
     def zero(self) -> Stage:
@@ -151,6 +153,14 @@ class Plugin:
     def rules(self, within: Rules = None) -> Rules:
         """Return the layouts of parameters, which plans shard by the rules `within`."""
         return P() if within is None else within
+
+    def state_memory(self) -> Memory:
+        """Return the memory of the optimizer's state, which is updated on the host if it is not the device's."""
+        return "device"
+
+    def param_memory(self) -> Memory | Mapping[str, Memory]:
+        """Return the memory of parameters."""
+        return "device"
 
     def compressors(self) -> Mapping[str, Any] | None:
         """Return the compressors of gradients, by axis."""
@@ -245,13 +255,22 @@ class DDPPlugin(_SlowLinkPlugin):
 class ZeroPlugin(_SlowLinkPlugin):
     """ZeRO 1 and 2: the optimizer's state is sharded.  `stage` 2 reduces gradients in each backward, 1 once a step.
 
+    Args:
+        stage: of ZeRO.
+        offload: store the state on the "host", or on "disk" in the folder FSHARD_DISK, and update it on the host: gradients
+            are sent there as they are reduced, and parameters back.
+
     `compress` and, in stage 1, `local_steps` and `gossip` are those of `DDPPlugin`.
     """
 
     stage: Literal[1, 2] = 1
+    offload: Literal["host", "disk"] | None = None
 
     def zero(self) -> Stage:
         return self.stage
+
+    def state_memory(self) -> Memory:
+        return self.offload or "device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,11 +283,14 @@ class FSDPPlugin(Plugin):
         shard_axis: that shards parameters and state; None: all of `axis`. Along the others they are replicated
             (hybrid sharding), such as {"node": 2, "gpu": 8} with shard_axis="gpu".
         reshard_after_forward: free unsharded parameters after the forward, and all-gather them again for the backward.
+        offload: store parameters, gradients and state on the "host" (True), and update them there: a unit is sent to the
+            device before it is all-gathered. "disk": parameters and state in the folder FSHARD_DISK.
     """
 
     unit: str | Sequence[str] | int | None = None
     shard_axis: str | Sequence[str] | None = None
     reshard_after_forward: bool = True
+    offload: Literal[False, True, "host", "disk"] = False
 
     def contradictions(self) -> list[str]:
         return super().contradictions() + refusal(lambda: fsdp((), unit=self.unit))
@@ -282,6 +304,12 @@ class FSDPPlugin(Plugin):
         if not {*shard_axes} <= {*axes}:
             raise ValueError(f"shard_axis must be among axis=, got {chosen!r}.")
         return shard_axes
+
+    def state_memory(self) -> Memory:
+        return "host" if self.offload is True else self.offload or "device"
+
+    def param_memory(self) -> Memory:
+        return self.state_memory()
 
     def rules(self, within: Rules = None) -> Rules:
         return fsdp(self.zero_axes(), unit=self.unit)

@@ -85,7 +85,9 @@ def _sum(param: Leaf, update: Leaf) -> Leaf:
         return param
     sums = foreach.add(shards_of(param), shards_of(update))
     pairs = zip(sums, shards_of(param), strict=True)
-    return like(param, [x.to(before.dtype).requires_grad_(before.requires_grad) for x, before in pairs])
+    return like(
+        param, [_in_memory_of(before, x.to(before.dtype)).requires_grad_(before.requires_grad) for x, before in pairs]
+    )
 
 
 @torch.no_grad()
@@ -158,12 +160,18 @@ def _copy(x: Tensor) -> Tensor:
     memory = memory_of(x)
     if memory == "disk":
         raise OptimizerError(
-            "state on disk must be updated in place; got a step that copies its arguments. Write train_step(..., donate=True), "
+            "what is on disk must be updated in place; got a step that copies its arguments. Write donate=True, "
             "without reproducible=True."
         )
+    return x.clone() if memory == "device" else _in_memory_of(x, x)
+
+
+def _in_memory_of(home: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor, or a copy, in the memory of another one."""
+    memory = memory_of(home)
     if memory == "device":
-        return x.clone()
-    return empty_in(memory, x.shape, x.dtype, "cuda" if x.is_pinned() else x.device.type).copy_(x)
+        return x
+    return empty_in(memory, x.shape, x.dtype, "cuda" if home.is_pinned() else x.device.type).copy_(x)
 
 
 # -- optimizers inside of others ---------------------------------------------------------------------------------------

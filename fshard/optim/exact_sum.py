@@ -28,7 +28,7 @@ def columns_of(x: Tensor, *, squared: bool = False) -> Tensor:
 
     With `squared`, the sum of the squares of any real tensor; no more than a block of it is ever made float64.
     """
-    columns = torch.zeros(WIDTH, dtype=torch.float64, device=x.device)
+    columns = x.new_zeros(WIDTH, dtype=torch.float64)
     for block in x.reshape(-1).split(_BLOCK) if x.numel() else ():
         columns += _columns_of_block(block.double().square() if squared else block)
     return columns
@@ -41,7 +41,7 @@ def number_of(columns: Tensor) -> Tensor:
     tensor(1.1529e+18, dtype=torch.float64)
     """
     digits, nonfinite = columns[..., :-1], columns[..., -1]
-    column = torch.arange(_COLUMNS, device=columns.device)
+    column = _range(_COLUMNS, columns)
     largest = torch.where(digits > 0, column, -1).amax(-1, keepdim=True)
     counted = torch.where(column > largest - _DIGITS, digits * _unit(column, columns), 0.0)
     return counted.sum(-1) + nonfinite
@@ -56,11 +56,16 @@ def _columns_of_block(x: Tensor) -> Tensor:
         digit = rest.floor()
         sums.append(digit.sum())
         rest.sub_(digit).mul_(2.0**_BITS)
-    indices = (top - torch.arange(_DIGITS, device=x.device)).clamp(min=0)  # below the lowest there are zeros only
+    indices = (top - _range(_DIGITS, x)).clamp(min=0)  # below the lowest there are zeros only
     columns = x.new_zeros(WIDTH).index_add_(0, indices, torch.stack(sums))
     columns = torch.where(finite, columns, 0.0)
     columns[-1] = torch.where(finite, 0.0, most)
     return columns
+
+
+def _range(n: int, like: Tensor) -> Tensor:
+    """Return the integers from 0 to n - 1, in the memory of a tensor."""
+    return like.new_ones(n, dtype=torch.int64).cumsum(0) - 1
 
 
 def _unit(column: Tensor, like: Tensor) -> Tensor:

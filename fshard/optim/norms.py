@@ -27,6 +27,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.collectives.on_shards import apply_move
 from fshard.mesh.layout import Layout, P, PyTree
+from fshard.mesh.layout.kinds import copy_in
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.spmd.run import local_devices
@@ -138,8 +139,7 @@ def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
 
     if mesh is None:
         return top(0)
-    device = shards_of(leaves[0])[0].device
-    tops = tuple(top(index).to(device)[None] for index in range(len(local_devices(mesh))))
+    tops = tuple(copy_in("device", top(index)[None], mesh.device_type) for index in range(len(local_devices(mesh))))
     return unshard(Sharded((mesh.size,), Layout(mesh, P(mesh.axis_names)), tops)).max()
 
 
@@ -214,12 +214,13 @@ def sum_over_mesh(leaves: Sequence[Leaf], row: Callable[[list[Tensor]], Tensor])
         coordinates = mesh.coordinates(device)
         first = {axes: not any(coordinates[axis] for axis in over if axis not in axes) for axes in {*cut}}
         some = row([leaf.shards[index] for leaf, axes in zip(leaves, cut, strict=True) if axes and first[axes]])
-        rows.append(some.to(mesh.device_type))  # of gradients on the host
-    of_replicated, site = row(replicated) if replicated else None, call_site()
+        rows.append(copy_in("device", some, mesh.device_type))  # of gradients on the host
+    of_replicated = copy_in("device", row(replicated), mesh.device_type) if replicated else None
+    site = call_site()
 
     def added() -> Tensor:
         total = apply_move(mesh, Psum(), over, tuple(rows), site)[0]
-        return total if of_replicated is None else of_replicated + total.to(of_replicated.device)
+        return total if of_replicated is None else of_replicated + total
 
     return added
 

@@ -43,19 +43,20 @@ def offloaded(opt: Optimizer, mesh: Mesh, memory: Memory, update_on: UpdateOn) -
         with offloading(offload):
             return opt.init(params)
 
-    def stored(act: Update, *, in_place: bool) -> Update:
+    def stored(act: Update, *, in_place: bool, writes: bool) -> Update:
         @torch.no_grad()
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             is_away = memory != update_on or _are_away(params, offload)
             with offloading(offload if is_away else None):
                 result, after = act(grads, state, params)
+            result = result if writes else written_back(result, params, offload, in_place=False)
             return result, after if memory == "device" else written_back(after, state, offload, in_place=in_place)
 
         return run
 
     in_place = memory == "disk"
-    update = stored(at_once(opt.update, in_place=in_place), in_place=in_place)
-    step = stored(step_of(opt), in_place=True)
+    update = stored(at_once(opt.update, in_place=in_place), in_place=in_place, writes=False)
+    step = stored(step_of(opt), in_place=True, writes=True)
     if update_on == "host":
         update, step = _updating_on_host(update, mesh), _stepping_on_host(step, mesh)
     return ArrayOptimizer(init, update, step, opt.elementwise, opt.loss_scale)
@@ -93,7 +94,8 @@ def _updating_on_host(update: Update, mesh: Mesh) -> Update:
         result, state = update(_on_host(grads, mesh), state, _on_host(params, mesh))
 
         def beside(x: Leaf, param: Leaf) -> Leaf:
-            return x if x is None or _is_on_host(param) else moved([x], mesh, "host", "device")[0]
+            memory = param.layout.memory if isinstance(param, Sharded) else "device"
+            return x if x is None or memory == "host" else moved([x], mesh, "host", memory)[0]
 
         return Leaves.of(result).mapped(beside, Leaves.of(params).leaves), state
 

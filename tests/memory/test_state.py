@@ -147,7 +147,7 @@ def test_updates_leave_state_as_it_was(disk_folder, update_on):
 
 
 def test_state_on_disk_needs_donation(disk_folder):
-    with pytest.raises(OptimizerError, match=r"state on disk must be updated in place.*donate=True"):
+    with pytest.raises(OptimizerError, match=r"on disk must be updated in place.*donate=True"):
         trained("disk", "device", **CASE, donate=False)
 
 

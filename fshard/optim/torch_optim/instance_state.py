@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 
 from fshard.errors import OptimizerError
 from fshard.mesh.collectives.api import all_gather, pmax
-from fshard.mesh.layout import Mesh
+from fshard.mesh.layout import Memory, Mesh
+from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import run_on_devices
 from fshard.optim.leaves import assembled_state, is_unsharded, shape_of_shard
@@ -33,7 +34,11 @@ class InstanceState:
     Args:
         optimizer: the instance.
         params: its parameters by name, whose shards are the keys of its state; others may be added.
+
+    `memory` is that of the state between steps.
     """
+
+    memory: Memory = "device"
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Sharded]) -> None:
         self.optimizer, self.params = optimizer, params
@@ -82,7 +87,10 @@ class InstanceState:
             if shape == param.shape or not is_unsharded(param)
             else torch.empty(shape, device="meta")
         )
-        return assembled_state(param, [None if shard is None else shard.detach(), like.to(dtype)])
+        array = assembled_state(param, [None if shard is None else shard.detach(), like.to(dtype)])
+        kind, (x,) = param.mesh.device_type, array.shards
+        x = empty_in(self.memory, x.shape, x.dtype, kind) if shard is None else x
+        return Sharded(array.shape, array.layout.with_memory(self.memory), (x,))
 
     def load_state_dict(self, state_dict: ByKey) -> None:
         """Replace the state by what `state_dict` returns, whose memory it takes."""

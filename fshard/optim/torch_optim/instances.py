@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fshard.errors import OptimizerError
 from fshard.memory.state import current_offload, fetched, is_away, stored, written_back
 from fshard.mesh.layout import PyTree
+from fshard.mesh.layout.kinds import mark_memory, memory_of
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
 from fshard.optim.by_label import NOTHING, by_label
@@ -296,7 +297,8 @@ class InstanceSource(TorchSource):
                 f"{self}, an optimizer of your own class, must step on one device; got the shards of several. Train inside of "
                 "fs.run(main, mesh=mesh), or under torchrun."
             )
-        before = {*self._local}
+        before, offload = {*self._local}, current_offload()
+        self.state.memory = "device" if offload is None else offload.memory
         for param, i in self._localize(leaves).items():
             leaf, state = leaves.leaves[i], self.optimizer.state.get(self._local[param].shards[0], {})
             for name, x in state.items() if param not in before else ():
@@ -307,7 +309,7 @@ class InstanceSource(TorchSource):
                         f"{self}: state of a lazy parameter must be made in step(), not by the constructor; got {name!r} "
                         "without memory."
                     )
-                state[name] = put_equal(x, leaf.layout).shards[0]
+                state[name] = stored(put_equal(x, leaf.layout)).shards[0]
         return self.state
 
     @torch.no_grad()
@@ -331,11 +333,13 @@ class InstanceSource(TorchSource):
 
     def _step_with_state(self) -> None:
         """Call the step of the instance, with its state in the memory of the update."""
-        offload = current_offload()
+        offload, state = current_offload(), self.optimizer.state
         if offload is None:
             self._step_instance()
+            for x in [x for entry in state.values() for x in entry.values()] if self.state.memory == "host" else ():
+                if isinstance(x, Tensor) and x.ndim and memory_of(x) != "host":  # the step has made it, there
+                    mark_memory(x, "host")
             return
-        state = self.optimizer.state
         keys = [(param, name) for param, entry in state.items() for name, x in entry.items() if is_away(x)]
         homes = [state[param][name] for param, name in keys]
         for (param, name), x in zip(keys, fetched(homes, offload), strict=True):

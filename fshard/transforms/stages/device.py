@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from fshard.errors import ModuleError
 from fshard.mesh.layout import PyTree
+from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.reshard.execute import go
 from fshard.mesh.spmd.scope import Group, parting
 from fshard.optim.scaling import finite_scale
@@ -146,7 +147,7 @@ class StageStep(DeviceStep):
             return None
         if key not in cache:
             shape = leaf.gradient.local_shape(leaf.shape, self.number)
-            cache[key] = torch.empty(shape, dtype=leaf.dtype, device=self.device)
+            cache[key] = empty_in(leaf.gradient.memory, shape, leaf.dtype, self.device.type)
         return cache[key]
 
     def _refuse_written(self) -> None:
