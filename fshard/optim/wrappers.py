@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
-from fshard.memory.state import current_offload, is_away, rounding, stored
+from fshard.memory.state import is_away, rounding, stored
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import key_of
 from fshard.optim.arguments import validate, within
