@@ -125,7 +125,7 @@ def fshard(stage: int, model: Model, data: list[Batch], mesh: fs.Mesh) -> Step:
 
 
 class Variant(NamedTuple):
-    """How it is made, the mesh, and the variant to compare with; of ours also the ZeRO stage."""
+    """A program to time: its step, its mesh, the variant to compare with, and the ZeRO stage of ours."""
 
     make: Callable[[Model, list[Batch], fs.Mesh], Step]
     axes: dict[str, int]

@@ -34,16 +34,16 @@ class _DiskFile(mmap.mmap):
     """An unlinked file and its mapping."""
 
     address: int = 0
-    file: Any = None
+    descriptor: int = -1
     folder: str = ""
 
     def __str__(self) -> str:
-        return f"the unlinked file {self.file.fileno()} of {len(self):,} bytes in FSHARD_DISK={self.folder}"
+        return f"the unlinked file {self.descriptor} of {len(self):,} bytes in FSHARD_DISK={self.folder}"
 
     def __del__(self) -> None:  # called before the pages are unmapped, after which another file may get the address
         _files.pop(self.address, None)
-        if self.file is not None:
-            self.file.close()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 _files: dict[int, ref[_DiskFile]] = {}
@@ -56,19 +56,19 @@ def empty_on_disk(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if not nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
     folder = os.environ.get("FSHARD_DISK", "")
-    file = _new_file(folder)
+    descriptor = _new_file(folder)
     try:
-        _reserve(file.fileno(), nbytes)
+        _reserve(descriptor, nbytes)
     except OSError as error:
-        free = _free_bytes(file.fileno())
-        file.close()
+        free = _free_bytes(descriptor)
+        os.close(descriptor)
         raise DiskError(
             f"FSHARD_DISK={folder} must have {nbytes:,} more bytes for a tensor of shape {tuple(shape)}; got {free:,} "
             f"({error.strerror}). Free some, or name a folder on a larger disk."
         ) from error
-    mapping = _DiskFile(file.fileno(), nbytes)
+    mapping = _DiskFile(descriptor, nbytes)
     x = torch.frombuffer(mapping, dtype=torch.uint8)
-    mapping.address, mapping.file, mapping.folder = x.data_ptr(), file, folder
+    mapping.address, mapping.descriptor, mapping.folder = x.data_ptr(), descriptor, folder
     _files[mapping.address] = ref(mapping)
     return x.view(dtype).view(tuple(shape))
 
@@ -84,20 +84,21 @@ def _free_bytes(descriptor: int) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _new_file(folder: str) -> Any:
-    """Make an unlinked file; raise unless the folder is one on a disk."""
+def _new_file(folder: str) -> int:
+    """Return the descriptor of a new unlinked file; raise unless the folder is one on a disk."""
     advice = "Write export FSHARD_DISK=/a/folder/on/a/disk"
     if not folder:
         raise DiskError(f"FSHARD_DISK must name a folder for tensors on disk; it is not set. {advice}.")
     try:
-        file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # it is closed with its last tensor
-        kind = _filesystem(os.fstat(file.fileno()).st_dev)
+        descriptor, path = tempfile.mkstemp(dir=folder)
+        os.unlink(path)
+        kind = _filesystem(os.fstat(descriptor).st_dev)
     except OSError as error:
         raise DiskError(f"FSHARD_DISK={folder} must be a writable folder; got: {error.strerror}. {advice}.") from error
     if kind in ("tmpfs", "ramfs"):
-        file.close()
+        os.close(descriptor)
         raise DiskError(f"FSHARD_DISK={folder} must be on a disk; got a {kind}, which is memory. {advice}.")
-    return file
+    return descriptor
 
 
 @lru_cache
@@ -182,7 +183,7 @@ def _transfer(file: _DiskFile, offset: int, values: Tensor, reads: bool) -> None
     memory = memoryview(array)
     while memory:
         try:
-            count = (os.preadv if reads else os.pwritev)(file.file.fileno(), [memory], offset)
+            count = (os.preadv if reads else os.pwritev)(file.descriptor, [memory], offset)
         except OSError as error:
             raise _failure(file, offset, reads, error.strerror or str(error)) from error
         if not count:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 SLACK = 1.15
-"""How much more than the last known least price may be paid: prices of thousands of gaps change with every choice."""
+"""The factor by which a chosen price may exceed the last known least: prices of thousands of gaps change with every choice."""
 
 FEW = 12
 """Gaps up to which all plans are compared."""

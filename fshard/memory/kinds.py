@@ -78,4 +78,9 @@ def _empty_on_disk(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return import_module("fshard.memory.disk").empty_on_disk(shape, dtype)
 
 
-makers["disk"] = _empty_on_disk
+def _empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised tensor that is page-locked at its exact size."""
+    return import_module("fshard.memory.pool").empty_on_host(shape, dtype, locked=True)
+
+
+makers.update({"disk": _empty_on_disk, "host": _empty_on_host})

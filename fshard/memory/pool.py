@@ -72,7 +72,7 @@ class _LockedMemory(mmap.mmap):
 
 
 class Stress(NamedTuple):
-    """How transfers run in tests.
+    """The rate of transfers in tests, and whether their targets are poisoned.
 
     Args:
         rate: bytes per second; None for as fast as they run.

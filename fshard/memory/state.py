@@ -35,13 +35,13 @@ from fshard.mesh.spmd.run import local_devices
 
 UpdateOn = Literal["device", "host"]
 GROUPS, LARGEST = 16, 1 << 26
-"""A group has this part of a device's state, but at most so many bytes; and at least one leaf."""
+"""The groups of a device's state, of one leaf or more, and the largest size in bytes of those with several leaves."""
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Where optimizer state is stored, and where it is updated.
+    """The memories in which optimizer state is stored and updated.
 
     Args:
         mesh: the devices.

@@ -13,10 +13,10 @@ from weakref import ref
 from fshard.errors import MemoryLimitError
 from fshard.memory.kinds import Purpose
 from fshard.memory.snapshot import MemoryEvent, write_snapshot
-from fshard.mesh.collectives.ledger import as_html, as_text
 from fshard.mesh.layout import Memory
 from fshard.mesh.layout.kinds import MEMORIES
 from fshard.source import Site
+from fshard.tables import Tabular
 
 if TYPE_CHECKING:  # it is imported where a table is shown
     from rich.table import Table
@@ -62,7 +62,7 @@ Lines = Counter[Line]
 """The bytes that lines have allocated for purposes."""
 
 
-class MemoryUsage:
+class MemoryUsage(Tabular):
     """The memory that was in use while a limit was open. Prints as a table of the peaks: see `limit`."""
 
     def __init__(self, limits: dict[Memory, int | None]) -> None:
@@ -108,14 +108,6 @@ class MemoryUsage:
             for holder in self.holders(kind):
                 table.add_row("", holder.purpose, f"{holder.bytes:,}", str(holder.site))
         return table
-
-    def __str__(self) -> str:
-        return as_text(self.table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())
 
     def export_snapshot(self, path: str | Path) -> None:
         """Write a file for torch's memory viewer, https://docs.pytorch.org/memory_viz, which runs in a browser.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
-from fshard.memory.state import current_offload, is_away, rounding, stored
+from fshard.memory.state import is_away, rounding, stored
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import key_of
 from fshard.optim.arguments import validate, within
@@ -97,9 +97,7 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
 
     @torch.no_grad()
     def averages_of(params: PyTree) -> PyTree:
-        if current_offload() is None:
-            return copied(params)
-        return Leaves.of(params).mapped(lambda x: stored(x) if trainable(x) else x)
+        return Leaves.of(params).mapped(lambda x: stored(copied(x)) if trainable(x) else copied(x))
 
     @torch.no_grad()
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:

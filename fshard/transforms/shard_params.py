@@ -220,7 +220,6 @@ def shard_params(
     return sharded
 
 
-@made_for("parameters")
 def apply_rules(
     params: PyTree,
     rules: Rules,
@@ -231,11 +230,17 @@ def apply_rules(
 ) -> PyTree:
     """Give parameters their layouts by rules, each by `put`."""
     leaves, structure = flatten(params)
+    return unflatten(structure, put_all(leaves, layouts_of(params, rules, mesh, frozen, memory=memory), put))
+
+
+@made_for("parameters")
+def put_all(leaves: Sequence[Any], layouts: Iterable[Layout], put: Callable[[Any, Layout], Any]) -> list[Any]:
+    """Give each parameter its layout by `put`, a tied one once."""
     arrays: dict[tuple[int, ...], Any] = {}
-    for leaf, layout in zip(leaves, layouts_of(params, rules, mesh, frozen, memory=memory), strict=True):
+    for leaf, layout in zip(leaves, layouts, strict=True):
         if key_of(leaf) not in arrays:
             arrays[key_of(leaf)] = put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
-    return unflatten(structure, [arrays[key_of(leaf)] for leaf in leaves])
+    return [arrays[key_of(leaf)] for leaf in leaves]
 
 
 def layouts_of(

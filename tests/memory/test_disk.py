@@ -52,7 +52,7 @@ def test_views_are_copied_at_their_offsets(disk_folder):
 def test_files_are_reserved_unlinked_and_freed(disk_folder):
     before = descriptors()
     x = empty_on_disk((1 << 20,), torch.float32)
-    assert os.fstat(file_of(x).file.fileno()).st_blocks * 512 >= 1 << 22
+    assert os.fstat(file_of(x).descriptor).st_blocks * 512 >= 1 << 22
     assert list(disk_folder.iterdir()) == [] and descriptors() > before
     view = x[5:]
     del x
@@ -104,7 +104,7 @@ def test_failed_reads_and_writes_name_the_file(disk_folder, monkeypatch, call, v
 
 def test_a_short_file_raises(disk_folder):
     x = empty_on_disk((9,), torch.float32)
-    os.ftruncate(file_of(x).file.fileno(), 8)
+    os.ftruncate(file_of(x).descriptor, 8)
     with pytest.raises(DiskError, match="Reading .* at byte 8: the file has ended"):
         copy(x, torch.zeros(9))
 

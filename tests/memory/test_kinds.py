@@ -40,6 +40,19 @@ def test_reshard_between_memories_copies_and_keeps_the_value(data, before, after
         assert pointers[0].isdisjoint(pointers[1])
 
 
+def test_host_memory_beside_a_gpu_is_page_locked_at_its_size(monkeypatch):
+    """As torch's own page-locked memory is not: it has the next power of two."""
+    made = []
+    monkeypatch.setitem(
+        kinds.makers, "host", lambda shape, dtype: made.append(shape) or torch.empty(shape, dtype=dtype)
+    )
+    empty = kinds.empty_in("host", (5,), torch.float32, "cuda")
+    copy = kinds.copy_in("host", torch.arange(3), "cuda")
+    assert made == [(5,), (3,)] and copy.tolist() == [0, 1, 2] and {memory_of(empty), memory_of(copy)} == {"host"}
+    kinds.empty_in("host", (5,), torch.float32, "cpu")
+    assert len(made) == 2
+
+
 @pytest.mark.parametrize("runtime", ["virtual", "abstract"])
 @pytest.mark.parametrize(
     ("spec", "expected"),

@@ -1,4 +1,4 @@
-"""`fs.memory.limit` against lists of sizes that are added up by hand, and against itself on other runtimes."""
+"""`fs.memory.limit` against sums of lists of sizes, and against itself on other runtimes."""
 
 import gc
 import pickle

@@ -1,5 +1,6 @@
 """Optimizer state on the host and on disk, in two processes."""
 
+import ctypes
 import os
 from functools import partial
 
@@ -59,9 +60,14 @@ def failing_step(folder):
         os.preadv = read
 
 
+M_MMAP_THRESHOLD = -3
+"""An option of `mallopt`: buffers of at least so many bytes are returned to the system when they are freed."""
+
+
 def growth_of_a_process(folder):
     """Return the growth of resident memory by 16 MB of state on each of two devices, and that of 200 more steps."""
     os.environ["FSHARD_DISK"] = folder
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)
     mesh, sizes = fs.make_mesh({"data": 2}), {}
     large, small = (
         fs.shard_params([torch.ones(n) for _ in range(16)], fs.fsdp("data"), mesh=mesh) for n in (1 << 18, 1 << 8)
@@ -76,9 +82,11 @@ def growth_of_a_process(folder):
         before = resident()
         state = opt.init(large)
         after = resident()
-        for _ in range(200):
+        for step in range(250):
+            if step == 50:
+                settled = resident()
             small, state_of_small = opt.step(small, state_of_small, small)
-        sizes[place[0]] = after - before, resident() - after
+        sizes[place[0]] = after - before, resident() - settled
         assert away(state, place[0]) == 16 << 20
     return sizes
 

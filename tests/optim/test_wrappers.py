@@ -72,6 +72,21 @@ def test_accumulate_takes_one_step_with_mean():
     assert same(by_step(opt, params, steps)[0], by_step(optim.adamw(0.1, fused=False), params, [mean])[0])
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_ema_of_a_partitioned_optimizer_has_memory_of_its_own(stage):
+    """The parameters are updated in place, and their averages are not."""
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params([torch.arange(6.0)], fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    opt = fs.partition_optimizer(optim.ema(optim.sgd(0.5), 0.9), mesh=mesh, axis="data", stage=stage)
+    state, grad = opt.init(params), torch.linspace(-1, 1, 6)
+    expected = torch.arange(6.0)
+    for step in range(1, 4):
+        layout = opt.gradients(params[0].layout)
+        params, state = opt.step([fs.device_put(grad, layout)], state, params)
+        expected = expected.lerp(torch.arange(6.0) - 0.5 * step * grad, 0.1)
+        torch.testing.assert_close(fs.unshard(optim.ema_params(state))[0], expected)
+
+
 def test_ema_averages_parameters_after_each_step():
     params, steps = example(torch.float64)
     opt = optim.chain(optim.clip_by_value(1.0), optim.ema(optim.sgd(0.1, fused=False), 0.9))

@@ -15,24 +15,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import Tensor, UntypedStorage, nn
 
 from fshard.checkpoint.copying import Span
-from fshard.checkpoint.files import attempt, bytes_of, disk, make_folder
-from fshard.checkpoint.foreign.formats import DTYPE_OF, PEFT, PEFT_CONFIG, SAFETENSORS, block_of, views
+from fshard.checkpoint.files import DTYPES, attempt, bytes_of, disk, make_folder
+from fshard.checkpoint.foreign.formats import PEFT, PEFT_CONFIG, SAFETENSORS, block_of
 from fshard.checkpoint.names import build, leaves_of, name_of, opened
 from fshard.checkpoint.save import next_token, snapshot, write
 from fshard.checkpoint.source import OwnFolder, Source, Target
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import pmax
 from fshard.mesh.layout import PyTree
+from fshard.mesh.layout.arithmetic import strides
 from fshard.mesh.runtimes.launchers import process_count, process_index
 from fshard.mesh.spmd.scope import here
 from fshard.transforms.module.lora import LowRank
@@ -43,7 +45,6 @@ Merging = tuple[LowRank, str, str]
 """A layer whose difference is added to its weight, and the names of both parts."""
 _TOGETHER = 4 << 20
 """Bytes of small arrays that are loaded at a time."""
-_DTYPES = {dtype: name for name, dtype in DTYPE_OF.items()}
 
 
 @torch.no_grad()
@@ -59,7 +60,7 @@ def export(
 ) -> None:
     """Write arrays in any layouts as a file or folder that other libraries read. Called by all processes.
 
-    Meanwhile the disk has a second copy of them beside the target, for "torch" and "dcp" a third.
+    Meanwhile the disk has two more copies of them beside the target, for "hf" one and a file.
 
     Args:
         path: a file ("torch", "safetensors"), which is replaced; else a folder, which must be new or empty.
@@ -193,11 +194,13 @@ def convert(content: Content, target: Path, to: Format, config: Any = None, shar
     made, scratch = folder / "made", folder / "arrays"
     names = sorted(content.own, key=lambda name: -content.source.arrays[name].dtype.itemsize)  # aligned
     writers: dict[Format, Callable[[], None]] = {
-        "hf": lambda: _write_folder(made, content, _hf_files(content, names, shard_size), "config.json", config),
+        "hf": lambda: _write_folder(
+            made, scratch, content, _hf_files(content, names, shard_size), "config.json", config
+        ),
         "dcp": lambda: _write_dcp(made, _mapped_tree(scratch, content)),
-        "torch": lambda: _write_torch(made, _mapped_tree(scratch, content)),
-        "safetensors": lambda: _write_safetensors(made, content, names),
-        "peft": lambda: _write_folder(made, content, {PEFT: names}, PEFT_CONFIG, config),
+        "torch": lambda: torch.save(_mapped_tree(scratch, content), made),
+        "safetensors": lambda: _write_safetensors(made, scratch, content, names),
+        "peft": lambda: _write_folder(made, scratch, content, {PEFT: names}, PEFT_CONFIG, config),
     }
 
     def act() -> None:
@@ -223,7 +226,11 @@ def _validate_export(target: Path, to: Format, content: Content) -> None:
     source.check()
     wrong = [f"{name} is a {type(value).__name__}" for name, (_, value) in source.values.items()]
     dtypes = {name: source.arrays[name].dtype for name in content.own}
-    wrong += [f"{name} has dtype {dtype}" for name, dtype in dtypes.items() if dtype not in _DTYPES]
+    wrong += [
+        f"{name} has dtype {dtype}"
+        for name, dtype in dtypes.items()
+        if dtype not in DTYPES or dtype == torch.complex128
+    ]
     if wrong and to not in ("torch", "dcp"):
         text = "; ".join(wrong[:20])
         raise CheckpointError(f"export to {to!r}: arrays of the dtypes of safetensors are needed; {text}.")
@@ -232,25 +239,17 @@ def _validate_export(target: Path, to: Format, content: Content) -> None:
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def _write_safetensors(path: Path, content: Content, names: Sequence[str]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name in names:
-        _, shape, dtype = content.source.arrays[name]
-        place = [start, start := start + content.size(name)]
-        header[name] = {"dtype": _DTYPES[dtype], "shape": [*shape], "data_offsets": place}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.writelines(map(bytes_of, content.loaded(names)))
+def _write_safetensors(path: Path, scratch: Path, content: Content, names: Sequence[str]) -> None:
+    save_file(_mapped(scratch, content, names), path, metadata={"format": "pt"})
 
 
-def _write_folder(folder: Path, content: Content, files: Mapping[str, Sequence[str]], name: str, config: Any) -> None:
+def _write_folder(
+    folder: Path, scratch: Path, content: Content, files: Mapping[str, Sequence[str]], name: str, config: Any
+) -> None:
     """Write safetensors files, with an index if they are several, and a configuration."""
     folder.mkdir()
     for file, names in files.items():
-        _write_safetensors(folder / file, content, names)
+        _write_safetensors(folder / file, scratch, content, names)
     if len(files) > 1:
         where = {one: file for file, names in files.items() for one in names}
         index = {"metadata": {"total_size": sum(map(content.size, where))}, "weight_map": where}
@@ -267,21 +266,26 @@ def _hf_files(content: Content, names: Sequence[str], size: int) -> dict[str, Se
     return {**named} if len(groups) > 1 else {SAFETENSORS: names}
 
 
+def _mapped(path: Path, content: Content, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return arrays as tensors over a new file, which need no other memory."""
+    arrays = content.source.arrays
+    with path.open("wb") as file:
+        file.writelines(map(bytes_of, content.loaded(names)))
+    memory: Any = UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    ends = [*accumulate(map(content.size, names), initial=0)]
+    parts = [memory[start:end] for start, end in pairwise(ends)]
+    made = {name: torch.empty(0, dtype=arrays[name].dtype) for name in names}
+    for (name, x), part in zip(made.items(), parts, strict=True):
+        shape = arrays[name].shape
+        made[name] = x.set_(part, 0, shape, strides(shape)) if len(part) else x.reshape(shape)
+    return made
+
+
 def _mapped_tree(path: Path, content: Content) -> Any:
-    """Return a tree of tensors in a new file, which need no other memory, and values."""
-    own, arrays = content.own, content.source.arrays
-    with path.open("xb") as file:
-        file.writelines(map(bytes_of, content.loaded(own)))
-    starts = accumulate(map(content.size, own), initial=0)
-    places = [(start, arrays[name].dtype, arrays[name].shape) for start, name in zip(starts, own, strict=False)]
-    made = dict(zip(own, views(path, places), strict=True))
-    items = [(arrays[name].path, made[of]) for name, of in content.stored.items()]
+    """Return the tree of all arrays, mapped, and values."""
+    made = _mapped(path, content, content.own)
+    items = [(content.source.arrays[name].path, made[of]) for name, of in content.stored.items()]
     return build([*items, *content.source.values.values()])
-
-
-def _write_torch(path: Path, tree: Any) -> None:
-    with path.open("xb") as file:
-        torch.save(tree, file)
 
 
 def _write_dcp(folder: Path, tree: Any) -> None:

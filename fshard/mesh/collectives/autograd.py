@@ -19,6 +19,7 @@ from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack 
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
+from fshard.mesh.collectives.delivery import world_of
 from fshard.mesh.collectives.ledger import LedgerRow, active
 from fshard.mesh.collectives.moves import Alone, Move, Psum, Purpose, Pvary, Wired
 from fshard.mesh.runtimes.thread_state import batches_nested
@@ -171,12 +172,12 @@ class Bound(LinearMap):
         if isinstance(move, Alone):
             return tuple([move.local(x, group.index, group.size) for x in xs])
         self._record(xs)
-        return group.world.current().start(cast("Wired", move), xs, group, self.site, self.purpose).wait()  # (6)
+        return world_of(group).start(cast("Wired", move), xs, group, self.site, self.purpose).wait()  # (6)
 
     def start(self, xs: Tensors) -> Pending:
         """Write it into the ledger and begin."""
         self._record(xs)
-        return self.group.world.current().start(cast("Wired", self.move), xs, self.group, self.site, self.purpose)
+        return world_of(self.group).start(cast("Wired", self.move), xs, self.group, self.site, self.purpose)
 
     def _record(self, xs: Tensors) -> None:
         for ledger in active():

@@ -7,8 +7,9 @@ its arguments are kept: so a program has one peak on all runtimes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from fshard.ambient import ambient, setting
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Wired
-    from fshard.mesh.spmd.scope import Pending
+    from fshard.mesh.spmd.scope import Group, Pending, World
 
 
 def delivered(move: Wired, x: Tensor, n: int) -> Tensor:
@@ -56,40 +57,30 @@ class Delivery:
         return results
 
 
-def counted_start(start: Callable[..., Pending]) -> Callable[..., Pending]:
-    """Count the results of a world's `start`, while there is a limit."""
+def world_of(group: Group) -> World:
+    """Return the world that runs a group's collectives, or one that counts its results while there is a limit."""
+    world = group.world.current()
+    return cast("World", _CountedWorld(world)) if ambient.counters else world
 
-    @wraps(start)
-    def run(self: Any, move: Wired, xs: tuple[Tensor, ...], group: Any, *rest: Any) -> Pending:
-        if not ambient.counters or not xs:
-            return start(self, move, xs, group, *rest)
+
+@dataclass(frozen=True)
+class _CountedWorld:
+    """A world that counts results. The buffers of messages that are sent are left out."""
+
+    world: World
+
+    def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, *rest: Any) -> Pending:
+        start = partial(self.world.start, move, xs, group, *rest)
+        if not xs:
+            return start()
         with setting(counters=()):
             results = [delivered(move, x.detach().to("meta"), group.size) for x in xs]
-        return Delivery(xs, results, lambda: start(self, move, xs, group, *rest))
+        return Delivery(xs, results, start)
 
-    return run
+    def receive(self, likes: tuple[Tensor, ...], *rest: Any) -> Pending:
+        receive = partial(self.world.receive, likes, *rest)
+        return Delivery(likes, likes, receive) if likes else receive()
 
-
-def counted_receive(receive: Callable[..., Pending]) -> Callable[..., Pending]:
-    """Count the results of a world's `receive`, while there is a limit."""
-
-    @wraps(receive)
-    def run(self: Any, likes: tuple[Tensor, ...], *rest: Any) -> Pending:
-        if not ambient.counters or not likes:
-            return receive(self, likes, *rest)
-        return Delivery(likes, likes, lambda: receive(self, likes, *rest))
-
-    return run
-
-
-def uncounted_send(send: Callable[..., None]) -> Callable[..., None]:
-    """Leave out the buffers of messages."""
-
-    @wraps(send)
-    def run(*args: Any) -> None:
-        if not ambient.counters:
-            return send(*args)
+    def send(self, *args: Any) -> None:
         with setting(counters=()):
-            return send(*args)
-
-    return run
+            self.world.send(*args)

@@ -14,12 +14,12 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from io import StringIO
 from typing import TYPE_CHECKING, NamedTuple
 
 from fshard.ambient import ambient, setting
 from fshard.mesh.layout.kinds import MEMORIES, Memory
 from fshard.source import Site
+from fshard.tables import Tabular
 
 if TYPE_CHECKING:  # it is imported where a table is shown
     from rich.table import Table
@@ -46,8 +46,8 @@ class Entry:
     bytes: Fraction = Fraction(0)
 
 
-@dataclass
-class Ledger:
+@dataclass(repr=False)
+class Ledger(Tabular):
     """The bytes that were sent while the ledger was open.  Prints as a table; see `ledger`.
 
     `devices` maps the number of a device to its rows: all devices on a virtual mesh, this process's own on a
@@ -136,36 +136,6 @@ class Ledger:
         for column in (2, 3):
             table.columns[column].justify = "right"
         return table
-
-    def __str__(self) -> str:
-        return as_text(self.table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())
-
-
-_STYLE = "line-height:1.2;font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
-
-
-def as_text(table: Table, width: int = 110) -> str:
-    """Return a rich table as plain text."""
-    from rich.console import Console
-
-    console = Console(file=StringIO(), width=width, force_terminal=False, force_jupyter=False, color_system=None)
-    with console.capture() as shown:
-        console.print(table)
-    return shown.get().rstrip()
-
-
-def as_html(table: Table, width: int = 110) -> str:
-    """Return a rich table as HTML, for notebooks."""
-    from rich.console import Console
-
-    console = Console(file=StringIO(), width=width, record=True, force_jupyter=False)
-    console.print(table)
-    return console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
 
 
 def _number(count: Fraction) -> str:

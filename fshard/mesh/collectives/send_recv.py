@@ -15,6 +15,7 @@ import torch
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.api import check_index
 from fshard.mesh.collectives.autograd import LinearMap, Tensors
+from fshard.mesh.collectives.delivery import world_of
 from fshard.mesh.collectives.ledger import LedgerRow, active
 from fshard.mesh.collectives.moves import Permute, Purpose
 from fshard.mesh.collectives.on_trees import CollectiveCall, Handle, LeafBatch, batched, collective, tensors_of
@@ -32,7 +33,7 @@ def dispatch(xs: Tensors, group: Group, to: int, site: Site, purpose: Purpose = 
             LedgerRow("send", group.axes, site._replace(leaves=())),
             pair.sent(size, group.index, group.size),
         )
-    group.world.current().send(xs, group, to, site, purpose)
+    world_of(group).send(xs, group, to, site, purpose)
 
 
 class _Message(LinearMap):
@@ -78,7 +79,7 @@ class Receive(_Message):
 
     def run(self, xs: Tensors) -> Tensors:
         likes = self.likes if self.from_token else xs
-        world = self.group.world.current()
+        world = world_of(self.group)
         return world.receive(likes, self.group, self.source, self.site, self.purpose).wait()
 
     def transposed(self) -> LinearMap:

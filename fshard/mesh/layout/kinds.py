@@ -25,7 +25,7 @@ Memory = Literal["device", "host", "disk"]
 MEMORIES: tuple[Memory, ...] = get_args(Memory)
 
 makers: dict[Memory, Callable[[Sequence[int], torch.dtype], Tensor]] = {}
-"""Functions that make a tensor, where that is not torch's: of "disk", by `fshard.memory`, which is above this package."""
+"""Functions that make a tensor on disk, or in host memory beside a GPU: of `fshard.memory`, which is above this package."""
 _kinds: WeakKeyDictionary[torch.UntypedStorage, Memory] = WeakKeyDictionary()
 
 
@@ -71,19 +71,22 @@ def owned_by(device: int) -> AbstractContextManager[None]:
     return setting(owner=device) if ambient.counters else nullcontext()
 
 
+def _has_maker(memory: Memory, device_type: str) -> bool:
+    """Return True if tensors in a memory of a device of this type are not made by torch."""
+    return memory in makers and device_type in {"host": ("cuda",), "disk": ("cpu", "cuda")}[memory]
+
+
 def empty_in(memory: Memory, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> Tensor:
     """Return an uninitialised tensor in a memory of a device of this type."""
     with setting(memory=memory):
-        if memory in makers and device_type != "meta":
+        if _has_maker(memory, device_type):
             return mark_memory(makers[memory](shape, dtype), memory)
-        is_pinned = memory == "host" and device_type == "cuda"
-        device = "cpu" if is_pinned else device_type
-        return mark_memory(torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=is_pinned), memory)
+        return mark_memory(torch.empty(tuple(shape), dtype=dtype, device=device_type), memory)
 
 
 def copy_in(memory: Memory, x: Tensor, device_type: str) -> Tensor:
     """Return a contiguous copy in a memory of a device of this type."""
-    if memory in makers or x.device.type != ("cpu" if memory == "host" and device_type == "cuda" else device_type):
+    if _has_maker(memory, device_type) or x.device.type != device_type:
         return empty_in(memory, x.shape, x.dtype, device_type).copy_(x)
     with setting(memory=memory):
         return mark_memory(x.clone(memory_format=torch.contiguous_format), memory)

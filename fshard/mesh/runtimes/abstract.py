@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fshard.mesh.collectives.delivery import counted_receive, counted_start, delivered, uncounted_send
+from fshard.mesh.collectives.delivery import delivered
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
@@ -54,16 +54,13 @@ class AbstractWorld(OneProcessWorld):
         """Return itself: it has no state."""
         return self
 
-    @counted_start
     def start(self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values") -> Done:
         """Return tensors of the shapes that the collective would return."""
         return Done(tuple(delivered(move, x.to("meta"), group.size) for x in xs))
 
-    @uncounted_send
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
         """Send nothing: there is no receiver."""
 
-    @counted_receive
     def receive(
         self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
     ) -> Done:

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MeshError, MismatchError
-from fshard.mesh.collectives.delivery import counted_receive, counted_start, uncounted_send
 from fshard.mesh.collectives.moves import uneven
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
@@ -115,7 +114,6 @@ class ProcessWorld:
 
     # -- collectives --------------------------------------------------------------------------------------------
 
-    @counted_start
     def start(
         self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values"
     ) -> Pending:
@@ -151,7 +149,6 @@ class ProcessWorld:
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    @uncounted_send
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
         """Send tensors as one buffer, which is kept alive until it is sent."""
         call = CallInfo(None, xs, group, site, purpose, is_send=True)
@@ -165,7 +162,6 @@ class ProcessWorld:
         transport, index = self._message_transport(group, to, xs[0].device, is_send=True)
         transport.start(transport.send(xs, index, call), call)
 
-    @counted_receive
     def receive(
         self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
     ) -> Pending:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from fshard.ambient import inherit, inherited
 from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
-from fshard.mesh.collectives.delivery import counted_receive, counted_start, uncounted_send
 from fshard.mesh.collectives.ledger import active
 from fshard.mesh.collectives.moves import Purpose, describe, named, uneven
 from fshard.mesh.layout import dtype_name
@@ -303,7 +302,6 @@ class VirtualWorld(OneProcessWorld):
             )
         return self
 
-    @counted_start
     def start(
         self, move: Wired, xs: tuple[Tensor, ...], group: Group, site: Site, purpose: Purpose = "values"
     ) -> Arrival | Done:
@@ -343,7 +341,6 @@ class VirtualWorld(OneProcessWorld):
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    @uncounted_send
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
         """Put copies into the mail; the sender runs on."""
         if self._stopping:
@@ -354,7 +351,6 @@ class VirtualWorld(OneProcessWorld):
         if route in self.listening:
             self._ready.append(self.listening.pop(route))
 
-    @counted_receive
     def receive(
         self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
     ) -> Parcel:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fshard.errors import PromiseError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors
+from fshard.mesh.collectives.delivery import world_of
 from fshard.mesh.collectives.moves import AllGather, Broadcast
 from fshard.mesh.layout import as_written
 from fshard.mesh.spmd.scope import Group
@@ -22,7 +23,7 @@ from fshard.source import Site
 
 def gather_all(row: Tensor, group: Group, site: Site) -> Tensor:
     """Gather a row of every device of a group, uncounted. (numbers) -> (devices, numbers)"""
-    return group.world.current().start(AllGather(0, True), (row[None],), group, site).wait()[0].cpu()
+    return world_of(group).start(AllGather(0, True), (row[None],), group, site).wait()[0].cpu()
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Guard(LinearMap):
     def run(self, xs: Tensors) -> Tensors:
         if self.forward:
             plain = tuple(x.detach() for x in xs)
-            firsts = self.group.world.current().start(FirstOf(), plain, self.group, self.site).wait()
+            firsts = world_of(self.group).start(FirstOf(), plain, self.group, self.site).wait()
             equal = [float(_equal(x, first)) for x, first in zip(plain, firsts, strict=True)]
             verdicts = gather_all(torch.tensor(equal, device=xs[0].device), self.group, self.site)
             for index, verdict in enumerate(verdicts.T):

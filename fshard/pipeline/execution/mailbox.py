@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.mesh.collectives.delivery import world_of
 from fshard.mesh.collectives.send_recv import dispatch
 from fshard.mesh.spmd.scope import Group, Pending
 from fshard.pipeline.execution.route import Message
@@ -82,7 +83,7 @@ class Mailbox:
         forms: Forms | None,
     ) -> None:
         self._group, self._site, self._device, self._keys, self._forms = group, site, device, keys, forms
-        self._world: Any = group.world.current()
+        self._world: Any = world_of(group)
         self._expected = {source: deque(messages) for source, messages in receives.items()}
         self._started: dict[int, tuple[MessageForm, list[Pending]]] = {}
         self._arrived: dict[Message, Content] = {}

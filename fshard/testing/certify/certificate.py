@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from rich.table import Table
 
-from fshard.mesh.collectives.ledger import as_html, as_text
 from fshard.mesh.layout import Mesh
+from fshard.tables import Tabular
 
 Verdict = Literal["EXACT", "BOUNDED", "DIVERGENT", "INCONCLUSIVE"]
 
@@ -33,8 +33,8 @@ def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
     return min(stage, key=lambda row: (row.step, row.verdict != "DIVERGENT"), default=None)
 
 
-@dataclass(frozen=True)
-class Certificate:
+@dataclass(frozen=True, repr=False)
+class Certificate(Tabular):
     """A row for every stage and leaf; prints as a table.  See `certify` and `certify_module`."""
 
     mesh: Mesh
@@ -75,11 +75,3 @@ class Certificate:
         for column in (3, 4):
             table.columns[column].justify = "right"
         return table
-
-    def __str__(self) -> str:
-        return as_text(self.table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())

@@ -36,7 +36,7 @@ from fshard.transforms.fsdp.units import Order, UnitPlan
 from fshard.transforms.module.lazy import draw, fill, reserved
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import Choice, named, parts_of
-from fshard.transforms.shard_params import Rules, layouts_of
+from fshard.transforms.shard_params import Rules, layouts_of, put_all
 
 
 class StageLeaves(NamedTuple):
@@ -290,15 +290,10 @@ def place_stages(
     refuse_unfit("shard_stages", len(trees), mesh, schedule, axis)
     layouts = layouts_of(trees, P() if rules is None else rules, mesh, frozen, "shard_stages", memory)
     _refuse_placed(trees, layouts, mesh, axis, schedule.placement)
-    rest, done, result = iter(layouts), dict[tuple[int, ...], Any](), list[PyTree]()
-    for coordinate, tree in zip(schedule.placement, trees, strict=True):
-        leaves, structure = flatten(tree)
-        for leaf in leaves:
-            layout = at_coordinate(next(rest), axis, coordinate)
-            if key_of(leaf) not in done:
-                done[key_of(leaf)] = put(leaf.detach() if isinstance(leaf, Tensor) else leaf, layout)
-        result.append(unflatten(structure, [done[key_of(leaf)] for leaf in leaves]))
-    return result
+    coordinates = [x for x, tree in zip(schedule.placement, trees, strict=True) for _ in flatten(tree)[0]]
+    leaves, structure = flatten([*trees])
+    local = (at_coordinate(layout, axis, x) for layout, x in zip(layouts, coordinates, strict=True))
+    return unflatten(structure, put_all(leaves, local, put))
 
 
 def has_stages(mesh: Mesh, schedule: Schedule, axis: str) -> list[bool]:

@@ -1,0 +1,37 @@
+"""Values that are shown as tables: as text, and as HTML in notebooks."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_WIDTH = 110
+_STYLE = "line-height:1.2;font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
+
+
+class Tabular:
+    """A value that is printed as its table."""
+
+    def table(self) -> Table:
+        """Return the value as a rich table."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self._printed().export_text().rstrip()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return self._printed().export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
+
+    def _printed(self) -> Console:
+        from rich.console import Console
+
+        console = Console(file=StringIO(), width=_WIDTH, record=True, force_jupyter=False)
+        console.print(self.table())
+        return console
