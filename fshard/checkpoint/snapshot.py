@@ -17,6 +17,7 @@ from fshard.checkpoint.names import NamedLeaf, is_array, is_object, leaves_of, o
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, PyTree
 from fshard.mesh.layout.host_copies import start_read
+from fshard.mesh.layout.kinds import empty_in, owned_by
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.runtimes.launchers import process_count, process_index
@@ -51,8 +52,9 @@ class TreeSnapshot:
         for device, ranges in self.shares.items():
             size = sum(one.values.nbytes for one in ranges)
             if device not in staging or len(staging[device]) < size:
-                pinned = any(one.values.is_cuda for one in ranges)
-                staging[device] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+                kind = "cuda" if any(one.values.is_cuda for one in ranges) else "cpu"
+                with owned_by(device):
+                    staging[device] = empty_in("host", (size,), torch.uint8, kind)
             parts = staging[device][:size].split([one.values.nbytes for one in ranges])
             copies = [part.view(one.values.dtype) for part, one in zip(parts, ranges, strict=True)]
             shares[device] = [one._replace(values=own) for one, own in zip(ranges, copies, strict=True)]
