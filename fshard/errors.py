@@ -72,7 +72,7 @@ class OptimizerError(FshardError, ValueError):
 
 
 class MemoryLimitError(FshardError, RuntimeError):
-    """An allocation beyond a limit of `fs.memory.limit`."""
+    """An allocation beyond a limit of `fs.memory.limit`, or beyond the memory of the host."""
 
 
 class PolicyError(FshardError, ValueError):

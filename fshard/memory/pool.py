@@ -7,6 +7,7 @@ mapped here in pages, registered with CUDA, and unregistered when the last tenso
 from __future__ import annotations
 
 import mmap
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fshard.errors import MemoryLimitError
 
 
 class Pool:
@@ -49,11 +52,25 @@ def empty_on_host(shape: Sequence[int], dtype: torch.dtype, *, locked: bool) -> 
     nbytes = prod(shape) * dtype.itemsize
     if not locked or not nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
+    if nbytes > (free := _free_bytes()):  # to lock more would end the process
+        raise MemoryLimitError(
+            f"the host must have {nbytes:,} more bytes of memory for a tensor of shape {tuple(shape)}; got {free:,}. Store "
+            'less on the host, or use memory="disk" or state_memory="disk".'
+        )
     memory = _LockedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     x = torch.frombuffer(memory, dtype=torch.uint8)
     torch.cuda.check_error(_cuda().cudaHostRegister(x.data_ptr(), nbytes, 0))
     memory.address = x.data_ptr()
     return x.view(dtype).view(tuple(shape))
+
+
+def _free_bytes() -> int:
+    """Return the bytes of memory that Linux can still give; elsewhere the largest number."""
+    try:
+        with open("/proc/meminfo", encoding="utf-8") as lines:
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return sys.maxsize
 
 
 def _cuda() -> Any:

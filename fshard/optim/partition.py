@@ -59,6 +59,7 @@ class Partitioned(NamedTuple):
     gradients: Callable[[Layout], Layout]
     stage: Stage
     compression: Compression | None = None
+    state_memory: Memory = "device"
 
 
 def partition_optimizer(
@@ -172,6 +173,7 @@ def partition_optimizer(
         opt.loss_scale,
         lambda layout: of_gradients(shard_layout(layout, axes) if is_divided else layout),
         stage,
+        state_memory=state_memory,
     )
     return partitioned if compress is None else _compressed(partitioned, compress, mesh, axes if is_divided else ())
 
@@ -301,13 +303,17 @@ def _validate_mesh(at: Leaves, leaves: list[Leaf], mesh: Mesh, *, plain: bool = 
 
 
 def _validate_memory(at: Leaves, stage: Stage) -> None:
-    """Raise with the first parameter in other memory, which only stage 3 fetches before its use."""
-    for path, leaf in zip(at.paths, at.leaves, strict=True):
-        if stage < 3 and isinstance(leaf, Sharded) and leaf.layout.memory != "device":
-            raise OptimizerError(
-                f"partition_optimizer: stage must be 3 for parameters in other memory; got {stage}, and "
-                f"{path or 'the leaf'} is {kind_of(leaf)}. Leave memory= out of shard_params, or write stage=3."
-            )
+    """Raise with the parameters in other memory, which only stage 3 fetches before their use."""
+    away = [
+        f"{path or 'the leaf'} in {x.layout.memory} memory"
+        for path, x in zip(at.paths, at.leaves, strict=True)
+        if stage < 3 and isinstance(x, Sharded) and x.layout.memory != "device"
+    ]
+    if away:
+        raise OptimizerError(
+            f"partition_optimizer: stage must be 3 for parameters in other memory; got {stage}, and {', '.join(away)}. "
+            "Leave memory= out of shard_params, or write stage=3."
+        )
 
 
 def _shards_to_collect(

@@ -143,6 +143,12 @@ def train_step(
         raise ValueError(
             "train_step: reproducible must be False with compress=, whose sums depend on the mesh; got True."
         )
+    if getattr(opt, "state_memory", "device") == "disk" and (not donate or how.slices is not None):
+        raise ValueError(
+            "train_step: state on disk is written in place, so donate must be True and reproducible False; got "
+            f"donate={donate} and reproducible={how.slices is not None}. Write train_step(..., donate=True), or "
+            'state_memory="host".'
+        )
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
     if how.slices is not None:  # torch's fused kernels round differently where a shard ends; updates do without them
         write = step_of(Optimizer(opt.init, opt.update))

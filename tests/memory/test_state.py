@@ -146,9 +146,13 @@ def test_updates_leave_state_as_it_was(disk_folder, update_on):
     assert same_bits((updates, after, {}), (*expected, {})) and all(map(torch.equal, bits(state), before))
 
 
-def test_state_on_disk_needs_donation(disk_folder):
+def test_state_on_disk_is_not_copied(disk_folder):
+    """By a pure step, which is what `train_step` takes without donate=True."""
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params({"w": torch.ones(4)}, fs.fsdp("data"), mesh=mesh)
+    opt = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis="data", stage=3, state_memory="disk")
     with pytest.raises(OptimizerError, match=r"on disk must be updated in place.*donate=True"):
-        trained("disk", "device", **CASE, donate=False)
+        optim.pure_step(opt)(params, opt.init(params), params)
 
 
 @pytest.mark.parametrize(
