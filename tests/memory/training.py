@@ -35,6 +35,7 @@ OPTIMIZERS = {
     "plain": PLAIN,
     "masters of plain": optim.with_master_weights(PLAIN),
     "chain of plain": optim.chain(PLAIN, optim.scale(0.5), optim.sgd(0.1, momentum=0.9)),
+    "class of torch": optim.from_torch(torch.optim.RMSprop, lr=0.05, momentum=0.5, centered=True),
 }
 CASE = {"name": "adamw", "n": 2, "stage": 3, "half": False, "clips": False, "fp16": False, "microbatches": 1}
 
