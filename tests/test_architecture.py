@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "explore": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "report": GROUND | {"mesh"},
     "testing": GROUND | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it uses the public API
-    "doctor": GROUND | {"mesh", "launching", "testing", "fshard"},
+    "doctor": GROUND | {"mesh", "memory", "launching", "testing", "fshard"},
     "command": {"errors", "launching", "doctor", "checkpoint"},  # the command line
     "__main__": {"command"},
     "fshard": GROUND
