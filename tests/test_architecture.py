@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "pipeline": GROUND | {"mesh"},
     "comm": GROUND | {"mesh", "optim", "transforms"},
     "nn": {"transforms"},
-    "booster": GROUND | {"mesh", "transforms", "optim", "comm", "pipeline", "tensor", "checkpoint"},
+    "booster": GROUND | {"mesh", "memory", "transforms", "optim", "comm", "pipeline", "tensor", "checkpoint"},
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "launching": GROUND | {"mesh"},
     "explore": GROUND | {"mesh", "transforms", "optim", "pipeline"},
