@@ -5,6 +5,7 @@ _WORDS = {
     "fs.ZeroPlugin(stage=1 or 2)": ("LowLevelZeroPlugin",),
     "fs.FSDPPlugin()": ("TorchFSDPPlugin", "GeminiPlugin"),
     'fs.FSDPPlugin(unit="blocks[*]")': ("fully_shard",),
+    'offload="host"': ("cpu_offload", "offload_policy", "CPUOffloadPolicy"),
     "tensor=2, sample=batch": ("tp_size",),
     "pipeline=2": ("pp_size",),
     "sequence=2": ("sp_size",),

@@ -1,7 +1,9 @@
 """The blocks of every guide run in order, and print what the guide shows. As a script, this file writes the outputs."""
 
+import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ def outputs(guide):
     text, names = guide.read_text(), {"__name__": "guide"}
     found = SHOWN.findall(text)
     assert [block for block, _ in found] == python_blocks(text)
-    return [(run_block(block, names, guide), shown) for block, shown in found]
+    with mock.patch.dict(os.environ):
+        return [(run_block(block, names, guide), shown) for block, shown in found]
 
 
 def without_trailing_spaces(text):

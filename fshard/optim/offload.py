@@ -14,7 +14,7 @@ from typing import Any, get_args
 import torch
 
 from fshard.errors import OptimizerError
-from fshard.memory.kinds import Purpose, purpose
+from fshard.memory.kinds import Purpose, claim, purpose
 from fshard.memory.state import (
     Offload,
     Update,
@@ -110,6 +110,7 @@ def _stepping_on_host(step: Update, mesh: Mesh) -> Update:
         for i in indices:
             with purpose(name):
                 buffers[name, i] = _buffer_like(leaves[i], buffers.get((name, i)), mesh)
+        claim([buffers[name, i] for i in indices], name)  # those of an earlier step
         return [buffers[name, i] for i in indices]
 
     def sent(name: Purpose, leaves: list[Leaf], indices: list[int]) -> dict[int, Leaf]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import LayoutError, OptimizerError
-from fshard.memory.kinds import made_for
+from fshard.memory.kinds import claim, made_for
 from fshard.memory.state import UpdateOn
 from fshard.mesh.layout import Layout, Memory, Mesh, P, PyTree
 from fshard.mesh.layout.sharded import Sharded
@@ -127,6 +127,7 @@ def partition_optimizer(
     @uncompiled
     @made_for("state")
     def init(params: PyTree) -> PyTree:
+        claim(params, "parameters")  # state counts for their devices
         at = Leaves.of(params)
         _validate_mesh(at, at.leaves, mesh, plain=not is_divided)
         _validate_memory(at, stage)

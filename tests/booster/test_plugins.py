@@ -163,6 +163,7 @@ ERRORS = {
     ),
     "clipping": (lambda: fs.FSDPPlugin(max_norm=1.0), TypeError, r"use booster.clip_grad_norm\(optimizer, max_norm\)"),
     "saving": (lambda: fs.Booster().save_optimizer(SAVED, "x", shard=True), TypeError, r"no 'shard' \(use fs.export\("),
+    "offload": (lambda: fs.ZeroPlugin(cpu_offload=True), TypeError, "no 'cpu_offload' .use offload=\"host\""),
     "no keyword": (lambda: fs.FSDPPlugin(nothing=1), TypeError, "unexpected keyword argument 'nothing'"),
     "an option": (
         lambda: fs.DDPPlugin(options={"max_norm": 1.0}),

@@ -50,6 +50,7 @@ def test_views_are_copied_at_their_offsets(disk_folder):
 
 
 def test_files_are_reserved_unlinked_and_freed(disk_folder):
+    gc.collect()  # of earlier tests
     before = descriptors()
     x = empty_on_disk((1 << 20,), torch.float32)
     assert os.fstat(file_of(x).descriptor).st_blocks * 512 >= 1 << 22

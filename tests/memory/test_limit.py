@@ -313,3 +313,14 @@ def test_claim_counts_a_storage_that_was_resized():
         x.untyped_storage().resize_(64)
         fs.memory.claim({"x": x}, "buffers")
         assert used.now() == used.peak("device", "buffers") == 64
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_state_counts_for_the_devices_of_parameters_from_before(runtime):
+    """Each device has half of the state, two of 16 bytes, and two counts."""
+    mesh = fs.make_mesh({"data": 2}, runtime=runtime)
+    params = fs.shard_params({"w": torch.ones(8)}, fs.fsdp("data"), mesh=mesh)
+    for opt in (fs.optim.adamw(), fs.partition_optimizer(fs.optim.adamw(), mesh=mesh, axis="data", stage=3)):
+        with fs.memory.limit() as used:
+            state = opt.init(params)
+        assert used.peak("device", "state") == 2 * 16 + 8 + 4 and used.peak() == 16 + 44 and state

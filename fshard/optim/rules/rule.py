@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
-from fshard.memory.kinds import made_for
+from fshard.memory.kinds import claim, made_for
 from fshard.memory.state import stored
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import key_of
@@ -57,6 +57,7 @@ def optimizer_of_rule(
 
     @made_for("state")
     def init(params: PyTree) -> PyTree:
+        claim(params, "parameters")  # state counts for their devices
         at, zero = Leaves.of(params), torch.zeros(())
         check(at)
         makers = {"step": lambda leaf: zero} | {
