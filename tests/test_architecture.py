@@ -42,13 +42,13 @@ MAY_IMPORT = {
     "pipeline": GROUND | {"mesh"},
     "comm": GROUND | {"mesh", "optim", "transforms"},
     "nn": {"transforms"},
-    "booster": GROUND | {"mesh", "transforms", "optim", "comm", "pipeline", "tensor", "checkpoint"},
+    "booster": GROUND | {"mesh", "memory", "transforms", "optim", "comm", "pipeline", "tensor", "checkpoint"},
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "launching": GROUND | {"mesh"},
     "explore": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "report": GROUND | {"mesh"},
     "testing": GROUND | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it uses the public API
-    "doctor": GROUND | {"mesh", "launching", "testing", "fshard"},
+    "doctor": GROUND | {"mesh", "memory", "launching", "testing", "fshard"},
     "command": {"errors", "launching", "doctor", "checkpoint"},  # the command line
     "__main__": {"command"},
     "fshard": GROUND

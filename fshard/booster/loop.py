@@ -27,6 +27,7 @@ from fshard.booster.loader import DeviceState
 from fshard.booster.model import BoostedModel, refuse_outside
 from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
+from fshard.memory.kinds import claim, purpose
 from fshard.mesh.layout import Mesh, PyTree, Structure, flatten, unflatten
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import as_one_device, local_devices, resolve_mesh
@@ -60,7 +61,7 @@ def as_device(method: Callable[Concatenate[LoopModel, Args], Result]) -> Callabl
     def run(self: LoopModel, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
         refuse_outside(self.mesh)
         scope = as_one_device(resolve_mesh(self.mesh), mapped=self.mesh.axis_names)
-        with deterministic(self.is_reproducible, self.mesh.device_type), scope:
+        with deterministic(self.is_reproducible, self.mesh.device_type), scope, purpose("activations"):
             return method(self, *args, **kwargs)
 
     return run
@@ -164,6 +165,7 @@ class LoopModel(BoostedModel):
     def _begin(self, mesh: Mesh) -> _Step:
         """Begin a step: make the parameters available."""
         leaves, structure = flatten(self.params)
+        claim(leaves, "parameters")
         firsts, indices = numbered(leaves)
         plans = self._gradient.plans_of(structure, leaves, indices, mesh, self._axes)
         shards, (device,) = [leaves[first].shards[0] for first in firsts], local_devices(mesh)

@@ -15,6 +15,7 @@ from fshard.booster.model import refusing
 from fshard.booster.plugins import Plugin
 from fshard.booster.stages import StagedModel
 from fshard.errors import OptimizerError
+from fshard.memory.kinds import claim
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
@@ -146,6 +147,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         model, opt, exact = self.model, self._partitioned(), self.model.is_reproducible
         step = None if exact else opt.step  # fused kernels round otherwise where a shard ends
+        claim(self.state, "state")
         with torch.no_grad(), deterministic(exact, model.mesh.device_type), exact_norms(exact):
             write = partial(step_of(Optimizer(opt.init, opt.update, step)), self.grads, self.state)
             params = model.params

@@ -18,7 +18,11 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.doctor.check import Trial, check_collectives
-from fshard.mesh.layout import Mesh
+from fshard.memory.disk import file_of
+from fshard.memory.transfers import Link
+from fshard.memory.transfers import start as begin
+from fshard.mesh.layout import Memory, Mesh
+from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.testing.oracles import ORACLES
 
@@ -27,6 +31,8 @@ TIMEOUT = 120.0
 SIZES = {1 << 10: 100, 1 << 20: 20, 1 << 24: 5}
 """Bytes per process, and repetitions."""
 WARM_UP = 3
+MOVED, MOVES = 1 << 26, 3
+"""Bytes of a transfer between memories, and repetitions."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Speed:
-    """Time of one collective: the bytes that each process held before and sent, and the seconds."""
+    """Time of one collective or transfer: the bytes that each process held before and sent, and the seconds."""
 
     collective: str
     held: int
@@ -78,7 +84,7 @@ def examine(device: str | None, by: str) -> Findings:
     count = fs.mesh.process_count()
     mesh = fs.make_mesh({"all": count}, runtime="process", device=device, timeout=TIMEOUT)
     trials = tuple(check_collectives(mesh))
-    speeds = tuple(measure(mesh)) if count > 1 else ()
+    speeds = (*(measure(mesh) if count > 1 else ()), *transfer_speeds(mesh.device_type))
     return Findings(fs.mesh.process_index(), by, mesh.device_type, transport(mesh), machine(), speeds, trials)
 
 
@@ -144,3 +150,31 @@ def _timed(call: Callable[[Tensor], Any], elements: int, times: int, device: str
         wait()
         durations += [time.perf_counter() - start] * (number >= WARM_UP)
     return median(durations)
+
+
+def transfer_speeds(device: str) -> list[Speed]:
+    """Measure transfers between the host and a GPU, and between the host and the folder FSHARD_DISK, where they are."""
+    links: dict[str, tuple[Memory, Memory]] = {}
+    if device == "cuda":
+        links |= {"host to GPU": ("host", "device"), "GPU to host": ("device", "host")}
+    if os.environ.get("FSHARD_DISK"):
+        links |= {"host to disk": ("host", "disk"), "disk to host": ("disk", "host")}
+    return [Speed(name, MOVED, MOVED, _moved(device, *link)) for name, link in links.items()]
+
+
+def _moved(device: str, source: Memory, target: Memory) -> float:
+    """Return the seconds of a transfer; of a disk, without the copies of its files in memory."""
+    x, y = (empty_in(memory, (MOVED,), torch.uint8, device).fill_(1) for memory in (source, target))
+    durations: list[float] = []
+    for _ in range(1 + MOVES):
+        for file in filter(None, map(file_of, (x, y))):
+            os.fsync(file.descriptor)
+            os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        begin(x, y, Link(source, target, "process")).wait()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if (file := file_of(y)) is not None:
+            os.fsync(file.descriptor)
+        durations.append(time.perf_counter() - start)
+    return median(durations[1:])

@@ -56,8 +56,12 @@ class Offload:
     rounded: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def moves(self, memory: Memory | None) -> bool:
-        """Return True if leaves in a memory are moved to the update, and back; parameters stay where their layouts are."""
-        return memory not in (None, "device") and (memory == self.memory or memory != self.update_on)
+        """Return True if leaves in a memory are moved to the update."""
+        return memory not in (None, "device", self.update_on)
+
+    def stores(self, memory: Memory | None) -> bool:
+        """Return True if the next values of leaves in a memory are written there."""
+        return self.moves(memory) or memory == self.memory != "device"
 
     @torch.no_grad()
     def round(self, master: Tensor, home: Tensor) -> None:
@@ -197,7 +201,7 @@ def written_back(tree: PyTree, before: PyTree, offload: Offload, *, in_place: bo
         return x is not None and key_of(x) != key_of(home) and (in_place or home_of(x) != memory)
 
     memories = [home_of(home) for home in homes]
-    for memory in filter(offload.moves, MEMORIES):
+    for memory in filter(offload.stores, MEMORIES):
         there = [i for i, home in enumerate(memories) if home == memory]
         away = [i for i in there if must_move(leaves[i], homes[i], memory)]
         for i in away:

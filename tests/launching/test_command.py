@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -105,6 +106,24 @@ def test_doctor_under_a_launcher_examines_its_processes():
         "ppermute",
     ]
     assert max(map(len, lines)) <= 80 and "\x1b" not in said
+
+
+def test_doctor_measures_transfers_to_a_disk(capsys, request, monkeypatch):
+    folder = request.config.rootpath / "build" / "disk"  # /tmp may be memory
+    folder.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("FSHARD_DISK", str(folder))
+    assert main(["doctor", "--device", "cpu", "--processes", "1"]) == 0
+    rows = re.findall(
+        r"^  (host to disk|disk to host)  64 MiB (\d+\.\d\d) GiB/s *$", capsys.readouterr().out, re.MULTILINE
+    )
+    assert [name for name, _ in rows] == ["host to disk", "disk to host"]
+    assert all(0 < float(rate) < 100 for _, rate in rows)
+
+
+def test_doctor_finds_a_folder_that_is_no_disk(capsys, monkeypatch):
+    monkeypatch.setenv("FSHARD_DISK", "/proc")
+    assert main(["doctor", "--device", "cpu", "--processes", "1"]) == 1
+    assert "DiskError: FSHARD_DISK=/proc must be a writable folder" in " ".join(capsys.readouterr().out.split())
 
 
 def doctored_where_sums_are_wrong():

@@ -193,6 +193,28 @@ def test_peak_of_the_device_is_lower_by_what_is_elsewhere(disk_folder, name, off
     assert resident - peak == local <= elsewhere
 
 
+@pytest.mark.parametrize("name", ["zero 2", "fsdp"])
+def test_memory_of_a_loop_is_counted_by_purpose(name):
+    """What was made before the limit, too; and each purpose in its memory."""
+    make, axes, _ = PLUGINS[name]
+
+    def main():
+        model = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)])
+        booster = fs.Booster(make(offload="host"))
+        model, opt, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+        with fs.memory.limit() as used:
+            for step in range(2):
+                booster.backward(model(share(batch(step)[0])).square().mean(), opt)
+                opt.step()
+        return used
+
+    used, *_ = fs.run(main, mesh=fs.make_mesh(axes))
+    whole, half = 4 * 4 * 36, 4 * 2 * 36  # bytes of four matrices, and of a device's shards
+    assert used.peak("device", "parameters") == (whole if name == "zero 2" else 0)
+    assert used.peak("host", "parameters") == used.peak("host", "gradients") == half <= used.peak("host", "state") / 2
+    assert used.peak("device", "state") < 50 and used.peak("device", "activations")
+
+
 def is_same_in_process(folder, name, offload):
     os.environ["FSHARD_DISK"] = folder
     resident = looped(name)

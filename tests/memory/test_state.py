@@ -107,6 +107,18 @@ def test_three_groups_of_state_have_buffers(disk_folder, place):
     assert used.peak(update_on) - others == pytest.approx(3 * 2 * of_params / 16, rel=0.02)
 
 
+def test_state_that_is_updated_where_it_is_has_no_buffers():
+    """Beside it are buffers of gradients and parameters, of a device's 16 KiB each."""
+    mesh = fs.make_mesh({"data": 2})
+    params = fs.shard_params([torch.ones(1024) for _ in range(8)], fs.fsdp("data"), mesh=mesh)
+    opt = fs.partition_optimizer(
+        optim.adamw(0.1), mesh=mesh, axis="data", stage=3, state_memory="host", update_on="host"
+    )
+    with fs.memory.limit() as used, fs.ledger() as comm:
+        opt.step(params, opt.init(params), params)
+    assert used.peak("host") == (2 + 1 + 1) * 8 * 2048 and comm.moved("host", "host") == 0
+
+
 def test_network_totals_are_unchanged(disk_folder):
     for name in ("adamw", "muon"):
         case = CASE | {"name": name, "stage": 3, "clips": True}
