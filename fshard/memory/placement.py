@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from fshard.ambient import setting
 from fshard.errors import MemoryLimitError
 from fshard.memory.gaps import Gap, NotEnoughError, bytes_beyond, choose_gaps
 from fshard.memory.kinds import mark
@@ -76,7 +77,7 @@ class Placement(Tabular):
 
     def apply(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         """Return parameters and state in their memories; those that are there already are the same arrays."""
-        return _placed(params, "parameters", self.memories), _placed(state, "state", self.memories)
+        return in_memories(params, "parameters", self.memories), in_memories(state, "state", self.memories)
 
     def table(self) -> Table:
         """Return the groups that are in other memory, and the peaks, as a rich table."""
@@ -185,14 +186,10 @@ class _Measurement:
         self._mesh = replace(step.mesh, runtime="abstract", device_type="meta", ranks=None)
         self._step, self._made = step, step.on_mesh(self._mesh)
         self._trees, self._inputs = (params, state), inputs
-        self.sizes: dict[MemoryGroup, int] = {}
-        self._sharded: set[MemoryGroup] = set()
-        for role, tree in zip(get_args(Role), self._trees, strict=True):
-            arrays = {key_of(x): x for x in flatten(tree)[0] if isinstance(x, Sharded) and x.ndim}
-            for x in arrays.values():
-                group, shape = MemoryGroup(role, str(x.layout.unit)), x.layout.on(self._mesh).local_shape(x.shape, 0)
-                self.sizes[group] = self.sizes.get(group, 0) + prod(shape) * x.dtype.itemsize
-                self._sharded |= {group} if x.layout.spec.is_flat else set()
+        trees = dict(zip(get_args(Role), self._trees, strict=True))
+        self.sizes = group_sizes(trees)
+        arrays = [x for x in flatten(params)[0] if isinstance(x, Sharded)]
+        self._sharded = {x.layout.unit for x in arrays if x.layout.spec.is_flat}
 
     def memories(self, absent: Collection[MemoryGroup]) -> dict[MemoryGroup, Memory]:
         """Return the memory of each group, if some leave the device."""
@@ -210,12 +207,13 @@ class _Measurement:
     def measured(self, memories: Mapping[MemoryGroup, Memory]) -> tuple[MemoryUsage, Ledger]:
         """Run two steps, of which the second knows the order of units; return memory of both, and moves of the second."""
         metrics, comm = None, Ledger()
-        params, state = (
-            self._abstract(tree, partial(_memory_of, memories, role))
-            for role, tree in zip(get_args(Role), self._trees, strict=True)
-        )
-        inputs = [self._abstract(tree, lambda x: x.layout.memory) for tree in self._inputs]
-        with limit() as used:
+        with setting(counters=()):
+            params, state = (
+                self._abstract(tree, partial(_memory_of, memories, role))
+                for role, tree in zip(get_args(Role), self._trees, strict=True)
+            )
+            inputs = [self._abstract(tree, lambda x: x.layout.memory) for tree in self._inputs]
+        with setting(counters=()), limit() as used:
             for _ in range(2):
                 used.timeline.clear()
                 with ledger() as comm:
@@ -232,7 +230,7 @@ class _Measurement:
             if group.role == "state":  # the update has buffers for a few leaves of it
                 gaps += [Gap(group, size, -2, events + 1, 2.0 * size)] if on_device else []
                 continue
-            uses = [event for event, (unit, _) in enumerate(timeline) if unit == group.unit and group in self._sharded]
+            uses = [event for event, (unit, _) in enumerate(timeline) if unit == group.unit and unit in self._sharded]
             for begin, end in pairwise([*uses, *(events + use for use in uses[:1])]):
                 moves = 1 + (end >= events) + (end >= events and on_device)  # a fetch; after the update also a store
                 gaps.append(Gap(group, size, begin, end, float(moves * size)))
@@ -257,7 +255,17 @@ class _Measurement:
         return map_leaves(leaf, tree)
 
 
-def _placed(tree: PyTree, role: Role, memories: Mapping[MemoryGroup, Memory]) -> PyTree:
+def group_sizes(trees: Mapping[Role, PyTree]) -> dict[MemoryGroup, int]:
+    """Return the bytes of the groups of some trees on the first device, which has the most."""
+    sizes = dict[MemoryGroup, int]()
+    for role, tree in trees.items():
+        for x in {key_of(x): x for x in flatten(tree)[0] if isinstance(x, Sharded) and x.ndim}.values():
+            group = MemoryGroup(role, str(x.layout.unit))
+            sizes[group] = sizes.get(group, 0) + prod(x.layout.local_shape(x.shape, 0)) * x.dtype.itemsize
+    return sizes
+
+
+def in_memories(tree: PyTree, role: Role, memories: Mapping[MemoryGroup, Memory]) -> PyTree:
     """Return a tree whose arrays are in the memories of their groups."""
 
     layouts = map_leaves(
