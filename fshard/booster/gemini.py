@@ -1,7 +1,7 @@
 """`GeminiPlugin`: ZeRO 3 whose units of parameters and state are in host memory as far as device memory needs it.
 
 auto, a functional step    begins with all on the host; the first step's placement is that of `fs.memory.place`
-auto, torch's loop         begins with all on the host; after its first step, whose peak is known, what has room returns
+auto, torch's loop         begins with all on the host; after two steps, whose peak is known, what has room returns
 static                     fractions of parameters and state, in whole units
 """
 
@@ -112,7 +112,7 @@ class GeminiPlugin(ShardedPlugin):
         raise error
 
     def returned(self, params: PyTree, state: PyTree) -> tuple[UpdateOn, PyTree, PyTree]:
-        """Return where a loop updates from its second step on, and what has room on the device there: see `_room`."""
+        """Return where a loop updates from its third step on, and what has room on the device there: see `_room`."""
         mesh, sizes = self.default_mesh(), group_sizes({"parameters": params, "state": state})
         room, every = _room(_limit(self.device, mesh), mesh), sum(sizes.values())
         of_params = {group: size for group, size in sizes.items() if group.role == "parameters"}
@@ -120,7 +120,11 @@ class GeminiPlugin(ShardedPlugin):
             memories: dict[MemoryGroup, Memory] = dict.fromkeys(sizes, "device")
             return "device", in_memories(params, "parameters", memories), in_memories(state, "state", memories)
         returning = dict[MemoryGroup, Memory]()
+        is_alone = all(
+            mesh.shape[axis] == 1 for axis in self.zero_axes()
+        )  # then gradients stay until they fill a bucket
         for group, size in of_params.items():
+            size *= 1 + is_alone
             if size <= room:
                 returning[group], room = "device", room - size
         return "host", in_memories(params, "parameters", returning), state

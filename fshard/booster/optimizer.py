@@ -103,6 +103,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.optim, self._source, self._partitioned, self.model = optim, source, partitioned, model
         self._unplaced = plugin if isinstance(plugin, GeminiPlugin) and plugin.placement == "auto" else None
+        self._steps = 0
         self._grads: PyTree | None = None
         self.state: PyTree = self._partitioned().init(model.params)
         if isinstance(optim, torch.optim.Optimizer):
@@ -166,14 +167,15 @@ class BoostedOptimizer(torch.optim.Optimizer):
             params = model.params
             model.params, self.state = write(params) if model.replicas is None else model.combine(write)
         self._grads = None
-        if self._unplaced is not None:
+        self._steps += 1
+        if self._unplaced is not None and self._steps == 2:  # units are prefetched since the first one
             self._place(self._unplaced)
         if isinstance(self.optim, torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = True  # schedulers check that a step precedes theirs
         return loss
 
     def _place(self, plugin: GeminiPlugin) -> None:
-        """Return to the devices, after the first step, what has room there."""
+        """Return to the devices what has room there."""
         assert isinstance(self.model, LoopModel)
         update_on, self.model.params, self.state = plugin.returned(self.model.params, self.state)
         if update_on != plugin.update_on():

@@ -230,8 +230,10 @@ class _Measurement:
             if group.role == "state":  # the update has buffers for a few leaves of it
                 gaps += [Gap(group, size, -2, events + 1, 2.0 * size)] if on_device else []
                 continue
-            uses = [event for event, (unit, _) in enumerate(timeline) if unit == group.unit and unit in self._sharded]
-            for begin, end in pairwise([*uses, *(events + use for use in uses[:1])]):
+            uses = [event for event, (unit, _) in enumerate(timeline) if unit == group.unit] or [
+                0
+            ]  # [0]: of one device
+            for begin, end in pairwise([*uses, events + uses[0]]) if group.unit in self._sharded else ():
                 moves = 1 + (end >= events) + (end >= events and on_device)  # a fetch; after the update also a store
                 gaps.append(Gap(group, size, begin, end, float(moves * size)))
         return gaps
