@@ -10,6 +10,7 @@ from typing import Any
 
 from fshard import array, comm, errors, explore, memory, mesh, nn, optim, pipeline, report, tensor
 from fshard.booster.booster import Booster
+from fshard.booster.gemini import GeminiPlugin
 from fshard.booster.hybrid import HybridParallelPlugin
 from fshard.booster.parallel import parallel
 from fshard.booster.plugins import DDPPlugin, FSDPPlugin, ZeroPlugin
@@ -131,6 +132,7 @@ __all__ = [
     "DDPPlugin",
     "ZeroPlugin",
     "FSDPPlugin",
+    "GeminiPlugin",
     "HybridParallelPlugin",
     "parallel",
     # namespaces

@@ -3,7 +3,7 @@
 _WORDS = {
     "fs.DDPPlugin()": ("TorchDDPPlugin", "DistributedDataParallel"),
     "fs.ZeroPlugin(stage=1 or 2)": ("LowLevelZeroPlugin",),
-    "fs.FSDPPlugin()": ("TorchFSDPPlugin", "GeminiPlugin"),
+    "fs.FSDPPlugin()": ("TorchFSDPPlugin",),
     'fs.FSDPPlugin(unit="blocks[*]")': ("fully_shard",),
     'offload="host"': ("cpu_offload", "offload_policy", "CPUOffloadPolicy"),
     "tensor=2, sample=batch": ("tp_size",),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fshard.booster.checkpoint import Checkpointing
+from fshard.booster.gemini import GeminiPlugin
 from fshard.booster.loader import DeviceState, Loader
 from fshard.booster.loop import LoopModel
 from fshard.booster.model import BoostedModel, refuse_outside, shard_model, validate_not_boosted
@@ -21,6 +22,7 @@ from fshard.booster.optimizer import BoostedOptimizer, partitioned
 from fshard.booster.plugins import DDPPlugin, Plugin
 from fshard.booster.stages import Criterion, StagedModel, loss_of
 from fshard.errors import ModuleError, OptimizerError
+from fshard.memory.state import UpdateOn
 from fshard.mesh.collectives.api import psum
 from fshard.mesh.layout import PyTree, map_leaves
 from fshard.mesh.reshard.device_put import unshard
@@ -109,7 +111,7 @@ class Booster(Checkpointing):
             boosted = LoopModel(model, plugin, source, opt(), self._state)
         source.rebind(dict(model.named_parameters()))
         if optimizer is not None:
-            optimizer = BoostedOptimizer(optimizer, source, opt, boosted)
+            optimizer = BoostedOptimizer(optimizer, source, opt, boosted, plugin)
         if isinstance(dataloader, DataLoader):
             dataloader = Loader(dataloader, self.plugin.seed, self._state)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
@@ -224,11 +226,25 @@ class Booster(Checkpointing):
         if plugin.in_stages():
             options["loss"] = partial(loss_of, criterion)
         make: Any = partial(train_step, run if plugin.in_stages() else loss, donate=True, **options)
-        train = lru_cache(maxsize=1)(make)
+        train, current = lru_cache(maxsize=1)(make), list[Callable[[], Partitioned]]()
+
+        def placed(state: TrainState, batch: Any) -> TrainState:
+            """Place the first step of a `GeminiPlugin`."""
+            current.append(opt)
+            if not isinstance(plugin, GeminiPlugin) or plugin.placement == "static":
+                return state
+            at = {name: partitioned(plugin, source, name) for name in get_args(UpdateOn)}
+            trees = state.params, state.optimizer, state.buffers
+            name, params, optimizer = plugin.placed_step(lambda name: make(at[name]()), *trees, batch)
+            current[:] = [at[name]]
+            return state._replace(params=params, optimizer=optimizer)
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+            state = state if current else placed(state, batch)
             with keyed_random(plugin.seed, state.steps, 0):
-                params, optimizer, buffers, metrics = train(opt())(state.params, state.optimizer, state.buffers, batch)
+                params, optimizer, buffers, metrics = train(current[0]())(
+                    state.params, state.optimizer, state.buffers, batch
+                )
             return state._replace(params=params, optimizer=optimizer, buffers=buffers, steps=state.steps + 1), metrics
 
         self._steps.append(step)

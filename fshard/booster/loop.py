@@ -28,7 +28,7 @@ from fshard.booster.model import BoostedModel, refuse_outside
 from fshard.booster.plugins import Plugin
 from fshard.errors import MismatchError, ModuleError
 from fshard.memory.kinds import claim, purpose
-from fshard.mesh.layout import Mesh, PyTree, Structure, flatten, unflatten
+from fshard.mesh.layout import Layout, Mesh, PyTree, Structure, flatten, unflatten
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import as_one_device, local_devices, resolve_mesh
 from fshard.optim.partition import Partitioned
@@ -112,10 +112,15 @@ class LoopModel(BoostedModel):
     ) -> None:
         super().__init__(module, plugin, source)
         self._axes, self._state = plugin.replica_axes(), state
-        self._gradient = unstaged(self.function, gradients=opt.gradients, **plugin.gradient_options())
+        self._options = plugin.gradient_options()
+        self.set_gradients(opt.gradients)
         self._step: _Step | None = None
         self._gathers = 0  # a hash of the all-gathers without gradients, which devices compare in the next step
         self.set_buffers(self.module_buffers)
+
+    def set_gradients(self, layouts: Callable[[Layout], Layout]) -> None:
+        """Set the layouts of gradients, by those of parameters."""
+        self._gradient = unstaged(self.function, gradients=layouts, **self._options)
 
     def set_buffers(self, buffers: PyTree) -> None:
         self.module_buffers = buffers

@@ -62,7 +62,8 @@ def shard_model(
         run, params, buffers = module_function(model, **options) if plan is None else planned(plan, model, **options)
         trained = source.freeze_untrained({name: x for name, x in model.named_parameters() if name in params})
         rules = None if plan is None else {name: plan.spec(name) for name in trained}
-        params = apply_rules(_split(plan, trained), plugin.rules(rules), mesh, put=reserved, memory=memory)
+        params = apply_rules(_split(plan, trained), plugin.rules_of(trained, rules), mesh, put=reserved, memory=memory)
+        params = plugin.placed("parameters", params)
         buffers = {name: reserved(x, Layout(mesh)) if x.is_meta else x for name, x in buffers.items()}
         trees = [params, buffers] if mesh.runtime != "abstract" else []
     compare_inputs("boost", mesh, samples_of(dict([*model.named_parameters(), *model.named_buffers()])))

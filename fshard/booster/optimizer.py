@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from fshard.booster.full_state import full_state, loaded_state
+from fshard.booster.gemini import GeminiPlugin
 from fshard.booster.loop import LoopModel
 from fshard.booster.model import refusing
 from fshard.booster.plugins import Plugin
 from fshard.booster.stages import StagedModel
 from fshard.errors import OptimizerError
 from fshard.memory.kinds import claim
+from fshard.memory.state import UpdateOn
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal
@@ -31,23 +34,30 @@ from fshard.optim.torch_optim.instances import OptimizerSource, TorchSource
 from fshard.uncompiled import uncompiled
 
 
-def partitioned(plugin: Plugin, source: OptimizerSource) -> Callable[[], Partitioned]:
+def partitioned(
+    plugin: Plugin, source: OptimizerSource, update_on: UpdateOn | None = None
+) -> Callable[[], Partitioned]:
     """Return a function that shards an optimizer's state and work, with its current options."""
-    cached = lru_cache(maxsize=1)(partial(_partition, plugin))  # of an optimizer whose options have not changed
+    update_on = update_on or plugin.update_on()
+    cached = lru_cache(maxsize=1)(partial(_partition, plugin, update_on))  # of an optimizer with the same options
     return lambda: cached(source.current_optimizer())
 
 
-def _partition(plugin: Plugin, opt: Optimizer) -> Partitioned:
+def _partition(plugin: Plugin, update_on: UpdateOn, opt: Optimizer) -> Partitioned:
     mesh, axes, layers = plugin.default_mesh(), plugin.zero_axes(), plugin.gradient_options().get("local", ())
     stage = plugin.zero() if axes else 0
     opt = loss_scaled(opt) if plugin.precision == "fp16" and opt.loss_scale is None else opt
     axes, compress, memory = axes or mesh.axis_names, plugin.compressors(), plugin.state_memory()
-    offload: Any = {} if memory == "device" else {"state_memory": memory, "update_on": "host"}
+    offload: Any = {"state_memory": memory, "update_on": update_on}
     sharded = partition_optimizer(opt, mesh=mesh, axis=axes, stage=stage, compress=compress, **offload)
     if layers and stage == 0 and opt.elementwise is not True:  # the shards of a matrix are collected by one device
         by_owners = partition_optimizer(opt, mesh=mesh, axis=layers, stage=1, **offload)
         sharded = by_owners._replace(gradients=sharded.gradients)
-    return sharded if plugin.unused == "skip" else _with_zeros(sharded)
+    sharded = sharded if plugin.unused == "skip" else _with_zeros(sharded)
+    return sharded._replace(
+        init=lambda params, init=sharded.init: plugin.placed("state", init(params)),
+        on_mesh=lambda mesh: _partition(replace(plugin, mesh=mesh), update_on, opt),
+    )
 
 
 def _with_zeros(opt: Partitioned) -> Partitioned:
@@ -80,6 +90,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         source: the same, as pure ones.
         partitioned: returns it on shards, with the present options of the groups.
         model: whose parameters it writes.
+        plugin: of both.
     """
 
     def __init__(
@@ -88,8 +99,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
         source: OptimizerSource,
         partitioned: Callable[[], Partitioned],
         model: LoopModel | StagedModel,
+        plugin: Plugin,
     ) -> None:
         self.optim, self._source, self._partitioned, self.model = optim, source, partitioned, model
+        self._unplaced = plugin if isinstance(plugin, GeminiPlugin) and plugin.placement == "auto" else None
         self._grads: PyTree | None = None
         self.state: PyTree = self._partitioned().init(model.params)
         if isinstance(optim, torch.optim.Optimizer):
@@ -153,9 +166,20 @@ class BoostedOptimizer(torch.optim.Optimizer):
             params = model.params
             model.params, self.state = write(params) if model.replicas is None else model.combine(write)
         self._grads = None
+        if self._unplaced is not None:
+            self._place(self._unplaced)
         if isinstance(self.optim, torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = True  # schedulers check that a step precedes theirs
         return loss
+
+    def _place(self, plugin: GeminiPlugin) -> None:
+        """Return to the devices, after the first step, what has room there."""
+        assert isinstance(self.model, LoopModel)
+        update_on, self.model.params, self.state = plugin.returned(self.model.params, self.state)
+        if update_on != plugin.update_on():
+            self._partitioned = partitioned(plugin, self._source, update_on)
+            self.model.set_gradients(self._partitioned().gradients)
+        self._unplaced = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""

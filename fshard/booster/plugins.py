@@ -21,7 +21,9 @@ from torch import nn
 from fshard.comm.graph import Graph
 from fshard.comm.replicas import ReplicaGroup, gossip_rule, local_sgd_rule
 from fshard.foreign_names import NAMES
-from fshard.mesh.layout import Memory, Mesh, P
+from fshard.memory.placement import Role
+from fshard.memory.state import UpdateOn
+from fshard.mesh.layout import Memory, Mesh, P, PyTree
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.launchers import process_count
 from fshard.mesh.spmd.scope import here
@@ -155,8 +157,20 @@ class Plugin:
         return P() if within is None else within
 
     def state_memory(self) -> Memory:
-        """Return the memory of the optimizer's state, which is updated on the host if it is not the device's."""
+        """Return the memory of the optimizer's state."""
         return "device"
+
+    def update_on(self) -> UpdateOn:
+        """Return the memory in which the state is updated."""
+        return "device" if self.state_memory() == "device" else "host"
+
+    def rules_of(self, params: Mapping[str, Any], within: Rules = None) -> Rules:
+        """Return the layouts of some parameters by name."""
+        return self.rules(within)
+
+    def placed(self, role: Role, tree: PyTree) -> PyTree:
+        """Return new parameters or state in their memories."""
+        return tree
 
     def param_memory(self) -> Memory | Mapping[str, Memory]:
         """Return the memory of parameters."""
@@ -274,7 +288,7 @@ class ZeroPlugin(_SlowLinkPlugin):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDPPlugin(Plugin):
+class ShardedPlugin(Plugin):
     """ZeRO 3: parameters are sharded too, and all-gathered as they are used.
 
     Args:
@@ -283,14 +297,11 @@ class FSDPPlugin(Plugin):
         shard_axis: that shards parameters and state; None: all of `axis`. Along the others they are replicated
             (hybrid sharding), such as {"node": 2, "gpu": 8} with shard_axis="gpu".
         reshard_after_forward: free unsharded parameters after the forward, and all-gather them again for the backward.
-        offload: store parameters, gradients and state on the "host" (True), and update them there: a unit is sent to the
-            device before it is all-gathered. "disk": parameters and state in the folder FSHARD_DISK.
     """
 
     unit: str | Sequence[str] | int | None = None
     shard_axis: str | Sequence[str] | None = None
     reshard_after_forward: bool = True
-    offload: Literal[False, True, "host", "disk"] = False
 
     def contradictions(self) -> list[str]:
         return super().contradictions() + refusal(lambda: fsdp((), unit=self.unit))
@@ -305,14 +316,26 @@ class FSDPPlugin(Plugin):
             raise ValueError(f"shard_axis must be among axis=, got {chosen!r}.")
         return shard_axes
 
-    def state_memory(self) -> Memory:
-        return "host" if self.offload is True else self.offload or "device"
-
-    def param_memory(self) -> Memory:
-        return self.state_memory()
-
     def rules(self, within: Rules = None) -> Rules:
         return fsdp(self.zero_axes(), unit=self.unit)
 
     def gradient_options(self) -> dict[str, Any]:
         return {**super().gradient_options(), "reshard_after_forward": self.reshard_after_forward}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPPlugin(ShardedPlugin):
+    """ZeRO 3 with all parameters, gradients and state on the devices, or all of them elsewhere: see `ShardedPlugin`.
+
+    Args:
+        offload: store parameters, gradients and state on the "host" (True), and update them there: a unit is sent to the
+            device before it is all-gathered. "disk": parameters and state in the folder FSHARD_DISK.
+    """
+
+    offload: Literal[False, True, "host", "disk"] = False
+
+    def state_memory(self) -> Memory:
+        return "host" if self.offload is True else self.offload or "device"
+
+    def param_memory(self) -> Memory:
+        return self.state_memory()

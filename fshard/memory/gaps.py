@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Gap(NamedTuple):
     `cost` is the price of an absence in seconds: of transfers, or of recomputation.
     """
 
-    name: str
+    name: Any
     size: int
     begin: int
     end: int

@@ -58,6 +58,12 @@ def made_for(name: Purpose) -> Callable[[Callable[Args, Result]], Callable[Args,
     return decorate
 
 
+def mark(name: str) -> None:
+    """Begin an entry in the timelines of open limits: a use of a unit, or the update."""
+    for counter in ambient.counters:
+        counter.usage.mark(name)
+
+
 def claim(tree: PyTree, name: Purpose) -> None:
     """Count the storages of a tree for a purpose, in the memories of its layouts, even those from before the limit."""
     counters = ambient.counters

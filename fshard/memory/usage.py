@@ -76,6 +76,7 @@ class MemoryUsage(Tabular):
         self._rising: dict[Memory, int | None] = {}  # the device of a peak that is not over: then its lines are copied
         self._events: deque[MemoryEvent] = deque(maxlen=RECORDED)
         self._remaining: list[MemoryEvent] | None = None  # what was in use when the limit was closed
+        self.timeline: list[tuple[str, int]] = []  # marks, and the most bytes in device memory until the next one
 
     # -- results ----------------------------------------------------------------------------------------------------
 
@@ -194,6 +195,11 @@ class MemoryUsage(Tabular):
         """Return an address for a block, which no other has had."""
         return next(self._addresses)
 
+    def mark(self, name: str) -> None:
+        """Begin an entry of the timeline."""
+        self.free_dead()
+        self.timeline.append((name, self._total("device", None)))
+
     # -- totals -------------------------------------------------------------------------------------------------------
 
     def _count(self, block: MemoryBlock, size: int) -> None:
@@ -203,6 +209,8 @@ class MemoryUsage(Tabular):
             total = self._total(kind, device) + size
             if (limit := self.limits[kind]) is not None and total > limit:
                 raise self._beyond(block, size, total, limit)
+            if kind == "device" and self.timeline and total > self.timeline[-1][1]:
+                self.timeline[-1] = self.timeline[-1][0], total
             if total > self._peaks[kind][0]:
                 self._peaks[kind] = total, Lines()
                 self._rising[kind] = self._fullest(kind) if device is None else device

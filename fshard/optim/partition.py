@@ -18,7 +18,7 @@ are ready (`train_step`). The layout of the state follows from the shards that t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, groupby
 from math import prod
 from operator import is_
@@ -60,6 +60,8 @@ class Partitioned(NamedTuple):
     stage: Stage
     compression: Compression | None = None
     state_memory: Memory = "device"
+    update_on: UpdateOn = "device"
+    on_mesh: Callable[[Mesh], Partitioned] | None = None
 
 
 def partition_optimizer(
@@ -113,6 +115,9 @@ def partition_optimizer(
     [f32[4, 3]{at:data=0}, f32[2, 3]{at:data=1}, f32[2, 3]{at:data=1}]
     """
     axes = mesh.check_axes(axis, "partition_optimizer(axis=)")
+    options: Any = {"axis": axis, "stage": stage, "unit": unit, "compress": compress}
+    options |= {"state_memory": state_memory, "update_on": update_on}
+    on_mesh = partial(_partition_on, opt, options)
     opt = array_optimizer(opt, "partition_optimizer")
     _validate(opt, stage, unit)
     opt = offloaded(opt, mesh, state_memory, update_on)
@@ -175,8 +180,14 @@ def partition_optimizer(
         lambda layout: of_gradients(shard_layout(layout, axes) if is_divided else layout),
         stage,
         state_memory=state_memory,
+        update_on=update_on,
+        on_mesh=on_mesh,
     )
     return partitioned if compress is None else _compressed(partitioned, compress, mesh, axes if is_divided else ())
+
+
+def _partition_on(opt: Optimizer, options: dict[str, Any], mesh: Mesh) -> Partitioned:
+    return partition_optimizer(opt, mesh=mesh, **options)
 
 
 def _compressed(opt: Partitioned, compress: Mapping[str, Any], mesh: Mesh, axes: tuple[str, ...]) -> Partitioned:

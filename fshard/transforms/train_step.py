@@ -7,12 +7,13 @@ params, state, buffers, batch  ─> (with buffers) ─> params, state, buffers, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from fshard.memory.kinds import claim, purpose
+from fshard.memory.kinds import claim, mark, purpose
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.optim.contract import Optimizer, copied, step_of
@@ -29,6 +30,8 @@ from fshard.uncompiled import uncompiled
 
 Precision = Literal["bf16", "fp16"]
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+_OFFLOAD = "state_memory", "update_on"
 
 Metrics = dict[str, Any]
 """The metrics of a step, equal on all devices.
@@ -127,6 +130,8 @@ def train_step(
     >>> fs.typeof(params[1]["2.weight"]), metrics["samples"]
     (f32[1, 3]{flat:data, at:pipe=1}, tensor(16))
     """
+    same: dict[str, Any] = {"batch": batch, "donate": donate, "precision": precision, "schedule": schedule, **options}
+    on_mesh = partial(_step_on, loss_fn, opt, same)  # for fs.memory.place
     opt = array_optimizer(opt, "train_step")
     if precision not in _COMPUTE:
         raise ValueError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
@@ -170,6 +175,7 @@ def train_step(
                 params, state = copied((params, state))
             if compression is not None:
                 grads, state = compression.reduce(grads, state, early)
+            mark("update")
             norm_of = norm_later(grads, exact=exact)
             params, state = write(grads, state, params)  # (9)
             norm = norm_of() / scale
@@ -180,7 +186,15 @@ def train_step(
     warning = "torch.compile(step) has no effect. Compile the loss function: train_step(torch.compile(loss_fn), ...)."
     made: Any = uncompiled(step, warning=warning)
     made.init = opt.init  # for steps around this one: fs.comm.diloco
+    made.mesh, made.state_memory, made.update_on = mesh, *(getattr(opt, name, "device") for name in _OFFLOAD)
+    made.on_mesh = on_mesh
     return made
+
+
+def _step_on(loss_fn: Any, opt: Any, options: dict[str, Any], mesh: Mesh) -> Callable[..., Any]:
+    """Return a step on another mesh."""
+    partition = getattr(opt, "on_mesh", None)
+    return train_step(loss_fn, opt if partition is None else partition(mesh), mesh=mesh, **options)
 
 
 def _metrics(how: StepOptions, value: StepValue, norm: Tensor) -> Metrics:

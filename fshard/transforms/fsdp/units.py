@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import Function
 
-from fshard.memory.kinds import purpose
+from fshard.memory.kinds import mark, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout.kinds import empty_in
@@ -121,6 +121,7 @@ class Unit:
             xs = self._fetched()
             if (dtype := shared.options.compute) is not None:
                 xs = [x.to(dtype) if x.is_floating_point() else x for x in xs]
+            mark(str(self.plans[0].gradient.unit))
             if self.is_sharded:
                 shared.sequence.append(self.number)
                 self.pending = go(xs, [plan.gather for plan in self.plans], shared.site, ahead=True)  # (4)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fshard.ambient import setting
 from fshard.copying import copied, lazy_copy, untouched
 from fshard.errors import ModuleError
 from fshard.mesh.spmd.scope import here
@@ -189,7 +190,9 @@ class Replicas:
         device = None if scope is None else scope.device
         replica = self._replicas.get(device)
         if replica is None:
-            replica = self._replicas[device] = Replica(copy.deepcopy(self._template), self._names, self._adapt)
+            with setting(counters=()):  # its tensors are on the meta device
+                module = copy.deepcopy(self._template)
+            replica = self._replicas[device] = Replica(module, self._names, self._adapt)
         original = self._original()
         if original is not None:
             for source, part in zip(original.modules(), replica.modules.values(), strict=False):

@@ -1,0 +1,176 @@
+"""`GeminiPlugin`: ZeRO 3 whose units of parameters and state are in host memory as far as device memory needs it.
+
+auto, a functional step    begins with all on the host; the first step's placement is that of `fs.memory.place`
+auto, torch's loop         begins with all on the host; after its first step, whose peak is known, what has room returns
+static                     fractions of parameters and state, in whole units
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from fshard.ambient import ambient
+from fshard.booster.plugins import ShardedPlugin
+from fshard.errors import MemoryLimitError
+from fshard.memory.placement import MemoryGroup, Role, group_sizes, in_memories, place
+from fshard.memory.state import UpdateOn
+from fshard.mesh.collectives.api import pmax
+from fshard.mesh.layout import Memory, Mesh, P, PyTree, map_leaves
+from fshard.mesh.spmd.run import run_on_devices
+from fshard.transforms.batch import BatchPart, rows_of
+from fshard.transforms.shard_params import Fsdp, Rules
+
+MOST = 1 << 62
+"""The limit of a mesh of CPUs, whose memory is the host's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeminiPlugin(ShardedPlugin):
+    """ZeRO 3 with parameters and optimizer state in host memory: only what device memory has no room for, or fractions.
+
+    Gradients are sent to the host, and updated there, where all state is on the host; else state is sent to the device.
+
+    Args:
+        placement: "auto" places by `device` and `host`; "static" by the fractions.
+        device, host: the most bytes that a device may have in this memory; None: all memory of a GPU, any number.
+        offload_optim_frac: of the optimizer's state, stored on the host.
+        offload_param_frac: of the parameters, stored on the host; those are sharded.
+        shard_param_frac: of the parameters, sharded; the others are replicated, as by `ZeroPlugin(stage=2)`.
+
+    Units are chosen whole, from the first on.
+    """
+
+    placement: Literal["auto", "static"] = "auto"
+    device: int | None = None
+    host: int | None = None
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
+    shard_param_frac: float = 1.0
+
+    def contradictions(self) -> list[str]:
+        fractions = {name: getattr(self, name) for name in _FRACTIONS}
+        errors = [f"{name} must be from 0 to 1; got {x!r}" for name, x in fractions.items() if not _is_fraction(x)]
+        limits = {"device": self.device, "host": self.host}
+        if self.placement == "auto" and tuple(fractions.values()) != (0, 0, 1):
+            errors.append('fractions are for placement="static"; "auto" takes device= and host=')
+        if self.placement == "static" and any(x is not None for x in limits.values()):
+            errors.append('device= and host= are for placement="auto"; "static" takes fractions')
+        if not errors and self.offload_param_frac > 0 and self.shard_param_frac < 1:
+            errors.append(f"shard_param_frac must be 1 with offload_param_frac; got {self.shard_param_frac}")
+        return errors + super().contradictions()
+
+    def param_memory(self) -> Memory:
+        return "host" if self.placement == "auto" or self.offload_param_frac > 0 else "device"
+
+    def state_memory(self) -> Memory:
+        return "host" if self.placement == "auto" or self.offload_optim_frac > 0 else "device"
+
+    def update_on(self) -> UpdateOn:
+        return "host" if self.placement == "auto" or self.offload_optim_frac == 1 else "device"
+
+    def rules_of(self, params: Mapping[str, Any], within: Rules = None) -> Rules:
+        """Return the layouts of parameters: those of the first units are sharded, the others replicated."""
+        sharded = self.rules(within)
+        if self.shard_param_frac == 1 or not isinstance(sharded, Fsdp):
+            return sharded
+        units, sizes = sharded.units([f".{name}" for name in params], [*params.values()]), dict[str, int]()
+        for unit, x in zip(units, params.values(), strict=True):
+            sizes[unit] = sizes.get(unit, 0) + x.numel() * x.dtype.itemsize
+        chosen = _first(sizes, self.shard_param_frac)
+        return {name: sharded if unit in chosen else P() for name, unit in zip(params, units, strict=True)}
+
+    def placed(self, role: Role, tree: PyTree) -> PyTree:
+        """Return new parameters or state in the memories of a static placement."""
+        fraction = self.offload_param_frac if role == "parameters" else self.offload_optim_frac
+        if self.placement == "auto" or fraction in (0, 1):
+            return tree
+        sizes = {group.unit: size for group, size in group_sizes({role: tree}).items()}
+        chosen = _first(sizes, fraction)
+        return in_memories(tree, role, {MemoryGroup(role, unit): _HOST[unit in chosen] for unit in sizes})
+
+    def placed_step(
+        self, make: Callable[[UpdateOn], Any], params: PyTree, state: PyTree, buffers: PyTree, batch: PyTree
+    ) -> tuple[UpdateOn, PyTree, PyTree]:
+        """Return where a step updates, and its parameters and state in their memories: on the device if that has room."""
+        mesh = self.default_mesh()
+        batch = _of_first_device(batch, mesh)
+        limits: Any = {"device": _limit(self.device, mesh), "host": self.host}
+        error: MemoryLimitError | None = None
+        places: tuple[UpdateOn, ...] = ("device", "host")
+        for update_on in places:
+            try:
+                plan = place(make(update_on), params, state, buffers, batch, **limits)
+            except MemoryLimitError as raised:
+                error = raised
+            else:
+                return update_on, *plan.apply(params, state)
+        assert error is not None
+        raise error
+
+    def returned(self, params: PyTree, state: PyTree) -> tuple[UpdateOn, PyTree, PyTree]:
+        """Return where a loop updates from its second step on, and what has room on the device there: see `_room`."""
+        mesh, sizes = self.default_mesh(), group_sizes({"parameters": params, "state": state})
+        room, every = _room(_limit(self.device, mesh), mesh), sum(sizes.values())
+        of_params = {group: size for group, size in sizes.items() if group.role == "parameters"}
+        if every + sum(of_params.values()) <= room:  # all, and gradients
+            memories: dict[MemoryGroup, Memory] = dict.fromkeys(sizes, "device")
+            return "device", in_memories(params, "parameters", memories), in_memories(state, "state", memories)
+        returning = dict[MemoryGroup, Memory]()
+        for group, size in of_params.items():
+            if size <= room:
+                returning[group], room = "device", room - size
+        return "host", in_memories(params, "parameters", returning), state
+
+
+_FRACTIONS = ("offload_optim_frac", "offload_param_frac", "shard_param_frac")
+_HOST: dict[bool, Memory] = {True: "host", False: "device"}
+
+
+def _is_fraction(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1
+
+
+def _first(sizes: Mapping[str, int], fraction: float) -> set[str]:
+    """Return the first units that have a fraction of all bytes."""
+    chosen, missing = set[str](), fraction * sum(sizes.values())
+    for unit, size in sizes.items():
+        if missing <= 0:
+            break
+        chosen.add(unit)
+        missing -= size
+    return chosen
+
+
+def _limit(device: int | None, mesh: Mesh) -> int:
+    if device is None and mesh.device_type == "cuda":
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return MOST if device is None else device
+
+
+def _room(device: int, mesh: Mesh) -> int:
+    """Return the bytes by which the fullest device has been below a limit so far; none if nothing has counted them."""
+    if device == MOST:
+        return device
+    peaks = [counter.usage.peak() for counter in ambient.counters]
+    if mesh.device_type == "cuda":
+        peaks.append(torch.cuda.max_memory_allocated())
+    peak = torch.tensor(max(peaks, default=device), dtype=torch.int64)
+    (largest,) = run_on_devices(mesh, lambda _: pmax(peak, mesh.axis_names))
+    return device - int(largest)
+
+
+def _of_first_device(batch: PyTree, mesh: Mesh) -> PyTree:
+    """Return a batch as the first device has it, whose part is the largest: all devices place alike."""
+    if not isinstance(batch, BatchPart):
+        return batch
+    rows, cut = batch.cut.rows(mesh), batch.cut
+    first = cut.rows(Mesh(mesh.axes, "abstract", "meta"))
+
+    def resized(x: Any) -> Any:
+        return x.new_empty((first, *x.shape[1:])) if rows_of(x) == rows and rows != first else x
+
+    return BatchPart(map_leaves(resized, batch.tree), cut)
