@@ -151,7 +151,6 @@ ERRORS = {
         AttributeError,
         r"no attribute 'LowLevelZeroPlugin'. Use fs.ZeroPlugin\(",
     ),
-    "gemini": (lambda: fs.GeminiPlugin, AttributeError, "Use fs.FSDPPlugin"),
     "jax": (lambda: fs.pcast, AttributeError, "Use fs.pvary"),
     "no name": (lambda: fs.nothing, AttributeError, "no attribute 'nothing'.$"),
     "optimizer": (lambda: fs.optim.HybridAdam, AttributeError, "Use fs.optim.adamw"),
