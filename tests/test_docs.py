@@ -3,6 +3,7 @@
 READMEs of folders name what exists; code on pages fits a column.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -44,6 +45,9 @@ def test_guide_prints_what_it_shows(guide):
 def test_code_of_pages_is_at_most_92_columns_wide():
     blocks = [(page.name, *block) for page in PAGES for block in FENCED.findall(page.read_text())]
     lines = [(name, line) for name, kind, block in blocks if kind != "text" for line in block.splitlines()]
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        lines += [(path.name, line) for cell in cells for line in "".join(cell["source"]).splitlines()]
     assert [(name, line) for name, line in lines if len(line) > 92] == []
 
 
