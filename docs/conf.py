@@ -16,7 +16,13 @@ project = "fshard"
 author = "The fshard authors"
 copyright = author
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb", "docstrings", "repository_links"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "myst_nb",
+    "docstrings",
+    "repository_links",
+]
 exclude_patterns = ["_ext", "notebooks/.ipynb_checkpoints"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
