@@ -16,11 +16,18 @@ project = "fshard"
 author = "The fshard authors"
 copyright = author
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb", "docstrings", "repository_links"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "myst_nb",
+    "docstrings",
+    "repository_links",
+]
 exclude_patterns = ["_ext", "notebooks/.ipynb_checkpoints"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
+nb_render_markdown_format = "myst"  # with tables
 # A notebook in a console: the stored HTML of a picture is preferred, progress bars are text.
 suppress_warnings = ["mystnb.unknown_mime_type", "misc.highlighting_failure"]
 

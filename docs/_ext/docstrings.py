@@ -14,7 +14,18 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.nodes import make_refnode
 
-NAMESPACES = ["", ".errors", ".explore", ".mesh", ".nn", ".optim", ".pipeline", ".report", ".tensor", ".testing"]
+NAMESPACES = [
+    "",
+    ".errors",
+    ".explore",
+    ".mesh",
+    ".nn",
+    ".optim",
+    ".pipeline",
+    ".report",
+    ".tensor",
+    ".testing",
+]
 COLUMNS = re.compile(r"\S {2,}(?=\S)")
 SENTENCE = re.compile(r"([.:;!?]) {2,}")
 LISTED = re.compile(r"\s*([-*]|\d+\.) ")
@@ -49,14 +60,18 @@ def convert_paragraph(lines: list[str]) -> list[str]:
     if lines[0].rstrip() in ("Args:", "Returns:", "Raises:", "Yields:"):  # for napoleon
         return [convert_inline(line) for line in lines]
     aligned = any(COLUMNS.search(SENTENCE.sub(r"\1 ", line.strip())) for line in lines)
-    if not LISTED.match(lines[0]) and (aligned or any(line.startswith(" ") for line in lines)):
+    if not LISTED.match(lines[0]) and (
+        aligned or any(line.startswith(" ") for line in lines)
+    ):
         return ["::", "", *(f"    {line}" for line in lines)]
     if LISTED.match(lines[0]):
         return [convert_inline(line) if not LISTED.match(line) else line for line in lines]
     return [convert_inline(line) for line in lines]
 
 
-def convert(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def convert(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     """Convert a docstring in place."""
     converted: list[str] = []
     paragraph: list[str] = []
@@ -80,7 +95,9 @@ def exists(target: str) -> bool:
         return False
 
 
-def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element) -> nodes.Node | None:
+def resolve(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element
+) -> nodes.Node | None:
     """Link a type in an annotation to the public name of its class; leave other existing types as text."""
     if node.get("refdomain") != "py":
         return None
@@ -89,7 +106,9 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: no
     objects = env.domains["py"].data["objects"]
     if public in objects and (target.startswith("fshard.") or "." not in target):
         entry = objects[public]
-        return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, public)
+        return make_refnode(
+            app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, public
+        )
     return contnode if exists(target) else None
 
 

@@ -20,7 +20,11 @@ def replace_links(app: Sphinx, docname: str, source: list[str]) -> None:
     def replace(match: re.Match[str]) -> str:
         text, target, _ = match.groups()
         path = (folder / target).resolve()
-        outside = path.exists() and not path.is_relative_to(ROOT / "docs") and path.parent != ROOT / "notebooks"
+        outside = (
+            path.exists()
+            and not path.is_relative_to(ROOT / "docs")
+            and path.parent != ROOT / "notebooks"
+        )
         return text if outside else match[0]
 
     source[0] = LINK.sub(replace, source[0])

@@ -220,7 +220,7 @@ def with_spec(x: Sharded, spec: P, what: str, *, is_explicit: bool = False) -> S
     """Reshard an array within an operation; with `is_explicit`, also within `explicit`."""
     to = plan_transfer(x.shape, x.layout, spec)
     if state.explicit and to.elements and not is_explicit:
-        refuse_implicit(what, [x], [to])
+        raise_implicit(what, [x], [to])
     return Sharded(x.shape, to.layout, transfer(x, to, what))
 
 
@@ -236,13 +236,13 @@ def spec_like(x: Sharded, shape: Sequence[int]) -> P:
 def largest(x: Sharded, axes: tuple[str, ...], what: str, *, is_max: bool) -> Sharded:
     """Take the elementwise maximum (or minimum) over the devices along some axes; without a gradient."""
     if state.explicit and axes:
-        refuse_implicit(what, [x], [plan_transfer(x.shape, x.layout, x.spec)])
+        raise_implicit(what, [x], [plan_transfer(x.shape, x.layout, x.spec)])
     shards = tuple(shard.detach() for shard in x.shards)
     shards = apply_move(x.mesh, Extreme(is_max), axes, shards, operation_site(what)) if axes else shards
     return Sharded(x.shape, x.layout, shards)
 
 
-def refuse_implicit(what: str, arrays: Sequence[Sharded], transfers: Sequence[LayoutChange]) -> NoReturn:
+def raise_implicit(what: str, arrays: Sequence[Sharded], transfers: Sequence[LayoutChange]) -> NoReturn:
     """Raise for communication within `explicit`."""
     number = next((number for number, to in enumerate(transfers) if to.elements), 0)
     raise LayoutError(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 from fshard.array.choose import LayoutChoice, choose
-from fshard.array.communicate import in_loss, refuse_implicit, state, transfer, with_spec
+from fshard.array.communicate import in_loss, raise_implicit, state, transfer, with_spec
 from fshard.array.rules import TABLE, LabelledOperation, LocalProgram, Row, Rule, Where, arrays_in, describe, map_arrays
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.layout import Layout, P
@@ -301,7 +301,7 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
     if call.is_free or (call.is_local and in_loss()):
         columns = [x.shards for x in arrays]
     elif state.explicit and call.choice.bytes:
-        refuse_implicit(call.name, arrays, call.choice.transfers)
+        raise_implicit(call.name, arrays, call.choice.transfers)
     else:
         columns = [transfer(x, to, call.name) for x, to in zip(arrays, call.choice.transfers, strict=True)]
     func, local, found = call.func, call.local, list[Any]()

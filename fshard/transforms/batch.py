@@ -221,7 +221,7 @@ class BatchPart:
         has_samples = [rows_of(x) == rows for x in leaves]
         if split:
             for path, x in zip(paths, leaves, strict=True):
-                _refuse_object(x)
+                _validate_leaf(x)
                 if rows_of(x) not in (None, rows):
                     raise ValueError(
                         f"this device has {rows} of the batch's {self.cut.length} samples from the loader, but {path or 'it'} "
@@ -267,7 +267,7 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     return Batch(mesh, local_devices(mesh), columns, cut, has_samples, structure, axes, shapes, leaves)
 
 
-def _refuse_object(leaf: Any) -> None:
+def _validate_leaf(leaf: Any) -> None:
     """Raise if a leaf is no tensor but has some, whose samples cannot be split."""
     if not isinstance(leaf, Tensor | Sharded):
         inside = getattr(leaf, "__dict__", {}).values()
@@ -289,7 +289,7 @@ def _placed(leaf: Any, spec: Any, mesh: Mesh) -> tuple[Cut | None, tuple[Any, ..
     """Shard a leaf on a mesh; return the sharding of its samples, and the local shards."""
     if not isinstance(leaf, Tensor | Sharded):
         if isinstance(spec, P) and spec.axes:
-            _refuse_object(leaf)
+            _validate_leaf(leaf)
         return None, (leaf,) * len(local_devices(mesh))
     if not isinstance(spec, P):
         raise TypeError(f"the spec of a tensor must be a P; got {spec!r}.")

@@ -274,7 +274,7 @@ class ModelStep(DeviceStep):
         agreement = agreement.unpack(row)
         agreement.check_inputs(self.options.caller, self.collectives.along)
         if any(leaf.trained for leaf in runtime.leaves):
-            refuse_detached(agreement.used)
+            validate_is_trained(agreement.used)
         runtime.reductions.rest(agreement.accumulated, agreement.used)
         if not paths:
             return mean, agreement.used, {}
@@ -307,7 +307,7 @@ class ModelStep(DeviceStep):
         return self.runtime.reductions.gradients(used, divisor)
 
 
-def refuse_detached(used: Sequence[float]) -> None:
+def validate_is_trained(used: Sequence[float]) -> None:
     """Raise if no device has used any of the trained parameters."""
     if not any(used):
         raise ValueError(

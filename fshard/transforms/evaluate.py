@@ -16,7 +16,7 @@ from fshard.pipeline.schedule.schedule import Schedule
 from fshard.source import call_site
 from fshard.transforms.array_checks import validate_run
 from fshard.transforms.options import Options
-from fshard.transforms.value_and_grad import gradient_of, refuse_unscheduled
+from fshard.transforms.value_and_grad import gradient_of, validate_scheduled
 from fshard.uncompiled import uncompiled
 
 _BOTH = {"has_buffers", "has_aux", "aux", "weight", "local", "reproducible", "live_units", "compute"}
@@ -55,7 +55,7 @@ def evaluate(
     >>> loss, [name for name, _ in comm.by_collective()]
     (tensor(8.), ['all_gather', 'psum'])
     """
-    refuse_unscheduled("evaluate", loss_fn, schedule)
+    validate_scheduled("evaluate", loss_fn, schedule)
     if unknown := sorted(options.keys() - (_OF_LOSSES if schedule is None else _OF_STAGES)):
         when = "without schedule=" if schedule is None else "with schedule="
         raise ValueError(f"evaluate has no option {', '.join(unknown)} {when}. Leave out what has no meaning there.")

@@ -47,7 +47,7 @@ from fshard.transforms.agreement import FIX_UNEVEN_GATHERS
 from fshard.transforms.array_checks import validate_mesh, validate_run
 from fshard.transforms.batch import Batch, BatchPart, placed
 from fshard.transforms.device_step import DeviceResult, DeviceStep, ModelStep
-from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, refuse_half_frozen
+from fshard.transforms.fsdp.param_runtime import ParamPlans, ParamRuntime, numbered, plan_param, validate_ties_frozen
 from fshard.transforms.fsdp.plans import Gradients, ParamPlan
 from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
@@ -66,7 +66,7 @@ def unstaged(
     return Gradient(StepOptions.of(loss_fn, given, backward=backward), mesh, batch)
 
 
-def refuse_not_local(options: StepOptions, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
+def validate_local(options: StepOptions, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
     """Raise with the parameters that are not sharded along local axes by dims, and along others flat."""
     errors = [
         f"{named(parts_of(path)) or 'the parameter'} is {x.spec}"
@@ -161,7 +161,7 @@ class GradientFunction:
         options, mesh = self.options, resolve_mesh(self.mesh)
         params, restore = without_static(params)
         leaves, structure = flatten(params)
-        self._refuse_swapped(leaves, batch)
+        self._validate_argument_order(leaves, batch)
         self.check_params(params, leaves, structure, mesh)
         parts = placed(batch, self.specs, mesh)
         parts.check(options.turns(prod(mesh.shape[axis] for axis in parts.axes)))
@@ -207,14 +207,14 @@ class GradientFunction:
         if plans is None:
             paths = [*paths_of(structure)]
             frozen = chosen(self.options.frozen, paths, "frozen")
-            refuse_half_frozen(paths, numbers, frozen)
-            self._refuse_integers(paths, leaves)
-            refuse_not_local(self.options, paths, leaves)
+            validate_ties_frozen(paths, numbers, frozen)
+            self._validate_dtypes(paths, leaves)
+            validate_local(self.options, paths, leaves)
             plans = self.plan(structure, [*zip(paths, leaves, frozen, strict=True)], numbers, mesh, axes)
             self.plans[:] = [(key, plans), *self.plans[: CACHED_PLANS - 1]]
         return plans
 
-    def _refuse_swapped(self, leaves: Sequence[Any], batch: PyTree) -> None:
+    def _validate_argument_order(self, leaves: Sequence[Any], batch: PyTree) -> None:
         """Raise if the parameters were given as the batch, and the batch as the parameters."""
         if batch is None and isinstance(self.specs, P) and self.specs.axes:
             raise TypeError(
@@ -228,7 +228,7 @@ class GradientFunction:
                 "Swap the two: the order is (params, batch), in a step (params, state, batch)."
             )
 
-    def _refuse_integers(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
+    def _validate_dtypes(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
         """Raise if there is nothing to differentiate by."""
         if (
             self.options.backward

@@ -59,17 +59,17 @@ def train_step(
     """Return a function of (params, state, batch) that takes one training step; it returns (params, state, metrics).
 
     Args:
-        loss_fn: an ordinary function of one device: see `value_and_grad`. With a schedule, the stages: see below.
+        loss_fn: a loss function of one device: see `value_and_grad`. With a schedule, the stages: see below.
         opt: an optimizer; `partition_optimizer` shards its state over the devices.
         mesh: the devices.
-        batch: the sharding of the batch.
-        donate: the memory of the given parameters and state may be reused for the results.
+        batch: the spec of the batch.
+        donate: True to reuse the memory of the parameters and state that a step gets for its results.
         precision: "bf16" or "fp16" computes in that dtype, while parameters and state stay in their own (float32 masters).
             Parameters are gathered in 16 bits; gradients are reduced in them (bf16) or in float32 (fp16), unless `reduce`
             names another dtype. "fp16" needs `fs.optim.loss_scaled(opt)`.
         schedule: placement and order of the stages' work: see `pipeline_schedule`.
         options: those of `value_and_grad`: accumulate, weight, aux, frozen, reproducible, ... With `has_buffers`, a step
-            takes (params, state, buffers, batch) and returns (params, state, buffers, metrics). With a schedule, those below.
+            takes (params, state, buffers, batch) and returns (params, state, buffers, metrics). With a schedule, see below.
 
     The step itself is not compiled, and `torch.compile(step)` runs it as it is, with a warning: compile the loss function,
     `train_step(torch.compile(loss_fn), ...)`.
@@ -89,7 +89,7 @@ def train_step(
     >>> fs.unshard(params["w"]), metrics["loss"], metrics["grad_norm"], metrics["samples"]
     (tensor([0.5000, 1.5000]), tensor(3.), tensor(1.4142), tensor(4))
 
-    A module with BatchNorm: its buffers go in and come out.
+    A module with BatchNorm: a step takes and returns its buffers.
 
     >>> apply, params, buffers = fs.functionalize(torch.nn.BatchNorm1d(2), sync_batchnorm="data")
     >>> def loss_fn(params, buffers, x):
@@ -101,22 +101,22 @@ def train_step(
     >>> buffers["running_mean"], buffers["num_batches_tracked"]
     (tensor([0.5000, 0.5000]), tensor(1))
 
-    In stages: these are modules, or functions (params, x) -> y, and `params` a list with a tree for each, on the devices that
-    have it (`shard_stages`).  Each device's part of the batch is cut into the microbatches of the schedule, as even as can be.
-    All else is as above, ZeRO too: stages that are sharded are gathered, freed and reduced as the schedule says, or where it
-    says nothing as `live_units` does.
+    With a schedule, `loss_fn` is a list of stages: modules, or functions (params, x) -> y. `params` is a list with one tree
+    per stage, each stored by the devices of that stage (`shard_stages`). Each device splits its shard of the batch into the
+    schedule's microbatches, of equal size where possible. ZeRO works as without stages: the schedule says when a stage is
+    unsharded, resharded and reduced; if it does not, `live_units` decides.
 
-        loss             of (y, microbatch), where y is what the last stage makes: a number, or one for each sample
-        inputs           what the first stage is given of a microbatch; by default x of a pair (x, target), else all of it
-        skips            {name: (from, to)}: stage `from` returns (y, {name: value}), and `to` is called with name=value
-        axis             along which the stages lie: "pipe"
-        live_units       how many stages a device has whole at a time: the one it computes and those that come next
-        reproducible     the bits of a step without stages, with as many `slices` as there are microbatches on all devices; on
-                         another number of devices if they and the microbatches are powers of two
-        has_buffers      as above; they are a list of trees, each on the devices of its stage: `shard_stages` lays them too.  A
-                         stage that is a function is then (params, buffers, x) -> (y, buffers)
-        recompute        which activations are computed again instead of being kept: see `stage_functions`
-        dynamic          whether shapes depend on more than those of the microbatch
+        loss             loss(y, microbatch): y is the last stage's output. Returns the mean, or a value for each sample
+        inputs           inputs(microbatch): the first stage's input. Default: x of a pair (x, target), else the microbatch
+        skips            {name: (source, target)}: stage `source` returns (y, {name: value}); stage `target` gets name=value
+        axis             mesh axis of the stages; default "pipe"
+        live_units       maximal number of unsharded stages on a device: the current one and the next ones
+        reproducible     equal bits to a step without stages that has as many `slices` as there are microbatches on all
+                         devices; across numbers of devices if these and the microbatches are powers of two
+        has_buffers      the buffers are a list with one tree per stage, sharded by `shard_stages`. A stage that is a function
+                         is then (params, buffers, x) -> (y, buffers)
+        recompute        activations to recompute in the backward instead of saving: see `stage_functions`
+        dynamic          True if shapes of activations depend on more than the shapes of the microbatch
         weight, has_aux, aux, gradients, frozen, compute, reduce      as in `value_and_grad`
 
     >>> mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=4)

@@ -107,8 +107,8 @@ def value_and_grad(
     >>> loss, fs.typeof(grad), fs.unshard(grad)
     (tensor(9.), f32[2@model], tensor([6., 6.]))
 
-    A model in stages, whose parameters are a list with a tree for each, and so are the gradients.  The options are then those
-    that `train_step` has with a schedule:
+    With a schedule, parameters and gradients are lists with one tree per stage, and the options are those of `train_step` with
+    a schedule:
 
     >>> mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
     >>> params = fs.shard_stages([torch.tensor(2.0), torch.tensor(3.0)], mesh=mesh, schedule=schedule)
@@ -149,7 +149,7 @@ def gradient_of(
     **options: Any,
 ) -> GradientFunction:
     """Return the gradient of a loss function, or of stages; raise in the caller's name if options are invalid."""
-    refuse_unscheduled(caller, given, schedule)
+    validate_scheduled(caller, given, schedule)
     known = OF_LOSSES if schedule is None else OF_STAGES
     if unknown := [name for name in options if name not in known]:
         when = "Without a schedule" if schedule is None else "With a schedule"
@@ -174,7 +174,7 @@ def gradient_of(
     return staged(given, backward=backward, in_place=in_place, **how, **options)
 
 
-def refuse_unscheduled(caller: str, given: Any, schedule: Schedule | None) -> None:
+def validate_scheduled(caller: str, given: Any, schedule: Schedule | None) -> None:
     """Raise if there are stages or a module without a schedule."""
     if schedule is None and isinstance(given, Module) and not isinstance(given, ModuleList):
         raise TypeError(

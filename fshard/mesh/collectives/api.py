@@ -61,6 +61,10 @@ def _countable(x: Tensor) -> Tensor:
 def psum(tree: PyTree, axis: Axes) -> CollectiveCall:
     """Sum over the devices along `axis`; every device gets the sum.
 
+    device 0  [1 2]            [111 222]
+    device 1  [10 20]      ─>  [111 222]
+    device 2  [100 200]        [111 222]
+
     Sends 2(n-1)/n of the bytes. Booleans are counted. 16-bit floats accumulate in 32 bits, in a fixed binary tree
     (NCCL: in its own order and precision, except in reproducible mode). Backward: the cotangent passes through.
 
@@ -177,6 +181,10 @@ def all_gather(
 ) -> CollectiveCall:
     """Concatenate the shards along `axis` on every device, along `dim`.  Sends (n-1)/n of the result's bytes.
 
+    device 0  [a]        [a b c]
+    device 1  [b]    ─>  [a b c]
+    device 2  [c]        [a b c]
+
     to            backward
     "varying"     psum_scatter
     "replicated"  local slice, no communication
@@ -205,6 +213,12 @@ def all_gather(
 def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> CollectiveCall:
     """Sum over the devices along `axis`, and leave each device with its shard along `dim`.  Sends (n-1)/n of the bytes.
 
+    device 0  [1 2 3]              [111]
+    device 1  [10 20 30]       ─>  [222]
+    device 2  [100 200 300]        [333]
+
+    Backward: all_gather.
+
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 2})
     >>> fs.run(lambda: fs.psum_scatter(torch.tensor([1.0, 2.0]), "data"), mesh=mesh)
@@ -216,6 +230,10 @@ def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> CollectiveCall:
 @collective
 def all_to_all(tree: PyTree, axis: Axes, *, split_dim: int = 0, concat_dim: int | None = None) -> CollectiveCall:
     """Split `split_dim` into a shard per device, exchange them, and concatenate the received ones along `concat_dim`.
+
+    device 0  [a0 a1 a2]        [a0 b0 c0]
+    device 1  [b0 b1 b2]    ─>  [a1 b1 c1]
+    device 2  [c0 c1 c2]        [a2 b2 c2]
 
     `concat_dim` is `split_dim` by default.  Sends (n-1)/n of the bytes.  Backward: all_to_all with the dims swapped.
 
@@ -231,6 +249,10 @@ def all_to_all(tree: PyTree, axis: Axes, *, split_dim: int = 0, concat_dim: int 
 @collective
 def ppermute(tree: PyTree, axis: Axes, perm: list[tuple[int, int]]) -> CollectiveCall:
     """Send along (source, destination) pairs; a device that receives nothing gets zeros.  Sends the bytes once.
+
+    device 0  [a]        [0]
+    device 1  [b]    ─>  [a]      perm=[(0, 1), (1, 2)]
+    device 2  [c]        [b]
 
     Backward: ppermute with the pairs reversed.
 
@@ -272,6 +294,12 @@ def _is_integer(number: object) -> TypeGuard[int]:
 @collective
 def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> CollectiveCall:
     """Copy the value of the device at index `source` to every device along `axis`. Sends the bytes once.
+
+    device 0  [a]        [b]
+    device 1  [b]    ─>  [b]      source=1
+    device 2  [c]        [b]
+
+    Backward: the cotangent on the source device, zeros on the others.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 3})

@@ -19,7 +19,7 @@ from fshard.mesh.layout import Mesh
 from fshard.mesh.layout.sharded import flatten_shards
 
 
-def refuse_captured(mesh: Mesh, inputs: list[Tensors], outputs: list[Tensors]) -> None:
+def validate_captured(mesh: Mesh, inputs: list[Tensors], outputs: list[Tensors]) -> None:
     """Raise if a result depends on a tensor that requires grad and was not passed in: its gradient would be lost.
 
     A leaf that the function made out of an argument, as `w.detach().requires_grad_()`, is no such tensor.

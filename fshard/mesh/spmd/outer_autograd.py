@@ -21,7 +21,7 @@ from torch.autograd.function import Function
 from fshard.mesh.collectives.autograd import Tensors, leading, over_many, recorded, transformed
 from fshard.mesh.layout import Mesh
 from fshard.mesh.runtimes.thread_state import random_state
-from fshard.mesh.spmd.captured import RefuseTransformed, refuse_captured
+from fshard.mesh.spmd.captured import RefuseTransformed, validate_captured
 from fshard.mesh.spmd.run import is_outside, run_on_devices
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -131,7 +131,7 @@ def _values(run: MappedRun, tape: Tape | None, flat: Tensors) -> Tensors:
     if tape is not None:
         tape.inputs, tape.outputs = inputs, outputs
     if not run.derived:
-        refuse_captured(run.mesh, inputs, outputs)
+        validate_captured(run.mesh, inputs, outputs)
     return tuple([_without_overlap(y.detach()) for column in zip(*outputs, strict=True) for y in column])
 
 

@@ -17,7 +17,7 @@ from fshard.transforms.fsdp.lazy_param import PARAM_NODES
 _REENTRANT: Any = cast("Any", CheckpointFunction)._backward_cls
 
 
-def refuse_backward() -> None:
+def raise_foreign_backward() -> None:
     """Raise: a backward that fshard did not start has come to sharded parameters."""
     raise ModuleError(
         "loss.backward() reached sharded parameters, whose gradients it does not reduce. Call "
@@ -58,7 +58,7 @@ def refuse_other_parameters(loss: Tensor) -> None:
         )
 
 
-def refuse_attached(loss: Tensor, ends: list[Tensor]) -> None:
+def validate_joined(loss: Tensor, ends: list[Tensor]) -> None:
     """Raise if a loss leads to parameters otherwise than through the outputs of slices: that gradient would be lost."""
     stops = {get_gradient_edge(x).node for x in ends}
     if any(isinstance(node, PARAM_NODES) for node in nodes_behind(loss, lambda node: node in stops)):

@@ -102,7 +102,7 @@ class LazyParam(Tensor):
         """The runtime of the step that it belongs to."""
         return self.unit.runtime
 
-    def refuse_write(self, *given: Any) -> None:
+    def raise_written(self, *given: Any) -> None:
         """Raise: a forward writes to a parameter."""
         raise ModuleError(f"a forward writes to the parameter {self._path}. {WRITES}")
 
@@ -168,7 +168,7 @@ def _gradient(param: LazyParam) -> None:
 _DATA: dict[Any, Callable[..., Any]] = {
     _T.grad.__get__: _gradient,
     _T.data.__get__: lambda param: param.unshard().detach(),  # it shares the version counter, so writes are detected
-    _T.data.__set__: LazyParam.refuse_write,
+    _T.data.__set__: LazyParam.raise_written,
 }
 """The functions of `.grad` and `.data`."""
 

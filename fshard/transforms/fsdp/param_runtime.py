@@ -274,7 +274,7 @@ def plan_param(
     return ParamPlan(path, x.shape, x.dtype, unit, gather, gradients is not None, wanted, unsharded.spec, layout.memory)
 
 
-def refuse_half_frozen(paths: Sequence[str], numbers: Sequence[int], frozen: Sequence[bool]) -> None:
+def validate_ties_frozen(paths: Sequence[str], numbers: Sequence[int], frozen: Sequence[bool]) -> None:
     """Raise naming parameters that are frozen under one name and trained under another."""
     names: dict[int, list[str]] = {}
     for path, number in zip(paths, numbers, strict=True):

@@ -34,7 +34,7 @@ from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 from fshard.transforms.agreement import host_row, reduce_rows
-from fshard.transforms.fsdp.graph_checks import refuse_backward
+from fshard.transforms.fsdp.graph_checks import raise_foreign_backward
 from fshard.transforms.fsdp.plans import Along, Gradients, ParamPlan, Ways
 from fshard.transforms.fsdp.units import LazyUnit, Order
 from fshard.transforms.options import StepOptions
@@ -253,7 +253,7 @@ class Reductions(GradientSums):
     def _recorded(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> Gradients:
         """Record the parameters as used, in a backward that fshard has started."""
         if unit.runtime.state != "backward":
-            refuse_backward()
+            raise_foreign_backward()
         return self.record(unit.indices, gs, is_idle=self._is_idle)
 
     def _reduce_due(self, *, is_end: bool = False) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten  # it has the output classes of other libraries' modules
 
-from fshard.transforms.fsdp.graph_checks import refuse_attached, refuse_backward
+from fshard.transforms.fsdp.graph_checks import raise_foreign_backward, validate_joined
 from fshard.transforms.reproducible.summation_tree import TreeAccumulator
 
 
@@ -50,7 +50,7 @@ def join(outputs: Sequence[Any], rows: Sequence[int]) -> tuple[Any, list[JoinedO
     for column in columns:
         x = _joined(column, rows)
         if isinstance(x, Tensor) and x.requires_grad:
-            x.register_post_accumulate_grad_hook(lambda _: refuse_backward())
+            x.register_post_accumulate_grad_hook(lambda _: raise_foreign_backward())
             recorded.append(JoinedOutput(x, column, rows))
             x = x.view_as(x)
         results.append(x)
@@ -81,7 +81,7 @@ def split_backward(
     trees: TreeAccumulator,
 ) -> None:
     """Call `backward` with the outputs and cotangents of each slice in turn; `start` is the cotangent of the loss."""
-    refuse_attached(loss, [one.joined for one in outputs])
+    validate_joined(loss, [one.joined for one in outputs])
     found = torch.autograd.grad(loss, [one.joined for one in outputs], start, allow_unused=True) if outputs else ()
     reached = [one.split(g) for one, g in zip(outputs, found, strict=True) if g is not None]
     if not reached:

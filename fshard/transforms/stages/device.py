@@ -26,7 +26,7 @@ from fshard.pipeline.execution.microbatches import shape_key
 from fshard.source import Site, call_site
 from fshard.transforms.agreement import SliceLoss, StepAgreement, average_losses, input_differences, tree_sum
 from fshard.transforms.batch import Batch
-from fshard.transforms.device_step import DeviceResult, DeviceStep, refuse_detached
+from fshard.transforms.device_step import DeviceResult, DeviceStep, validate_is_trained
 from fshard.transforms.fsdp.graph_checks import refuse_unreached
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.plans import local_plans
@@ -124,11 +124,11 @@ class StageStep(DeviceStep):
             try:
                 loss, scale_ratio, aux = device.run()
             except RuntimeError:  # raised by autograd, for saved tensors that a stage has written to
-                self._refuse_written()
+                self._validate_unwritten()
                 raise
             finally:
                 self.runtime.release_replicas()
-        self._refuse_written()
+        self._validate_unwritten()
         self.sums.reduce_rest()
         agreement, buffers = self._agree()
         weight = nonzero_weight(agreement.weight)
@@ -150,7 +150,7 @@ class StageStep(DeviceStep):
             cache[key] = empty_in(leaf.gradient.memory, shape, leaf.dtype, self.device.type)
         return cache[key]
 
-    def _refuse_written(self) -> None:
+    def _validate_unwritten(self) -> None:
         """Raise if a stage has written to a parameter: to frozen ones, too, since it has done so for each microbatch."""
         if path := next((path for unit in self.units.values() for path in unit.written()), None):
             error = f"stages write to a parameter in place: {named(parts_of(path))}"
@@ -267,7 +267,7 @@ class StageStep(DeviceStep):
         ).reduce(self.everyone, self.site)
         agreement.check_inputs(options.caller, along)
         if options.backward:
-            refuse_detached(agreement.used)
+            validate_is_trained(agreement.used)
         if writes is None:
             return agreement, {}
         flagged = [path for path, times in zip(paths, agreement.written, strict=True) if times]
