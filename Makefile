@@ -8,7 +8,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test conformance bench check format notebooks docs clean
+.PHONY: help demo test quick conformance bench check format notebooks docs clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14
@@ -18,6 +18,15 @@ demo: $(READY)  ## train a small GPT under ZeRO-3 on eight virtual devices (ARGS
 
 test: $(READY)  ## run every test: tests/, doctests, notebooks (ARGS="-k name" chooses, WORKERS=0 runs one at a time)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+# What everything else stands on, on virtual devices: layouts, collectives, ZeRO, batches, schedules, arrays.
+QUICK := tests/test_architecture.py tests/test_training.py tests/mesh/layout tests/mesh/reshard/test_reshard.py \
+    tests/mesh/spmd/test_shard_map.py tests/mesh/runtimes/test_virtual.py tests/mesh/collectives/test_conformance.py \
+    tests/optim/test_norms.py tests/optim/test_sharded_optimizers.py tests/transforms/test_zero.py tests/transforms/test_batches.py \
+    tests/pipeline/schedule/test_verify.py tests/pipeline/execution/test_pipelined.py tests/array/test_operations.py
+
+quick: $(READY)  ## run the heart of the tests in 90 seconds, without processes
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(QUICK) -k "not processes and not direct" $(ARGS)
 
 conformance: $(READY)  ## hold every collective to its oracle on 500 drawn examples each, on threads and processes (minutes)
 	FSHARD_EXAMPLES=thorough $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal tests/mesh/collectives/test_conformance.py $(ARGS)

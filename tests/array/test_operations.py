@@ -43,6 +43,25 @@ def test_operation_equals_unsharded_with_drawn_layouts(name):
         check(f, xs, specs, MESH, order=1 if name in FIRST_ORDER else 2)
 
 
+SHARDED = [(P(("data", "model")), 0), (P("data", "model"), 1), (P("data"), 0)]
+"""Layouts of an (8, 4) array, with a dim that is sharded."""
+
+
+@pytest.mark.parametrize(("spec", "dim"), SHARDED, ids=str)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_softmax_over_sharded_dim_does_not_overflow(name, spec, dim):
+    x = 1000 + 100 * torch.randn(8, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
+    check(lambda x: getattr(torch, name)(x, dim), [x], [spec], MESH)
+
+
+@pytest.mark.parametrize(("spec", "dim"), SHARDED, ids=str)
+@pytest.mark.parametrize("name", ["var", "std"])
+def test_variance_over_sharded_dim_divides_by_length_minus_correction(name, spec, dim):
+    x = torch.randn(8, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
+    for options in ({"correction": 0}, {"correction": 1}, {"correction": 2.5}, {"unbiased": False}, {"unbiased": True}):
+        check(lambda x, options=options: getattr(torch, name)(x, dim, **options), [x], [spec], MESH)
+
+
 @st.composite
 def arrays(draw, mesh, shape):
     """Draw a layout that an array of a shape can have."""

@@ -8,7 +8,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import P
-from tests.booster.loops import PLUGINS, Case, assert_trained_alike, boosted
+from tests.training import PLUGINS, Case, assert_trained_alike, boosted
 
 
 class Bags:

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from tests.booster.loops import PLUGINS, adamw, momentum
 from tests.sampled import in_pairs
+from tests.training import PLUGINS, adamw, momentum
 
 
 class Loop:

@@ -85,7 +85,7 @@ def looped(name, mesh, clip=None, loss=criterion, accumulate=1, optimizer=adamw,
     return fs.run(main, mesh=mesh)
 
 
-@pytest.mark.parametrize(("mode", "zero_stage"), [("1d", 0), ("1d", 2), ("2d", 1), ("3d", 3), ("zigzag", 2)])
+@pytest.mark.parametrize(("mode", "zero_stage"), [("1d", 2), ("3d", 3), ("zigzag", 1)])
 def test_functional_steps_equal_one_device(mode, zero_stage):
     sizes, how = MODES[mode]
     (given, _), model = inputs_of("GPT-NeoX"), model_of("GPT-NeoX")
@@ -100,9 +100,7 @@ def test_functional_steps_equal_one_device(mode, zero_stage):
     assert_learnt([joined], by_torch("GPT-NeoX"))
 
 
-@pytest.mark.parametrize(
-    ("mode", "zero_stage"), [("1d", 1), ("1d", 3), ("2.5d", 1), ("ring", 3), ("rsa", 1), ("megatron", 0)]
-)
+@pytest.mark.parametrize(("mode", "zero_stage"), [("1d", 3), ("2.5d", 1), ("ring", 3), ("megatron", 0)])
 def test_loops_equal_one_device(mode, zero_stage):
     sizes, how = MODES[mode]
     assert_learnt(looped("GPT-NeoX", fs.make_mesh(sizes), zero_stage=zero_stage, **how), by_torch("GPT-NeoX"))
@@ -110,7 +108,7 @@ def test_loops_equal_one_device(mode, zero_stage):
 
 @pytest.mark.parametrize(
     "how",
-    [{"clip": 0.1}, {"accumulate": 2}, {"accumulate": 2, "zero_stage": 3}, {"reproducible": True, "slices": 4}],
+    [{"clip": 0.1}, {"accumulate": 2, "zero_stage": 3}, {"reproducible": True, "slices": 4}],
     ids=str,
 )
 def test_fused_weights_with_options_of_a_loop(how):
@@ -131,22 +129,6 @@ def test_the_models_own_loss(mode):
     assert_learnt(found, by_torch("GPT-NeoX", loss=own_loss), 1e-6)
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def test_bf16_errs_as_one_device_does():
-    mesh, one = fs.make_mesh({"data": 1, "model": 2}), fs.make_mesh({"data": 1})
-    exact = looped("GPT-NeoX", one, optimizer=sgd)[0]
-
-    def error(found):
-        return max(float((x - exact[key]).abs().max()) for key, x in found.items())
-
-    serial = error(looped("GPT-NeoX", one, optimizer=sgd, precision="bf16")[0])
-    for found in looped("GPT-NeoX", mesh, optimizer=sgd, precision="bf16", tensor=2):
-        assert 1e-5 < error(found) < 4 * serial < 0.05
-
-
 def on_processes():
     return looped("GPT-NeoX", fs.make_mesh({"data": 2, "model": 2}), tensor=2, zero_stage=3)[0]
 
@@ -158,7 +140,7 @@ def test_loop_on_processes_equals_one_device():
 # Stages, lazy layers, other state.
 
 
-STAGES = [("1d", 0), ("1d", 3), ("2d", 1), ("ring", 3), ("zigzag", 2), ("megatron", 2)]
+STAGES = [("zigzag", 2), ("megatron", 3)]  # tests/tensor/test_combinations.py has the other modes
 
 
 @pytest.mark.parametrize(("mode", "zero_stage"), STAGES)
@@ -201,12 +183,9 @@ def in_stages(name, mode, loss, data=1, **how):
 @pytest.mark.parametrize(
     ("name", "mode", "loss", "how"),
     [
-        *[("GPT-2", "1d", criterion, {"data": 2, "zero_stage": stage}) for stage in (1, 3)],
-        ("GPT-2", "2d", criterion, {}),
+        ("GPT-2", "1d", criterion, {"data": 2, "zero_stage": 3}),
         ("GPT-2", "ring", criterion, {"schedule": "zb-h1"}),
         ("GPT-2", "megatron", criterion, {"recompute": "always"}),
-        ("Llama", "1d", own_loss, {"zero_stage": 3}),
-        ("Llama", "gather", own_loss, {}),
         ("Llama", "megatron", own_loss, {"data": 2, "zero_stage": 2}),
         ("Qwen3", "zigzag", own_loss, {"zero_stage": 1}),
         ("Qwen3", "2d", criterion, {}),
@@ -221,14 +200,6 @@ def test_blocks_in_stages_equal_one_device(name, mode, loss, how):
     assert [float(value) for value, _ in found] == pytest.approx(
         [loss(model_of(name)(**batch), batch).item()] * len(found)
     )
-
-
-def blocks_on_processes():
-    return in_stages("GPT-2", "1d", criterion)[0][1]
-
-
-def test_blocks_in_stages_on_processes_equal_one_device():
-    assert_learnt(run_processes(blocks_on_processes, 4, timeout=170), by_torch("GPT-2"))
 
 
 def test_functional_steps_in_stages_equal_one_device():

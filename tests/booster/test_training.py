@@ -1,4 +1,4 @@
-"""A loop under every plugin, in stages or as a functional step, trains as torch on one device."""
+"""Loops over loaders under every plugin and in stages: equal bits on all meshes, and the weights that torch trains."""
 
 import gc
 import weakref
@@ -87,19 +87,6 @@ class Words(nn.Module):
         return self.embed(tokens) + self.places
 
 
-class Features(nn.Module):
-    """The beginning of a row of layers: rows of tables, beside numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.tables = nn.ModuleList([nn.Embedding(20, 4), nn.Embedding(7, 4)])
-        self.bottom = nn.Linear(3, 4)
-
-    def forward(self, x):
-        rows = [table((x[:, at] * 5).long().abs() % table.num_embeddings) for at, table in enumerate(self.tables)]
-        return torch.cat([*rows, self.bottom(x)], 1)
-
-
 def layer():
     return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.25, batch_first=True)
 
@@ -111,21 +98,8 @@ def row_of_words():
     return nn.Sequential(first, layer(), layer(), head, nn.AdaptiveAvgPool2d((1, None)), nn.Flatten())
 
 
-def row_of_patches():
-    """A ViT as a row of layers."""
-    start = nn.Unflatten(1, (3, 1)), nn.Linear(1, 8)
-    return nn.Sequential(*start, layer(), layer(), nn.LayerNorm(8), nn.Flatten(), nn.Linear(24, 11))
-
-
-def row_of_features():
-    """A DLRM as a row of layers."""
-    return nn.Sequential(Features(), nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 11))
-
-
 MODELS = {
     "row of words": row_of_words,
-    "row of patches": row_of_patches,
-    "row of features": row_of_features,
     "mlp": lambda: nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 11)),
     "convnet": convnet,
     "attention": Attention,
@@ -197,10 +171,10 @@ def by_torch(name, count=48, batch_size=16):
     return model.state_dict()
 
 
-FAMILIES = ("mlp", "convnet", "attention", "tables", "patches")
+FAMILIES = ("convnet", "attention", "tables", "patches")
 
 
-@pytest.mark.parametrize(("name", "plugin", "n"), in_pairs(FAMILIES, PLUGINS, (2, 4)))
+@pytest.mark.parametrize(("name", "plugin", "n"), in_pairs(FAMILIES, [*PLUGINS][1:], (2, 4)))
 def test_reproducible_loop_has_equal_bits_on_all_meshes(name, plugin, n):
     expected, output, _ = on_one_device(name)
     for state, same, _ in trained(n, name, plugin, reproducible=True):
@@ -250,9 +224,7 @@ def trained_in_stages(name, pipeline, count=48, batch_size=16, outputs=False, **
     return fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2}))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "zero_stage"), [("gpipe", 0), ("gpipe", 3), ("1f1b", 1), ("1f1b", 3), ("zbv", 2), ("zbv", 3)]
-)
+@pytest.mark.parametrize(("schedule", "zero_stage"), [("gpipe", 0), ("1f1b", 1), ("zbv", 3)])
 def test_reproducible_stages_equal_unsplit_model_bitwise(zero_stage, schedule):
     expected, output, losses = on_one_device("mlp")
     how = {"zero_stage": zero_stage, "schedule": schedule, "microbatches": 4, "reproducible": True}
@@ -268,9 +240,6 @@ def test_reproducible_stages_equal_unsplit_model_bitwise(zero_stage, schedule):
         ("convnet", 1, "1f1b"),
         ("convnet", 2, "zbv"),
         ("row of words", 3, "gpipe"),
-        ("row of words", 2, "zbv"),
-        ("row of patches", 1, "1f1b"),
-        ("row of features", 3, "gpipe"),
     ],
 )
 def test_reproducible_stages_of_each_family_equal_unsplit_model(name, zero_stage, schedule):
@@ -321,44 +290,6 @@ def test_weight_shared_by_stages_trains_by_its_group(how):
         assert found[3].weight is found[0].embed.weight
         for name, w in whole.named_parameters():
             torch.testing.assert_close(dict(found.named_parameters())[name], w, msg=name, check_stride=False)
-
-
-@pytest.mark.parametrize("name", ["mlp", "row of words", "row of patches"])
-def test_loop_functional_step_and_stages_draw_equally(name):
-    x, y = data(name, 16).tensors
-
-    def main(plugin):
-        torch.manual_seed(1)
-        model = MODELS[name]()
-        booster = fs.Booster(plugin=plugin)
-        state = booster.init(model, torch.optim.AdamW(model.parameters(), lr=0.05), nn.CrossEntropyLoss())
-        torch.rand(1)  # what else is drawn makes no difference
-        for _ in range(2):
-            state, _ = booster.step(state, (x, y))
-        found = fs.unshard(state.params)
-        return found if isinstance(found, dict) else {key: w for stage in found for key, w in stage.items()}
-
-    def loop():
-        torch.manual_seed(1)
-        model = MODELS[name]()
-        booster = fs.Booster(plugin=fs.FSDPPlugin(reproducible=True, seed=3))
-        model, opt, criterion, *_ = booster.boost(
-            model, torch.optim.AdamW(model.parameters(), lr=0.05), nn.CrossEntropyLoss()
-        )
-        own = slice(8 * fs.axis_index("data"), 8 * fs.axis_index("data") + 8)
-        for _ in range(2):
-            booster.backward(criterion(model(x[own]), y[own]), opt)
-            opt.step(), opt.zero_grad()
-        return dict(model.unwrap().named_parameters())
-
-    expected = fs.run(loop, mesh=fs.make_mesh({"data": 2}))[0]
-    stages = fs.HybridParallelPlugin(pipeline=2, microbatches=4, reproducible=True, seed=3)
-    mesh = fs.make_mesh({"data": 2, "pipe": 2})
-    for found in (*fs.run(main, fs.DDPPlugin(reproducible=True, seed=3), mesh=mesh), *fs.run(main, stages, mesh=mesh)):
-        assert [key for key, w in expected.items() if not torch.equal(w, found[key])] == []
-    other = fs.run(main, fs.DDPPlugin(reproducible=True, seed=4), mesh=mesh)[0]
-    assert torch.equal(other["0.weight"], expected["0.weight"]) if name == "mlp" else other.keys() == expected.keys()
-    assert name == "mlp" or not all(torch.equal(other[key], w) for key, w in expected.items())
 
 
 @pytest.mark.parametrize("count", [48, 39])
@@ -415,8 +346,17 @@ def test_no_sync_backward_sends_nothing():
     loop(2, "zero 1", lambda: nn.Linear(3, 2), rounds)
 
 
-@pytest.mark.parametrize("order", [1, 2.0, 3, torch.inf, "inf"])
-@pytest.mark.parametrize(("plugin", "n"), [("ddp", 2), ("zero 2", 4), ("fsdp", 2), ("fsdp", 4), ("stages", 4)])
+@pytest.mark.parametrize(
+    ("plugin", "n", "order"),
+    [
+        ("ddp", 2, 1),
+        ("zero 2", 4, 3),
+        ("fsdp", 2, torch.inf),
+        ("fsdp", 4, 2.0),
+        ("stages", 4, 2.0),
+        ("stages", 4, "inf"),
+    ],
+)
 def test_clip_grad_norm_equals_torch_for_any_norm(plugin, n, order):
     def start():
         torch.manual_seed(1)
@@ -483,8 +423,7 @@ def test_boosted_module_keeps_shapes_without_memory(kind):
     assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [(True, told, True, 2)] * 2
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize(("plugin", "precision"), [("zero 2", "bf16"), ("fsdp", "fp16")])
 def test_half_precision_keeps_float32_parameters(plugin, precision):
     losses, dtypes = [], set()
 
@@ -507,23 +446,9 @@ def test_half_precision_keeps_float32_parameters(plugin, precision):
 # -- the functional form, processes, errors ---------------------------------------------------------------------------
 
 
-def stepped(n, name, plugin):
-    mesh = fs.make_mesh({"data": n})
-    torch.manual_seed(1)
-    model = MODELS[name]()
-    booster = fs.Booster(plugin=PLUGINS[plugin](mesh=mesh))
-    state = booster.init(model, torch.optim.AdamW(model.parameters(), lr=0.05), nn.CrossEntropyLoss())
-    x, y = data(name, 16).tensors
-    losses = []
-    for _ in range(3):
-        state, metrics = booster.step(state, (x, y))
-        losses.append(metrics["loss"].item())
-    return losses, fs.unshard(state.params)
-
-
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("zero_stage", [0, 3])
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+@pytest.mark.parametrize(
+    ("norm", "zero_stage", "inside"), [(nn.LayerNorm, 3, True), (nn.BatchNorm1d, 0, False), (nn.BatchNorm1d, 3, True)]
+)
 def test_functional_step_trains_stages_as_torch(inside, zero_stage, norm):
     """Of BatchNorm each microbatch has its own mean: what is compared with is two microbatches of two devices, by hand."""
 
@@ -555,25 +480,8 @@ def test_functional_step_trains_stages_as_torch(inside, zero_stage, norm):
         torch.testing.assert_close(params, {name: w.detach() for name, w in model.named_parameters()})
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_functional_step_trains_as_torch(plugin):
-    torch.manual_seed(1)
-    model = MODELS["tables"]()
-    opt, (x, y) = torch.optim.AdamW(model.parameters(), lr=0.05), data("tables", 16).tensors
-    expected = []
-    for _ in range(3):
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        expected.append(loss.item())
-    losses, params = stepped(2, "tables", plugin)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
-    close([params], model.state_dict())
-
-
-@pytest.mark.parametrize("plugin", ["zero 1", "fsdp"])
-def test_processes_equal_virtual_devices_bitwise(two, plugin):
+def test_processes_equal_virtual_devices_bitwise(two):
+    plugin = "fsdp"
     expected = trained(2, "convnet", plugin, reproducible=True)
     for rank, ((state, output, losses),) in enumerate(two.run(trained, 2, "convnet", plugin, reproducible=True)):
         assert all(torch.equal(x, expected[rank][0][key]) for key, x in state.items())
@@ -581,8 +489,7 @@ def test_processes_equal_virtual_devices_bitwise(two, plugin):
         assert losses == expected[rank][2]
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize(("stages", "n"), [(False, 2), (True, 1)])
 def test_fp16_overflow_is_skipped_despite_clip_grad_value(stages, n):
     """A clipped infinite gradient is finite; torch's scaler looks before."""
 

@@ -39,6 +39,16 @@ def test_global_norm_counts_every_element_once(data):
     assert comm.calls() == cut
 
 
+@pytest.mark.parametrize("order", [1, 2, 3.0])
+@pytest.mark.parametrize("exact", [None, True])
+def test_global_norm_counts_leaf_replicated_over_two_of_three_axes_once(order, exact):
+    mesh = fs.make_mesh({"a": 2, "b": 2, "c": 2})
+    specs = [P("a"), P("b"), P("c"), P(("c", "a"))]
+    tree = [fs.device_put(torch.arange(4.0) + 10 * i, fs.Layout(mesh, spec)) for i, spec in enumerate(specs)]
+    expected = torch.linalg.vector_norm(torch.cat([torch.arange(4.0) + 10 * i for i in range(4)]).double(), order)
+    torch.testing.assert_close(optim.global_norm(tree, order, exact=exact if order == 2 else None), expected)
+
+
 def test_global_norm_equals_torch_and_counts_ties_once():
     xs = [tensor((5, 3), torch.float32, 0), tensor((7,), torch.float32, 1)]
     expected = torch.nn.utils.get_total_norm(xs)

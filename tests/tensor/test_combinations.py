@@ -46,7 +46,6 @@ class Recomputed(nn.Module):
 
 ZERO = (0, 1, 2, 3)
 ALONE, STAGES = {"pipe": 1, "data": 2, "model": 2}, {"pipe": 2, "data": 1, "model": 2}
-both = pytest.mark.parametrize("mesh", [ALONE, STAGES], ids=["alone", "stages"])
 
 
 def planned(mesh, *args, **how):
@@ -73,11 +72,6 @@ def test_sequences_with_stages_and_zero_equal_one_device(sequence_mode):
     mesh = {"pipe": 2, "data": 2, "seq": 2, "model": 2}
     found = planned(mesh, four_heads, sequence=2, sequence_mode=sequence_mode, zero_stage=3, ids=token_ids(8))
     assert_learnt(found, by_torch_alone(four_heads, rows=8))
-
-
-def test_ten_steps_equal_one_device():
-    found = planned({"pipe": 2, "data": 2, "model": 2}, zero_stage=3, steps=10, microbatches=1)
-    assert_learnt(found, by_torch_alone(steps=10), 1e-7)
 
 
 def by_torch_checkpoint(layer, x):
@@ -107,7 +101,7 @@ def in_bits(data, stages, zero_stage):
 def test_reproducible_mode_has_equal_bits_for_one_size_of_model(data, stages):
     """With dropout, clipping and recomputation."""
     expected = in_bits(1, 1, 0)[0]
-    for zero_stage in ZERO:
+    for zero_stage in (0, 1, 3):
         for found in in_bits(data, stages, zero_stage):
             assert [key for key, x in expected.items() if not torch.equal(x, found[key])] == []
 
@@ -166,7 +160,7 @@ class Blocks(nn.Module):
         return self.head(x + before if self.skips else x)
 
 
-@pytest.mark.parametrize("zero_stage", ZERO)
+@pytest.mark.parametrize("zero_stage", [1, 3])
 def test_blocks_of_a_module_equal_one_device(zero_stage):
     """The second stage has the table of words, and runs the code before its blocks without values."""
     make = lambda: Blocks(skips=False)  # noqa: E731
@@ -204,9 +198,10 @@ def exact_and_serial_error(make, precision):
     return exact, error(trained({"data": 1}, make, sgd, precision=precision)[0], exact)
 
 
-@both
-@pytest.mark.parametrize("zero_stage", [0, 3])
-@pytest.mark.parametrize(("make", "precision"), [(single, "fp16"), (single, "bf16"), (brain, None)])
+@pytest.mark.parametrize(
+    ("mesh", "zero_stage", "make", "precision"),
+    [(ALONE, 3, single, "fp16"), (STAGES, 0, single, "bf16"), (ALONE, 0, brain, None), (STAGES, 3, brain, None)],
+)
 def test_half_precision_errs_as_one_device_does(mesh, make, precision, zero_stage):
     exact, serial = exact_and_serial_error(make, precision)
     for found in planned(mesh, make, sgd, precision=precision, zero_stage=zero_stage):
@@ -225,8 +220,7 @@ def slow_sgd(model):
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-@both
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize(("mesh", "zero_stage"), [(ALONE, 3), (STAGES, 2)])
 def test_overflow_of_one_shard_skips_the_step_of_all_devices(mesh, zero_stage):
     options = {"precision": "fp16", "state": True, "steps": 8}
     ((wanted, state),) = trained({"data": 1}, overflowing, slow_sgd, **options)
@@ -260,8 +254,11 @@ def lamb(model):
     return optim.lamb(0.02)
 
 
-@both
-@pytest.mark.parametrize(("optimizer", "zero_stage"), [*((muon, stage) for stage in ZERO), (lamb, 0), (lamb, 3)])
+@pytest.mark.parametrize(
+    ("mesh", "optimizer", "zero_stage"),
+    [(ALONE, muon, 1), (STAGES, muon, 3), (STAGES, muon, 0), (ALONE, lamb, 3), (STAGES, lamb, 0)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
 def test_optimizers_of_matrices_equal_one_device(mesh, optimizer, zero_stage):
     wanted = trained({"data": 1}, parts, optimizer)[0]
     assert_learnt(planned(mesh, parts, optimizer, zero_stage=zero_stage), wanted)
@@ -288,8 +285,7 @@ def frozen():
     return model
 
 
-@both
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize(("mesh", "zero_stage"), [(ALONE, 3), (STAGES, 0)])
 def test_frozen_parameters_stay(mesh, zero_stage):
     found = planned(mesh, frozen, zero_stage=zero_stage, clip=0.1)
     assert_learnt(found, by_torch_alone(frozen, clip=0.1))
@@ -297,8 +293,7 @@ def test_frozen_parameters_stay(mesh, zero_stage):
     assert all(torch.equal(found[0][key], x) for key, x in start.items() if not x.requires_grad)
 
 
-@both
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize(("mesh", "zero_stage"), [(ALONE, 3), (STAGES, 0)])
 def test_lora_beside_a_plan_equals_one_device(mesh, zero_stage):
     lora = fs.nn.LoraConfig(r=2, target_modules=["qkv", "out", "up"], bias="lora_only")
     (wanted,) = trained({"data": 1}, gpt, lora=lora, steps=5)
@@ -311,7 +306,7 @@ def test_lora_beside_a_plan_equals_one_device(mesh, zero_stage):
 # Accumulation, clipping, recomputation.
 
 
-@pytest.mark.parametrize("zero_stage", ZERO)
+@pytest.mark.parametrize("zero_stage", [0, 3])
 def test_accumulation_and_clipping_in_stages_equal_one_device(zero_stage):
     found = planned(STAGES, accumulate=2, clip=0.1, zero_stage=zero_stage)
     assert_learnt(found, by_torch_alone(clip=0.1))
@@ -326,10 +321,10 @@ def recomputed(checkpointed):
     return make
 
 
-@both
-@pytest.mark.parametrize("zero_stage", [0, 3])
 @pytest.mark.parametrize(
-    "checkpointed", [by_torch_checkpoint, lambda layer, x: fs.remat(layer)(x)], ids=["torch", "remat"]
+    ("mesh", "zero_stage", "checkpointed"),
+    [(ALONE, 3, lambda layer, x: fs.remat(layer)(x)), (STAGES, 0, by_torch_checkpoint)],
+    ids=["remat", "torch"],
 )
 def test_recomputed_layers_equal_one_device(mesh, checkpointed, zero_stage):
     wanted = {key.replace("1.", "1.layer.").replace("3.", "3.layer."): x for key, x in by_torch_alone().items()}

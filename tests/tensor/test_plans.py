@@ -10,6 +10,7 @@ from fshard import P
 from fshard.errors import LayoutError
 from fshard.testing.processes import run_processes
 from tests.tensor.hugging_face import MODELS, block_weights, inputs_of, model_of
+from tests.tensor.small_gpt import Layer, Words, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own
 F64 = torch.float64
@@ -399,3 +400,39 @@ def test_a_wrong_plan_does_not_pass_its_check(monkeypatch):
     monkeypatch.setattr("fshard.array.communicate.Psum", type("Other", (), {}))  # a psum whose backward is left out
     with pytest.raises(LayoutError, match="the plan must compute what the model does"):
         plan.check(torch.randn(4, 8, dtype=F64))
+
+
+# -- dropout and ignored labels ---------------------------------------------------------------------------------------
+
+IGNORED = -100
+PLANS = {
+    "1d": ({"axis": "model"}, {"model": 2}),
+    "2.5d": ({"axis": ("d", "i", "j"), "mode": "2.5d"}, {"d": 2, "i": 2, "j": 2}),
+    "ring": ({"axis": "model", "sequence": "seq", "sequence_mode": "ring"}, {"seq": 2, "model": 2}),
+}
+
+
+def gradients_with_dropout(name):
+    """Return loss and gradients of a planned model with dropout, on its grid or, without a name, on one device."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Words(), Layer(dropout=0.3), nn.Linear(8, 12)).double()
+    ids = token_ids(4)
+    labels = ids.roll(-1, 1).masked_fill(torch.arange(4) < torch.tensor([[2], [0], [1], [2]]), IGNORED)
+    options, grid = PLANS[name or "1d"]
+    plan = fs.tensor_parallel(model, sample=ids, check=False, **options)
+    apply, params, buffers = fs.functionalize(model, plan=plan)
+    mesh, local = (fs.make_mesh(grid), plan.axes) if name else (fs.make_mesh({"data": 1}), ())
+
+    def loss_fn(params, batch):
+        logits, _ = apply(params, buffers, batch[0])
+        return plan.cross_entropy(logits, batch[1])
+
+    own = fs.shard_params(params, plan.rules if name else P(), mesh=mesh)
+    torch.manual_seed(1)
+    loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(), local=local)(own, (ids, labels))
+    return loss, fs.unshard(grads)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_planned_model_with_dropout_and_ignored_labels_equals_one_device(name):
+    torch.testing.assert_close(gradients_with_dropout(name), gradients_with_dropout(None), rtol=1e-6, atol=1e-6)

@@ -1,7 +1,6 @@
 """Every collective means the same on every runtime: what its oracle says, to the last bit, and at the same cost."""
 
 import os
-from fractions import Fraction
 from itertools import islice
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.collectives import moves
 from fshard.testing.oracles import ORACLES, total
 from fshard.testing.processes import run_processes
 from tests.mesh.collectives.cases import all_cases, axes_choices, large_cases
@@ -133,48 +131,6 @@ def test_groups_follow_order_of_named_axes():
     assert group_of(mesh, 4, ("a", "b")) == [0, 1, 2, 3, 4, 5]
     assert group_of(mesh, 4, ("b", "a")) == [0, 3, 1, 4, 2, 5]
     assert len(axes_choices(fs.make_mesh({"a": 1, "b": 1, "c": 1}))) == 3 + 3 * 2 + 2
-
-
-def added_in_order(xs):
-    return sum(xs[1:], start=xs[0])
-
-
-def added_in_16_bits(xs):
-    while len(xs) > 1:
-        xs = [a + b for a, b in zip(xs[::2], xs[1::2], strict=True)]
-    return xs[0]
-
-
-@pytest.mark.parametrize(
-    ("where", "name", "wrong", "complaint"),
-    [
-        (moves, "tree_sum", added_in_order, "psum(float32[4, 8], a), device 0: result 0: "),
-        (moves, "tree_sum", added_in_16_bits, "psum(bfloat16[4, 8], a), device 0: result 0: "),
-        (
-            moves.AllGather,
-            "transposed",
-            lambda self: moves.Take(self.dim),
-            "all_gather(float32[4, 8], a, dim=0, to=varying)",
-        ),
-        (
-            moves.Psum,
-            "sent",
-            lambda self, size, index, n: Fraction(size),
-            "the ledger has 1 calls and 128 bytes instead of",
-        ),
-        (
-            moves.Permute,
-            "transposed",
-            lambda self: self,
-            "ppermute(float32[4, 8], a, perm=((0, 1), (1, 2), (2, 3), (3, 0)))",
-        ),
-    ],
-)
-def test_conformance_finds_wrong_collective(monkeypatch, where, name, wrong, complaint):
-    monkeypatch.setattr(where, name, wrong)
-    with pytest.raises(AssertionError) as caught:
-        check_runtime(fs.make_mesh({"a": 4}))
-    assert complaint in str(caught.value)
 
 
 # -- the ledger ---------------------------------------------------------------------------------------------------

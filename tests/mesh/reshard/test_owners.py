@@ -117,9 +117,11 @@ def test_partitioned_optimizer_equals_one_device(name, data):
 
 
 def on_processes(n):
+    """Return trained parameters and state, and their types, which name the owner of each leaf."""
     params, grads = fixed()
-    mesh = fs.make_mesh({"data": n})
-    return [fs.unshard(run_on(mesh, OPTIMIZERS[name], stage, params, grads)) for name, stage in CASES]
+    mesh = fs.make_mesh({"node": n // 2, "data": 2})
+    results = [run_on(mesh, OPTIMIZERS[name], stage, params, grads) for name, stage in CASES]
+    return [fs.unshard(result) for result in results], [str(types(result)) for result in results]
 
 
 CASES = [*(("muon and adamw", stage) for stage in STAGES), ("shampoo", 1), ("lamb", 2), ("adafactor", 3)]
@@ -133,8 +135,11 @@ def fixed():
 
 def test_partitioned_optimizer_between_processes_equals_one_device(two, four):
     expected = [run_alone(OPTIMIZERS[name], *fixed()) for name, _ in CASES]
-    for found in (*two.run(on_processes, 2), *four.run(on_processes, 4)):
-        assert all(same(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    for n, pool in ((2, two), (4, four)):
+        owners = on_processes(n)[1]
+        for results, types_of_process in pool.run(on_processes, n):
+            assert all(same(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
+            assert types_of_process == owners
 
 
 @pytest.mark.parametrize("make", [lambda: matrices_and_others(optim.muon(0.01), adamw()), lambda: optim.shampoo(0.01)])

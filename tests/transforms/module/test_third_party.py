@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.booster.loops import PLUGINS, Case, assert_trained_alike, bits, boosted, stepped
+from tests.training import PLUGINS, Case, assert_trained_alike, bits, boosted, stepped
 from tests.transforms.module.third_party import (
     OfTensors,
     convit_base,

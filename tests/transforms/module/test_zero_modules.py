@@ -1,4 +1,4 @@
-"""Modules in ZeRO: `functionalize` and `train_step` together train a module as plain torch trains it on the whole batch."""
+"""Modules in ZeRO: frozen parameters, buffers, recomputation, and what a loss may do with parameters."""
 
 import copy
 import gc
@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
 
 import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten
+from tests.test_training import Perceptron, Twice
+from tests.training import Case, adamw, by_torch, by_train_step
 
 STAGES = (0, 1, 2, 3)
 N = 2
@@ -24,115 +25,12 @@ def placed(params, stage, mesh):
     return fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
 
 
-# -- modules ----------------------------------------------------------------------------------------------------------
+# -- one device, by torch ---------------------------------------------------------------------------------------------
 
 
-class Perceptron(nn.Module):
-    """Blocks of which the first and the last are tied, one is frozen, and one is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.blocks[3].weight = self.blocks[0].weight
-        self.blocks[1].requires_grad_(False)
-        self.unused = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
-
-
-class Twice(nn.Module):
-    """One block that is called before and after others, so that its unit is let go and gathered again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.shared(x)
-        for layer in self.layers:
-            x = torch.relu(layer(x)) + x
-        return self.shared(self.shared(x))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(6, 5, num_layers=2, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(10, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x.reshape(len(x), 3, 6))[0][:, -1])
-
-
-class Words(nn.Module):
-    """An embedding whose matrix is the head's too, a layer norm between, and a padding row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 6, padding_idx=0)
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids = (x.abs() * 5).long().clamp(max=6)
-        return self.head(self.norm(self.embedding(ids)).mean(1))
-
-
-def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (2, 3, 3)),
-        nn.Conv2d(2, 4, 2, padding=1),
-        nn.GroupNorm(2, 4),
-        nn.GELU(),
-        nn.ConvTranspose2d(4, 3, 2),
-        nn.PReLU(3),
-        nn.Flatten(),
-        nn.Linear(75, 3),
-    )
-
-
-def normed() -> nn.Module:
-    return nn.Sequential(weight_norm(nn.Linear(6, 6)), nn.Tanh(), weight_norm(nn.Linear(6, 3)), nn.Dropout(0.5)).eval()
-
-
-def transformer(*, norm_first: bool) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True, norm_first=norm_first)
-    return nn.Sequential(nn.Unflatten(1, (3, 6)), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
-
-
-class Case(NamedTuple):
-    """A module, how wide its input is, and which of its parameters are not to be trained."""
-
-    build: Callable[[], nn.Module]
-    width: int = 6
-    frozen: Callable[[str], bool] | None = None
-
-
-CASES = {
-    "mlp": Case(Perceptron, frozen=lambda path: path.startswith("blocks[1].")),
-    "twice": Case(Twice),
-    "lstm": Case(Recurrent, 18),
-    "words": Case(Words),
-    "conv": Case(convolutions, 18),
-    "weight norm, no dropout": Case(normed),
-    "transformer": Case(lambda: transformer(norm_first=True), 18),
-    "transformer, norm last": Case(lambda: transformer(norm_first=False), 18),
-}
-
-
-def cases(*names: str) -> list[Any]:
-    return list(names)
-
-
-def built(case: Case) -> nn.Module:
+def built(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    return case.build().double()
+    return make().double()
 
 
 def batches(width: int, steps: int = STEPS) -> list[Tensor]:
@@ -144,16 +42,14 @@ def loss_of(y: Tensor) -> Tensor:
     return (y.flatten(1).sin() * y.flatten(1)).mean()
 
 
-OPTIMIZERS: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.optim.Optimizer]]] = {
-    "sgd": (lambda: fs.optim.sgd(0.1, momentum=0.9), lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)),
-    "adamw": (lambda: fs.optim.adamw(0.01, fused=False), lambda params: torch.optim.AdamW(params, 0.01)),
-}
+def sgd() -> Any:
+    return fs.optim.sgd(0.1, momentum=0.9)
 
 
-def serial(module: nn.Module, width: int, opt: str) -> tuple[list[float], nn.Module]:
+def serial(module: nn.Module, width: int) -> tuple[list[float], nn.Module]:
     """Train a copy of a module in plain torch, on whole batches."""
     module = copy.deepcopy(module)
-    optimizer = OPTIMIZERS[opt][1]([x for x in module.parameters() if x.requires_grad])
+    optimizer = torch.optim.SGD([x for x in module.parameters() if x.requires_grad], 0.1, momentum=0.9)
     losses = []
     for x in batches(width):
         optimizer.zero_grad()
@@ -164,96 +60,44 @@ def serial(module: nn.Module, width: int, opt: str) -> tuple[list[float], nn.Mod
     return losses, module
 
 
-def sharded(module: nn.Module, width: int, opt: str, stage: int, **options: Any) -> tuple[list[float], dict]:
-    """Train a module's function on a mesh."""
-    mesh = fs.make_mesh({"data": N})
-    apply, params, buffers = fs.functionalize(module)
-    partitioned = fs.partition_optimizer(OPTIMIZERS[opt][0](), mesh=mesh, axis="data", stage=stage)
-    own = placed(params, stage, mesh)
-    state = partitioned.init(own)
-
-    def loss_fn(params, x):
-        return loss_of(apply(params, buffers, x)[0])
-
-    step = fs.train_step(loss_fn, partitioned, mesh=mesh, batch=P("data"), **options)
-    losses = []
-    for x in batches(width):
-        own, state, metrics = step(own, state, x)
-        losses.append(metrics["loss"].item())
-    return losses, fs.unshard(own)
-
-
 def assert_same(found: tuple[list[float], dict], expected: tuple[list[float], nn.Module]) -> None:
     assert found[0] == pytest.approx(expected[0], rel=1e-10)
-    theirs = dict(expected[1].named_parameters())
-    assert found[1].keys() == theirs.keys()
-    for name, x in found[1].items():
-        torch.testing.assert_close(
-            x, theirs[name].detach(), rtol=1e-8, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    theirs = {name: x.detach() for name, x in expected[1].named_parameters()}
+    torch.testing.assert_close(found[1], theirs, rtol=1e-8, atol=1e-10)
 
 
-# -- every module, every stage --------------------------------------------------------------------------------------------
+# -- frozen parameters ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("opt", OPTIMIZERS)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", cases(*CASES))
-def test_module_trains_as_in_torch(name, stage, opt):
-    case = CASES[name]
-    module = built(case)
-    before = {key: x.clone() for key, x in module.state_dict().items()}
-    found = sharded(module, case.width, opt, stage, frozen=case.frozen)
-    assert_same(found, serial(module, case.width, opt))
-    assert all(torch.equal(x, before[key]) for key, x in module.state_dict().items())
-    assert all(x.grad is None for x in module.parameters())
+def thawed() -> nn.Module:
+    return Perceptron().requires_grad_(True)
 
 
 @pytest.mark.parametrize(
-    "options",
+    "frozen",
     [
-        {"accumulate": 2},
-        {"accumulate": 4, "reduce_once": True},
-        {"live_units": 1},
-        {"reshard_after_forward": False},
-        {"in_flight": 0, "donate": True},
-        {"reproducible": True, "slices": 4, "accumulate": 2},
+        "blocks.1.*",
+        ["blocks[1].weight", "blocks[1].bias"],
+        '["blocks"][1].**',
+        lambda path: path.startswith("blocks[1]."),
     ],
-    ids=str,
+    ids=["pattern", "paths", "quoted", "function"],
 )
-@pytest.mark.parametrize("name", cases("mlp", "twice", "lstm", "weight norm, no dropout"))
-def test_module_trains_equally_with_any_options(name, options):
-    case = CASES[name]
-    module = built(case)
-    found = sharded(module, case.width, "adamw", 3, frozen=case.frozen, **options)
-    assert_same(found, serial(module, case.width, "adamw"))
+def test_frozen_patterns_match_module_names(frozen):
+    case = Case(thawed, width=6)
+    _, params = by_train_step(case, 3, 2, frozen=frozen)
+    expected = by_torch(Case(Perceptron, width=6))[1]
+    torch.testing.assert_close(params, expected, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_tied_unused_and_frozen_parameters_train_correctly(stage):
-    module = built(CASES["mlp"])
-    _, params = sharded(module, 6, "adamw", stage, frozen=CASES["mlp"].frozen)
-    assert "blocks.3.weight" not in params
-    start = dict(module.named_parameters())
+def test_unused_and_frozen_parameters_keep_their_bits(stage):
+    _, params = by_train_step(Case(Perceptron, width=6), stage, 2, adamw)
+    assert "blocks.3.weight" not in params  # tied to that of the first
+    torch.manual_seed(1)
+    start = dict(Perceptron().double().named_parameters())
     same = {name for name, x in params.items() if torch.equal(x, start[name].detach())}
     assert same == {"blocks.1.weight", "blocks.1.bias", "unused.weight", "unused.bias"}
-
-
-@pytest.mark.parametrize("opt", OPTIMIZERS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_frozen_module_parameters_stay_unchanged(stage, opt):
-    module = built(CASES["mlp"])
-    found = sharded(module, 6, opt, stage, donate=True)
-    assert_same(found, serial(module, 6, opt))
-
-
-@pytest.mark.parametrize("frozen", ["blocks.1.*", ["blocks[1].weight", "blocks[1].bias"], '["blocks"][1].**'], ids=str)
-def test_patterns_match_module_names(frozen):
-    module = built(CASES["mlp"])
-    expected = serial(module, 6, "sgd")
-    for x in module.parameters():
-        x.requires_grad_(True)
-    assert_same(sharded(module, 6, "sgd", 3, frozen=frozen), expected)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -315,7 +159,7 @@ def with_buffers(module, stage, n=N, size=8, lay=lambda buffers, mesh: buffers, 
     mesh = fs.make_mesh({"data": n})
     sync = None if options.get("reproducible") else "data"
     apply, params, buffers = fs.functionalize(module, sync_batchnorm=sync)
-    opt = fs.partition_optimizer(OPTIMIZERS["sgd"][0](), mesh=mesh, axis="data", stage=stage)
+    opt = fs.partition_optimizer(sgd(), mesh=mesh, axis="data", stage=stage)
 
     def loss_fn(params, buffers, x):
         y, buffers = apply(params, buffers, x)
@@ -342,7 +186,7 @@ def assert_same_buffers(found, expected):
 @pytest.mark.parametrize("stage", STAGES)
 def test_batchnorm_trains_as_on_one_device(stage, n):
     losses, params, buffers = with_buffers(batch_normed(), stage, n)
-    expected = serial(batch_normed(), 6, "sgd")
+    expected = serial(batch_normed(), 6)
     assert_same((losses, params), expected)
     assert_same_buffers(buffers, expected[1])
 
@@ -408,7 +252,7 @@ def test_buffers_on_the_mesh_keep_their_layout():
 
     _, _, found = with_buffers(batch_normed(), 3, lay=lay)
     assert all(isinstance(x, fs.Sharded) and x.spec == P() for x in found.values())
-    assert_same_buffers(found, serial(batch_normed(), 6, "sgd")[1])
+    assert_same_buffers(found, serial(batch_normed(), 6)[1])
     with pytest.raises(
         ValueError, match=r"buffers must be replicated .*; 1.num_batches_tracked has P.flat\(\"data\"\)"
     ):
@@ -473,10 +317,10 @@ def test_remat_blocks_have_equal_gradients_and_dropout(name, options):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_remat_module_trains_as_in_torch(stage):
-    module = built(CASES["twice"])
+    module = built(Twice)
     apply, params, buffers = fs.functionalize(module)
     mesh = fs.make_mesh({"data": N})
-    opt = fs.partition_optimizer(OPTIMIZERS["adamw"][0](), mesh=mesh, axis="data", stage=stage)
+    opt = fs.partition_optimizer(sgd(), mesh=mesh, axis="data", stage=stage)
     own = placed(params, stage, mesh)
     forward = fs.remat(lambda params, x: apply(params, buffers, x)[0])
     step = fs.train_step(lambda p, x: loss_of(forward(p, x)), opt, mesh=mesh, batch=P("data"), live_units=1)
@@ -484,7 +328,7 @@ def test_remat_module_trains_as_in_torch(stage):
     for x in batches(6):
         own, state, metrics = step(own, state, x)
         losses.append(metrics["loss"].item())
-    assert_same((losses, fs.unshard(own)), serial(module, 6, "adamw"))
+    assert_same((losses, fs.unshard(own)), serial(module, 6))
 
 
 class Most(NamedTuple):
@@ -554,7 +398,7 @@ class Nested(nn.Module):
 
 @pytest.mark.parametrize("live", [1, 2])
 def test_units_of_class_bound_unsharded_memory(monkeypatch, live):
-    module = built(Case(Nested, 18))
+    module = built(Nested)
     apply, params, buffers = fs.functionalize(module)
     mesh = fs.make_mesh({"data": N})
     units = fs.nn.units_of(module, nn.TransformerEncoderLayer, nn.Linear)
@@ -590,7 +434,7 @@ def test_units_of_class_bound_unsharded_memory(monkeypatch, live):
 @pytest.mark.parametrize("stage", STAGES)
 def test_forward_without_grad_leaves_the_next_gradient(stage):
     """A teacher, a norm for logging, or a forward that only warms up."""
-    module = built(CASES["twice"])
+    module = built(Twice)
     apply, params, buffers = fs.functionalize(module)
     mesh = fs.make_mesh({"data": N})
 
