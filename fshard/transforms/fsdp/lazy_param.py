@@ -102,7 +102,7 @@ class LazyParam(Tensor):
         """The runtime of the step that it belongs to."""
         return self.unit.runtime
 
-    def refuse_write(self, *given: Any) -> None:
+    def refuse_write(self, *arguments: Any) -> None:
         """Raise: a forward writes to a parameter."""
         raise ModuleError(f"a forward writes to the parameter {self._path}. {WRITES}")
 
