@@ -59,10 +59,14 @@ def _numerator(x: Any, y: Any, rounding_mode: str | None = None, **kwargs: Any) 
 
 
 def _choices(condition: Any, x: Any = None, y: Any = None) -> Any:
-    arrays = [one for one in (x, y) if isinstance(one, Tensor)]
+    arrays = [operand for operand in (x, y) if isinstance(operand, Tensor)]
     if condition.dtype != torch.bool:  # x.where(condition, y)
         return ()
-    return [range(1, 1 + len(arrays))] if all(isinstance(one, Tensor) or _is_zero(one) for one in (x, y)) else ()
+    return (
+        [range(1, 1 + len(arrays))]
+        if all(isinstance(operand, Tensor) or _is_zero(operand) for operand in (x, y))
+        else ()
+    )
 
 
 rule(_NAMES)(elementwise())
@@ -75,14 +79,16 @@ rule("to type")(elementwise(lambda x, *args, **more: [(0,)] if _is_exact(x.dtype
 @compose("to")
 def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
     """Take the dtype of another array, and drop the device, which is the mesh's."""
-    kept = [one.dtype if isinstance(one, Sharded) else one for one in args if not isinstance(one, str | torch.device)]
-    named = {name: given for name, given in kwargs.items() if name != "device"}
-    devices = [one for one in (*args, kwargs.get("device")) if isinstance(one, str | torch.device)]
-    if other := [one for one in devices if torch.device(one).type != x.device.type]:
-        raise LayoutError(f"to: an array stays on its mesh, {x.mesh}; got {other[0]}. Use fs.device_put.")
-    if (len(kept), len(named)) == (len(args), len(kwargs)) and all(map(operator.is_, kept, args)):
+    positional = [
+        arg.dtype if isinstance(arg, Sharded) else arg for arg in args if not isinstance(arg, str | torch.device)
+    ]
+    named = {name: value for name, value in kwargs.items() if name != "device"}
+    devices = [device for device in (*args, kwargs.get("device")) if isinstance(device, str | torch.device)]
+    if foreign := [device for device in devices if torch.device(device).type != x.device.type]:
+        raise LayoutError(f"to: an array stays on its mesh, {x.mesh}; got {foreign[0]}. Use fs.device_put.")
+    if (len(positional), len(named)) == (len(args), len(kwargs)) and all(map(operator.is_, positional, args)):
         return NotImplemented
-    return x.to(*kept, **named) if kept or named else x
+    return x.to(*positional, **named) if positional or named else x
 
 
 _TO = {"double": torch.float64, "float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -125,13 +131,15 @@ equations("one_hot", "...->...N")
 @rule("tensordot")
 def _tensordot(results: Any, a: Any, b: Any, dims: Any = 2, out: Any = None) -> Rule:
     first, second = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else dims
-    left = spell(a.ndim)
-    right = spell(b.ndim, dict(zip(second, (left[dim] for dim in first), strict=True)))
+    first_term = spell(a.ndim)
+    right = spell(b.ndim, dict(zip(second, (first_term[dim] for dim in first), strict=True)))
     right = "".join(
-        one if dim in {d % b.ndim for d in second} else one.translate(_OTHER) for dim, one in enumerate(right)
+        letter if dim in {d % b.ndim for d in second} else letter.translate(_OTHER) for dim, letter in enumerate(right)
     )
-    kept = [one for one in left if one not in right] + [one for one in right if one not in left]
-    return Rule(f"{left},{right}->{''.join(kept)}", "each")
+    free = [letter for letter in first_term if letter not in right] + [
+        letter for letter in right if letter not in first_term
+    ]
+    return Rule(f"{first_term},{right}->{''.join(free)}", "each")
 
 
 _OTHER = str.maketrans("abcdefghij", "klmnopqrst")
@@ -139,17 +147,17 @@ _OTHER = str.maketrans("abcdefghij", "klmnopqrst")
 
 @rule("cosine_similarity")
 def _cosine_similarity(results: Any, x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Rule:
-    own = spell(results[0].ndim + 1, {dim: "D"})
-    return Rule(f"{own}*->{own.replace('D', '')}" if x1.ndim == x2.ndim == len(own) else "->")
+    term = spell(results[0].ndim + 1, {dim: "D"})
+    return Rule(f"{term}*->{term.replace('D', '')}" if x1.ndim == x2.ndim == len(term) else "->")
 
 
 @rule("einsum")
 def _einsum(results: Any, equation: str, *operands: Any) -> Rule:
     equation = equation.replace(" ", "")
     if "->" not in equation:
-        once = sorted(one for one in {*equation} - {*",."} if equation.count(one) == 1)
-        equation += f"->{'...' * ('...' in equation)}{''.join(once)}"
-    if any(one.isupper() for one in equation):
+        free = sorted(letter for letter in {*equation} - {*",."} if equation.count(letter) == 1)
+        equation += f"->{'...' * ('...' in equation)}{''.join(free)}"
+    if any(letter.isupper() for letter in equation):
         raise ValueError(f"einsum of arrays takes small letters; got {equation}.")
     return Rule(equation, "each")
 

@@ -36,33 +36,33 @@ def along(dims_of: DimsOf, *, is_linear: bool = False, is_sum: bool = False) -> 
         linear = "each" if is_linear and not arrays_in(args, kwargs) else ()
         if is_sum and not args and not kwargs.keys() - {"dtype"}:
             return Rule("...->", linear)
-        kept = spell(x.ndim, dict.fromkeys(dims, "D"))
-        lost = "".join(letter for dim, letter in enumerate(kept) if dim not in dims)
-        by_ndim = {x.ndim - len(dims): lost, x.ndim + 1: f"{kept}D", x.ndim: kept}
+        full = spell(x.ndim, dict.fromkeys(dims, "D"))
+        reduced = "".join(letter for dim, letter in enumerate(full) if dim not in dims)
+        by_ndim = {x.ndim - len(dims): reduced, x.ndim + 1: f"{full}D", x.ndim: full}
         return Rule(
-            f"{spell(x.ndim) if is_sum else kept}->{','.join(by_ndim.get(y.ndim, '') for y in results)}", linear
+            f"{spell(x.ndim) if is_sum else full}->{','.join(by_ndim.get(y.ndim, '') for y in results)}", linear
         )
 
     return rule_of
 
 
-def at(position: int, default: Any) -> DimsOf:
+def dim_argument(position: int, default: Any) -> DimsOf:
     """Return a function that finds the argument `dim`, by its position after the array and its default."""
 
     def dims_of(x: Any, *args: Any, **kwargs: Any) -> Any:
-        found = [kwargs[name] for name in ("dim", "axis", "dims", "dimension") if kwargs.get(name) is not None]
-        dim = found[0] if found else args[position] if len(args) > position else default
+        dims = [kwargs[name] for name in ("dim", "axis", "dims", "dimension") if kwargs.get(name) is not None]
+        dim = dims[0] if dims else args[position] if len(args) > position else default
         return default if isinstance(dim, bool) else dim  # var(x, unbiased)
 
     return dims_of
 
 
-def last(count: int) -> DimsOf:
+def last_dims(count: int) -> DimsOf:
     """Return a function that returns the last dims."""
     return lambda x, *args, **kwargs: range(x.ndim - count, x.ndim)
 
 
-def after(first: int) -> DimsOf:
+def dims_from(first: int) -> DimsOf:
     """Return a function that returns the dims from a number on."""
     return lambda x, *args, **kwargs: range(first, x.ndim)
 
@@ -72,45 +72,47 @@ def _shape(x: Any, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -
 
 
 def _padded(x: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
-    return [x.ndim - 1 - place // 2 for place, one in enumerate(pad) if one or mode != "constant"] or x.ndim - 1
+    return [x.ndim - 1 - index // 2 for index, width in enumerate(pad) if width or mode != "constant"] or x.ndim - 1
 
 
 def _flipped(x: Any, *dims: Any, **kwargs: Any) -> Any:
-    return at(0, None)(x, *dims, **kwargs) if kwargs or len(dims) == 1 else dims
+    return dim_argument(0, None)(x, *dims, **kwargs) if kwargs or len(dims) == 1 else dims
 
 
 _REDUCTIONS = (
     "prod amax amin max min argmax argmin all any logsumexp median nanmedian std var std_mean var_mean aminmax"
 )
 for _names, _dims_of in {
-    _REDUCTIONS: at(0, None),
-    "mode cumprod cummax cummin logcumsumexp softmax log_softmax special_softmax special_log_softmax": at(0, -1),
-    "sort argsort glu": at(0, -1),
-    "topk kthvalue": at(1, -1),
-    "norm linalg_vector_norm": at(1, None),
-    "msort fliplr flipud rot90 renorm trace quantile nanquantile": after(0),
+    _REDUCTIONS: dim_argument(0, None),
+    "mode cumprod cummax cummin logcumsumexp softmax log_softmax special_softmax special_log_softmax": dim_argument(
+        0, -1
+    ),
+    "sort argsort glu": dim_argument(0, -1),
+    "topk kthvalue": dim_argument(1, -1),
+    "norm linalg_vector_norm": dim_argument(1, None),
+    "msort fliplr flipud rot90 renorm trace quantile nanquantile": dims_from(0),
     "pad": _padded,
     "layer_norm rms_norm": _shape,
-    "group_norm instance_norm": after(1),
-    "interpolate upsample": after(2),
+    "group_norm instance_norm": dims_from(1),
+    "interpolate upsample": dims_from(2),
 }.items():
     rule(_names)(along(_dims_of))
 for _names, _dims_of in {
-    "cumsum": at(0, -1),
-    "diff": at(1, -1),
-    "roll repeat_interleave": at(1, None),
+    "cumsum": dim_argument(0, -1),
+    "diff": dim_argument(1, -1),
+    "roll repeat_interleave": dim_argument(1, None),
     "flip": _flipped,
-    "tril triu": last(2),
-    "pixel_shuffle pixel_unshuffle channel_shuffle": last(3),
+    "tril triu": last_dims(2),
+    "pixel_shuffle pixel_unshuffle channel_shuffle": last_dims(3),
 }.items():
     rule(_names)(along(_dims_of, is_linear=True))
-rule("split split_with_sizes tensor_split", is_view=True)(along(at(1, 0), is_linear=True))
-rule("narrow unfold", is_view=True)(along(at(0, 0), is_linear=True))
-rule("sum")(along(at(0, None), is_linear=True, is_sum=True))
-rule("nansum count_nonzero")(along(at(0, None), is_sum=True))
+rule("split split_with_sizes tensor_split", is_view=True)(along(dim_argument(1, 0), is_linear=True))
+rule("narrow unfold", is_view=True)(along(dim_argument(0, 0), is_linear=True))
+rule("sum")(along(dim_argument(0, None), is_linear=True, is_sum=True))
+rule("nansum count_nonzero")(along(dim_argument(0, None), is_sum=True))
 for _count in (1, 2, 3):
     _kinds = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
-    rule(" ".join(f"{kind}{_count}d" for kind in _kinds))(along(last(_count)))
+    rule(" ".join(f"{kind}{_count}d" for kind in _kinds))(along(last_dims(_count)))
 
 
 # On unsharded arrays.
@@ -125,7 +127,7 @@ def _compute_unsharded(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Compute on unsharded arrays; results are sharded like the first of them, unless their shapes depend on values."""
     full, like = map_arrays(lambda x: with_spec(x, P(), name), (args, kwargs)), arrays_in(args, kwargs)[0]
     calls = [map_arrays(lambda x, number=number: x.shards[number], full) for number in range(len(like.shards))]
-    results = [func(*own, **named) for own, named in calls]
+    results = [func(*positional, **named) for positional, named in calls]
     is_single = isinstance(results[0], Tensor)
     columns = zip(*([y] if is_single else y for y in results), strict=True)
     arrays = [Sharded(tuple(column[0].shape), Layout(like.mesh), column) for column in columns]
@@ -172,7 +174,9 @@ def peak(x: Any, dims: Sequence[int], *, is_max: bool = True) -> Any:
     entries = x.spec.dims(x.ndim)
     shards = tuple(shard.amax(dims, True) if is_max else shard.amin(dims, True) for shard in x.shards)
     shape = tuple(1 if dim in dims else length for dim, length in enumerate(x.shape))
-    y = Sharded(shape, x.layout.with_spec(P(*(() if dim in dims else own for dim, own in enumerate(entries)))), shards)
+    y = Sharded(
+        shape, x.layout.with_spec(P(*(() if dim in dims else axes for dim, axes in enumerate(entries)))), shards
+    )
     return largest(y, tuple(axis for dim in dims for axis in entries[dim]), "amax" if is_max else "amin", is_max=is_max)
 
 
@@ -191,8 +195,8 @@ def _extreme(is_max: bool, x: Any, dims: Sequence[int], *args: Any, **kwargs: An
     return y
 
 
-where_sharded("amax max", at(0, None))(partial(_extreme, True))
-where_sharded("amin min", at(0, None))(partial(_extreme, False))
+where_sharded("amax max", dim_argument(0, None))(partial(_extreme, True))
+where_sharded("amin min", dim_argument(0, None))(partial(_extreme, False))
 for _name, _func, _reduce in (
     ("max", torch.maximum, TABLE["max"].compose),
     ("min", torch.minimum, TABLE["min"].compose),
@@ -217,14 +221,14 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, 
 
 @compose("diff")
 def _diff(x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
-    given = [y for y in (prepend, x, append) if y is not None]
-    return torch.diff(torch.cat(given, dim), n, dim) if len(given) > 1 else NotImplemented
+    arrays = [y for y in (prepend, x, append) if y is not None]
+    return torch.diff(torch.cat(arrays, dim), n, dim) if len(arrays) > 1 else NotImplemented
 
 
 compose("nanmean")(lambda x, *args, **more: torch.nansum(x, *args, **more) / torch.sum(~x.isnan(), *args, **more))
 
 
-@where_sharded("logsumexp", at(0, None))
+@where_sharded("logsumexp", dim_argument(0, None))
 def _logsumexp(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     top = peak(x, dims)
     top = torch.where(top.isfinite(), top, 0)
@@ -232,7 +236,7 @@ def _logsumexp(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
 
 
 def _var(x: Any, dims: Sequence[int], *args: Any, correction: Any = None, unbiased: bool = True, **kwargs: Any) -> Any:
-    unbiased = next((one for one in args if isinstance(one, bool)), unbiased)
+    unbiased = next((arg for arg in args if isinstance(arg, bool)), unbiased)
     n = math.prod(x.shape[dim] for dim in dims) - (int(unbiased) if correction is None else correction)
     squares = ((x - x.mean(dims, True)) ** 2).sum(dims, True)
     return squares / n if n > 0 else squares * float("nan")
@@ -243,11 +247,11 @@ def _root(x: Any) -> Any:
     return torch.where(x == 0, 0, torch.where(x == 0, 1, x).sqrt())
 
 
-where_sharded("var", at(0, None))(_var)
-where_sharded("std", at(0, None))(lambda x, dims, *args, **kwargs: _root(_var(x, dims, *args, **kwargs)))
+where_sharded("var", dim_argument(0, None))(_var)
+where_sharded("std", dim_argument(0, None))(lambda x, dims, *args, **kwargs: _root(_var(x, dims, *args, **kwargs)))
 
 
-@where_sharded("norm linalg_vector_norm", at(1, None))
+@where_sharded("norm linalg_vector_norm", dim_argument(1, None))
 def _norm(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     p = kwargs.get("p", kwargs.get("ord", args[0] if args else 2))
     p = 2 if p in ("fro", None) else p
@@ -258,14 +262,14 @@ def _norm(x: Any, dims: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     return x.abs().sum(dims, True) if p == 1 else x.abs().amax(dims, True)
 
 
-@where_sharded("softmax", at(0, None), is_reduction=False)
+@where_sharded("softmax", dim_argument(0, None), is_reduction=False)
 def _softmax(x: Any, dims: Sequence[int], *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
     x = x if dtype is None else x.to(dtype)
     e = (x - peak(x, dims)).exp()
     return e / e.sum(dims, True)
 
 
-@where_sharded("log_softmax", at(0, None), is_reduction=False)
+@where_sharded("log_softmax", dim_argument(0, None), is_reduction=False)
 def _log_softmax(x: Any, dims: Sequence[int], *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
     x = x if dtype is None else x.to(dtype)
     x = x - peak(x, dims)

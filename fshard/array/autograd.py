@@ -88,7 +88,7 @@ def _roots(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Any]]:
     """Return the shards of outputs and their cotangents."""
     ys = _listed(outputs)
     pairs = list(zip(ys, [None] * len(ys) if grads is None else _listed(grads), strict=True))
-    gs = [one for y, g in pairs for one in (_as_cotangent(g, y) if isinstance(y, Sharded) else (g,))]
+    gs = [cotangent for y, g in pairs for cotangent in (_as_cotangent(g, y) if isinstance(y, Sharded) else (g,))]
     return [shard for y in ys for shard in _shards(y)], gs
 
 
@@ -104,8 +104,8 @@ def _backward(outputs: Any, grad_tensors: Any = None, *args: Any, inputs: Any = 
 def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
     (tensors, gs), xs = _roots(outputs, grad_outputs), _listed(inputs)
     with backward_in_caller():
-        found = iter(torch.autograd.grad(tensors, [shard for x in xs for shard in _shards(x)], gs, **kwargs))
-    return tuple(_as_gradient([next(found) for _ in _shards(x)], x) for x in xs)
+        gradients = iter(torch.autograd.grad(tensors, [shard for x in xs for shard in _shards(x)], gs, **kwargs))
+    return tuple(_as_gradient([next(gradients) for _ in _shards(x)], x) for x in xs)
 
 
 @direct("register_hook")
@@ -142,8 +142,8 @@ _GLOBAL = (
 )
 _SHARD = "requires_grad is_leaf grad_fn device is_cuda is_cpu is_meta is_inference retains_grad get_device"
 for _name in (*_GLOBAL.split(), *_SHARD.split()):
-    _found: Any = getattr(Tensor, _name)
-    DIRECT[_name if callable(_found) else f".{_name}"] = partial(_attribute, _found, _name, _name in _GLOBAL.split())
+    _member: Any = getattr(Tensor, _name)
+    DIRECT[_name if callable(_member) else f".{_name}"] = partial(_attribute, _member, _name, _name in _GLOBAL.split())
 
 
 def _value(x: Sharded) -> Tensor:
@@ -174,5 +174,7 @@ MAX_SHOWN = 1000
 @direct(".str")
 def _as_text(x: Sharded) -> str:
     """Show the values of a small array, where that needs no communication between processes."""
-    small = is_outside(x.mesh) and math.prod(x.shape) <= MAX_SHOWN and all(isinstance(one, Tensor) for one in x.shards)
+    small = (
+        is_outside(x.mesh) and math.prod(x.shape) <= MAX_SHOWN and all(isinstance(shard, Tensor) for shard in x.shards)
+    )
     return f"{x!r}\n{_value(x)}" if small and not state.explicit else repr(x)

@@ -42,26 +42,28 @@ def choose(op: LabelledOperation, mesh: Mesh) -> LayoutChoice:
         return flat
     splits = [x.layout.spec.split_axes for x in op.inputs if x.layout]
     orders = dict.fromkeys((*axes, *(a for a in mesh.axis_names if a not in axes)) for axes in ((), *splits))
-    found: list[LayoutChoice] = []
+    choices: list[LayoutChoice] = []
     for order in orders:  # major to minor, where axes share a label
         for ways in product(*(_ways(op, axis) for axis in order)):
             choice = _evaluate(op, mesh, dict(zip(order, ways, strict=True)))
-            found += [] if choice is None else [choice]
-    return min(found, key=lambda choice: (choice.bytes, choice.memory))
+            choices += [] if choice is None else [choice]
+    return min(choices, key=lambda choice: (choice.bytes, choice.memory))
 
 
 def _ways(op: LabelledOperation, axis: str) -> list[Way]:
     """Return the ways that the inputs' layouts suggest for one axis."""
     ways: list[Way] = [None]
-    for place, x in enumerate(op.inputs):
+    for index, x in enumerate(op.inputs):
         assert x.layout
         spec = x.layout.spec
         if axis in spec.unreduced:
-            ways += [number for number, group in enumerate(op.linear) if place in group]
+            ways += [number for number, group in enumerate(op.linear) if index in group]
         if axis in spec.split_axes:
             dims = zip(x.labels, spec.dims(len(x.shape)), strict=True)
-            own = next((label for label, axes in dims if axis in axes), None)
-            labels = [own] if op.is_shardable(own) else x.labels  # an all_to_all is cheaper than an all_gather
+            split_label = next((label for label, axes in dims if axis in axes), None)
+            labels = (
+                [split_label] if op.is_shardable(split_label) else x.labels
+            )  # an all_to_all is cheaper than an all_gather
             ways += [label for label in labels if op.is_shardable(label)]
     return list(dict.fromkeys(ways))
 
@@ -83,19 +85,19 @@ def _evaluate(op: LabelledOperation, mesh: Mesh, ways: dict[str, Way]) -> Layout
 
     sent, memory, transfers = Fraction(0), 0, list[LayoutChange]()
     summed = [axis for label, axes in labels.items() if label in op.summed for axis in axes]
-    for place, x in enumerate(op.inputs):
+    for index, x in enumerate(op.inputs):
         assert x.layout
-        unreduced = [axis for axis, way in ways.items() if isinstance(way, int) and place in op.linear[way]]
-        spec = spec_of(x, [*unreduced, *(summed if place in op.added else ())])
+        unreduced = [axis for axis, way in ways.items() if isinstance(way, int) and index in op.linear[way]]
+        spec = spec_of(x, [*unreduced, *(summed if index in op.added else ())])
         vary = tuple(axis for axis in mesh.axis_names if ways[axis] is not None and axis not in spec.axes)
         transfers.append(plan_transfer(x.shape, x.layout, spec, vary))
         sent += transfers[-1].elements * x.itemsize
         memory += local_size(x, spec)
     layouts: list[Layout] = []
     for y in op.outputs:
-        lost = [axis for label, axes in labels.items() if label not in y.labels for axis in axes]
+        reduced = [axis for label, axes in labels.items() if label not in y.labels for axis in axes]
         linear = [axis for axis, way in ways.items() if isinstance(way, int)]
-        layouts.append(Layout(mesh, spec_of(y, [*linear, *lost])))
+        layouts.append(Layout(mesh, spec_of(y, [*linear, *reduced])))
         memory += local_size(y, layouts[-1].spec)
     return LayoutChoice(tuple(transfers), tuple(layouts), labels, sent, memory)
 
@@ -106,21 +108,23 @@ def _is_divided(op: LabelledOperation, mesh: Mesh, label: str, axes: tuple[str, 
     That is already sharded, and no shard is empty. In zigzag order a shard is two chunks.
     """
     n, is_zigzag = prod(mesh.shape[axis] for axis in axes), mesh.zigzag in axes
-    values = [(x, dim) for x in (*op.inputs, *op.outputs) for dim, own in enumerate(x.labels) if own == label]
+    values = [
+        (x, dim) for x in (*op.inputs, *op.outputs) for dim, dim_label in enumerate(x.labels) if dim_label == label
+    ]
     lengths = {x.shape[dim] for x, dim in values}
     if not any(length % (2 * n if is_zigzag else n) for length in lengths):
         return not is_zigzag or label != ROWS  # which have a first one
-    (length, *others), each = lengths, chunk(max(lengths), n)
+    (length, *other_lengths), each = lengths, chunk(max(lengths), n)
     is_sharded = any(x.layout is not None and x.layout.spec.dims(len(x.shape))[dim] == axes for x, dim in values)
-    return not others and is_sharded and len(axes) == 1 and not is_zigzag and (n - 1) * each < length
+    return not other_lengths and is_sharded and len(axes) == 1 and not is_zigzag and (n - 1) * each < length
 
 
 def _keep_flat(op: LabelledOperation, mesh: Mesh) -> LayoutChoice | None:
     """Keep a flat layout, where an operation is elementwise or sums up all elements."""
-    found = {(x.shape, x.layout.spec, x.labels) for x in op.inputs if x.layout and (x.shape or x.layout.spec.axes)}
-    if len(found) != 1:
+    operands = {(x.shape, x.layout.spec, x.labels) for x in op.inputs if x.layout and (x.shape or x.layout.spec.axes)}
+    if len(operands) != 1:
         return None
-    ((shape, spec, labels),) = found
+    ((shape, spec, labels),) = operands
     if not shape or None in labels or not spec.is_flat or spec.at or spec.unreduced:
         return None
     if any(y.labels != labels and (y.shape or not op.summed >= {*labels}) for y in op.outputs):

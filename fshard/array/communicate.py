@@ -109,7 +109,7 @@ def _padded(shape: tuple[int, ...], before: Layout, after: Layout) -> tuple[int,
     return tuple(padded)
 
 
-def transfer(x: Sharded, to: LayoutChange, what: str) -> Tensors:
+def transfer(x: Sharded, to: LayoutChange, operation: str) -> Tensors:
     """Return the shards of an array as an operation needs them."""
     is_own, moves = in_loss(), to.moves
     if moves == () and (is_own or not (to.vary and _is_followed(x.shards))):
@@ -120,7 +120,7 @@ def transfer(x: Sharded, to: LayoutChange, what: str) -> Tensors:
         key = to, torch.is_grad_enabled(), x.version, tuple([shard._version for shard in x.shards]), backward
         if key in x.sums:  # what several operations need is made once
             return x.sums[key]
-    site, shards = operation_site(what), x.shards
+    site, shards = operation_site(operation), x.shards
     if moves is None and is_own:  # by way of the full array
         spec = P(unreduced=x.spec.unreduced)
         moves = (*_moves(x.shape, x.layout, spec), *_moves(x.shape, x.layout.with_spec(spec), to.layout.spec))
@@ -181,7 +181,9 @@ def _in_order(apply: Any, x: Sharded, move: Move, axes: tuple[str, ...], shards:
     shards = apply(mesh, move, axes, shards, site)
     if split is not None:
         coordinates = [mesh.coordinates(device) for device in local_devices(mesh)]
-        ranges = [flat_range(length, n, ravel([at[axis] for axis in axes], sizes)) for at in coordinates]
+        ranges = [
+            flat_range(length, n, ravel([coordinate[axis] for axis in axes], sizes)) for coordinate in coordinates
+        ]
         shards = tuple([_resized(y, split, stop - start) for y, (start, stop) in zip(shards, ranges, strict=True)])
     if joined is not None:
         shards = tuple([in_zigzag_order(_resized(y, joined, total), mesh, axes, joined, inverse=True) for y in shards])
@@ -210,42 +212,42 @@ def _is_followed(shards: Tensors) -> bool:
     return (transformed() or recorded(shards)) and (shards[0].is_floating_point() or shards[0].is_complex())
 
 
-def operation_site(what: str) -> Site:
+def operation_site(operation: str) -> Site:
     """Return the user's source line, with the operation: the ledger shows both."""
     site = call_site()
-    return site._replace(function=f"{site.function} ({what})")
+    return site._replace(function=f"{site.function} ({operation})")
 
 
-def with_spec(x: Sharded, spec: P, what: str, *, is_explicit: bool = False) -> Sharded:
+def with_spec(x: Sharded, spec: P, operation: str, *, is_explicit: bool = False) -> Sharded:
     """Reshard an array within an operation; with `is_explicit`, also within `explicit`."""
     to = plan_transfer(x.shape, x.layout, spec)
     if state.explicit and to.elements and not is_explicit:
-        raise_implicit(what, [x], [to])
-    return Sharded(x.shape, to.layout, transfer(x, to, what))
+        raise_implicit(operation, [x], [to])
+    return Sharded(x.shape, to.layout, transfer(x, to, operation))
 
 
 def spec_like(x: Sharded, shape: Sequence[int]) -> P:
     """Return a spec for a shape: that of x, in dims of the same length that the devices divide."""
-    own = x.spec.replace(unreduced=None)
-    if own.is_flat or len(shape) != x.ndim:
-        return own if own.is_flat and tuple(shape) == x.shape else P()
+    spec = x.spec.replace(unreduced=None)
+    if spec.is_flat or len(shape) != x.ndim:
+        return spec if spec.is_flat and tuple(shape) == x.shape else P()
     cuts = [(axes, prod(x.mesh.shape[axis] for axis in axes)) for axes in x.spec.dims(x.ndim)]
     return P(*(a if n == m and n % cut == 0 else () for (a, cut), n, m in zip(cuts, shape, x.shape, strict=True)))
 
 
-def largest(x: Sharded, axes: tuple[str, ...], what: str, *, is_max: bool) -> Sharded:
+def largest(x: Sharded, axes: tuple[str, ...], operation: str, *, is_max: bool) -> Sharded:
     """Take the elementwise maximum (or minimum) over the devices along some axes; without a gradient."""
     if state.explicit and axes:
-        raise_implicit(what, [x], [plan_transfer(x.shape, x.layout, x.spec)])
+        raise_implicit(operation, [x], [plan_transfer(x.shape, x.layout, x.spec)])
     shards = tuple(shard.detach() for shard in x.shards)
-    shards = apply_move(x.mesh, Extreme(is_max), axes, shards, operation_site(what)) if axes else shards
+    shards = apply_move(x.mesh, Extreme(is_max), axes, shards, operation_site(operation)) if axes else shards
     return Sharded(x.shape, x.layout, shards)
 
 
-def raise_implicit(what: str, arrays: Sequence[Sharded], transfers: Sequence[LayoutChange]) -> NoReturn:
+def raise_implicit(operation: str, arrays: Sequence[Sharded], transfers: Sequence[LayoutChange]) -> NoReturn:
     """Raise for communication within `explicit`."""
     number = next((number for number, to in enumerate(transfers) if to.elements), 0)
     raise LayoutError(
-        f"{what} needs communication ({', '.join(str(typeof(x)) for x in arrays)}), which fs.array.explicit() forbids. "
+        f"{operation} needs communication ({', '.join(str(typeof(x)) for x in arrays)}), which fs.array.explicit() forbids. "
         f"Write fs.reshard(x, fs.Layout(mesh, {transfers[number].layout.spec})) for argument {number}."
     )

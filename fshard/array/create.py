@@ -37,7 +37,9 @@ def full(size: Sequence[int], value: complex, *, layout: Layout, dtype: DType = 
         raise LayoutError(f"layout must not be unreduced for a given value; got {layout.spec}.")
     shapes = [layout.local_shape(shape, device) for device in local_devices(layout.mesh)]
     device_type = layout.mesh.device_type
-    return Sharded(shape, layout, tuple(torch.full(own, value, dtype=dtype, device=device_type) for own in shapes))
+    return Sharded(
+        shape, layout, tuple(torch.full(local_shape, value, dtype=dtype, device=device_type) for local_shape in shapes)
+    )
 
 
 def zeros(*size: Any, layout: Layout, dtype: DType = None) -> Sharded:
@@ -78,18 +80,18 @@ def _shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
 
 def _drawn(shape: Sequence[int], layout: Layout, draw: Callable[[Any], Any], generator: Any, dtype: DType) -> Sharded:
     """Draw an array in full, and keep the shards of the devices held here."""
-    made = zeros(shape, layout=layout, dtype=dtype)
-    if made.mesh.runtime != "abstract":
-        if made.mesh.runtime == "process" and not in_loss():  # all devices of a step draw by one key
+    array = zeros(shape, layout=layout, dtype=dtype)
+    if array.mesh.runtime != "abstract":
+        if array.mesh.runtime == "process" and not in_loss():  # all devices of a step draw by one key
             state = (generator or torch.default_generator).get_state()
-            compare_inputs("fs.array", made.mesh, {"the state of the random generator": (state,)})
-        values = draw(torch.empty(made.shape, dtype=made.dtype))
-        for dim, axes in enumerate(() if layout.spec.is_flat else made.spec.dims(made.ndim)):
-            values = in_zigzag_order(values, made.mesh, axes, dim)
-        for device, shard in zip(local_devices(made.mesh), made.shards, strict=True):
+            compare_inputs("fs.array", array.mesh, {"the state of the random generator": (state,)})
+        values = draw(torch.empty(array.shape, dtype=array.dtype))
+        for dim, axes in enumerate(() if layout.spec.is_flat else array.spec.dims(array.ndim)):
+            values = in_zigzag_order(values, array.mesh, axes, dim)
+        for device, shard in zip(local_devices(array.mesh), array.shards, strict=True):
             if shard.numel():
-                shard.copy_(shard_of(values, made.layout, device))
-    return made
+                shard.copy_(shard_of(values, array.layout, device))
+    return array
 
 
 def _like(
@@ -113,4 +115,4 @@ compose("new_full")(lambda x, size, fill_value, **more: _like(full, x, fill_valu
 compose("new_tensor")(partial(_like, lambda _, data, layout, dtype: spread(torch.tensor(data, dtype=dtype), layout)))
 compose("zero")(lambda x: x.masked_fill(torch.tensor(True), 0))
 compose("copy")(lambda x, source, non_blocking=False: torch.where(torch.tensor(True), source.to(x.dtype), x))
-compose("type_as")(lambda x, other: x.to(other.dtype))
+compose("type_as")(lambda x, like: x.to(like.dtype))

@@ -103,8 +103,8 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one of torch's functions on arguments that contain arrays."""
     name = name_of(func)
     direct = DIRECT.get(name)
-    if direct is not None and (made := direct(*args, **kwargs)) is not NotImplemented:
-        return made
+    if direct is not None and (result := direct(*args, **kwargs)) is not NotImplemented:
+        return result
     if isinstance(func, str):
         func = attrgetter(func)
     key, arrays = [name], list[Sharded]()
@@ -116,12 +116,12 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    row, given = TABLE.get(name), arrays_in(args, kwargs)
-    mesh = next(x.mesh for x in given if isinstance(x, Sharded))
+    row, operands = TABLE.get(name), arrays_in(args, kwargs)
+    mesh = next(x.mesh for x in operands if isinstance(x, Sharded))
     if (
         state.plan is not None
         and mesh.device_type != "meta"
-        and any(isinstance(x, Tensor) and x.is_meta for x in given)
+        and any(isinstance(x, Tensor) and x.is_meta for x in operands)
     ):
         return func(*map_arrays(_as_meta, args), **map_arrays(_as_meta, kwargs))  # of a stage, before its blocks
     if row is None and name.endswith("_") and name[:-1] in TABLE:
@@ -132,14 +132,14 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return write(args[0], value, name)
     if kwargs.pop("inplace", False):
         return write(args[0], operate(func, args, kwargs), name)
-    kwargs = {name: given for name, given in kwargs.items() if not (name == "out" and given is None)}
+    kwargs = {name: value for name, value in kwargs.items() if not (name == "out" and value is None)}
     if row is None or "out" in kwargs:
         raise _no_row(f"{resolve_name(func) or name}{'(out=)' if 'out' in kwargs else ''}", args, kwargs)
     args, kwargs = _on_mesh(name, args, kwargs)
     if row.compose is not None:
-        made = row.compose(*args, **kwargs)
-        if made is not NotImplemented:
-            return made
+        result = row.compose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
     if row.rule is None:
         raise _no_row(name, args, kwargs)
     key, arrays = [name], list[Sharded]()
@@ -193,8 +193,8 @@ def _write_viewed(x: Sharded, value: Sharded, name: str) -> None:
         with torch.no_grad():
             write(array, value, name)
     else:
-        found = f"got {x!r}, a view of another array by {view}. Write to that array, or to x.clone()"
-        raise LayoutError(f"{name} must write to an array, to x[index] or to x.detach(); {found}.")
+        view_error = f"got {x!r}, a view of another array by {view}. Write to that array, or to x.clone()"
+        raise LayoutError(f"{name} must write to an array, to x[index] or to x.detach(); {view_error}.")
     x.viewed = (array, array.version, view, args)
 
 
@@ -209,20 +209,20 @@ _ATOMS = {
 _CONTAINERS = {tuple, list, dict, torch.Size}
 
 
-def _describe(given: Any, key: list[Any], arrays: list[Sharded]) -> bool:
+def _describe(arguments: Any, key: list[Any], arrays: list[Sharded]) -> bool:
     """Append the arrays and the parts of a key of arguments; False if an argument has none."""
-    one: Any
-    for one in given.items() if type(given) is dict else given:
-        kind = type(one)
+    arg: Any
+    for arg in arguments.items() if type(arguments) is dict else arguments:
+        kind = type(arg)
         if kind is Sharded:
-            if one.viewed is not None:
-                one.check_view()
-            arrays.append(one)
-            key += (one.shape, id(one.layout), one.shards[0].dtype)  # the call keeps the layout
+            if arg.viewed is not None:
+                arg.check_view()
+            arrays.append(arg)
+            key += (arg.shape, id(arg.layout), arg.shards[0].dtype)  # the call keeps the layout
         elif kind in _ATOMS:
-            key += (kind, one)
+            key += (kind, arg)
         elif kind is slice or kind in _CONTAINERS:
-            parts = (one.start, one.stop, one.step) if kind is slice else one
+            parts = (arg.start, arg.stop, arg.step) if kind is slice else arg
             key += (kind, len(parts))
             if not _describe(parts, key, arrays):
                 return False
@@ -238,7 +238,7 @@ def _on_mesh(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if len(meshes) > 1:
         raise MeshError(f"{name}: arrays must be on one mesh; got {mesh} and {meshes[1]}. Use fs.device_put.")
 
-    def place(x: Any) -> Any:
+    def check_or_replicate(x: Any) -> Any:
         if isinstance(x, Sharded):
             x.check()
             return x
@@ -249,7 +249,7 @@ def _on_mesh(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
             )
         return spread(x, Layout(mesh))
 
-    return map_arrays(place, args), map_arrays(place, kwargs)
+    return map_arrays(check_or_replicate, args), map_arrays(check_or_replicate, kwargs)
 
 
 def _as_meta(x: Sharded | Tensor) -> Tensor:
@@ -262,17 +262,17 @@ def _as_meta(x: Sharded | Tensor) -> Tensor:
 def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwargs: dict[str, Any]) -> CachedCall:
     """Apply the rule to the global shapes and choose layouts."""
     mesh = arrays[0].mesh
-    given, named = map_arrays(_as_meta, args), map_arrays(_as_meta, kwargs)
+    meta_args, named = map_arrays(_as_meta, args), map_arrays(_as_meta, kwargs)
     with torch.no_grad():
-        made = func(*given, **named)
-    results = arrays_in(made if isinstance(made, Tensor) else [*made])
-    rule = cast("Callable[..., Rule]", row.rule)(results, *given, **named)
+        meta_result = func(*meta_args, **named)
+    results = arrays_in(meta_result if isinstance(meta_result, Tensor) else [*meta_result])
+    rule = cast("Callable[..., Rule]", row.rule)(results, *meta_args, **named)
     operation = describe(rule, arrays, results)
     choice = choose(operation, mesh)
     shapes = tuple(tuple(y.shape) for y in results)
     is_free, is_local = all(x.is_free for x in choice.transfers), all(x.moves == () for x in choice.transfers)
-    rebuild = None if isinstance(made, Tensor) else tuple if type(made) is tuple else type(made)
-    is_view, is_same = row.is_view and len(arrays) == 1, made is (*given, None)[0]
+    rebuild = None if isinstance(meta_result, Tensor) else tuple if type(meta_result) is tuple else type(meta_result)
+    is_view, is_same = row.is_view and len(arrays) == 1, meta_result is (*meta_args, None)[0]
     return CachedCall(
         name, func, operation, choice, shapes, rebuild, rule.local, {}, is_free, is_local, is_view, is_same
     )
@@ -285,13 +285,13 @@ def _where(call: CachedCall, device: int) -> Where:
     choice, shapes, mesh = call.choice, call.shapes, call.choice.layouts[0].mesh
     coordinates = mesh.coordinates(device)
     sizes = {label: [mesh.shape[axis] for axis in axes] for label, axes in choice.labels.items()}
-    places = {
+    positions = {
         label: (ravel([coordinates[axis] for axis in axes], sizes[label]), prod(sizes[label]))
         for label, axes in choice.labels.items()
     }
     specs = [P(*layout.spec.entries) for layout in choice.layouts]
     local = [Layout(mesh, spec).local_shape(shape, device) for spec, shape in zip(specs, shapes, strict=True)]
-    return call.where.setdefault(device, Where(tuple(local), places))
+    return call.where.setdefault(device, Where(tuple(local), positions))
 
 
 def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,17 +304,22 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
         raise_implicit(call.name, arrays, call.choice.transfers)
     else:
         columns = [transfer(x, to, call.name) for x, to in zip(arrays, call.choice.transfers, strict=True)]
-    func, local, found = call.func, call.local, list[Any]()
+    func, local, outputs = call.func, call.local, list[Any]()
     devices = local_devices(arrays[0].mesh) if local is not None else ()
     for number, shards in enumerate(zip(*columns, strict=True)):
-        own = iter(shards)
-        given = [next(own) if type(x) is Sharded else x if type(x) in _ATOMS else _replaced(x, own) for x in args]
-        named = {name: _replaced(x, own) for name, x in kwargs.items()} if kwargs else kwargs
-        found.append(
-            func(*given, **named) if local is None else local(_where(call, devices[number]), func, tuple(given), named)
+        local_shards = iter(shards)
+        local_args = [
+            next(local_shards) if type(x) is Sharded else x if type(x) in _ATOMS else _replaced(x, local_shards)
+            for x in args
+        ]
+        named = {name: _replaced(x, local_shards) for name, x in kwargs.items()} if kwargs else kwargs
+        outputs.append(
+            func(*local_args, **named)
+            if local is None
+            else local(_where(call, devices[number]), func, tuple(local_args), named)
         )
-    columns = [tuple(found)] if call.rebuild is None else zip(*found, strict=True)
-    results = [Sharded(*one) for one in zip(call.shapes, call.choice.layouts, columns, strict=True)]
+    columns = [tuple(outputs)] if call.rebuild is None else zip(*outputs, strict=True)
+    results = [Sharded(*fields) for fields in zip(call.shapes, call.choice.layouts, columns, strict=True)]
     if call.is_view:
         for y in results:
             y.viewed = (arrays[0], arrays[0].version, call.name, args)
@@ -325,5 +330,5 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
     return results[0] if call.rebuild is None else call.rebuild(results)
 
 
-def _replaced(given: Any, shards: Iterator[Tensor]) -> Any:
-    return map_arrays(lambda _: next(shards), given)
+def _replaced(argument: Any, shards: Iterator[Tensor]) -> Any:
+    return map_arrays(lambda _: next(shards), argument)

@@ -33,11 +33,11 @@ def _multi_head_attention(
     query: Any, key: Any, value: Any, embed_dim_to_check: int, num_heads: int, in_proj_weight: Any, in_proj_bias: Any,
     bias_k: Any, bias_v: Any, add_zero_attn: bool, dropout_p: float, out_proj_weight: Any, out_proj_bias: Any,
     training: bool = True, key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None,
-    use_separate_proj_weight: bool = False, average_attn_weights: bool = True, is_causal: bool = False, **rest: Any,
+    use_separate_proj_weight: bool = False, average_attn_weights: bool = True, is_causal: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """Attend by (length, batch, width) arrays with one projection weight, as `nn.MultiheadAttention` does by default."""
-    given = (bias_k, bias_v, rest.get("static_k"), rest.get("static_v"))
-    if use_separate_proj_weight or add_zero_attn or query.ndim != 3 or any(x is not None for x in given):
+    unsupported = (bias_k, bias_v, options.get("static_k"), options.get("static_v"))
+    if use_separate_proj_weight or add_zero_attn or query.ndim != 3 or any(x is not None for x in unsupported):
         return NotImplemented
     biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     projected = zip((query, key, value), in_proj_weight.chunk(3), biases, strict=True)

@@ -39,18 +39,18 @@ def shard_module(module: nn.Module, rules: Rules, *, mesh: Mesh) -> nn.Module:
     >>> fs.typeof(model.weight), fs.typeof(model(fs.array.ones(8, 4, layout=fs.Layout(mesh, P("data")))))
     (f32[6@model, 4], f32[8@data, 6@model])
     """
-    made: dict[int, Any] = {}
+    arrays: dict[int, Any] = {}
     used: set[str] = set()
-    for prefix, part in module.named_modules():
-        for held in (part._parameters, part._buffers):  # pyright: ignore[reportPrivateUsage]
+    for prefix, submodule in module.named_modules():
+        for held in (submodule._parameters, submodule._buffers):  # pyright: ignore[reportPrivateUsage]
             for name, x in held.items():
                 if x is None or isinstance(x, Sharded):
                     continue
-                if id(x) not in made:  # tied ones stay tied
+                if id(x) not in arrays:  # tied ones stay tied
                     path = f"{prefix}.{name}" if prefix else name
                     array = device_put({path: x.detach()}, Layout(mesh, _spec_of(path, x, rules, used)))[path]
-                    made[id(x)] = array.requires_grad_() if x.requires_grad else array, x
-                held[name] = made[id(x)][0]
+                    arrays[id(x)] = array.requires_grad_() if x.requires_grad else array, x
+                held[name] = arrays[id(x)][0]
     unused = [] if callable(rules) else [pattern for pattern in rules if pattern not in used]
     if unused:
         raise LayoutError(
@@ -143,8 +143,8 @@ def _lifted(tree: Any, *, to_nodes: bool) -> Any:
             return x.array
         return ArrayNode(x) if to_nodes and isinstance(x, Sharded) else x
 
-    def apply(function: Callable[..., Any], given: Any) -> Any:
-        args, kwargs = _lifted(given, to_nodes=not to_nodes)
+    def apply(function: Callable[..., Any], inputs: Any) -> Any:
+        args, kwargs = _lifted(inputs, to_nodes=not to_nodes)
         return function(*args, **kwargs)
 
     return torch_trees.tree_map(convert, tree, is_leaf=lambda x: isinstance(x, ArrayNode))

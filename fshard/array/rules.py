@@ -28,7 +28,7 @@ class Where(NamedTuple):
 
     shapes: tuple[tuple[int, ...], ...]
     """Local shapes of the results."""
-    places: Mapping[str, tuple[int, int]]
+    positions: Mapping[str, tuple[int, int]]
     """The device's number among the shards of every sharded label, and how many there are."""
 
 
@@ -94,20 +94,24 @@ def equations(names: str, text: str, linear: Any = ()) -> None:
     def rule_of(results: Any, *args: Any, **kwargs: Any) -> Rule:
         arrays = arrays_in(args, kwargs)
         terms = {equation: equation.partition("->")[0].split(",") for equation in text.split()}
-        found = [one for one in terms if len(terms[one]) == len(arrays) and all(map(fits, terms[one], arrays))]
-        return Rule(found[0] if found else "->", linear)
+        fitting = [
+            equation
+            for equation in terms
+            if len(terms[equation]) == len(arrays) and all(map(fits, terms[equation], arrays))
+        ]
+        return Rule(fitting[0] if fitting else "->", linear)
 
     rule(names)(rule_of)
 
 
-def spell(ndim: int, at: Mapping[int, str] | None = None) -> str:
+def spell(ndim: int, labels: Mapping[int, str] | None = None) -> str:
     """Return the term of an array: letters in order, others at some dims.
 
     >>> spell(4, {-1: "K"})
     'abcK'
     """
     letters = list("abcdefghij"[:ndim])
-    for dim, letter in (at or {}).items() if letters else ():
+    for dim, letter in (labels or {}).items() if letters else ():
         letters[dim] = letter
     return "".join(letters)
 
@@ -140,8 +144,10 @@ def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> Label
 
     A dim that is broadcast has none. Nor have dims whose letter a term repeats, as for a diagonal, or with other lengths.
     """
-    left, right = rule.equation.split("->")
-    terms = [left[:-1]] * len(arrays) if left.endswith("*") else left.split(",") if left else []
+    operand_terms, result_terms = rule.equation.split("->")
+    terms = operand_terms.split(",") if operand_terms else []
+    if operand_terms.endswith("*"):
+        terms = [operand_terms[:-1]] * len(arrays)
     terms += ["D" * x.ndim for x in arrays[len(terms) :]]
     added = frozenset(number for number, term in enumerate(terms) if term.startswith("+"))
     inputs = [_expanded(term, x.ndim) for term, x in zip(terms, arrays, strict=True)]
@@ -150,28 +156,36 @@ def describe(rule: Rule, arrays: Sequence[Any], results: Sequence[Any]) -> Label
         for label, length in zip(labels, x.shape, strict=True):
             lengths.setdefault(label, set()).add(length)
     repeated = {label for labels in inputs for label in labels if labels.count(label) > 1}
-    unequal = {a for a, found in lengths.items() if len(found if rule.exact else found - {1}) > 1} - {*rule.ragged}
+    unequal = {a for a, sizes in lengths.items() if len(sizes if rule.exact else sizes - {1}) > 1} - {*rule.ragged}
 
-    def own(label: str, length: int | None = None) -> str | None:
+    def shardable_label(label: str, length: int | None = None) -> str | None:
         is_local = label.isupper() or label in repeated | unequal
         return None if is_local or (length == 1 and lengths[label] != {1}) else label
 
-    outputs = right.split(",") if "," in right else [right] * len(results)
-    found = [tuple(map(own, _expanded(term, y.ndim))) for term, y in zip(outputs, results, strict=True)]
-    labels = [tuple(map(own, labels, x.shape)) for labels, x in zip(inputs, arrays, strict=True)]
-    kept = [own if len(own) == y.ndim else (None,) * y.ndim for own, y in zip(found, results, strict=True)]
-    used = {label for own in labels for label in own if label is not None}
-    lost = used - {label for own in found for label in own}
+    outputs = result_terms.split(",") if "," in result_terms else [result_terms] * len(results)
+    output_labels = [
+        tuple(map(shardable_label, _expanded(term, y.ndim))) for term, y in zip(outputs, results, strict=True)
+    ]
+    labels = [tuple(map(shardable_label, labels, x.shape)) for labels, x in zip(inputs, arrays, strict=True)]
+    result_labels = [
+        dim_labels if len(dim_labels) == y.ndim else (None,) * y.ndim
+        for dim_labels, y in zip(output_labels, results, strict=True)
+    ]
+    used = {label for dim_labels in labels for label in dim_labels if label is not None}
+    reduced = used - {label for dim_labels in output_labels for label in dim_labels}
     groups: Any = rule.linear
     if groups == "each":
         groups = [(number, *added) for number in range(len(arrays)) if number not in added]
     return LabelledOperation(
-        [Value(x.shape, own, x.dtype.itemsize, x.layout) for x, own in zip(arrays, labels, strict=True)],
-        [Value(tuple(y.shape), own, y.dtype.itemsize, None) for y, own in zip(results, kept, strict=True)],
+        [Value(x.shape, dim_labels, x.dtype.itemsize, x.layout) for x, dim_labels in zip(arrays, labels, strict=True)],
+        [
+            Value(tuple(y.shape), dim_labels, y.dtype.itemsize, None)
+            for y, dim_labels in zip(results, result_labels, strict=True)
+        ],
         [frozenset(group) for group in ([range(len(arrays))] if groups == "all" else groups)],
-        frozenset(label for label in lost if right == "" or not label.startswith(".")),
+        frozenset(label for label in reduced if result_terms == "" or not label.startswith(".")),
         added,
-        {*terms} == {"..."} and right in ("...", ""),
+        {*terms} == {"..."} and result_terms in ("...", ""),
     )
 
 
@@ -186,27 +200,27 @@ def _expanded(term: str, ndim: int) -> list[str]:
 def as_dims(x: Any, dim: Any) -> tuple[int, ...]:
     """Return dims as a tuple of numbers from 0; None and () mean all."""
     dims: Sequence[int] = (dim,) if isinstance(dim, int) else dim if dim is not None and len(dim) else range(x.ndim)
-    for one in dims:
-        if not -max(x.ndim, 1) <= one < max(x.ndim, 1):
-            raise IndexError(f"dim {one} does not exist in an array of shape {tuple(x.shape)}.")
-    return tuple(one % max(x.ndim, 1) for one in dims)
+    for index in dims:
+        if not -max(x.ndim, 1) <= index < max(x.ndim, 1):
+            raise IndexError(f"dim {index} does not exist in an array of shape {tuple(x.shape)}.")
+    return tuple(index % max(x.ndim, 1) for index in dims)
 
 
-def map_arrays(f: Callable[[Any], Any], given: Any) -> Any:
+def map_arrays(f: Callable[[Any], Any], tree: Any) -> Any:
     """Return arguments with f applied to their arrays and tensors, in order."""
-    if isinstance(given, Sharded | Tensor):
-        return f(given)
-    if type(given) in (tuple, list):
-        return type(given)([map_arrays(f, one) for one in given])
-    if isinstance(given, dict):
-        return {name: map_arrays(f, one) for name, one in given.items()}
-    if isinstance(given, slice):
-        return slice(*(map_arrays(f, one) for one in (given.start, given.stop, given.step)))
-    return given
+    if isinstance(tree, Sharded | Tensor):
+        return f(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([map_arrays(f, item) for item in tree])
+    if isinstance(tree, dict):
+        return {name: map_arrays(f, item) for name, item in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(map_arrays(f, bound) for bound in (tree.start, tree.stop, tree.step)))
+    return tree
 
 
-def arrays_in(*given: Any) -> list[Any]:
+def arrays_in(*trees: Any) -> list[Any]:
     """Return the arrays and tensors among arguments, in order."""
-    found: list[Any] = []
-    map_arrays(found.append, given)
-    return found
+    arrays: list[Any] = []
+    map_arrays(arrays.append, trees)
+    return arrays

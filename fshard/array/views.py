@@ -28,9 +28,13 @@ def strided(x: Any, view: Callable[[Any], Any]) -> str:
     steps = [(1 << (5 * (dim + 1))) + 7 * dim for dim in range(x.ndim)]  # a step of a slice is no other dim's stride
     like = torch.empty_strided(x.shape, steps, device="meta")
     names = dict(zip(zip(steps, x.shape, strict=True), spell(x.ndim), strict=True))
-    found = [[names.get(pair, "D") for pair in zip(y.stride(), y.shape, strict=True)] for y in arrays_in(view(like))]
-    keep = {a for a, n in zip(spell(x.ndim), x.shape, strict=True) if n > 1 and all(y.count(a) == 1 for y in found)}
-    terms = ("".join(label if label in keep else "D" for label in labels) for labels in (spell(x.ndim), *found))
+    view_labels = [
+        [names.get(pair, "D") for pair in zip(y.stride(), y.shape, strict=True)] for y in arrays_in(view(like))
+    ]
+    keep = {
+        a for a, n in zip(spell(x.ndim), x.shape, strict=True) if n > 1 and all(y.count(a) == 1 for y in view_labels)
+    }
+    terms = ("".join(label if label in keep else "D" for label in labels) for labels in (spell(x.ndim), *view_labels))
     return next(terms) + "->" + ",".join(terms)
 
 
@@ -64,11 +68,11 @@ def reshaped(before: Sequence[int], after: Sequence[int]) -> str:
     i = j = 0
     while prod(before) and i < len(before) and j < len(after):
         first, second = [i], [j]
-        while (one := prod(before[d] for d in first)) != (other := prod(after[d] for d in second)):
-            dims = first if one < other else second
+        while (first_size := prod(before[d] for d in first)) != (second_size := prod(after[d] for d in second)):
+            dims = first if first_size < second_size else second
             dims.append(dims[-1] + 1)
         i, j = first[-1] + 1, second[-1] + 1
-        if one > 1:
+        if first_size > 1:
             major = next(d for d in first if before[d] > 1), next(d for d in second if after[d] > 1)
             start[major[0]] = stop[major[1]] = next(labels)
     return f"{''.join(start)}->{''.join(stop)}"
@@ -76,7 +80,7 @@ def reshaped(before: Sequence[int], after: Sequence[int]) -> str:
 
 @rule("reshape view unflatten flatten ravel", is_view=True)
 def _reshape(results: Any, x: Any, *args: Any, **kwargs: Any) -> Rule:
-    if arrays_in(args) or any(isinstance(one, torch.dtype) for one in (*args, *kwargs.values())):
+    if arrays_in(args) or any(isinstance(arg, torch.dtype) for arg in (*args, *kwargs.values())):
         return Rule("->")
     return Rule(reshaped(x.shape, results[0].shape), "each", _to_local_shape)
 
@@ -84,8 +88,8 @@ def _reshape(results: Any, x: Any, *args: Any, **kwargs: Any) -> Rule:
 def _repeated(results: Any, x: Any) -> str:
     """Return the equation of an operation that repeats some dims, and may add dims in front."""
     new = results[0].ndim - x.ndim
-    own = zip(spell(x.ndim), x.shape, results[0].shape[new:], strict=True)
-    term = "".join(letter if n == m and n else "N" for letter, n, m in own)
+    dims = zip(spell(x.ndim), x.shape, results[0].shape[new:], strict=True)
+    term = "".join(letter if n == m and n else "N" for letter, n, m in dims)
     return f"{term}->{'N' * new}{term}"
 
 
@@ -95,8 +99,8 @@ rule("expand broadcast_to", is_view=True)(
     )
 )
 rule("repeat tile")(lambda results, x, *_, **__: Rule(_repeated(results, x), "each"))
-compose("view_as reshape_as")(lambda x, other: x.reshape(other.shape))
-compose("expand_as")(lambda x, other: x.expand(other.shape))
+compose("view_as reshape_as")(lambda x, like: x.reshape(like.shape))
+compose("expand_as")(lambda x, like: x.expand(like.shape))
 
 
 compose("broadcast_tensors")(
@@ -106,23 +110,23 @@ compose("broadcast_tensors")(
 
 @rule("cat concat concatenate")
 def _cat(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
-    own = spell(results[0].ndim, {dim: "D"})
-    return Rule(f"{own}*->{own}" if all(x.ndim == len(own) for x in tensors) else "->", "all", exact=True)
+    term = spell(results[0].ndim, {dim: "D"})
+    return Rule(f"{term}*->{term}" if all(x.ndim == len(term) for x in tensors) else "->", "all", exact=True)
 
 
 @compose("cat concat concatenate")
 def _without_empty(tensors: Sequence[Any], dim: int = 0) -> Any:
     """Leave tensors of shape (0,) out, as torch does: an empty cache is one."""
-    kept = [x for x in tensors if tuple(x.shape) != (0,)]
-    if len(kept) == 1:
-        return kept[0].clone()
-    return torch.cat(kept, dim) if kept and len(kept) < len(tensors) else NotImplemented
+    nonempty = [x for x in tensors if tuple(x.shape) != (0,)]
+    if len(nonempty) == 1:
+        return nonempty[0].clone()
+    return torch.cat(nonempty, dim) if nonempty and len(nonempty) < len(tensors) else NotImplemented
 
 
 @rule("stack")
 def _stack(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
-    own = spell(results[0].ndim, {dim: "N"})
-    return Rule(f"{own.replace('N', '')}*->{own}", "all")
+    term = spell(results[0].ndim, {dim: "N"})
+    return Rule(f"{term.replace('N', '')}*->{term}", "all")
 
 
 # Indexing.
@@ -131,9 +135,9 @@ def _stack(results: Any, tensors: Sequence[Any], dim: int = 0) -> Rule:
 @rule("getitem", is_view=True)
 def _getitem(results: Any, x: Any, index: Any) -> Rule:
     """Label the dims that an index keeps in full, and those of index arrays."""
-    own, out = _label_index(x, index)
+    term, out = _label_index(x, index)
     count = len(arrays_in(index))
-    return Rule(f"{own}{',...' * count}->{out}", [(0,)] if count else "each")
+    return Rule(f"{term}{',...' * count}->{out}", [(0,)] if count else "each")
 
 
 def _label_index(x: Any, index: Any) -> tuple[str, str]:
@@ -141,39 +145,35 @@ def _label_index(x: Any, index: Any) -> tuple[str, str]:
     items = index if isinstance(index, tuple) else (index,)
     like = x.new_empty([max(length, 1) for length in x.shape])
     equation = strided(like, lambda like: like[tuple([0 if isinstance(item, Tensor) else item for item in items])])
-    own, out = equation.split("->")
+    term, out = equation.split("->")
     if not arrays_in(items):
-        return own, out
+        return term, out
     mark = torch.empty(1 + max(x.shape), dtype=torch.long, device="meta")  # no dim of x is as long
     front = x[tuple([mark if isinstance(item, Tensor) else item for item in items])].shape.index(len(mark))
-    return own, f"{out[:front]}...{out[front:]}"
+    return term, f"{out[:front]}...{out[front:]}"
 
 
 def _resolve_index(x: Any, index: Any) -> Any:
     """Return an index with arrays in place of lists, numbers of 0-d arrays, and the indices of masks' True elements."""
-    given, resolved, false = index if isinstance(index, tuple) else (index,), list[Any](), torch.tensor(False)
-    items = tuple([_put_index(x, item) if isinstance(item, list | range) else item for item in given])
+    plain_items, resolved, false = index if isinstance(index, tuple) else (index,), list[Any](), torch.tensor(False)
+    items: list[Any] = [*plain_items]
+    for position, item in enumerate(items):
+        if isinstance(item, list | range) and isinstance(x, Sharded):
+            indices = torch.tensor(item, dtype=None if len(item) else torch.long)
+            items[position] = spread(indices, x.layout)
     if any(map(_is_mask, items)):  # raise for masks of other shapes
-        false.expand(x.shape)[map_arrays(lambda y: false.expand(y.shape) if _is_mask(y) else slice(None), items)]
+        false.expand(x.shape)[map_arrays(lambda y: false.expand(y.shape) if _is_mask(y) else slice(None), tuple(items))]
     for item in items:
         number = item.item() if isinstance(item, Sharded) and not item.ndim else item
         resolved += item.nonzero().unbind(1) if _is_mask(item) else [number]
-    return index if all(map(operator.is_, given, resolved)) else tuple(resolved)
-
-
-def _put_index(x: Any, item: Any) -> Any:
-    return (
-        spread(torch.tensor(item, dtype=None if len(item) else torch.long), x.layout)
-        if isinstance(x, Sharded)
-        else item
-    )
+    return index if all(map(operator.is_, plain_items, resolved)) else tuple(resolved)
 
 
 def _is_mask(item: Any) -> bool:
     return isinstance(item, Sharded) and item.dtype in (torch.bool, torch.uint8) and item.ndim > 0
 
 
-compose("getitem")(lambda x, index: NotImplemented if (own := _resolve_index(x, index)) is index else x[own])
+compose("getitem")(lambda x, index: NotImplemented if (resolved := _resolve_index(x, index)) is index else x[resolved])
 
 
 def set_items(x: Any, index: Any, value: Any) -> Any:
@@ -185,12 +185,12 @@ def set_items(x: Any, index: Any, value: Any) -> Any:
 
 @rule("set_items")
 def _set_items(results: Any, x: Any, index: Any, value: Any) -> Rule:
-    own, out = _label_index(x, index)
-    terms = ["N" * one.ndim for one in arrays_in(index)]
+    term, out = _label_index(x, index)
+    terms = ["N" * array.ndim for array in arrays_in(index)]
     if not isinstance(value, Tensor):
-        return Rule(f"{','.join([own, *terms])}->{own}", [(0,)] if value == 0 else ())
+        return Rule(f"{','.join([term, *terms])}->{term}", [(0,)] if value == 0 else ())
     out = "N" * value.ndim + out.replace("...", max(terms, default=""))
-    return Rule(f"{','.join([own, *terms, out[len(out) - value.ndim :]])}->{own}", [(0, 1 + len(terms))])
+    return Rule(f"{','.join([term, *terms, out[len(out) - value.ndim :]])}->{term}", [(0, 1 + len(terms))])
 
 
 def _assign(x: Any, index: Any, value: Any) -> None:
@@ -209,7 +209,7 @@ def _own_rows(where: Where, index: Tensor, total: int) -> tuple[Tensor, Tensor, 
     """Return indices into the rows that a device holds, which of them it holds, and its first row."""
     if index.is_cpu and bool(((index < 0) | (index >= total)).any()):
         raise IndexError(f"an index must be in 0..{total - 1}; got {index.min()} to {index.max()}.")
-    number, count = where.places[ROWS]
+    number, count = where.positions[ROWS]
     start, stop = flat_range(total, count, number)
     return (index - start).clamp(0, max(stop - start - 1, 0)), (index >= start) & (index < stop), start
 
@@ -218,29 +218,29 @@ def _own_rows(where: Where, index: Tensor, total: int) -> tuple[Tensor, Tensor, 
 def _gather(results: Any, x: Any, *args: Any, dim: Any = None, **kwargs: Any) -> Rule:
     """Return the rule of a gather; over a sharded dim each device takes what it holds, and the rest are zeros."""
     (index,) = arrays_in(args, kwargs)
-    given = [one for one in (*args, dim) if isinstance(one, int)]
-    if not given or not x.ndim or x.ndim != index.ndim:
+    dims = [arg for arg in (*args, dim) if isinstance(arg, int)]
+    if not dims or not x.ndim or x.ndim != index.ndim:
         return Rule("->", [(0,)])
-    at, total = given[0], x.shape[given[0]]
+    axis, total = dims[0], x.shape[dims[0]]
 
     def take(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
-        if ROWS not in where.places:
+        if ROWS not in where.positions:
             return func(*args, **kwargs)
         shard, index = arrays_in(args, kwargs)
-        index, found, _ = _own_rows(where, index, total)
-        return torch.where(found, shard.gather(at, index), 0)
+        index, is_local, _ = _own_rows(where, index, total)
+        return torch.where(is_local, shard.gather(axis, index), 0)
 
-    out = spell(x.ndim, {at: "k"})
+    out = spell(x.ndim, {axis: "k"})
     return Rule(f"{out.replace('k', 'v')},{out}->{out}", [(0,)], take, exact=True)
 
 
 @rule("scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce")
 def _scatter(results: Any, x: Any, dim: int, index: Any, *args: Any, **kwargs: Any) -> Rule:
-    own = spell(x.ndim, {dim: "D"})
+    term = spell(x.ndim, {dim: "D"})
     more = arrays_in(args, kwargs)
-    terms = [own if one.ndim == x.ndim else "D" * one.ndim for one in (x, index, *more)]
+    terms = [term if array.ndim == x.ndim else "D" * array.ndim for array in (x, index, *more)]
     is_sum = len(more) == 1 and index.ndim == x.ndim and kwargs.get("reduce") is None and len(args) < 2
-    return Rule(f"{','.join(terms)}->{own}", [(0, 2)] if is_sum else (), exact=True)
+    return Rule(f"{','.join(terms)}->{term}", [(0, 2)] if is_sum else (), exact=True)
 
 
 @rule("index_select")
@@ -264,12 +264,12 @@ def _embedding(
     rows = len(weight)
 
     def look_up(where: Where, func: Any, args: Any, kwargs: Any) -> Any:
-        if ROWS not in where.places:
+        if ROWS not in where.positions:
             return func(*args, **kwargs)
         index, shard = arrays_in(args, kwargs)
-        index, found, start = _own_rows(where, index, rows)
+        index, is_local, start = _own_rows(where, index, rows)
         padding = None if padding_idx is None else padding_idx % rows - start
-        own = padding if padding is not None and 0 <= padding < len(shard) else None
-        return F.embedding(index, shard, own) * found.unsqueeze(-1)
+        local_padding = padding if padding is not None and 0 <= padding < len(shard) else None
+        return F.embedding(index, shard, local_padding) * is_local.unsqueeze(-1)
 
     return Rule("...,vw->...w", [(1,)], look_up)

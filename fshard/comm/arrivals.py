@@ -98,8 +98,8 @@ def arrivals(speeds: Sequence[float], *, bound: int, count: int, seed: int = 0, 
     computing = [end(worker, 0.0) for worker in range(len(speeds))]
     heapify(computing)
     while len(order.events) < count:
-        now, worker = heappop(computing)
+        time, worker = heappop(computing)
         order.waiting.append(worker)
         while (pushed := order.take()) is not None:
-            heappush(computing, end(pushed, now))
+            heappush(computing, end(pushed, time))
     return Arrivals(order.events[:count], bound)

@@ -70,7 +70,7 @@ class Graph:
     @property
     def gap(self) -> float:
         """1 - the factor by which differences from the mean shrink in a round, or in all rounds."""
-        product = reduce(lambda x, turn: self.matrix(turn) @ x, range(1, len(self.rounds)), self.matrix(0))
+        product = reduce(lambda x, number: self.matrix(number) @ x, range(1, len(self.rounds)), self.matrix(0))
         return 1 - sorted([0.0, *torch.linalg.eigvals(product).abs().tolist()])[-2]
 
     def __repr__(self) -> str:
@@ -80,11 +80,11 @@ class Graph:
     def _repr_svg_(self) -> str:
         """Draw the devices on a circle for each of the first rounds, with edges as opaque as their weights."""
         parts, count = [f'<text x="10" y="20">{self!r}</text>'], min(len(self.rounds), 6)
-        for turn in range(count):
+        for number in range(count):
             angles = [2 * pi * i / self.size for i in range(self.size)]
-            ends = [f"{100 + 180 * turn + 70 * sin(angle):.1f} {115 - 70 * cos(angle):.1f}" for angle in angles]
-            for j, i in self.edges(turn):
-                opacity = max(self.rounds[turn][i][j], 0.15)
+            ends = [f"{100 + 180 * number + 70 * sin(angle):.1f} {115 - 70 * cos(angle):.1f}" for angle in angles]
+            for j, i in self.edges(number):
+                opacity = max(self.rounds[number][i][j], 0.15)
                 parts.append(f'<path d="M{ends[j]}L{ends[i]}" stroke="#4c78a8" opacity="{opacity:.2f}"/>')
             for i, end in enumerate(ends):
                 parts.append(f'<g transform="translate({end})"><circle r="10" fill="#4c78a8"/>')
@@ -142,7 +142,10 @@ def _even(name: str, n: int, sources: Callable[[Tensor], Sequence[Sequence[Tenso
     """Return the graph in which devices average evenly with their sources mod n, several for each round."""
     validate(name, within("[1, inf)", integer=True, n=n))
     eye = torch.eye(n, dtype=torch.float64)
-    used = [sum([eye[indices % n] for indices in turn], eye) > 0 for turn in sources(torch.arange(n)) or [[]]]
+    used = [
+        sum([eye[indices % n] for indices in indices_of_round], eye) > 0
+        for indices_of_round in sources(torch.arange(n)) or [[]]
+    ]
     return from_matrix(*[x / x.sum(1, keepdim=True).double() for x in used], name=name)
 
 

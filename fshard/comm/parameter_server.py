@@ -160,10 +160,10 @@ class ParameterServer:
     def _first_come(self, order: PushOrder) -> Iterator[tuple[int, Tensor]]:
         """Yield the worker and the loss of each push, as they arrive, within the bound."""
         group, arrived = require("parameter_server").group(self.axis, "parameter_server"), SimpleQueue[Any]()
-        world, left, losses = cast("ProcessWorld", group.world), self._counts, dict[int, Tensor]()
-        for worker in left:
+        world, pending, losses = cast("ProcessWorld", group.world), self._counts, dict[int, Tensor]()
+        for worker in pending:
             world.listen(_LOSS, group, worker + 1, arrived)
-        while left.total():
+        while pending.total():
             while (worker := order.take()) is None:
                 source, loss = arrived.get()
                 if isinstance(loss, BaseException):
@@ -171,8 +171,8 @@ class ParameterServer:
                 losses[source - 1] = loss
                 order.waiting.append(source - 1)
             yield worker, losses[worker]
-            left[worker] -= 1
-            if left[worker]:
+            pending[worker] -= 1
+            if pending[worker]:
                 world.listen(_LOSS, group, worker + 1, arrived)
             else:
                 del order.versions[worker]

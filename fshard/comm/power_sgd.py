@@ -44,8 +44,8 @@ def power_sgd(rank: int, *, seed: int = 0) -> Compressor:
         )
         matrices = {path: sent[path].float().flatten(1) for path in before}
         products = {path: before[path] @ m.T for path, m in matrices.items()}  # fast, with the thin one left
-        rest = {path: x for path, x in sent.items() if path not in before}
-        products, total = yield psum.start((products, rest), axis)
+        uncompressed = {path: x for path, x in sent.items() if path not in before}
+        products, total = yield psum.start((products, uncompressed), axis)
         p = {path: torch.linalg.qr(x.T).Q for path, x in products.items()}
         q = yield psum.start({path: p[path].T @ m for path, m in matrices.items()}, axis)
         for path in matrices:

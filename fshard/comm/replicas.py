@@ -81,8 +81,8 @@ class ReplicaGroup(NamedTuple):
         mesh = resolve_mesh(self.mesh)
         number = Layout(mesh, unit=_NUMBER)
 
-        def joined(x: Leaf, *others: Leaf) -> Leaf:
-            shards = tuple([y.shards[0] if isinstance(y, Sharded) else y for y in (x, *others)])
+        def joined(x: Leaf, *xs: Leaf) -> Leaf:
+            shards = tuple([y.shards[0] if isinstance(y, Sharded) else y for y in (x, *xs)])
             layout = x.layout if isinstance(x, Sharded) else number
             return x if x is None else stack(Sharded(x.shape, layout, shards), self.axis, mesh)
 
@@ -251,8 +251,8 @@ def streaming_diloco(
     outer_step, compression = pure_step(outer), compress and _compression(compress, axis)
 
     def due(count: int) -> list[int]:
-        turns = [count - f * every // fragments for f in range(fragments)]
-        return [f for f, turn in enumerate(turns) if turn > 0 and turn % every == 0]
+        steps = [count - f * every // fragments for f in range(fragments)]
+        return [f for f, step in enumerate(steps) if step > 0 and step % every == 0]
 
     def init_fragment(params: Arrays) -> dict[str, PyTree]:
         anchor = copied(params)

@@ -169,6 +169,6 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
     if 4 * count > columns:
         return sizes.topk(count, sorted=False).indices
     heads = sizes[: 8 * columns].view(8, columns).amax(0).topk(count, sorted=False).indices
-    rest = torch.arange(8 * columns, len(sizes), device=sizes.device)
-    candidates = torch.cat([rest, *(heads + columns * row for row in range(8))])
+    remainder = torch.arange(8 * columns, len(sizes), device=sizes.device)
+    candidates = torch.cat([remainder, *(heads + columns * row for row in range(8))])
     return candidates[sizes[candidates].topk(count, sorted=False).indices]

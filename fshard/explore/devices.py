@@ -36,13 +36,15 @@ class Devices:
         """Number of devices."""
         return prod(size for _, size in self.steps)
 
-    def at(self, index: int) -> int:
+    def device(self, index: int) -> int:
         """Return the device at an index in ascending order."""
-        places = arithmetic.unravel(index, [size for _, size in self.steps])
-        return self.first + sum(place * stride for place, (stride, _) in zip(places, self.steps, strict=True))
+        coordinates = arithmetic.unravel(index, [size for _, size in self.steps])
+        return self.first + sum(
+            coordinate * stride for coordinate, (stride, _) in zip(coordinates, self.steps, strict=True)
+        )
 
     def __iter__(self) -> Iterator[int]:
-        return (self.at(index) for index in range(self.count))
+        return (self.device(index) for index in range(self.count))
 
 
 def box(mesh: Mesh, axes: Collection[str], first: int) -> Devices:
@@ -77,8 +79,8 @@ def listed(devices: Devices) -> str:
     while steps and steps[-1][0] == length:  # the box is without holes so far
         length *= steps.pop()[1]
     starts = Devices(devices.first, tuple(steps))
-    places = elided(starts.count, _MOST)
-    return ",".join("…" if place is None else _run(starts.at(place), length) for place in places)
+    run_indices = elided(starts.count, _MOST)
+    return ",".join("…" if index is None else _run(starts.device(index), length) for index in run_indices)
 
 
 def summed(devices: Devices) -> str:
@@ -87,7 +89,7 @@ def summed(devices: Devices) -> str:
     >>> summed(Devices(4, ((1, 2),))), summed(Devices(0, ((1, 16),)))
     ('4+5', '0+1+…+15')
     """
-    return "+".join("…" if place is None else str(devices.at(place)) for place in elided(devices.count, _MOST))
+    return "+".join("…" if index is None else str(devices.device(index)) for index in elided(devices.count, _MOST))
 
 
 def _run(start: int, length: int) -> str:

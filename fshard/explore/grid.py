@@ -122,7 +122,7 @@ def plan_mesh(mesh: Mesh) -> Grid:
     shape = tuple(mesh.shape.values())
     layout = Layout(mesh, P(*mesh.axis_names))
     sides = tuple(
-        replace(side, name=side.axes[0], labels=tuple("…" if part is None else str(part) for part in side.shown))
+        replace(side, name=side.axes[0], labels=tuple("…" if index is None else str(index) for index in side.shown))
         for side in _sides(shape, layout, [*range(len(shape))])
     )
     heading = (str(mesh), "1 device" if mesh.size == 1 else f"{mesh.size:,} devices")
@@ -131,20 +131,23 @@ def plan_mesh(mesh: Mesh) -> Grid:
 
 def _grid(kind: ShardType, layout: Layout, sides: tuple[Side, ...]) -> Grid:
     outer, (rows, columns) = sides[:-2], (None, None, *sides)[-2:]
-    places = _places(outer)
-    blocks = (None if None in place else _block(kind.shape, layout, outer, place, rows, columns) for place in places)
+    block_indices = _block_indices(outer)
+    blocks = (
+        None if None in block_index else _block(kind.shape, layout, outer, block_index, rows, columns)
+        for block_index in block_indices
+    )
     hidden = {*range(0 if kind.spec.is_flat else len(kind.shape))} - {side.dim for side in sides}
     names = ", ".join(f"dim {dim} ({kind.shape[dim]})" for dim in sorted(hidden))
     notes = (f"not drawn, unsharded: {names}",) if names else ()
     return Grid(kind, layout.mesh, rows, columns, tuple(block for block, _ in groupby(blocks)), notes)
 
 
-def _places(outer: Sequence[Side]) -> list[tuple[int | None, ...]]:
+def _block_indices(outer: Sequence[Side]) -> list[tuple[int | None, ...]]:
     """Return the index of every block that is drawn, and None where blocks are omitted."""
     every = product(*(side.shown for side in outer))
     first = list(islice(every, _MOST_PLACES))
-    rest = next(every, None)
-    return first if rest is None else [*first, (None,), tuple(side.shown[-1] for side in outer)]
+    next_index = next(every, None)
+    return first if next_index is None else [*first, (None,), tuple(side.shown[-1] for side in outer)]
 
 
 def _sides(shape: Sequence[int], layout: Layout, cut: list[int]) -> tuple[Side, ...]:
@@ -152,11 +155,11 @@ def _sides(shape: Sequence[int], layout: Layout, cut: list[int]) -> tuple[Side, 
     if layout.spec.flat_axes is not None:
         return (_side(shape, layout, "flat", 0, layout.spec.split_axes, _INSIDE),)
     dims = dict(enumerate(layout.spec.dims(len(shape))))
-    others = [dim for dim in reversed(dims) if dim not in cut]
-    drawn = sorted(cut + others[: max(0, 2 - len(cut))])
+    uncut = [dim for dim in reversed(dims) if dim not in cut]
+    drawn = sorted(cut + uncut[: max(0, 2 - len(cut))])
     return tuple(
-        _side(shape, layout, f"dim {dim}", dim, dims[dim], _OUTSIDE if place < len(drawn) - 2 else _INSIDE)
-        for place, dim in enumerate(drawn)
+        _side(shape, layout, f"dim {dim}", dim, dims[dim], _OUTSIDE if number < len(drawn) - 2 else _INSIDE)
+        for number, dim in enumerate(drawn)
     )
 
 
@@ -166,7 +169,8 @@ def _side(
     parts = _parts(layout, axes)
     shown = elided(parts, *limit)
     owners = [
-        None if part is None else layout.mesh.index(layout.place | _coordinates(layout, axes, part)) for part in shown
+        None if index is None else layout.mesh.index(layout.place | _coordinates(layout, axes, index))
+        for index in shown
     ]
     labels = tuple("…" if owner is None else "{}:{}".format(*layout.ranges(shape, owner)[dim]) for owner in owners)
     return Side(f"{name}@{'+'.join(axes)}" if axes else name, dim, axes, parts, shown, labels)
@@ -176,34 +180,36 @@ def _block(
     shape: Sequence[int],
     layout: Layout,
     outer: Sequence[Side],
-    place: Sequence[int | None],
+    block_index: Sequence[int | None],
     rows: Side | None,
     columns: Side | None,
 ) -> GridBlock:
     """Return the grid of the cells at one index in the outer sides."""
 
     def cell(row: int | None, column: int | None) -> Cell | None:
-        parts = [*zip((*outer, rows, columns), (*place, row, column), strict=True)]
-        at: dict[str, int] = {}
-        for side, part in parts:
-            if part is None:
+        parts = [*zip((*outer, rows, columns), (*block_index, row, column), strict=True)]
+        coordinates: dict[str, int] = {}
+        for side, index in parts:
+            if index is None:
                 return None
-            at |= _coordinates(layout, side.axes, part) if side else {}
-        return _cell(shape, layout, at)
+            coordinates |= _coordinates(layout, side.axes, index) if side else {}
+        return _cell(shape, layout, coordinates)
 
-    where = [f"{side.name} {side.labels[side.shown.index(part)]}" for side, part in zip(outer, place, strict=True)]
+    where = [
+        f"{side.name} {side.labels[side.shown.index(index)]}" for side, index in zip(outer, block_index, strict=True)
+    ]
     down = rows.shown if rows else (0,)
     right = columns.shown if columns else (0,)
     return GridBlock(", ".join(where), tuple(tuple(cell(row, column) for column in right) for row in down))
 
 
-def _cell(shape: Sequence[int], layout: Layout, at: Mapping[str, int]) -> Cell:
+def _cell(shape: Sequence[int], layout: Layout, coordinates: Mapping[str, int]) -> Cell:
     """Return the shard whose owners have these coordinates along the sharding axes."""
     mesh, spec = layout.mesh, layout.spec
-    first = mesh.index({**layout.place, **at})
+    first = mesh.index({**layout.place, **coordinates})
     owners = [name for name in mesh.axis_names if name in spec.split_axes]
     return Cell(
-        shard=arithmetic.ravel([at.get(name, 0) for name in owners], [mesh.shape[name] for name in owners]),
+        shard=arithmetic.ravel([coordinates.get(name, 0) for name in owners], [mesh.shape[name] for name in owners]),
         ranges=layout.ranges(shape, first),
         copies=box(mesh, layout.replicated_axes, first),
         summands=box(mesh, spec.unreduced, 0),
@@ -214,5 +220,5 @@ def _parts(layout: Layout, axes: Sequence[str]) -> int:
     return prod(layout.mesh.shape[name] for name in axes)
 
 
-def _coordinates(layout: Layout, axes: Sequence[str], part: int) -> dict[str, int]:
-    return dict(zip(axes, arithmetic.unravel(part, [layout.mesh.shape[name] for name in axes]), strict=True))
+def _coordinates(layout: Layout, axes: Sequence[str], index: int) -> dict[str, int]:
+    return dict(zip(axes, arithmetic.unravel(index, [layout.mesh.shape[name] for name in axes]), strict=True))

@@ -44,7 +44,7 @@ class Leaf:
 
     type: ShardType | None
     layout: Layout | None
-    other: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def bytes_of(node: Leaf | Branch) -> Bytes:
     A leaf at a coordinate (of a stage, an owner) counts for the devices there: the fullest of them is taken.
     """
     total = unplaced = 0
-    at: dict[tuple[str, tuple[str, ...]], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    placed: dict[tuple[str, tuple[str, ...]], dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for leaf, times in leaves_of(node):
         if leaf.type is None:
             continue
@@ -88,11 +88,11 @@ def bytes_of(node: Leaf | Branch) -> Bytes:
             unplaced += times * global_bytes(leaf.type)
             continue
         axes = tuple(axis for names, _ in leaf.type.spec.at for axis in names)
-        at[leaf.layout.memory, axes][leaf.layout.mesh.index(leaf.layout.place)] += times * most_bytes(
+        placed[leaf.layout.memory, axes][leaf.layout.mesh.index(leaf.layout.place)] += times * most_bytes(
             leaf.type, leaf.layout
         )
     device, host, disk = (
-        sum(max(each.values()) for key, each in at.items() if key[0] == memory) for memory in MEMORIES
+        sum(max(each.values()) for key, each in placed.items() if key[0] == memory) for memory in MEMORIES
     )
     return Bytes(total, device, host, disk, unplaced)
 
@@ -128,13 +128,15 @@ def _branch(kind: str, children: Sequence[tuple[Hashable, Leaf | Branch]]) -> Br
     """Make a branch: dotted names become branches, then equal neighbours of a list are folded."""
     groups: dict[Hashable, list[tuple[Hashable, Leaf | Branch]]] = defaultdict(list)
     for key, node in children:
-        head, dot, rest = key.partition(".") if isinstance(key, str) else (key, "", "")
-        groups[head].append((rest if dot else None, node))
-    if any(len(below) > 1 and None in dict(below) for below in groups.values()):  # "a" and "a.b"
+        head, dot, tail = key.partition(".") if isinstance(key, str) else (key, "", "")
+        groups[head].append((tail if dot else None, node))
+    if any(len(entries) > 1 and None in dict(entries) for entries in groups.values()):  # "a" and "a.b"
         return Branch(kind, _folded(children))
-    if any(None not in dict(below) for below in groups.values()) and all(str(head).isdigit() for head in groups):
+    if any(None not in dict(entries) for entries in groups.values()) and all(str(head).isdigit() for head in groups):
         groups = {int(str(head)): groups[head] for head in sorted(groups, key=lambda head: int(str(head)))}
-    nodes = [(head, below[0][1] if None in dict(below) else _branch("", below)) for head, below in groups.items()]
+    nodes = [
+        (head, entries[0][1] if None in dict(entries) else _branch("", entries)) for head, entries in groups.items()
+    ]
     return Branch(kind, _folded(nodes))
 
 

@@ -30,7 +30,7 @@ def tree_of(root: Branch) -> Tree:
 def _grow(tree: Tree, branch: Branch) -> None:
     for entry in branch.entries[:_MOST]:
         style = "cyan" if isinstance(entry.node, Leaf) else "dim"
-        parts = [(_name(entry), "bold"), (_what(entry.node), style), (amount(bytes_of(entry.node)), "")]
+        parts = [(_name(entry), "bold"), (_type_name(entry.node), style), (amount(bytes_of(entry.node)), "")]
         child = tree.add(Text("  ").join(Text(text, style) for text, style in parts if text))
         if isinstance(entry.node, Branch):
             _grow(child, entry.node)
@@ -45,7 +45,7 @@ def outline_of(root: Branch) -> str:
 
 def _item(name: str, node: Leaf | Branch) -> str:
     words = (
-        f"<b>{escape(name)}</b> <span>{escape(_what(node))}</span> "
+        f"<b>{escape(name)}</b> <span>{escape(_type_name(node))}</span> "
         f'<span style="opacity:{MUTED}">{escape(amount(bytes_of(node)))}</span>'
     )
     if isinstance(node, Branch):
@@ -70,16 +70,16 @@ def _name(entry: TreeEntry) -> str:
     return entry.name if entry.count == 1 else f"{entry.name} {entry.count} x"
 
 
-def _what(node: Leaf | Branch) -> str:
+def _type_name(node: Leaf | Branch) -> str:
     if isinstance(node, Branch):
         return node.kind
-    return str(node.type) if node.type is not None else node.other
+    return str(node.type) if node.type is not None else node.text
 
 
 def _more(branch: Branch) -> str:
-    rest = branch.entries[_MOST:]
-    hidden = Branch(branch.kind, rest)
-    return f"… {len(rest):,} more  {amount(bytes_of(hidden))}" if rest else ""
+    hidden_entries = branch.entries[_MOST:]
+    hidden = Branch(branch.kind, hidden_entries)
+    return f"… {len(hidden_entries):,} more  {amount(bytes_of(hidden))}" if hidden_entries else ""
 
 
 def total(root: Branch) -> str:

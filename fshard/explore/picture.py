@@ -159,8 +159,8 @@ def visualize(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = t
 
 def _grid(leaf: Leaf) -> Grid:
     if leaf.type is None:
-        hint = " Give the tensor or shape: fs.visualize((8, 6), layout=layout)." if leaf.other == "Layout" else ""
-        raise TypeError(f"A picture needs a tensor; got {leaf.other}.{hint}")
+        hint = " Give the tensor or shape: fs.visualize((8, 6), layout=layout)." if leaf.text == "Layout" else ""
+        raise TypeError(f"A picture needs a tensor; got {leaf.text}.{hint}")
     if leaf.layout is None:
         raise LayoutError(
             f'{leaf.type} has no mesh to draw. Give a layout: fs.visualize(x, layout=fs.Layout(mesh, P("data"))).'

@@ -47,9 +47,9 @@ def _svg(grid: Grid, style: str) -> str:
     first, second = headline(grid)
     words = [_line(first, bold=True), _line(second)]
     more = Drawn(_text("…", 0, 3 * _LINE), _width("…"), _LINE)
-    blocks = _beside([more if block is None else _draw(grid, block) for block in grid.blocks])
+    blocks = _in_row([more if block is None else _draw(grid, block) for block in grid.blocks])
     notes = [_line(note) for note in legend(grid)]
-    body = _below([*words, Drawn("", 0, 8), blocks, *([Drawn("", 0, 8)] if notes else []), *notes])
+    body = _stacked([*words, Drawn("", 0, 8), blocks, *([Drawn("", 0, 8)] if notes else []), *notes])
     width, height = body.width + 2 * _MARGIN, body.height + 2 * _MARGIN
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
@@ -65,7 +65,7 @@ def _draw(grid: Grid, block: GridBlock) -> Drawn:
     down, right = (side.labels if side else ("",) for side in (grid.rows, grid.columns))
     corner = [grid.rows.title] if grid.rows else []
     gutter = max((_width(text) + 8 for text in [*corner, *down]), default=0.0) if grid.rows else 0.0
-    widths = [_column(grid, block, place, right[place]) for place in range(len(right))]
+    widths = [_column(grid, block, column, right[column]) for column in range(len(right))]
     parts: list[str] = []
     top = 0.0
     if block.where:
@@ -73,29 +73,29 @@ def _draw(grid: Grid, block: GridBlock) -> Drawn:
         top += _LINE
     if grid.columns:
         parts.append(_text(grid.columns.title, gutter, top + 12))
-        left = gutter
+        x = gutter
         for text, width in zip(right, widths, strict=True):
-            parts.append(_text(text, left + width / 2, top + 12 + _LINE, anchor="middle"))
-            left += width + _GAP
+            parts.append(_text(text, x + width / 2, top + 12 + _LINE, anchor="middle"))
+            x += width + _GAP
         parts += [_text(text, gutter - 8, top + 12 + _LINE, anchor="end") for text in corner]
         top += 2 * _LINE
     for label, cells in zip(down, block.cells, strict=True):
         height = _HEIGHT if any(cells) else _LINE
         if grid.rows:
             parts.append(_text(label, gutter - 8, top + height / 2 + 4, anchor="end"))
-        left = gutter
+        x = gutter
         for cell, width in zip(cells, widths, strict=True):
-            parts.append(_cell(grid, cell, left, top, width, height))
-            left += width + _GAP
+            parts.append(_cell(grid, cell, x, top, width, height))
+            x += width + _GAP
         top += height + _GAP
     across = sum(widths) + _GAP * (len(widths) - 1)
     widest = max(across, *(_width(text) for text in [block.where, grid.columns.title if grid.columns else ""]))
     return Drawn("".join(parts), gutter + widest + _GAP, top)
 
 
-def _column(grid: Grid, block: GridBlock, place: int, label: str) -> float:
+def _column(grid: Grid, block: GridBlock, column: int, label: str) -> float:
     """Return the width of a column: that of its text, and for a flat shard in proportion to its length."""
-    cells = [row[place] for row in block.cells]
+    cells = [row[column] for row in block.cells]
     words = max(_width(text) for text in [label, *(caption(grid, cell) if cell else "…" for cell in cells)])
     if not any(cells):
         return words + 10
@@ -149,15 +149,15 @@ def _moved(drawn: Drawn, x: float, y: float) -> str:
     return f'<g transform="translate({x:g} {y:g})">{drawn.svg}</g>' if drawn.svg else ""
 
 
-def _below(parts: list[Drawn]) -> Drawn:
+def _stacked(parts: list[Drawn]) -> Drawn:
     svg, top = "", 0.0
-    for part in parts:
-        svg, top = svg + _moved(part, 0, top), top + part.height
-    return Drawn(svg, max(part.width for part in parts), top)
+    for drawn in parts:
+        svg, top = svg + _moved(drawn, 0, top), top + drawn.height
+    return Drawn(svg, max(drawn.width for drawn in parts), top)
 
 
-def _beside(parts: list[Drawn]) -> Drawn:
-    svg, left = "", 0.0
-    for part in parts:
-        svg, left = svg + _moved(part, left, 0), left + part.width + 14
-    return Drawn(svg, left - 14, max(part.height for part in parts))
+def _in_row(parts: list[Drawn]) -> Drawn:
+    svg, x = "", 0.0
+    for drawn in parts:
+        svg, x = svg + _moved(drawn, x, 0), x + drawn.width + 14
+    return Drawn(svg, x - 14, max(drawn.height for drawn in parts))

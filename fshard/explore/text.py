@@ -48,8 +48,8 @@ def _draw(grid: Grid, block: GridBlock) -> list[Text]:
             )
         )
     lines.append(Text(corner.rjust(gutter).ljust(indent - 1) + _rule("┌┬┐", widths)))
-    for place, (label, texts, cells) in enumerate(zip(down, captions, block.cells, strict=True)):
-        if place:
+    for number, (label, texts, cells) in enumerate(zip(down, captions, block.cells, strict=True)):
+        if number:
             lines.append(Text(" " * (indent - 1) + _rule("├┼┤", widths)))
         lines.append(_row(label.rjust(gutter).ljust(indent - 1), texts, cells, widths))
     return [*lines, Text(" " * (indent - 1) + _rule("└┴┘", widths))]
@@ -64,5 +64,5 @@ def _row(label: str, texts: list[str], cells: tuple[Cell | None, ...], widths: l
 
 
 def _rule(corners: str, widths: list[int]) -> str:
-    left, between, right = corners
-    return left + between.join("─" * width for width in widths) + right
+    start, between, right = corners
+    return start + between.join("─" * width for width in widths) + right

@@ -53,8 +53,12 @@ def legend(grid: Grid) -> tuple[str, ...]:
     """Return the legend of a picture; empty if it needs none."""
     spec, mesh = grid.type.spec, grid.mesh
     copied = [name for name in grid.layout.replicated_axes if mesh.shape[name] > 1]
-    places = " and ".join(f"coordinate {place} along {' x '.join(axes)}" for axes, place in spec.at)
-    lines = [f"{'' if spec.split_axes else 'unsharded '}at {places}, nothing elsewhere"] if places else []
+    coordinates_text = " and ".join(f"coordinate {coordinate} along {' x '.join(axes)}" for axes, coordinate in spec.at)
+    lines = (
+        [f"{'' if spec.split_axes else 'unsharded '}at {coordinates_text}, nothing elsewhere"]
+        if coordinates_text
+        else []
+    )
     lines += [f"Σ: still to be summed, over {' and '.join(spec.unreduced)}"] if spec.unreduced else []
     lines += [f"equal copies along {' and '.join(copied)}"] if copied else []
     lines += {"device": [], "host": ["in the memory of the host"], "disk": ["on disk"]}[grid.type.memory]
@@ -64,8 +68,8 @@ def legend(grid: Grid) -> tuple[str, ...]:
 def caption(grid: Grid, cell: Cell) -> str:
     """Return the devices that hold a cell: "0-3", "Σ 0+1, 2+3", "host 5", "disk 5"."""
     if grid.type.spec.unreduced:
-        places = elided(cell.copies.count, 4)
-        firsts = (None if place is None else cell.copies.at(place) for place in places)
+        indices = elided(cell.copies.count, 4)
+        firsts = (None if index is None else cell.copies.device(index) for index in indices)
         text = "Σ " + ", ".join("…" if n is None else summed(Devices(n, cell.summands.steps)) for n in firsts)
     else:
         text = listed(cell.copies)
@@ -76,5 +80,7 @@ def caption(grid: Grid, cell: Cell) -> str:
 def coordinates(grid: Grid, cell: Cell) -> str:
     """Return the coordinates of the devices that hold a cell: "data=0, model=*", with * for all along an axis."""
     free = {*grid.layout.replicated_axes, *grid.type.spec.unreduced}
-    at = grid.mesh.coordinates(cell.copies.first)
-    return ", ".join(f"{name}={'*' if name in free and grid.mesh.shape[name] > 1 else at[name]}" for name in at)
+    coordinate = grid.mesh.coordinates(cell.copies.first)
+    return ", ".join(
+        f"{name}={'*' if name in free and grid.mesh.shape[name] > 1 else coordinate[name]}" for name in coordinate
+    )

@@ -71,5 +71,5 @@ def _validate(fn: Any, processes: Any, device: Any, timeout: Any) -> None:
         "the mesh here, with fs.make_mesh. If a file that the processes import has called fs.launch, put that call below "
         '`if __name__ == "__main__":`': not launched() or here() is not None,
     }
-    if wrong := [complaint for complaint, holds in checks.items() if not holds]:
-        raise MeshError(f"fs.launch cannot start: {'; '.join(wrong)}.")
+    if errors := [complaint for complaint, holds in checks.items() if not holds]:
+        raise MeshError(f"fs.launch cannot start: {'; '.join(errors)}.")

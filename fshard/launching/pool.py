@@ -71,7 +71,7 @@ class Processes:
                 f'Processes({n}, backend={backend!r}): at least one process, over "gloo" or "nccl", is needed.'
             )
         self.n, self.timeout = n, inf if timeout is None else timeout
-        self._fresh, self._shown = fresh, shown
+        self._is_spawned, self._shown = fresh, shown
         self._hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
         self._environment = dict(environment or {})
         self._workers: list[Worker] = []
@@ -147,7 +147,7 @@ class Processes:
         try:
             for rank in range(self.n):
                 variables = self._variables(rank)
-                self._workers.append(start(rank, variables, fresh=self._fresh, shown=self._shown))
+                self._workers.append(start(rank, variables, fresh=self._is_spawned, shown=self._shown))
             ready = self._collect(time.monotonic() + START)
             missing = [worker for worker in self._workers if worker.rank not in ready or ready[worker.rank].error]
             if missing:
@@ -200,10 +200,10 @@ class Processes:
         pending = {worker.rank: worker for worker in self._workers}
         reports: dict[int, WorkerReport] = {}
         self._idle = 0
-        while pending and (left := deadline - time.monotonic()) > 0:
+        while pending and (seconds := deadline - time.monotonic()) > 0:
             workers, shows = list(pending.values()), self._shows()
             ends = [end for worker in workers for end in (worker.connection, worker.process.sentinel)]
-            ready = wait([*ends, *(show.pipe for show in shows)], None if left == inf else left)
+            ready = wait([*ends, *(show.pipe for show in shows)], None if seconds == inf else seconds)
             for show in shows:
                 if show.pipe in ready:
                     show.pump()
@@ -218,7 +218,7 @@ class Processes:
         return reports
 
     def _failure(
-        self, what: str, reports: dict[int, WorkerReport], silent: list[Worker], starts: list[int]
+        self, failure: str, reports: dict[int, WorkerReport], silent: list[Worker], starts: list[int]
     ) -> BaseException:
         """Return the error to raise, with the state of the others as notes."""
         stacks = stacks_of(silent, starts)
@@ -226,7 +226,7 @@ class Processes:
         failed = [report for report in reports.values() if report.error is not None]
         failed.sort(key=lambda report: (report.followed, report.ended))  # causes before consequences
         if not failed:
-            late = RuntimeError(f"{unfinished} of {self.n} did not finish {what}.")
+            late = RuntimeError(f"{unfinished} of {self.n} did not finish {failure}.")
             late.add_note(stacks)
             return late
         first, error = failed[0], failed[0].error or AssertionError("unreachable")

@@ -20,7 +20,7 @@ class Shown:
     """One stream of one process."""
 
     def __init__(self, pipe: Connection, stream: str) -> None:
-        self.pipe, self.stream, self._begun = pipe, stream, b""
+        self.pipe, self.stream, self._incomplete = pipe, stream, b""
 
     @property
     def open(self) -> bool:
@@ -30,9 +30,9 @@ class Shown:
     def pump(self) -> None:
         """Read available output, and display complete lines, which end with a newline or a carriage return."""
         chunk = os.read(self.pipe.fileno(), _CHUNK)
-        text = self._begun + chunk
+        text = self._incomplete + chunk
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-        self._begun = text[end:]
+        self._incomplete = text[end:]
         self._show(text[:end])
         if not chunk:
             self.pipe.close()
@@ -45,9 +45,9 @@ class Shown:
     def close(self) -> None:
         """Display the rest, even if its line is incomplete."""
         self.drain()
-        if self._begun:
-            self._show(self._begun + b"\n")
-            self._begun = b""
+        if self._incomplete:
+            self._show(self._incomplete + b"\n")
+            self._incomplete = b""
         if self.open:
             self.pipe.close()
 

@@ -15,11 +15,11 @@ from types import FunctionType
 from typing import Any
 
 
-def by_value(thing: Any) -> bytes:
+def by_value(value: Any) -> bytes:
     """Pickle; by value what the other process cannot import."""
     buffer = io.BytesIO()
     try:
-        _Importable(buffer).dump(thing)
+        _Importable(buffer).dump(value)
         return buffer.getvalue()
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         try:
@@ -29,7 +29,7 @@ def by_value(thing: Any) -> bytes:
                 f"This cannot be sent to other processes by name: {error}. Install cloudpickle (pip install cloudpickle, or "
                 "pip install 'fshard[notebooks]') to send it as it is, or write it into a module of its own and import that."
             ) from missing
-        return cloudpickle.dumps(thing)
+        return cloudpickle.dumps(value)
 
 
 class _Importable(pickle.Pickler):

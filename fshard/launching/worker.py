@@ -94,8 +94,8 @@ def read(worker: Worker, n: int) -> WorkerReport | None:
             return None
     worker.process.join(GRACE)
     code = worker.process.exitcode or 0
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    error = RuntimeError(f"process {worker.rank} of {n} {how}, before it had finished.")
+    reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    error = RuntimeError(f"process {worker.rank} of {n} {reason}, before it had finished.")
     return WorkerReport(worker.rank, time.monotonic(), error=error)
 
 
@@ -118,20 +118,20 @@ def stacks_of(workers: list[Worker], starts: list[int]) -> str:
 def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool) -> Worker:
     """Start process `rank` with more environment variables; for the options see `Processes`."""
     context = _context(fresh)
-    ours, theirs = context.Pipe()
+    parent_end, child_end = context.Pipe()
     stderr = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115, the worker closes it
     pipes = [context.Pipe(duplex=False) for _ in (STREAMS if shown else ())]
     log = Connection(os.dup(stderr.fileno()), readable=False)  # a descriptor that multiprocessing passes on
     ends = [log, *(write for _, write in pipes)]
     server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    setup = (rank, theirs, {**os.environ, **variables}, ends, server._forkserver_address or "")
-    child = context.Process(target=_live, args=setup, daemon=not shown, name=f"process {rank}")
+    setup = (rank, child_end, {**os.environ, **variables}, ends, server._forkserver_address or "")
+    child = context.Process(target=_serve_tasks, args=setup, daemon=not shown, name=f"process {rank}")
     with _no_main() if shown else contextlib.nullcontext():
         child.start()
-    for end in (theirs, *ends):
+    for end in (child_end, *ends):
         end.close()
     shows = tuple(Shown(read, stream) for (read, _), stream in zip(pipes, STREAMS, strict=False))
-    return Worker(rank, child, ours, stderr, shows)
+    return Worker(rank, child, parent_end, stderr, shows)
 
 
 @contextlib.contextmanager
@@ -145,12 +145,12 @@ def _no_main() -> Generator[None]:
         sys.modules["__main__"] = main
 
 
-def _context(fresh: bool) -> ForkServerContext | SpawnContext:
+def _context(is_spawned: bool) -> ForkServerContext | SpawnContext:
     """Return how processes start: new interpreters, or forks of one that has imported torch and done nothing else.
 
     Only on Linux: a fork is not safe even then on macOS, and unknown on Windows.
     """
-    if fresh or sys.platform != "linux":
+    if is_spawned or sys.platform != "linux":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["__main__", __name__])
@@ -158,7 +158,7 @@ def _context(fresh: bool) -> ForkServerContext | SpawnContext:
     return context
 
 
-def _live(
+def _serve_tasks(
     rank: int, connection: Connection, environment: dict[str, str], outputs: list[Connection], socket: str
 ) -> None:
     """Be process `rank`: take tasks until the parent closes the connection."""

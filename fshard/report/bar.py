@@ -87,7 +87,7 @@ class Bar:
 
 
 def _bytes(size: float) -> str:
-    unit = next(at for at in (0, 1, 2, 3, 4) if size < 1024 ** (at + 1) or at == 4)
+    unit = next(power for power in (0, 1, 2, 3, 4) if size < 1024 ** (power + 1) or power == 4)
     return f"{size / 1024**unit:.3g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 

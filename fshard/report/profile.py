@@ -59,14 +59,14 @@ class Profile:
         self._virtual = scope.device if scope is not None and scope.mesh.runtime == "virtual" else None
         counts = {"wait": (wait, 0), "warmup": (warmup, 0), "active": (active, 1)}
         unfit = {name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least}
-        wrong = [f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()]
-        if wrong:
-            raise ValueError(f"Profile: {'; '.join(wrong)}.")
+        errors = [f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()]
+        if errors:
+            raise ValueError(f"Profile: {'; '.join(errors)}.")
         self._begins = wait + warmup
         plan = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-        how: dict[str, Any] = {"schedule": plan, "on_trace_ready": self._write, **options}
+        settings: dict[str, Any] = {"schedule": plan, "on_trace_ready": self._write, **options}
         config = _ExperimentalConfig(profile_all_threads=True)
-        self._profiler = profiler.profile(experimental_config=config, **how) if not self._virtual else None
+        self._profiler = profiler.profile(experimental_config=config, **settings) if not self._virtual else None
 
     def __enter__(self) -> Self:
         if self._profiler is not None:
@@ -102,8 +102,8 @@ class Profile:
             trace = json.loads(path.read_text(encoding="utf-8"))
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, events in by_device(trace["traceEvents"], os.getpid(), self._alone).items():
-            own = {**trace, "traceEvents": events}
-            (self.folder / f"{name}.json").write_text(json.dumps(own), encoding="utf-8")
+            device_trace = {**trace, "traceEvents": events}
+            (self.folder / f"{name}.json").write_text(json.dumps(device_trace), encoding="utf-8")
 
 
 def by_device(events: list[dict[str, Any]], process: int, alone: int | None = None) -> dict[str, list[dict[str, Any]]]:
@@ -119,14 +119,14 @@ def by_device(events: list[dict[str, Any]], process: int, alone: int | None = No
     {'ph': 'X', 'name': 'mm', 'pid': 1, 'tid': 9}
     """
     threads = {e["tid"]: int(e["name"].removeprefix(MARK)) for e in events if e["name"].startswith(MARK)}
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    by_name: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         device = threads.get(event.get("tid")) if alone is None else alone
         name = "host" if device is None else f"device-{device}"
         if event["name"].startswith(MARK) or event["name"] == "process_name":
             continue
-        if name not in found:
+        if name not in by_name:
             title = {"ph": "M", "name": "process_name", "tid": 0, "args": {"name": name.replace("-", " ")}}
-            found[name].append({**title, "pid": process if device is None else device})
-        found[name].append({**event, "pid": device} if device is not None and event.get("pid") == process else event)
-    return dict(found)
+            by_name[name].append({**title, "pid": process if device is None else device})
+        by_name[name].append({**event, "pid": device} if device is not None and event.get("pid") == process else event)
+    return dict(by_name)

@@ -73,12 +73,12 @@ class Report:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         strange = ", ".join(repr(x) for x in writers if not (hasattr(x, "write") and hasattr(x, "close")))
-        wrong = [f"{strange} cannot write: a writer has write(step, values) and close()"] if strange else []
+        errors = [f"{strange} cannot write: a writer has write(step, values) and close()"] if strange else []
         counts = {"every": (every, 1), "step": (step, 0)}
         unfit = {name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least}
-        wrong += [f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()]
-        if wrong:
-            raise ValueError(f"Report: {'; '.join(wrong)}.")
+        errors += [f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()]
+        if errors:
+            raise ValueError(f"Report: {'; '.join(errors)}.")
         self.writers, self.mesh, self.every, self.step = writers, mesh, every, step
         self._clock, self._first = clock, step + 1
         self._since, self._samples = clock(), cast("float | Tensor", 0.0)
@@ -90,20 +90,20 @@ class Report:
         if "step" in {**(metrics or {}), **more}:
             raise ValueError("a report counts steps itself: begin with Report(..., step=), and leave step out.")
         self.step += 1
-        given = {name: x for name, x in {**(metrics or {}), **more}.items() if _is_number(x)}
-        self._samples = self._samples + given.get("samples", 0)  # a tensor's sum stays on its device
+        numbers = {name: x for name, x in {**(metrics or {}), **more}.items() if _is_number(x)}
+        self._samples = self._samples + numbers.get("samples", 0)  # a tensor's sum stays on its device
         if self.step % self.every and self.step != self._first:
             return
-        values = {name: float(x.item() if isinstance(x, Tensor) else x) for name, x in given.items()}
+        values = {name: float(x.item() if isinstance(x, Tensor) else x) for name, x in numbers.items()}
         samples, self._samples = float(self._samples), 0.0
         if self.mesh is not None:
             values, samples = _of_all(self.mesh, values, samples)
         if not _is_first():
             return
-        now = self._clock()
-        if "samples" in values and now > self._since:
-            values["samples_per_second"] = samples / (now - self._since)
-        self._since = now
+        time = self._clock()
+        if "samples" in values and time > self._since:
+            values["samples_per_second"] = samples / (time - self._since)
+        self._since = time
         for writer in self.writers:
             writer.write(self.step, {**values, "memory": values.get("memory", float(peak_memory()))})
 
@@ -137,11 +137,11 @@ def _of_all(mesh: Mesh, values: Mapping[str, float], samples: float) -> tuple[di
             "Report(mesh=): outside of fs.run there is one process; its metrics are those of all devices already."
         )
     weight = values.get("samples", 1.0)
-    own = torch.tensor(
+    row = torch.tensor(
         [*(x * weight if weight else 0.0 for x in values.values()), weight, samples], dtype=torch.float64
     )
-    own = own.to(mesh.device_type)
-    (total,) = run_on_devices(resolve_mesh(mesh), lambda device: psum(own, mesh.axis_names))
+    row = row.to(mesh.device_type)
+    (total,) = run_on_devices(resolve_mesh(mesh), lambda device: psum(row, mesh.axis_names))
     *sums, weight, samples = total.tolist()
     means = {name: x / weight for name, x in zip(values, sums, strict=True)} if weight else dict(values)
     return (means | {"samples": weight} if "samples" in values else means), samples

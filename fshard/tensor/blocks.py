@@ -40,13 +40,13 @@ _kernel_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_c
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The blocks of keys that the device at `index` of `n` receives and uses, by the algorithm `how`."""
+    """The blocks of keys that the device at `index` of `n` receives and uses, by an algorithm."""
 
     group: Group
     site: Site
     n: int
     index: int
-    how: str
+    algorithm: str
     zigzag: bool
     causal: bool
     scale: float
@@ -64,14 +64,14 @@ class BlockPlan:
     def received(self, xs: Tensors) -> Iterator[tuple[int, Tensors]]:
         """Yield the tensors of each device, sharded along dim 2, with its index; the own ones first."""
         order = [(self.index - step) % self.n for step in range(self.n)]
-        if self.how == "gather":
+        if self.algorithm == "gather":
             full = [x if self.n == 1 else apply(self.bound(AllGather(2)), (x,))[0] for x in xs]
             yield from ((source, tuple([x.chunk(self.n, 2)[source] for x in full])) for source in order)
             return
         for source in order:
             following = [] if source == order[-1] else self.send_on(xs)
             yield source, xs
-            xs = tuple([one.wait()[0] for one in following])
+            xs = tuple([pending.wait()[0] for pending in following])
 
     def blocks(self, ids: Tensors, *xs: Tensor) -> Iterator[tuple[int, slice | None, Tensor | bool, Tensors]]:
         """Yield for each device the own queries that see its keys, the mask, and xs of the keys seen.
@@ -106,7 +106,7 @@ def attend_blocks(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors
 class _BlockAttention(Function):
     @staticmethod
     def forward(ctx: Any, plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, *ids: Tensor) -> Tensor:
-        out, lse = _rows(plan, q, k, v, ids) if plan.how == "rsa" else _forward(plan, True, q, k, v, ids)
+        out, lse = _rows(plan, q, k, v, ids) if plan.algorithm == "rsa" else _forward(plan, True, q, k, v, ids)
         out, ctx.plan = out.to(q.dtype), plan
         ctx.save_for_backward(q, k, v, out, lse, *ids)
         return out
@@ -119,15 +119,15 @@ class _BlockAttention(Function):
         if torch.is_grad_enabled():  # a second derivative follows; this one is partial, though k may depend on q
             xs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v)]
             out = _formula(plan, xs[0], xs[1], xs[2], tuple(ids))
-            found = torch.autograd.grad(out, xs, cotangent, create_graph=True)
+            grads = torch.autograd.grad(out, xs, cotangent, create_graph=True)
         else:
             delta = (_widened(cotangent) * out).sum(-1, keepdim=True)
-            found = _backward(plan, (q, out, lse, cotangent, delta), k, v, tuple(ids))
-        return None, *(x.to(q.dtype) for x in found), *(None for _ in ids)
+            grads = _backward(plan, (q, out, lse, cotangent, delta), k, v, tuple(ids))
+        return None, *(x.to(q.dtype) for x in grads), *(None for _ in ids)
 
 
 def _formula(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensor:
-    return _forward(replace(plan, how="gather"), False, q, k, v, ids)[0].to(q.dtype)
+    return _forward(replace(plan, algorithm="gather"), False, q, k, v, ids)[0].to(q.dtype)
 
 
 def _forward(plan: BlockPlan, kernel: bool, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
@@ -136,37 +136,37 @@ def _forward(plan: BlockPlan, kernel: bool, q: Tensor, k: Tensor, v: Tensor, ids
     for _, rows, mask, (keys, values) in plan.blocks(ids, k, v):
         if rows is None:
             continue
-        found = _attend(q[..., rows, :], keys, values, mask, plan.scale, kernel)
+        block = _attend(q[..., rows, :], keys, values, mask, plan.scale, kernel)
         if results:
             out, lse = results
-            merged = _merge(out[..., rows, :], lse[..., rows, :], *found)
-            found = [torch.cat([x[..., : rows.start, :], y], -2) for x, y in zip(results, merged, strict=True)]
-        results = tuple(found)
+            merged = _merge(out[..., rows, :], lse[..., rows, :], *block)
+            block = [torch.cat([x[..., : rows.start, :], y], -2) for x, y in zip(results, merged, strict=True)]
+        results = tuple(block)
     return results
 
 
 def _rows(plan: BlockPlan, q: Tensor, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
     """Return out and lse from full rows of scores: ring self-attention."""
-    found = [_scores(q, keys, mask, plan.scale) for _, rows, mask, (keys,) in plan.blocks(ids, k) if rows]
-    return _weigh(found, [values for _, rows, _, (values,) in plan.blocks((), v) if rows])
+    scores = [_scores(q, keys, mask, plan.scale) for _, rows, mask, (keys,) in plan.blocks(ids, k) if rows]
+    return _weigh(scores, [values for _, rows, _, (values,) in plan.blocks((), v) if rows])
 
 
 def _backward(plan: BlockPlan, saved: Tensors, k: Tensor, v: Tensor, ids: Tensors) -> Tensors:
     """Return the gradients of q, k, v. Those of a block follow it around the ring, to its own device."""
-    shards, arriving = plan.n if plan.how == "gather" else 1, list[Pending]()
+    shards, arriving = plan.n if plan.algorithm == "gather" else 1, list[Pending]()
     dq = torch.zeros_like(_widened(saved[0]))
     totals = tuple([_widened(x).new_zeros(*x.shape[:2], shards * x.shape[2], x.shape[3]) for x in (k, v)])
     for source, rows, mask, (keys, values) in plan.blocks(ids, k, v):
         dkv: Sequence[Tensor] = ()
         if rows is not None:
-            part, *dkv = _attend_backward([x[..., rows, :] for x in saved], keys, values, mask, plan.scale)
-            dq[..., rows, :] += part
-        totals = tuple([one.wait()[0] for one in arriving]) or totals
-        for total, part in zip(totals, dkv, strict=False):
-            total.chunk(shards, 2)[source % shards][..., : part.shape[-2], :] += part
-        arriving = [] if plan.how == "gather" else plan.send_on(totals)
+            grad, *dkv = _attend_backward([x[..., rows, :] for x in saved], keys, values, mask, plan.scale)
+            dq[..., rows, :] += grad
+        totals = tuple([pending.wait()[0] for pending in arriving]) or totals
+        for total, grad in zip(totals, dkv, strict=False):
+            total.chunk(shards, 2)[source % shards][..., : grad.shape[-2], :] += grad
+        arriving = [] if plan.algorithm == "gather" else plan.send_on(totals)
     if arriving or plan.n == 1:
-        return dq, *(tuple([one.wait()[0] for one in arriving]) or totals)
+        return dq, *(tuple([pending.wait()[0] for pending in arriving]) or totals)
     return dq, *(plan.bound(PsumScatter(2)).run((total,))[0] for total in totals)
 
 
@@ -178,8 +178,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float, 
     if not kernel or q.device.type not in KERNEL_DEVICES:
         return _weigh([_scores(q, k, mask, scale)], [v])
     q, k, v = _dense(q, k, v)
-    found = [_kernel(x, k, v, 0.0, mask is True, attn_mask=_bias(mask, q), scale=scale) for x in q.unbind(2)]
-    out, lse = (_stacked(xs) for xs in zip(*found, strict=True))
+    outputs = [_kernel(x, k, v, 0.0, mask is True, attn_mask=_bias(mask, q), scale=scale) for x in q.unbind(2)]
+    out, lse = (_stacked(xs) for xs in zip(*outputs, strict=True))
     lse = lse if isinstance(mask, bool) else lse.masked_fill(~mask.any(-1).unsqueeze(2), MASKED)
     return out, lse.unsqueeze(-1)
 
@@ -195,11 +195,11 @@ def _attend_backward(
         options = {"attn_mask": _bias(mask, k), "scale": scale}
         groups = zip(*(x.unbind(2) for x in _dense(*rows[:4])), strict=True)
         k, v = _dense(k, v)
-        found = [
+        grads = [
             _kernel_backward(cotangent, q, k, v, out, lse[..., 0], 0.0, mask is True, **options)
             for q, out, lse, cotangent in groups
         ]
-        dq, dk, dv = zip(*found, strict=True)
+        dq, dk, dv = zip(*grads, strict=True)
         return _stacked(dq), sum(map(_widened, dk[1:]), _widened(dk[0])), sum(map(_widened, dv[1:]), _widened(dv[0]))
     q, _, lse, cotangent, delta = map(_widened, rows)
     weights = (_scores(q, k, mask, scale) - lse).exp()
@@ -211,11 +211,11 @@ def _attend_backward(
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | bool, scale: float) -> Tensor:
     """Return the scores of a block, minus infinity where a query does not see a key."""
-    found = torch.einsum("bhgtd, bhsd -> bhgts", _widened(q), _widened(k)) * scale
+    scores = torch.einsum("bhgtd, bhsd -> bhgts", _widened(q), _widened(k)) * scale
     if mask is False:
-        return found
-    seen = torch.ones_like(found, dtype=torch.bool).tril() if isinstance(mask, bool) else mask.unsqueeze(2)
-    return found.masked_fill(~seen, -torch.inf)
+        return scores
+    visible = torch.ones_like(scores, dtype=torch.bool).tril() if isinstance(mask, bool) else mask.unsqueeze(2)
+    return scores.masked_fill(~visible, -torch.inf)
 
 
 def _weigh(rows: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -232,9 +232,9 @@ def _weigh(rows: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the results of a block into those of other blocks, by the log-sum-exps of both."""
     high = torch.maximum(lse, block_lse).detach()
-    own, other = (lse - high).exp(), (block_lse - high).exp()
-    total = own + other
-    return out * (own / total) + block_out * (other / total), high + total.log()
+    scale, block_scale = (lse - high).exp(), (block_lse - high).exp()
+    total = scale + block_scale
+    return out * (scale / total) + block_out * (block_scale / total), high + total.log()
 
 
 def _widened(x: Tensor) -> Tensor:

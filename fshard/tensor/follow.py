@@ -96,7 +96,7 @@ def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     unsharded = dict[str, str]()
     while True:
         copies = [copy.deepcopy(model), copy.deepcopy(model).eval()] if model.training else [copy.deepcopy(model)]
-        paths = {id(part): path for each in copies for path, part in each.named_modules()}
+        paths = {id(submodule): path for each in copies for path, submodule in each.named_modules()}
         try:
             return [_follow(each, args, kwargs, [*unsharded]) for each in copies][-1], unsharded
         except Exception as error:
@@ -114,14 +114,14 @@ def _follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], un
     mesh = make_mesh({"followed": 1}, runtime="virtual")
     lazy_mode = _LazyMode(torch.device(mesh.device_type))
     with lazy_mode:
-        one = shard_module(model, {}, mesh=mesh)
-    observer = _DimFollower({id(x): name for name, x in one.named_parameters()})
+        sharded = shard_module(model, {}, mesh=mesh)
+    observer = _DimFollower({id(x): name for name, x in sharded.named_parameters()})
     for path in filter(None, unsharded):
-        part = one.get_submodule(path)
-        part.forward = partial(observer.run_module, mesh, path, part, part.forward)
+        submodule = sharded.get_submodule(path)
+        submodule.forward = partial(observer.run_module, mesh, path, submodule, submodule.forward)
 
-    def put(given: Any) -> Any:
-        leaves, structure = flatten(given)
+    def to_arrays(tree: Any) -> Any:
+        leaves, structure = flatten(tree)
         is_array = [isinstance(x, Tensor) and ("" not in unsharded or x.is_floating_point()) for x in leaves]
         pairs = zip(leaves, is_array, strict=True)
         arrays = [spread(x, Layout(mesh)) if yes else x for x, yes in pairs]
@@ -131,7 +131,7 @@ def _follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], un
     before, state.observer = state.observer, observer
     try:
         with torch.no_grad(), keyed_random(0), lazy_mode:
-            output = one(*put(list(args)), **put(dict(kwargs)))
+            output = sharded(*to_arrays(list(args)), **to_arrays(dict(kwargs)))
     finally:
         state.observer = before
     observer.finish(output)
@@ -160,9 +160,9 @@ class _DimFollower:
     def __call__(self, call: Any, arrays: Sequence[Sharded], args: Any, results: Sequence[Sharded]) -> None:
         _validate_no_function()
         op = call.operation
-        known = [self._origins(x) for x in arrays]
+        input_origins = [self._origins(x) for x in arrays]
         carried: dict[str, Origin] = {}
-        for x, value, origins in zip(arrays, op.inputs, known, strict=True):
+        for x, value, origins in zip(arrays, op.inputs, input_origins, strict=True):
             if id(x) in self.params:
                 continue
             for label, origin in zip(value.labels, origins, strict=True):
@@ -174,36 +174,36 @@ class _DimFollower:
         self._lengths(results)
         if any(id(x) in self.of_inputs for x in arrays):
             self.of_inputs.update((id(y), y) for y in results)
-        for value, origins in zip(op.inputs, known, strict=True):
+        for value, origins in zip(op.inputs, input_origins, strict=True):
             for dim, (label, origin) in enumerate(zip(value.labels, origins, strict=True)):
-                is_lost = label is None or not any(label in y.labels for y in op.outputs)
-                if origin and is_lost and not (label in op.summed and produced):
-                    self._lost(call, arrays, results, dim, origin)
+                is_record_need = label is None or not any(label in y.labels for y in op.outputs)
+                if origin and is_record_need and not (label in op.summed and produced):
+                    self._record_need(call, arrays, results, dim, origin)
 
-    def run_module(self, mesh: Mesh, path: str, part: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_module(self, mesh: Mesh, path: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a module on unsharded tensors: an operation that needs all of each dim."""
-        output = run_unsharded(mesh, part, forward, args, kwargs)
+        output = run_unsharded(mesh, module, forward, args, kwargs)
         arrays, results = ([x for x in arrays_in(tree) if isinstance(x, Sharded)] for tree in ((args, kwargs), output))
         operation = describe(Rule("->"), arrays, results)
         self(SimpleNamespace(name=path, operation=operation, is_view=False), arrays, args, results)
         return output
 
     def _origins(self, x: Sharded) -> list[Origin]:
-        found = self.origins.get(id(x))
-        return [NOTHING] * x.ndim if found is None else found[1]
+        entry = self.origins.get(id(x))
+        return [NOTHING] * x.ndim if entry is None else entry[1]
 
     def _product(self, name: str, op: Any, arrays: Sequence[Sharded], carried: dict[str, Origin]) -> bool:
         """Note a product of a weight; that weight alone produces the dim of its result."""
         if name != "embedding" and name not in _NAMES:
             return False
-        weights = [place for place, x in enumerate(arrays) if id(x) in self.params and x.ndim == 2]
+        weights = [number for number, x in enumerate(arrays) if id(x) in self.params and x.ndim == 2]
         if len(weights) != 1:
             return False
         labels = op.inputs[weights[0]].labels
-        kept = [dim for dim, label in enumerate(labels) if any(label in y.labels for y in op.outputs)]
-        if len(kept) != 1:
+        out_dims = [dim for dim, label in enumerate(labels) if any(label in y.labels for y in op.outputs)]
+        if len(out_dims) != 1:
             return False
-        out, summed = kept[0], 1 - kept[0]
+        out, summed = out_dims[0], 1 - out_dims[0]
         weight = self.params[id(arrays[weights[0]])]
         kind = "embedding" if name == "embedding" else "linear"
         # A tied table is a linear layer too: what it produces counts there.
@@ -223,29 +223,31 @@ class _DimFollower:
         """Note the lengths of dims, which the devices must divide."""
         for y in results:
             for length, origin in zip(y.shape, self._origins(y), strict=True):
-                for part in origin:
-                    product = self.products[part.weight]
+                for dim_range in origin:
+                    product = self.products[dim_range.weight]
                     product.length = gcd(product.length, length)
 
-    def _lost(self, call: Any, arrays: Sequence[Sharded], results: Sequence[Sharded], dim: int, origin: Origin) -> None:
+    def _record_need(
+        self, call: Any, arrays: Sequence[Sharded], results: Sequence[Sharded], dim: int, origin: Origin
+    ) -> None:
         """Note an operation that needs all of a dim; the ranges that a dim is split into carry on."""
         shards = [x.shards[0] for x in (*arrays, *results)]
         ranges = ranges_of(shards[0], shards[1:], dim) if call.is_view and len(arrays) == 1 else None
-        for part in origin:
-            if ranges is None or part.stop is not None:
-                self.products[part.weight].needed.append(call.name)
+        for dim_range in origin:
+            if ranges is None or dim_range.stop is not None:
+                self.products[dim_range.weight].needed.append(call.name)
                 continue
             for y, (start, stop) in zip(results, ranges, strict=True):
-                self.products[part.weight].parts.add((start, stop))
+                self.products[dim_range.weight].parts.add((start, stop))
                 origins = self.origins[id(y)][1]
-                origins[dim] = origins[dim] | {DimRange(part.weight, start, stop)}
+                origins[dim] = origins[dim] | {DimRange(dim_range.weight, start, stop)}
 
     def finish(self, output: Any) -> None:
         """Note the products that the model returns."""
         leaves, _ = flatten(dict(output) if isinstance(output, Mapping) else output)
         for y in leaves:
-            for part in self._origins(y)[-1] if isinstance(y, Sharded) and y.ndim else NOTHING:
-                self.products[part.weight].is_output = True
+            for dim_range in self._origins(y)[-1] if isinstance(y, Sharded) and y.ndim else NOTHING:
+                self.products[dim_range.weight].is_output = True
 
 
 _NAMES = frozenset(name for names in PRODUCTS for name in names.split())

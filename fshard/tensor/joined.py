@@ -27,8 +27,8 @@ class Joined:
 
     def __init__(self, parts: Sequence[Any], dim: int) -> None:
         self.parts, self.dim = tuple(parts), dim
-        one, length = self.parts[0], sum(x.shape[dim] for x in self.parts)
-        self.shape = torch.Size(length if d == dim % one.ndim else n for d, n in enumerate(one.shape))
+        first, length = self.parts[0], sum(x.shape[dim] for x in self.parts)
+        self.shape = torch.Size(length if d == dim % first.ndim else n for d, n in enumerate(first.shape))
 
     def full(self) -> Any:
         """Return the concatenation."""
@@ -61,9 +61,9 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         columns = [x.parts if isinstance(x, Joined) else (x,) * len(weights[0].parts) for x in args]
         return Joined([func(*each) for each in zip(*columns, strict=True)], -1)
     if isinstance(first, Joined) and first.dim == -1:
-        found = _of_result(name, first, func, args[1:], kwargs)
-        if found is not None:
-            return found
+        result = _of_result(name, first, func, args[1:], kwargs)
+        if result is not None:
+            return result
     return func(*map(concatenated, args), **{key: concatenated(x) for key, x in kwargs.items()})
 
 
@@ -76,16 +76,16 @@ def _of_result(name: str, x: Joined, func: Any, args: tuple[Any, ...], kwargs: d
     """Return the result of a view, a split or a slice of a product; None if it does not keep the parts."""
     if name not in _VIEWS or arrays_in(args, kwargs):
         return None
-    lengths, like = [part.shape[-1] for part in x.parts], torch.empty(x.shape, device="meta")
-    made = func(like, *args, **kwargs)
+    lengths, like = [shard.shape[-1] for shard in x.parts], torch.empty(x.shape, device="meta")
+    result = func(like, *args, **kwargs)
     if name in ("view", "reshape"):
-        views = [part.reshape(*made.shape[:-1], part.shape[-1]) for part in x.parts]
-        return Joined(views, -1) if made.shape[-1] == x.shape[-1] else None
+        views = [shard.reshape(*result.shape[:-1], shard.shape[-1]) for shard in x.parts]
+        return Joined(views, -1) if result.shape[-1] == x.shape[-1] else None
     stops = [*accumulate(lengths)]
     ranges = [*zip([0, *stops], stops, strict=False)]
-    found = ranges_of(like, arrays_in(made), -1) or [None]
-    parts = [x.parts[ranges.index(one)] for one in found if one in ranges]
-    return None if len(parts) < len(found) else parts[0] if isinstance(made, torch.Tensor) else tuple(parts)
+    view_ranges = ranges_of(like, arrays_in(result), -1) or [None]
+    parts = [x.parts[ranges.index(view_range)] for view_range in view_ranges if view_range in ranges]
+    return None if len(parts) < len(view_ranges) else parts[0] if isinstance(result, torch.Tensor) else tuple(parts)
 
 
 _VIEWS = {"view", "reshape", "split", "split_with_sizes", "chunk", "tensor_split", "narrow", "getitem"}
@@ -93,10 +93,10 @@ _VIEWS = {"view", "reshape", "split", "split_with_sizes", "chunk", "tensor_split
 
 def ranges_of(x: Any, views: Sequence[Any], dim: int) -> list[tuple[int, int]] | None:
     """Return the ranges of a dim that views of a tensor are, if they have all of its other dims; else None."""
-    step, found = x.stride(dim), list[tuple[int, int]]()
+    step, ranges = x.stride(dim), list[tuple[int, int]]()
     for y in views:
         if y.stride() != x.stride() or not step or y.shape.numel() * x.shape[dim] != x.shape.numel() * y.shape[dim]:
             return None
         start = (y.storage_offset() - x.storage_offset()) // step
-        found.append((start, start + y.shape[dim]))
-    return found
+        ranges.append((start, start + y.shape[dim]))
+    return ranges

@@ -25,13 +25,13 @@ from fshard.mesh.layout.arithmetic import chunk
 from fshard.mesh.spmd.scope import here
 from fshard.tensor.follow import Product
 from fshard.tensor.modes import Mode
-from fshard.tensor.sequence import How
+from fshard.tensor.sequence import Algorithm
 
 Style = Literal["column", "row", "words"]
 LOSSES = {"log_softmax"}
 """Operations that need all words, but send little where these are sharded."""
 STYLES = (*get_args(Style), "replicated")
-SequenceMode = How | Literal["megatron"]
+SequenceMode = Algorithm | Literal["megatron"]
 """The algorithm of attention over a sharded sequence; or norms and dropout alone are sharded over the axis of the layers."""
 
 
@@ -67,7 +67,7 @@ class LayerPlans:
         shapes: of all parameters.
         biases: the weight of each bias that is sharded with it.
         replicated: weights of linear layers that are not sharded, and why.
-        sequence: the axis that shards tokens; `how`: the algorithm of attention.
+        sequence: the axis that shards tokens; `sequence_mode`: the algorithm of attention.
         unsharded: modules that run on unsharded tensors, by their path, and why; "" if integers stay plain tensors.
         model: that the plan is made for.
     """
@@ -78,7 +78,7 @@ class LayerPlans:
     biases: Mapping[str, str]
     replicated: Mapping[str, str]
     sequence: str | None = None
-    how: SequenceMode = "gather"
+    sequence_mode: SequenceMode = "gather"
     unsharded: Mapping[str, str] = field(default_factory=dict[str, str])
     model: Any = field(default=None, repr=False, compare=False)
 
@@ -113,11 +113,11 @@ class LayerPlans:
         first = {id(x): name for name, x in self.model.named_parameters()}
         first = {name: first[id(x)] for name, x in self.model.named_parameters(remove_duplicate=False)}
         shapes = [{name: tuple(x.shape) for name, x in stage.named_parameters()} for stage in stages]
-        uses = Counter(first[name] for own in shapes for name in own)
-        found = {name: x._replace(parts=()) if uses[name] > 1 else x for name, x in self.layers.items()}
-        layers = {name: found[own] for name, own in first.items() if own in found}
-        biases = {name: self.biases[own] for name, own in first.items() if own in self.biases}
-        return [replace(self, layers=layers, biases=biases, shapes=own) for own in shapes]
+        uses = Counter(first[name] for stage_shapes in shapes for name in stage_shapes)
+        plans = {name: x._replace(parts=()) if uses[name] > 1 else x for name, x in self.layers.items()}
+        layers = {name: plans[model_name] for name, model_name in first.items() if model_name in plans}
+        biases = {name: self.biases[model_name] for name, model_name in first.items() if model_name in self.biases}
+        return [replace(self, layers=layers, biases=biases, shapes=stage_shapes) for stage_shapes in shapes]
 
     def split(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return parameters by name, of fused weights a tuple of their parts, which are leaves: `parts_class`."""
@@ -126,9 +126,9 @@ class LayerPlans:
             lengths, dim = self.parts_of(name)
             if len(lengths) < 2:
                 return x
-            split = (part.clone() for part in x.detach().split(lengths, dim))
-            made = [y.requires_grad_() if x.requires_grad else nn.Parameter(y, requires_grad=False) for y in split]
-            return parts_class(dim, len(made))(*made)
+            split = (view.clone() for view in x.detach().split(lengths, dim))
+            leaves = [y.requires_grad_() if x.requires_grad else nn.Parameter(y, requires_grad=False) for y in split]
+            return parts_class(dim, len(leaves))(*leaves)
 
         return {name: parts(name, x) for name, x in params.items()}
 
@@ -143,18 +143,18 @@ class LayerPlans:
         rows += [(path, "unsharded", "", why) for path, why in self.unsharded.items()]
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
         lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True)) for row in rows]
-        tokens = f", tokens over {as_written((self.sequence,))} ({self.how})" if self.sequence else ""
+        tokens = f", tokens over {as_written((self.sequence,))} ({self.sequence_mode})" if self.sequence else ""
         title = f"{self.mode.kind} over {as_written(self.mode.axes)}{tokens}; all other parameters are replicated"
         return "\n".join([title, *map(str.rstrip, lines)])
 
     def check_sizes(self, mesh: Mesh) -> None:
         """Raise with all layers that the devices of a mesh cannot share."""
         n = prod(mesh.shape[axis] for axis in self.mode.next.hidden)
-        wrong = [f"{name} is shared by at most {x.shared}" for name, x in self.layers.items() if not x.fits(n)]
-        if wrong:
+        errors = [f"{name} is shared by at most {x.shared}" for name, x in self.layers.items() if not x.fits(n)]
+        if errors:
             raise LayoutError(
                 f"{n} devices along {as_written(self.mode.next.hidden)} must divide the heads and widths of all sharded "
-                f"layers; {'; '.join(wrong)}. Plan for this size: fs.tensor_parallel(..., size={n})."
+                f"layers; {'; '.join(errors)}. Plan for this size: fs.tensor_parallel(..., size={n})."
             )
 
     def own_mesh(self) -> Mesh | None:
@@ -163,7 +163,7 @@ class LayerPlans:
         if scope is None or not {*self.axes} <= {*scope.mesh.axis_names}:
             return None
         mesh = scope.mesh[self.axes]
-        return replace(mesh, zigzag=self.sequence) if self.how == "zigzag" else mesh
+        return replace(mesh, zigzag=self.sequence) if self.sequence_mode == "zigzag" else mesh
 
 
 @cache
@@ -173,10 +173,10 @@ def parts_class(dim: int, count: int) -> Any:
     >>> parts_class(1, 3)(1, 2, 3)
     Parts(part0=1, part1=2, part2=3)
     """
-    made: Any = namedtuple("Parts", [f"part{i}" for i in range(count)])  # pyright: ignore[reportUntypedNamedTuple]
-    made.joined_dim = dim
-    made.__reduce__ = lambda parts: (_parts_of, (dim, *parts))
-    return made
+    cls: Any = namedtuple("Parts", [f"part{i}" for i in range(count)])  # pyright: ignore[reportUntypedNamedTuple]
+    cls.joined_dim = dim
+    cls.__reduce__ = lambda parts: (_parts_of, (dim, *parts))
+    return cls
 
 
 def _parts_of(dim: int, *parts: Any) -> Any:
@@ -189,7 +189,7 @@ def decide(
     """Return the plan of each sharded weight, and why others are replicated."""
     columns, rows = dict[str, str](), dict[str, list[str]]()
     for name, product in products.items():
-        producers = sorted({part.weight for origin in product.inputs for part in origin})
+        producers = sorted({dim_range.weight for origin in product.inputs for dim_range in origin})
         if not producers or not all(product.inputs) or any(x in rows or products[x].needed for x in producers):
             continue
         fitting = [x for x in producers if size is None or products[x].length % size == 0]
@@ -224,25 +224,27 @@ def override(
     rules: Mapping[str, str],
 ) -> tuple[dict[str, LayerPlan], dict[str, str]]:
     """Return plans where the weights that patterns match have the style that is named; raise with all wrong rules."""
-    known = {name.removesuffix(" (linear)"): p for name, p in products.items()}
-    layers, replicated, wrong = {**layers}, {**replicated}, list[str]()
+    by_weight = {name.removesuffix(" (linear)"): p for name, p in products.items()}
+    layers, replicated, errors = {**layers}, {**replicated}, list[str]()
     named: dict[str, set[str]] = {}
     for pattern, style in rules.items():
-        matched = [name for name in known if fnmatchcase(name, pattern)]
-        wrong += [] if matched else [f"{pattern!r} matches no weight of a layer"]
-        wrong += [] if style in STYLES else [f"{pattern!r} must be one of {', '.join(STYLES)}; got {style!r}"]
+        matched = [name for name in by_weight if fnmatchcase(name, pattern)]
+        errors += [] if matched else [f"{pattern!r} matches no weight of a layer"]
+        errors += [] if style in STYLES else [f"{pattern!r} must be one of {', '.join(STYLES)}; got {style!r}"]
         for name in matched:
             named.setdefault(name, set()).add(style)
-    wrong += [f"{name} is {' and '.join(sorted(found))} by several" for name, found in named.items() if len(found) > 1]
-    if wrong:
-        raise ValueError(f"tensor_parallel(rules=): {'; '.join(wrong)}. The weights are {', '.join(known)}.")
+    errors += [
+        f"{name} is {' and '.join(sorted(styles))} by several" for name, styles in named.items() if len(styles) > 1
+    ]
+    if errors:
+        raise ValueError(f"tensor_parallel(rules=): {'; '.join(errors)}. The weights are {', '.join(by_weight)}.")
     for name, (style,) in named.items():
         layers.pop(name, None)
         replicated.pop(name, None)
         if style == "replicated":
             replicated[name] = "named by rules"
         else:
-            p = known[name]
+            p = by_weight[name]
             out = p.summed if style == "words" and p.kind == "embedding" else p.out
             layers[name] = LayerPlan(cast("Style", style), out, (), p.length, "named by rules")
     return layers, replicated

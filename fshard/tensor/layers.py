@@ -29,14 +29,14 @@ def embedding(ids: Tensor, weight: Tensor, mode: Mode, *, vocabulary: int | None
     start, _ = own_range(vocabulary, len(weight), axes, mode.size(axes), "vocabulary")
     rows = (all_gather(ids, tokens, dim=0) if tokens else ids) - start
     absent = (rows < 0) | (rows >= len(weight))
-    found = F.embedding(rows.masked_fill(absent, 0), weight).masked_fill(absent[..., None], 0)
-    return psum_scatter(found, tokens, dim=0) if tokens else psum(found, axes) if axes else found
+    y = F.embedding(rows.masked_fill(absent, 0), weight).masked_fill(absent[..., None], 0)
+    return psum_scatter(y, tokens, dim=0) if tokens else psum(y, axes) if axes else y
 
 
 def feature_embedding(ids: Tensor, weight: Tensor, mode: Mode) -> Tensor:
     """Look up ids in a weight of `mode.features`, which has all rows. Only 1d communicates: an all-gather."""
-    found = F.embedding(ids, varying(weight, mode.tokens))
-    return found if mode.hidden else all_gather(found, mode.axes, dim=-1, to="replicated")
+    y = F.embedding(ids, varying(weight, mode.tokens))
+    return y if mode.hidden else all_gather(y, mode.axes, dim=-1, to="replicated")
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, mode: Mode, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -81,8 +81,8 @@ def dropout(x: Tensor, p: float, mode: Mode, *, features: int | None = None) -> 
     start = rows * (axis_index(mode.tokens) if mode.tokens else 0)
     index = torch.arange(start, start + rows, device=x.device)[:, None] * total
     bits = _mixed(index + torch.arange(first, first + size, device=x.device), key)
-    kept = x.masked_fill((bits < min(int(p * 2.0**64) - (1 << 63), (1 << 63) - 1)).view(x.shape), 0)
-    return kept / (1 - p) if p < 1 else kept
+    y = x.masked_fill((bits < min(int(p * 2.0**64) - (1 << 63), (1 << 63) - 1)).view(x.shape), 0)
+    return y / (1 - p) if p < 1 else y
 
 
 def _mixed(index: Tensor, key: int) -> Tensor:
@@ -139,9 +139,9 @@ def self_attention(
 
 def kv_heads_of(index: int, heads: int, group: int) -> tuple[list[int], list[int]]:
     """Return the kv heads that the device with `heads` query heads uses, and which of them each query head takes."""
-    taken = [head // group for head in range(index * heads, (index + 1) * heads)]
-    used = sorted(set(taken))
-    return used, [used.index(head) for head in taken]
+    kv_heads = [head // group for head in range(index * heads, (index + 1) * heads)]
+    used = sorted(set(kv_heads))
+    return used, [used.index(head) for head in kv_heads]
 
 
 def _rows(parameters: PyTree, used: list[int], kv_heads: int, mode: Mode) -> PyTree:

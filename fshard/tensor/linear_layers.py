@@ -46,9 +46,9 @@ def linear(x: Tensor, weight: PyTree, mode: Mode, bias: PyTree = None) -> PyTree
     """Apply a linear layer with local shards of `mode.weight` and `mode.bias`: from `mode` to `mode.next`."""
     inner = x.shape[-1] // (mode.size() if mode.kind == "3d" else 1)
     weights = (weight,) if isinstance(weight, Tensor) else weight
-    if wrong := [str(tuple(w.shape)) for w in weights if w.shape[1] != inner]:
+    if shapes := [str(tuple(w.shape)) for w in weights if w.shape[1] != inner]:
         raise ValueError(
-            f"linear: weights must be local shards (out, {inner}) of {mode.weight}; got {', '.join(wrong)}."
+            f"linear: weights must be local shards (out, {inner}) of {mode.weight}; got {', '.join(shapes)}."
         )
     if mode.kind == "1d":
         return row(x, weight, mode.axes, bias) if mode.flipped else column(x, weight, mode.axes, bias)
@@ -78,9 +78,9 @@ def _cube(x: Tensor, weight: PyTree, mode: Mode, dim: int = 1) -> PyTree:
 
 def _summa(x: Tensor, weight: PyTree, mode: Mode) -> PyTree:
     weight = varying(weight, mode.axes[:-2])  # gradients are summed over the depth
-    given = x, *((weight,) if isinstance(weight, Tensor) else weight)
-    given = [y if type(y) is Tensor else y.view_as(y) for y in given]  # lazy parameters are unsharded here
-    ys = cast("Any", _Summa).apply(mode, *given)
+    inputs = x, *((weight,) if isinstance(weight, Tensor) else weight)
+    inputs = [y if type(y) is Tensor else y.view_as(y) for y in inputs]  # lazy parameters are unsharded here
+    ys = cast("Any", _Summa).apply(mode, *inputs)
     return ys[0] if isinstance(weight, Tensor) else ys
 
 
@@ -95,9 +95,9 @@ class _Summa(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.mode, *given = inputs
-        ctx.save_for_backward(*given)
-        ctx.save_for_forward(*given)
+        ctx.mode, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:

@@ -81,14 +81,14 @@ class Mode:
         """Raise unless the devices divide the sizes of a model; name all that they do not, with the nearest that work."""
         n = self.next.size()
         divisors = {"batch": self.size(self.tokens), "hidden": n * n if self.kind == "3d" else self.size(), "heads": n}
-        wrong = [
-            f"{name} must be a multiple of {n}; got {given} (the nearest is {max(round(given / n), 1) * n})"
-            for (name, n), given in zip(divisors.items(), (batch, hidden, heads), strict=True)
-            if given is not None and given % n
+        errors = [
+            f"{name} must be a multiple of {n}; got {size} (the nearest is {max(round(size / n), 1) * n})"
+            for (name, n), size in zip(divisors.items(), (batch, hidden, heads), strict=True)
+            if size is not None and size % n
         ]
-        if wrong:
+        if errors:
             grid = ", ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
-            raise ValueError(f'mode "{self.kind}" on {grid}: {"; ".join(wrong)}.')
+            raise ValueError(f'mode "{self.kind}" on {grid}: {"; ".join(errors)}.')
 
 
 def mode(kind: Literal["1d", "2d", "2.5d", "3d"], axes: str | tuple[str, ...], mesh: Mesh) -> Mode:

@@ -43,8 +43,8 @@ class Plan(LayerPlans):
             raise LayoutError(
                 f"functionalize: plan must be made for {type(module).__name__}; got one of another model."
             )
-        made = PlannedModule(self, module, **options)
-        return made.apply, made.params, made.buffers
+        planned = PlannedModule(self, module, **options)
+        return planned.apply, planned.params, planned.buffers
 
     def check(self, sample: Any) -> float:
         """Compare loss and gradients on virtual devices with the model in float64; raise with all that differ.
@@ -63,21 +63,21 @@ class Plan(LayerPlans):
             return self.full(sum((x * x).mean() for x in values))
 
         sample = map_leaves(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, sample)
-        given, structure = flatten(map_leaves(lambda x: x.detach().requires_grad_(), params))
-        value = loss_fn(unflatten(structure, given), sample)
-        wanted = [value.detach(), *torch.autograd.grad(value, given, materialize_grads=True)]
+        leaves, structure = flatten(map_leaves(lambda x: x.detach().requires_grad_(), params))
+        value = loss_fn(unflatten(structure, leaves), sample)
+        wanted = [value.detach(), *torch.autograd.grad(value, leaves, materialize_grads=True)]
         gradient = value_and_grad(loss_fn, mesh=mesh, batch=P(), local=self.axes)
         loss, grads = gradient(shard_params(params, self.rules, mesh=mesh), sample)
-        paths, found, _ = flatten_with_paths(unshard(grads), none_is_leaf=True)
+        paths, sharded_grads, _ = flatten_with_paths(unshard(grads), none_is_leaf=True)
         least = 1e-6 * max(float(y.abs().max()) for y in wanted) or 1.0
         errors = [
             float((y if x is None else x - y).abs().max()) / max(float(y.abs().max()), least)
-            for x, y in zip([loss, *found], wanted, strict=True)
+            for x, y in zip([loss, *sharded_grads], wanted, strict=True)
         ]
         pairs = zip(["the loss", *paths], errors, strict=True)
-        if wrong := [f"{path} by {error:.1e}" for path, error in pairs if not error < TOLERANCE]:
+        if differing := [f"{path} by {error:.1e}" for path, error in pairs if not error < TOLERANCE]:
             raise LayoutError(
-                f"the plan must compute what the model does; of {mesh}, these differ: {'; '.join(wrong)}."
+                f"the plan must compute what the model does; of {mesh}, these differ: {'; '.join(differing)}."
             )
         return max(errors)
 
@@ -129,9 +129,11 @@ def tensor_parallel(
             "column", "row", "words" or "replicated". A fused weight is then one part.
         check: compare the planned model with the model itself, in float64 on a few virtual devices: see `Plan.check`.
     """
-    made = abstract_mode(mode, as_axes(axis))
-    if (sequence_mode == "megatron") != (sequence in made.axes):
-        wanted = f"one of {as_written(made.axes)}" if sequence_mode == "megatron" else "another axis than the layers'"
+    abstract = abstract_mode(mode, as_axes(axis))
+    if (sequence_mode == "megatron") != (sequence in abstract.axes):
+        wanted = (
+            f"one of {as_written(abstract.axes)}" if sequence_mode == "megatron" else "another axis than the layers'"
+        )
         raise ValueError(f"sequence must be {wanted} with sequence_mode={sequence_mode!r}; got {sequence!r}.")
     if sequence is None and sequence_mode != "gather":
         raise ValueError(f"sequence_mode={sequence_mode!r} must have an axis of tokens; got sequence=None.")
@@ -146,7 +148,7 @@ def tensor_parallel(
     if rules:
         layers, replicated = override(layers, replicated, products, rules)
     biases = {p.bias: name for name, p in products.items() if p.bias is not None and name in layers}
-    plan = Plan(made, layers, shapes, biases, replicated, sequence, sequence_mode, unsharded, model)
+    plan = Plan(abstract, layers, shapes, biases, replicated, sequence, sequence_mode, unsharded, model)
     if check and layers:
         plan.check(sample)
     return plan

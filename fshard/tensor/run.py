@@ -41,12 +41,12 @@ class PlannedModule:
 
     def __init__(self, plan: LayerPlans, module: nn.Module, *, in_place: bool = False, **options: Any) -> None:
         self.plan = plan
-        hooks = _token_hooks(plan, module) if plan.how == "megatron" else []
+        hooks = _token_hooks(plan, module) if plan.sequence_mode == "megatron" else []
         adapt = partial(_forward_by, plan)
         self._apply, params, self.buffers = module_function(module, adapt=adapt, in_place=in_place, **options)
         for hook in hooks if not in_place else ():  # the function's copies of the module have them
             hook.remove()
-        self._known: dict[tuple[Mesh, int], dict[str, tuple[int, list[tuple[Shape, Layout, Shape]]]]] = {}
+        self._slots: dict[tuple[Mesh, int], dict[str, tuple[int, list[tuple[Shape, Layout, Shape]]]]] = {}
         self.params = plan.split(params)
 
     def apply(self, params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -68,13 +68,13 @@ class PlannedModule:
     def _arrays(self, params: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
         """Return the parameters as arrays, of which a device has its shards; raise for one of another shape."""
         (device,) = local_devices(mesh)
-        known = self._known.get((mesh, device))
-        if known is None:
+        slots = self._slots.get((mesh, device))
+        if slots is None:
             self.plan.check_sizes(mesh)
-            known = self._known[mesh, device] = {name: self._shards(name, mesh, device) for name in params}
+            slots = self._slots[mesh, device] = {name: self._shards(name, mesh, device) for name in params}
         arrays, step = dict[str, Any](), None
         for name, x in params.items():
-            dim, parts = known[name]
+            dim, parts = slots[name]
             shards = x if isinstance(x, tuple) else (x,)
             with _without_lazy_params():
                 fits = [tuple(shard.shape) for shard in shards] == [local for _, _, local in parts]
@@ -104,21 +104,21 @@ class PlannedModule:
 def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
     """Add hooks that gather all tokens for layers sharded by columns, and scatter them after those by rows."""
 
-    def gathered(part: nn.Module, args: Any) -> Any:
+    def gathered(layer: nn.Module, args: Any) -> Any:
         x = args[0]
         return (constrain(x, P(x.spec.dims(x.ndim)[0])), *args[1:]) if isinstance(x, Sharded) else None
 
-    def scattered(part: nn.Module, args: Any, y: Any) -> Any:
+    def scattered(layer: nn.Module, args: Any, y: Any) -> Any:
         return constrain(y, P(y.spec.dims(y.ndim)[0], plan.sequence)) if isinstance(y, Sharded) else None
 
     names = {id(x): name for name, x in module.named_parameters()}
     hooks = list[Any]()
-    for part in module.modules():
-        layer = plan.layers.get(names.get(id(getattr(part, "weight", None)), ""))
+    for submodule in module.modules():
+        layer = plan.layers.get(names.get(id(getattr(submodule, "weight", None)), ""))
         if layer is not None:
-            is_table = isinstance(part, nn.Embedding)
-            hooks += [part.register_forward_pre_hook(gathered)] if is_table or layer.style != "row" else []
-            hooks += [part.register_forward_hook(scattered)] if is_table or layer.style == "row" else []
+            is_table = isinstance(submodule, nn.Embedding)
+            hooks += [submodule.register_forward_pre_hook(gathered)] if is_table or layer.style != "row" else []
+            hooks += [submodule.register_forward_hook(scattered)] if is_table or layer.style == "row" else []
     return hooks
 
 
@@ -126,7 +126,7 @@ def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
 def running(plan: LayerPlans) -> Generator[None]:
     """Run operations of a plan: plain tensors are equal on all devices, and partial sums are reduced at once."""
     before = state.constants, state.reduces, state.plan
-    state.constants, state.reduces, state.plan = True, plan.how != "megatron", plan
+    state.constants, state.reduces, state.plan = True, plan.sequence_mode != "megatron", plan
     try:
         yield
     finally:
@@ -135,14 +135,14 @@ def running(plan: LayerPlans) -> Generator[None]:
 
 def _forward_by(plan: LayerPlans, path: str, module: nn.Module) -> Callable[..., Any]:
     """Return the forward of a module inside that runs by a plan, also when a backward runs it again, as checkpoints do."""
-    own, reference = vars(module).get("forward"), weakref.ref(module)
+    override, reference = vars(module).get("forward"), weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        part: Any = reference()
-        call = partial(type(part).forward, part) if own is None else own
+        target: Any = reference()
+        call = partial(type(target).forward, target) if override is None else override
         with nullcontext() if state.plan is plan else running(plan):
             mesh = plan.own_mesh() if path and path in plan.unsharded else None
-            return call(*args, **kwargs) if mesh is None else run_unsharded(mesh, part, call, args, kwargs)
+            return call(*args, **kwargs) if mesh is None else run_unsharded(mesh, target, call, args, kwargs)
 
     return forward
 
@@ -156,43 +156,43 @@ def _attention(
     if (
         plan is None
         or plan.sequence is None
-        or plan.how == "megatron"
+        or plan.sequence_mode == "megatron"
         or not all(isinstance(x, Sharded) and x.ndim == 4 for x in arrays)
     ):
         return NotImplemented
     if attn_mask is not None or dropout_p:
-        if plan.how == "gather":
+        if plan.sequence_mode == "gather":
             return NotImplemented
-        found = "a mask" if attn_mask is not None else f"dropout_p={dropout_p}"
+        unsupported = "a mask" if attn_mask is not None else f"dropout_p={dropout_p}"
         raise LayoutError(
-            f'sequence_mode="{plan.how}" takes full or causal attention without dropout; got {found}. Leave '
+            f'sequence_mode="{plan.sequence_mode}" takes full or causal attention without dropout; got {unsupported}. Leave '
             'attention_mask out, or use sequence_mode="gather".'
         )
     heads = query.spec.dims(4)[1] if key.shape[1] == query.shape[1] else key.spec.dims(4)[1]
     batch = tuple(axis for axis in query.spec.dims(4)[0] if axis != plan.sequence)
     spec = P(batch, tuple(axis for axis in heads if axis != plan.sequence), plan.sequence)
     q, k, v = (constrain(x, spec).shards[0] for x in arrays)
-    out = attention(q, k, v, plan.sequence, plan.how, causal=is_causal, scale=scale)
+    out = attention(q, k, v, plan.sequence, plan.sequence_mode, causal=is_causal, scale=scale)
     return Sharded((*query.shape[:-1], value.shape[-1]), query.layout.with_spec(spec), (out,))
 
 
 DIRECT["scaled_dot_product_attention"] = _attention
 
 
-def sharded_inputs(plan: LayerPlans, given: Any, mesh: Mesh) -> Any:
+def sharded_inputs(plan: LayerPlans, inputs: Any, mesh: Mesh) -> Any:
     """Return the inputs of a module as arrays: dim 0 over the axes of the mode's tokens, dim 1 over the sequence's.
 
     The result of an earlier stage, which has arrays, is unchanged.
     """
-    paths, leaves, structure = flatten_with_paths(given)
+    paths, leaves, structure = flatten_with_paths(inputs)
     if any(isinstance(x, Sharded) for x in leaves):
-        return given
+        return inputs
     with collected("inputs of a planned module") as attempt:
-        for place, (path, x) in enumerate(zip(paths, leaves, strict=True)):
+        for number, (path, x) in enumerate(zip(paths, leaves, strict=True)):
             if isinstance(x, Tensor):
                 spec = P(plan.mode.tokens if x.ndim else (), plan.sequence if x.ndim > 1 else None)
                 if "" in plan.unsharded and not spec.axes and not x.is_floating_point():
                     continue  # a plain tensor is equal on all devices
                 with attempt(path):
-                    leaves[place] = constrain(Sharded(tuple(x.shape), Layout(mesh), (x,)), spec)
+                    leaves[number] = constrain(Sharded(tuple(x.shape), Layout(mesh), (x,)), spec)
     return unflatten(structure, leaves)

@@ -26,7 +26,7 @@ from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.tensor.blocks import BlockPlan, attend_blocks
 
-How = Literal["gather", "ulysses", "ring", "zigzag", "rsa"]
+Algorithm = Literal["gather", "ulysses", "ring", "zigzag", "rsa"]
 
 _PADDING = torch.iinfo(torch.int64).min
 """The id of a padding key: no query has it."""
@@ -37,7 +37,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     axis: Axes,
-    how: How = "ring",
+    how: Algorithm = "ring",
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -79,39 +79,39 @@ def _ids(q: Tensor, k: Tensor, key_mask: Tensor | None, document_ids: Tensor | N
 
 
 def _validate(
-    q: Tensor, k: Tensor, v: Tensor, n: int, how: str, causal: bool, key_mask: Tensor | None, ids: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, n: int, algorithm: str, causal: bool, key_mask: Tensor | None, ids: Tensor | None
 ) -> None:
     """Raise one error with all that is wrong."""
     if any(x.ndim != 4 for x in (q, k, v)):
         raise ValueError(f"fs.tensor.attention: q, k, v must have 4 dims; got {q.ndim}, {k.ndim}, {v.ndim}.")
     (batch, heads, queries, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     shape, dtypes = (batch, kv_heads, keys, dim), {q.dtype, k.dtype, v.dtype}
-    wrong = [f"how must be one of {get_args(How)}; got {how!r}"] * (how not in get_args(How))
+    errors = [f"how must be one of {get_args(Algorithm)}; got {algorithm!r}"] * (algorithm not in get_args(Algorithm))
     for name, x, right in (
         ("k", k, shape), ("v", v, shape), ("key_mask", key_mask, (batch, keys)), ("document_ids", ids, (batch, queries))
     ):  # fmt: skip
-        wrong += [f"{name} must be {right}; got {tuple(x.shape)}" for x in (x,) if x is not None and x.shape != right]
+        errors += [f"{name} must be {right}; got {tuple(x.shape)}" for x in (x,) if x is not None and x.shape != right]
     if len(dtypes) > 1 or not q.is_floating_point():
-        wrong += [f"q, k, v must have one floating dtype; got {dtypes}"]
+        errors += [f"q, k, v must have one floating dtype; got {dtypes}"]
     if queries != keys and (causal or ids is not None):
-        wrong += [f"causal and document_ids need as many queries as keys; got {queries} and {keys}"]
+        errors += [f"causal and document_ids need as many queries as keys; got {queries} and {keys}"]
     if heads % kv_heads:
-        wrong += [f"heads must be a multiple of kv heads; got {heads} and {kv_heads}. Use {_nearest(heads, kv_heads)}"]
-    if how == "ulysses" and heads % n:
-        wrong += [f"heads must be a multiple of {n} devices; got {heads}. Use {_nearest(heads, n)}"]
-    if how == "zigzag" and (queries % 2 or keys % 2):
-        wrong += [f"tokens must be a multiple of {2 * n}; got {n} x {queries}. Use {_nearest(n * queries, 2 * n)}"]
-    if wrong:
-        raise ValueError(f"fs.tensor.attention: {'; '.join(wrong)}.")
+        errors += [f"heads must be a multiple of kv heads; got {heads} and {kv_heads}. Use {_nearest(heads, kv_heads)}"]
+    if algorithm == "ulysses" and heads % n:
+        errors += [f"heads must be a multiple of {n} devices; got {heads}. Use {_nearest(heads, n)}"]
+    if algorithm == "zigzag" and (queries % 2 or keys % 2):
+        errors += [f"tokens must be a multiple of {2 * n}; got {n} x {queries}. Use {_nearest(n * queries, 2 * n)}"]
+    if errors:
+        raise ValueError(f"fs.tensor.attention: {'; '.join(errors)}.")
 
 
 def _nearest(size: int, factor: int) -> str:
     """Return the multiples of a factor around a size."""
-    below = size - size % factor
-    return f"{below} or {below + factor}" if below else str(factor)
+    lower = size - size % factor
+    return f"{lower} or {lower + factor}" if lower else str(factor)
 
 
-def shard_sequence(tree: PyTree, axis: Axes, *, dim: int = 1, how: How = "ring") -> tuple[PyTree, Tensor]:
+def shard_sequence(tree: PyTree, axis: Axes, *, dim: int = 1, how: Algorithm = "ring") -> tuple[PyTree, Tensor]:
     """Return the device's tokens of a replicated tree, such as inputs, labels and masks, and their global positions.
 
     >>> import torch, fshard as fs
@@ -123,11 +123,11 @@ def shard_sequence(tree: PyTree, axis: Axes, *, dim: int = 1, how: How = "ring")
     paths, leaves, structure = flatten_with_paths(pvary(tree, axis))
     sizes, factor = [x.shape[dim] for x in leaves], 2 * n if how == "zigzag" else n
     if len({*sizes}) != 1 or sizes[0] % factor:
-        wrong = ", ".join(
+        lengths = ", ".join(
             f"{path} {size} (use {_nearest(size, factor)})" for path, size in zip(paths, sizes, strict=True)
         )
         raise ValueError(
-            f"fs.tensor.shard_sequence: leaves must have equally many tokens, a multiple of {factor}; got {wrong}."
+            f"fs.tensor.shard_sequence: leaves must have equally many tokens, a multiple of {factor}; got {lengths}."
         )
     positions = torch.arange(sizes[0], device=leaves[0].device)
     positions = (zigzag(positions, n, 0) if how == "zigzag" else positions).chunk(n)[index]

@@ -20,9 +20,9 @@ from fshard.mesh.layout.sharded import Sharded
 from fshard.tensor.joined import concatenated
 
 
-def run_unsharded(mesh: Mesh, part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_unsharded(mesh: Mesh, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a module's forward on unsharded inputs and parameters, and return its tensors as replicated arrays."""
-    site = operation_site(type(part).__name__)
+    site = operation_site(type(module).__name__)
 
     def unshard(x: Any) -> Any:
         x = concatenated(x)
@@ -37,7 +37,7 @@ def run_unsharded(mesh: Mesh, part: nn.Module, forward: Callable[..., Any], args
             (y,) = apply_move(mesh, Pvary(), mesh.axis_names, (y,), site)
         return Sharded(tuple(y.shape), Layout(mesh), (y,))
 
-    kinds = [vars(each)[kind] for each in part.modules() for kind in ("_parameters", "_buffers")]
+    kinds = [vars(each)[kind] for each in module.modules() for kind in ("_parameters", "_buffers")]
     slots = [(entries, *item) for entries in kinds for item in entries.items() if not isinstance(item[1], Tensor)]
     try:
         for entries, key, x in slots:

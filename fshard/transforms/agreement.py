@@ -72,8 +72,8 @@ class StepAgreement(NamedTuple):
 
     def unpack(self, row: Sequence[float]) -> StepAgreement:
         """Return the agreement of a row of this one's form: `unpack(pack())` is equal to it."""
-        weight, *rest = row
-        numbers = iter(rest)
+        weight, *terms = row
+        numbers = iter(terms)
         differences = {name: next(numbers) for name in self.differences}
         return StepAgreement(weight, differences, *([next(numbers) for _ in column] for column in self[2:]))
 

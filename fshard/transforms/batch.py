@@ -62,7 +62,7 @@ class Cut(NamedTuple):
     def ranges(self, mesh: Mesh, device: int, count: int) -> list[Range]:
         """Return which samples a device takes, in `count` slices."""
         index = _index(self.axes, mesh, device)
-        return [balanced_range(self.length, self.parts * count, index * count + turn) for turn in range(count)]
+        return [balanced_range(self.length, self.parts * count, index * count + number) for number in range(count)]
 
     def own(self, mesh: Mesh) -> Range:
         """Return which samples the caller's first device takes."""
@@ -95,15 +95,15 @@ class Cut(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _index(axes: tuple[str, ...], mesh: Mesh, device: int) -> int:
-    at = mesh.coordinates(device)
-    return ravel([at[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
+    coordinates = mesh.coordinates(device)
+    return ravel([coordinates[axis] for axis in axes], [mesh.shape[axis] for axis in axes])
 
 
-def filled(found: Range, length: int) -> Range:
+def filled(samples: Range, length: int) -> Range:
     """Return a range of `length` samples; one neighbour, where it is empty."""
-    start, stop = found
-    at = min(start, length - 1)
-    return (start, stop) if stop > start else (at, at + 1)
+    start, stop = samples
+    nearest = min(start, length - 1)
+    return (start, stop) if stop > start else (nearest, nearest + 1)
 
 
 class Slice(NamedTuple):
@@ -169,28 +169,28 @@ class Batch:
         if self.samples == 0:
             raise ValueError("the batch has no samples. Leave it out.")
 
-    def slices(self, place: int, count: int, *, apart: bool = False) -> list[Slice]:
-        """Split the shards of the device at index `place`.
+    def slices(self, number: int, count: int, *, apart: bool = False) -> list[Slice]:
+        """Split the shards of the device at index `number`.
 
         `apart`: copy each slice, since kernels round differently where their inputs are aligned differently.
         """
-        device, cut = self.devices[place], self.cut
-        own = [column[place] for column in self.columns]
+        device, cut = self.devices[number], self.cut
+        shards = [column[number] for column in self.columns]
         if count == 1 and not apart and cut is not None and cut.is_even:
             rows = cut.length // cut.parts
-            return [Slice(own, rows, rows)]
+            return [Slice(shards, rows, rows)]
         ranges = [] if cut is None else cut.ranges(self.mesh, device, count)
         copy_ = lazy_copy if count > 1 else lambda x: x  # a write to one slice must not change the next
 
         def one(turn: int) -> Slice:
-            both = zip(own, self.has_samples, strict=True)
+            both = zip(shards, self.has_samples, strict=True)
             leaves = [_rows(x, ranges, turn, apart=apart) if yes else copy_(x) for x, yes in both]
             if cut is None:
                 return Slice(leaves, 1, None)
             start, stop = ranges[turn]
             return Slice(leaves, stop - start, max(stop - start, 1))
 
-        return [one(turn) for turn in range(count)]
+        return [one(number) for number in range(count)]
 
     def tree(self, leaves: list[Any], dtype: torch.dtype | None = None) -> PyTree:
         """Put leaves together again, floating ones in a dtype."""
@@ -199,9 +199,9 @@ class Batch:
         return unflatten(self.structure, leaves)
 
 
-def _rows(x: Tensor, ranges: list[Range], turn: int, *, apart: bool) -> Tensor:
+def _rows(x: Tensor, ranges: list[Range], number: int, *, apart: bool) -> Tensor:
     """Return the samples of one slice from a device's part."""
-    start, stop = ranges[turn]
+    start, stop = ranges[number]
     first = ranges[0][0]
     rows = x[slice(*filled((start - first, stop - first), len(x)))]
     return rows.clone() if apart else rows
@@ -246,22 +246,22 @@ def placed(batch: PyTree, specs: PyTree, mesh: Mesh) -> Batch:
     except ValueError:
         raise ValueError(f"the batch specs {specs!r} are no prefix of the batch {structure}.") from None
     placed = list[tuple[Cut | None, tuple[Any, ...]]]()
-    for at, (leaf, spec) in enumerate(zip(leaves, chosen, strict=True)):
+    for index, (leaf, spec) in enumerate(zip(leaves, chosen, strict=True)):
         try:
             placed.append(_placed(leaf, spec, mesh))
         except (TypeError, ValueError) as error:
-            raise type(error)(f"batch: {paths_of(structure)[at]}: {error}") from None
+            raise type(error)(f"batch: {paths_of(structure)[index]}: {error}") from None
     cuts, columns = [cut for cut, _ in placed], [column for _, column in placed]
     if not any(cuts):
         cuts = _uncut(columns)
     kinds = sorted({cut for cut in cuts if cut is not None})
     if len(kinds) > 1:
-        found = ", ".join(f"{cut.length} over {' x '.join(cut.axes)}" for cut in kinds)
-        raise ValueError(f"the tensors of a batch must have the same samples; got {found}. Replicate the others: P().")
+        sizes = ", ".join(f"{cut.length} over {' x '.join(cut.axes)}" for cut in kinds)
+        raise ValueError(f"the tensors of a batch must have the same samples; got {sizes}. Replicate the others: P().")
     cut = kinds[0] if kinds else None
-    over = [axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in chosen)]
+    named_axes = [axis for axis in mesh.axis_names if any(isinstance(spec, P) and axis in spec.axes for spec in chosen)]
     first = () if cut is None else cut.axes
-    axes = (*first, *(axis for axis in over if axis not in first))
+    axes = (*first, *(axis for axis in named_axes if axis not in first))
     shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor | Sharded))
     has_samples = [cut is not None for cut in cuts]
     return Batch(mesh, local_devices(mesh), columns, cut, has_samples, structure, axes, shapes, leaves)
@@ -316,8 +316,8 @@ def _samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
     """Return each device's samples of a tensor; a layout may shard the other dims too."""
     mesh, shards = layout.mesh, list[Tensor]()
     for device in local_devices(mesh):
-        (own,) = cut.ranges(mesh, device, 1)
-        shard = x[slice(*filled(own, cut.length))]
+        (samples,) = cut.ranges(mesh, device, 1)
+        shard = x[slice(*filled(samples, cut.length))]
         if layout.spec.split_axes != cut.axes:
             _, *inside = layout.ranges(x.shape, device)
             shard = shard[(slice(None), *(slice(*each) for each in inside))]
@@ -330,10 +330,10 @@ def _samples(x: Tensor, cut: Cut, layout: Layout) -> tuple[Tensor, ...]:
 def _how(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> tuple[Cut | None, Layout]:
     """Return the sharding of a tensor's samples, and its layout; of the other dims only, where samples are uneven."""
     layout = Layout(mesh, spec)
-    first, *others = spec.dims(len(shape)) or [()]
+    first, *other_dims = spec.dims(len(shape)) or [()]
     cut = Cut(first, prod(mesh.shape[axis] for axis in first), shape[0]) if first else None
     if cut is not None and not cut.is_even:
-        layout = Layout(mesh, P(None, *others))
+        layout = Layout(mesh, P(None, *other_dims))
     layout.check(shape)
     return cut, layout
 

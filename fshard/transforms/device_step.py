@@ -113,9 +113,11 @@ class DeviceStep:
         """Record a collective of the loss function."""
         self.collectives.record(call, group)
 
-    def combine_metrics(self, metrics: Sequence[SliceMetrics], turns: Sequence[SliceTurn], mean: SliceLoss) -> PyTree:
+    def combine_metrics(
+        self, metrics: Sequence[SliceMetrics], slice_turns: Sequence[SliceTurn], mean: SliceLoss
+    ) -> PyTree:
         """Return the metrics of all slices; `mean` is the loss of the batch."""
-        slices, along = [turn.slice for turn in turns], self.collectives.along
+        slices, along = [slice_turn.slice for slice_turn in slice_turns], self.collectives.along
         return combine_metrics(metrics, slices, mean, self.batch, along, self.scope, self.site)
 
 
@@ -157,10 +159,10 @@ class ModelStep(DeviceStep):
         """
         options, runtime, reductions = self.options, self.runtime, self.runtime.reductions
         trees = TreeAccumulator(runtime.units, reductions.as_reduced) if options.reproducible else None
-        turns, outputs = self.slice_turns(), list[SliceOutput]()
-        for turn in turns:
+        slice_turns, outputs = self.slice_turns(), list[SliceOutput]()
+        for turn in slice_turns:
             accumulate_into = None if trees is None else trees.add
-            if trees is None and options.reduce_once and turn is not turns[-1]:
+            if trees is None and options.reduce_once and turn is not slice_turns[-1]:
                 accumulate_into = LazyUnit.accumulate
             outputs.append(self.run_slice(turn, accumulate_into))
             if trees is not None:
@@ -171,19 +173,19 @@ class ModelStep(DeviceStep):
             reductions.end()
         mean, used, changed = self.agree([output.loss for output in outputs], [output.written for output in outputs])
         gradients = self.gradients(used, mean.weight)
-        aux = self.combine_metrics([output.metrics for output in outputs], turns, mean)
+        aux = self.combine_metrics([output.metrics for output in outputs], slice_turns, mean)
         runtime.close()
         return DeviceResult(mean.loss, mean.weight, aux, gradients, changed, runtime.order)
 
-    def run_slice(self, turn: SliceTurn, accumulate_into: AccumulateInto | None) -> SliceOutput:
+    def run_slice(self, slice_turn: SliceTurn, accumulate_into: AccumulateInto | None) -> SliceOutput:
         """Run forward and backward of one slice.
 
         Its gradients are reduced, or accumulated for a later reduction.
         """
-        options, runtime, slice = self.options, self.runtime, turn.slice
+        options, runtime, slice = self.options, self.runtime, slice_turn.slice
         buffers, extra = self.buffers.part(self.index), {"buffers": options.has_buffers, "aux": options.has_aux}
         runtime.begin_slice()
-        with self.running(turn.number, is_idle=not slice.rows):
+        with self.running(slice_turn.number, is_idle=not slice.rows):
             with torch.set_grad_enabled(options.backward):
                 batch = self.batch.tree(slice.leaves, options.compute)
                 arguments = self.params(), *((buffers,) if options.has_buffers else ()), batch
@@ -195,7 +197,7 @@ class ModelStep(DeviceStep):
             if runtime.is_first_step:
                 refuse_unreached(loss)
             self.agree_on_axes(loss.device)
-            count = turn.weight  # where the host waits, behind a forward that is launched
+            count = slice_turn.weight  # where the host waits, behind a forward that is launched
             share = 1.0 if options.reproducible else count.share  # 1: sums are weighted, in 32 bits
             cotangent = self.begin_backward(loss, share, accumulate_into, idle=not count.weight)
             if loss.requires_grad:
@@ -216,8 +218,8 @@ class ModelStep(DeviceStep):
                 call = f"loss_fn(params, {'buffers, ' if self.options.has_buffers else ''}batch)"
                 error.add_note(f"{self.options.caller}: The loss function is called as {call}.")
             if "saved tensor hooks" in str(error):
-                part = "fs.with_unsharded_params(part, keep=True)"
-                error.add_note(f"Mark the part that calls torch.func.grad, vjp or jacrev: {part}.")
+                example = "fs.with_unsharded_params(part, keep=True)"
+                error.add_note(f"Mark the part that calls torch.func.grad, vjp or jacrev: {example}.")
             raise
 
     def agree_on_axes(self, device: torch.device) -> None:

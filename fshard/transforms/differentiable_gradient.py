@@ -40,38 +40,38 @@ def differentiable_gradient(
     validate_mesh(leaves, structure, mesh)
     parts, key, dtype = placed(batch, specs, mesh), drawn_key(), options.compute
     fixed = chosen(options.frozen, [*paths_of(structure)], "frozen")
-    trained = [place for place, x in enumerate(leaves) if trainable(x) and not fixed[place]]
+    trained = [index for index, x in enumerate(leaves) if trainable(x) and not fixed[index]]
 
-    slices = [parts.slices(place, 1)[0] for place in range(len(parts.devices))]
-    tensors = [place for place, x in enumerate(slices[0].leaves) if isinstance(x, Tensor)]
+    slices = [parts.slices(number, 1)[0] for number in range(len(parts.devices))]
+    tensors = [index for index, x in enumerate(slices[0].leaves) if isinstance(x, Tensor)]
 
     def on_device(device: int, xs: Tensors) -> Tensors:
         """Return the mean loss of all devices, each of which takes its part of the batch."""
-        place = parts.devices.index(device) if len(parts.devices) > 1 else 0
-        part, own = slices[place], [*slices[place].leaves]
+        member = parts.devices.index(device) if len(parts.devices) > 1 else 0
+        shard, batch_leaves = slices[member], [*slices[member].leaves]
         for index, x in zip(tensors, xs[len(leaves) :], strict=True):
-            own[index] = x
-        samples = parts.tree(own, dtype)
+            batch_leaves[index] = x
+        samples = parts.tree(batch_leaves, dtype)
         varying = [pvary(x if dtype is None else x.to(dtype), mesh.axis_names) for x in xs[: len(leaves)]]
         number = require("a loss function").group(parts.axes, "value_and_grad").index if parts.axes else 0
         with keyed_random(key, 0, number), loss_scope(mesh.axis_names):
-            loss = one_loss(options, options.loss_fn(restore(unflatten(structure, varying)), samples), part)
-        weight = weight_of(float(part.rows) if options.weight is None else options.weight(samples)).to(loss.device)
+            loss = one_loss(options, options.loss_fn(restore(unflatten(structure, varying)), samples), shard)
+        weight = weight_of(float(shard.rows) if options.weight is None else options.weight(samples)).to(loss.device)
         total = psum(weight, mesh.axis_names)
         return (psum(loss * weight, mesh.axis_names) / total,)
 
     def mean_loss(chosen: list[Tensors]) -> tuple[Tensor, Tensor]:
-        given = [*leaves]
-        for place, shards in zip(trained, chosen, strict=True):
-            given[place] = like(leaves[place], shards)
-        columns = [reshard(x, Layout(mesh)).shards for x in given]
-        columns += [tuple(part.leaves[place] for part in slices) for place in tensors]
+        xs = [*leaves]
+        for index, shards in zip(trained, chosen, strict=True):
+            xs[index] = like(leaves[index], shards)
+        columns = [reshard(x, Layout(mesh)).shards for x in xs]
+        columns += [tuple(shard.leaves[index] for shard in slices) for index in tensors]
         (losses,) = run_mapped(mesh, on_device, columns, mapped=mesh.axis_names)
         loss = unshard(Sharded((), Layout(mesh), losses))
         return loss, loss.detach()
 
-    found, loss = torch.func.grad(mean_loss, has_aux=True)([leaves[place].shards for place in trained])
+    gradients, loss = torch.func.grad(mean_loss, has_aux=True)([leaves[index].shards for index in trained])
     grads: list[Any] = [None] * len(leaves)
-    for place, shards in zip(trained, found, strict=True):
-        grads[place] = reshard(like(leaves[place], shards), options.gradients(leaves[place].layout))
+    for index, shards in zip(trained, gradients, strict=True):
+        grads[index] = reshard(like(leaves[index], shards), options.gradients(leaves[index].layout))
     return loss, unflatten(structure, grads)

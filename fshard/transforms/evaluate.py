@@ -56,14 +56,14 @@ def evaluate(
     (tensor(8.), ['all_gather', 'psum'])
     """
     validate_scheduled("evaluate", loss_fn, schedule)
-    if unknown := sorted(options.keys() - (_OF_LOSSES if schedule is None else _OF_STAGES)):
+    if illegal := sorted(options.keys() - (_OF_LOSSES if schedule is None else _OF_STAGES)):
         when = "without schedule=" if schedule is None else "with schedule="
-        raise ValueError(f"evaluate has no option {', '.join(unknown)} {when}. Leave out what has no meaning there.")
+        raise ValueError(f"evaluate has no option {', '.join(illegal)} {when}. Leave out what has no meaning there.")
     forward = gradient_of("evaluate", loss_fn, mesh=mesh, batch=batch, schedule=schedule, backward=False, **options)
     has_buffers, has_aux = forward.options.has_buffers, forward.options.has_aux
 
-    def run(params: PyTree, *given: PyTree) -> Any:
-        buffers, batch = given if has_buffers else ((), *given)
+    def run(params: PyTree, *inputs: PyTree) -> Any:
+        buffers, batch = inputs if has_buffers else ((), *inputs)
         validate_run(mesh, "evaluate", params=params, buffers=buffers, batch=batch)
         with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=()):
             value, _ = forward.run(params, buffers, batch, call_site())

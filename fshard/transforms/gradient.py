@@ -58,12 +58,12 @@ from fshard.uncompiled import uncompiled
 
 
 def unstaged(
-    loss_fn: Callable[..., Any], *, mesh: Mesh, batch: PyTree, backward: bool = True, **given: Any
+    loss_fn: Callable[..., Any], *, mesh: Mesh, batch: PyTree, backward: bool = True, **options: Any
 ) -> Gradient:
     """Return the gradient of a loss function of the full model; for its options see `value_and_grad`."""
-    if errors := wrong_options(given):
+    if errors := wrong_options(options):
         raise ValueError(f"value_and_grad: {'; '.join(errors)}.")
-    return Gradient(StepOptions.of(loss_fn, given, backward=backward), mesh, batch)
+    return Gradient(StepOptions.of(loss_fn, options, backward=backward), mesh, batch)
 
 
 def validate_local(options: StepOptions, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
@@ -138,16 +138,16 @@ class GradientFunction:
     plans: list[tuple[object, Any]] = field(init=False, default_factory=list[Any], compare=False, repr=False)
 
     @uncompiled
-    def __call__(self, params: PyTree, *given: PyTree, scale: Tensor | float | None = None) -> tuple[Any, PyTree]:
+    def __call__(self, params: PyTree, *inputs: PyTree, scale: Tensor | float | None = None) -> tuple[Any, PyTree]:
         """Return the loss, or loss and metrics, and the gradient of `scale` times the loss."""
         options = self.options
         if transformed():  # the engine differentiates detached shards, of which torch.func sees nothing
-            return self.differentiable(params, *given)
-        buffers, batch = given if options.has_buffers else ((), *given)
+            return self.differentiable(params, *inputs)
+        buffers, batch = inputs if options.has_buffers else ((), *inputs)
         validate_run(self.mesh, options.caller, params=params, buffers=buffers, batch=batch)
         value, grads = self.run(params, buffers, batch, call_site(), 1.0 if scale is None else float(scale))
-        rest = (value.buffers,) * options.has_buffers + (value.aux,) * options.has_aux
-        return ((value.loss, *rest) if rest else value.loss), grads
+        extras = (value.buffers,) * options.has_buffers + (value.aux,) * options.has_aux
+        return ((value.loss, *extras) if extras else value.loss), grads
 
     def run(
         self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
@@ -191,7 +191,7 @@ class GradientFunction:
         aux = global_metrics([result.aux for result in results], parts, options.aux) if options.has_aux else ()
         return StepValue(results[0].loss, results[0].weight, parts.samples, after, aux), grads
 
-    def differentiable(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
+    def differentiable(self, params: PyTree, *inputs: PyTree) -> tuple[Any, PyTree]:
         """Return the loss and its gradient within a transform of `torch.func`."""
         raise TypeError(f"{self.options.caller} of stages must not be called within a torch.func transform.")
 
@@ -255,7 +255,7 @@ class GradientFunction:
     def plan(
         self,
         structure: Structure,
-        given: Sequence[tuple[str, Sharded, bool]],
+        params: Sequence[tuple[str, Sharded, bool]],
         numbers: Sequence[int],
         mesh: Mesh,
         axes: tuple[str, ...],
@@ -286,7 +286,7 @@ def gradient_tree(
 class Gradient(GradientFunction):
     """The gradient of a loss function of the full model."""
 
-    def differentiable(self, params: PyTree, *given: PyTree) -> tuple[Any, PyTree]:
+    def differentiable(self, params: PyTree, *inputs: PyTree) -> tuple[Any, PyTree]:
         """Return the loss and its gradient within a transform of `torch.func`."""
         from fshard.transforms.differentiable_gradient import differentiable_gradient  # rare
 
@@ -296,19 +296,19 @@ class Gradient(GradientFunction):
             raise ValueError(
                 f"{options.caller} must not have {', '.join(names)} within a torch.func transform: return the loss alone."
             )
-        return differentiable_gradient(options, resolve_mesh(self.mesh), self.specs, params, *given)
+        return differentiable_gradient(options, resolve_mesh(self.mesh), self.specs, params, *inputs)
 
     def plan(
         self,
         structure: Structure,
-        given: Sequence[tuple[str, Sharded, bool]],
+        params: Sequence[tuple[str, Sharded, bool]],
         numbers: Sequence[int],
         mesh: Mesh,
         axes: tuple[str, ...],
     ) -> ParamPlans:
         """Return the plans of parameters, each once."""
         plans: dict[int, ParamPlan] = {}
-        for (path, x, fix), number in zip(given, numbers, strict=True):
+        for (path, x, fix), number in zip(params, numbers, strict=True):
             trained = self.options.backward and trainable(x) and not fix
             gradients, used = self.options.gradients if trained else None, self.options.used(x.layout)
             plans.setdefault(number, plan_param(path, x, gradients, used))

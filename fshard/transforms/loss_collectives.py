@@ -91,12 +91,12 @@ class LossCollectives:
         if cached is not None:
             self._add(cached)
             return
-        others = [axis for axis in self._sizes if axis not in self._axes]
-        if others:
+        replicated = [axis for axis in self._sizes if axis not in self._axes]
+        if replicated:
             group, used = scope.group(tuple(self._sizes), "value_and_grad"), {*self.along, *self._indexed}
-            (row,) = reduce_rows((host_row([float(axis in used) for axis in others], device),), group, site)
+            (row,) = reduce_rows((host_row([float(axis in used) for axis in replicated], device),), group, site)
             if not row.is_meta:
-                self._add(axis for axis, times in zip(others, row.tolist(), strict=True) if times)
+                self._add(axis for axis, times in zip(replicated, row.tolist(), strict=True) if times)
 
     def _add(self, axes: Iterable[str]) -> None:
         axes = {*axes, *self.along} - self._axes

@@ -95,7 +95,7 @@ class StepOptions:
     reduce: torch.dtype | None = None
 
     @classmethod
-    def of(cls, loss_fn: Callable[..., Any], options: Mapping[str, Any], **others: Any) -> StepOptions:
+    def of(cls, loss_fn: Callable[..., Any], options: Mapping[str, Any], **fields: Any) -> StepOptions:
         """Return the step's options from valid ones of the user."""
         chosen: dict[str, Any] = {
             **options,
@@ -104,7 +104,7 @@ class StepOptions:
             "local": as_axes(options.get("local", ())),
             "slices": (options.get("slices") or 8) if options.get("reproducible") else None,
         }
-        return cls(loss_fn=loss_fn, **(chosen | others))
+        return cls(loss_fn=loss_fn, **(chosen | fields))
 
     def used_in(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter of this dtype is used."""
@@ -127,8 +127,8 @@ class StepOptions:
         """
         if self.slices is None:  # not in reproducible mode
             return self.accumulate
-        count, rest = divmod(self.slices, n)
-        if rest or count % self.accumulate:
+        count, remainder = divmod(self.slices, n)
+        if remainder or count % self.accumulate:
             raise ValueError(
                 f"reproducible mode cuts the batch into {self.slices} slices, which {n} devices do not share evenly "
                 f"in {self.accumulate} turns. Give a number of slices that all your meshes divide."
@@ -147,47 +147,47 @@ _FLAGS = ("has_buffers", "has_aux", "reproducible", "reduce_once", "reshard_afte
 _FUNCTIONS = ("weight", "gradients", "loss", "inputs")
 
 
-def wrong_options(given: Mapping[str, Any]) -> list[str]:
+def wrong_options(options: Mapping[str, Any]) -> list[str]:
     """List the errors of each option and of their combination."""
-    wrong, reproducible = list[str](), bool(given.get("reproducible"))
-    for name, x in given.items():
+    errors, reproducible = list[str](), bool(options.get("reproducible"))
+    for name, x in options.items():
         if name in _LEAST and not (name == "slices" and x is None):
-            wrong += integer(name, x, _LEAST[name])
+            errors += integer(name, x, _LEAST[name])
         elif name in _FLAGS:
-            wrong += flag(name, x)
+            errors += flag(name, x)
         elif name in ("compute", "reduce"):
             is_dtype = isinstance(x, torch.dtype)
-            wrong += must_be(name, "a torch.dtype or None", x, x is None or is_dtype)
+            errors += must_be(name, "a torch.dtype or None", x, x is None or is_dtype)
             is_wide = not is_dtype or (x.is_floating_point and x.itemsize > 1)
-            wrong += must_be(name, "a floating dtype of at least 16 bits", x, is_wide)
+            errors += must_be(name, "a floating dtype of at least 16 bits", x, is_wide)
         elif name == "aux":
             leaves = flatten(x)[0]
             ok = all(isinstance(leaf, str) and leaf in get_args(AuxReduction) for leaf in leaves)
-            wrong += must_be(name, '"mean", "sum" or "rows", or a tree of these', x, ok)
+            errors += must_be(name, '"mean", "sum" or "rows", or a tree of these', x, ok)
         elif name in _FUNCTIONS:
-            wrong += must_be(name, "a function or None", x, x is None or callable(x))
+            errors += must_be(name, "a function or None", x, x is None or callable(x))
         elif name == "recompute":
             ok = x in ("never", "always", "except_last") or not integer(name, x)
-            wrong += must_be(name, '"never", "always", "except_last" or an integer >= 1', x, ok)
-    if given.get("slices") is not None and not reproducible:
-        wrong.append(
-            f"slices={given['slices']} has no meaning without reproducible=True, and accumulate= cuts each device's part"
+            errors += must_be(name, '"never", "always", "except_last" or an integer >= 1', x, ok)
+    if options.get("slices") is not None and not reproducible:
+        errors.append(
+            f"slices={options['slices']} has no meaning without reproducible=True, and accumulate= cuts each device's part"
         )
-    if reproducible and (reduce := given.get("reduce")) in (torch.bfloat16, torch.float16):
-        wrong.append(
+    if reproducible and (reduce := options.get("reduce")) in (torch.bfloat16, torch.float16):
+        errors.append(
             f"reproducible=True with reduce={reduce}: sums in 16 bits are rounded differently on other meshes; "
             "reduce=torch.float32 is not"
         )
-    return wrong
+    return errors
 
 
-def must_be(name: str, what: str, x: Any, ok: bool) -> list[str]:
+def must_be(name: str, description: str, x: Any, ok: bool) -> list[str]:
     """Return the error of an invalid argument.
 
     >>> must_be("unit", "a pattern", 3, isinstance(3, str))
     ['unit must be a pattern, got 3']
     """
-    return [] if ok else [f"{name} must be {what}, got {shown(x)}"]
+    return [] if ok else [f"{name} must be {description}, got {shown(x)}"]
 
 
 def one_of(name: str, x: Any, *legal: Any) -> list[str]:
@@ -196,8 +196,10 @@ def one_of(name: str, x: Any, *legal: Any) -> list[str]:
     >>> one_of("precision", "fp8", "bf16", "fp16", None)
     ["precision must be 'bf16', 'fp16' or None, got 'fp8'"]
     """
-    *others, last = map(repr, legal)
-    return must_be(name, f"{', '.join(others)} or {last}", x, any(type(x) is type(one) and x == one for one in legal))
+    *choices, last = map(repr, legal)
+    return must_be(
+        name, f"{', '.join(choices)} or {last}", x, any(type(x) is type(choice) and x == choice for choice in legal)
+    )
 
 
 def integer(name: str, x: Any, least: int = 1) -> list[str]:
@@ -215,15 +217,15 @@ def flag(name: str, x: Any) -> list[str]:
     return one_of(name, x, True, False)
 
 
-def unknown(name: str, given: Mapping[str, Any], legal: Iterable[str]) -> list[str]:
+def unknown(name: str, keys: Mapping[str, Any], legal: Iterable[str]) -> list[str]:
     """Complain of keys that a mapping must not have, naming the legal ones, and the words for names of other libraries.
 
     >>> unknown("options", {"buckt": 1, "tp_size": 2}, ["bucket", "reduce"])
     ["options has no 'buckt', 'tp_size' (use tensor=2, sample=batch); legal: bucket, reduce"]
     """
     legal = [*legal]
-    wrong = [f"{key!r} (use {NAMES[key]})" if key in NAMES else repr(key) for key in given if key not in legal]
-    return [f"{name} has no {', '.join(wrong)}; legal: {', '.join(legal)}"] if wrong else []
+    illegal = [f"{key!r} (use {NAMES[key]})" if key in NAMES else repr(key) for key in keys if key not in legal]
+    return [f"{name} has no {', '.join(illegal)}; legal: {', '.join(legal)}"] if illegal else []
 
 
 def refusal(call: Callable[[], Any]) -> list[str]:

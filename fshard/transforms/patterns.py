@@ -24,7 +24,7 @@ def parts_of(path: str) -> tuple[str, ...]:
     >>> parts_of('["blocks"][3]["attn.w"]')
     ('blocks', '3', 'attn', 'w')
     """
-    return tuple(part for part in re.split(r"[\[\].\"']+", path) if part)
+    return tuple(component for component in re.split(r"[\[\].\"']+", path) if component)
 
 
 def named(parts: Sequence[str]) -> str:
@@ -33,7 +33,9 @@ def named(parts: Sequence[str]) -> str:
     >>> named(("blocks", "3", "attn", "w")), named(("0", "weight"))
     ('blocks[3].attn.w', '0.weight')
     """
-    return "".join(f"[{part}]" if place and part.isdigit() else f".{part}" for place, part in enumerate(parts))[1:]
+    return "".join(
+        f"[{component}]" if index and component.isdigit() else f".{component}" for index, component in enumerate(parts)
+    )[1:]
 
 
 @lru_cache(maxsize=65536)
@@ -64,8 +66,8 @@ def unit_of(path: str) -> str:
     ('blocks[3]', 'head')
     """
     parts = parts_of(path)
-    place = next(iter(_indices(parts)), 0)
-    return named(parts[: place + 1]) or "all"
+    index = next(iter(_indices(parts)), 0)
+    return named(parts[: index + 1]) or "all"
 
 
 def default_units(paths: Sequence[str]) -> list[str]:
@@ -74,25 +76,27 @@ def default_units(paths: Sequence[str]) -> list[str]:
     >>> default_units(["[0]", "[1][0].w", "[1][1].w", "[1][2].w", "[2]"])
     ['0', '1[0]', '1[1]', '1[2]', '2']
     """
-    below: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    leaves_of: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     for parts in map(parts_of, paths):
-        for place in _indices(parts):
-            below.setdefault(parts[: place + 1], set()).add(parts[place + 1 :])
-    alike = Counter((block[:-1], frozenset(leaves)) for block, leaves in below.items())
+        for index in _indices(parts):
+            leaves_of.setdefault(parts[: index + 1], set()).add(parts[index + 1 :])
+    alike = Counter((block[:-1], frozenset(leaves)) for block, leaves in leaves_of.items())
 
     def unit(path: str) -> str:
         parts = parts_of(path)
-        blocks = [parts[: place + 1] for place in _indices(parts)]
-        return next((named(block) for block in blocks if alike[block[:-1], frozenset(below[block])] > 1), unit_of(path))
+        blocks = [parts[: index + 1] for index in _indices(parts)]
+        return next(
+            (named(block) for block in blocks if alike[block[:-1], frozenset(leaves_of[block])] > 1), unit_of(path)
+        )
 
     return list(map(unit, paths))
 
 
 def _indices(parts: Sequence[str]) -> list[int]:
-    return [place for place, part in enumerate(parts) if part.isdigit()]
+    return [index for index, component in enumerate(parts) if component.isdigit()]
 
 
-def chosen(choice: Choice, paths: Sequence[str], what: str) -> list[bool]:
+def chosen(choice: Choice, paths: Sequence[str], name: str) -> list[bool]:
     """Return which paths are chosen, or raise naming all patterns that are for none.
 
     >>> chosen(["0.*", "head"], ['["0.weight"]', '["0.bias"]', '["head"]', '["1.weight"]'], "frozen")
@@ -103,11 +107,11 @@ def chosen(choice: Choice, paths: Sequence[str], what: str) -> list[bool]:
     patterns = [choice] if isinstance(choice, str) else [*(choice or ())]
     strange = [repr(pattern) for pattern in patterns if not isinstance(pattern, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
     if strange:
-        raise ValueError(f"{what}: {', '.join(strange)} is no path pattern. Give patterns, or a function of the path.")
+        raise ValueError(f"{name}: {', '.join(strange)} is no path pattern. Give patterns, or a function of the path.")
     idle = [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]
     if idle:
-        wrong = ", ".join(f'"{pattern}"' for pattern in idle)
-        raise ValueError(f"{what}: no leaf is for {wrong}. {listed(paths)}.")
+        unmatched = ", ".join(f'"{pattern}"' for pattern in idle)
+        raise ValueError(f"{name}: no leaf is for {unmatched}. {listed(paths)}.")
     return [any(matches(pattern, path) for pattern in patterns) for path in paths]
 
 

@@ -143,33 +143,35 @@ def train_step(
     if schedule is None:
         options.setdefault("reduce_once", getattr(opt, "stage", 0) < 2)
     gradient = gradient_of("train_step", loss_fn, mesh=mesh, batch=batch, schedule=schedule, **options)
-    how, compression = gradient.options, getattr(opt, "compression", None)
-    if compression is not None and how.slices is not None:
+    step_options, compression = gradient.options, getattr(opt, "compression", None)
+    if compression is not None and step_options.slices is not None:
         raise ValueError(
             "train_step: reproducible must be False with compress=, whose sums depend on the mesh; got True."
         )
-    if getattr(opt, "state_memory", "device") == "disk" and (not donate or how.slices is not None):
+    if getattr(opt, "state_memory", "device") == "disk" and (not donate or step_options.slices is not None):
         raise ValueError(
             "train_step: state on disk is written in place, so donate must be True and reproducible False; got "
-            f"donate={donate} and reproducible={how.slices is not None}. Write train_step(..., donate=True), or "
+            f"donate={donate} and reproducible={step_options.slices is not None}. Write train_step(..., donate=True), or "
             'state_memory="host".'
         )
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
-    if how.slices is not None:  # torch's fused kernels round differently where a shard ends; updates do without them
+    if (
+        step_options.slices is not None
+    ):  # torch's fused kernels round differently where a shard ends; updates do without them
         write = step_of(Optimizer(opt.init, opt.update))
 
-    def step(params: PyTree, state: PyTree, *given: PyTree) -> tuple[Any, ...]:
-        if len(given) != 1 + how.has_buffers:
-            takes = "params, state, buffers, batch" if how.has_buffers else "params, state, batch"
-            raise ValueError(f"train_step: a step takes ({takes}), {2 + len(given)} are given.")
-        buffers, batch = given if how.has_buffers else ((), *given)
+    def step(params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, ...]:
+        if len(inputs) != 1 + step_options.has_buffers:
+            takes = "params, state, buffers, batch" if step_options.has_buffers else "params, state, batch"
+            raise ValueError(f"train_step: a step takes ({takes}), {2 + len(inputs)} are given.")
+        buffers, batch = inputs if step_options.has_buffers else ((), *inputs)
         validate_run(mesh, "train_step", params=params, state=state, buffers=buffers, batch=batch)
         claim(state, "state")
         scale = float(opt.loss_scale(state)) if opt.loss_scale is not None else 1.0
         early = None if compression is None else compression.start(state, params)
         site = call_site()
         value, grads = gradient.run(params, buffers, batch, site, scale)
-        exact = how.slices is not None
+        exact = step_options.slices is not None
         with torch.no_grad(), deterministic(exact, mesh.device_type), exact_norms(exact), purpose(None, site):
             if not donate:
                 params, state = copied((params, state))
@@ -181,14 +183,19 @@ def train_step(
             norm = norm_of() / scale
         claim(params, "parameters")
         claim(state, "state")
-        return params, state, *((value.buffers,) if how.has_buffers else ()), _metrics(how, value, norm)
+        return (
+            params,
+            state,
+            *((value.buffers,) if step_options.has_buffers else ()),
+            _metrics(step_options, value, norm),
+        )
 
     warning = "torch.compile(step) has no effect. Compile the loss function: train_step(torch.compile(loss_fn), ...)."
-    made: Any = uncompiled(step, warning=warning)
-    made.init = opt.init  # for steps around this one: fs.comm.diloco
-    made.mesh, made.state_memory, made.update_on = mesh, *(getattr(opt, name, "device") for name in _OFFLOAD)
-    made.on_mesh = on_mesh
-    return made
+    wrapped: Any = uncompiled(step, warning=warning)
+    wrapped.init = opt.init  # for steps around this one: fs.comm.diloco
+    wrapped.mesh, wrapped.state_memory, wrapped.update_on = mesh, *(getattr(opt, name, "device") for name in _OFFLOAD)
+    wrapped.on_mesh = on_mesh
+    return wrapped
 
 
 def _step_on(loss_fn: Any, opt: Any, options: dict[str, Any], mesh: Mesh) -> Callable[..., Any]:
@@ -197,12 +204,12 @@ def _step_on(loss_fn: Any, opt: Any, options: dict[str, Any], mesh: Mesh) -> Cal
     return train_step(loss_fn, opt if partition is None else partition(mesh), mesh=mesh, **options)
 
 
-def _metrics(how: StepOptions, value: StepValue, norm: Tensor) -> Metrics:
+def _metrics(options: StepOptions, value: StepValue, norm: Tensor) -> Metrics:
     loss = value.loss
     finite = (norm + loss) * 0 == 0  # 0 times a non-finite number is nan
     metrics: Metrics = {"loss": loss, "grad_norm": norm.to(loss.dtype), "finite": finite}
     if value.samples is not None:
         metrics["samples"] = torch.tensor(value.samples)
-    if how.weight is not None:
+    if options.weight is not None:
         metrics["weight"] = torch.full((), value.weight, dtype=torch.float64, device=loss.device)
-    return {**metrics, "aux": value.aux} if how.has_aux else metrics
+    return {**metrics, "aux": value.aux} if options.has_aux else metrics

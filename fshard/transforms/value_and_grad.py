@@ -134,12 +134,12 @@ def grad(loss_fn: Any, **options: Any) -> Callable[..., PyTree]:
     tensor(1.5000)
     """
     both = value_and_grad(loss_fn, **options)
-    return lambda params, *given, scale=None: both(params, *given, scale=scale)[1]
+    return lambda params, *inputs, scale=None: both(params, *inputs, scale=scale)[1]
 
 
 def gradient_of(
     caller: str,
-    given: Any,
+    function: Any,
     *,
     mesh: Mesh,
     batch: PyTree,
@@ -149,11 +149,11 @@ def gradient_of(
     **options: Any,
 ) -> GradientFunction:
     """Return the gradient of a loss function, or of stages; raise in the caller's name if options are invalid."""
-    validate_scheduled(caller, given, schedule)
-    known = OF_LOSSES if schedule is None else OF_STAGES
-    if unknown := [name for name in options if name not in known]:
+    validate_scheduled(caller, function, schedule)
+    legal = OF_LOSSES if schedule is None else OF_STAGES
+    if illegal := [name for name in options if name not in legal]:
         when = "Without a schedule" if schedule is None else "With a schedule"
-        raise ValueError(f"{caller} has no option {', '.join(unknown)}. {when} it has: {', '.join(known)}.")
+        raise ValueError(f"{caller} has no option {', '.join(illegal)}. {when} it has: {', '.join(legal)}.")
     mesh = require_mesh(caller, mesh)
     if batch is None or isinstance(batch, str):
         raise TypeError(
@@ -167,19 +167,19 @@ def gradient_of(
             f"{caller}: local axes must not shard the batch; got {', '.join(both)}. Leave them out of one."
         )
     if schedule is None:
-        return unstaged(given, mesh=mesh, batch=batch, backward=backward, **options)
+        return unstaged(function, mesh=mesh, batch=batch, backward=backward, **options)
     from fshard.transforms.stages.staged import staged  # most programs have no stages
 
-    how: Any = {"mesh": mesh, "batch": batch, "schedule": schedule, "caller": caller}
-    return staged(given, backward=backward, in_place=in_place, **how, **options)
+    settings: Any = {"mesh": mesh, "batch": batch, "schedule": schedule, "caller": caller}
+    return staged(function, backward=backward, in_place=in_place, **settings, **options)
 
 
-def validate_scheduled(caller: str, given: Any, schedule: Schedule | None) -> None:
+def validate_scheduled(caller: str, function: Any, schedule: Schedule | None) -> None:
     """Raise if there are stages or a module without a schedule."""
-    if schedule is None and isinstance(given, Module) and not isinstance(given, ModuleList):
+    if schedule is None and isinstance(function, Module) and not isinstance(function, ModuleList):
         raise TypeError(
-            f"{caller}: loss_fn must be a function of (params, batch); got the module {type(given).__name__}. Write "
+            f"{caller}: loss_fn must be a function of (params, batch); got the module {type(function).__name__}. Write "
             "apply, params, buffers = fs.functionalize(module), and a loss function that calls apply."
         )
-    if schedule is None and isinstance(given, list | tuple | ModuleList):
+    if schedule is None and isinstance(function, list | tuple | ModuleList):
         raise ValueError(f"{caller} got a list of stages without a schedule. Give schedule=fs.pipeline_schedule(...).")

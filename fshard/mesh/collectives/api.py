@@ -310,12 +310,12 @@ def broadcast(tree: PyTree, axis: Axes, *, source: int = 0) -> CollectiveCall:
     return call("fs.broadcast", tree, axis, lambda x, group: Broadcast(source), equal="result")
 
 
-def check_index(what: str, role: str, index: int, group: Group) -> None:
+def check_index(caller: str, role: str, index: int, group: Group) -> None:
     """Raise unless `index` is an index along the group's axes."""
     if not _is_integer(index) or not 0 <= index < group.size:
         kind = ValueError if _is_integer(index) else TypeError
         along = "+".join(group.axes)
-        raise kind(f"{what}: {role} must be one of the indices 0..{group.size - 1} along {along}; got {index!r}.")
+        raise kind(f"{caller}: {role} must be one of the indices 0..{group.size - 1} along {along}; got {index!r}.")
 
 
 @uncompiled

@@ -68,7 +68,7 @@ class Move:
 
 def describe(move: Move) -> str:
     """Return the name and options of a move: psum, all_gather(dim=1)."""
-    values = {one.name: getattr(move, one.name) for one in fields(cast("Any", move))}
+    values = {option.name: getattr(move, option.name) for option in fields(cast("Any", move))}
     shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not False)
     return f"{move.name}({shown})" if shown and not isinstance(move, Extreme) else move.name
 
@@ -112,7 +112,7 @@ def _rows(x: Tensor, dim: int, n: int) -> Tensor:
 
 
 def _shard_shape(shape: torch.Size, dim: int, n: int) -> list[int]:
-    return [length // n if place == dim else length for place, length in enumerate(shape)]
+    return [length // n if axis == dim else length for axis, length in enumerate(shape)]
 
 
 def _concat_rows(rows: Tensor, shard: Sequence[int], dim: int, n: int) -> Tensor:
@@ -266,7 +266,7 @@ class Permute(Wired):
 
     def meaning(self, xs: list[Tensor]) -> list[Tensor]:
         source = {to: xs[origin] for origin, to in self.pairs}
-        return [source[place] if place in source else torch.zeros_like(x) for place, x in enumerate(xs)]
+        return [source[index] if index in source else torch.zeros_like(x) for index, x in enumerate(xs)]
 
     def transposed(self) -> Move:
         return Permute(tuple((to, origin) for origin, to in self.pairs))
@@ -383,11 +383,11 @@ UNEVEN = (
 )
 
 
-def named(what: str, purpose: Purpose) -> str:
+def named(name: str, purpose: Purpose) -> str:
     """Return a collective's name with its purpose, unless that is values: psum for tangents."""
-    return what if purpose == "values" else f"{what} for {purpose}"
+    return name if purpose == "values" else f"{name} for {purpose}"
 
 
-def uneven(mine: Purpose, others: Purpose) -> str:
+def uneven(purpose: Purpose, peer_purpose: Purpose) -> str:
     """Return the message for two calls with different purposes, empty if they have the same."""
-    return "" if mine == others else UNEVEN.format(mine, others)
+    return "" if purpose == peer_purpose else UNEVEN.format(purpose, peer_purpose)

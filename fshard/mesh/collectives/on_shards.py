@@ -22,9 +22,9 @@ from fshard.source import Site
 @lru_cache(maxsize=512)
 def _groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
     """Return the devices of each group along some axes."""
-    others = [axis for axis in mesh.axis_names if axis not in axes]
+    replicated = [axis for axis in mesh.axis_names if axis not in axes]
     devices = np.arange(mesh.size).reshape([size for _, size in mesh.axes])
-    order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
+    order = [mesh.axis_names.index(axis) for axis in (*replicated, *axes)]
     return devices.transpose(order).reshape(-1, int(np.prod([mesh.shape[axis] for axis in axes]))).tolist()
 
 
@@ -41,17 +41,17 @@ class OnShards(LinearMap):
         results: list[Any] = [None] * len(xs)
         counters = ambient.counters
         for devices in _groups(self.mesh, self.axes):
-            given, seen = [xs[device] for device in devices], set[int]()
+            members, ids = [xs[device] for device in devices], set[int]()
             if isinstance(self.move, Wired) and (ledgers := active()):
-                for index, (device, x) in enumerate(zip(devices, given, strict=True)):
+                for index, (device, x) in enumerate(zip(devices, members, strict=True)):
                     sent = self.move.sent(x.numel() * x.element_size(), index, len(devices))
                     for ledger in ledgers:
                         ledger.record(device, LedgerRow(self.move.name, self.axes, self.site), sent)
             with setting(counters=()) if counters else nullcontext():
-                ys = self.move.meaning(given)
+                ys = self.move.meaning(members)
             for device, y in zip(devices, ys, strict=True):
-                results[device] = y.detach() if id(y) in seen else y  # one autograd node per device
-                seen.add(id(y))
+                results[device] = y.detach() if id(y) in ids else y  # one autograd node per device
+                ids.add(id(y))
                 for counter in counters:
                     counter.claim(y, device)
         return tuple(results)

@@ -178,7 +178,7 @@ def _validate_call(plan: Callable[..., CollectiveCall], args: Sequence[object], 
 
 
 def call(
-    what: str,
+    caller: str,
     tree: PyTree,
     axis: Axes,
     move: Callable[[Tensor, Group], Move],
@@ -192,21 +192,21 @@ def call(
     `equal`: what must be equal on all devices, the argument's value or the result's gradient. Along axes where every
     value is varying (`Scope.own`) nothing must be; the result is then converted as by `pvary`.
     """
-    scope = require(what)
-    group, site = scope.called_group(axis, what), call_site()
-    leaves, structure = tensors_of(what, tree)
+    scope = require(caller)
+    group, site = scope.called_group(axis, caller), call_site()
+    leaves, structure = tensors_of(caller, tree)
     guard: Guard | Bound | None = None
     if equal is not None and not scope.own.isdisjoint(group.axes):
         varying = tuple(axis for axis in group.axes if axis in scope.own)
-        others = tuple(axis for axis in group.axes if axis not in scope.own)
+        checked_axes = tuple(axis for axis in group.axes if axis not in scope.own)
         if equal == "result":
-            guard = Bound(Pvary(), scope.group(varying, what), site)
-        elif others:
-            group = scope.group(others, what)
+            guard = Bound(Pvary(), scope.group(varying, caller), site)
+        elif checked_axes:
+            group = scope.group(checked_axes, caller)
         else:
             return CollectiveCall((LeafBatch(None, tuple(leaves), range(len(leaves))),), structure)
     elif equal is not None and scope.checked and scope.world.has_values:
-        guard = Guard(group, site, _BROKEN[equal].replace("{what}", what), forward=equal == "argument")
+        guard = Guard(group, site, _BROKEN[equal].replace("{what}", caller), forward=equal == "argument")
 
     xs, moves = list[Tensor](), list[Move]()
     for leaf in leaves:
@@ -215,7 +215,7 @@ def call(
             moves.append(move(xs[-1], group))
         except (TypeError, ValueError) as error:
             path = "" if structure is None else f"leaf {paths_of(structure)[len(moves)]}: "
-            raise type(error)(f"{what}: {path}{error}") from None
+            raise type(error)(f"{caller}: {path}{error}") from None
     last = None if after is None else lambda y: after(y, group)
     if structure is None:
         return CollectiveCall((LeafBatch(Bound(moves[0], group, site), tuple(xs), (0,)),), None, guard, last)
@@ -246,25 +246,25 @@ def batched(
         yield indices, tuple([xs[index] for index in indices]), site._replace(leaves=leaves)
 
 
-def tensors_of(what: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]:
+def tensors_of(caller: str, tree: PyTree) -> tuple[list[Tensor], Structure | None]:
     """Return the leaves of a tree, as plain tensors, and its structure, or raise for the first leaf that is no dense one."""
     if type(tree) is Tensor and is_dense(tree):
         return [tree], None
     leaves, structure = ([tree], None) if isinstance(tree, Tensor) else flatten(tree)
     if not all(isinstance(leaf, Tensor) and is_dense(leaf) for leaf in leaves):
-        _validate_dense(what, tree)
+        _validate_dense(caller, tree)
     plain = (Tensor, Parameter)  # not subclasses, such as lazy parameters
     return [leaf if type(leaf) in plain else leaf.view_as(leaf) for leaf in leaves], structure
 
 
-def _validate_dense(what: str, tree: PyTree) -> None:
+def _validate_dense(caller: str, tree: PyTree) -> None:
     """Raise for the first leaf that is no dense tensor, with its path."""
     for path, leaf in zip(*flatten_with_paths(tree)[:2], strict=True):
         name = f"leaf {path}" if path else "the argument"
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{what} takes tensors; {name} is {type(leaf).__name__}. Write torch.tensor(...) around numbers, and x.local "
+                f"{caller} takes tensors; {name} is {type(leaf).__name__}. Write torch.tensor(...) around numbers, and x.local "
                 "for the local shard of a Sharded."
             )
         if not is_dense(leaf):
-            raise LayoutError(f"{what} takes tensors; {name} is {no_dense(leaf)}.")
+            raise LayoutError(f"{caller} takes tensors; {name} is {no_dense(leaf)}.")

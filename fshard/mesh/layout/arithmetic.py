@@ -157,7 +157,7 @@ def _level_by_level(rows: Tensor, combine: Combine) -> Tensor:
     return rows[0].clone()
 
 
-def combined(xs: list[Tensor], combine: Combine, kept: Tensor | None, out: Tensor) -> Tensor:
+def combined(xs: list[Tensor], combine: Combine, buffer: Tensor | None, out: Tensor) -> Tensor:
     """Sum (or combine) two or more tensors in the fixed tree into `out`, in the memory of all but the one to keep."""
     wide = WIDER.get(out.dtype)
     is_exact = wide is None or (len(xs) == 2 and wide.is_floating_point and out.element_size() > 1)  # rounded once
@@ -165,5 +165,5 @@ def combined(xs: list[Tensor], combine: Combine, kept: Tensor | None, out: Tenso
         return out.copy_(tree_of(xs, combine))
     while len(xs) > 2:
         pairs = [(xs[i], xs[i + 1]) for i in range(0, len(xs) - 1, 2)]
-        xs = [combine(a, b, out=b if a is kept else a) for a, b in pairs] + xs[2 * len(pairs) :]
+        xs = [combine(a, b, out=b if a is buffer else a) for a, b in pairs] + xs[2 * len(pairs) :]
     return combine(xs[0], xs[1], out=out)

@@ -53,7 +53,7 @@ def to_dtensor(x: Sharded) -> DTensor:
 
 def _dense(shape: torch.Size, order: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a dense tensor whose dims are stored in this order, slowest first."""
-    return tuple(prod(shape[other] for other in order[order.index(dim) + 1 :]) for dim in range(len(shape)))
+    return tuple(prod(shape[minor] for minor in order[order.index(dim) + 1 :]) for dim in range(len(shape)))
 
 
 def from_dtensor(x: DTensor) -> Sharded:

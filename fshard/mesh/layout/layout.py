@@ -93,14 +93,14 @@ class Layout(CachedHash):
         """Number of ranges of a flat tensor."""
         return prod(self.mesh.shape[axis] for axis in self.spec.flat_axes or ())
 
-    def check(self, shape: Sequence[int], what: str = "the tensor") -> None:
+    def check(self, shape: Sequence[int], name: str = "the tensor") -> None:
         """Raise if a tensor of `shape` cannot have this layout, naming every uneven dim; parameters, with a unit, may be."""
         spec, shape = self.spec, tuple(shape)
         if spec.shape is not None and spec.shape != shape:
-            raise LayoutError(f"{what} has shape {shape}, but its spec {spec} was written for shape {spec.shape}.")
+            raise LayoutError(f"{name} has shape {shape}, but its spec {spec} was written for shape {spec.shape}.")
         if len(spec.entries) > len(shape):
             raise LayoutError(
-                f"{what} of shape {shape} has {len(shape)} dims, but {spec} has {len(spec.entries)} entries."
+                f"{name} of shape {shape} has {len(shape)} dims, but {spec} has {len(spec.entries)} entries."
             )
         errors: list[str] = []
         for dim, (length, axes) in enumerate(zip(shape, spec.dims(len(shape)), strict=True)):
@@ -115,7 +115,7 @@ class Layout(CachedHash):
                 )
         if errors:
             raise LayoutError(
-                f"{what} of shape {shape} cannot have the layout {spec}: {'; '.join(errors)}. Pad, or use P.flat."
+                f"{name} of shape {shape} cannot have the layout {spec}: {'; '.join(errors)}. Pad, or use P.flat."
             )
 
     def ranges(self, shape: Sequence[int], device: int) -> tuple[Range, ...]:

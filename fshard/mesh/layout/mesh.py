@@ -110,9 +110,9 @@ class Mesh(CachedHash):
     def check_axes(self, axes: Axes | Iterable[str], where: str) -> tuple[str, ...]:
         """Return `axes` as a tuple, or raise naming all that this mesh does not have."""
         names = as_axes(axes)
-        unknown = [name for name in names if name not in self.axis_names]
-        if unknown:
-            raise MeshError(f"{where}: {self} has no axis {_quote(unknown)}. Its axes are {_quote(self.axis_names)}.")
+        unbound = [name for name in names if name not in self.axis_names]
+        if unbound:
+            raise MeshError(f"{where}: {self} has no axis {_quote(unbound)}. Its axes are {_quote(self.axis_names)}.")
         return names
 
     def __getitem__(self, axes: Axes) -> Mesh:
@@ -153,14 +153,14 @@ def use_mesh(mesh: Mesh) -> Generator[Mesh]:
         yield mesh
 
 
-def require_mesh(what: str, mesh: object = None) -> Mesh:
+def require_mesh(caller: str, mesh: object = None) -> Mesh:
     """Return a mesh, by default that of `use_mesh`; raise if there is none."""
     mesh = ambient.mesh if mesh is None else mesh
     if isinstance(mesh, Mesh):
         return mesh
     hint = "" if mesh is not None else " Write mesh=, or call it in a block: with fs.use_mesh(mesh)."
     raise TypeError(
-        f'{what}: mesh must be a Mesh, such as fs.make_mesh({{"data": 4}}); got {type(mesh).__name__}.{hint}'
+        f'{caller}: mesh must be a Mesh, such as fs.make_mesh({{"data": 4}}); got {type(mesh).__name__}.{hint}'
     )
 
 

@@ -111,12 +111,12 @@ class Sharded(ArrayMethods):
         return f"Sharded {kinds[0] if kinds else typeof(self)} on {self.mesh}"
 
 
-def _validate_shards(what: str, shards: Sequence[Any]) -> None:
+def _validate_shards(caller: str, shards: Sequence[Any]) -> None:
     """Raise unless shards are dense tensors of one dtype."""
     dtypes = {x.dtype if isinstance(x, Tensor) and is_dense(x) else None for x in shards}
     if len(dtypes) > 1 or None in dtypes:
         kinds = {dtype_name(x.dtype) if isinstance(x, Tensor) and is_dense(x) else type(x).__name__ for x in shards}
-        raise LayoutError(f"{what} are not dense tensors of one dtype: {', '.join(sorted(kinds))}.")
+        raise LayoutError(f"{caller} are not dense tensors of one dtype: {', '.join(sorted(kinds))}.")
 
 
 def stack(x: Sharded, axes: Axes, mesh: Mesh | None = None) -> Sharded:

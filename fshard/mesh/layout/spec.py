@@ -258,14 +258,14 @@ def _shape(shape: object) -> tuple[int, ...] | None:
     raise TypeError(f"shape must be a tuple of integers; got {shape!r}.")
 
 
-def _coordinates(at: Coordinates | None) -> tuple[tuple[tuple[str, ...], int], ...]:
-    """Validate and sort `at`."""
-    if not isinstance(at, Mapping | None):
-        raise TypeError(f'at must map axes to coordinates, {{"pipe": 2}}; got {at!r}.')
-    for axes, index in (at or {}).items():
+def _coordinates(coordinates: Coordinates | None) -> tuple[tuple[tuple[str, ...], int], ...]:
+    """Validate and sort `coordinates`."""
+    if not isinstance(coordinates, Mapping | None):
+        raise TypeError(f'at must map axes to coordinates, {{"pipe": 2}}; got {coordinates!r}.')
+    for axes, index in (coordinates or {}).items():
         if not axes or not isinstance(index, int) or isinstance(index, bool) or index < 0:
             raise ValueError(f'at must map axes to coordinates, {{"pipe": 0}}; got {{{axes!r}: {index!r}}}.')
-    return tuple(sorted((as_axes(axes), index) for axes, index in (at or {}).items()))
+    return tuple(sorted((as_axes(axes), index) for axes, index in (coordinates or {}).items()))
 
 
 def _entry(entry: object) -> Axes | None:

@@ -83,7 +83,7 @@ def broadcast_prefix(prefix: PyTree, tree: PyTree, *, none_is_leaf: bool = False
 
 
 @contextmanager
-def collected(what: str) -> Generator[Callable[[str], Any]]:
+def collected(name: str) -> Generator[Callable[[str], Any]]:
     """Collect the errors of several leaves, and raise one with their paths."""
     errors: list[tuple[str, Exception]] = []
 
@@ -102,7 +102,7 @@ def collected(what: str) -> Generator[Callable[[str], Any]]:
             paths.setdefault(str(error), []).append(path)
         lines = [f"{', '.join(leaves)}: {text}" if any(leaves) else text for text, leaves in paths.items()]
         kind = kinds.pop() if len(kinds) == 1 else LayoutError if LayoutError in kinds else ValueError
-        raise kind(f"{what}: " + ("\n  " if len(lines) > 1 else "") + "\n  ".join(lines))
+        raise kind(f"{name}: " + ("\n  " if len(lines) > 1 else "") + "\n  ".join(lines))
 
 
 _torch_nodes: dict[Any, Any] = torch_trees.SUPPORTED_NODES
@@ -113,14 +113,14 @@ _leaves: set[type] = {Tensor, nn.Parameter, int, float, str}
 
 def learn(leaves: Iterable[Any], namespace: str) -> bool:
     """Register the node classes among the leaves; return True if there were any."""
-    unknown = {*map(type, leaves)} - _leaves
-    if not unknown:
+    unregistered = {*map(type, leaves)} - _leaves
+    if not unregistered:
         return False
     with _lock:
-        for kind in unknown - _leaves:
+        for kind in unregistered - _leaves:
             if (node := _node(kind)) is not None:
                 _o.register_pytree_node(kind, *node, namespace=namespace)
-        _leaves.update(unknown)
+        _leaves.update(unregistered)
     return True
 
 

@@ -121,21 +121,21 @@ def moves(x: Sharded, layout: Layout) -> bool:
 
 
 def _reshard_tree(
-    what: str, tree: PyTree, layouts: PyTree, as_array: Callable[[Any, Layout], Sharded | None]
+    caller: str, tree: PyTree, layouts: PyTree, as_array: Callable[[Any, Layout], Sharded | None]
 ) -> PyTree:
     """Reshard leaves, as arrays, by a prefix tree of layouts; `unit` and `frozen` are kept where the layout has none."""
     paths, leaves, structure = flatten_with_paths(tree, none_is_leaf=True)
     try:
         targets = broadcast_prefix(layouts, tree, none_is_leaf=True)
     except ValueError:
-        raise ValueError(f"{what}: the layouts {layouts!r} are no prefix of the tree {structure}.") from None
+        raise ValueError(f"{caller}: the layouts {layouts!r} are no prefix of the tree {structure}.") from None
     arrays: dict[int, tuple[Sharded, Layout]] = {}
-    with collected(what) as attempt:
+    with collected(caller) as attempt:
         for index, (path, leaf, to) in enumerate(zip(paths, leaves, targets, strict=True)):
             if to is None or leaf is None:
                 continue
             with attempt(path):
-                layout = Layout(require_mesh(what), to) if isinstance(to, P) else to
+                layout = Layout(require_mesh(caller), to) if isinstance(to, P) else to
                 if not isinstance(layout, Layout):
                     raise TypeError(f"a layout must be a Layout, fs.Layout(mesh, P(...)); got {type(layout).__name__}.")
                 if path and is_static(leaf, layout.spec):
@@ -198,7 +198,7 @@ def device_put(tree: PyTree, layout: PyTree) -> PyTree:
     pairs = zip(paths, leaves, flatten(result, none_is_leaf=True)[0], strict=True)
     tensors = [(path, x, y.mesh) for path, x, y in pairs if isinstance(x, Tensor) and isinstance(y, Sharded)]
     for mesh in dict.fromkeys([mesh for *_, mesh in tensors]):
-        compare_inputs("device_put", mesh, {path: (x,) for path, x, own in tensors if own == mesh})
+        compare_inputs("device_put", mesh, {path: (x,) for path, x, root in tensors if root == mesh})
     return result
 
 

@@ -111,11 +111,11 @@ class Supply(CachedHash):
             requests = _requests(self, int(row))
             if volume(requests.regions[index]):
                 gets |= {int(source): requests.served(index, number) for number, source in enumerate(rows[row])}
-        kept = elements(intersect(held, wanted), 0, int(volume(held)))
+        keeps = elements(intersect(held, wanted), 0, int(volume(held)))
         return Traffic(
             {to: self._boxes(self.before, boxes, index) for to, boxes in sends.items() if boxes},
             {source: self._boxes(self.after, boxes, index) for source, boxes in gets.items() if boxes},
-            [*zip(self._boxes(self.before, kept, index), self._boxes(self.after, kept, index), strict=True)],
+            [*zip(self._boxes(self.before, keeps, index), self._boxes(self.after, keeps, index), strict=True)],
         )
 
     def _boxes(self, spec: P, boxes: list[Numbers], index: int) -> list[Box]:

@@ -90,7 +90,9 @@ class SharedStep:
         self.kind, self.axes, self.at = step.kind, step.axes, step.at
         self.move: Move | None = step.move
         if isinstance(step.move, Parts):
-            self.move = Parts(tuple(leaf for one in steps if isinstance(one.move, Parts) for leaf in one.move.leaves))
+            self.move = Parts(
+                tuple(leaf for step in steps if isinstance(step.move, Parts) for leaf in step.move.leaves)
+            )
         self.is_slice = step.kind == "flat_slice" or isinstance(self.move, KeptRange)
         self._axes = tuple(dict.fromkeys(axis for step in steps for axis in step.after.sharded_axes))
         self._local_shapes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
@@ -160,27 +162,27 @@ def _shared_steps(
     """Return the shared steps of leaves with these dtypes, direct exchanges in rounds of about `at_once` bytes."""
     shared: dict[object, tuple[int, list[int]]] = {}
     bytes_before: dict[object, int] = {}
-    for turn in range(max([len(each.steps) for each in plans], default=0)):
+    for number in range(max([len(each.steps) for each in plans], default=0)):
         for index, dtype in enumerate(dtypes):
-            if turn >= len(plans[index].steps):
+            if number >= len(plans[index].steps):
                 continue
-            step = plans[index].steps[turn]
-            key: tuple[object, ...] = turn, step.kind, step.axes, step.at, dtype, step.move
+            step = plans[index].steps[number]
+            key: tuple[object, ...] = number, step.kind, step.axes, step.at, dtype, step.move
             if isinstance(step.move, Parts):
                 (supply,) = step.move.leaves
                 ends = *key[:-1], supply.before.at, supply.after.at
                 begin = bytes_before.get(ends, 0)
                 bytes_before[ends] = begin + supply.length * dtype.itemsize
                 key = *key[:-1], begin // at_once
-            shared.setdefault(key, (turn, []))[1].append(index)
+            shared.setdefault(key, (number, []))[1].append(index)
     return tuple(
         SharedStep(
             indices,
-            [plans[index].steps[turn] for index in indices],
+            [plans[index].steps[number] for index in indices],
             [plans[index].shape for index in indices],
-            is_last=all(turn + 1 == len(plans[index].steps) for index in indices),
+            is_last=all(number + 1 == len(plans[index].steps) for index in indices),
         )
-        for turn, indices in shared.values()
+        for number, indices in shared.values()
     )
 
 

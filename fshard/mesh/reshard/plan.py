@@ -72,9 +72,9 @@ def _normalized(spec: P, sizes: Mapping[str, int]) -> P:
     def large(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(axis for axis in names if sizes[axis] > 1)
 
-    at = {axis: index for axis, index in spec.coordinates(sizes).items() if sizes[axis] > 1}
+    coordinates = {axis: index for axis, index in spec.coordinates(sizes).items() if sizes[axis] > 1}
     dims = map(large, spec.dims(len(spec.entries)))
-    return P(*dims, flat=large(spec.flat_axes or ()), unreduced=large(spec.unreduced), at=at)
+    return P(*dims, flat=large(spec.flat_axes or ()), unreduced=large(spec.unreduced), at=coordinates)
 
 
 def _route(start: P, goal: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Step]:
@@ -156,8 +156,8 @@ class _Path:
             pairs = zip(self.shape, self.dims(start), strict=True)
             block = tuple(chunk(length, self.count(axes)) for length, axes in pairs)
             split = start.replace(flat=None).split_axes
-            rest = {axis: size for axis, size in self.sizes.items() if axis not in split}
-            steps = _route(start.replace(entries=()), goal.replace(entries=()), block, rest)
+            sizes = {axis: size for axis, size in self.sizes.items() if axis not in split}
+            steps = _route(start.replace(entries=()), goal.replace(entries=()), block, sizes)
             if self.is_even(start) or not any(step.kind == "direct" for step in steps):
                 self.steps += [replace(step, after=step.after.replace(entries=start.entries)) for step in steps]
                 self.spec = goal
@@ -257,9 +257,9 @@ class _Path:
             n = self.count(suffix)
             if not suffix:
                 continue
-            others = [other for other, more in enumerate(self._further(goal)) if more[: len(suffix)] == suffix]
-            if others:
-                split = others[0]
+            splits = [d for d, more in enumerate(self._further(goal)) if more[: len(suffix)] == suffix]
+            if splits:
+                split = splits[0]
                 entries = self._entries({dim: target, split: self.dims(self.spec)[split] + suffix})
                 self.step("all_to_all", AllToAll(split, dim), suffix, Fraction(n - 1, n) * self.local, entries=entries)
             elif {*suffix}.isdisjoint(goal.split_axes):

@@ -50,8 +50,8 @@ def _flat_regions(blocks: Numbers, parts: int, index: Numbers) -> Numbers:
     start, stop = np.minimum(index * each, total), np.minimum(index * each + each, total)
     regions = np.empty((len(blocks), 2 ** blocks.shape[1] - 1, blocks.shape[1], 2), np.int64)
     for block_shape in np.unique(lengths, axis=0):
-        same = (lengths == block_shape).all(1)
-        regions[same] = _boxes(start[same], stop[same], np.maximum(block_shape, 1).tolist())
+        is_shape = (lengths == block_shape).all(1)
+        regions[is_shape] = _boxes(start[is_shape], stop[is_shape], np.maximum(block_shape, 1).tolist())
     return _compact(regions) + blocks[:, None, :, :1]
 
 
@@ -114,7 +114,7 @@ def elements(region: Numbers, start: int, stop: int) -> list[Numbers]:
             boxes.append(box)
         elif first < last:
             parts = _boxes(np.array([first]), np.array([last]), lengths)[0]
-            boxes += [box[:, :1] + part for part in parts[volume(parts[:, None]) > 0]]
+            boxes += [box[:, :1] + sub_box for sub_box in parts[volume(parts[:, None]) > 0]]
         start, stop = start - size, stop - size
     return boxes
 

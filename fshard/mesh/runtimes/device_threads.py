@@ -100,10 +100,12 @@ class DeviceThreads:
             thread.name = name
         for device in range(len(self._threads), len(names)):
             self._batons.append(_locked())
-            self._threads.append(threading.Thread(target=self._live, args=(device,), name=names[device], daemon=True))
+            self._threads.append(
+                threading.Thread(target=self._run_tasks, args=(device,), name=names[device], daemon=True)
+            )
             self._threads[-1].start()
 
-    def _live(self, device: int) -> None:
+    def _run_tasks(self, device: int) -> None:
         while not self._is_ending:
             self.sleep(device)
             if self._work is not None:

@@ -205,8 +205,8 @@ def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     assert isinstance(move, Parts)
     tag, outgoing = call.tag, move.parcels(x, call.index)
     incoming = {source: _new((size,), x) for source, size in move.expected(x, call.index).items()}
-    works: list[Any] = [call.pg.recv([_bytes(part)], source, tag) for source, part in incoming.items()]
-    yield works + [call.pg.send([_bytes(part)], to, tag) for to, part in outgoing.items()]
+    works: list[Any] = [call.pg.recv([_bytes(buffer)], source, tag) for source, buffer in incoming.items()]
+    yield works + [call.pg.send([_bytes(buffer)], to, tag) for to, buffer in outgoing.items()]
     return move.unpacked(x, call.index, incoming)
 
 

@@ -92,18 +92,18 @@ def gather(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
 def scatter(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     """Reduce-scatter. (n, elements) -> (elements,)"""
-    given = _reducible(rows).contiguous()
-    result = torch.empty_like(given[0])
-    yield [_reduce_scatter(result, given.flatten(0, 1), group=call.pg, async_op=True)]
+    summands = _reducible(rows).contiguous()
+    result = torch.empty_like(summands[0])
+    yield [_reduce_scatter(result, summands.flatten(0, 1), group=call.pg, async_op=True)]
     return _restored(result, rows.dtype)
 
 
 def exchange(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
     """All-to-all: row i is sent to process i. (n, elements) -> (n, elements)"""
     result = torch.empty_like(rows)
-    given = rows.contiguous().view(-1)
+    flat = rows.contiguous().view(-1)
     yield [
-        dist.all_to_all_single(result.view(-1).view(torch.uint8), given.view(torch.uint8), group=call.pg, async_op=True)
+        dist.all_to_all_single(result.view(-1).view(torch.uint8), flat.view(torch.uint8), group=call.pg, async_op=True)
     ]
     return result
 
@@ -111,7 +111,7 @@ def exchange(call: GroupCall, rows: Tensor, move: Wired) -> Wire:
 def permute(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """(elements,) -> (elements,): along the pairs of the move, zeros where none ends."""
     assert isinstance(move, Permute)
-    result, given = torch.zeros_like(x), x.view(torch.uint8)
+    result, sent_bytes = torch.zeros_like(x), x.view(torch.uint8)
     messages: list[dist.P2POp] = []
     for source, to in move.pairs:
         if source == to == call.index:
@@ -119,7 +119,7 @@ def permute(call: GroupCall, x: Tensor, move: Wired) -> Wire:
         elif to == call.index:
             messages.append(dist.P2POp(dist.irecv, result.view(torch.uint8), group=call.pg, group_peer=source))
         elif source == call.index:
-            messages.append(dist.P2POp(dist.isend, given, group=call.pg, group_peer=to))
+            messages.append(dist.P2POp(dist.isend, sent_bytes, group=call.pg, group_peer=to))
     yield dist.batch_isend_irecv(messages) if messages else []
     return result
 
@@ -136,12 +136,12 @@ def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Exchange of unequal parts. (elements,) -> (elements,)"""
     assert isinstance(move, Parts)
     outgoing, sizes = move.parcels(x, call.index), move.expected(x, call.index)
-    given = torch.cat([outgoing[to] for to in sorted(outgoing)]) if outgoing else x[:0]
+    sent_buffer = torch.cat([outgoing[to] for to in sorted(outgoing)]) if outgoing else x[:0]
     result = x.new_empty(sum(sizes.values()))
     sent = [outgoing[to].nbytes if to in outgoing else 0 for to in range(call.n)]
-    got = [sizes.get(source, 0) * x.element_size() for source in range(call.n)]
-    buffers = result.view(torch.uint8), given.view(torch.uint8)
-    yield [dist.all_to_all_single(*buffers, got, sent, group=call.pg, async_op=True)]
+    received = [sizes.get(source, 0) * x.element_size() for source in range(call.n)]
+    buffers = result.view(torch.uint8), sent_buffer.view(torch.uint8)
+    yield [dist.all_to_all_single(*buffers, received, sent, group=call.pg, async_op=True)]
     arrived = result.split([sizes.get(source, 0) for source in range(call.n)])
     return move.unpacked(x, call.index, {source: arrived[source] for source in sizes})
 

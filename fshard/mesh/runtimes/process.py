@@ -234,9 +234,9 @@ class ProcessWorld:
         """Leave a group in which others may wait for this process."""
         self.has_failed = True
         if group.size > 1 and self.near(group.members):
-            known = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
+            is_reported = isinstance(error, MismatchError | LostProcessError | CollectiveTimeoutError)
             failed = f"process {self.rank} has failed: {type(error).__name__}: {error}"
-            self.transport(group).fail(error if known else MismatchError(failed))
+            self.transport(group).fail(error if is_reported else MismatchError(failed))
 
     def finish(self, waiting: bool) -> None:
         """End all calls; `waiting` for sent messages to arrive, and raising if some never will."""
@@ -354,7 +354,7 @@ def _split(likes: tuple[Tensor, ...], flat: Tensor) -> tuple[Tensor, ...]:
     if len(likes) == 1:
         return (flat.view(likes[0].shape),)
     parts = flat.split([like.numel() for like in likes])
-    return tuple([part.view(like.shape) for part, like in zip(parts, likes, strict=True)])
+    return tuple([x.view(like.shape) for x, like in zip(parts, likes, strict=True)])
 
 
 # -- joining and leaving ----------------------------------------------------------------------------------------
@@ -406,11 +406,11 @@ def _share_random_state(device_type: str) -> None:
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
     """Return torch's DeviceMesh for a mesh, made once; its groups are the ones that collectives use."""
-    found = _state["meshes"].get(mesh)
-    if found is None:
+    torch_mesh = _state["meshes"].get(mesh)
+    if torch_mesh is None:
         if mesh.parent is not None:
             root = type(mesh)(mesh.parent, mesh.runtime, mesh.device_type, None, mesh.ranks)
-            found = device_mesh(root)[mesh.axis_names]
+            torch_mesh = device_mesh(root)[mesh.axis_names]
         else:
             world, ranks = ProcessWorld.of(mesh), mesh.ranks or tuple(range(mesh.size))
             device = world.device(mesh)
@@ -419,17 +419,17 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
                 for size, stride in mesh.steps.values()
             ]
             grid = torch.tensor(ranks).reshape(tuple(mesh.shape.values()))
-            found = DeviceMesh.from_group(groups, mesh.device_type, grid, mesh_dim_names=mesh.axis_names)
-        use_groups(mesh, found)
-    return found
+            torch_mesh = DeviceMesh.from_group(groups, mesh.device_type, grid, mesh_dim_names=mesh.axis_names)
+        use_groups(mesh, torch_mesh)
+    return torch_mesh
 
 
-def use_groups(mesh: Mesh, known: DeviceMesh) -> None:
+def use_groups(mesh: Mesh, torch_mesh: DeviceMesh) -> None:
     """Use the groups of a DeviceMesh for the axes of a mesh."""
-    _state["meshes"][mesh] = known
+    _state["meshes"][mesh] = torch_mesh
     world = ProcessWorld.of(mesh)
     for axis in mesh.axis_names:
-        pg: Any = known.get_group(axis)
+        pg: Any = torch_mesh.get_group(axis)
         if isinstance(pg, dist.ProcessGroup) and not world.near(members := tuple(dist.get_process_group_ranks(pg))):
             world.add(members, pg)
             n = len(members)

@@ -34,16 +34,16 @@ class RowPlan(NamedTuple):
 @lru_cache(maxsize=1024)
 def row_plan(move: Wired, index: int, n: int) -> RowPlan:
     """Return the rows that the process at an index sends and gets in a move."""
-    others = [(index + step) % n for step in range(1, n)]
-    to_each = [(other, other) for other in others]
+    peers = [(index + step) % n for step in range(1, n)]
+    to_each = [(peer, peer) for peer in peers]
     if isinstance(move, Permute):
         sends = [(to, 0) for source, to in move.pairs if source == index != to]
         gets = [(source, 0) for source, to in move.pairs if to == index != source]
         return RowPlan(sends, gets, (0, 0) if (index, index) in move.pairs else None)
     if isinstance(move, Broadcast):
         if index == move.source:
-            return RowPlan([(other, 0) for other in others], [], (0, 0))
+            return RowPlan([(peer, 0) for peer in peers], [], (0, 0))
         return RowPlan([], [(move.source, 0)], None)
     if move.wire in ("scatter", "exchange"):
         return RowPlan(to_each, to_each, (index, index), n)
-    return RowPlan([(other, 0) for other in others], to_each, (0, index), n)
+    return RowPlan([(peer, 0) for peer in peers], to_each, (0, index), n)

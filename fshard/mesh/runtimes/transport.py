@@ -69,7 +69,7 @@ class Transport:
         work = Work(self, wire, call, unpack, verify)
         works.in_progress[work] = None
         try:
-            with work.turn, self.lock:
+            with work.advancing, self.lock:
                 work.needs = next(wire)
         except StopIteration as stopped:
             work.end(stopped.value)
@@ -180,7 +180,7 @@ class Work:
         self.is_done = False
         self._error: BaseException | None = None
         self._ended: Event | None = None
-        self.turn = Lock()  # held by the thread that advances the wire
+        self.advancing = Lock()  # held by the thread that advances the wire
         has_streams = transport.has_streams and torch.cuda.is_initialized()
         self._stream = torch.cuda.current_stream() if has_streams else None
 
@@ -201,7 +201,7 @@ class Work:
         if len(works.in_progress) > 1 or self._verify is not None:
             works.hand_over(self)
             self._verify_once()
-        with self.turn:
+        with self.advancing:
             if self._ended is None:
                 self._run()
         if self._ended is not None:
@@ -218,25 +218,25 @@ class Work:
             if verify is not None:
                 verify()
         except BaseException as error:
-            if self._error is None and not self.is_done and self.turn.acquire(blocking=False):
+            if self._error is None and not self.is_done and self.advancing.acquire(blocking=False):
                 try:
                     self.fail(error)
                 finally:
-                    self.turn.release()
+                    self.advancing.release()
             raise
 
     def hand_over(self) -> None:
         """Give it to its transport's helper, if that has one; unless a thread waits for it already."""
         helper = self._transport.helper(self.call)
-        if helper is not None and self.turn.acquire(blocking=False):
+        if helper is not None and self.advancing.acquire(blocking=False):
             try:
                 self._ended = self._ended or helper.submit(self._run_to_end)
             finally:
-                self.turn.release()
+                self.advancing.release()
 
     def _run_to_end(self) -> None:
         """Run it; an error is raised where it is waited for."""
-        with self.turn, suppress(BaseException):
+        with self.advancing, suppress(BaseException):
             self._run()
 
     def _run(self) -> None:
@@ -252,7 +252,7 @@ class Work:
 
     def try_step(self) -> bool:
         """Step if what it waits for is complete; return True if so. Errors are raised where it is waited for."""
-        if not self.turn.acquire(blocking=False):
+        if not self.advancing.acquire(blocking=False):
             return False
         try:
             if self.is_done or self._error is not None or not self._transport.is_ready(self.needs, self.call):
@@ -261,7 +261,7 @@ class Work:
                 self._step()
             return True
         finally:
-            self.turn.release()
+            self.advancing.release()
 
     def _step(self) -> None:
         """Run the wire to where it waits next, or to its end."""

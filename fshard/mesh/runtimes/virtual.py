@@ -59,11 +59,11 @@ class VirtualCall(NamedTuple):
     purpose: Purpose
     leaves: tuple[str, ...]
 
-    def at(self, site: Site) -> str:
+    def text_at(self, site: Site) -> str:
         """Describe the call of a device at a line."""
-        over = ", ".join(f'"{axis}"' for axis in self.axes)
-        what = f"{named(describe(self.move), self.purpose)} over {over} of {_describe_values(self.signature)}"
-        return f"{what}{site.given} at {site}"
+        axes = ", ".join(f'"{axis}"' for axis in self.axes)
+        text = f"{named(describe(self.move), self.purpose)} over {axes} of {_describe_values(self.signature)}"
+        return f"{text}{site.given} at {site}"
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class Arrival:
         return results
 
     def __str__(self) -> str:
-        return self.slot.call.at(self.slot.sites[self.index])
+        return self.slot.call.text_at(self.slot.sites[self.index])
 
 
 @dataclass(slots=True)
@@ -113,8 +113,8 @@ class Parcel:
 
     def __str__(self) -> str:
         source = self.world.name(self.route[0])
-        what = f"{named(_describe_values(_signature(self.likes)), self.purpose)}{self.site.given}"
-        return f"recv of {what} from {source} at {self.site}"
+        values = f"{named(_describe_values(_signature(self.likes)), self.purpose)}{self.site.given}"
+        return f"recv of {values} from {source} at {self.site}"
 
     def wait(self) -> tuple[Tensor, ...]:
         """Park until the message is there, and open it."""
@@ -141,8 +141,8 @@ class VirtualMessage(NamedTuple):
     site: Site
 
     def __str__(self) -> str:
-        what = named(_describe_values(_signature(self.tensors)), self.purpose)
-        return f"{what}{self.site.given} sent by {self.sender} at {self.site}"
+        values = named(_describe_values(_signature(self.tensors)), self.purpose)
+        return f"{values}{self.site.given} sent by {self.sender} at {self.site}"
 
 
 class VirtualWorld(OneProcessWorld):
@@ -162,7 +162,7 @@ class VirtualWorld(OneProcessWorld):
         self._random: list[Tensor] = []
         self._failure: tuple[int, BaseException] | None = None
         self._stopping = False
-        self._over = False
+        self._is_over = False
 
     # -- the run ------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class VirtualWorld(OneProcessWorld):
         self._random = [before if random is None else random] * self.mesh.size
         threads = self._threads = DeviceThreads.idle() if keep else DeviceThreads()
 
-        def live(device: int) -> None:
+        def run_device(device: int) -> None:
             try:
                 if not self._stopping:
                     set_random_state(kind, self._random[device])
@@ -203,9 +203,9 @@ class VirtualWorld(OneProcessWorld):
 
         try:
             with process_wide_state:
-                threads.run(device_names(self.mesh), live, stop=self._stop, keep=keep)
+                threads.run(device_names(self.mesh), run_device, stop=self._stop, keep=keep)
         finally:
-            self._over = True
+            self._is_over = True
         set_random_state(kind, self._random[0] if random is None else before)
         if self._failure is not None:
             self._raise(*self._failure)
@@ -231,7 +231,7 @@ class VirtualWorld(OneProcessWorld):
         except Exception as error:
             self._raise(0, error)
         finally:
-            self._over = True
+            self._is_over = True
             if before is not None:
                 set_random_state(self.mesh.device_type, before)
         self._check_nothing_left()
@@ -295,7 +295,7 @@ class VirtualWorld(OneProcessWorld):
         scope = here()
         if scope is not None and isinstance(scope.world, VirtualWorld):
             return scope.world
-        if self._over:  # but for that, autograd changes threads in deeply nested checkpoints; the baton stays
+        if self._is_over:  # but for that, autograd changes threads in deeply nested checkpoints; the baton stays
             raise ScopeError(
                 "A collective of a virtual mesh was differentiated outside the function that called it. Take the "
                 "gradient inside, or pass the tensors through shard_map's arguments and results."
@@ -328,12 +328,12 @@ class VirtualWorld(OneProcessWorld):
         return Arrival(self, slot, index, group.device)
 
     def _raise_mismatch(self, slot: CollectiveSlot, call: VirtualCall, group: Group, site: Site) -> NoReturn:
-        lines = [(group.member(index), slot.call.at(slot.sites[index])) for index in slot.values]
-        lines.append((group.device, call.at(site)))
+        lines = [(group.member(index), slot.call.text_at(slot.sites[index])) for index in slot.values]
+        lines.append((group.device, call.text_at(site)))
         hint = " Only the lines differ: if that is meant, check=False." if call == slot.call else ""
         raise MismatchError(
             f"The devices of one group of {self.mesh} met in one collective with different calls.\n"
-            + _table([(self.name(device), what) for device, what in sorted(lines)])
+            + _table([(self.name(device), text) for device, text in sorted(lines)])
             + "\nEvery device of a group must call the same collectives in the same order, on equal shapes, dtypes and trees."
             + hint
             + uneven(call.purpose, slot.call.purpose)
@@ -361,15 +361,15 @@ class VirtualWorld(OneProcessWorld):
         return Parcel(self, route, route[1], likes, site, purpose)
 
     def _check_nothing_left(self) -> None:
-        begun = [slot for slots in self._slots.values() for slot in slots]
-        if begun:
-            lines = [slot.call.at(site) for slot in begun for site in slot.sites.values()]
+        incomplete = [slot for slots in self._slots.values() for slot in slots]
+        if incomplete:
+            lines = [slot.call.text_at(site) for slot in incomplete for site in slot.sites.values()]
             raise MismatchError(
                 "Collectives were started, but not by all devices of their group:\n  " + "\n  ".join(sorted(set(lines)))
             )
-        lost = [str(message) for box in self.mail.values() for message in box]
-        if lost:
-            raise MismatchError("Messages were sent but never received:\n  " + "\n  ".join(lost))
+        unreceived = [str(message) for box in self.mail.values() for message in box]
+        if unreceived:
+            raise MismatchError("Messages were sent but never received:\n  " + "\n  ".join(unreceived))
 
     # -- words --------------------------------------------------------------------------------------------------
 
@@ -381,8 +381,8 @@ class VirtualWorld(OneProcessWorld):
 @lru_cache(maxsize=64)
 def device_names(mesh: Mesh) -> list[str]:
     """Return each device's coordinates in words: `device (data=0, model=1)`."""
-    places = (mesh.coordinates(device).items() for device in range(mesh.size))
-    return ["device (" + ", ".join(f"{axis}={place}" for axis, place in each) + ")" for each in places]
+    coordinates = (mesh.coordinates(device).items() for device in range(mesh.size))
+    return ["device (" + ", ".join(f"{axis}={coordinate}" for axis, coordinate in each) + ")" for each in coordinates]
 
 
 def _sentence(status: Arrival | Parcel | str) -> str:
@@ -392,12 +392,12 @@ def _sentence(status: Arrival | Parcel | str) -> str:
 def _table(lines: list[tuple[str, str]]) -> str:
     """Write a line per device; equal consecutive lines are merged, first to last."""
     merged: list[tuple[str, str, str]] = []
-    for name, what in lines:
-        if merged and merged[-1][2] == what:
-            merged[-1] = (merged[-1][0], name, what)
+    for name, text in lines:
+        if merged and merged[-1][2] == text:
+            merged[-1] = (merged[-1][0], name, text)
         else:
-            merged.append((name, name, what))
-    return "\n".join(f"  {first if first == last else f'{first} to {last}'}: {what}" for first, last, what in merged)
+            merged.append((name, name, text))
+    return "\n".join(f"  {first if first == last else f'{first} to {last}'}: {text}" for first, last, text in merged)
 
 
 def _signature(xs: tuple[Tensor, ...]) -> Signature:
@@ -412,20 +412,20 @@ def _meaning(slot: CollectiveSlot) -> list[tuple[Tensor, ...]]:
     """Compute the results of every device, in tensors that share no memory with any argument."""
     columns: list[list[Tensor]] = []
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # autograd sees a different view
-        for place in range(len(slot.call.signature)):
-            given = [slot.values[index][place] for index in range(slot.n)]
-            columns.append(_independent(slot.call.move.meaning(given), given))
+        for number in range(len(slot.call.signature)):
+            arguments = [slot.values[index][number] for index in range(slot.n)]
+            columns.append(_independent(slot.call.move.meaning(arguments), arguments))
     return list(zip(*columns, strict=True))
 
 
-def _independent(results: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+def _independent(results: list[Tensor], arguments: list[Tensor]) -> list[Tensor]:
     """Copy results that occur twice or are arguments: lazily on the CPU, until one of the two is written to."""
-    seen = {id(x) for x in given}
-    own: list[Tensor] = []
+    ids = {id(x) for x in arguments}
+    copies: list[Tensor] = []
     for result in results:
-        if id(result) in seen:
-            own.append(result.clone())
+        if id(result) in ids:
+            copies.append(result.clone())
         else:
-            own.append(result)
-            seen.add(id(result))
-    return own
+            copies.append(result)
+            ids.add(id(result))
+    return copies

@@ -53,14 +53,14 @@ class Meeting:
     """A started collective and its key in the store, until the entire group is seen to have started the same."""
 
     group: str
-    place: str
+    prefix: str
     ranks: tuple[int, ...]
     text: str
 
     @property
     def keys(self) -> list[str]:
         """Where each process of the group writes its call."""
-        return [f"{self.place}/{rank}" for rank in self.ranks]
+        return [f"{self.prefix}/{rank}" for rank in self.ranks]
 
 
 class Watch:
@@ -73,7 +73,7 @@ class Watch:
         self._counts: dict[str, int] = defaultdict(int)
         self._open: dict[Meeting, None] = {}
         self._parted: dict[str, MismatchError] = {}
-        self._turn = 0
+        self._count = 0
         self._publish_state("runs", [], "")
 
     # -- collectives --------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Watch:
             raise self._parted[name]
         text = f"{call} at {site}"
         meeting = Meeting(name, f"call/{name}/{self._next(name)}", group.members, text)
-        self.store.set(f"{meeting.place}/{self.rank}", _row(call, site, purpose))
+        self.store.set(f"{meeting.prefix}/{self.rank}", _row(call, site, purpose))
         self._open[meeting] = None
         return meeting
 
@@ -94,8 +94,8 @@ class Watch:
         self._wait(meeting.keys, meeting.ranks, meeting.text)
         self._compare(meeting)
         del self._open[meeting]
-        if self.store.add(f"{meeting.place}/seen", 1) == len(meeting.ranks):
-            for key in [*meeting.keys, f"{meeting.place}/seen"]:
+        if self.store.add(f"{meeting.prefix}/seen", 1) == len(meeting.ranks):
+            for key in [*meeting.keys, f"{meeting.prefix}/seen"]:
                 self.store.delete_key(key)
 
     def _compare(self, meeting: Meeting) -> None:
@@ -113,15 +113,15 @@ class Watch:
 
     def expect(self, call: CallInfo, source: int) -> None:
         """Wait until the message has been sent, and raise unless it is the one expected."""
-        sender, what = call.group.members[source], call.signature
+        sender, signature = call.group.members[source], call.signature
         route = f"{sender}>{self.rank}"
         key = f"sent/{route}/{self._next(route)}"
-        self._wait([key], [sender], f"recv of {what} from process {sender} at {call.site}")
+        self._wait([key], [sender], f"recv of {signature} from process {sender} at {call.site}")
         message = json.loads(self.store.get(key))
         self.store.delete_key(key)
-        if message["call"] != what:
+        if message["call"] != signature:
             raise MismatchError(
-                f"process {self.rank} expects {what} at {call.site}, but received {message['call']}, sent by process "
+                f"process {self.rank} expects {signature} at {call.site}, but received {message['call']}, sent by process "
                 f"{sender} at {message['site']}.{uneven(call.purpose, message['for'])}"
             )
 
@@ -143,9 +143,9 @@ class Watch:
         self._counts[name] += 1
         return self._counts[name] - 1
 
-    def _publish_state(self, what: str, keys: list[str], text: str) -> None:
-        self._turn += 1
-        state = {"what": what, "keys": keys, "text": text, "turn": self._turn}
+    def _publish_state(self, action: str, keys: list[str], text: str) -> None:
+        self._count += 1
+        state = {"what": action, "keys": keys, "text": text, "turn": self._count}
         self.store.set(f"state/{self.rank}", json.dumps(state))
 
     def _wait(self, keys: list[str], ranks: Sequence[int], text: str) -> None:
@@ -169,22 +169,22 @@ class Watch:
 
     def _give_up(self, ranks: Sequence[int], text: str, *, late: bool) -> None:
         """Raise if one of these processes has gone without a word, or if it is too late."""
-        lost = [rank for rank in ranks if rank != self.rank and self._gone(rank)]
-        if not lost and not late:
+        gone_ranks = [rank for rank in ranks if rank != self.rank and self._gone(rank)]
+        if not gone_ranks and not late:
             return
         states = self._states()
-        lost = [rank for rank in lost if states[rank]["what"] != "has finished"]
-        if lost:
+        gone_ranks = [rank for rank in gone_ranks if states[rank]["what"] != "has finished"]
+        if gone_ranks:
             raise LostProcessError(
-                f"{text} cannot end: process {lost[0]} has failed or ended. Its own error is the one to look for."
+                f"{text} cannot end: process {gone_ranks[0]} has failed or ended. Its own error is the one to look for."
             )
         if late:
             raise CollectiveTimeoutError(f"{text} did not end within {self._timeout:g} s.\n{_table(states)}")
 
     def _states(self) -> list[dict[str, Any]]:
         keys = [f"state/{rank}" for rank in range(self.size)]
-        unknown = {"what": "runs", "keys": [], "text": ""}
-        return [json.loads(self.store.get(key)) if self.store.check([key]) else unknown for key in keys]
+        initial = {"what": "runs", "keys": [], "text": ""}
+        return [json.loads(self.store.get(key)) if self.store.check([key]) else initial for key in keys]
 
     def _look(self) -> None:
         """Raise if no process can continue."""
@@ -208,11 +208,11 @@ def open_store() -> Any:
 
 def compare_failed(call: CallInfo) -> None:
     """Publish a call that failed over a group of torch.distributed; raise if others failed in a different one."""
-    place, ranks = call.meeting
-    keys = [f"failed/{place}/{rank}" for rank in ranks]
+    prefix, ranks = call.meeting
+    keys = [f"failed/{prefix}/{rank}" for rank in ranks]
     with contextlib.suppress(dist.DistError, ValueError):  # the process with the store has failed; this one has left
         store = open_store()
-        store.set(f"failed/{place}/{dist.get_rank()}", _row(call.signature, call.site, call.purpose))
+        store.set(f"failed/{prefix}/{dist.get_rank()}", _row(call.signature, call.site, call.purpose))
         until = time.monotonic() + 1
         while not store.check(keys) and time.monotonic() < until:  # another process may not have failed
             time.sleep(PAUSE)

@@ -32,28 +32,28 @@ def meet(timeout: timedelta) -> Peers:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         table = _all_gather([_machine() if libc is not None else 0, os.getpid(), int(token), token.data_ptr()])
         names = [f"\0fshard-{pid}-{secret}" for _, pid, secret, _ in table]
-        near = [other for other, row in enumerate(table) if row[0] == table[rank][0] != 0]
-        if near:
+        local_ranks = [peer for peer, row in enumerate(table) if row[0] == table[rank][0] != 0]
+        if local_ranks:
             listener.bind(names[rank])
-            listener.listen(len(near))
+            listener.listen(len(local_ranks))
             listener.settimeout(timeout.total_seconds())
-        able = len(near) > 1 and _readable(libc, table[near[near.index(rank) - 1]])
+        able = len(local_ranks) > 1 and _readable(libc, table[local_ranks[local_ranks.index(rank) - 1]])
         verdicts = _all_gather([able])  # from now on, all listen
-        if not near or not all(verdicts[other][0] for other in near):
+        if not local_ranks or not all(verdicts[peer][0] for peer in local_ranks):
             return Peers({}, timeout)
         ends: dict[int, socket.socket] = {}
-        for other in near:
-            if other > rank:
-                ends[table[other][1]] = end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                end.connect(names[other])
-        awaited = {table[other][1] for other in near if other < rank}
+        for peer in local_ranks:
+            if peer > rank:
+                ends[table[peer][1]] = end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                end.connect(names[peer])
+        awaited = {table[peer][1] for peer in local_ranks if peer < rank}
         while awaited:
             end, _ = listener.accept()
             pid, _, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if pid in awaited:  # any process may connect
                 awaited.remove(pid)
                 ends[pid] = end
-    peers = {other: Peer(other, table[other][1], ends[table[other][1]], libc) for other in near if other != rank}
+    peers = {peer: Peer(peer, table[peer][1], ends[table[peer][1]], libc) for peer in local_ranks if peer != rank}
     return Peers(peers, timeout, libc)
 
 

@@ -93,7 +93,7 @@ class Peer:
             count = self._libc.process_vm_readv(self.pid, *vectors, 0) if source[1] else 0
             if count < 0 or (source[1] and not count):
                 raise self._unreadable(ctypes.get_errno())
-            address, spans = address + count, _rest(spans, count) if count < source[1] else spans[MAX_SPANS:]
+            address, spans = address + count, _without_first(spans, count) if count < source[1] else spans[MAX_SPANS:]
         if self.incoming.is_closed:
             raise self.lost()
 
@@ -125,15 +125,15 @@ class Peer:
         return RuntimeError(f"Connection closed by process {self.rank}")
 
 
-def _rest(spans: Sequence[Span], count: int) -> list[Span]:
+def _without_first(spans: Sequence[Span], count: int) -> list[Span]:
     """Return spans without their first bytes: the system reads at most 2 GB in one call."""
-    rest = list[Span]()
+    remaining = list[Span]()
     for address, size in spans:
         skipped = min(count, size)
         count -= skipped
         if size > skipped:
-            rest.append((address + skipped, size - skipped))
-    return rest
+            remaining.append((address + skipped, size - skipped))
+    return remaining
 
 
 Need = tuple[Peer, int]
@@ -172,9 +172,9 @@ class Peers:
                     glances -= 1
                     os.sched_yield()
                     continue
-                now = time.monotonic()
-                until = until or now + self.timeout
-                if now > until:
+                clock = time.monotonic()
+                until = until or clock + self.timeout
+                if clock > until:
                     raise RuntimeError(f"Timed out waiting for process {peer.rank}")
                 self._sleep(MAX_SLEEP)
 

@@ -57,7 +57,7 @@ class SharedMemory(Transport):
         super().__init__(works, members.index(rank), len(members))
         self._all, self.lock = peers, peers.lock
         self.peers = {index: peers.by_rank[member] for index, member in enumerate(members) if member != rank}
-        self.others = [(self.index + step) % self.n for step in range(1, self.n)]
+        self.neighbours = [(self.index + step) % self.n for step in range(1, self.n)]
         self._group = zlib.crc32(repr(members).encode()) << 32
         self._calls = cycle(range(1 << 28))
         self._messages: dict[tuple[int, bool], Iterator[int]] = defaultdict(lambda: cycle(range(0, 1 << 31, 8)))
@@ -114,11 +114,11 @@ class Exchange:
     The key of a message is the group, the number of the call, its kind (collective or message) and its round.
     """
 
-    __slots__ = ("_call", "_key", "index", "n", "others", "transport")
+    __slots__ = ("_call", "_key", "index", "n", "neighbours", "transport")
 
     def __init__(self, transport: SharedMemory, key: int, call: CallInfo) -> None:
         self.transport, self._key, self._call = transport, key, call
-        self.index, self.n, self.others = transport.index, transport.n, transport.others
+        self.index, self.n, self.neighbours = transport.index, transport.n, transport.neighbours
 
     def offer(self, to: int, address: int, size: int, round: int = 0, inside: bool | None = None) -> None:
         """Offer memory to a process; it must stay until it has been read, unless the message has it inside."""
@@ -245,13 +245,13 @@ def _reduce(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     sums = [[total[range] for range in each] for total, each in zip(totals, ranges, strict=True)]
     local = [rows[exchange.index] for rows in sums]
     yield from _sum(exchange, shards, combining(move), local, confirms=False)
-    for other in exchange.others:
-        exchange.offer_rows(other, local, round=1)
-    yield exchange.needs(exchange.others, round=1)  # these are offered after all of the first round has been read
-    for other in exchange.others:
-        exchange.get_rows(other, [rows[other] for rows in sums], round=1)
+    for peer in exchange.neighbours:
+        exchange.offer_rows(peer, local, round=1)
+    yield exchange.needs(exchange.neighbours, round=1)  # these are offered after all of the first round has been read
+    for peer in exchange.neighbours:
+        exchange.get_rows(peer, [rows[peer] for rows in sums], round=1)
     if _are_offered_by_address(local):
-        yield from exchange.confirmed(exchange.others)
+        yield from exchange.confirmed(exchange.neighbours)
     return _in_order(xs, totals)
 
 
@@ -280,15 +280,15 @@ def _sum(
 
     Then wait until the others have read, unless `confirms` is False.
     """
-    n, index, others = exchange.n, exchange.index, exchange.others
-    for other in others:
-        exchange.offer_rows(other, [rows[other] for rows in columns])
+    n, index, peers = exchange.n, exchange.index, exchange.neighbours
+    for peer in peers:
+        exchange.offer_rows(peer, [rows[peer] for rows in columns])
     local_rows = [rows[index] for rows in columns]
     sizes = [row.nbytes for row in local_rows]
-    yield exchange.needs(others)
-    offers = {other: exchange.take_rows(other, sizes) for other in others}
+    yield exchange.needs(peers)
+    offers = {peer: exchange.take_rows(peer, sizes) for peer in peers}
     item, largest = local_rows[0].element_size(), min(CHUNK, max(sizes))
-    scratch = [empty((largest // item,), local_rows[0].dtype) for _ in others]
+    scratch = [empty((largest // item,), local_rows[0].dtype) for _ in peers]
     chunks = [
         (column, begin, min(CHUNK, size - begin))
         for column, size in enumerate(sizes)
@@ -300,14 +300,14 @@ def _sum(
         if size < sizes[column] or size < largest:
             elements = slice(begin // item, (begin + size) // item)
             chunk, total, rows = chunk[elements], total[elements], [row[: size // item] for row in scratch]
-        for other, row in zip(others, rows, strict=True):
-            exchange.copy(other, offers[other][column], [(row.data_ptr(), size)], begin)
+        for peer, row in zip(peers, rows, strict=True):
+            exchange.copy(peer, offers[peer][column], [(row.data_ptr(), size)], begin)
             if confirms and number == len(chunks):
-                exchange.confirm(other)
+                exchange.confirm(peer)
         summands = [chunk, *rows]  # of this process, of the next one, ...
         combined(summands[n - index :] + summands[: n - index], combine, chunk, total)
     if confirms:
-        yield from exchange.confirmed(others)
+        yield from exchange.confirmed(peers)
 
 
 def _are_offered_by_address(rows: Sequence[Tensor]) -> bool:
@@ -320,14 +320,14 @@ def _parts(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     x = joined(xs)
     outgoing = move.parcels(x, exchange.index)
     incoming = {source: empty((size,), x.dtype) for source, size in move.expected(x, exchange.index).items()}
-    for to, part in outgoing.items():
-        exchange.offer(to, part.data_ptr(), part.nbytes)
+    for to, shard in outgoing.items():
+        exchange.offer(to, shard.data_ptr(), shard.nbytes)
     if incoming:
         yield exchange.needs([*incoming])
-    for source, part in incoming.items():
-        exchange.get(source, [(part.data_ptr(), part.nbytes)])
+    for source, shard in incoming.items():
+        exchange.get(source, [(shard.data_ptr(), shard.nbytes)])
     result = move.unpacked(x, exchange.index, incoming)
-    yield from exchange.confirmed([to for to, part in outgoing.items() if part.nbytes > INLINE])
+    yield from exchange.confirmed([to for to, shard in outgoing.items() if shard.nbytes > INLINE])
     return result
 
 

@@ -198,10 +198,10 @@ class CallPlans:
         gradient_text = f"{subject} {UNEQUAL_ARGUMENT_GRADIENT.format(path=path)}"
         return PlannedTensor(index, path, shape, layout, unnamed(self.mapped, layout.spec), value_text, gradient_text)
 
-    def _layout_of(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, what: str) -> Layout:
+    def _layout_of(self, mesh: Mesh, value: Tensor | Sharded, spec: Any, role: str) -> Layout:
         """Return the layout of a tensor with this spec, or raise."""
         if not isinstance(spec, P):
-            raise TypeError(f"is a tensor, but its {what} is None. Give P() for one that is the same on all devices.")
+            raise TypeError(f"is a tensor, but its {role} is None. Give P() for one that is the same on all devices.")
         if isinstance(value, Tensor) and not is_dense(value):
             raise LayoutError(f"{no_dense(value)}.")
         return self._layout(mesh, spec)
@@ -250,13 +250,13 @@ class CallPlans:
         )  # fmt: skip
 
 
-def _validate_specs(what: str, specs: PyTree) -> PyTree:
+def _validate_specs(caller: str, specs: PyTree) -> PyTree:
     """Return a tree of Ps and Nones, with the specs of its Layouts; raise if it has other leaves."""
     paths, leaves, structure = flatten_with_paths(specs, none_is_leaf=True)
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, P | Layout | None):
             hint = f" Write P({leaf!r})." if isinstance(leaf, str) else ""
-            raise TypeError(f"{what}{path} must be a P, a Layout or None; got {leaf!r}.{hint}")
+            raise TypeError(f"{caller}{path} must be a P, a Layout or None; got {leaf!r}.{hint}")
     return unflatten(structure, [leaf.spec if isinstance(leaf, Layout) else leaf for leaf in leaves])
 
 

@@ -39,13 +39,13 @@ def validate_captured(mesh: Mesh, inputs: list[Tensors], outputs: list[Tensors])
 
 def _leaves_of(ys: Tensors) -> Iterator[Tensor]:
     """Yield the leaves that require grad in the graph of some tensors."""
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     nodes = [y.grad_fn for y in ys if y.grad_fn is not None]
     yield from (y for y in ys if y.grad_fn is None and y.requires_grad)
     while nodes:
         node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
+        if node not in visited:
+            visited.add(node)
             variable = getattr(node, "variable", None)
             if variable is not None:
                 yield variable
@@ -58,13 +58,13 @@ class RefuseTransformed(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given: Any = (args, kwargs or {})
-        lost = [x for x in flatten_shards(given)[0] if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)]
-        if lost and not transformed() and any(isinstance(x, Tensor) for x in flatten_shards(found)[0]):
+        result = func(*args, **(kwargs or {}))
+        arguments: Any = (args, kwargs or {})
+        lifted = [x for x in flatten_shards(arguments)[0] if isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)]
+        if lifted and not transformed() and any(isinstance(x, Tensor) for x in flatten_shards(result)[0]):
             raise LayoutError(
-                f"The function uses a tensor from outside (shape {tuple(lost[0].shape)}, {lost[0].dtype}) that a transform of "
-                "torch.func looks at and that is not one of its arguments, so its derivative would be lost. Pass it as an "
+                f"The function uses a tensor from outside (shape {tuple(lifted[0].shape)}, {lifted[0].dtype}) that a transform "
+                "of torch.func looks at and that is not one of its arguments, so its derivative would be lost. Pass it as an "
                 "argument with a spec, or detach it."
             )
-        return found
+        return result

@@ -59,9 +59,9 @@ class Guard(LinearMap):
             verdicts = gather_all(torch.tensor(equal, device=xs[0].device), self.group, self.site)
             for index, verdict in enumerate(verdicts.T):
                 if not bool(verdict.all()):
-                    which = f" (tensor {index} of {len(xs)})" if len(xs) > 1 else ""
+                    position = f" (tensor {index} of {len(xs)})" if len(xs) > 1 else ""
                     raise PromiseError(
-                        _complaint(self.broken, self.group.axes, f"{self.site}{which}", verdict.tolist())
+                        _complaint(self.broken, self.group.axes, f"{self.site}{position}", verdict.tolist())
                     )
         return xs
 

@@ -57,11 +57,11 @@ def compare_inputs(call: str, mesh: Mesh, tensors: Mapping[str, Tensors], axes: 
 
     def on_device(device: int) -> None:
         group = require(call).group(axes, call)
-        own = torch.tensor([digest(xs[devices.index(device)]) for xs in tensors.values()])
-        first, *others = gather_all(own, group, site).tolist()
-        paths = [path or "the tensor" for path, *row in zip(tensors, first, *others, strict=True) if len({*row}) > 1]
+        digests = torch.tensor([digest(xs[devices.index(device)]) for xs in tensors.values()])
+        first, *peers = gather_all(digests, group, site).tolist()
+        paths = [path or "the tensor" for path, *row in zip(tensors, first, *peers, strict=True) if len({*row}) > 1]
         if paths:
-            numbers = [str(number) for number, row in zip(group.members[1:], others, strict=True) if row != first]
+            numbers = [str(number) for number, row in zip(group.members[1:], peers, strict=True) if row != first]
             raise MismatchError(
                 f"{call}: {', '.join(paths[:8])}{', ...' * (len(paths) > 8)} must be equal on all {kind} along "
                 f"{'+'.join(axes)}; got other values on {kind} {', '.join(numbers)} than on {group.members[0]}. "

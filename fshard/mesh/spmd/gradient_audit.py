@@ -80,11 +80,14 @@ class Audit(LinearMap):
         set_random_state(scope.mesh.device_type, random)
         try:
             with entered(scope.replaced(checked=False, own=scope.own.union(self.plans.mapped))):
-                own, others = self._by_devices(_leaves(xs))
+                varying_grads, varying_results = self._by_devices(_leaves(xs))
         except LayoutError:  # it reshards, which relies on types
             return
-        same = all(map(_close, results, others))
-        row = [float(same), *(nan if _close(x, y) else _ratio(x, y) for x, y in zip(typed, own, strict=True))]
+        is_equal = all(map(_close, results, varying_results))
+        row = [
+            float(is_equal),
+            *(nan if _close(x, y) else _ratio(x, y) for x, y in zip(typed, varying_grads, strict=True)),
+        ]
         group = scope.group(self.plans.mapped, "shard_map")
         table = gather_all(torch.tensor(row, dtype=torch.float64, device=xs[0].device), group, self.site)
         if table[:, 0].all():
@@ -108,8 +111,8 @@ class Audit(LinearMap):
         ]
         sums = list[Tensor]()
         for g, entry in zip(_gradients(ys, shards, gs), self.plan.entries, strict=True):
-            over = self._alike(entry)
-            sums += Bound(Psum(), scope.group(over, "shard_map"), self.site).run((g,)) if over else (g,)
+            axes = self._alike(entry)
+            sums += Bound(Psum(), scope.group(axes, "shard_map"), self.site).run((g,)) if axes else (g,)
         return sums, [y.detach() for y in ys]
 
     def _results(self, arguments: list[Tensor]) -> tuple[list[Tensor], tuple[PlannedTensor, ...]]:
@@ -122,17 +125,17 @@ class Audit(LinearMap):
 
     def _validate(self, ratios: Tensor) -> None:
         """Raise if a gradient is not what it should be on some device: its ratio to that is not nan. (devices, arguments)"""
-        wrong: list[str] = []
+        errors: list[str] = []
         for entry, column in zip(self.plan.entries, ratios.T, strict=True):
             for ratio in column[~column.isnan()][:1].tolist():
                 axes = as_written(self._alike(entry) or self.plans.mapped)
-                wrong.append(
+                errors.append(
                     f"that of argument {entry.path}, equal along {axes}, is {ratio:.3g} times what it should be"
                 )
-        if wrong:
+        if errors:
             raise PromiseError(
                 f"shard_map of {self.plans.name}, at {self.site}: its types do not fit, so its gradient would be wrong: "
-                f"{'; '.join(wrong)}.\nA collective that adds up, gathers or exchanges what devices have of their own was "
+                f"{'; '.join(errors)}.\nA collective that adds up, gathers or exchanges what devices have of their own was "
                 "given a value that is equal on all of them. If that is meant, put fs.pvary(x, axis) around the value "
                 "there; else leave the collective out. If a result is equal by construction, such as that of a ring of "
                 "ppermutes, declare it with fs.replicated(x, axis)."
@@ -159,8 +162,8 @@ def _cotangent(index: int, y: Tensor, entry: PlannedTensor) -> Tensor:
 
 def _gradients(ys: Sequence[Tensor], xs: Sequence[Tensor], gs: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients with regard to all xs; zeros for those that have none."""
-    found = iter(backward(tuple(ys), [x for x in xs if x.requires_grad], tuple(gs)))
-    return [next(found) if x.requires_grad else torch.zeros_like(x) for x in xs]
+    grads = iter(backward(tuple(ys), [x for x in xs if x.requires_grad], tuple(gs)))
+    return [next(grads) if x.requires_grad else torch.zeros_like(x) for x in xs]
 
 
 def _ratio(x: Tensor, y: Tensor) -> float:

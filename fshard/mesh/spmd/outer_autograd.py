@@ -226,8 +226,8 @@ def _vmap(run: MappedRun, dims: tuple[int | None, ...], randomness: str) -> Mapp
     """Return the run in which every device maps the program over a leading dim of some of its tensors."""
 
     def program(device: int, xs: Tensors) -> Tensors:
-        def of_one(*one: Any) -> Tensors:
-            return run.program(device, one)
+        def of_one(*xs_of_one: Any) -> Tensors:
+            return run.program(device, xs_of_one)
 
         return torch.func.vmap(of_one, in_dims=dims, randomness=randomness)(*xs)
 
@@ -237,8 +237,10 @@ def _vmap(run: MappedRun, dims: tuple[int | None, ...], randomness: str) -> Mapp
 def _mapped_over(derived: MappedRun, flat: Tensors, moved: Tensors) -> Tensors:
     """Apply a derivative to the inputs of all devices and their cotangents or tangents, or to a batch of these."""
     n = derived.mesh.size
-    many = _vmap(derived, (None,) * (len(flat) // n) + (0,) * (len(moved) // n), "same")
-    return over_many(lambda moved: _apply(derived, (*flat, *moved)), lambda moved: _apply(many, (*flat, *moved)), moved)
+    batched = _vmap(derived, (None,) * (len(flat) // n) + (0,) * (len(moved) // n), "same")
+    return over_many(
+        lambda moved: _apply(derived, (*flat, *moved)), lambda moved: _apply(batched, (*flat, *moved)), moved
+    )
 
 
 class _Mapped(Function):

@@ -40,8 +40,8 @@ Result = TypeVar("Result")
 def inside(mesh: Mesh) -> Scope | None:
     """Return the scope in which the caller is a device of `mesh`; None outside."""
     scope = here()
-    same = scope is not None and scope.mesh.runtime == mesh.runtime and scope.mesh.root_size == mesh.root_size
-    return scope if same else None
+    is_inside = scope is not None and scope.mesh.runtime == mesh.runtime and scope.mesh.root_size == mesh.root_size
+    return scope if is_inside else None
 
 
 def resolve_mesh(mesh: Mesh) -> Mesh:
@@ -138,12 +138,12 @@ def _scope(mesh: Mesh, outer: Scope | None, mapped: tuple[str, ...], checked: bo
         world = ProcessWorld.of(mesh) if mesh.runtime == "process" else _ABSTRACT
         scopes = world.scopes
     key = mesh, mapped, checked
-    found = scopes.get(key)
-    if found is None:
+    scope = scopes.get(key)
+    if scope is None:
         if len(scopes) >= 512:
             scopes.clear()
-        found = scopes[key] = Scope(world, mesh, device_of(mesh), outer, mapped=mapped, checked=checked)
-    return found
+        scope = scopes[key] = Scope(world, mesh, device_of(mesh), outer, mapped=mapped, checked=checked)
+    return scope
 
 
 _ABSTRACT = AbstractWorld()
@@ -189,11 +189,11 @@ class Valueless(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        named = {name: given for name, given in (kwargs or {}).items() if name != "generator"}
+        named = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
         if func in _MAKES:
             return func(*args, **named | {"device": "meta"})
-        given: Any = (args, named)
-        leaves, structure = flatten(given)
+        arguments: Any = (args, named)
+        leaves, structure = flatten(arguments)
         tensors = [x for x in leaves if isinstance(x, Tensor | ArrayMethods)]
         if not any(isinstance(x, ArrayMethods) or x.is_meta for x in tensors):
             return func(*args, **(kwargs or {}))

@@ -52,8 +52,10 @@ class Group:
 
     def member(self, index: int) -> int:
         """Return the device number, in the full mesh, of the device at `index` of the group."""
-        places = unravel(index, [size for size, _ in self.dims])
-        return self.base + sum(place * stride for place, (_, stride) in zip(places, self.dims, strict=True))
+        coordinates = unravel(index, [size for size, _ in self.dims])
+        return self.base + sum(
+            coordinate * stride for coordinate, (_, stride) in zip(coordinates, self.dims, strict=True)
+        )
 
     @cached_property
     def members(self) -> tuple[int, ...]:
@@ -106,30 +108,32 @@ class Scope:
         vars(scope).update(vars(self), inner={}, **fields)
         return scope
 
-    def group(self, axes: Axes, what: str) -> Group:
+    def group(self, axes: Axes, caller: str) -> Group:
         """Return the group along `axes` through this device."""
         try:
-            found = self._groups.get(axes)
+            group = self._groups.get(axes)
         except TypeError:  # axes is a list
-            axes, found = _names(axes, what), None
-        if found is None:
-            found = self._groups[axes] = self._make(_names(axes, what), what)
-        return found
+            axes, group = _names(axes, caller), None
+        if group is None:
+            group = self._groups[axes] = self._make(_names(axes, caller), caller)
+        return group
 
-    def called_group(self, axes: Axes, what: str) -> Group:
+    def called_group(self, axes: Axes, caller: str) -> Group:
         """Return the group of a collective that the user's code calls, and notify the observer."""
-        found = self.group(axes, what)
+        group = self.group(axes, caller)
         if self.notice is not None:
-            self.notice(what, found)
-        return found
+            self.notice(caller, group)
+        return group
 
-    def _make(self, names: tuple[str, ...], what: str) -> Group:
-        unknown = [name for name in names if name not in self.axes]
-        if unknown or not names or len(set(names)) < len(names):
-            known = ", ".join(f'"{name}"' for name in self.axes)
-            given = ", ".join(f'"{name}"' for name in names) or "no axis"
-            problem = "an axis is named twice" if names and not unknown else f"the axes bound here are {known}"
-            raise ScopeError(f"{what} over {given}: {problem}. Name axes of the mesh that shard_map or run was given.")
+    def _make(self, names: tuple[str, ...], caller: str) -> Group:
+        unbound = [name for name in names if name not in self.axes]
+        if unbound or not names or len(set(names)) < len(names):
+            bound = ", ".join(f'"{name}"' for name in self.axes)
+            named = ", ".join(f'"{name}"' for name in names) or "no axis"
+            problem = "an axis is named twice" if names and not unbound else f"the axes bound here are {bound}"
+            raise ScopeError(
+                f"{caller} over {named}: {problem}. Name axes of the mesh that shard_map or run was given."
+            )
         dims = tuple([self.axes[name] for name in names])
         return Group(names, dims, *_group_through(self.device, dims), self.device, self.world, self.mesh.ranks)
 
@@ -138,16 +142,16 @@ class Scope:
 def _group_through(device: int, dims: tuple[tuple[int, int], ...]) -> tuple[int, int, int]:
     """Return the first device of the group through a device, the device's index in it, and the group's size."""
     sizes = [size for size, _ in dims]
-    places = [device // stride % size for size, stride in dims]
-    base = device - sum(place * stride for place, (_, stride) in zip(places, dims, strict=True))
-    return base, ravel(places, sizes), prod(sizes)
+    coordinates = [device // stride % size for size, stride in dims]
+    base = device - sum(coordinate * stride for coordinate, (_, stride) in zip(coordinates, dims, strict=True))
+    return base, ravel(coordinates, sizes), prod(sizes)
 
 
-def _names(axes: Axes, what: str) -> tuple[str, ...]:
+def _names(axes: Axes, caller: str) -> tuple[str, ...]:
     try:
         return as_axes(axes)
     except TypeError as error:
-        raise TypeError(f"{what}: {error}") from None
+        raise TypeError(f"{caller}: {error}") from None
 
 
 def outside() -> AbstractContextManager[None]:
@@ -181,12 +185,12 @@ def here() -> Scope | None:
     return ambient.scope
 
 
-def require(what: str) -> Scope:
+def require(caller: str) -> Scope:
     """Return the scope of the calling thread; raise outside `shard_map` and `run`."""
     scope = ambient.scope
     if scope is None:
         raise ScopeError(
-            f"{what} was called outside shard_map and run, where no device and no axis is known. "
+            f"{caller} was called outside shard_map and run, where no device and no axis is known. "
             "Call it in the function that you give to fs.shard_map or fs.run."
         )
     return scope

@@ -177,7 +177,7 @@ class MappedCall:
                 )
         plan, leaves = next(iter(self._results.values()))
         leaves = list(leaves)
-        may_differ = plan.uneven or any(other is not plan for other, _ in self._results.values())
+        may_differ = plan.uneven or any(result_plan is not plan for result_plan, _ in self._results.values())
         for entry, shards in zip(plan.entries, columns, strict=True):
             if may_differ:
                 self._validate_shards(shards, entry)

@@ -98,13 +98,13 @@ class ByMicrobatch:
     [1, 2, 2]
     """
 
-    at: Callable[[int], Stage]
+    stage_of: Callable[[int], Stage]
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call the stage for microbatch 0."""
-        return self.at(0)(*args, **kwargs)
+        return self.stage_of(0)(*args, **kwargs)
 
 
 def stage_for(stage: Stage, microbatch: int) -> Stage:
     """Return the function of a stage for a microbatch."""
-    return stage.at(microbatch) if isinstance(stage, ByMicrobatch) else stage
+    return stage.stage_of(microbatch) if isinstance(stage, ByMicrobatch) else stage

@@ -63,8 +63,8 @@ def pipeline_schedule(name: str, *, stages: int, microbatches: int, devices: int
             raise TypeError(f"{argument} must be an integer; got {n!r}.")
         if n < 1:
             raise ValueError(f"{argument} must be at least 1; got {n}.")
-    place, build = BUILDERS[name]
-    return build(name, place(name, stages, devices), microbatches)
+    choose_placement, build = BUILDERS[name]
+    return build(name, choose_placement(name, stages, devices), microbatches)
 
 
 def gpipe(name: str, placement: Placement, microbatches: int) -> Schedule:
@@ -120,17 +120,17 @@ def interleaved(name: str, placement: Placement, microbatches: int) -> Schedule:
     begins = [-(-group * microbatches // groups) for group in range(groups + 1)]  # the larger groups go first
     group_of = [group for group in range(groups) for _ in range(begins[group], begins[group + 1])]
 
-    def turn(loop: int, m: int) -> int:
+    def position(loop: int, m: int) -> int:
         begin, end = begins[group_of[m]], begins[group_of[m] + 1]
         return loops * begin + loop * (end - begin) + m - begin
 
     def forward(stage: int, m: int) -> int:
         loop, device = divmod(stage, devices)
-        return 2 * device + 3 * turn(loop, m)
+        return 2 * device + 3 * position(loop, m)
 
     def backward(stage: int, m: int) -> int:
         loop, device = divmod(stage, devices)
-        return forward(loops * devices - 1, 0) + 1 + 4 * (devices - 1 - device) + 3 * turn(loops - 1 - loop, m)
+        return forward(loops * devices - 1, 0) + 1 + 4 * (devices - 1 - device) + 3 * position(loops - 1 - loop, m)
 
     return in_order_of_time(name, placement, microbatches, forward, backward, Kind.B)
 
@@ -276,7 +276,7 @@ def _place_in_v(name: str, stages: int, devices: int | None) -> Placement:
 class Builder(NamedTuple):
     """A placement of stages on devices, and the rows of actions for it."""
 
-    place: Callable[[str, int, int | None], Placement]
+    choose_placement: Callable[[str, int, int | None], Placement]
     build: Callable[[str, Placement, int], Schedule]
 
 

@@ -72,10 +72,10 @@ def with_units(schedule: Schedule, live: int = 2) -> Schedule:
     return schedule.with_rows(_with_units(row, live) for row in schedule.without(UNITS).rows)
 
 
-def _with_units(row: Sequence[Action], live: int) -> Iterator[Action]:
+def _with_units(row: Sequence[Action], limit: int) -> Iterator[Action]:
     last = {action.stage: number for number, action in enumerate(row) if action.kind in {Kind.B, Kind.W}}
     unsharded: list[int] = []
-    for number, (action, wanted) in enumerate(zip(row, _stages_ahead(row, live), strict=True)):
+    for number, (action, wanted) in enumerate(zip(row, _stages_ahead(row, limit), strict=True)):
         yield from (Action(Kind.RESHARD, stage) for stage in unsharded if stage not in wanted)
         yield from (Action(Kind.UNSHARD, stage) for stage in wanted if stage not in unsharded)
         yield action
@@ -85,12 +85,12 @@ def _with_units(row: Sequence[Action], live: int) -> Iterator[Action]:
     yield from (Action(Kind.RESHARD, stage) for stage in unsharded)
 
 
-def _stages_ahead(row: Sequence[Action], live: int) -> list[list[int]]:
+def _stages_ahead(row: Sequence[Action], limit: int) -> list[list[int]]:
     """Return, for each action, the first stages that compute from it on, in order."""
     wanted: list[list[int]] = []
     following: list[int] = []
     for action in reversed(row):
         if action.kind in COMPUTE:
             following = [action.stage, *(stage for stage in following if stage != action.stage)]
-        wanted.append(following[:live])
+        wanted.append(following[:limit])
     return wanted[::-1]

@@ -42,15 +42,15 @@ def draw_text(schedule: ScheduleRows, events: Events, summary: str) -> str:
     total = min(_column(makespan, unit), _MOST)
     lines = [_title(schedule)]
     for device, row in enumerate(events):
-        line, now = f"{labels.device(device)} │ ", 0
+        line, column = f"{labels.device(device)} │ ", 0
         for event in row:
             start, end = _column(event.start, unit), _column(event.end, unit)
             if event.action.kind in COMPUTE and start < end <= total:
                 fill = " " if end == start + 1 else "─"
-                line += "·".ljust(labels.width + 1) * (start - now)
+                line += "·".ljust(labels.width + 1) * (start - column)
                 line += labels.action(event.action).ljust((labels.width + 1) * (end - start) - 1, fill) + " "
-                now = end
-        line += "·".ljust(labels.width + 1) * (total - now)
+                column = end
+        line += "·".ljust(labels.width + 1) * (total - column)
         line += "…" if _column(makespan, unit) > total else ""
         lines.append(line.rstrip())
     return "\n".join([*lines, summary])
@@ -60,7 +60,7 @@ def draw_svg(schedule: ScheduleRows, events: Events, summary: str) -> str:
     """Draw all actions that take time as SVG: the computation of each device, and below it communication."""
     unit, labels = _unit(events), _Labels(schedule, events)
     columns = min(_makespan(events) / unit, _MOST)
-    left = _LETTER * len(labels.device(schedule.devices - 1)) + 12
+    margin = _LETTER * len(labels.device(schedule.devices - 1)) + 12
     scale = max(6.0, min(_LETTER * labels.width + 7, _WIDE / max(columns, 1)))
     parts, kinds = [_text(_title(schedule), 0, 12, bold=True)], set[Kind]()
     for device, row in enumerate(events):
@@ -68,19 +68,19 @@ def draw_svg(schedule: ScheduleRows, events: Events, summary: str) -> str:
         parts.append(_text(labels.device(device), 0, top + _ROW / 2 + 4))
         for event in row:
             if event.start < event.end <= columns * unit:
-                x, width = left + scale * float(event.start / unit), scale * float((event.end - event.start) / unit)
+                x, width = margin + scale * float(event.start / unit), scale * float((event.end - event.start) / unit)
                 kinds.add(event.action.kind)
                 parts.append(_box(event, labels, x, top, width))
     bottom = _LINE + 6 + schedule.devices * (_ROW + _BAR + 3) + 6
-    x = left
+    x = margin
     for colour, word in dict.fromkeys(_COLOURS[kind] for kind in _COLOURS if kind in kinds):
         parts.append(f'<rect x="{x:g}" y="{bottom:g}" width="12" height="12" rx="2" fill="{colour}"/>')
         parts.append(_text(word, x + 17, bottom + 10.5))
         x += _LETTER * len(word) + 34
     if columns * unit < _makespan(events):
         summary += f"; drawn up to {rounded(columns * unit)}"
-    parts.append(_text(summary, left, bottom + 12 + _LINE))
-    width = max(left + scale * float(columns), x, left + _LETTER * len(summary)) + 20
+    parts.append(_text(summary, margin, bottom + 12 + _LINE))
+    width = max(margin + scale * float(columns), x, margin + _LETTER * len(summary)) + 20
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -8 {width:g} {bottom + 54:g}" width="{width:g}" '
         f'height="{bottom + 54:g}" style="max-width:none" role="img" aria-label="{escape(_title(schedule))}" '
@@ -107,14 +107,14 @@ def _box(event: Event, labels: _Labels, x: float, top: float, width: float) -> s
 def _lighter(colour: str, share: float) -> str:
     """Mix a colour with white: an opacity would let a dark page through."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - share * (255 - part)):02x}" for part in parts)
+    return "#" + "".join(f"{round(255 - share * (255 - channel)):02x}" for channel in parts)
 
 
 class _Labels:
     """Labels of devices and actions, with the stage where devices have several, and the share of each stage's colours."""
 
     def __init__(self, schedule: ScheduleRows, events: Events) -> None:
-        self.several = len({*schedule.placement}) < schedule.stages
+        self.has_stages = len({*schedule.placement}) < schedule.stages
         computed = {event.action for row in events for event in row if event.action.kind in COMPUTE}
         self.width = max((len(self.action(action)) for action in computed), default=1)
         self.digits = len(str(schedule.devices - 1))
@@ -124,7 +124,7 @@ class _Labels:
         ]
 
     def action(self, action: Action) -> str:
-        return str(action) if self.several else str(action)[len(str(action.stage)) :]
+        return str(action) if self.has_stages else str(action)[len(str(action.stage)) :]
 
     def device(self, device: int) -> str:
         return f"device {device:{self.digits}}"

@@ -70,14 +70,14 @@ def along_path(
     steps: list[int] = []
     for leg, pause in zip(legs, [*pauses, *[0] * (len(legs) - len(pauses))], strict=True):
         steps += [leg] * max(placement) + [1 + pause]
-    at = [*accumulate(steps[:-1], initial=0)]
+    ticks = [*accumulate(steps[:-1], initial=0)]
     period = 3 * len(legs) // 2  # a forward, two halves of a backward, for each stage of a device
 
     return in_order_of_time(
         name,
         placement,
         microbatches,
-        lambda stage, m: at[stage] + period * m,
-        lambda stage, m: at[-1 - stage] + period * m,
+        lambda stage, m: ticks[stage] + period * m,
+        lambda stage, m: ticks[-1 - stage] + period * m,
         backward,
     )

@@ -91,18 +91,18 @@ def _wrong_counts(graph: Dependencies) -> Iterator[str]:
         if home != graph.device[number] or not expected.issuperset(graph.parts[number]):
             yield f"{_where(graph, number)} must not be there: {_why_not(graph, action, home, graph.device[number])}"
             continue
-        if repeated := [first[part] for part in graph.parts[number] if part in first]:
+        if repeated := [first[action_part] for action_part in graph.parts[number] if action_part in first]:
             yield f"{_where(graph, number)} repeats {_where(graph, repeated[0])}"
         first |= dict.fromkeys(graph.parts[number], number)
     missing = expected - first.keys()
-    for part in [action for action in missing if action.kind is Kind.I]:
-        if (weights := part._replace(kind=Kind.W)) in missing:
-            missing -= {part, weights}
-            missing.add(part._replace(kind=Kind.B))
+    for inputs in [action for action in missing if action.kind is Kind.I]:
+        if (weights := inputs._replace(kind=Kind.W)) in missing:
+            missing -= {inputs, weights}
+            missing.add(inputs._replace(kind=Kind.B))
     for device in range(schedule.devices):
-        own = sorted(action for action in missing if schedule.placement[action.stage] == device)
-        if own:
-            yield f"missing on device {device}: {_some(map(str, own))}"
+        missing_here = sorted(action for action in missing if schedule.placement[action.stage] == device)
+        if missing_here:
+            yield f"missing on device {device}: {_some(map(str, missing_here))}"
 
 
 def _why_not(graph: Dependencies, action: Action, home: int, device: int) -> str:
@@ -180,8 +180,8 @@ def _draw_cycle(graph: Dependencies, waits: list[Wait]) -> str:
     ]
     width = max(map(len, rows))
     drawn = "".join(f"\n    {row:{width}}   {text}" for row, text in zip(rows, why, strict=True))
-    who = f"devices {' -> '.join(map(str, [*devices, devices[0]]))} wait for each other"
-    return f"{f'device {devices[0]} waits for itself' if len(devices) == 1 else who}:{drawn}"
+    cycle = f"devices {' -> '.join(map(str, [*devices, devices[0]]))} wait for each other"
+    return f"{f'device {devices[0]} waits for itself' if len(devices) == 1 else cycle}:{drawn}"
 
 
 def _draw(graph: Dependencies, device: int, *marked: int) -> str:

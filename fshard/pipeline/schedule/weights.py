@@ -55,11 +55,11 @@ def with_weights(schedule: Schedule, limit: int, early: tuple[Rule, ...] = ()) -
         return next(filter(can_run, chain.from_iterable(rule(row, free) for rule in early)), None)
 
     while any(remaining) or any(weights):
-        begun = {device: action for device in range(schedule.devices) if (action := next_action(device))}
-        if not begun:
+        started = {device: action for device in range(schedule.devices) if (action := next_action(device))}
+        if not started:
             devices = ", ".join(f"device {device} at {row[0]}" for device, row in enumerate(remaining) if row)
             raise ScheduleError(f"{schedule.name}: these wait for actions that never run: {devices}.")
-        for device, action in begun.items():
+        for device, action in started.items():
             rows[device].append(action)
             done.add(action)
             held[device] += {Kind.F: 1, Kind.W: -1}.get(action.kind, 0)

@@ -154,10 +154,10 @@ def _best(
     """
     count = len(sums) - 1
     best: dict[int, tuple[float, list[int]]] = {0: (0, [])}  # of the first costs, in as many parts
-    for part in range(1, parts + 1):
+    for count_parts in range(1, parts + 1):
         before, best = best, {}
-        for end in range(part, count - parts + part + 1):
-            for begin in range(end - 1, part - 2, -1):
+        for end in range(count_parts, count - parts + count_parts + 1):
+            for begin in range(end - 1, count_parts - 2, -1):
                 cost = sums[end] - sums[begin]
                 if cost > bound:
                     break

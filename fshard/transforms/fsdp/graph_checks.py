@@ -37,23 +37,23 @@ def refuse_unreached(output: Any) -> None:
 def nodes_behind(tree: Any, is_end: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
     """Yield the nodes of a tree's graph, including the given ends, not those behind these."""
     leaves = [tree] if type(tree) is Tensor else [x for leaf in tree_leaves(tree) for x in shards_of(leaf)]
-    left = [x.grad_fn or get_gradient_edge(x).node for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-    seen = set[Any]()
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+    pending = [x.grad_fn or get_gradient_edge(x).node for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    visited = set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
             yield node
-            left += [] if is_end(node) else [before for before, _ in node.next_functions]
+            pending += [] if is_end(node) else [before for before, _ in node.next_functions]
 
 
 def refuse_other_parameters(loss: Tensor) -> None:
     """Raise if a loss depends on parameters that no boosted model has: their gradient would be lost."""
-    found = [getattr(node, "variable", None) for node in nodes_behind(loss)]
-    others = [tuple(x.shape) for x in found if isinstance(x, nn.Parameter)]
-    if others:
+    variables = [getattr(node, "variable", None) for node in nodes_behind(loss)]
+    shapes = [tuple(x.shape) for x in variables if isinstance(x, nn.Parameter)]
+    if shapes:
         raise ModuleError(
-            f"backward: the loss depends on parameters that no boosted model has, of shapes {', '.join(map(str, others))}, "
+            f"backward: the loss depends on parameters that no boosted model has, of shapes {', '.join(map(str, shapes))}, "
             "and their gradient would be lost. Make them part of the model, or use model.parameters() after the forward."
         )
 

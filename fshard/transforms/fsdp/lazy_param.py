@@ -102,7 +102,7 @@ class LazyParam(Tensor):
         """The runtime of the step that it belongs to."""
         return self.unit.runtime
 
-    def raise_written(self, *given: Any) -> None:
+    def raise_written(self, *arguments: Any) -> None:
         """Raise: a forward writes to a parameter."""
         raise ModuleError(f"a forward writes to the parameter {self._path}. {WRITES}")
 

@@ -96,7 +96,7 @@ class ParamRuntime(UnitSchedule):
     @property
     def order(self) -> Order:
         """The order of units in this step."""
-        return self.observed._replace(turns=self.reductions.turns, along=self.reductions.along)
+        return self.observed._replace(turns=self.reductions.sequence, along=self.reductions.along)
 
     # -- a slice ------------------------------------------------------------------------------------------------------
 
@@ -129,10 +129,10 @@ class ParamRuntime(UnitSchedule):
     def check_unchanged(self) -> None:
         """Raise if the loss function has written to a parameter in place."""
         written = {*self.written, *(path for unit in self.units for path in unit.written())}
-        for now, before in zip(
+        for version, before in zip(
             (versions_of(self.shards), lazy_versions(self.lazy_params)), self._versions, strict=True
         ):
-            rows = zip(self.leaves, now, before, strict=True)
+            rows = zip(self.leaves, version, before, strict=True)
             written |= {leaf.path for leaf, version, first in rows if version != first}
         if path := next((leaf.path for leaf in self.leaves if leaf.path in written), None):
             raise ModuleError(

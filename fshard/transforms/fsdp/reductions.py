@@ -191,9 +191,9 @@ class Reductions(GradientSums):
         site: Site,
     ) -> None:
         super().__init__(leaves, device, options, ways, site, wide=wide, along=order.along)
-        self.units, self.turns = units, [*order.turns]
+        self.units, self.sequence = units, [*order.turns]
         self._accumulate_into: AccumulateInto | None = None
-        self._turn, self._is_idle = 0, False
+        self._position, self._is_idle = 0, False
         self._waiting: dict[int, Gradients] = {}
 
     def begin(
@@ -214,15 +214,15 @@ class Reductions(GradientSums):
             accumulate_into: takes the gradients, if they are not reduced yet.
             is_idle: the slice has weight 0, and so have its gradients.
         """
-        self._accumulate_into, self._is_idle, self._turn = accumulate_into, is_idle, 0
+        self._accumulate_into, self._is_idle, self._position = accumulate_into, is_idle, 0
         self._waiting = {}
         self.clear()  # of what a backward that failed has left
         if along != self.along:
-            self.turns, self.along = [], along  # there are more devices to agree
-        if not self.turns and any(leaf.trained for leaf in self.leaves):
-            self.turns = self._agree_on_turns(used, group)
+            self.sequence, self.along = [], along  # there are more devices to agree
+        if not self.sequence and any(leaf.trained for leaf in self.leaves):
+            self.sequence = self._agree_on_sequence(used, group)
 
-    def _agree_on_turns(self, used: Iterable[int], group: Group | None) -> list[int]:
+    def _agree_on_sequence(self, used: Iterable[int], group: Group | None) -> list[int]:
         """Return the order of all devices: the first one's, reversed, then units that only others have used."""
         is_first, count = group is None or not group.index, len(self.units)
         positions = {number: 1.0 + position for position, number in enumerate(used)}
@@ -258,9 +258,9 @@ class Reductions(GradientSums):
 
     def _reduce_due(self, *, is_end: bool = False) -> None:
         """Reduce the units whose turn has come; at the end of a backward, those that it has not reached too, as zeros."""
-        while self._turn < len(self.turns) and (is_end or self.turns[self._turn] in self._waiting):
-            unit = self.units[self.turns[self._turn]]
-            self._turn += 1
+        while self._position < len(self.sequence) and (is_end or self.sequence[self._position] in self._waiting):
+            unit = self.units[self.sequence[self._position]]
+            self._position += 1
             gs = self._waiting.pop(unit.number, [None] * len(unit.indices))
             self.reduce(unit, unit.take_accumulated(gs))
 
@@ -274,13 +274,13 @@ class Reductions(GradientSums):
 
     def rest(self, accumulated: Sequence[float], used: Sequence[float]) -> None:
         """Reduce the units that any device has accumulated; set the order of the next step."""
-        rest = [unit for unit, times in zip(self.units, accumulated, strict=True) if times]
-        for unit in rest:
+        units = [unit for unit, times in zip(self.units, accumulated, strict=True) if times]
+        for unit in units:
             self.reduce(unit, unit.take_accumulated([None] * len(unit.indices)))
         self.send()
         self.finish()
-        turns = dict.fromkeys([*self.turns, *(unit.number for unit in rest)])
-        self.turns = [number for number in turns if any(used[index] for index in self.units[number].indices)]
+        numbers = dict.fromkeys([*self.sequence, *(unit.number for unit in units)])
+        self.sequence = [number for number in numbers if any(used[index] for index in self.units[number].indices)]
 
     def reduce(self, unit: LazyUnit, gs: Sequence[Tensor | None]) -> None:
         """Put the gradients of a unit into the bucket, and send it if it is full or the unit is sharded."""

@@ -48,7 +48,7 @@ class UnitRuntime:
 
     def use(self, replica: Replica) -> None:
         """Record a module copy that has parameters of the step installed until it is closed."""
-        if not any(replica is known for known in self._replicas):
+        if not any(replica is cached for cached in self._replicas):
             self._replicas.append(replica)
 
     def release_replicas(self) -> None:
@@ -143,11 +143,13 @@ class Unit:
 
     def written(self) -> list[str]:
         """Return the paths of unsharded parameters that were written to in place."""
-        now = versions_of(self.values)
-        if now == self.versions:
+        versions = versions_of(self.values)
+        if versions == self.versions:
             return []
         return [
-            plan.path for plan, version, before in zip(self.plans, now, self.versions, strict=True) if version != before
+            plan.path
+            for plan, version, before in zip(self.plans, versions, self.versions, strict=True)
+            if version != before
         ]
 
 

@@ -53,16 +53,16 @@ def _by_itself(reference: weakref.ref[_NormBase], x: Tensor) -> Tensor:
 
 def by_itself(layer: Any, x: Tensor) -> Tensor:
     """Call a layer with its weights in the dtype of its statistics: torch takes no mixture of 16 bits and 32."""
-    own = vars(layer)["_parameters"]
-    given, statistics = dict(own), layer.running_mean
+    slots = vars(layer)["_parameters"]
+    params, statistics = dict(slots), layer.running_mean
     if statistics is not None:
-        own.update(
-            {k: w.to(statistics.dtype) for k, w in given.items() if w is not None and w.dtype != statistics.dtype}
+        slots.update(
+            {k: w.to(statistics.dtype) for k, w in params.items() if w is not None and w.dtype != statistics.dtype}
         )
     try:
         return type(layer).forward(layer, x)
     finally:
-        own.update(given)
+        slots.update(params)
 
 
 def _synchronised(reference: weakref.ref[_BatchNorm], axis: Axes, x: Tensor) -> Tensor:
@@ -111,8 +111,8 @@ def sums_of(x: Tensor) -> Tensor:
     x = x[:0] if scope is not None and scope.slice.is_idle else x
     n = x.numel() // max(x.shape[1], 1)
     if n == 0:
-        own = x.sum(dim=[0, *range(2, x.ndim)]).double()  # zeros connected to the graph
-        return torch.cat([own, own, own.new_zeros(1)])
+        sums = x.sum(dim=[0, *range(2, x.ndim)]).double()  # zeros connected to the graph
+        return torch.cat([sums, sums, sums.new_zeros(1)])
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     v, m = torch.var_mean(wide, dim=[0, *range(2, x.ndim)], correction=0)
     v, m = v.double(), m.double()

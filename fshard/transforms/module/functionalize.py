@@ -78,7 +78,7 @@ def module_function(
     *,
     buffers: Choice = None,
     sync_batchnorm: Axes | None = None,
-    adapt: Callable[[str, nn.Module], Callable[..., Any] | None] = lambda path, part: None,
+    adapt: Callable[[str, nn.Module], Callable[..., Any] | None] = lambda path, module: None,
     in_place: bool,
 ) -> tuple[Apply, Tensors, Tensors]:
     """Turn a module into a function as `functionalize` does; `in_place` runs the module itself, by one device.
@@ -93,7 +93,7 @@ def module_function(
         module_buffers[name] = params.pop(name)
     param_names, buffer_names = frozenset(params), frozenset(module_buffers)
     replicas = Replicas(
-        module, lambda path, part: synchronise(part, sync_batchnorm) or adapt(path, part), in_place=in_place
+        module, lambda path, child: synchronise(child, sync_batchnorm) or adapt(path, child), in_place=in_place
     )
     title = f"apply of {type(module).__name__}"
 
@@ -119,7 +119,7 @@ def module_function(
             after = replica.take(buffers, copies)
             written = zip(params, versions, versions_of([*params.values()]), strict=True) if step is None else ()
             errors = [f"binds the parameter {name} to another" for name in replica.rebound(params)]
-            errors += [f"writes to the parameter {name}" for name, before, now in written if before != now]
+            errors += [f"writes to the parameter {name}" for name, before, version in written if before != version]
             errors += [f"removes the buffer {name}" for name in sorted(buffer_names) if after.get(name) is None]
             if errors:
                 raise ModuleError(f"{title}: its forward {errors[0]}. {WRITES}")
@@ -160,7 +160,7 @@ def _validate(module: nn.Module) -> None:
             "module(example)."
         )
     refuse_hooks(module)
-    if scripted := [name or "the module" for name, part in module.named_modules() if isinstance(part, ScriptModule)]:
+    if scripted := [name or "the module" for name, child in module.named_modules() if isinstance(child, ScriptModule)]:
         raise ModuleError(
             f"{title}: {', '.join(scripted)} must not be compiled by torch.jit, whose parameters cannot be exchanged. Give "
             "the module before torch.jit.script."

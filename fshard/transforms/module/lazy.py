@@ -76,8 +76,8 @@ def lazy(factory: Callable[Args, Module], *args: Args.args, **kwargs: Args.kwarg
     errors += [
         f"{path}.{key}".removeprefix(".")
         + " must be a parameter or a buffer; got a plain tensor, register_buffer makes one"
-        for path, part in module.named_modules()
-        for key, x in vars(part).items()
+        for path, submodule in module.named_modules()
+        for key, x in vars(submodule).items()
         if isinstance(x, Tensor) and x.is_meta
     ]
     if errors:
@@ -104,8 +104,8 @@ def materialize(module: Module, *, seed: int) -> Module:
 
     draw(module, seed, without_memory(module), take, "fs.nn.materialize")
     result = copied(module, built)
-    for _, part, _ in [*_lazy_layers(result)]:
-        del vars(part)[_RECIPE]
+    for _, layer, _ in [*_lazy_layers(result)]:
+        del vars(layer)[_RECIPE]
     return result
 
 
@@ -116,29 +116,29 @@ def without_memory(module: nn.Module) -> list[str]:
 
 def _lazy_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Recipe]]:
     """Yield the lazy layers of a module with their paths and recipes."""
-    return ((path, part, vars(part)[_RECIPE]) for path, part in module.named_modules() if _RECIPE in vars(part))
+    return ((path, layer, vars(layer)[_RECIPE]) for path, layer in module.named_modules() if _RECIPE in vars(layer))
 
 
 def draw(
-    module: nn.Module, seed: int, names: Collection[str], take: Callable[[str, Tensor], None], who: str = "fs.lazy"
+    module: nn.Module, seed: int, names: Collection[str], take: Callable[[str, Tensor], None], caller: str = "fs.lazy"
 ) -> None:
     """Make one lazy layer after the other, and hand over their tensors of some names, by the first name of each."""
     names = {*names}
-    left = {id(x): name for name, x in reversed([*_tensors(module)]) if name in names and x.is_meta}
-    for path, part, recipe in _lazy_layers(module) if left else ():
-        tensors = {key: x for key, x in _tensors(part) if id(x) in left and key in recipe.names}
+    undrawn = {id(x): name for name, x in reversed([*_tensors(module)]) if name in names and x.is_meta}
+    for path, layer, recipe in _lazy_layers(module) if undrawn else ():
+        tensors = {key: x for key, x in _tensors(layer) if id(x) in undrawn and key in recipe.names}
         if not tensors:
             continue
         with _drawn_by(seed, path):
             values = dict(_tensors(recipe.make()))
         for key, x in tensors.items():
             value = values.pop(key, None)
-            if value is not None and not value.is_meta and value.shape == x.shape and id(x) in left:
-                take(left.pop(id(x)), value.detach().to(x.dtype))
-    if left:
+            if value is not None and not value.is_meta and value.shape == x.shape and id(x) in undrawn:
+                take(undrawn.pop(id(x)), value.detach().to(x.dtype))
+    if undrawn:
         raise ModuleError(
-            f"{who} of {type(module).__name__}: {', '.join([*left.values()][::-1])} must be described; got tensors on the "
-            "meta device that no lazy layer makes again. Make its layer by fs.lazy."
+            f"{caller} of {type(module).__name__}: {', '.join([*undrawn.values()][::-1])} must be described; got tensors on "
+            "the meta device that no lazy layer makes again. Make its layer by fs.lazy."
         )
 
 

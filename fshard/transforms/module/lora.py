@@ -118,7 +118,7 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
     config = config or LoraConfig()
     if not isinstance(model, nn.Module) or not isinstance(config, LoraConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ModuleError(f"lora: model must be a module and config an fs.nn.LoraConfig; got {model!r} and {config!r}.")
-    if any(isinstance(part, LowRank) for part in model.modules()):
+    if any(isinstance(child, LowRank) for child in model.modules()):
         raise ModuleError(
             "lora: this model learns differences already. Put them into its weights first: merge_lora(model)."
         )
@@ -135,9 +135,9 @@ def lora(model: nn.Module, config: LoraConfig | None = None) -> nn.Module:
     frozen = {id(x): nn.Parameter(x.detach(), requires_grad=False) for x in model.parameters()}
     model = copied(model, {**frozen, **{id(x): x for x in model.buffers()}})
     layers = [*_targets(model, config).values()]
-    for name, part in model.named_modules():
+    for name, child in model.named_modules():
         if _is_named(name, config.modules_to_save):
-            part.requires_grad_(True)
+            child.requires_grad_(True)
     for layer in layers if config.bias == "lora_only" else ():
         if isinstance(bias := getattr(layer, "bias", None), nn.Parameter):
             bias.requires_grad_(True)
@@ -158,18 +158,18 @@ def merge_lora(model: nn.Module) -> nn.Module:
     (True, 'Linear')
     """
     model = copied(model, {})
-    learnt = [part for part in model.modules() if isinstance(part, LowRank)]
-    for part in learnt:  # a new tensor: the old one may be tied to that of another layer, whose difference is another
-        part.base_layer.weight = nn.Parameter(part.weight, requires_grad=_weight(part.base_layer).requires_grad)
-    return _with(model, {id(part): part.base_layer for part in learnt})
+    learnt = [layer for layer in model.modules() if isinstance(layer, LowRank)]
+    for layer in learnt:  # a new tensor: the old one may be tied to that of another layer, whose difference is another
+        layer.base_layer.weight = nn.Parameter(layer.weight, requires_grad=_weight(layer.base_layer).requires_grad)
+    return _with(model, {id(layer): layer.base_layer for layer in learnt})
 
 
-def _with(model: nn.Module, others: dict[int, nn.Module]) -> nn.Module:
+def _with(model: nn.Module, changed: dict[int, nn.Module]) -> nn.Module:
     """Replace modules wherever they occur; return the model, which may be replaced itself."""
-    for part in [*model.modules()]:
-        children = vars(part)["_modules"]
-        children.update({name: others[id(child)] for name, child in children.items() if id(child) in others})
-    return others.get(id(model), model)
+    for child in [*model.modules()]:
+        children = vars(child)["_modules"]
+        children.update({name: changed[id(child)] for name, child in children.items() if id(child) in changed})
+    return changed.get(id(model), model)
 
 
 def _targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
@@ -177,7 +177,7 @@ def _targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
     targets, named = config.target_modules, dict(model.named_modules())
     if targets is not None:
         return {name: x for name, x in named.items() if _is_named(name, targets)}
-    saved = {id(part) for name, x in named.items() if _is_named(name, config.modules_to_save) for part in x.modules()}
+    saved = {id(child) for name, x in named.items() if _is_named(name, config.modules_to_save) for child in x.modules()}
     return {name: x for name, x in named.items() if _is_linear(x) and id(x) not in saved}
 
 
@@ -186,8 +186,8 @@ def _unknown(model: nn.Module, config: LoraConfig) -> list[str]:
     names, targets = [name for name, _ in model.named_modules()], config.target_modules
     wanted: list[str | list[str]] = [targets] if isinstance(targets, str) else [[name] for name in targets or ()]
     wanted += [[name] for name in config.modules_to_save]
-    unknown = [name for name in wanted if not any(_is_named(each, name) for each in names)]
-    return [name if isinstance(name, str) else name[0] for name in unknown]
+    missing = [name for name in wanted if not any(_is_named(each, name) for each in names)]
+    return [name if isinstance(name, str) else name[0] for name in missing]
 
 
 def _is_named(name: str, names: str | Sequence[str]) -> bool:

@@ -57,10 +57,10 @@ class Replica:
         self.modules = dict(module.named_modules())
         parts: list[Any] = [*self.modules.values()]
         self._params, self._buffers = list[ModuleSlot](), list[ModuleSlot]()
-        for part, (param_names, buffer_names) in zip(parts, names, strict=True):
-            self._params += [ModuleSlot(part._parameters, *item) for item in param_names.items()]
-            self._buffers += [ModuleSlot(part._buffers, *item) for item in buffer_names.items()]
-        self._recurrent: list[Any] = [part for part in parts if isinstance(part, nn.RNNBase)]
+        for child, (param_names, buffer_names) in zip(parts, names, strict=True):
+            self._params += [ModuleSlot(child._parameters, *item) for item in param_names.items()]
+            self._buffers += [ModuleSlot(child._buffers, *item) for item in buffer_names.items()]
+        self._recurrent: list[Any] = [layer for layer in parts if isinstance(layer, nn.RNNBase)]
         self.layers = Layers(self.modules.items(), adapt)
         self._resting: list[Any] | None = None
         self.installed: Mapping[str, Any] | None = None  # while a call runs
@@ -71,8 +71,8 @@ class Replica:
             self._resting = [entries[key] for entries, key, _ in self._params]
         for entries, key, name in (*self._params, *self._buffers):
             entries[key] = tensors[name]
-        for part in self._recurrent:
-            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+        for layer in self._recurrent:
+            layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
 
     def take(self, before: Mapping[str, Any], installed: Mapping[str, Any]) -> Tensors:
         """Return the buffers after a call; those not written to are the ones before it.
@@ -98,8 +98,8 @@ class Replica:
         """Take the parameters of the last call out of the module."""
         for (entries, key, _), x in zip(self._params, self._resting or [], strict=False):
             entries[key] = x
-        for part in self._recurrent:
-            _alias(part)
+        for layer in self._recurrent:
+            _alias(layer)
         self.layers.leave()
 
 
@@ -109,7 +109,7 @@ def slot_names(module: nn.Module) -> list[tuple[Names, Names]]:
     for name, x in (*module.named_parameters(), *module.named_buffers()):
         first.setdefault(id(x), name)
     parts: list[Any] = [*module.modules()]
-    return [(_keys(part._parameters, first), _keys(part._buffers, first)) for part in parts]
+    return [(_keys(child._parameters, first), _keys(child._buffers, first)) for child in parts]
 
 
 def _keys(entries: Mapping[str, Any], names: Mapping[int, str]) -> Names:
@@ -122,18 +122,18 @@ def give_up_memory(modules: Sequence[nn.Module], device: torch.device | None = N
     Tied parameters stay tied. Those on the meta device are replaced by the given one.
     """
     placeholders: dict[int, nn.Parameter] = {}
-    parts: list[Any] = [*{id(part): part for module in modules for part in module.modules()}.values()]
-    params = [(part._parameters, key, x) for part in parts for key, x in part._parameters.items() if x is not None]
+    parts: list[Any] = [*{id(child): child for module in modules for child in module.modules()}.values()]
+    params = [(child._parameters, key, x) for child in parts for key, x in child._parameters.items() if x is not None]
     for entries, key, x in params:
         entries[key] = placeholders.setdefault(id(x), _without_memory(x, device))
-    for part in parts:
-        if isinstance(part, nn.RNNBase):
-            _alias(part)
+    for child in parts:
+        if isinstance(child, nn.RNNBase):
+            _alias(child)
 
 
-def _alias(part: Any) -> None:
+def _alias(layer: Any) -> None:
     """Let a recurrent layer's list of weights have its parameters; those of a parametrization are computed in a call."""
-    part._flat_weights = [part._parameters.get(name) for name in part._flat_weights_names]
+    layer._flat_weights = [layer._parameters.get(name) for name in layer._flat_weights_names]
 
 
 _NO_VALUES = (
@@ -195,8 +195,8 @@ class Replicas:
             replica = self._replicas[device] = Replica(module, self._names, self._adapt)
         original = self._original()
         if original is not None:
-            for source, part in zip(original.modules(), replica.modules.values(), strict=False):
-                part.training = source.training
+            for source, child in zip(original.modules(), replica.modules.values(), strict=False):
+                child.training = source.training
         return replica
 
 

@@ -31,7 +31,7 @@ class JoinedOutput(NamedTuple):
         """Split the cotangent; return the part and the cotangent of each slice."""
         if self.joined.ndim:
             columns = zip(self.parts, g.split([*self.rows]), self.rows, strict=True)
-            return [(x[:count], own.clone()) for x, own, count in columns]
+            return [(x[:count], sample.clone()) for x, sample, count in columns]
         return [(x, g * (count / sum(self.rows))) for x, count in zip(self.parts, self.rows, strict=True)]
 
 
@@ -81,9 +81,11 @@ def split_backward(
     trees: TreeAccumulator,
 ) -> None:
     """Call `backward` with the outputs and cotangents of each slice in turn; `start` is the cotangent of the loss."""
-    validate_joined(loss, [one.joined for one in outputs])
-    found = torch.autograd.grad(loss, [one.joined for one in outputs], start, allow_unused=True) if outputs else ()
-    reached = [one.split(g) for one, g in zip(outputs, found, strict=True) if g is not None]
+    validate_joined(loss, [output.joined for output in outputs])
+    cotangents = (
+        torch.autograd.grad(loss, [output.joined for output in outputs], start, allow_unused=True) if outputs else ()
+    )
+    reached = [output.split(g) for output, g in zip(outputs, cotangents, strict=True) if g is not None]
     if not reached:
         raise ValueError("backward: the loss must depend on what this model has returned; got another model's.")
     for pairs in zip(*reached, strict=True):

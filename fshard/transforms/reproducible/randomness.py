@@ -44,7 +44,7 @@ def keyed_random(seed: int, *key: int | str) -> AbstractContextManager[None]:
     return _Keyed(folded(seed, *key))
 
 
-def keyed_apart(key: int, part: int) -> AbstractContextManager[None]:
+def keyed_apart(key: int, index: int) -> AbstractContextManager[None]:
     """Draw by a key in the first of several parts; the others draw differently, except in layers.
 
     >>> key = folded(17, 0)
@@ -56,7 +56,7 @@ def keyed_apart(key: int, part: int) -> AbstractContextManager[None]:
     >>> first == draw(0), first[0] == draw(1)[0], first[1] == draw(1)[1]
     (True, False, True)
     """
-    return _Keyed(turned(key, part), key) if part else _Keyed(key)
+    return _Keyed(turned(key, index), key) if index else _Keyed(key)
 
 
 class DrawState:
@@ -77,13 +77,13 @@ class DrawState:
         """Let the generators go on from here, the CPU's by another name, if a key is given: nothing is drawn from a seed."""
         if key is not None:
             c_uint64.from_address(self._states[0].data_ptr()).value = key  # offset of the seed in torch's state
-        for generator, own in zip(self.generators, self._states, strict=True):
-            generator.set_state(own)
+        for generator, state in zip(self.generators, self._states, strict=True):
+            generator.set_state(state)
 
 
-def random_state(*others: torch.Generator) -> DrawState:
+def random_state(*generators: torch.Generator) -> DrawState:
     """Return the states of the calling thread's generators, and of others."""
-    return DrawState((*_generators(), *others) if others else _generators())
+    return DrawState((*_generators(), *generators) if generators else _generators())
 
 
 class _Keyed(ContextDecorator):
@@ -152,7 +152,7 @@ _TURN = 0x9E3779B97F4B
 
 def folded(*key: int | str) -> int:
     """Return a 64-bit key in which every component and its position count."""
-    return _MARK << _BITS | _digest(*(part if isinstance(part, str) else index(part) for part in key))
+    return _MARK << _BITS | _digest(*(item if isinstance(item, str) else index(item) for item in key))
 
 
 def turned(key: int, *parts: int | str) -> int:
@@ -198,16 +198,16 @@ class Calls:
         known: the keys of earlier calls, by the key of the caller and the layer: a recomputation finds its own.
     """
 
-    def __init__(self, key: int, known: dict[tuple[int, str], int]) -> None:
-        self._key, self._known = key, known
+    def __init__(self, key: int, keys: dict[tuple[int, str], int]) -> None:
+        self._key, self._keys = key, keys
         self._counts: dict[str, int] = {}
 
     def key(self, name: str, begun_by: int) -> int:
         """Return the key of a call of a layer by one that draws by a key."""
-        key = self._known.get((begun_by, name))
+        key = self._keys.get((begun_by, name))
         if key is None:
             count = self._counts[name] = self._counts.get(name, -1) + 1
-            key = self._known[begun_by, name] = turned(self._key, name, count)
+            key = self._keys[begun_by, name] = turned(self._key, name, count)
         return key
 
 
@@ -222,22 +222,22 @@ class Layers:
     def __init__(
         self, modules: Iterable[tuple[str, nn.Module]], adapt: Callable[[str, nn.Module], Callable[..., Any] | None]
     ) -> None:
-        self._now: list[Calls] = []  # at most one
+        self._calls: list[Calls] = []  # at most one
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any] | None, Callable[..., Any]]] = []
-        self._entered, self._known = False, dict[tuple[int, str], int]()
+        self._entered, self._keys = False, dict[tuple[int, str], int]()
         for name, module in modules:
-            own, adapted = vars(module).get("forward"), adapt(name, module)
-            forward = adapted or own
+            original, adapted = vars(module).get("forward"), adapt(name, module)
+            forward = adapted or original
             if isinstance(module, _DRAWING) or not type(module).__module__.startswith("torch.nn."):
-                forward = partial(_forward, self._now, weakref.ref(module), forward, name)
-            if forward is not own and forward is not None:
-                self._forwards.append((vars(module), own, forward))
+                forward = partial(_forward, self._calls, weakref.ref(module), forward, name)
+            if forward is not original and forward is not None:
+                self._forwards.append((vars(module), original, forward))
 
     def enter(self, key: int | None) -> None:
         """Install the forwards for a call of the module; with a key, layers draw by their names."""
-        if len(self._known) > _MANY:
-            self._known.clear()
-        self._now[:] = [] if key is None else [Calls(key, self._known)]
+        if len(self._keys) > _MANY:
+            self._keys.clear()
+        self._calls[:] = [] if key is None else [Calls(key, self._keys)]
         if not self._entered:
             self._entered = True
             for attributes, _, forward in self._forwards:
@@ -246,25 +246,25 @@ class Layers:
     def leave(self) -> None:
         """Put the modules' own forwards back."""
         self._entered = False
-        self._known.clear()
-        for attributes, own, _ in self._forwards:
-            if own is None:
+        self._keys.clear()
+        for attributes, original, _ in self._forwards:
+            if original is None:
                 attributes.pop("forward", None)
             else:
-                attributes["forward"] = own
+                attributes["forward"] = original
 
 
 def _forward(
     calls: list[Calls],
     module: weakref.ref[Any],
-    own: Callable[..., Any] | None,
+    original: Callable[..., Any] | None,
     name: str,
     /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     layer: Any = module()
-    forward, begun_by = own or partial(type(layer).forward, layer), key_now()
+    forward, begun_by = original or partial(type(layer).forward, layer), key_now()
     if begun_by is None or not calls:
         return forward(*args, **kwargs)
     before, key = random_state(), calls[0].key(name, begun_by)

@@ -29,26 +29,26 @@ class TreeAccumulator:
 
     def __init__(self, units: Sequence[LazyUnit], widened: Callable[[LazyUnit, Gradients], Gradients]) -> None:
         self._widened = widened
-        self._now: dict[LazyUnit, Gradients] = {}
+        self._slice_sums: dict[LazyUnit, Gradients] = {}
         self._trees: dict[LazyUnit, list[tuple[int, Gradients]]] = {unit: [] for unit in units}
 
     def add(self, unit: LazyUnit, gs: Gradients) -> None:
         """Add the gradients of one use of some leaves of a unit in this slice."""
-        now = self._now.setdefault(unit, [None] * len(unit.indices))
-        for at, g in enumerate(gs):
+        sums = self._slice_sums.setdefault(unit, [None] * len(unit.indices))
+        for index, g in enumerate(gs):
             if g is not None:
-                known = now[at]
-                now[at] = g if known is None else known + g
+                total = sums[index]
+                sums[index] = g if total is None else total + g
 
     def end_slice(self, weight: float) -> None:
         """End a slice of this weight."""
         for unit, trees in self._trees.items():
-            gs = self._widened(unit, self._now.get(unit, [None] * len(unit.indices)))
+            gs = self._widened(unit, self._slice_sums.get(unit, [None] * len(unit.indices)))
             trees.append((0, gs if weight == 1.0 else [None if g is None else g * weight for g in gs]))
             while len(trees) > 1 and trees[-1][0] == trees[-2][0]:
-                (height, left), (_, right) = trees[-2:]
-                trees[-2:] = [(height + 1, _added(left, right))]
-        self._now = {}
+                (height, first_sum), (_, right) = trees[-2:]
+                trees[-2:] = [(height + 1, _added(first_sum, right))]
+        self._slice_sums = {}
 
     def result(self, unit: LazyUnit) -> Gradients | None:
         """Return the sum of a unit's gradients; None if no slice has used it."""
@@ -59,12 +59,12 @@ class TreeAccumulator:
         return gs if any(g is not None for g in gs) else None
 
 
-def _added(left: Gradients, right: Gradients) -> Gradients:
-    return [_sum(a, b) for a, b in zip(left, right, strict=True)]
+def _added(first_sum: Gradients, right: Gradients) -> Gradients:
+    return [_sum(a, b) for a, b in zip(first_sum, right, strict=True)]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
-        found = a if b is None else b
-        return None if found is None else found + 0.0  # as with zeros: -0.0 becomes 0.0
+        summand = a if b is None else b
+        return None if summand is None else summand + 0.0  # as with zeros: -0.0 becomes 0.0
     return a + b

@@ -30,9 +30,9 @@ from fshard.transforms.stages.plan import at_coordinate
 def with_buffers(stage: nn.Module | Stage, *, in_place: bool = False) -> Stage:
     """Convert a stage to a function of ((params, buffers), x) that returns (y, buffers); a module may run in place."""
     if not isinstance(stage, nn.Module):
-        return lambda given, x, **skips: stage(*given, x, **skips)
+        return lambda state, x, **skips: stage(*state, x, **skips)
     apply, _, _ = module_function(stage, in_place=in_place)
-    return lambda given, x, **skips: apply(*given, x, **skips)
+    return lambda state, x, **skips: apply(*state, x, **skips)
 
 
 def stage_buffers(caller: str, trees: PyTree, mesh: Mesh, axis: str, placement: Sequence[int]) -> Buffers:
@@ -48,15 +48,15 @@ def stage_buffers(caller: str, trees: PyTree, mesh: Mesh, axis: str, placement: 
     def layout_of(path: str) -> Layout:
         return at_coordinate(Layout(mesh), axis, placement[stage_of(path)])
 
-    found = zip(*flatten_with_paths(trees, none_is_leaf=True)[:2], strict=True)
-    wrong = [
+    entries = zip(*flatten_with_paths(trees, none_is_leaf=True)[:2], strict=True)
+    misplaced = [
         f"{named(parts_of(path))} is {x.spec if isinstance(x, Sharded) else type(x).__name__}"
-        for path, x in found
+        for path, x in entries
         if not isinstance(x, Sharded) or x.spec != layout_of(path).spec
     ]
-    if wrong:
+    if misplaced:
         raise LayoutError(
-            f"{caller}: buffers must be replicated on the devices of their stage, but {'; '.join(wrong)}. Put them there: "
+            f"{caller}: buffers must be replicated on the devices of their stage, but {'; '.join(misplaced)}. Put them there: "
             "fs.shard_stages(trees, mesh=mesh, schedule=schedule)."
         )
     return Buffers(trees, mesh, layout_of)
@@ -70,27 +70,31 @@ class StageWrites:
         given: the buffers before the step, and `place` the index of the device among the local ones.
     """
 
-    def __init__(self, caller: str, given: Buffers, place: int) -> None:
-        self.parts, self._caller, self._given = given.part(place), caller, given.before(place)
+    def __init__(self, caller: str, buffers: Buffers, number: int) -> None:
+        self.parts, self._caller, self._before = buffers.part(number), caller, buffers.before(number)
         self._written: dict[int, dict[str, Tensor]] = {}
         self._moments: dict[tuple[str, str], dict[int, Moments]] = {}
 
     @property
     def paths(self) -> list[str]:
         """The buffers of all stages."""
-        return [*self._given]
+        return [*self._before]
 
     def record(self, stage: int, microbatch: int, after: PyTree, moments: Sequence[Moments]) -> None:
         """Record the buffers that a stage returned; raise unless they are the given ones, of their shapes and dtypes."""
         paths, leaves, _ = flatten_with_paths(after, none_is_leaf=True)
-        found = {f"[{stage}]{path}": x for path, x in zip(paths, leaves, strict=True)}
-        own = {path for path in self._given if stage_of(path) == stage}
-        near = torch.device("cpu")
-        new = {path: number_of(path, x, near) for path, x in found.items() if x is not self._given.get(path, self)}
-        changed = {path for path in new.keys() & own if entry_of(path, new[path]) != entry_of(path, self._given[path])}
-        for path in sorted((own ^ found.keys()) | changed):
+        returned = {f"[{stage}]{path}": x for path, x in zip(paths, leaves, strict=True)}
+        expected = {path for path in self._before if stage_of(path) == stage}
+        cpu = torch.device("cpu")
+        new = {path: number_of(path, x, cpu) for path, x in returned.items() if x is not self._before.get(path, self)}
+        changed = {
+            path for path in new.keys() & expected if entry_of(path, new[path]) != entry_of(path, self._before[path])
+        }
+        for path in sorted((expected ^ returned.keys()) | changed):
             x = new.get(path)
-            error = "is missing" if x is None else f"is {str(x.dtype)[6:]}{list(x.shape)}" if path in own else "is new"
+            error = (
+                "is missing" if x is None else f"is {str(x.dtype)[6:]}{list(x.shape)}" if path in expected else "is new"
+            )
             raise ValueError(
                 f"{self._caller}: stage {stage} must return (y, buffers), of the names, shapes and dtypes that it was given; "
                 f"{_shown(path)} {error}."
@@ -118,23 +122,25 @@ class StageWrites:
             group: the devices that have the same stages.
             site: the source line of the step.
         """
-        moved = self._moved([one.weight for one in written], group, site)
+        moved = self._moved([entry.weight for entry in written], group, site)
         paths = [path for path in flagged if stage_of(path) in stages and path not in moved]
-        entries = [entry_of(path, self._given[path]) for path in paths]
-        return moved | averaged(written, entries, group, self._given, torch.device("cpu"), site)
+        entries = [entry_of(path, self._before[path]) for path in paths]
+        return moved | averaged(written, entries, group, self._before, torch.device("cpu"), site)
 
     def _moved(self, weights: Sequence[float], group: Group | None, site: Site) -> dict[str, Tensor]:
         """Return running statistics moved towards those of all microbatches; those of weight 0 add nothing."""
         result = dict[str, Tensor]()
         for paths, moments in sorted(self._moments.items()):
             zero = torch.zeros_like(next(iter(moments.values())).sums)
-            rows = [moments[at].sums if weight and at in moments else zero for at, weight in enumerate(weights)]
+            rows = [
+                moments[number].sums if weight and number in moments else zero for number, weight in enumerate(weights)
+            ]
             (sums,) = reduce_rows((tree_sum(rows),), group, site)
             total, squares = sums[:-1].chunk(2)
-            n, mean, given = sums[-1], total / sums[-1], [self._given[path] for path in paths]
+            n, mean, values = sums[-1], total / sums[-1], [self._before[path] for path in paths]
             unbiased = (squares - n * mean * mean) / (n - 1).clamp(min=1)
             weight = next(iter(moments.values())).weight
-            for path, old, new in zip(paths, given, (mean, unbiased), strict=True):
+            for path, old, new in zip(paths, values, (mean, unbiased), strict=True):
                 result[path] = (old + weight * (new - old)).to(old.dtype)
         return result
 

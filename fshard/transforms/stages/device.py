@@ -86,7 +86,7 @@ class StageStep(DeviceStep):
     @property
     def weight(self) -> float:
         """The weight of the device's microbatches."""
-        return tree_sum([turn.weight.weight for turn in self.slices])
+        return tree_sum([slice_turn.weight.weight for slice_turn in self.slices])
 
     def _borrow(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the device's shards of parameters, with those that it borrows."""
@@ -105,7 +105,7 @@ class StageStep(DeviceStep):
 
     def _sums(self) -> StageSums:
         plan, options = self.plan, self.options
-        weights = [turn.weight.share for turn in self.slices] if options.reproducible else None
+        weights = [slice_turn.weight.share for slice_turn in self.slices] if options.reproducible else None
         leaves = local_plans(tuple(plan.leaves), self.number) if self.local else plan.leaves
         return StageSums(
             plan, leaves, self.stages, weights, self.pipe.index, self.device, options, self.local, self.site
@@ -116,7 +116,7 @@ class StageStep(DeviceStep):
         options, pipe = self.options, self.pipe
         forms = None if self.program.dynamic else self.plan.messages.setdefault(pipe.device, {})
         keys: list[Hashable] = [  # idle slices have rows of others
-            (shape_key(turn.slice.leaves), turn.slice.rows) for turn in self.slices
+            (shape_key(slice_turn.slice.leaves), slice_turn.slice.rows) for slice_turn in self.slices
         ]
         flags = {"backward": options.backward, "has_outcome": True}
         with self.loss_scope(), parting(self.everyone):
@@ -169,7 +169,7 @@ class StageStep(DeviceStep):
         """Call a stage; its random draws depend on the samples and the layer."""
         is_moved = self.writes is not None and not self.options.reproducible
         moments = list[Any]() if is_moved else None
-        with self._draws(microbatch, part=stage), self._slice_scope(microbatch, moments):
+        with self._draws(microbatch, index=stage), self._slice_scope(microbatch, moments):
             called, params = stage_for(self.program.stages[stage], microbatch), self.units[stage].tree
             if self.writes is None:
                 y = called(params, x, **skips)
@@ -180,8 +180,8 @@ class StageStep(DeviceStep):
             refuse_unreached(y)
         return y
 
-    def _draws(self, microbatch: int, part: int) -> AbstractContextManager[None]:
-        return keyed_apart(folded(self.key, 0, self.slices[microbatch].number), part)
+    def _draws(self, microbatch: int, index: int) -> AbstractContextManager[None]:
+        return keyed_apart(folded(self.key, 0, self.slices[microbatch].number), index)
 
     def _slice_scope(self, microbatch: int, moments: list[Any] | None = None) -> AbstractContextManager[None]:
         return self.loss_scope(is_idle=not self.slices[microbatch].slice.rows, moments=moments)
@@ -189,7 +189,7 @@ class StageStep(DeviceStep):
     def end(self, microbatch: int, y: PyTree) -> Tensor:
         """Return the loss of the last stage's result."""
         options, slice = self.options, self.slices[microbatch].slice
-        with self._draws(microbatch, part=0), self._slice_scope(microbatch):
+        with self._draws(microbatch, index=0), self._slice_scope(microbatch):
             result = options.loss_fn(y, self._tree(microbatch))
             values = unpack_result(result, ["loss", "aux"] if options.has_aux else ["loss"])
             loss = one_loss(options, values["loss"], slice)
@@ -252,7 +252,7 @@ class StageStep(DeviceStep):
         """Return the sums over all devices, and the buffers that changed; raise if inputs differ."""
         options, writes, key = self.options, self.writes, self.key if self.options.reproducible else None
         along = (self.program.axis, *self.local)
-        written = [] if writes is None else writes.written([turn.weight.weight for turn in self.slices])
+        written = [] if writes is None else writes.written([slice_turn.weight.weight for slice_turn in self.slices])
         paths = [] if writes is None else writes.paths
         is_first = self.everyone.index < (
             1 if self.group is None else self.group.size

@@ -59,23 +59,23 @@ def stage_functions(
     functions, params = zip(*[_function(number, stage) for number, stage in enumerate(modules)], strict=True)
     if isinstance(recompute, int) or recompute == "never":
         return [*functions], [*params]
-    kept = (microbatches or 0) - 1 if recompute == "except_last" else -1
+    saved = (microbatches or 0) - 1 if recompute == "except_last" else -1
     pairs = [(function, _again(function, policy, 1)) for function in functions]
-    return [ByMicrobatch(lambda number, pair=pair: pair[number != kept]) for pair in pairs], [*params]
+    return [ByMicrobatch(lambda number, pair=pair: pair[number != saved]) for pair in pairs], [*params]
 
 
 def _check(stages: Sequence[object], recompute: How, microbatches: int | None) -> None:
-    wrong: list[str] = []
+    errors: list[str] = []
     number = isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0
     if not number and recompute not in ("never", "always", "except_last"):
-        wrong.append(f'recompute must be "never", "always", "except_last" or a number of layers; got {recompute!r}')
+        errors.append(f'recompute must be "never", "always", "except_last" or a number of layers; got {recompute!r}')
     if recompute == "except_last" and not microbatches:
-        wrong.append('"except_last" needs to know how many there are: microbatches=')
+        errors.append('"except_last" needs to know how many there are: microbatches=')
     if isinstance(recompute, int):
         functions = [str(number) for number, stage in enumerate(stages) if not isinstance(stage, nn.Module)]
-        wrong += [f"stage {', '.join(functions)} is a function, which has no layers"] if functions else []
-    if wrong:
-        raise PolicyError(f"stage_functions: {'; '.join(wrong)}.")
+        errors += [f"stage {', '.join(functions)} is a function, which has no layers"] if functions else []
+    if errors:
+        raise PolicyError(f"stage_functions: {'; '.join(errors)}.")
 
 
 def _function(number: int, stage: nn.Module | Stage) -> tuple[Stage, PyTree]:
@@ -100,8 +100,8 @@ def _again(function: Callable[..., Any], policy: str | Policy, begin: int = 0) -
     """Recompute a function from its arguments; it may modify them in place, except the first ones."""
 
     def on_copies(*args: Any, **kwargs: Any) -> Any:
-        own, named = map_tensors(torch.clone, (args[begin:], kwargs))
-        return function(*args[:begin], *own, **named)
+        copies, named = map_tensors(torch.clone, (args[begin:], kwargs))
+        return function(*args[:begin], *copies, **named)
 
     return remat(on_copies, policy)
 
@@ -141,10 +141,10 @@ def _grouped(stage: Any, size: int, policy: str | Policy) -> nn.Module:
     if type(stage) is nn.Sequential:
         return Grouped(stage, size, policy)
     tensors = {id(x): x for x in (*stage.parameters(), *stage.buffers())}
-    made = copied(stage, {**tensors})
-    if size != 1 or not wrap_blocks(made, partial(_again, policy=policy)):
+    module = copied(stage, {**tensors})
+    if size != 1 or not wrap_blocks(module, partial(_again, policy=policy)):
         raise PolicyError(
             f"stage_functions: groups of {size} layers need an nn.Sequential; for {type(stage).__name__} single blocks work, "
             'if it was split by them: recompute=1. All of a stage is "always".'
         )
-    return made
+    return module

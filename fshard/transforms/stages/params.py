@@ -75,9 +75,9 @@ class StageUnit(Unit):
     ) -> None:
         plans, sharded, replicated = params.leaves, params.sharded, params.replicated
         super().__init__(runtime, stage, sharded, [shards[index] for index in sharded.indices])
-        others = Unit(runtime, stage, replicated, [shards[index] for index in replicated.indices])
-        others.unshard()
-        memory = dict(zip(replicated.indices, others.wait_for_unshard(), strict=True))
+        replicated_unit = Unit(runtime, stage, replicated, [shards[index] for index in replicated.indices])
+        replicated_unit.unshard()
+        memory = dict(zip(replicated.indices, replicated_unit.wait_for_unshard(), strict=True))
         for index in sharded.indices:
             memory[index] = _without_memory(plans[index], runtime.options, device)
         self._params = [memory[index].detach().as_subclass(_StageParam) for index in range(len(plans))]
@@ -189,23 +189,23 @@ class StageSums(GradientSums):
         """Add the gradients of one microbatch; an idle one counts as zero."""
         indices = self._trained[stage]
         row = self.record(indices, gs, is_idle=is_idle)
-        for at, index in enumerate(indices):
+        for number, index in enumerate(indices):
             if index in self._tied:
-                self._keep(stage, index, microbatch, row[at])
-                row[at] = None
+                self._keep(stage, index, microbatch, row[number])
+                row[number] = None
         self._totals[stage].add(microbatch, self.cast(indices, row))
 
     def _keep(self, stage: int, index: int, microbatch: int, g: Tensor | None) -> None:
         """Add to the gradient of a tied parameter in one stage, in reproducible mode for each microbatch."""
         if g is not None:
-            kept, at = self._each[stage, index], 0 if self._weights is None else microbatch
+            sums, number = self._each[stage, index], 0 if self._weights is None else microbatch
             g = g.to(self._tie_dtype(index))
-            kept[at] = kept[at] + g if at in kept else g
+            sums[number] = sums[number] + g if number in sums else g
 
-    def let_accumulate(self, stage: int, own: Sequence[Tensor]) -> bool:
+    def let_accumulate(self, stage: int, weights: Sequence[Tensor]) -> bool:
         """Let autograd accumulate into the weights' `.grad`, if sums are plain; return True if so."""
         total = self._totals[stage]
-        return self._is_plain[stage] and isinstance(total, RunningSum) and total.let_accumulate(own)
+        return self._is_plain[stage] and isinstance(total, RunningSum) and total.let_accumulate(weights)
 
     def reduce(self, stage: int) -> None:
         """Start reducing the gradients of a stage, except tied ones."""
@@ -230,26 +230,28 @@ class StageSums(GradientSums):
 
     def _reduce_ties(self) -> None:
         """Send gradients of borrowers to the owners, which add and reduce them."""
-        rows = [(tie, at) for tie in self._ties for at in range(1, len(tie.stages))]
+        rows = [(tie, index) for tie in self._ties for index in range(1, len(tie.stages))]
         stacks = go([self._stacked(*row) for row in rows], [tie.to_owner[at] for tie, at in rows], self.site)()
         for tie in self._ties:
             if tie.coordinates[0] == self._coordinate:
-                others = [stack for (other, _), stack in zip(rows, stacks, strict=True) if other is tie]
+                stacks_of_tie = [stack for (row_tie, _), stack in zip(rows, stacks, strict=True) if row_tie is tie]
                 total = self._total()
-                rows_of_owner = reduce(torch.add, reversed([self._stacked(tie, 0), *others]))  # (microbatch or 1, ...)
+                rows_of_owner = reduce(
+                    torch.add, reversed([self._stacked(tie, 0), *stacks_of_tie])
+                )  # (microbatch or 1, ...)
                 for microbatch, g in enumerate(rows_of_owner):
                     total.add(microbatch, self.cast([tie.leaf], [g]))
                 self.put([tie.leaf], _sums(total))
                 self.send()
 
-    def _stacked(self, tie: Tie, at: int) -> Tensor:
+    def _stacked(self, tie: Tie, index: int) -> Tensor:
         """Return the gradients of a tied parameter in one stage, a row for each microbatch or one in all; empty elsewhere."""
         shape, dtype = self.leaves[tie.leaf].shape, self._tie_dtype(tie.leaf)
-        if tie.coordinates[at] != self._coordinate:
+        if tie.coordinates[index] != self._coordinate:
             return torch.zeros([0] * (1 + len(shape)), dtype=dtype, device=self.device)
-        kept = self._each.pop((tie.stages[at], tie.leaf))
+        sums = self._each.pop((tie.stages[index], tie.leaf))
         zero = torch.zeros(shape, dtype=dtype, device=self.device)
-        return torch.stack([kept.get(row, zero) for row in range(len(self._weights or [1.0]))])
+        return torch.stack([sums.get(row, zero) for row in range(len(self._weights or [1.0]))])
 
     def _tie_dtype(self, index: int) -> torch.dtype:
         """Return the dtype in which the stages' gradients of a tied parameter are added."""

@@ -57,28 +57,28 @@ def staged(
     axis: str = "pipe",
     dynamic: bool = False,
     recompute: Recompute = "never",
-    **given: Any,
+    **extras: Any,
 ) -> Staged:
     """Return the gradient of stages that run by a schedule; for its options see `train_step`."""
     functions: list[Any] = [*stages] if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
     errors = _complaints(functions, mesh, batch, axis, loss)
-    errors += wrong_options({**given, "inputs": inputs, "dynamic": dynamic, "recompute": recompute})
+    errors += wrong_options({**extras, "inputs": inputs, "dynamic": dynamic, "recompute": recompute})
     errors += [f"the axis of the stages, {axis}, is local, but shards no parameter"] * (
-        axis in as_axes(given.get("local", ()))
+        axis in as_axes(extras.get("local", ()))
     )
     refuse_unfit(caller, len(functions), mesh, schedule, axis, *errors)
     assert loss is not None
     count, microbatches = len(functions), schedule.microbatches
     slices = prod(mesh.shape[name] for name in _cut_over(batch, mesh)) * microbatches
     options = StepOptions.of(
-        loss, {**given, "slices": slices}, caller=caller, backward=backward, accumulate=microbatches, in_flight=count
+        loss, {**extras, "slices": slices}, caller=caller, backward=backward, accumulate=microbatches, in_flight=count
     )
     if not backward:
-        schedule = schedule.with_rows([one for one in row if one.kind is Kind.F] for row in schedule.rows)
+        schedule = schedule.with_rows([action for action in row if action.kind is Kind.F] for row in schedule.rows)
     if not any(action.kind in UNITS for row in schedule.rows for action in row):
         schedule = with_units(schedule, options.live_units)
     if not backward:
-        schedule = schedule.with_rows([one for one in row if one.kind is not Kind.REDUCE] for row in schedule.rows)
+        schedule = schedule.with_rows([a for a in row if a.kind is not Kind.REDUCE] for row in schedule.rows)
     verify(schedule)
     route = Route(schedule, skips or {}, backward)
     if options.has_buffers:
@@ -91,26 +91,26 @@ def staged(
 
 def _complaints(stages: Sequence[Any], mesh: Mesh, batch: PyTree, axis: str, loss: object) -> list[str]:
     """Return the errors of the arguments."""
-    wrong = [
-        f"stage {number} is {type(one).__name__}, which is not called"
-        for number, one in enumerate(stages)
-        if not callable(one)
+    errors = [
+        f"stage {number} is {type(stage).__name__}, which is not called"
+        for number, stage in enumerate(stages)
+        if not callable(stage)
     ]
     if not callable(loss):
-        wrong.append("the last stage returns no loss: give loss=, a function of its result and the microbatch")
+        errors.append("the last stage returns no loss: give loss=, a function of its result and the microbatch")
     if axis in _cut_over(batch, mesh):
-        wrong.append(f"the batch is sharded along {axis}, the axis of the stages: all of them need the same samples")
+        errors.append(f"the batch is sharded along {axis}, the axis of the stages: all of them need the same samples")
     if mesh.runtime == "abstract":
-        wrong.append(
+        errors.append(
             "on an abstract mesh the results of stages are unknown: `schedule.simulate` needs no stages, and a virtual mesh "
             "counts bytes as well"
         )
-    return wrong
+    return errors
 
 
 def _cut_over(specs: PyTree, mesh: Mesh) -> list[str]:
-    found = {axis for spec in flatten(specs)[0] if isinstance(spec, P) for axis in spec.axes}
-    return [axis for axis in mesh.axis_names if axis in found]
+    axes = {axis for spec in flatten(specs)[0] if isinstance(spec, P) for axis in spec.axes}
+    return [axis for axis in mesh.axis_names if axis in axes]
 
 
 def first_of_two(microbatch: PyTree) -> PyTree:
@@ -127,9 +127,9 @@ class Staged(GradientFunction):
     def check_params(self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh) -> None:
         """Raise unless there is a tree per stage, of parameters placed on the stage or on one it is tied to."""
         if not isinstance(params, list | tuple) or len(params) != len(self.program.stages):
-            found = f"{len(params)} are given" if isinstance(params, list | tuple) else f"found {type(params).__name__}"
+            got = f"{len(params)} are given" if isinstance(params, list | tuple) else f"found {type(params).__name__}"
             raise ValueError(
-                f"{self.options.caller}: {len(self.program.stages)} stages have a list of as many trees of parameters; {found}."
+                f"{self.options.caller}: {len(self.program.stages)} stages have a list of as many trees of parameters; {got}."
             )
         if not leaves:
             raise ValueError(f"{self.options.caller}: no stage has a parameter, so there is nothing to train.")
@@ -142,7 +142,7 @@ class Staged(GradientFunction):
     def plan(
         self,
         structure: Structure,
-        given: Sequence[tuple[str, Sharded, bool]],
+        params: Sequence[tuple[str, Sharded, bool]],
         numbers: Sequence[int],
         mesh: Mesh,
         axes: tuple[str, ...],
@@ -150,7 +150,7 @@ class Staged(GradientFunction):
         """Return the plans of parameters, which must be on the devices of their stages."""
         axis, placement = self.program.axis, self.program.route.placement
         errors, numbers_so_far = list[str](), set[int]()
-        for (path, x, _), number in zip(given, numbers, strict=True):
+        for (path, x, _), number in zip(params, numbers, strict=True):
             coordinate = placement[stage_of(path)]
             if number not in numbers_so_far and coordinate_of(x.layout, axis) != coordinate:
                 errors.append(f"{named(parts_of(path))} has {x.spec}, its stage the coordinate {coordinate}")
@@ -160,8 +160,8 @@ class Staged(GradientFunction):
                 f"{self.options.caller}: parameters must be on the devices of their stages, along {axis}: "
                 f"{'; '.join(errors)}. Put them there: {_LAY}."
             )
-        over = (*(name for name in mesh.axis_names if name in self.options.local), *axes)
-        return StagePlanner(self.options, self.program, mesh, over).plan(structure.children(), given, numbers)
+        sum_axes = (*(name for name in mesh.axis_names if name in self.options.local), *axes)
+        return StagePlanner(self.options, self.program, mesh, sum_axes).plan(structure.children(), params, numbers)
 
     def device_step(self, plans: StagePlan, inputs: StepInputs, index: int, device: int) -> StageStep:
         """Return the step of a device, the local one at `index`."""
