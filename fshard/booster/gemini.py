@@ -2,7 +2,7 @@
 
 auto, a functional step    begins with all on the host; the first step's placement is that of `fs.memory.place`
 auto, torch's loop         begins with all on the host; after two steps, whose peak is known, what has room returns
-static                     fractions of parameters and state, in whole units
+static                     fractions of parameters and state, by units
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GeminiPlugin(ShardedPlugin):
         offload_param_frac: of the parameters, stored on the host; those are sharded.
         shard_param_frac: of the parameters, sharded; the others are replicated, as by `ZeroPlugin(stage=2)`.
 
-    Units are chosen whole, from the first on.
+    Units are chosen from the first on, as many as have a fraction of all bytes.
     """
 
     placement: Literal["auto", "static"] = "auto"

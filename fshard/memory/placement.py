@@ -107,7 +107,7 @@ def place(
     does not matter, so a model that is larger than its devices begins with `shard_params(memory="host")`.
 
     Args:
-        step: of `train_step`, of a full model. State that leaves the device goes to the memory `state_memory` of its
+        step: of `train_step`, of a full model. State that leaves the device is stored in the memory `state_memory` of its
             optimizer, by default the host. With `update_on="host"` all state stays there.
         params, state: for the step; parameters that leave must be sharded: stage 3.
         inputs: its other arguments: the batch, or buffers and the batch.

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fshard.errors import OptimizerError
-from fshard.memory.state import is_away, rounding, stored
+from fshard.memory.state import current_offload, fetched, home_of, is_away, moved, rounding, stored
 from fshard.mesh.layout import PyTree
-from fshard.mesh.layout.sharded import key_of
+from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import (
     ArrayOptimizer,
@@ -97,7 +97,10 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
 
     @torch.no_grad()
     def averages_of(params: PyTree) -> PyTree:
-        return Leaves.of(params).mapped(lambda x: stored(copied(x)) if trainable(x) else copied(x))
+        return Leaves.of(params).mapped(lambda x: stored(copy_of(x)) if trainable(x) else copied(x))
+
+    def copy_of(x: Leaf) -> Leaf:
+        return moved([x], x.mesh, "disk", "host")[0] if isinstance(x, Sharded) and home_of(x) == "disk" else copied(x)
 
     @torch.no_grad()
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -115,7 +118,9 @@ def ema(opt: Optimizer, decay: float) -> Optimizer:
         params, inner = step_of(opt)(grads, state["inner"], params)
         averages = Leaves.of(state["ema"])
         after = averages.beside(params, "params")
-        pairs = [(averages.leaves[i], after[i]) for i in sorted({*averages.firsts}) if trainable(after[i])]
+        offload = current_offload()
+        near = after if offload is None else fetched(after, offload)
+        pairs = [(averages.leaves[i], near[i]) for i in sorted({*averages.firsts}) if trainable(after[i])]
         for group in ShardLists.of_pairs(pairs).fetched():
             for mean, x in zip(group.params, group.grads, strict=True):
                 mean.lerp_(x, 1 - decay)

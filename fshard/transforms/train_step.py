@@ -155,9 +155,7 @@ def train_step(
             'state_memory="host".'
         )
     write = step_of(opt)  # pyright: ignore[reportArgumentType]  # a Partitioned has all that an Optimizer has
-    if (
-        step_options.slices is not None
-    ):  # torch's fused kernels round differently where a shard ends; updates do without them
+    if step_options.slices is not None:  # fused kernels round differently where a shard ends: updates do without them
         write = step_of(Optimizer(opt.init, opt.update))
 
     def step(params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ KINDS = st.sampled_from(["device", "host", "disk"])
 CASES = st.fixed_dictionaries(
     {
         "n": st.sampled_from([1, 2, 4]),
-        "name": st.sampled_from(["adamw", "lamb", "masters"]),
+        "name": st.sampled_from(["adamw", "lamb", "masters", "ema"]),
         "clips": st.booleans(),
         "microbatches": st.sampled_from([1, 3]),
         "keeps": st.booleans(),
@@ -30,6 +30,7 @@ OPTIMIZERS = {
     "adamw": lambda: optim.adamw(0.05),
     "lamb": lambda: optim.lamb(0.05),
     "masters": lambda: optim.with_master_weights(optim.sgd(0.05, momentum=0.9)),
+    "ema": lambda: optim.ema(optim.sgd(0.05, momentum=0.9), 0.5),
 }
 FIXED = {
     "n": 2, "name": "adamw", "clips": False, "microbatches": 1, "keeps": False, "stages": False, "exact": False,

@@ -121,7 +121,8 @@ class Unit:
             xs = self._fetched()
             if (dtype := shared.options.compute) is not None:
                 xs = [x.to(dtype) if x.is_floating_point() else x for x in xs]
-            mark(str(self.plans[0].gradient.unit))
+            for plan in self.plans[:1]:
+                mark(str(plan.gradient.unit))
             if self.is_sharded:
                 shared.sequence.append(self.number)
                 self.pending = go(xs, [plan.gather for plan in self.plans], shared.site, ahead=True)  # (4)
