@@ -90,6 +90,7 @@ class Unit:
         self.pending: Callable[[], list[Tensor]] | None = None
         self._copies: list[Transfer] | None = None  # of shards in other memory, under way to the device
 
+    @torch.no_grad()  # so that a region of `remat`, which may run again when the unit is there, does not count operations
     def fetch(self) -> None:
         """Start to copy shards from other memory to the device, unless the unit is unsharded or about to be."""
         if self.values or self.pending is not None or self._copies is not None or not self.is_sharded:
@@ -111,6 +112,7 @@ class Unit:
             for x, plan in zip(self.shards, self.plans, strict=True)
         ]
 
+    @torch.no_grad()
     def unshard(self) -> None:
         """Start the all-gather, unless the unit is unsharded or about to be; replicated parameters are views of shards."""
         if self.values or self.pending is not None:
@@ -130,6 +132,7 @@ class Unit:
             values = [x.reshape(plan.shape) for x, plan in zip(xs, self.plans, strict=True)]
             self.pending = lambda: values
 
+    @torch.no_grad()
     def wait_for_unshard(self) -> list[Tensor]:
         """Wait for the all-gather, if one was started; return the unsharded parameters."""
         if self.pending is not None:
@@ -234,7 +237,8 @@ class LazyUnit(Unit):
             if self.is_trained and has_grad:
                 outputs: tuple[Tensor, ...] = _UseUnit.apply(runtime.anchor, self)  # type: ignore[assignment]
             else:
-                outputs = tuple([x.detach() for x in self.wait_for_unshard()])
+                with torch.no_grad():
+                    outputs = tuple([x.detach() for x in self.wait_for_unshard()])
         is_recomputed = _C._current_graph_task_id() != -1  # it ends with the backward that it is part of
         if self.is_trained and has_grad and not is_recomputed:
             self.pending_backwards += 1

@@ -19,7 +19,7 @@ simply called and all is saved. A part of fn that itself calls such a transform 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -34,9 +34,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fshard.ambient import ambient
 from fshard.errors import PolicyError
+from fshard.memory.activations import HostCopy, can_leave
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import flatten, unflatten
-from fshard.mesh.layout.host_copies import HostCopy, is_on_host
 from fshard.mesh.spmd.scope import entered, here
 
 Args = ParamSpec("Args")
@@ -45,27 +45,33 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Policy:
-    """The values that are kept between forward and backward; `host`: in host memory."""
+    """The values that are kept between forward and backward; `host`: in host memory, as those of the `offloaded` names."""
 
     keep: Literal["everything", "nothing", "dots", "names"]
     names: frozenset[str] = frozenset()
     host: bool = False
+    offloaded: frozenset[str] = frozenset()
 
 
-def save_names(*names: str) -> Policy:
+def save_names(*names: str, offload: str | Sequence[str] = ()) -> Policy:
     """Return the policy that keeps the values with these names of `fs.nn.checkpoint_name`.
 
-    >>> save_names("attention").names
-    frozenset({'attention'})
+    Those with a name of `offload` are kept in host memory: copied there during the forward, and back ahead of their
+    backward. On a mesh of CPUs it is a memory kind of its own, which `fs.memory.limit` counts.
+
+    >>> policy = save_names("attention", offload="hidden")
+    >>> sorted(policy.names), policy.offloaded
+    (['attention', 'hidden'], frozenset({'hidden'}))
     """
-    return Policy("names", frozenset(names))
+    offloaded = frozenset([offload] if isinstance(offload, str) else offload)
+    return Policy("names", frozenset(names) | offloaded, offloaded=offloaded)
 
 
 def offload(policy: str | Policy) -> Policy:
     """Return a policy that keeps the same values in host memory; parameters are not moved.
 
-    >>> offload("dots")
-    Policy(keep='dots', names=frozenset(), host=True)
+    >>> offload("dots").host
+    True
     """
     return replace(_policy(policy), host=True)
 
@@ -147,16 +153,20 @@ def _checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...],
 
     if policy.keep == "nothing":
         return checkpoint(body, *tensors, use_reentrant=False)
-    region = Region(None if policy.keep == "dots" else policy.names, policy.host)
+    names = None if policy.keep == "dots" else policy.names
+    region = Region(names, policy.names if policy.host else policy.offloaded, host=policy.host)
     return checkpoint(body, *tensors, use_reentrant=False, context_fn=lambda: (region, region))
 
 
 def _to_host(x: Tensor) -> Tensor | HostCopy:
-    return x if is_on_host(x) or x.is_leaf else HostCopy(x)  # parameters and inputs are referenced elsewhere
+    return HostCopy(x) if can_leave(x) and not x.is_leaf else x  # parameters and inputs are referenced elsewhere
 
 
 def _from_host(packed: Tensor | HostCopy) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.get()
+    x = packed if isinstance(packed, Tensor) else packed.get()
+    if x is None:
+        raise RuntimeError("a tensor that the backward needs must not be written to in place; got one that was.")
+    return x
 
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -194,12 +204,12 @@ class Producer(NamedTuple):
 class Region(TorchDispatchMode):
     """One call of a rematerialised function: keeps results in its forward, returns these when it runs again.
 
-    It keeps dots if `names` is None, else the results with these names; on the host if requested.
+    It keeps dots if `names` is None, else the results with these names; on the host the `offloaded` ones, dots by `host`.
     """
 
-    def __init__(self, names: frozenset[str] | None, host: bool) -> None:
+    def __init__(self, names: frozenset[str] | None, offloaded: frozenset[str], *, host: bool) -> None:
         super().__init__()
-        self.names, self._host = names, host
+        self.names, self._offloaded, self._host = names, offloaded, host
         self._state: Literal["forward", "recompute"] = "forward"
         self._number = 0  # of the next operation
         self._kept: dict[int, KeptResult | HostCopy] = {}
@@ -230,7 +240,7 @@ class Region(TorchDispatchMode):
             return func(*args, **(kwargs or {})) if result is None else result
         result = func(*args, **(kwargs or {}))
         if self.names is None:
-            self._keep(number, result)
+            self._keep(number, result, on_host=self._host)
         elif isinstance(result, Tensor) and result.layout == torch.strided:
             memory = _memory(result)
             if not any(isinstance(x, Tensor) and _memory(x) == memory for x in args):  # else it is a view, or in place
@@ -238,19 +248,16 @@ class Region(TorchDispatchMode):
                 self._producers[memory] = Producer(StorageWeakRef(result.untyped_storage()), number, *strides)
         return result
 
-    def _keep(self, number: int, x: Tensor) -> None:
-        if self._host and not is_on_host(x):
-            self._kept[number] = copy = HostCopy(x.detach())
-            copy.wait()  # unlike a tensor that autograd saves, a result may be written to
-        else:
-            self._kept[number] = KeptResult(_alias(x), x._version)
+    def _keep(self, number: int, x: Tensor, *, on_host: bool) -> None:
+        self._kept[number] = HostCopy(_alias(x)) if on_host and can_leave(x) else KeptResult(_alias(x), x._version)
 
     def mark(self, x: Tensor, label: str) -> None:
         """Keep the result that x is a view of, if its name is one of the region's."""
         producer = self._producers.get(_memory(x)) if self.names and label in self.names else None
         if producer is not None:
             with torch.no_grad():  # so that these two are not numbered
-                self._keep(producer.number, x.detach().as_strided(producer.size, producer.stride, producer.offset))
+                whole = x.detach().as_strided(producer.size, producer.stride, producer.offset)
+                self._keep(producer.number, whole, on_host=label in self._offloaded)
 
 
 def _memory(x: Tensor) -> int:

@@ -28,8 +28,6 @@ class FakeGpu:
         for module in (host_copies, *modules):
             monkeypatch.setattr(module, "is_on_host", lambda x: memory(x) in self.host)
             monkeypatch.setattr(module, "host_like", lambda x: self.on_host(host_like(x)), raising=False)
-        host_copies._copy_stream.cache_clear()
-        host_copies._thread.last = None
 
     def on_host(self, x):
         self.host[memory(x)] = x  # held: no other memory gets its name
