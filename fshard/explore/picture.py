@@ -26,6 +26,7 @@ from fshard.mesh.layout import Layout, Mesh, PyTree, ShardType
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import device_of
 from fshard.mesh.spmd.scope import here
+from fshard.tables import Tabular
 
 if TYPE_CHECKING:  # it is imported where a picture is shown
     from rich.console import RenderableType
@@ -120,6 +121,8 @@ def picture(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = tor
 def visualize(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> None:
     """Display the layout of a tensor, of every tensor of a tree, or a mesh: text in a terminal, a picture in a notebook.
 
+    A value that prints as a table, such as a placement of `fs.memory.place`, is displayed too, with its memory curve.
+
     Where many devices run the same code (under torchrun, in `fs.run`) the first one displays it. Nothing is sent. For
     the arguments, and the picture as a value, see `picture`.
 
@@ -141,8 +144,9 @@ def visualize(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = t
     ├── step  3
     └── w  f32[6@data, 4]  96 B, 32 B per device
     """
-    shown = picture(x, layout=layout, dtype=dtype)
-    meshes = meshes_of(shown.plan) if isinstance(shown.plan, Branch) else (shown.plan.mesh,)
+    shown: Any = x if isinstance(x, Tabular) else picture(x, layout=layout, dtype=dtype)
+    plan = None if isinstance(x, Tabular) else shown.plan
+    meshes = () if plan is None else meshes_of(plan) if isinstance(plan, Branch) else (plan.mesh,)
     scope = here()
     if (scope is not None and scope.device != 0) or any(device_of(mesh) != 0 for mesh in meshes):
         return
@@ -153,8 +157,8 @@ def visualize(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = t
         from rich.text import Text
 
         console = Console(force_jupyter=False)
-        fits = console.is_terminal and isinstance(shown.plan, Branch)  # lines of an outline may be broken, not a grid's
-        console.print(shown if console.is_terminal else Text(str(shown)), soft_wrap=not fits)
+        fits = console.is_terminal and isinstance(plan, Branch)  # lines of an outline may be broken, not a grid's
+        console.print(Text(str(shown)) if plan is None or not console.is_terminal else shown, soft_wrap=not fits)
 
 
 def _grid(leaf: Leaf) -> Grid:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from html import escape
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -78,6 +79,24 @@ class Placement(Tabular):
     def apply(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         """Return parameters and state in their memories; those that are there already are the same arrays."""
         return in_memories(params, "parameters", self.memories), in_memories(state, "state", self.memories)
+
+    def _repr_html_(self) -> str:
+        """Return the table, and the curve of device memory under a step with its limit."""
+        return super()._repr_html_() + self._curve()
+
+    def _curve(self) -> str:
+        limit, rows = self.limits["device"], self.used.timeline
+        top = max([most for _, most in rows] + ([] if limit is None or limit > 2 * self.needed else [limit]))
+        bars = "".join(
+            f'<rect x="{12 * i}" y="{100 - 100 * most / top:.1f}" width="11" height="{100 * most / top:.1f}" fill="#5b8ff9">'
+            f"<title>{escape(name)}: {most:,} bytes</title></rect>"
+            for i, (name, most) in enumerate(rows)
+        )
+        line = "" if limit is None else f'<path d="M0 {100 - 100 * limit / top:.1f}H{12 * len(rows)}" stroke="#d33"/>'
+        return (
+            f'<svg viewBox="0 -2 {12 * len(rows)} 104" style="width:100%;max-width:{12 * len(rows)}px;height:120px" '
+            f'preserveAspectRatio="none">{bars}{line}</svg>'
+        )
 
     def table(self) -> Table:
         """Return the groups that are in other memory, and the peaks, as a rich table."""

@@ -134,7 +134,7 @@ def test_limits_where_all_on_the_host_fits_are_kept():
 
 def test_a_step_of_another_order_fetches_what_it_uses():
     """The plan was made for a loss function that uses all layers; another one has the same parameters."""
-    plan, (_, params, state, batch) = placed(program(2), device=7_000)
+    _, (_, params, state, batch) = placed(program(2), device=7_000)
 
     def other(params, x):
         return loss_fn({**params, "layers": params["layers"][::-1]}, x)
@@ -145,7 +145,15 @@ def test_a_step_of_another_order_fetches_what_it_uses():
     reference = program(2, memory="device")
     expected = trained([backwards, *reference[1:]])[0]
     assert same_bits(trained([backwards, params, state, batch])[0], expected)
-    assert "placement" in str(plan) and "host to device" in str(plan)
+
+
+def test_a_placement_is_displayed(capsys):
+    """As its table; in a notebook with a bar for each use of a unit, and a line at the limit."""
+    plan, _ = placed(program(2), device=7_000)
+    fs.visualize(plan)
+    assert capsys.readouterr().out.strip() == str(plan).strip() and "host to device" in str(plan)
+    html = plan._repr_html_()
+    assert html.count("<rect") == len(plan.used.timeline) and html.count("<path") == 1
 
 
 def test_other_steps_raise():
