@@ -256,8 +256,8 @@ class Region(TorchDispatchMode):
         producer = self._producers.get(_memory(x)) if self.names and label in self.names else None
         if producer is not None:
             with torch.no_grad():  # so that these two are not numbered
-                whole = x.detach().as_strided(producer.size, producer.stride, producer.offset)
-                self._keep(producer.number, whole, on_host=label in self._offloaded)
+                result = x.detach().as_strided(producer.size, producer.stride, producer.offset)
+                self._keep(producer.number, result, on_host=label in self._offloaded)
 
 
 def _memory(x: Tensor) -> int:
