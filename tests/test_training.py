@@ -178,7 +178,7 @@ class Perceptron(nn.Module):
 
 
 class Twice(nn.Module):
-    """One block that is called before and after others, so that its unit is let go and gathered again."""
+    """One block that is called before and after others, so that its unit is freed and gathered again."""
 
     def __init__(self):
         super().__init__()

@@ -233,10 +233,10 @@ class Booster(Checkpointing):
             current.append(opt)
             if not isinstance(plugin, GeminiPlugin) or plugin.placement == "static":
                 return state
-            at = {name: partitioned(plugin, source, name) for name in get_args(UpdateOn)}
+            optimizers = {name: partitioned(plugin, source, name) for name in get_args(UpdateOn)}
             trees = state.params, state.optimizer, state.buffers
-            name, params, optimizer = plugin.placed_step(lambda name: make(at[name]()), *trees, batch)
-            current[:] = [at[name]]
+            name, params, optimizer = plugin.placed_step(lambda name: make(optimizers[name]()), *trees, batch)
+            current[:] = [optimizers[name]]
             return state._replace(params=params, optimizer=optimizer)
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

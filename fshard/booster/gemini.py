@@ -111,7 +111,7 @@ class GeminiPlugin(ShardedPlugin):
         assert error is not None
         raise error
 
-    def returned(self, params: PyTree, state: PyTree) -> tuple[UpdateOn, PyTree, PyTree]:
+    def placed_in_loop(self, params: PyTree, state: PyTree) -> tuple[UpdateOn, PyTree, PyTree]:
         """Return where a loop updates from its third step on, and what has room on the device there: see `_room`."""
         mesh, sizes = self.default_mesh(), group_sizes({"parameters": params, "state": state})
         room, every = _room(_limit(self.device, mesh), mesh), sum(sizes.values())
@@ -119,15 +119,15 @@ class GeminiPlugin(ShardedPlugin):
         if every + sum(of_params.values()) <= room:  # all, and gradients
             memories: dict[MemoryGroup, Memory] = dict.fromkeys(sizes, "device")
             return "device", in_memories(params, "parameters", memories), in_memories(state, "state", memories)
-        returning = dict[MemoryGroup, Memory]()
+        to_device = dict[MemoryGroup, Memory]()
         is_alone = all(
             mesh.shape[axis] == 1 for axis in self.zero_axes()
         )  # then gradients stay until they fill a bucket
         for group, size in of_params.items():
             size *= 1 + is_alone
             if size <= room:
-                returning[group], room = "device", room - size
-        return "host", in_memories(params, "parameters", returning), state
+                to_device[group], room = "device", room - size
+        return "host", in_memories(params, "parameters", to_device), state
 
 
 _FRACTIONS = ("offload_optim_frac", "offload_param_frac", "shard_param_frac")

@@ -177,7 +177,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def _place(self, plugin: GeminiPlugin) -> None:
         """Return to the devices what has room there."""
         assert isinstance(self.model, LoopModel)
-        update_on, self.model.params, self.state = plugin.returned(self.model.params, self.state)
+        update_on, self.model.params, self.state = plugin.placed_in_loop(self.model.params, self.state)
         if update_on != plugin.update_on():
             self._partitioned = partitioned(plugin, self._source, update_on)
             self.model.set_gradients(self._partitioned().gradients)

@@ -61,7 +61,7 @@ def failing_step(folder):
 
 
 M_MMAP_THRESHOLD = -3
-"""An option of `mallopt`: buffers of at least so many bytes are returned to the system when they are freed."""
+"""An option of `mallopt`: buffers of at least this size are returned to the system when they are freed."""
 
 
 def growth_of_a_process(folder):
