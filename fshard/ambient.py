@@ -22,12 +22,13 @@ class Ambient(threading.local):
     memory: Any = None  # the kind of new storages: fshard.mesh.layout.kinds
     offload: Any = None  # where optimizer state is stored and updated: fshard.memory.state
     owner: Any = None  # the device that new storages are made for, outside of its scope: the same
+    activations: Any = None  # what becomes of named ones, in place of a policy: fshard.transforms.module.remat
     regions: Any = ()  # recomputed regions around the caller: fshard.transforms.module.remat
 
 
 ambient = Ambient()
 
-INHERITED = ("mesh", "ledgers", "fixed_order", "counters", "purpose", "offload")
+INHERITED = ("mesh", "ledgers", "fixed_order", "counters", "purpose", "offload", "activations")
 
 
 def inherited() -> dict[str, Any]:

@@ -226,23 +226,25 @@ class Booster(Checkpointing):
         if plugin.in_stages():
             options["loss"] = partial(loss_of, criterion)
         make: Any = partial(train_step, run if plugin.in_stages() else loss, donate=True, **options)
-        train, current = lru_cache(maxsize=1)(make), list[Callable[[], Partitioned]]()
+        current = list[tuple[Callable[[], Partitioned], Callable[..., Any]]]()  # the optimizer, and the step with it
 
         def placed(state: TrainState, batch: Any) -> TrainState:
             """Place the first step of a `GeminiPlugin`."""
-            current.append(opt)
+            current.append((opt, lru_cache(maxsize=1)(make)))
             if not isinstance(plugin, GeminiPlugin) or plugin.placement == "static":
                 return state
             optimizers = {name: partitioned(plugin, source, name) for name in get_args(UpdateOn)}
             trees = state.params, state.optimizer, state.buffers
-            name, params, optimizer = plugin.placed_step(lambda name: make(optimizers[name]()), *trees, batch)
-            current[:] = [optimizers[name]]
+            name, plan = plugin.placed_step(lambda name: make(optimizers[name]()), *trees, batch)
+            current[:] = [(optimizers[name], lru_cache(maxsize=1)(partial(make, activations=plan.activations)))]
+            params, optimizer = plan.apply(state.params, state.optimizer)
             return state._replace(params=params, optimizer=optimizer)
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
             state = state if current else placed(state, batch)
+            optimizer_of, train = current[0]
             with keyed_random(plugin.seed, state.steps, 0):
-                params, optimizer, buffers, metrics = train(current[0]())(
+                params, optimizer, buffers, metrics = train(optimizer_of())(
                     state.params, state.optimizer, state.buffers, batch
                 )
             return state._replace(params=params, optimizer=optimizer, buffers=buffers, steps=state.steps + 1), metrics

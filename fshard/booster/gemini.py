@@ -16,7 +16,7 @@ import torch
 from fshard.ambient import ambient
 from fshard.booster.plugins import ShardedPlugin
 from fshard.errors import MemoryLimitError
-from fshard.memory.placement import MemoryGroup, Role, group_sizes, in_memories, place
+from fshard.memory.placement import MemoryGroup, Placement, Role, group_sizes, in_memories, place
 from fshard.memory.state import UpdateOn
 from fshard.mesh.collectives.api import pmax
 from fshard.mesh.layout import Memory, Mesh, P, PyTree, map_leaves
@@ -94,8 +94,8 @@ class GeminiPlugin(ShardedPlugin):
 
     def placed_step(
         self, make: Callable[[UpdateOn], Any], params: PyTree, state: PyTree, buffers: PyTree, batch: PyTree
-    ) -> tuple[UpdateOn, PyTree, PyTree]:
-        """Return where a step updates, and its parameters and state in their memories: on the device if that has room."""
+    ) -> tuple[UpdateOn, Placement]:
+        """Return where a step updates, on the device if that has room, and its placement."""
         mesh = self.default_mesh()
         batch = _of_first_device(batch, mesh)
         limits: Any = {"device": _limit(self.device, mesh), "host": self.host}
@@ -103,11 +103,9 @@ class GeminiPlugin(ShardedPlugin):
         places: tuple[UpdateOn, ...] = ("device", "host")
         for update_on in places:
             try:
-                plan = place(make(update_on), params, state, buffers, batch, **limits)
+                return update_on, place(make(update_on), params, state, buffers, batch, **limits)
             except MemoryLimitError as raised:
                 error = raised
-            else:
-                return update_on, *plan.apply(params, state)
         assert error is not None
         raise error
 

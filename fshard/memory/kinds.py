@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fshard.ambient import ambient, setting
-from fshard.mesh.layout import PyTree, flatten
+from fshard.mesh.layout import Memory, PyTree, flatten
 from fshard.mesh.layout.kinds import makers
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import local_devices
@@ -29,6 +29,9 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 Purpose = Literal["parameters", "gradients", "state", "unsharded", "activations", "buffers", "other"]
 """The purpose that a storage was made for: "other" outside of steps, such as batches."""
+
+ActivationMemory = Literal["device", "host", "recomputed"]
+"""What becomes of an activation with a name from the forward to the backward."""
 
 
 def purpose(name: Purpose | None, site: Site | None = None) -> AbstractContextManager[None]:
@@ -62,6 +65,19 @@ def mark(name: str) -> None:
     """Begin an entry in the timelines of open limits: a use of a unit, or the update."""
     for counter in ambient.counters:
         counter.usage.mark(name)
+
+
+def note_move(source: Memory, target: Memory, count: int) -> None:
+    """Count the bytes of a copy in the current entries of timelines."""
+    for counter in ambient.counters:
+        for event in counter.usage.timeline[-1:]:
+            event.moved[source, target] += count
+
+
+def note_kept(name: str, count: int) -> None:
+    """Count the bytes of a named activation that is saved on the device; negative ones when the backward takes it."""
+    for counter in ambient.counters:
+        counter.usage.keep(name, count)
 
 
 def claim(tree: PyTree, name: Purpose) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from fshard.ambient import ambient, setting
 from fshard.memory.kinds import Purpose
@@ -61,6 +62,8 @@ class CountStorages(TorchDispatchMode):
             raise _mixed(func, inputs)
         result = func(*args, **kwargs)
         self.usage.free_dead()
+        if self.usage.timeline and (flops := flop_registry.get(func.overloadpacket)) is not None:
+            self.usage.timeline[-1].flops += flops(*args, **kwargs, out_val=result)
         outputs = [*_tensors((result,))]
         is_list = bool(args) and isinstance(args[0], list | tuple) and len(args[0]) == len(outputs) <= len(inputs)
         for i, y in enumerate(outputs):

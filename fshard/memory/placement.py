@@ -1,31 +1,31 @@
-"""`place`: which parameters and which optimizer state of a step leave the devices' memory, so that it stays below a limit.
+"""`place`: what leaves the devices' memory in a step, so that it stays below a limit.
 
     measure     the step runs twice on the abstract mesh, with everything on the device: bytes between uses of units
-    choose      units and their state that are not used for a while, the cheapest for the bytes by which the limit is
-                passed (see `gaps`)
+    choose      parameters, state and activations, the cheapest for the bytes by which the limit is passed (see `choice`)
     verify      the step runs again with these in other memory; if it passes the limit still, more are chosen
 
-A placement is a value: the memory kind of each unit's parameters and state. All devices follow one, which is made from
-shapes alone. A step that uses units in another order than the measured one fetches them when it needs them.
+A placement is a value: the memory kind of each unit's parameters and state, and of each named activation. All devices
+follow one, which is made from shapes alone. A step that uses units in another order than the measured one fetches them
+when it needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fshard.ambient import setting
 from fshard.errors import MemoryLimitError
-from fshard.memory.gaps import Gap, NotEnoughError, bytes_beyond, choose_gaps
-from fshard.memory.kinds import mark
+from fshard.memory.choice import NotEnoughError, Option, choose
+from fshard.memory.kinds import ActivationMemory, mark
 from fshard.memory.limit import limit
 from fshard.memory.usage import MemoryUsage
 from fshard.mesh.collectives.ledger import Ledger, ledger
@@ -38,14 +38,22 @@ from fshard.tables import Tabular
 if TYPE_CHECKING:  # it is imported where a table is shown
     from rich.table import Table
 
-Role = Literal["parameters", "state"]
+Role = Literal["parameters", "state", "activations"]
 
 
 class MemoryGroup(NamedTuple):
-    """The parameters of a unit, or their optimizer state: they are in one memory."""
+    """The parameters of a unit, their optimizer state, or activations with one name: they are in one memory."""
 
     role: Role
     unit: str
+
+
+class Rates(NamedTuple):
+    """What a device can do in a second: operations of matrix products, and bytes copied to and from the host and a disk."""
+
+    flops: float = 4e14
+    host: float = 4e10
+    disk: float = 4e9
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,20 +61,26 @@ class Placement(Tabular):
     """The memory of each group, and what a step then needs and moves. Prints as a table: see `place`.
 
     Args:
-        memories: of the groups.
+        memories: of parameters and state.
+        activations: the memory of named ones that do not stay on the device, for `train_step(activations=)`.
         sizes: their bytes per device.
         limits: by memory kind, in bytes per device.
         used: memory that the step uses.
         comm: what it moves.
         needed: the bytes of device memory without limits.
+        rates: of the device.
+        step: the given one, with its activations in their memories.
     """
 
     memories: Mapping[MemoryGroup, Memory]
+    activations: Mapping[str, ActivationMemory]
     sizes: Mapping[MemoryGroup, int]
     limits: Mapping[Memory, int | None]
     used: MemoryUsage = field(repr=False)
     comm: Ledger = field(repr=False)
     needed: int
+    rates: Rates
+    step: Callable[..., Any]
 
     def peak(self, kind: Memory = "device") -> int:
         """Return the largest number of bytes that a device holds in a step, the given trees and the batch included."""
@@ -80,17 +94,36 @@ class Placement(Tabular):
         """Return parameters and state in their memories; those that are there already are the same arrays."""
         return in_memories(params, "parameters", self.memories), in_memories(state, "state", self.memories)
 
+    def flops(self) -> int:
+        """Return the floating-point operations of a device in a step: those of matrix products, convolutions and attention."""
+        return sum(event.flops for event in self.used.timeline)
+
+    def seconds(self) -> float:
+        """Return the time of a step by the rates: matrix products and transfers; without the network and other operations.
+
+        Copies to and from a memory each run in the order of their starts, beside the computation. Those that start in one
+        event are there when the next one ends; those of the update when it ends.
+        """
+        now, ends = 0.0, dict[tuple[Memory, Memory], float]()
+        for event in self.used.timeline:
+            before = max(ends.values(), default=0.0)
+            for way, count in event.moved.items():
+                rate = self.rates.disk if "disk" in way else self.rates.host
+                ends[way] = max(ends.get(way, 0.0), now) + count / rate
+            now = max(now + event.flops / self.rates.flops, before)
+        return max(now, *ends.values(), 0.0)
+
     def _repr_html_(self) -> str:
         """Return the table, and the curve of device memory under a step with its limit."""
         return super()._repr_html_() + self._curve()
 
     def _curve(self) -> str:
         limit, rows = self.limits["device"], self.used.timeline
-        top = max([most for _, most in rows] + ([] if limit is None or limit > 2 * self.needed else [limit]))
+        top = max([event.peak for event in rows] + ([] if limit is None or limit > 2 * self.needed else [limit]))
         bars = "".join(
-            f'<rect x="{12 * i}" y="{100 - 100 * most / top:.1f}" width="11" height="{100 * most / top:.1f}" fill="#5b8ff9">'
-            f"<title>{escape(name)}: {most:,} bytes</title></rect>"
-            for i, (name, most) in enumerate(rows)
+            f'<rect x="{12 * i}" y="{100 - 100 * event.peak / top:.1f}" width="11" height="{100 * event.peak / top:.1f}" '
+            f'fill="#5b8ff9"><title>{escape(event.name)}: {event.peak:,} bytes</title></rect>'
+            for i, event in enumerate(rows)
         )
         line = "" if limit is None else f'<path d="M0 {100 - 100 * limit / top:.1f}H{12 * len(rows)}" stroke="#d33"/>'
         return (
@@ -104,7 +137,8 @@ class Placement(Tabular):
 
         table = Table("unit", "what", "memory", "bytes per device", title="placement")
         table.columns[3].justify = "right"
-        for group, memory in self.memories.items():
+        activations = {MemoryGroup("activations", name): memory for name, memory in self.activations.items()}
+        for group, memory in {**self.memories, **activations}.items():
             if memory != "device":
                 table.add_row(group.unit, group.role, memory, f"{self.sizes[group]:,}")
         table.add_section()
@@ -118,19 +152,27 @@ class Placement(Tabular):
 
 
 def place(
-    step: Callable[..., Any], params: PyTree, state: PyTree, *inputs: PyTree, device: int, host: int | None = None
+    step: Any,
+    params: PyTree,
+    state: PyTree,
+    *inputs: PyTree,
+    device: int,
+    host: int | None = None,
+    rates: Rates | None = None,
 ) -> Placement:
-    """Return which units and which state are in other memory, so that a step stays below limits: only the excess.
+    """Return what is in other memory so that a step stays below limits: parameters, state and activations, only the excess.
 
     The step runs on the abstract mesh: nothing is computed, sent or allocated on devices. The memory of the given arrays
     does not matter, so a model that is larger than its devices begins with `shard_params(memory="host")`.
 
     Args:
         step: of `train_step`, of a full model. State that leaves the device is stored in the memory `state_memory` of its
-            optimizer, by default the host. With `update_on="host"` all state stays there.
+            optimizer, by default the host. With `update_on="host"` all state stays there. Activations with a name, which
+            `fs.remat` keeps by `fs.nn.save_names`, may leave or be recomputed.
         params, state: for the step; parameters that leave must be sharded: stage 3.
         inputs: its other arguments: the batch, or buffers and the batch.
         device, host: the most bytes that each device may have in this memory; None: any number.
+        rates: of the device, by which costs are compared; default: those of an H100. `fshard doctor` measures the links.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -146,45 +188,18 @@ def place(
     >>> plan.needed > 140_000 >= plan.peak(), plan.moved("host", "device")
     (True, 49152)
     >>> params, state = plan.apply(params, opt.init(params))
+    >>> params, state, metrics = plan.step(params, state, torch.ones(8, 64))
     """
-    limits: dict[Memory, int | None] = {"device": device, "host": host, "disk": None}
     run = _Measurement(step, params, state, inputs)
-    memories = run.memories(())
-    used, comm = run.measured(memories)
-    plan = Placement(memories, run.sizes, limits, used, comm, used.peak())
-    gaps, needs = run.gaps(used.timeline), [most for _, most in used.timeline]
-    target, smallest = device, plan
-    every = {gap.name for gap in gaps}
-    fallbacks = [every, {group for group in every if group.role == "state"}]  # in which buffers may be larger
-    while plan.peak() > device:
-        try:
-            absent = _chosen(gaps, needs, target)
-        except NotEnoughError:
-            if not fallbacks:
-                raise _too_small(smallest, device) from None
-            absent = fallbacks.pop()
-        memories = run.memories(absent)
-        used, comm = run.measured(memories)
-        plan = replace(plan, memories=memories, used=used, comm=comm)
-        smallest = min(smallest, plan, key=Placement.peak)
-        target -= max(plan.peak() - device, 1)
+    plan = run.measured((), {"device": device, "host": host, "disk": None}, rates or Rates())
+    if plan.peak() > device:
+        plan = run.below(device, plan)
     if host is not None and plan.peak("host") > host:
         raise MemoryLimitError(
             f"memory.place: host memory must be at least {plan.peak('host'):,} bytes per device for what leaves device memory; "
             f'got host={host:,}. Raise the limit, or use state_memory="disk".'
         )
-    return plan
-
-
-def _chosen(gaps: Sequence[Gap], needs: Sequence[int], target: int) -> set[MemoryGroup]:
-    """Return the groups that leave so that no event needs more than the target."""
-    absent = {gap.name for gap in choose_gaps(gaps, needs, target)}
-    cost = {group: sum(gap.cost for gap in gaps if gap.name == group) for group in absent}
-    for group in sorted(absent, key=lambda group: -cost[group]):  # all gaps of a group count, not only the chosen ones
-        rest = [gap for gap in gaps if gap.name in absent - {group}]
-        if bytes_beyond(rest, needs, target).max() <= 0:
-            absent.discard(group)
-    return absent
+    return replace(plan, step=step.changed(activations=plan.activations) if plan.activations else step)
 
 
 def _too_small(plan: Placement, device: int) -> MemoryLimitError:
@@ -200,62 +215,93 @@ class _Measurement:
     """Runs of a step on the abstract mesh, with groups in some memories."""
 
     def __init__(self, step: Any, params: PyTree, state: PyTree, inputs: Sequence[PyTree]) -> None:
-        if not hasattr(step, "on_mesh"):
+        if not hasattr(step, "changed"):
             raise TypeError(f"memory.place: step must be one of train_step; got {type(step).__name__}.")
         self._mesh = replace(step.mesh, runtime="abstract", device_type="meta", ranks=None)
-        self._step, self._made = step, step.on_mesh(self._mesh)
-        self._trees, self._inputs = (params, state), inputs
-        trees = dict(zip(get_args(Role), self._trees, strict=True))
-        self.sizes = group_sizes(trees)
+        self._step, self._inputs = step, inputs
+        self._trees: dict[Role, PyTree] = {"parameters": params, "state": state}
+        self._sizes = group_sizes(self._trees)
+        self.state_memory: Memory = "host" if step.state_memory == "device" else step.state_memory
         arrays = [x for x in flatten(params)[0] if isinstance(x, Sharded)]
         self._sharded = {x.layout.unit for x in arrays if x.layout.spec.is_flat}
 
-    def memories(self, absent: Collection[MemoryGroup]) -> dict[MemoryGroup, Memory]:
-        """Return the memory of each group, if some leave the device."""
-        memory, on_host = self._step.state_memory, self._step.update_on == "host"
-        of_state: Memory = "host" if memory == "device" else memory
-        return {
-            group: "device"
-            if group not in absent and not (on_host and group.role == "state")
-            else "host"
-            if group.role == "parameters"
-            else of_state
-            for group in self.sizes
-        }
+    def measured(
+        self, absent: Sequence[Option], limits: Mapping[Memory, int | None], rates: Rates, needed: int | None = None
+    ) -> Placement:
+        """Run two steps, of which the second knows the order of units, with groups in other memory than the device's.
 
-    def measured(self, memories: Mapping[MemoryGroup, Memory]) -> tuple[MemoryUsage, Ledger]:
-        """Run two steps, of which the second knows the order of units; return memory of both, and moves of the second."""
-        metrics, comm = None, Ledger()
+        The peak is that of both, what is moved that of the second.
+        """
+        memories: dict[MemoryGroup, Memory] = dict.fromkeys(self._sizes, "device")
+        if self._step.update_on == "host":
+            memories |= {group: self.state_memory for group in self._sizes if group.role == "state"}
+        memories |= {option.group: option.memory for option in absent if option.group in memories}
+        activations = {option.group.unit: option.memory for option in absent if option.group not in memories}
         with setting(counters=()):
-            params, state = (
-                self._abstract(tree, partial(_memory_of, memories, role))
-                for role, tree in zip(get_args(Role), self._trees, strict=True)
-            )
-            inputs = [self._abstract(tree, lambda x: x.layout.memory) for tree in self._inputs]
+            step = self._step.changed(mesh=self._mesh, activations=activations)
+            trees = [self._abstract(tree, partial(_memory_of, memories, role)) for role, tree in self._trees.items()]
+            trees += [self._abstract(tree, lambda x: x.layout.memory) for tree in self._inputs]
+        metrics, comm, sizes = None, Ledger(), dict(self._sizes)
         with setting(counters=()), limit() as used:
             for _ in range(2):
                 used.timeline.clear()
                 with ledger() as comm:
                     mark("begin")
-                    params, state, *buffers, metrics = self._made(params, state, *inputs)
-                inputs[: len(buffers)] = buffers
+                    *after, metrics = step(*trees)
+                trees[: len(after)] = after
         del metrics  # which the next step finds in use
-        return used, comm
+        for name in used.timeline[0].kept:
+            sizes[MemoryGroup("activations", name)] = max(event.kept[name] for event in used.timeline)
+        needed = used.peak() if needed is None else needed
+        return Placement(memories, activations, sizes, limits, used, comm, needed, rates, self._step)
 
-    def gaps(self, timeline: Sequence[tuple[str, int]]) -> list[Gap]:
-        """Return the times between the uses of each group that may leave; they cost the bytes that are moved."""
-        events, on_device, gaps = len(timeline), self._step.update_on == "device", list[Gap]()
-        for group, size in self.sizes.items():
-            if group.role == "state":  # the update has buffers for a few leaves of it
-                gaps += [Gap(group, size, -2, events + 1, 2.0 * size)] if on_device else []
-                continue
-            uses = [event for event, (unit, _) in enumerate(timeline) if unit == group.unit] or [
-                0
-            ]  # [0]: of one device
-            for begin, end in pairwise([*uses, events + uses[0]]) if group.unit in self._sharded else ():
-                moves = 1 + (end >= events) + (end >= events and on_device)  # a fetch; after the update also a store
-                gaps.append(Gap(group, size, begin, end, float(moves * size)))
-        return gaps
+    def below(self, device: int, resident: Placement) -> Placement:
+        """Return the cheapest placement below a limit, from the one with all on the device."""
+        options, needs = self.options(resident), torch.tensor([event.peak for event in resident.used.timeline])
+        each = {option.group: option for option in options}
+        fallbacks = [
+            [*each.values()],
+            [x for x in each.values() if x.group.role == "state"],
+        ]  # buffers may be larger there
+        target, plan, smallest = device, resident, resident
+        while plan.peak() > device:
+            try:
+                chosen = choose(options, needs - target)
+            except NotEnoughError:
+                if not fallbacks:
+                    raise _too_small(smallest, device) from None
+                chosen = fallbacks.pop()
+            plan = self.measured(chosen, resident.limits, resident.rates, resident.needed)
+            smallest = min(smallest, plan, key=Placement.peak)
+            target -= max(plan.peak() - device, 1)
+        return replace(plan, sizes=resident.sizes)
+
+    def options(self, resident: Placement) -> list[Option]:
+        """Return where each group may be, when it is absent, and what that costs."""
+        timeline, rates, on_device = resident.used.timeline, resident.rates, self._step.update_on == "device"
+        events, rate = len(timeline), rates.disk if self.state_memory == "disk" else rates.host
+        of_state = [(group, size) for group, size in self._sizes.items() if group.role == "state" and on_device]
+        options = [  # the update has buffers for a few leaves
+            Option(group, self.state_memory, torch.full((events,), size), 2 * size / rate) for group, size in of_state
+        ]
+        for group, size in self._sizes.items():
+            if group.role == "parameters" and group.unit in self._sharded:
+                uses = [event for event, x in enumerate(timeline) if x.name == group.unit] or [0]  # [0]: of one device
+                absent = torch.zeros(events, dtype=torch.int64)
+                for begin, end in pairwise([*uses, events + uses[0]]):  # it leaves and returns beside other events
+                    absent[[event % events for event in range(begin + 2, end - 1)]] = size
+                moves = len(uses) + 2 * on_device  # for an update on the device it is fetched and stored
+                options.append(Option(group, "host", absent, moves * size / rates.host))
+        for name in timeline[0].kept:
+            group = MemoryGroup("activations", name)
+            kept = torch.tensor([event.kept[name] for event in timeline])
+            options.append(
+                Option(group, "host", kept * 3 // 4, 2 * int(kept.max()) / rates.host)
+            )  # the rest is under way
+            recomputed = Option(group, "recomputed", kept, 0.0)
+            again = self.measured([recomputed], resident.limits, rates)
+            options.append(recomputed._replace(cost=(again.flops() - resident.flops()) / rates.flops))
+        return options
 
     def _abstract(self, tree: PyTree, memory: Callable[[Sharded], Memory]) -> PyTree:
         """Return a tree of arrays without values, in some memories; ties stay ties."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fshard.memory import disk
+from fshard.memory.kinds import note_move
 from fshard.memory.pool import Stress, current_stress, poison, stress
 from fshard.mesh.collectives.ledger import active
 from fshard.mesh.layout import Memory, Runtime
@@ -74,6 +75,7 @@ def start(source: Tensor, target: Tensor, link: Link) -> Transfer:
     for ledger in active():
         for hop in pairwise(_PATHS.get(link[:2], link[:2])):
             ledger.record_move(link.device, *hop, source.nbytes)
+    note_move(link.source, link.target, source.nbytes)
     source, target, mode = source.detach(), target.detach(), current_stress()
     if source.is_meta or target.is_meta:
         return Transfer(target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -62,6 +62,25 @@ Lines = Counter[Line]
 """The bytes that lines have allocated for purposes."""
 
 
+@dataclass(slots=True)
+class Event:
+    """What happens from a mark of a step to the next: a unit is used, or parameters are updated.
+
+    Args:
+        name: of the unit, or "begin" and "update".
+        peak: the most bytes in device memory.
+        flops: of matrix products, convolutions and attention.
+        moved: bytes of the copies that start in it, by source and target.
+        kept: the most bytes of named activations that are saved on the device, by name.
+    """
+
+    name: str
+    peak: int
+    flops: int = 0
+    moved: Counter[tuple[Memory, Memory]] = field(default_factory=Counter[tuple[Memory, Memory]])
+    kept: Counter[str] = field(default_factory=Counter[str])
+
+
 class MemoryUsage(Tabular):
     """The memory that was in use while a limit was open. Prints as a table of the peaks: see `limit`."""
 
@@ -76,7 +95,8 @@ class MemoryUsage(Tabular):
         self._rising: dict[Memory, int | None] = {}  # the device of a peak that is not over: then its lines are copied
         self._events: deque[MemoryEvent] = deque(maxlen=RECORDED)
         self._remaining: list[MemoryEvent] | None = None  # what was in use when the limit was closed
-        self.timeline: list[tuple[str, int]] = []  # marks, and the most bytes in device memory until the next one
+        self.timeline: list[Event] = []  # from each mark to the next
+        self._kept: Counter[str] = Counter()
 
     # -- results ----------------------------------------------------------------------------------------------------
 
@@ -198,7 +218,13 @@ class MemoryUsage(Tabular):
     def mark(self, name: str) -> None:
         """Begin an entry of the timeline."""
         self.free_dead()
-        self.timeline.append((name, self._total("device", None)))
+        self.timeline.append(Event(name, self._total("device", None), kept=self._kept.copy()))
+
+    def keep(self, name: str, size: int) -> None:
+        """Count a named activation that is saved on the device, or, by a negative size, one that the backward takes."""
+        self._kept[name] += size
+        for event in self.timeline[-1:]:
+            event.kept[name] = max(event.kept[name], self._kept[name])
 
     # -- totals -------------------------------------------------------------------------------------------------------
 
@@ -209,8 +235,8 @@ class MemoryUsage(Tabular):
             total = self._total(kind, device) + size
             if (limit := self.limits[kind]) is not None and total > limit:
                 raise self._beyond(block, size, total, limit)
-            if kind == "device" and self.timeline and total > self.timeline[-1][1]:
-                self.timeline[-1] = self.timeline[-1][0], total
+            if kind == "device" and self.timeline:
+                self.timeline[-1].peak = max(self.timeline[-1].peak, total)
             if total > self._peaks[kind][0]:
                 self._peaks[kind] = total, Lines()
                 self._rising[kind] = self._fullest(kind) if device is None else device

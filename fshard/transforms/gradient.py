@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.ambient import setting
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LayoutError, MismatchError
 from fshard.memory.kinds import claim, purpose
 from fshard.mesh.collectives.autograd import transformed
@@ -180,7 +181,11 @@ class GradientFunction:
         claim(leaves, "parameters")
         claim(buffers, "buffers")
         try:
-            with deterministic(options.reproducible, mesh.device_type), purpose("activations", site):
+            with (
+                deterministic(options.reproducible, mesh.device_type),
+                purpose("activations", site),
+                setting(activations=options.activations),
+            ):
                 results = run_on_devices(mesh, on_device, mapped=mesh.axis_names)
         except BaseException as error:
             self.failed(mesh, steps, error)

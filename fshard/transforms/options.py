@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from reprlib import repr as shown
 from typing import Any, Literal, TypedDict, get_args
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fshard.errors import FshardError
 from fshard.foreign_names import NAMES
+from fshard.memory.kinds import ActivationMemory
 from fshard.mesh.layout import Axes, Layout, P, PyTree, as_axes, flatten
 from fshard.transforms.patterns import Choice
 
@@ -39,6 +40,7 @@ class Options(TypedDict, total=False):
     prefetch: int
     in_flight: int
     bucket: int
+    activations: Mapping[str, ActivationMemory]
     compute: torch.dtype | None
     reduce: torch.dtype | None
 
@@ -91,6 +93,7 @@ class StepOptions:
     prefetch: int = 1
     in_flight: int = 2
     bucket: int = 8 << 20
+    activations: Mapping[str, ActivationMemory] = field(default_factory=dict[str, ActivationMemory])
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
 
@@ -166,6 +169,9 @@ def wrong_options(options: Mapping[str, Any]) -> list[str]:
             errors += must_be(name, '"mean", "sum" or "rows", or a tree of these', x, ok)
         elif name in _FUNCTIONS:
             errors += must_be(name, "a function or None", x, x is None or callable(x))
+        elif name == "activations":
+            ok = isinstance(x, Mapping) and all(memory in get_args(ActivationMemory) for memory in x.values())
+            errors += must_be(name, 'a dict from names to "device", "host" or "recomputed"', x, ok)
         elif name == "recompute":
             ok = x in ("never", "always", "except_last") or not integer(name, x)
             errors += must_be(name, '"never", "always", "except_last" or an integer >= 1', x, ok)

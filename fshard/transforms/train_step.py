@@ -130,8 +130,14 @@ def train_step(
     >>> fs.typeof(params[1]["2.weight"]), metrics["samples"]
     (f32[1, 3]{flat:data, at:pipe=1}, tensor(16))
     """
-    same: dict[str, Any] = {"batch": batch, "donate": donate, "precision": precision, "schedule": schedule, **options}
-    on_mesh = partial(_step_on, loss_fn, opt, same)  # for fs.memory.place
+    same: dict[str, Any] = {
+        "mesh": mesh,
+        "batch": batch,
+        "donate": donate,
+        "precision": precision,
+        "schedule": schedule,
+    }
+    changed = partial(_step_with, loss_fn, opt, same | options)  # for fs.memory.place
     opt = array_optimizer(opt, "train_step")
     if precision not in _COMPUTE:
         raise ValueError(f'train_step: precision is "bf16", "fp16" or None, not {precision!r}.')
@@ -192,14 +198,15 @@ def train_step(
     wrapped: Any = uncompiled(step, warning=warning)
     wrapped.init = opt.init  # for steps around this one: fs.comm.diloco
     wrapped.mesh, wrapped.state_memory, wrapped.update_on = mesh, *(getattr(opt, name, "device") for name in _OFFLOAD)
-    wrapped.on_mesh = on_mesh
+    wrapped.changed = changed
     return wrapped
 
 
-def _step_on(loss_fn: Any, opt: Any, options: dict[str, Any], mesh: Mesh) -> Callable[..., Any]:
-    """Return a step on another mesh."""
+def _step_with(loss_fn: Any, opt: Any, options: dict[str, Any], **changes: Any) -> Callable[..., Any]:
+    """Return a step with other options; on another mesh, its optimizer is too."""
     partition = getattr(opt, "on_mesh", None)
-    return train_step(loss_fn, opt if partition is None else partition(mesh), mesh=mesh, **options)
+    opt = partition(changes["mesh"]) if partition is not None and "mesh" in changes else opt
+    return train_step(loss_fn, opt, **{**options, **changes})
 
 
 def _metrics(options: StepOptions, value: StepValue, norm: Tensor) -> Metrics:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard import P, optim
 from fshard.mesh.layout import flatten
 from tests.memory.test_plugins import OPTIMIZERS, batch, is_same, network, share
 
@@ -23,7 +24,7 @@ def stepped(plugin, n, limit=None, model=network, optimizer="adamw", steps=3):
     """Return metrics, parameters and state after functional steps; the arrays; and memory in these steps."""
     module = model()
     booster = fs.Booster(plugin(mesh=fs.make_mesh({"data": n})))
-    state = booster.init(module, OPTIMIZERS[optimizer](module), square)
+    state = booster.init(module, OPTIMIZERS.get(optimizer, optimizer)(module), square)
     losses = []
     with fs.memory.limit(device=limit) as used:
         for step in range(steps):
@@ -39,7 +40,7 @@ def looped(plugin, n, limit=None, model=network, optimizer="adamw", evaluates=Fa
     def main():
         module = model()
         booster = fs.Booster(plugin())
-        boosted, opt, *_ = booster.boost(module, OPTIMIZERS[optimizer](module))
+        boosted, opt, *_ = booster.boost(module, OPTIMIZERS.get(optimizer, optimizer)(module))
         losses = []
         with fs.memory.limit(device=limit) as used:
             if evaluates:
@@ -58,6 +59,30 @@ def looped(plugin, n, limit=None, model=network, optimizer="adamw", evaluates=Fa
         return (losses, boosted.unwrap().state_dict(), opt.state_dict()), (boosted.params, opt.state), used
 
     return fs.run(main, mesh=fs.make_mesh({"data": n}))
+
+
+def by_functions(n, limit, model, steps=3):
+    """Return the same as `stepped` from functions, without a plugin."""
+    module, mesh = model(), fs.make_mesh({"data": n})
+    apply, params, buffers = fs.functionalize(module)
+    params = fs.shard_params(params, fs.fsdp("data", unit="blocks[*]"), mesh=mesh, memory="host")
+
+    def loss_fn(params, batch):
+        return square(apply(params, buffers, batch[0])[0], batch[1])
+
+    opt = optim.adamw(0.05)
+    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3, state_memory="host", update_on="host")
+    options = {"live_units": 1, "in_flight": 1, "donate": True}
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
+    state, losses = opt.init(params), []
+    plan = fs.memory.place(step, params, state, batch(0), device=limit)
+    params, state = plan.apply(params, state)
+    with fs.memory.limit(device=limit) as used:
+        for i in range(steps):
+            params, state, metrics = plan.step(params, state, batch(i))
+            losses.append(metrics["loss"].item())
+    assert plan.peak() == used.peak()
+    return torch.tensor(losses), fs.unshard(params)
 
 
 def equal(result, expected):
@@ -111,9 +136,14 @@ def test_a_gpt_of_four_times_the_limit_trains_from_its_first_step(run, n, layers
     model = partial(GPT, layers)
     limit = sum(4 * x.numel() for x in model().parameters()) // n
     options = {"unit": "blocks[*]", "options": {"live_units": 1, "in_flight": 1}}
-    result = run(partial(fs.GeminiPlugin, device=limit, **options), n, limit, model=model)
-    assert equal(result, run(partial(fs.FSDPPlugin, **options), n, model=model))
+    same = {"model": model, "optimizer": lambda model: optim.adamw(0.05)}
+    result = run(partial(fs.GeminiPlugin, device=limit, **options), n, limit, **same)
+    assert equal(result, run(partial(fs.FSDPPlugin, **options), n, **same))
     assert in_memory(result[0][1], "host") >= 2 * limit and result[0][2].peak() <= limit
+    if run is stepped:
+        losses, params = by_functions(n, limit, model)
+        assert torch.equal(losses, result[0][0][0])
+        assert all(torch.equal(x, params[name]) for name, x in result[0][0][1].items())
 
 
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS])

@@ -12,6 +12,7 @@ earlier units overlaps with it. The units of stages, `StageUnit`, are unsharded,
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, cast
@@ -33,6 +34,12 @@ from fshard.transforms.module.replica import Replica
 from fshard.transforms.options import StepOptions
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+
+
+OTHER_ORDER = (
+    "fshard: a step uses units in another order than the last one. Those in other memory are copied to the device when they "
+    "are used, instead of ahead."
+)
 
 
 class UnitRuntime:
@@ -212,6 +219,8 @@ class UnitSchedule(UnitRuntime):
                 self.units[number].unshard()
             for number in ahead:
                 self.units[number].fetch()
+        elif expected and any(plan.memory != "device" for plan in unit.plans):
+            warnings.warn(OTHER_ORDER, stacklevel=1)
 
 
 class LazyUnit(Unit):

@@ -19,7 +19,7 @@ simply called and all is saved. A part of fn that itself calls such a transform 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from fshard.ambient import ambient
 from fshard.errors import PolicyError
 from fshard.memory.activations import HostCopy, can_leave
+from fshard.memory.kinds import ActivationMemory, note_kept
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import flatten, unflatten
 from fshard.mesh.spmd.scope import entered, here
@@ -153,9 +154,17 @@ def _checkpointed(fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...],
 
     if policy.keep == "nothing":
         return checkpoint(body, *tensors, use_reentrant=False)
-    names = None if policy.keep == "dots" else policy.names
-    region = Region(names, policy.names if policy.host else policy.offloaded, host=policy.host)
+    policy = policy if policy.keep == "dots" else _in_memories(policy, ambient.activations or {})
+    region = Region(None if policy.keep == "dots" else policy.names, policy.offloaded, host=policy.host)
     return checkpoint(body, *tensors, use_reentrant=False, context_fn=lambda: (region, region))
+
+
+def _in_memories(policy: Policy, activations: Mapping[str, ActivationMemory]) -> Policy:
+    """Return a policy of names with the memories that a step has for them: `train_step(activations=)`."""
+    on_host = policy.names if policy.host else policy.offloaded
+    memories = {name: activations.get(name, "host" if name in on_host else "device") for name in policy.names}
+    names = frozenset([name for name, memory in memories.items() if memory != "recomputed"])
+    return Policy("names", names, offloaded=frozenset([name for name in names if memories[name] == "host"]))
 
 
 def _to_host(x: Tensor) -> Tensor | HostCopy:
@@ -178,13 +187,16 @@ DOTS = frozenset(
 
 
 class KeptResult(NamedTuple):
-    """A kept result: an alias of it, and its version when it was kept."""
+    """A kept result: an alias of it, its version when it was kept, and its name, if it has one."""
 
     value: Tensor
     version: int
+    name: str | None
 
     def get(self) -> Tensor | None:
         """Return the result, or None if it has been written to."""
+        if self.name is not None:
+            note_kept(self.name, -self.value.nbytes)
         return _alias(self.value) if self.value._version == self.version else None
 
 
@@ -240,7 +252,7 @@ class Region(TorchDispatchMode):
             return func(*args, **(kwargs or {})) if result is None else result
         result = func(*args, **(kwargs or {}))
         if self.names is None:
-            self._keep(number, result, on_host=self._host)
+            self._keep(number, result, None, on_host=self._host)
         elif isinstance(result, Tensor) and result.layout == torch.strided:
             memory = _memory(result)
             if not any(isinstance(x, Tensor) and _memory(x) == memory for x in args):  # else it is a view, or in place
@@ -248,8 +260,13 @@ class Region(TorchDispatchMode):
                 self._producers[memory] = Producer(StorageWeakRef(result.untyped_storage()), number, *strides)
         return result
 
-    def _keep(self, number: int, x: Tensor, *, on_host: bool) -> None:
-        self._kept[number] = HostCopy(_alias(x)) if on_host and can_leave(x) else KeptResult(_alias(x), x._version)
+    def _keep(self, number: int, x: Tensor, name: str | None, *, on_host: bool) -> None:
+        if on_host and can_leave(x):
+            self._kept[number] = HostCopy(_alias(x))
+            return
+        self._kept[number] = KeptResult(_alias(x), x._version, name)
+        if name is not None:
+            note_kept(name, x.nbytes)
 
     def mark(self, x: Tensor, label: str) -> None:
         """Keep the result that x is a view of, if its name is one of the region's."""
@@ -257,7 +274,7 @@ class Region(TorchDispatchMode):
         if producer is not None:
             with torch.no_grad():  # so that these two are not numbered
                 result = x.detach().as_strided(producer.size, producer.stride, producer.offset)
-                self._keep(producer.number, result, on_host=label in self._offloaded)
+                self._keep(producer.number, result, label, on_host=label in self._offloaded)
 
 
 def _memory(x: Tensor) -> int:
