@@ -7,6 +7,7 @@
 
     bf16, masters    a GPT and fused AdamW; all in bf16, or float32 masters of which bf16 copies compute
     features         what recomputation, offload, loss scaling, ... cost beside stage 3
+    memory           parameters and state on the host, against CPUOffloadPolicy; `--size 7b` on one card: --only "fshard, host"
     reproducible     what the mode costs: the deterministic kernels of CUDA are chosen for this part
     wires            bus bandwidth of collectives, against plain torch.distributed
     pipeline         against torch.distributed.pipelining
@@ -19,6 +20,7 @@ defaults are. In every round each makes a few steps, in a new random order; the 
     exposed          communication during which no other kernel runs, from a profile of one step
     launches, syncs  kernels of that step, and calls of the host that wait for the device
     peak, first      most memory in a step, and in the first one; `retries` of the allocator should be 0
+    counted          most memory of a step by fs.memory.limit: peak should be at most 5 % more
     loss 0, 1, ..    of the last steps: equal within 2 %, and to the bit for reproducible steps
 """
 
@@ -32,7 +34,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -51,17 +53,19 @@ from rich.table import Table
 from timing import interleaved, over, paired, slowest
 from torch import Tensor
 from torch.autograd import DeviceType
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import AdamW
 from torch.profiler import ProfilerActivity, profile
 
 import fshard as fs
 from fshard import P
+from fshard.mesh.layout import Memory
 from fshard.mesh.spmd.deterministic import missing_cuda_settings
 
 SIZES = {
     "350m": Gpt(width=1024, heads=16, depth=24, vocabulary=50304, length=1024, sequences=8),
+    "7b": Gpt(width=4096, heads=32, depth=32, vocabulary=32000, length=2048, sequences=1),
     "tiny": Gpt(width=16, heads=2, depth=2, vocabulary=64, length=16, sequences=2),
 }
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
@@ -158,9 +162,9 @@ def by_torch(make: Callable[[Model, list[Batch], fs.Mesh], Step], task: Task) ->
     return make(task.model(in_bf16), task.data(), task.mesh)
 
 
-def by_fully_shard(task: Task) -> Step:
+def by_fully_shard(task: Task, offload: OffloadPolicy | None = None) -> Step:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    return fsdp(True, task.model(), task.data(), task.mesh, policy)
+    return fsdp(True, task.model(), task.data(), task.mesh, policy, offload)
 
 
 def fshard(
@@ -168,12 +172,14 @@ def fshard(
     task: Task,
     wrap: Callable[[Unit], Unit] = lambda unit: unit,
     optimizer: Callable[[fs.optim.Optimizer], fs.optim.Optimizer] = lambda opt: opt,
+    memory: Memory = "device",
+    offload: Mapping[str, Any] = {},
     **options: Any,
 ) -> Step:
     """What a user of ours writes."""
     mesh, model = task.mesh, task.model(wrap)
-    params = fs.shard_params(model.init(SEED), fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    opt = fs.partition_optimizer(optimizer(fs.optim.adamw(RATE)), mesh=mesh, axis="data", stage=stage)
+    params = fs.shard_params(model.init(SEED), fs.fsdp("data") if stage == 3 else P(), mesh=mesh, memory=memory)
+    opt = fs.partition_optimizer(optimizer(fs.optim.adamw(RATE)), mesh=mesh, axis="data", stage=stage, **offload)
     state, layout = opt.init(params), fs.Layout(mesh, P("data"))
     data = [{name: fs.from_local(x, layout) for name, x in batch.items()} for batch in task.data()]
     loss_fn = fs.with_unsharded_params(torch.compile(model.loss), keep=True) if task.compiled else model.loss
@@ -209,6 +215,15 @@ TABLES: dict[str, Variants] = {
         "clip": partial(fshard, 3, optimizer=partial(fs.optim.chain, fs.optim.clip_by_global_norm(1.0))),
         "accumulate 2": partial(fshard, 3, accumulate=2),
     },
+    "memory": {
+        "fully_shard": by_fully_shard,
+        "fully_shard, CPU offload": partial(
+            by_fully_shard, offload=CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        ),
+        "fshard 3": partial(fshard, 3),
+        "fshard, state on the host": partial(fshard, 3, offload={"state_memory": "host"}),
+        "fshard, host": partial(fshard, 3, memory="host", offload={"state_memory": "host", "update_on": "host"}),
+    },
     "reproducible": {
         "fshard 3": partial(fshard, 3),
         "reproducible 0": partial(fshard, 0, reproducible=True),
@@ -222,11 +237,15 @@ ALONE = ("plain", "autocast")
 # -- measuring -----------------------------------------------------------------------------------------------------
 
 
-def memory_of(task: Task, step: Callable[[], Any]) -> Row:
-    """Return the peak of the first step and of the next ones, what is reserved, and the allocator's retries."""
-    if task.device.type == "cpu":
-        return {}  # see zero.py, which measures it in processes of their own
+def memory_of(task: Task, step: Callable[[], Any], *, counts: bool) -> Row:
+    """Return the peak of the first step and of the next ones, counted too, what is reserved, and the allocator's retries."""
     row: Row = {}
+    if counts:
+        with fs.memory.limit() as used:
+            step()
+        row = {"counted MiB": used.peak() / MIB, "host MiB": used.peak("host") / MIB}
+    if task.device.type == "cpu":
+        return row  # see zero.py, which measures it in processes of their own
     for name, times in (("first MiB", 1), ("peak MiB", BATCHES)):
         torch.cuda.reset_peak_memory_stats()
         for _ in range(times):
@@ -294,7 +313,7 @@ def steps(variants: Variants, task: Task, rounds: int) -> Rows:
     for name, make in variants.items():
         gc.collect()
         step = over(BATCHES, make(task))
-        rows[name] = memory_of(task, step) | profile_of(task, step)
+        rows[name] = memory_of(task, step, counts="fshard" in name) | profile_of(task, step)
         del step
     host, device = ({name: list[float]() for name in variants} for _ in range(2))
     losses = {name: list[Tensor]() for name in variants}
@@ -427,7 +446,7 @@ def checkpoints(task: Task, rounds: int) -> Rows:
 
 
 PARTS: dict[str, Callable[[Task, int], Rows]] = {"wires": wires, "pipeline": pipeline, "checkpoints": checkpoints}
-ALL = ["bf16", "masters", "features", *PARTS, "reproducible"]  # the last, since its settings stay
+ALL = ["bf16", "masters", "features", "memory", *PARTS, "reproducible"]  # the last, since its settings stay
 
 # -- the program ---------------------------------------------------------------------------------------------------
 
@@ -500,7 +519,7 @@ def main() -> None:
 
         raise SystemExit(smoke(console, mesh))
     for part in chosen.parts:
-        task = Task(SIZES[chosen.size], mesh, "bf16" if part == "bf16" else "masters", chosen.compile)
+        task = Task(SIZES[chosen.size], mesh, "bf16" if part in ("bf16", "memory") else "masters", chosen.compile)
         measure = PARTS.get(part)
         if part == "reproducible":
             choose_deterministic_kernels(chosen.device)

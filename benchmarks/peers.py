@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from models import BETAS, DECAY, EPSILON, RATE, SEED, Batch, Model, Module, Step
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -61,13 +61,20 @@ def data_parallel(model: Model, **options: Any) -> nn.Module:
 
 
 def fsdp(
-    reshard: bool, model: Model, data: list[Batch], mesh: fs.Mesh, policy: MixedPrecisionPolicy | None = None
+    reshard: bool,
+    model: Model,
+    data: list[Batch],
+    mesh: fs.Mesh,
+    policy: MixedPrecisionPolicy | None = None,
+    offload: OffloadPolicy | None = None,
 ) -> Step:
-    module, devices, policy = Module(model, SEED), fs.mesh.to_device_mesh(mesh), policy or MixedPrecisionPolicy()
+    module, policies = Module(model, SEED), (policy or MixedPrecisionPolicy(), offload or OffloadPolicy())
+    options: dict[str, Any] = dict(zip(("mp_policy", "offload_policy"), policies, strict=True))
+    options |= {"mesh": fs.mesh.to_device_mesh(mesh), "reshard_after_forward": reshard}
     for name, unit in zip(model.units, module.units, strict=True):
         if name.startswith("blocks."):
-            fully_shard(unit, mesh=devices, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(module, mesh=devices, reshard_after_forward=reshard, mp_policy=policy)
+            fully_shard(unit, **options)
+    fully_shard(module, **options)
     return loop(module, AdamW(module.parameters(), lr=RATE, fused=True), data)
 
 

@@ -1,18 +1,19 @@
 """Buffers that transfers reuse, and host memory at its exact size.
 
-torch's allocator of pinned memory rounds sizes up to powers of two, up to twice what is needed. So memory that stays is
-mapped here in pages, registered with CUDA, and unregistered when the last tensor over it is freed.
+torch's allocator of pinned memory rounds sizes up to powers of two, up to twice what is needed. So memory is mapped here in
+pages and registered with CUDA, which takes long: when the last tensor over it is freed, the next one of its size gets it.
 """
 
 from __future__ import annotations
 
 import mmap
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -52,16 +53,39 @@ def empty_on_host(shape: Sequence[int], dtype: torch.dtype, *, locked: bool) -> 
     nbytes = prod(shape) * dtype.itemsize
     if not locked or not nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
+    if _free[nbytes]:
+        return _over(_free[nbytes].pop(), shape, dtype)
+    if nbytes > _free_bytes():
+        _unregister_free()
     if nbytes > (free := _free_bytes()):  # to lock more would end the process
         raise MemoryLimitError(
             f"the host must have {nbytes:,} more bytes of memory for a tensor of shape {tuple(shape)}; got {free:,}. Store "
             'less on the host, or use memory="disk" or state_memory="disk".'
         )
-    memory = _LockedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    torch.cuda.check_error(_cuda().cudaHostRegister(_address(memory), nbytes, 0))
+    return _over(memory, shape, dtype)
+
+
+_free: defaultdict[int, list[mmap.mmap]] = defaultdict(list[mmap.mmap])
+"""Registered memory over which there is no tensor, by size."""
+
+
+def _over(memory: mmap.mmap, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor over registered memory, which is free when the last one over it is gone."""
     x = torch.frombuffer(memory, dtype=torch.uint8)
-    torch.cuda.check_error(_cuda().cudaHostRegister(x.data_ptr(), nbytes, 0))
-    memory.address = x.data_ptr()
+    finalize(x.untyped_storage(), _free[len(memory)].append, memory).atexit = False
     return x.view(dtype).view(tuple(shape))
+
+
+def _unregister_free() -> None:
+    for memories in _free.values():
+        while memories:
+            _cuda().cudaHostUnregister(_address(memories.pop()))
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
 
 def _free_bytes() -> int:
@@ -75,14 +99,6 @@ def _free_bytes() -> int:
 
 def _cuda() -> Any:
     return torch.cuda.cudart()
-
-
-class _LockedMemory(mmap.mmap):
-    address: int | None = None
-
-    def __del__(self) -> None:  # called before the pages are unmapped; the callback of a weak reference is not
-        if self.address is not None:
-            _cuda().cudaHostUnregister(self.address)
 
 
 # -- stress ------------------------------------------------------------------------------------------------------------

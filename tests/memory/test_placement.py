@@ -129,11 +129,11 @@ def bits_are_equal(n, name, options, chooses):
     return same_bits(trained([step, params, state, batch])[0], expected)
 
 
-def drawn_in_process(count):
+def drawn_in_process(seed):
     """Return the drawn placements whose bits differ: options are drawn alike in both processes."""
-    draw, errors = random.Random(7), []
+    draw, errors = random.Random(seed), []
     names = [name for name in OPTIMIZERS if "plain" not in name]
-    for _ in range(count):
+    for _ in range(6):
         flags = {name: draw.random() < 0.5 for name in ("clips", "fp16")}
         options = flags | {"update_on": draw.choice(["device", "host"]), "microbatches": draw.choice([1, 2])}
         case = 2, draw.choice(names), options, [draw.random() < 0.5 for _ in range(10)]
@@ -145,7 +145,8 @@ def drawn_in_process(count):
 
 def test_bits_of_drawn_placements_are_equal_in_processes(two):
     """With late copies, whose buffers have no values before."""
-    assert two.run(drawn_in_process, 300 if THOROUGH else 6) == [[], []]
+    for seed in range(50 if THOROUGH else 1):
+        assert two.run(drawn_in_process, seed) == [[], []]
 
 
 def test_only_the_excess_leaves():
