@@ -31,7 +31,7 @@ Purpose = Literal["parameters", "gradients", "state", "unsharded", "activations"
 """The purpose that a storage was made for: "other" outside of steps, such as batches."""
 
 ActivationMemory = Literal["device", "host", "recomputed"]
-"""What becomes of an activation with a name from the forward to the backward."""
+"""The memory of an activation with a name from the forward to the backward."""
 
 
 def purpose(name: Purpose | None, site: Site | None = None) -> AbstractContextManager[None]:

@@ -49,7 +49,7 @@ class MemoryGroup(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What a device can do in a second: operations of matrix products, and bytes copied to and from the host and a disk."""
+    """The work of a device in a second: operations of matrix products, and bytes copied to and from the host and a disk."""
 
     flops: float = 4e14
     host: float = 4e10

@@ -63,8 +63,8 @@ Lines = Counter[Line]
 
 
 @dataclass(slots=True)
-class Event:
-    """What happens from a mark of a step to the next: a unit is used, or parameters are updated.
+class StepEvent:
+    """The time from a mark of a step to the next: a unit is used, or parameters are updated.
 
     Args:
         name: of the unit, or "begin" and "update".
@@ -95,7 +95,7 @@ class MemoryUsage(Tabular):
         self._rising: dict[Memory, int | None] = {}  # the device of a peak that is not over: then its lines are copied
         self._events: deque[MemoryEvent] = deque(maxlen=RECORDED)
         self._remaining: list[MemoryEvent] | None = None  # what was in use when the limit was closed
-        self.timeline: list[Event] = []  # from each mark to the next
+        self.timeline: list[StepEvent] = []  # from each mark to the next
         self._kept: Counter[str] = Counter()
 
     # -- results ----------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class MemoryUsage(Tabular):
     def mark(self, name: str) -> None:
         """Begin an entry of the timeline."""
         self.free_dead()
-        self.timeline.append(Event(name, self._total("device", None), kept=self._kept.copy()))
+        self.timeline.append(StepEvent(name, self._total("device", None), kept=self._kept.copy()))
 
     def keep(self, name: str, size: int) -> None:
         """Count a named activation that is saved on the device, or, by a negative size, one that the backward takes."""

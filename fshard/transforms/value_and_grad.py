@@ -65,8 +65,8 @@ def value_and_grad(
         bucket: approximate bytes of gradients of replicated parameters (ZeRO 0 to 2) to reduce together: units wait,
             in the order of the backward. 0: each unit alone. Default 8 MiB: 1 is slower where the backward depends on
             caches, 25 (torch's) where bandwidth is the limit, and takes more memory.
-        activations: the memory of those with a name of `fs.nn.checkpoint_name` until the backward, in place of what a policy
-            `fs.nn.save_names` says: "device", "host" or "recomputed", by name.
+        activations: the memory of those with a name of `fs.nn.checkpoint_name` until the backward, in place of a policy
+            `fs.nn.save_names`: "device", "host" or "recomputed", by name.
         compute: the floating dtype of parameters and batch in computation, if not their own.
         reduce: the dtype that gradients are reduced in. Default: that of the computation; in reproducible mode, and where
             slices are summed, that or float32, whichever is wider. NCCL rounds a sum in 16 bits at each addition.
