@@ -1,6 +1,7 @@
 """The testing kit: for fshard's own tests, and for programs and runtimes built with it.
 
 certify        compares a sharded training run with one on one device: of loss functions, modules and optimizers
+programs       certifies a program of plain torch.distributed: `certify_program`, `fshard certify`
 processes      runs a function in several processes: `run_processes(fn, n)`
 plugin         for pytest: the `mesh` fixture and marker
 strategies     draws meshes, layouts, tensors and trees for hypothesis
@@ -13,6 +14,7 @@ from typing import Any
 
 from fshard.testing.certify import Certificate, certify, certify_module, check_elementwise, dyadic_like
 from fshard.testing.processes import Processes, run_processes
+from fshard.testing.programs import ProgramCertificate, certify_program
 
 
 def __getattr__(name: str) -> Any:
@@ -25,8 +27,10 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Certificate",
     "Processes",
+    "ProgramCertificate",
     "certify",
     "certify_module",
+    "certify_program",
     "check_elementwise",
     "dyadic_like",
     "run_processes",

@@ -4,6 +4,8 @@
     def test_it(mesh):                      # a virtual mesh; {"data": 4} without the marker
         ...
 
+The fixture `certified` compares a program of torch.distributed with one process.
+
 `pytest --mesh-runtime=gloo` runs each test that has the marker or the fixture in as many processes as its mesh has
 devices, set up as by torchrun: each process runs pytest on that test alone. The processes are reused by later tests.
 An exception in a process is raised here; a skip is a skip, and `xfail` is evaluated here. A test that hypothesis draws
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from fshard.mesh.layout.mesh import Mesh
     from fshard.testing.processes import Processes
@@ -61,6 +63,22 @@ def mesh(request: pytest.FixtureRequest) -> Mesh:
     from fshard.mesh.layout.make import make_mesh
 
     return make_mesh(_axes(request.node), runtime="process" if _is_one_of_many() else "virtual")
+
+
+@pytest.fixture(scope="session")
+def certified() -> Generator[Callable[..., Any]]:
+    """Give `certify_program` whose processes stay for the next test; it raises with the table unless `check=False`."""
+    from fshard.testing.programs import certify_program
+
+    pools: dict[int, Processes] = {}
+
+    def certify(program: Any, meshes: Any, *, check: bool = True, **options: Any) -> Any:
+        certificate = certify_program(program, meshes, processes=pools, **options)
+        return certificate.check() if check else certificate
+
+    yield certify
+    for pool in pools.values():
+        pool.close()
 
 
 def _axes(node: pytest.Item) -> dict[str, int]:

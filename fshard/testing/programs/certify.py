@@ -1,0 +1,148 @@
+"""`certify_program`: a program in the processes of meshes, and in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from fshard.errors import PromiseError
+from fshard.launching.pool import Processes
+from fshard.tables import Tabular
+from fshard.testing.certify.certificate import CertificateRow
+from fshard.testing.programs.compare import Axes, Comparison, first_of, joined_batch
+from fshard.testing.programs.record import Program, RankRecord, record
+
+if TYPE_CHECKING:  # it is imported where a table is shown
+    from rich.table import Table
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""The relative difference that rounding explains, by the lowest precision of a program."""
+UNSEEN = (
+    "It does not see: other batches and later steps, buffers such as BatchNorm's, random draws, an error that one process "
+    "makes too, and processes that load equal batches along an axis, which count as one."
+)
+
+
+@dataclass(frozen=True, repr=False)
+class ProgramCertificate(Tabular):
+    """A row for the loss and each parameter on each mesh. Prints as a table: see `certify_program`."""
+
+    rows: tuple[CertificateRow, ...]
+    steps: int
+
+    @property
+    def first(self) -> CertificateRow | None:
+        """The first row that diverges, in the earliest step."""
+        return first_of(self.rows)
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing diverges."""
+        return self.first is None
+
+    def check(self) -> ProgramCertificate:
+        """Raise an AssertionError with the table if anything diverges; else return the certificate."""
+        if not self.ok:
+            raise AssertionError(f"the program does not train as in one process.\n{self}")
+        return self
+
+    def json(self) -> str:
+        """Return the rows as JSON."""
+        rows = [{"mesh" if name == "stage" else name: x for name, x in row._asdict().items()} for row in self.rows]
+        return json.dumps({"ok": self.ok, "steps": self.steps, "unseen": UNSEEN, "rows": rows}, indent=1)
+
+    def table(self) -> Table:
+        """Return the rows as a rich table."""
+        from rich.table import Table
+
+        table = Table("mesh", "leaf", "verdict", "error", "bound", "reason", title="processes against one process")
+        table.caption = f"{self.steps} steps with the same batch. {UNSEEN}"
+        for row in self.rows:
+            table.add_row(str(row.stage), row.leaf, row.verdict, f"{row.error:.1e}", f"{row.bound:.1e}", row.reason)
+        return table
+
+
+def certify_program(
+    program: Program,
+    meshes: Axes | Sequence[Axes],
+    *,
+    steps: int = 3,
+    dtype: torch.dtype = torch.float64,
+    timeout: float = 60.0,
+    processes: dict[int, Processes] | None = None,
+) -> ProgramCertificate:
+    """Train a program of torch.distributed in gloo processes and in one, and compare losses, gradients and parameters.
+
+    Args:
+        program: `program(rank, world) -> (model, loss, batch, step)`, at the top level of a module. `world` is the number of
+            processes, `world.mesh` torch's DeviceMesh with the axes of the mesh; the process group is there already.
+            `model` is a module, wrapped and sharded in any way, or a dict of parameters; `batch` the rows of this process;
+            `loss(model, batch)` returns the loss, of which the gradient is taken, unless it has called backward itself;
+            `step()` updates the parameters and zeroes gradients. It must seed its generators.
+        meshes: axes and sizes, such as {"data": 2, "model": 2}; one or several.
+        steps: number of steps, each with the same batch.
+        dtype: the lowest precision that the program computes or sends in. New tensors are float64 during the run, so only
+            what a program casts explicitly, as by a mixed precision policy, is lower.
+        timeout: seconds that the processes of a mesh may take.
+        processes: pools by size, to use for several calls; the caller closes them.
+
+    Processes whose batches are equal along an axis count as one: such an axis shards the model. The batches along other
+    axes are put together in the order of the ranks, for the one process. A parameter that is a plain tensor with a part of
+    a dim is put together along an axis. Gradients are those before `step()`.
+
+        def program(rank, world):
+            torch.manual_seed(0)
+            model = DistributedDataParallel(nn.Linear(3, 1))
+            opt = torch.optim.SGD(model.parameters(), 0.1)
+            x = torch.randn(8, 3).chunk(world)[rank]
+            return model, lambda model, x: model(x).square().mean(), x, lambda: (opt.step(), opt.zero_grad())
+
+        print(fs.testing.certify_program(program, {"data": 4}))
+    """
+    meshes = [meshes] if isinstance(meshes, Mapping) else [*meshes]
+    if not meshes or steps < 1 or dtype not in TOLERANCES:
+        names = ", ".join(str(dtype) for dtype in TOLERANCES)
+        raise ValueError(
+            f"certify_program: a mesh, steps >= 1 and a dtype of {names} are needed; got {meshes}, {steps=}, {dtype=}."
+        )
+    rows = list[CertificateRow]()
+    with ExitStack() as stack:
+        pools = {} if processes is None else processes
+        for axes in meshes:
+            for n in (prod(axes.values()), 1):
+                if n not in pools:
+                    pools[n] = Processes(n, timeout=timeout)
+                    if processes is None:
+                        stack.enter_context(pools[n])
+            ranks = pools[prod(axes.values())].run(record, program, axes, steps, 1)
+            batch = joined_batch(ranks, axes)
+            one, again = (
+                pools[1].run(record, program, dict.fromkeys(axes, 1), steps, seed, batch)[0] for seed in (2, 3)
+            )
+            _validate(one, again)
+            rows += Comparison(axes, ranks, one, TOLERANCES[dtype]).rows()
+    return ProgramCertificate(tuple(rows), steps)
+
+
+def _validate(one: RankRecord, again: RankRecord) -> None:
+    """Raise if a program draws what is not seeded, draws in its loss, or trains nothing."""
+    if unseeded := [name for name, x in one.start.items() if not torch.equal(x, again.start[name])]:
+        raise PromiseError(
+            f"certify_program: two runs must begin alike; got other values of {', '.join(unseeded)}. Call torch.manual_seed(0) "
+            "first in the program."
+        )
+    if one.losses != again.losses:
+        raise PromiseError(
+            "certify_program: the loss draws random numbers, which no run in one process draws alike. Set dropout to 0."
+        )
+    if not one.start or all(not grads for grads in one.grads):
+        raise PromiseError(
+            "certify_program: a program must train parameters; got none with a gradient in one process. Return a model whose "
+            "parameters require grad, and a loss that uses them."
+        )

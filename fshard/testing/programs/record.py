@@ -1,0 +1,109 @@
+"""The run of a program in one process: what it trains, recorded as full tensors on the CPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fshard.mesh.layout import PyTree, flatten, map_leaves
+
+Program = Callable[[int, "World"], tuple[Any, Callable[[Any, Any], Any], Any, Callable[[], object]]]
+Tensors = dict[str, Tensor]
+_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
+
+
+class World(int):
+    """The number of processes, with their mesh: `world.mesh["model"]` is torch's DeviceMesh of an axis."""
+
+    mesh: DeviceMesh
+
+
+class RankRecord(NamedTuple):
+    """What one process has trained: full tensors, or its own shards of parameters that are sharded by hand.
+
+    Args:
+        batch: of this process.
+        losses: of the steps; None where the process has none.
+        start: the parameters before the first step.
+        grads: of each step.
+        params: after each step.
+    """
+
+    batch: PyTree
+    losses: list[float | None]
+    start: Tensors
+    grads: list[Tensors]
+    params: list[Tensors]
+
+
+class _Float64:
+    """Create tensors in float64 in the block."""
+
+    def __enter__(self) -> None:
+        self._before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(self._before)
+
+
+def record(program: Program, axes: Mapping[str, int], steps: int, seed: int, batch: PyTree = None) -> RankRecord:
+    """Run a program in this process, with the batch of all processes if there is one."""
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    rank = dist.get_rank()
+    world = World(dist.get_world_size())
+    world.mesh = mesh
+    with _Float64():
+        torch.manual_seed(1000 * seed + rank)  # so that what is not seeded by the program differs
+        model, loss_fn, rank_batch, step = program(rank, world)
+        batch = rank_batch if batch is None else batch
+        start, losses = full_tensors(model), list[float | None]()
+        grads, params = list[Tensors](), list[Tensors]()
+        for _ in range(steps):
+            torch.manual_seed(1000 * seed + rank)  # so that a loss that draws differs too
+            loss = loss_fn(model, batch)
+            if isinstance(loss, Tensor) and loss.requires_grad and not _has_gradients(model):
+                loss.backward()
+            losses.append(None if loss is None else float(loss.detach()))
+            grads.append(full_tensors(model, gradients=True))
+            step()
+            params.append(full_tensors(model))
+    detached = map_leaves(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, rank_batch)
+    return RankRecord(detached, losses, start, grads, params)
+
+
+def _has_gradients(model: Any) -> bool:
+    """Return True if the program has taken gradients itself."""
+    grads = [x.grad for _, x in _named(model) if x.grad is not None]
+    return any(bool((g.to_local() if isinstance(g, DTensor) else g).any()) for g in grads)
+
+
+def _named(model: Any) -> Iterable[tuple[str, Tensor]]:
+    return model.named_parameters() if isinstance(model, nn.Module) else dict(model).items()
+
+
+def full_tensors(model: Any, *, gradients: bool = False) -> Tensors:
+    """Return copies of the parameters of a module or a dict, or of their gradients, by name without those of wrappers.
+
+    A DTensor is gathered by all its processes.
+    """
+    tensors = ((name, x.grad if gradients else x) for name, x in _named(model) if x.requires_grad)
+    return {
+        _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip("."): (x.full_tensor() if isinstance(x, DTensor) else x)
+        .detach()
+        .clone()
+        for name, x in tensors
+        if x is not None
+    }
+
+
+def rows_of(batch: PyTree) -> int | None:
+    """Return the rows of a batch: of its first tensor that has a dim."""
+    return next((len(x) for x in flatten(batch)[0] if isinstance(x, Tensor) and x.ndim), None)
