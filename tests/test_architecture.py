@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "report": GROUND | {"mesh"},
     "testing": GROUND | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it uses the public API
     "doctor": GROUND | {"mesh", "memory", "launching", "testing", "fshard"},
-    "command": {"errors", "launching", "doctor", "checkpoint"},  # the command line
+    "command": {"errors", "launching", "doctor", "checkpoint", "testing"},  # the command line
     "__main__": {"command"},
     "fshard": GROUND
     | {

@@ -9,7 +9,7 @@ from torch import nn
 from fshard.command import main
 from fshard.errors import PromiseError
 from fshard.testing import certify_program
-from fshard.testing.programs import World
+from fshard.testing.programs import ProgramWorld
 from tests.testing import programs
 from tests.testing.programs import RIGHT, WRONG, ddp, mlp, rows_of, square, updates
 
@@ -119,7 +119,7 @@ def test_invalid_arguments_raise(arguments):
 
 
 def test_world_is_a_number():
-    assert World(4) == 4 and torch.ones(8).chunk(World(4))[0].shape == (2,)
+    assert ProgramWorld(4) == 4 and torch.ones(8).chunk(ProgramWorld(4))[0].shape == (2,)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,6 @@ Both run in float64, so a difference that rounding does not explain is a mistake
 """
 
 from fshard.testing.programs.certify import ProgramCertificate, certify_program
-from fshard.testing.programs.record import World
+from fshard.testing.programs.record import ProgramWorld
 
-__all__ = ["ProgramCertificate", "World", "certify_program"]
+__all__ = ["ProgramCertificate", "ProgramWorld", "certify_program"]

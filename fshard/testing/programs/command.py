@@ -31,7 +31,7 @@ class FromFile(NamedTuple):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Certify a program; return 0 if it trains as in one process, 1 if it does not, 2 if that cannot be said."""
+    """Certify a program; return 0 if it trains as in one process, 1 if it does not, 2 if there is an error."""
     options = _parser().parse_args(arguments)
     path, _, name = options.program.rpartition(":")
     try:

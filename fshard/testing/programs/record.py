@@ -14,19 +14,19 @@ from torch.distributed.tensor import DTensor
 
 from fshard.mesh.layout import PyTree, flatten, map_leaves
 
-Program = Callable[[int, "World"], tuple[Any, Callable[[Any, Any], Any], Any, Callable[[], object]]]
+Program = Callable[[int, "ProgramWorld"], tuple[Any, Callable[[Any, Any], Any], Any, Callable[[], object]]]
 Tensors = dict[str, Tensor]
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
 
 
-class World(int):
+class ProgramWorld(int):
     """The number of processes, with their mesh: `world.mesh["model"]` is torch's DeviceMesh of an axis."""
 
     mesh: DeviceMesh
 
 
 class RankRecord(NamedTuple):
-    """What one process has trained: full tensors, or its own shards of parameters that are sharded by hand.
+    """The training of one process: full tensors, or its own shards of parameters that are sharded by hand.
 
     Args:
         batch: of this process.
@@ -58,7 +58,7 @@ def record(program: Program, axes: Mapping[str, int], steps: int, seed: int, bat
     """Run a program in this process, with the batch of all processes if there is one."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     rank = dist.get_rank()
-    world = World(dist.get_world_size())
+    world = ProgramWorld(dist.get_world_size())
     world.mesh = mesh
     with _Float64():
         torch.manual_seed(1000 * seed + rank)  # so that what is not seeded by the program differs
