@@ -24,6 +24,7 @@ from fshard.mesh.collectives.moves import (
     Psum,
     PsumScatter,
     Pvary,
+    Rows,
     Same,
 )
 from fshard.mesh.collectives.on_trees import CollectiveCall, call, collective
@@ -228,7 +229,9 @@ def psum_scatter(tree: PyTree, axis: Axes, *, dim: int = 0) -> CollectiveCall:
 
 
 @collective
-def all_to_all(tree: PyTree, axis: Axes, *, split_dim: int = 0, concat_dim: int | None = None) -> CollectiveCall:
+def all_to_all(
+    tree: PyTree, axis: Axes, *, split_dim: int = 0, concat_dim: int | None = None, counts: Any = None
+) -> CollectiveCall:
     """Split `split_dim` into a shard per device, exchange them, and concatenate the received ones along `concat_dim`.
 
     device 0  [a0 a1 a2]        [a0 b0 c0]
@@ -237,13 +240,58 @@ def all_to_all(tree: PyTree, axis: Axes, *, split_dim: int = 0, concat_dim: int 
 
     `concat_dim` is `split_dim` by default.  Sends (n-1)/n of the bytes.  Backward: all_to_all with the dims swapped.
 
+    With `counts` each device gets as many rows (of dim 0) as they say, in order: a matrix, equal on all devices, with the
+    rows that each device (a row) sends to each (a column); or this device's row of it, which is all-gathered first. The
+    result has the rows from device 0, then those from 1, ... Backward: all_to_all with the matrix transposed. On an
+    abstract mesh a row is what every device is expected to send.
+
     >>> import torch, fshard as fs
     >>> mesh = fs.make_mesh({"data": 2})
     >>> fs.run(lambda: fs.all_to_all(torch.arange(2) + 10 * fs.axis_index("data"), "data"), mesh=mesh)
     [tensor([ 0, 10]), tensor([ 1, 11])]
+    >>> fs.run(lambda: fs.all_to_all(torch.arange(3) + 10 * fs.axis_index("data"), "data", counts=[1, 2]), mesh=mesh)
+    [tensor([ 0, 10]), tensor([ 1,  2, 11, 12])]
     """
     concat = split_dim if concat_dim is None else concat_dim
-    return call("fs.all_to_all", tree, axis, lambda x, group: AllToAll(_divided(x, split_dim, group), _dim(x, concat)))
+    if counts is None:
+        return call(
+            "fs.all_to_all", tree, axis, lambda x, group: AllToAll(_divided(x, split_dim, group), _dim(x, concat))
+        )
+    if (split_dim, concat) != (0, 0):
+        raise ValueError(
+            f"fs.all_to_all: counts are of rows, of dim 0; got {split_dim=}, {concat_dim=}. Leave them out."
+        )
+    group = require("fs.all_to_all").group(axis, "fs.all_to_all")
+    matrix = _matrix(counts, group)
+    received, length = sum(row[group.index] for row in matrix), Rows(matrix, 1).length
+
+    def padded(x: Tensor) -> Tensor:
+        rows = sum(matrix[group.index])
+        if not x.ndim or len(x) != rows:
+            raise ValueError(
+                f"counts of device {group.index} are of {rows} rows; got a tensor of shape {tuple(x.shape)}."
+            )
+        return x if len(x) == length else torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])])
+
+    moves = lambda x, group: Rows(matrix, x[0].numel())  # noqa: E731
+    return call("fs.all_to_all", tree, axis, moves, before=padded, after=lambda y, group: y[:received])
+
+
+def _matrix(counts: Any, group: Group) -> tuple[tuple[int, ...], ...]:
+    """Return the rows that each device of a group sends to each, from a matrix or this device's row of it."""
+    n, table = group.size, counts.tolist() if isinstance(counts, Tensor) else counts
+    rows = table if isinstance(table, list | tuple) and all(isinstance(row, list | tuple) for row in table) else [table]
+    is_row = isinstance(table, list | tuple) and len(table) == n and rows[0] is table
+    if not (is_row or len(rows) == n) or not all(
+        len(row) == n and all(_is_integer(x) and x >= 0 for x in row) for row in rows
+    ):
+        raise ValueError(
+            f"fs.all_to_all: counts must be {n} numbers of rows, or {n} x {n}, for the {n} devices along "
+            f"{'+'.join(group.axes)}; got {counts!r}."
+        )
+    if is_row and group.world.has_values:
+        rows = all_gather(torch.tensor([table]), group.axes).tolist()
+    return tuple(tuple(int(x) for x in row) for row in rows * (n if len(rows) < n else 1))
 
 
 @collective

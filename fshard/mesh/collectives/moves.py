@@ -17,7 +17,7 @@ Legend: n devices in the group, x the tensor of one, xs those of all; U unreduce
     Pick                     R          V             Broadcast                 (free)
     Summand                  R          U             Same                      (free)
     Same (fs.replicated)     U or V     R             Summand                   (free)
-    Permute, AllToAll        V          V             themselves, reversed
+    Permute, AllToAll, Rows  V          V             themselves, reversed
 
 If only some devices of a group differentiate, their extra collectives would be matched with the next ones of the other
 devices: a silently wrong sum. Therefore the *purpose* of a call (values, tangents or cotangents) is part of what
@@ -26,7 +26,7 @@ devices must agree on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, cast, get_args
@@ -250,6 +250,82 @@ class AllToAll(Wired):
 
     def unpack(self, rows: Tensor, shape: torch.Size, n: int) -> Tensor:
         return _concat_rows(rows, _shard_shape(shape, self.split, n), self.concat, n)
+
+
+class PartsMove(Wired):
+    """A move that sends each device a part of any size; a buffer may have several tensors that are moved alike."""
+
+    name = "all_to_all"
+    wire: ClassVar[WireKind] = "parts"
+
+    def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
+        """Return the flat tensors that a device sends to others."""
+        raise NotImplementedError
+
+    def expected(self, x: Tensor, index: int) -> dict[int, int]:
+        """Return the number of elements that a device receives from others."""
+        raise NotImplementedError
+
+    def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
+        """Return the buffer of a device after the move, from that before it and what has arrived from others."""
+        raise NotImplementedError
+
+    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
+        xs = [plain(x).contiguous() for x in xs]
+        sent = [self.parcels(x, index) for index, x in enumerate(xs)]
+        return [
+            self.unpacked(x, index, {source: sent[source][index] for source in self.expected(x, index)})
+            for index, x in enumerate(xs)
+        ]
+
+
+@dataclass(frozen=True)
+class Rows(PartsMove):
+    """Send `counts[source][to]` rows of `width` elements; devices have them in the order of destinations, then of sources.
+
+    device 0  [1 2 .]   =>  [1 . .]         (<= the same with the counts transposed)      counts [[1, 1], [0, 3]]
+    device 1  [3 4 5]       [2 3 4 5]
+
+    Buffers have the rows of the fullest device, before or after; what is beyond a device's own has no meaning.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    width: int
+
+    @property
+    def length(self) -> int:
+        """The rows of a buffer."""
+        return max(1, *map(sum, self.counts), *map(sum, zip(*self.counts, strict=True)))
+
+    def transposed(self) -> Rows:
+        return Rows(tuple(zip(*self.counts, strict=True)), self.width)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return x.view(-1 if x.numel() else 0, self.length, self.width)
+
+    def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
+        rows = self._rows(x).narrow(1, 0, sum(self.counts[index])).split(self.counts[index], 1)
+        return {to: part.reshape(-1) for to, part in enumerate(rows) if to != index and part.numel()}
+
+    def expected(self, x: Tensor, index: int) -> dict[int, int]:
+        each = len(self._rows(x)) * self.width
+        return {
+            source: row[index] * each for source, row in enumerate(self.counts) if source != index and row[index] * each
+        }
+
+    def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
+        before, after = self._rows(x), torch.zeros_like(self._rows(x))
+        sizes, first = [row[index] for row in self.counts], sum(self.counts[index][:index])
+        for source, part in enumerate(after.narrow(1, 0, sum(sizes)).split(sizes, 1)):
+            if source == index:
+                part.copy_(before.narrow(1, first, sizes[index]))
+            elif source in arrived:
+                part.copy_(arrived[source].view(part.shape))
+        return after.view(x.shape)
+
+    def sent(self, size: int, index: int | None, n: int) -> Fraction:
+        rows = [sum(row) - row[source] for source, row in enumerate(self.counts)]
+        return Fraction(size, self.length) * (max(rows) if index is None else rows[index])
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property, lru_cache
 from math import prod
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fshard.mesh.collectives.moves import Alone, Move, Wired, WireKind, plain
+from fshard.mesh.collectives.moves import Alone, Move, PartsMove, plain
 from fshard.mesh.layout import P
 from fshard.mesh.layout.arithmetic import strides, unravel
 from fshard.mesh.layout.spec import CachedHash
@@ -153,12 +153,10 @@ def _requests(supply: Supply, row: int) -> Requests:
 
 
 @dataclass(frozen=True)
-class Parts(CachedHash, Wired):
+class Parts(CachedHash, PartsMove):
     """Send each device the elements of its new shards that it lacks, for one or more tensors."""
 
     leaves: tuple[Supply, ...]
-    name = "all_to_all"
-    wire: ClassVar[WireKind] = "parts"
 
     __hash__ = CachedHash.__hash__
 
@@ -217,7 +215,6 @@ class Parts(CachedHash, Wired):
         return rows.split([*sizes, rows.shape[1] - sum(sizes)], 1)[:-1]
 
     def parcels(self, x: Tensor, index: int) -> dict[int, Tensor]:
-        """Return the tensors that a device sends to others. `x` may be several rows, concatenated."""
         parts: dict[int, list[Tensor]] = {}
         shards = self._shards(x.view(-1, self.length), index, 0)
         for shard, traffic in zip(shards, self.traffic(index), strict=True):
@@ -226,7 +223,6 @@ class Parts(CachedHash, Wired):
         return {to: torch.cat(parcel) for to, parcel in parts.items()}
 
     def expected(self, x: Tensor, index: int) -> dict[int, int]:
-        """Return the number of elements that a device receives from others."""
         rows, sizes = x.numel() // self.length, Counter[int]()
         for traffic in self.traffic(index):
             for source, boxes in traffic.gets.items():
@@ -234,7 +230,6 @@ class Parts(CachedHash, Wired):
         return sizes
 
     def unpacked(self, x: Tensor, index: int, arrived: Mapping[int, Tensor]) -> Tensor:
-        """Return the new rows of a device, from its old ones and what has arrived from others."""
         rows = x.view(-1, self.length)
         result = torch.zeros_like(rows)
         begins = dict.fromkeys(arrived, 0)
@@ -248,14 +243,6 @@ class Parts(CachedHash, Wired):
                     begins[source] += target.numel()
                     target.copy_(arrived[source][begin : begins[source]].view(target.shape))
         return result.view(x.shape)
-
-    def meaning(self, xs: list[Tensor]) -> list[Tensor]:
-        xs = [plain(x).contiguous() for x in xs]
-        sent = [self.parcels(x, index) for index, x in enumerate(xs)]
-        return [
-            self.unpacked(x, index, {source: sent[source][index] for source in self.expected(x, index)})
-            for index, x in enumerate(xs)
-        ]
 
 
 @dataclass(frozen=True)

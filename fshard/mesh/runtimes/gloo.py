@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fshard.mesh.collectives.moves import Broadcast, Wired, combining
+from fshard.mesh.collectives.moves import Broadcast, PartsMove, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, Combine, combined
-from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
@@ -202,7 +201,7 @@ def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
 def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Exchange of unequal parts: receive from each process what is missing. (elements,) -> (elements,)"""
-    assert isinstance(move, Parts)
+    assert isinstance(move, PartsMove)
     tag, outgoing = call.tag, move.parcels(x, call.index)
     incoming = {source: _new((size,), x) for source, size in move.expected(x, call.index).items()}
     works: list[Any] = [call.pg.recv([_bytes(buffer)], source, tag) for source, buffer in incoming.items()]

@@ -23,9 +23,8 @@ from torch.distributed import ProcessGroup
 
 from fshard.ambient import ambient
 from fshard.errors import CollectiveTimeoutError, LostProcessError
-from fshard.mesh.collectives.moves import Broadcast, Extreme, Permute, Wired, combining
+from fshard.mesh.collectives.moves import Broadcast, Extreme, PartsMove, Permute, Wired, combining
 from fshard.mesh.layout.arithmetic import WIDER, combined, flipped
-from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.call import CallInfo
 from fshard.mesh.runtimes.process_group import GroupCall, GroupTransport, WireFunction
 from fshard.mesh.runtimes.transport import Wire, Works
@@ -134,7 +133,7 @@ def broadcast(call: GroupCall, x: Tensor, move: Wired) -> Wire:
 
 def parts(call: GroupCall, x: Tensor, move: Wired) -> Wire:
     """Exchange of unequal parts. (elements,) -> (elements,)"""
-    assert isinstance(move, Parts)
+    assert isinstance(move, PartsMove)
     outgoing, sizes = move.parcels(x, call.index), move.expected(x, call.index)
     sent_buffer = torch.cat([outgoing[to] for to in sorted(outgoing)]) if outgoing else x[:0]
     result = x.new_empty(sum(sizes.values()))

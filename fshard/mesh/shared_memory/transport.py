@@ -23,9 +23,8 @@ from itertools import cycle
 
 from torch import Tensor
 
-from fshard.mesh.collectives.moves import Wired, combining
+from fshard.mesh.collectives.moves import PartsMove, Wired, combining
 from fshard.mesh.layout.arithmetic import Combine, combined, flat_range
-from fshard.mesh.reshard.exchange import Parts
 from fshard.mesh.runtimes.buffers import empty
 from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.row_plan import row_plan
@@ -316,7 +315,7 @@ def _are_offered_by_address(rows: Sequence[Tensor]) -> bool:
 
 def _parts(exchange: Exchange, xs: Sequence[Tensor], move: Wired) -> Wire:
     """Exchange of unequal parts. (elements,) -> (elements,)"""
-    assert isinstance(move, Parts)
+    assert isinstance(move, PartsMove)
     x = joined(xs)
     outgoing = move.parcels(x, exchange.index)
     incoming = {source: empty((size,), x.dtype) for source, size in move.expected(x, exchange.index).items()}
