@@ -67,12 +67,19 @@ def unstaged(
     return Gradient(StepOptions.of(loss_fn, options, backward=backward), mesh, batch)
 
 
-def validate_local(options: StepOptions, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
-    """Raise with the parameters that are not sharded along local axes by dims, and along others flat."""
+def validate_local(
+    options: StepOptions, paths: Sequence[str], leaves: Sequence[Sharded], batch_axes: tuple[str, ...]
+) -> None:
+    """Raise with the parameters that are not sharded along local axes by dims, and along others, or the batch's, flat."""
+    flat_too = {*options.local} & {*batch_axes}
     errors = [
         f"{named(parts_of(path)) or 'the parameter'} is {x.spec}"
         for path, x in zip(paths, leaves, strict=True)
-        if any((axis in options.local) == (axis in (x.spec.flat_axes or ()) + x.spec.at_axes) for axis in x.spec.axes)
+        if any(
+            (axis in options.local) == (axis in (x.spec.flat_axes or ()) + x.spec.at_axes)
+            for axis in x.spec.axes
+            if not (axis in flat_too and axis in (x.spec.flat_axes or ()))
+        )
     ]
     if options.local and errors:
         raise LayoutError(
@@ -214,7 +221,7 @@ class GradientFunction:
             frozen = chosen(self.options.frozen, paths, "frozen")
             validate_ties_frozen(paths, numbers, frozen)
             self._validate_dtypes(paths, leaves)
-            validate_local(self.options, paths, leaves)
+            validate_local(self.options, paths, leaves, axes)
             plans = self.plan(structure, [*zip(paths, leaves, frozen, strict=True)], numbers, mesh, axes)
             self.plans[:] = [(key, plans), *self.plans[: CACHED_PLANS - 1]]
         return plans

@@ -34,8 +34,8 @@ from fshard.transforms.options import StepOptions
 LOCAL_CALLS = ("fs.pvary", "fs.axis_size")
 """Calls that need no communication. `fs.axis_index` needs none either, but it counts in the first step, where devices agree."""
 
-ALLOWED_ON_UNEVEN_BATCHES = ("fs.pmax", "fs.pmin", "fs.axis_index", "sync_batchnorm")
-"""Collectives that a sample which is there twice does not change."""
+ALLOWED_ON_UNEVEN_BATCHES = ("fs.pmax", "fs.pmin", "fs.axis_index", "fs.all_to_all", "sync_batchnorm")
+"""Collectives whose results for other samples do not change if one is there twice."""
 
 
 class LossCollectives:
@@ -53,6 +53,7 @@ class LossCollectives:
         self._cut, self._axes, self._is_reproducible = batch.cut, frozenset(batch.axes), options.reproducible
         self._sizes = {axis: size for axis, size in batch.mesh.shape.items() if size > 1}
         self._slices = 0 if batch.cut is None else batch.cut.parts * turns
+        self._dependent = self._axes - frozenset(options.local)  # samples along them must not meet in reproducible mode
         self._indexed = set[str]()
         self.along: tuple[str, ...] = ()
         self.is_mixed = False
@@ -70,7 +71,7 @@ class LossCollectives:
         self._add(group.axes)
 
     def _check_call(self, call: str, group: Group) -> None:
-        if self._is_reproducible and not self._axes.isdisjoint(group.axes):
+        if self._is_reproducible and not self._dependent.isdisjoint(group.axes):
             raise ValueError(
                 f"{call} over {as_written(group.axes)} in the loss function, at {call_site()}: with reproducible=True a "
                 "slice of the batch must be computed independently, so that it does not depend on the mesh. Use its own "

@@ -270,7 +270,8 @@ def layouts_of(
         for index, unit in zip(indices, rule_units, strict=True):
             rows = inner.get(id(specs[index]))
             spec = P() if rows is None else _of_parameter(rows[index])
-            specs[index] = spec.replace(flat=(*(spec.flat_axes or ()), *rule.axes))
+            more = tuple(axis for axis in rule.axes if axis not in spec.axes)  # a leaf that they shard has the others
+            specs[index] = spec.replace(flat=(*(spec.flat_axes or ()), *more))
             units[index] = f"{unit} of rule {number}" if number and isinstance(rule.unit, int) else unit
     layouts, first_layouts = list[Layout](), dict[tuple[int, ...], Layout]()
     with collected(what) as attempt:

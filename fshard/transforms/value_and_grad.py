@@ -163,11 +163,7 @@ def gradient_of(
         )
     axes = dict.fromkeys(axis for spec in flatten(batch)[0] if isinstance(spec, P) for axis in spec.axes)
     mesh.check_axes(tuple(axes), f"{caller}(batch=)")
-    local = mesh.check_axes(options.get("local", ()), f"{caller}(local=)")
-    if both := [axis for axis in axes if axis in local]:
-        raise ValueError(
-            f"{caller}: local axes must not shard the batch; got {', '.join(both)}. Leave them out of one."
-        )
+    mesh.check_axes(options.get("local", ()), f"{caller}(local=)")
     if schedule is None:
         return unstaged(function, mesh=mesh, batch=batch, backward=backward, **options)
     from fshard.transforms.stages.staged import staged  # most programs have no stages

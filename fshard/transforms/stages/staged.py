@@ -160,7 +160,7 @@ class Staged(GradientFunction):
                 f"{self.options.caller}: parameters must be on the devices of their stages, along {axis}: "
                 f"{'; '.join(errors)}. Put them there: {_LAY}."
             )
-        sum_axes = (*(name for name in mesh.axis_names if name in self.options.local), *axes)
+        sum_axes = (*(name for name in mesh.axis_names if name in self.options.local and name not in axes), *axes)
         return StagePlanner(self.options, self.program, mesh, sum_axes).plan(structure.children(), params, numbers)
 
     def device_step(self, plans: StagePlan, inputs: StepInputs, index: int, device: int) -> StageStep:
