@@ -1,5 +1,6 @@
-"""Functions for modules and losses beyond the first page: LoRA, policies of `remat`, units, stages, drawn parameters."""
+"""Functions for modules and losses beyond the first page: LoRA, policies of `remat`, units, stages, drawn parameters; `MoE`."""
 
+from fshard.experts.module import MoE
 from fshard.transforms.module.lazy import materialize
 from fshard.transforms.module.lora import LoraConfig, lora, merge_lora
 from fshard.transforms.module.remat import checkpoint_name, offload, save_names
@@ -8,6 +9,7 @@ from fshard.transforms.stages.functions import stage_functions
 
 __all__ = [
     "LoraConfig",
+    "MoE",
     "checkpoint_name",
     "init_params",
     "lora",

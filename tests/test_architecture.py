@@ -39,7 +39,8 @@ MAY_IMPORT = {
     "transforms": GROUND | {"mesh", "memory", "optim", "pipeline"},  # a training step is a gradient and an optimizer
     "pipeline": GROUND | {"mesh"},
     "comm": GROUND | {"mesh", "optim", "transforms"},
-    "nn": {"transforms"},
+    "experts": GROUND | {"mesh"},
+    "nn": {"transforms", "experts"},
     "booster": GROUND | {"mesh", "memory", "transforms", "optim", "comm", "pipeline", "tensor", "checkpoint"},
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "launching": GROUND | {"mesh"},
@@ -61,6 +62,7 @@ MAY_IMPORT = {
         "booster",
         "checkpoint",
         "comm",
+        "experts",
         "explore",
         "report",
         "nn",

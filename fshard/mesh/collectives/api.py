@@ -240,7 +240,7 @@ def all_to_all(
 
     `concat_dim` is `split_dim` by default.  Sends (n-1)/n of the bytes.  Backward: all_to_all with the dims swapped.
 
-    With `counts` each device gets as many rows (of dim 0) as they say, in order: a matrix, equal on all devices, with the
+    With `counts` devices get these numbers of rows (of dim 0), in order: a matrix, equal on all devices, with the
     rows that each device (a row) sends to each (a column); or this device's row of it, which is all-gathered first. The
     result has the rows from device 0, then those from 1, ... Backward: all_to_all with the matrix transposed. On an
     abstract mesh a row is what every device is expected to send.

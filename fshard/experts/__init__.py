@@ -1,0 +1,20 @@
+"""Experts: a router sends each token to some of many feed-forward networks, which an axis of the mesh shards.
+
+    tokens ─ route ─> their experts and weights ─ sort ─> rows by expert ─ all_to_all ─> rows of this device's experts
+                                                                                │ grouped_matmul
+    y <─ weighted sum ─ rows by token <───────────────── all_to_all back <──────┘
+
+One mesh has two kinds of leaves: experts are sharded along the axis, dense leaves are replicated along it. The axis shards
+the batch too, and is `local` in a step:
+
+    mesh = fs.make_mesh({"data": 2, "expert": 4})
+    rules = {"experts.*": P("expert"), "**": P()}             # fs.fsdp(("data", "expert"), within=rules) for ZeRO-3
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P(("data", "expert")), local="expert")
+"""
+
+from fshard.experts.dispatch import MoEStats, moe
+from fshard.experts.grouped import grouped_matmul, swiglu
+from fshard.experts.module import MoE
+from fshard.experts.routing import Routing, balance_loss, route, z_loss
+
+__all__ = ["MoE", "MoEStats", "Routing", "balance_loss", "grouped_matmul", "moe", "route", "swiglu", "z_loss"]

@@ -1,0 +1,67 @@
+"""`MoE`: a layer of experts as a torch module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fshard.experts.dispatch import moe
+from fshard.experts.routing import balance_loss, route, z_loss
+from fshard.mesh.layout import Axes
+from fshard.mesh.spmd.scope import here
+
+
+class MoE(nn.Module):
+    """A feed-forward layer of experts, with a router and, if `shared` is not 0, a network that all tokens go through.
+
+    Args:
+        width: of the tokens.
+        hidden: width of the inner layer of an expert.
+        experts: their number.
+        top_k: experts of a token.
+        shared: inner width of the shared network.
+        axis: along which a step shards the experts: see `moe`. Outside of a mesh all are here.
+        batch: the axes that shard the batch; default: `axis`.
+        capacity: see `moe`.
+        options: of `route`.
+
+    After a forward, `balance` and `z` are the losses of `balance_loss` and `z_loss`, and `stats` is that of `moe`. They are
+    private to each device, as attributes are.
+
+    >>> layer = MoE(4, 8, experts=3, top_k=2)
+    >>> layer(torch.ones(5, 4)).shape, layer.stats.load.sum()
+    (torch.Size([5, 4]), tensor(10))
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        experts: int,
+        top_k: int,
+        shared: int = 0,
+        axis: str | None = None,
+        batch: Axes = (),
+        capacity: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.top_k, self.axis, self.batch, self.capacity, self.options = top_k, axis, batch, capacity, options
+        self.router = nn.Linear(width, experts, bias=False)
+        shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+        self.experts = nn.ParameterDict(
+            {name: nn.Parameter(torch.randn(experts, *shape) / shape[0] ** 0.5) for name, shape in shapes.items()}
+        )
+        self.shared = nn.Sequential(nn.Linear(width, shared), nn.SiLU(), nn.Linear(shared, width)) if shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis, batch = (self.axis, self.batch or self.axis or ()) if here() is not None else (None, ())
+        logits = functional.linear(x.reshape(-1, x.shape[-1]), self.router.weight)
+        routing = route(logits, self.top_k, **self.options)
+        y, self.stats = moe(x, routing, dict(self.experts.items()), axis=axis, batch=batch, capacity=self.capacity)
+        self.balance, self.z = balance_loss(routing, batch), z_loss(logits)
+        return y if self.shared is None else y + self.shared(x)

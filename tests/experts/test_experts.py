@@ -1,0 +1,271 @@
+"""Models with experts on one mesh equal the same on one device in float64; bytes of dispatch; routers; errors."""
+
+from functools import partial
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+import fshard as fs
+from fshard import P, optim
+from fshard.experts import balance_loss, grouped_matmul, moe, route, z_loss
+from fshard.optim.contract import pure_step
+from tests.sampled import THOROUGH
+
+WIDTH, HIDDEN, ROWS = 4, 3, 16
+OPTIMIZER = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.05))
+
+
+def weights(experts, layers):
+    draw = torch.Generator().manual_seed(experts)
+    randn = partial(torch.randn, generator=draw, dtype=torch.float64)
+    shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+    return [
+        {
+            "router": randn(WIDTH, experts),
+            "experts": {name: randn(experts, *shape) for name, shape in shapes.items()},
+            "dense": randn(WIDTH, WIDTH) / 2,
+        }
+        for _ in range(layers)
+    ]
+
+
+def layer(p, x, *, top_k, capacity, score, axis, batch, skewed):
+    logits = x @ p["router"]
+    if skewed:  # the last expert gets no token, the first many
+        logits = torch.cat([logits[:, :1] + 2, logits[:, 1:-1], logits[:, -1:] - 1e3], 1)
+    routing = route(logits, top_k, score=score)
+    y, stats = moe(x, routing, p["experts"], axis=axis, batch=batch, capacity=capacity)
+    losses = 0.1 * balance_loss(routing, batch) + 0.01 * z_loss(logits)
+    return torch.tanh(x @ p["dense"] + y), losses, stats.load
+
+
+def loss_of(options, axis, batch):
+    def loss_fn(params, rows):
+        x, total, loads = rows["x"], 0.0, []
+        for p in params:
+            x, losses, load = layer(p, x, axis=axis, batch=batch, **options)
+            total, loads = total + losses, [*loads, load]
+        return (x - rows["y"]).square().mean() + total, torch.stack(loads).double()
+
+    return loss_fn
+
+
+def data():
+    draw = torch.Generator().manual_seed(9)
+    return {name: torch.randn(ROWS, WIDTH, generator=draw, dtype=torch.float64) for name in "xy"}
+
+
+def trained(sizes, stage, experts, options, *, steps=3, accumulate=1, **more):
+    """Return losses and norms, parameters, and loads after some steps of AdamW with clipping."""
+    mesh, axes = fs.make_mesh(sizes), ("data", "expert")
+    within = {"*.experts.*": P("expert"), "**": P()}
+    rules = fs.fsdp(axes, within=within) if stage == 3 else within
+    params = fs.shard_params(weights(experts, 2), rules, mesh=mesh)
+    opt = fs.partition_optimizer(OPTIMIZER, mesh=mesh, axis=axes, stage=stage)
+    step = fs.train_step(
+        loss_of(options, "expert", axes),
+        opt,
+        mesh=mesh,
+        batch=P(axes),
+        local="expert",
+        aux="sum",
+        accumulate=accumulate,
+        **more,
+    )
+    state, numbers = opt.init(params), []
+    for _ in range(steps):
+        params, state, metrics = step(params, state, data())
+        numbers += [metrics["loss"], metrics["grad_norm"]]
+    return torch.stack(numbers), fs.unshard(params), metrics["aux"], params
+
+
+def of_one_device(experts, options, steps=3):
+    """Plain autograd and the optimizer on plain tensors; all experts are here."""
+    params, numbers = weights(experts, 2), []
+    state = OPTIMIZER.init(params)
+    for _ in range(steps):
+        leaves, structure = optree.tree_flatten(params)
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        loss, loads = loss_of(options, None, ())(optree.tree_unflatten(structure, leaves), data())
+        grads = torch.autograd.grad(loss, leaves)
+        numbers += [loss.detach(), torch.stack([g.square().sum() for g in grads]).sum().sqrt()]
+        params, state = pure_step(OPTIMIZER)(optree.tree_unflatten(structure, grads), state, params)
+    return torch.stack(numbers), params, loads
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "top_k": st.sampled_from([1, 2, 3]),
+        "capacity": st.sampled_from([None, 0.5, 1.0]),
+        "score": st.sampled_from(["softmax", "sigmoid"]),
+        "skewed": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=64 if THOROUGH else 16, deadline=None)
+@given(st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.integers(0, 3), st.sampled_from([4, 8]), OPTIONS)
+def test_drawn_models_equal_those_of_one_device(data_size, expert_size, stage, experts, options):
+    numbers, params, loads, sharded = trained({"data": data_size, "expert": expert_size}, stage, experts, options)
+    expected, expected_params, expected_loads = of_one_device(experts, options)
+    torch.testing.assert_close(numbers, expected, rtol=1e-12, atol=1e-12)
+    for x, y in zip(*map(optree.tree_leaves, (params, expected_params)), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
+    assert torch.equal(loads / (data_size * expert_size), expected_loads)
+    layout = fs.typeof(sharded[0]["experts"]["up"])
+    assert str(layout) == f"f64[{experts}@expert, 4, 3]" + ("{flat:data}" if stage == 3 else "")
+
+
+def test_accumulation_without_capacity_is_the_same():
+    """Balance losses are of microbatches; without them all is linear in the samples."""
+    options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False}
+    mesh, axes = fs.make_mesh({"data": 2, "expert": 2}), ("data", "expert")
+
+    def loss_fn(params, rows):
+        y, *_ = layer(params[0], rows["x"], axis="expert", batch=(), **options)
+        return (y - rows["y"]).square().mean()
+
+    params = fs.shard_params(weights(4, 1), {"*.experts.*": P("expert"), "**": P()}, mesh=mesh)
+    gradient = partial(fs.value_and_grad, mesh=mesh, batch=P(axes), local="expert")
+    (loss, grads), (same, sums) = (gradient(loss_fn, accumulate=n)(params, data()) for n in (1, 2))
+    torch.testing.assert_close(loss, same)
+    for x, y in zip(*(optree.tree_leaves(fs.unshard(tree)) for tree in (grads, sums)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_bits_are_equal_in_reproducible_mode():
+    """Over data, stages and turns, where the axis of experts comes first: it has one size."""
+    options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False}
+
+    def bits(size, stage):
+        mesh, axes = fs.make_mesh({"expert": 2, "data": size}), ("expert", "data")
+
+        def loss_fn(params, rows):
+            y, *_ = layer(params[0], rows["x"], axis="expert", batch="expert", **options)
+            return (y - rows["y"]).square().mean()
+
+        within = {"*.experts.*": P("expert"), "**": P()}
+        params = fs.shard_params(weights(4, 1), fs.fsdp(axes, within=within) if stage == 3 else within, mesh=mesh)
+        opt = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis=axes, stage=stage)
+        step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P(axes), local="expert", reproducible=True)
+        state = opt.init(params)
+        for _ in range(2):
+            params, state, metrics = step(params, state, data())
+        return [metrics["loss"], *optree.tree_leaves(fs.unshard(params))]
+
+    expected = bits(1, 0)
+    for size, stage in ((2, 1), (4, 2), (4, 3), (1, 3)):
+        assert all(map(torch.equal, bits(size, stage), expected))
+
+
+def test_bytes_of_dispatch_are_those_of_rows_that_are_elsewhere():
+    mesh, n, width = fs.make_mesh({"expert": 4}), 4, 6
+    logits = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+
+    def device():
+        mine = logits.chunk(n)[fs.axis_index("expert")]
+        routing = route(mine, 2)
+        moe(torch.ones(len(mine), width), routing, lambda rows, counts: rows, axis="expert")
+        return routing.experts
+
+    with fs.ledger() as comm:
+        chosen = fs.run(device, mesh=mesh)
+    back = [sum(int((experts // 2 == i).sum()) for j, experts in enumerate(chosen) if j != i) for i in range(n)]
+    for i, experts in enumerate(chosen):
+        there = int((experts // 2 != i).sum())
+        assert comm.bytes(i, collective="all_to_all") == (there + back[i]) * width * 4
+
+
+def test_an_abstract_mesh_expects_balanced_rows():
+    mesh = fs.make_mesh({"expert": 4}, runtime="abstract")
+    with fs.ledger() as comm:
+        (y,) = fs.run(
+            lambda: moe(torch.empty(8, 6), route(torch.empty(8, 8), 2), lambda rows, counts: rows, axis="expert")[0],
+            mesh=mesh,
+        )
+    assert y.shape == (8, 6) and comm.bytes(collective="all_to_all") == 2 * 12 * 6 * 4
+
+
+# -- the parts ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 50), st.sampled_from([1, 2]))
+def test_groups_and_biases_choose_as_a_loop_does(seed, top_groups):
+    draw = torch.Generator().manual_seed(seed)
+    logits, bias = torch.randn(5, 6, generator=draw), torch.randn(6, generator=draw)
+    routing = route(logits, 2, score="sigmoid", bias=bias, groups=3, top_groups=top_groups, scale=2.5)
+    for row, experts, given_weights in zip(logits.sigmoid(), routing.experts, routing.weights, strict=True):
+        choice = (row + bias).tolist()
+        best = sorted(range(3), key=lambda group: -sum(choice[2 * group : 2 * group + 2]))[:top_groups]
+        legal = [expert for expert in range(6) if expert // 2 in best]
+        assert experts.tolist() == sorted(legal, key=lambda expert: -choice[expert])[:2]
+        chosen = row[experts]
+        torch.testing.assert_close(given_weights, 2.5 * chosen / chosen.sum())
+
+
+def test_grouped_matmul_is_one_product_for_each_expert():
+    rows, matrices, counts = torch.randn(7, 3), torch.randn(4, 3, 2).requires_grad_(), [2, 0, 4, 1]
+    expected = torch.cat([part @ w for part, w in zip(rows.split(counts), matrices, strict=True)])
+    y = grouped_matmul(rows, matrices, counts)
+    torch.testing.assert_close(y, expected)
+    (g,) = torch.autograd.grad(y.sum(), matrices)
+    assert not g[1].any() and g[0].any()
+
+
+def test_losses_are_known_functions():
+    logits = torch.randn(6, 4)
+    routing = route(logits, 2)
+    load = functional.one_hot(routing.experts, 4).sum((0, 1)) / 12
+    torch.testing.assert_close(balance_loss(routing), 4 * (load * logits.softmax(-1).mean(0)).sum())
+    torch.testing.assert_close(z_loss(logits), logits.exp().sum(-1).log().square().mean())
+
+
+def test_a_module_in_a_step_and_alone():
+    """The layer of a network, functionalized; the shared network is dense."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(
+        torch.nn.Linear(4, 6), fs.nn.MoE(6, 5, experts=4, top_k=2, shared=3, axis="expert", batch=("data", "expert"))
+    ).double()
+    apply, params, buffers = fs.functionalize(network)
+    mesh, axes = fs.make_mesh({"data": 2, "expert": 2}), ("data", "expert")
+    sharded = fs.shard_params(params, {"1.experts.*": P("expert"), "**": P()}, mesh=mesh)
+
+    def loss_fn(params, x):
+        return apply(params, buffers, x)[0].square().mean()
+
+    loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(axes), local="expert")(sharded, data()["x"])
+    expected = network(data()["x"]).square().mean()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, g in zip(params, torch.autograd.grad(expected, [*network.parameters()]), strict=True):
+        torch.testing.assert_close(fs.unshard(grads[name]), g)
+    assert network[1].stats.load.sum() == 2 * ROWS
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"top_k": 5}, "top_k must be from 1 to the 4 experts"),
+        ({"capacity": 0}, "capacity be > 0 or None; got 3 devices, 4 experts"),
+        ({}, "the axis expert must divide the experts"),
+    ],
+)
+def test_invalid_arguments_raise(change, text):
+    options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False, **change}
+    mesh = fs.make_mesh({"expert": 3})
+    with pytest.raises(ValueError, match=text):
+        fs.run(lambda: layer(weights(4, 1)[0], data()["x"], axis="expert", batch="expert", **options), mesh=mesh)
+
+
+def test_weights_that_are_not_sharded_raise():
+    options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False}
+    with pytest.raises(
+        ValueError, match="must have the 2 experts of a device in dim 0; gate has 4, up has 4, down has 4"
+    ):
+        fs.run(
+            lambda: layer(weights(4, 1)[0], data()["x"], axis="expert", batch="expert", **options),
+            mesh=fs.make_mesh({"expert": 2}),
+        )
