@@ -53,7 +53,9 @@ def value_and_grad(
         local: axes along which a parameter is used as it is stored: the loss function gets the device's shard of one with
             P(None, "model"). Its gradient is not reduced along them, that of a replicated one is. Beside them ZeRO shards
             the flattened shards: `fsdp("data", within=...)`. The loss calls collectives along these axes itself, and is the
-            mean over them. Shards of uneven dims are shorter or empty at the end.
+            mean over them. Shards of uneven dims are shorter or empty at the end. A local axis may shard the batch too, as that
+            of experts: what is sharded along it is used for the samples of all its devices (see `fshard.experts`), and in
+            reproducible mode it comes first in the batch's spec.
         reproducible: equal bits on every mesh, for a fixed size of local axes: see `fshard.transforms.gradient`.
         slices: number of slices of the entire batch in reproducible mode, on any mesh; default 8. With several devices,
             each must have 1, 2, 4, ... of them, since other numbers would round differently.

@@ -120,6 +120,86 @@ def test_drawn_models_equal_those_of_one_device(data_size, expert_size, stage, e
     assert str(layout) == f"f64[{experts}@expert, 4, 3]" + ("{flat:data}" if stage == 3 else "")
 
 
+def in_process(sizes, stage, options):
+    numbers, params, _, _ = trained(sizes, stage, 4, options)
+    return numbers, optree.tree_leaves(params)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_processes_train_the_same(two, stage):
+    options = {"top_k": 2, "capacity": 1.0, "score": "sigmoid", "skewed": True}
+    numbers, params, _ = of_one_device(4, options)
+    for result, leaves in two.run(in_process, {"data": 1, "expert": 2}, stage, options):
+        torch.testing.assert_close(result, numbers, rtol=1e-12, atol=1e-12)
+        for x, y in zip(leaves, optree.tree_leaves(params), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_have_experts_too(schedule, stage):
+    """Two stages of one layer each, without balance losses, which are not linear in the samples."""
+    options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False}
+    mesh, axes = fs.make_mesh({"pipe": 2, "data": 2, "expert": 2}), ("data", "expert")
+    plan = fs.pipeline_schedule(schedule, stages=2, microbatches=2)
+
+    def stage_fn(p, x):
+        return layer(p, x, axis="expert", batch="expert", **options)[0]
+
+    def loss(y, rows):
+        return (y - rows["y"]).square().mean()
+
+    within = {"*.experts.*": P("expert"), "**": P()}
+    rules = fs.fsdp(axes, within=within) if stage == 3 else within
+    params = fs.shard_stages(weights(4, 2), rules, mesh=mesh, schedule=plan)
+    gradient = fs.value_and_grad(
+        [stage_fn, stage_fn],
+        mesh=mesh,
+        batch=P(axes),
+        schedule=plan,
+        loss=loss,
+        inputs=lambda rows: rows["x"],
+        local="expert",
+    )
+    value, grads = gradient(params, data())
+    leaves, structure = optree.tree_flatten(weights(4, 2))
+    leaves = [x.requires_grad_() for x in leaves]
+    x = data()["x"]
+    for p in optree.tree_unflatten(structure, leaves):
+        x = layer(p, x, axis=None, batch=(), **options)[0]
+    expected = loss(x, data())
+    torch.testing.assert_close(value, expected.detach())
+    for g, y in zip(optree.tree_leaves(fs.unshard(grads)), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(g, y)
+
+
+def test_experts_beside_tensor_parallel_dims():
+    """Each expert's inner dim is sharded along "model": the results are summed there."""
+    options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False}
+    mesh, axes = fs.make_mesh({"data": 2, "expert": 2, "model": 3}), ("data", "expert")
+
+    def experts_of(p):
+        return lambda rows, counts: fs.psum(fs.experts.swiglu(p["experts"], rows, counts), "model")
+
+    def loss_fn(p, rows):
+        routing = route(rows["x"] @ p["router"], 2)
+        y, _ = moe(rows["x"], routing, experts_of(p), axis="expert")
+        return (torch.tanh(rows["x"] @ p["dense"] + y) - rows["y"]).square().mean()
+
+    columns = P("expert", None, "model")
+    rules = {"experts.gate": columns, "experts.up": columns, "experts.down": P("expert", "model"), "**": P()}
+    params = fs.shard_params(weights(4, 1)[0], rules, mesh=mesh)
+    value, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(axes), local=("expert", "model"))(params, data())
+    p = optree.tree_map(lambda x: x.requires_grad_(), weights(4, 1)[0])
+    y, *_ = layer(p, data()["x"], axis=None, batch=(), **options)
+    expected = (y - data()["y"]).square().mean()
+    torch.testing.assert_close(value, expected.detach())
+    for g, y in zip(
+        optree.tree_leaves(fs.unshard(grads)), torch.autograd.grad(expected, optree.tree_leaves(p)), strict=True
+    ):
+        torch.testing.assert_close(g, y)
+
+
 def test_accumulation_without_capacity_is_the_same():
     """Balance losses are of microbatches; without them all is linear in the samples."""
     options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False}

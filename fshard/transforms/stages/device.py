@@ -99,14 +99,14 @@ class StageStep(DeviceStep):
 
     def _unit(self, stage: int, shards: Sequence[Tensor]) -> StageUnit:
         params = self.plan.by_stage[stage]
-        if self.local:
+        if self.options.local:
             params = StageLeaves.of(local_plans(tuple(params.leaves), self.number), params.indices, params.tree)
         return StageUnit(self.runtime, stage, params, [shards[index] for index in params.indices], self.device)
 
     def _sums(self) -> StageSums:
         plan, options = self.plan, self.options
         weights = [slice_turn.weight.share for slice_turn in self.slices] if options.reproducible else None
-        leaves = local_plans(tuple(plan.leaves), self.number) if self.local else plan.leaves
+        leaves = local_plans(tuple(plan.leaves), self.number) if options.local else plan.leaves
         return StageSums(
             plan, leaves, self.stages, weights, self.pipe.index, self.device, options, self.local, self.site
         )
