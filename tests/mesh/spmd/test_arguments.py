@@ -60,7 +60,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "options without names": (
         lambda: map_data(lambda x: UNTYPED.all_to_all(x, "data", 0, 0), X),
         TypeError,
-        "fs.all_to_all(tree, axis, split_dim, concat_dim): too many positional arguments",
+        "fs.all_to_all(tree, axis, split_dim, concat_dim, counts): too many positional arguments",
     ),
     "a dim without its name": (
         lambda: map_data(lambda x: UNTYPED.psum_scatter(x, "data", 0), X),
