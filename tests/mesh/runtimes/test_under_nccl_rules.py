@@ -50,6 +50,24 @@ def ring():
     return fs.run(main, mesh=fs.make_mesh({"data": 4}))
 
 
+def experts():
+    """Train two layers of experts under ZeRO-3: rows of differing numbers, and an expert without any."""
+    mesh, axes = fs.make_mesh({"data": 2, "expert": 2}), ("data", "expert")
+    shapes = {"gate": (3, 5), "up": (3, 5), "down": (5, 3)}
+    weights = {"router": draw(3, 4), "experts": {name: draw(4, *shape) for name, shape in shapes.items()}}
+    within = {"experts.*": P("expert"), "**": P()}
+    params = fs.shard_params(weights, fs.fsdp(axes, within=within), mesh=mesh)
+
+    def loss_fn(p, x):
+        for _ in range(2):
+            routing = fs.experts.route(x @ p["router"] - torch.tensor([0.0, 0.0, 0.0, 1e3]), 2)
+            x = x + fs.experts.moe(x, routing, p["experts"], axis="expert")[0]
+        return x.square().mean() + fs.experts.balance_loss(routing, axes)
+
+    loss, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(axes), local="expert")(params, draw(16, 3))
+    return loss, fs.unshard(grads)
+
+
 def checkpoint(stage=3):
     """Save in the middle and restore: the steps after it are those of the uninterrupted run."""
     mesh = fs.make_mesh({"data": 2})
@@ -95,6 +113,7 @@ FOUR = {
     **{f"{name} of 4": partial(stages, name, 4) for name in SOME},
     "readme": lambda: the_example()[0],
     "ring": ring,
+    "experts": experts,
     "hybrid": hybrid,
 }
 
