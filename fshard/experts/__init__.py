@@ -16,5 +16,17 @@ from fshard.experts.dispatch import MoEStats, moe
 from fshard.experts.grouped import grouped_matmul, swiglu
 from fshard.experts.module import MoE
 from fshard.experts.routing import Routing, balance_loss, route, z_loss
+from fshard.experts.transformers import expert_rules
 
-__all__ = ["MoE", "MoEStats", "Routing", "balance_loss", "grouped_matmul", "moe", "route", "swiglu", "z_loss"]
+__all__ = [
+    "MoE",
+    "MoEStats",
+    "Routing",
+    "balance_loss",
+    "expert_rules",
+    "grouped_matmul",
+    "moe",
+    "route",
+    "swiglu",
+    "z_loss",
+]

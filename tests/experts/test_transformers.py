@@ -1,0 +1,125 @@
+"""Models of transformers with experts along an axis train as plain torch does on one device."""
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P
+from fshard.experts import expert_rules
+
+transformers = pytest.importorskip("transformers")
+
+COMMON = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+}
+MODELS = {
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2)
+    ),
+    "qwen3 moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, head_dim=8, norm_topk_prob=True
+        )
+    ),
+    "deepseek v3": lambda: transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            **COMMON,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            moe_intermediate_size=12,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=4,
+            v_head_dim=8,
+        )
+    ),
+    "gpt oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            **COMMON,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            head_dim=8,
+            sliding_window=8,
+            layer_types=["full_attention", "sliding_attention"],
+        )
+    ),
+}
+LAYOUTS = {  # sizes of the axes, stage
+    "experts": ({"data": 1, "expert": 2}, 0),
+    "zero 1": ({"data": 2, "expert": 2}, 1),
+    "fsdp": ({"data": 2, "expert": 4}, 3),
+    "data alone": ({"data": 2, "expert": 1}, 3),
+}
+
+
+def model_of(name):
+    torch.manual_seed(0)
+    model = MODELS[name]().double().eval()
+    model.config._experts_implementation = "eager"  # the default has no float64
+    return model
+
+
+def ids():
+    return torch.randint(0, 32, (8, 6), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_train_with_experts_on_an_axis(name, layout):
+    """Losses, gradients and three steps of AdamW in float64; routers and losses compute in float32."""
+    (sizes, stage), model = LAYOUTS[layout], model_of(name)
+    mesh, axes = fs.make_mesh(sizes), ("data", "expert")
+    rules = expert_rules(model, "expert")
+    apply, params, buffers = fs.functionalize(model)
+    sharded = fs.shard_params(params, fs.fsdp(axes, within=rules) if stage == 3 else rules, mesh=mesh)
+
+    def loss_fn(params, rows):
+        return apply(params, buffers, input_ids=rows, labels=rows)[0].loss
+
+    opt = fs.partition_optimizer(fs.optim.adamw(1e-2, weight_decay=0.0), mesh=mesh, axis=axes, stage=stage)
+    options = {"mesh": mesh, "batch": P(axes), "local": "expert"}
+    loss, grads = fs.value_and_grad(loss_fn, **options)(sharded, ids())
+    reference = model_of(name)
+    expected = reference(input_ids=ids(), labels=ids()).loss
+    torch.testing.assert_close(loss, expected.detach(), rtol=3e-7, atol=0.0)  # a float32
+    by_name = dict(reference.named_parameters())
+    used = {key: x for key, x in by_name.items() if grads[key] is not None}
+    for key, g in zip(used, torch.autograd.grad(expected, [*used.values()], retain_graph=True), strict=True):
+        torch.testing.assert_close(fs.unshard(grads[key]), g, rtol=1e-6, atol=1e-7)
+
+    step, state = fs.train_step(loss_fn, opt, **options), opt.init(sharded)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(3):
+        sharded, state, _ = step(sharded, state, ids())
+        theirs.zero_grad()
+        reference(input_ids=ids(), labels=ids()).loss.backward()
+        theirs.step()
+    for key in used:
+        torch.testing.assert_close(fs.unshard(sharded[key]), by_name[key].detach(), rtol=1e-5, atol=1e-5)
+    wanted = {"{flat:data}"} if stage == 3 else {""}
+    suffixes = {str(fs.typeof(x)).partition("]")[2] for key, x in sharded.items() if ".experts." in key}
+    assert suffixes == wanted
+
+
+def test_outside_of_a_mesh_a_model_computes_as_before():
+    model, reference = model_of("mixtral"), model_of("mixtral")
+    expert_rules(model, "expert")
+    torch.testing.assert_close(model(ids()).logits, reference(ids()).logits)
+
+
+def test_a_model_without_experts_raises():
+    with pytest.raises(fs.errors.ModuleError, match="Linear must have layers of experts"):
+        expert_rules(torch.nn.Linear(2, 2), "expert")
