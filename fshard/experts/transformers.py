@@ -31,7 +31,9 @@ def expert_rules(model: nn.Module, axis: str) -> dict[str, P]:
         apply, params, buffers = fs.functionalize(model)
         params = fs.shard_params(params, rules, mesh=mesh)
     """
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+    layers: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")
+    }
     if not layers:
         raise ModuleError(
             f"expert_rules: {type(model).__name__} must have layers of experts, of a class that transformers decorates with "
