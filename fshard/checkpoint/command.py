@@ -14,7 +14,7 @@ from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.index import read_manifest
 from fshard.checkpoint.names import name_of
 from fshard.checkpoint.restore import RenamedSource
-from fshard.checkpoint.source import OwnFolder, Source
+from fshard.checkpoint.source import SavedFolder, Source
 from fshard.errors import CheckpointError
 from fshard.mesh.layout.layout import dtype_name
 
@@ -50,10 +50,10 @@ def _verify(path: Path) -> int:
     """Compare all bytes with their digests; of files without digests, the headers with the sizes."""
     try:
         source = open_source(path)
-        wrong = [*_wrong(source)] if isinstance(source, OwnFolder) else []
+        wrong = [*_wrong(source)] if isinstance(source, SavedFolder) else []
     except CheckpointError as error:
         source, wrong = None, [str(error)]
-    size = sum(one.size for one in source.index.writers) if isinstance(source, OwnFolder) else None
+    size = sum(one.size for one in source.index.writers) if isinstance(source, SavedFolder) else None
     text = "it has no digests; headers and sizes agree" if size is None else f"{size:,} bytes are as they were written"
     sys.stdout.writelines(f"{line}\n" for line in wrong or [f"{path}: {text}"])
     return 1 if wrong else 0
@@ -61,7 +61,7 @@ def _verify(path: Path) -> int:
 
 def _described(path: Path, source: Source) -> Iterator[str]:
     """Yield the lines of a table of what a folder or file has."""
-    index = source.index if isinstance(source, OwnFolder) else None
+    index = source.index if isinstance(source, SavedFolder) else None
     layouts = {name: f"is {of}" for name, of in source.ties.items()}
     layouts |= {name_of(one.path): str(one.layout.spec) for one in (index.arrays if index is not None else ())}
     rows = [("name", "shape", "dtype", "layout")]
@@ -81,7 +81,7 @@ def _described(path: Path, source: Source) -> Iterator[str]:
         yield from (f"{name}: {value:g}" for name, value in index.metrics.items())
 
 
-def _wrong(source: OwnFolder) -> Iterator[str]:
+def _wrong(source: SavedFolder) -> Iterator[str]:
     """Yield the files and ranges of bytes that are not as they were written."""
     for one in source.index.writers:
         try:

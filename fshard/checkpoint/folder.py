@@ -19,7 +19,7 @@ from fshard.checkpoint.files import disk
 from fshard.checkpoint.index import INDEX, read_index
 from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import ended_saves, meet, next_token, run_token, snapshot, write
-from fshard.checkpoint.source import what_is_there
+from fshard.checkpoint.source import explain_absence
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import PyTree
 from fshard.transforms.options import integer
@@ -88,7 +88,7 @@ class Checkpoints:
         self._join()
         step = self.latest if step is None else step
         if step is None:
-            raise CheckpointError(f"{self.path} has no checkpoint: {what_is_there(self.path)}.")
+            raise CheckpointError(f"{self.path} has no checkpoint: {explain_absence(self.path)}.")
         return restore(self.path / str(step), target, **options)
 
     def save(self, step: int, tree: PyTree, *, wait: bool = True, metrics: Mapping[str, Any] | None = None) -> None:

@@ -15,7 +15,7 @@ from fshard.checkpoint.copying import Span, copy, overlap
 from fshard.checkpoint.division import ArrayEntry, Division, span_of
 from fshard.checkpoint.files import BLOCK, DTYPES
 from fshard.checkpoint.index import storable
-from fshard.checkpoint.source import OwnFolder, Target
+from fshard.checkpoint.source import SavedFolder, Target
 from fshard.testing.strategies import meshes, shapes_for, specs
 
 
@@ -161,7 +161,7 @@ def test_boxes_are_the_elements_of_a_span_in_order(pair):
     found = [block_elements(box, shape) for box in boxes]
     assert np.array_equal(np.concatenate([np.arange(0), *found]), elements(shape, span))
     for box, numbers in zip(boxes, found, strict=True):
-        assert elements(shape, span)[span.at(box)] == numbers[0]
+        assert elements(shape, span)[span.index(box)] == numbers[0]
 
 
 @given(pairs())
@@ -231,7 +231,7 @@ def test_device_reads_what_it_needs_and_blocks_at_most(saved, target, files, tmp
     into = torch.empty(prod(own), dtype=x.dtype)
     span = span_of(fs.Layout(mesh, target), tuple(x.shape), 2)
     read.clear()
-    OwnFolder(tmp_path).read([Target("x", span, into)])
+    SavedFolder(tmp_path).read([Target("x", span, into)])
     assert torch.equal(into, fs.device_put(x, fs.Layout(mesh, target)).shards[2].view(-1))
     assert len({name for name, _ in read}) == files
     assert sum(read.values()) <= into.nbytes + 2 * BLOCK * files
@@ -242,7 +242,7 @@ def test_range_of_flat_array_reads_its_blocks_only(tmp_path, read):
         12 << 20, dtype=torch.int32
     )  # 48 MiB: 12 blocks in one file, which begin 112 bytes after the array
     fs.save(tmp_path, {"x": x})
-    folder = OwnFolder(tmp_path)
+    folder = SavedFolder(tmp_path)
     header = folder.index.writers[0].header
     part = BLOCK // 4
     into = torch.empty(part, dtype=x.dtype)

@@ -114,7 +114,7 @@ def test_arrays_made_outside_of_run_are_refused(tmp_path):
             fs.run(act, mesh=mesh)
 
 
-def test_no_checkpoint_names_what_is_there_instead(folder):
+def test_no_checkpoint_names_explain_absence_instead(folder):
     top = folder.parent
     assert f"{top} is no checkpoint: it has the checkpoints run." in message(fs.restore, top)
     assert f"it does not exist; {top} has run." in message(fs.restore, top / "x" / "y")

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, UntypedStorage, nn
 
-from fshard.checkpoint.copying import Span
-from fshard.checkpoint.files import DTYPES, attempt, bytes_of, disk, make_folder
-from fshard.checkpoint.foreign.formats import PEFT, PEFT_CONFIG, SAFETENSORS, block_of
+from fshard.checkpoint.copying import Span, full_block
+from fshard.checkpoint.files import DTYPES, bytes_of, disk, make_folder, named_errors
+from fshard.checkpoint.foreign.formats import PEFT, PEFT_CONFIG, SAFETENSORS
 from fshard.checkpoint.names import build, leaves_of, name_of, opened
 from fshard.checkpoint.save import next_token, snapshot, write
-from fshard.checkpoint.source import OwnFolder, Source, Target
+from fshard.checkpoint.source import SavedFolder, Source, Target
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import pmax
 from fshard.mesh.layout import PyTree
@@ -100,12 +100,12 @@ def export(
     folder = target.with_name(f".{target.name}.{token}")
     taken = snapshot(folder, token, tree)
     order = [str(key) for key in tree] if isinstance(tree, dict) else []
-    _validate_export(target, to, Content(OwnFolder(folder, taken.index), order, merging))  # on all processes alike
+    _validate_export(target, to, Content(SavedFolder(folder, taken.index), order, merging))  # on all processes alike
     is_writer, failed = (process_index() if scope is None else scope.device) == 0, None
     try:
         write(folder, taken, token, timeout)
         if is_writer:
-            convert(Content(OwnFolder(folder), order, merging), target, to, config, shard_size)
+            convert(Content(SavedFolder(folder), order, merging), target, to, config, shard_size)
     except Exception as error:
         failed = error
     try:
@@ -179,7 +179,7 @@ class Content:
             parts = {name: self.source.arrays[name] for of in group for name in (of, *self.merging.get(of, ())[1:])}
             made = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in parts.items()}
             self.source.read(
-                [Target(name, Span(block_of(x.shape), 0, x.numel()), x.view(-1)) for name, x in made.items()]
+                [Target(name, Span(full_block(x.shape), 0, x.numel()), x.view(-1)) for name, x in made.items()]
             )
             for name in group:
                 one = self.merging.get(name)
@@ -212,7 +212,8 @@ def convert(content: Content, target: Path, to: Format, config: Any = None, shar
         disk.fsync_folder(target.absolute().parent)
 
     try:
-        attempt(act, f"{target} is not written")
+        with named_errors(f"{target} is not written"):
+            act()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fshard.checkpoint.copying import Block, Span, copy
+from fshard.checkpoint.copying import Span, copy, full_block
 from fshard.checkpoint.index import INDEX
 from fshard.checkpoint.names import Path as TreePath
 from fshard.checkpoint.names import is_array, leaves_of, name_of, validate_unique
-from fshard.checkpoint.source import OwnFolder, Source, StoredArray, Target, what_is_there
+from fshard.checkpoint.source import SavedFolder, Source, StoredArray, Target, explain_absence
 from fshard.errors import CheckpointError
 
 SAFETENSORS, TORCH, DCP = "model.safetensors", "pytorch_model.bin", ".metadata"
@@ -33,7 +33,7 @@ PEFT, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 def open_source(path: Path) -> Source:
     """Return the arrays of a folder or file of any format."""
     readers: Mapping[str, Callable[[Path], Source]] = {
-        INDEX: lambda _: OwnFolder(path),
+        INDEX: lambda _: SavedFolder(path),
         DCP: _distributed_checkpoint,
         SAFETENSORS: lambda file: ForeignFiles(_tensors_of(load_file(file))),
         f"{SAFETENSORS}.index.json": lambda file: ForeignFiles(_tensors_of(_indexed(file, load_file))),
@@ -50,7 +50,7 @@ def open_source(path: Path) -> Source:
         if (path / name).is_file():
             with _named_errors(path / name):
                 return read(path / name)
-    raise CheckpointError(f"{path} is no checkpoint: {what_is_there(path)}.")
+    raise CheckpointError(f"{path} is no checkpoint: {explain_absence(path)}.")
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def _named_errors(path: Path) -> Generator[None]:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {text}.") from error
 
 
-class ForeignFiles:
+class ForeignFiles(Source):
     """A source: arrays, as mapped tensors or as functions that load them, and values."""
 
     def __init__(
@@ -77,14 +77,12 @@ class ForeignFiles:
         self._tensors = {name_of(stored.path): (stored, x) for stored, x in arrays}
         self.arrays = {name: stored for name, (stored, _) in self._tensors.items()}
         self.values = {name_of(path): (path, value) for path, value in values}
-        self.ties, self.partial = dict[str, str](), partial
-        firsts = dict[Any, str]()
+        self.ties: dict[str, str] = {}
+        self.partial, firsts = partial, dict[Any, str]()
         for name, (_, x) in self._tensors.items():
             if isinstance(x, Tensor) and x.numel():
                 first = firsts.setdefault((x.data_ptr(), x.dtype, x.shape, x.stride()), name)
                 self.ties.update({name: first} if first != name else {})
-
-    def check(self) -> None: ...
 
     def read(self, targets: Sequence[Target]) -> None:
         for copies in (False, True):  # all arrays are loaded once before any target is written
@@ -93,12 +91,7 @@ class ForeignFiles:
                 flat = (x if isinstance(x, Tensor) else x()).reshape(-1)
                 for target in targets if copies else ():
                     if target.name == name:
-                        copy(Span(block_of(stored.shape), 0, flat.numel()), flat, target.span, target.into)
-
-
-def block_of(shape: Sequence[int]) -> Block:
-    """Return the block of a full array."""
-    return tuple([(0, length) for length in shape]) or ((0, 1),)
+                        copy(Span(full_block(stored.shape), 0, flat.numel()), flat, target.span, target.memory)
 
 
 def _stored(path: TreePath, x: Tensor) -> tuple[StoredArray, Tensor]:
