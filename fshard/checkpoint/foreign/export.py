@@ -102,7 +102,9 @@ def export(
     folder = target.with_name(f".{target.name}.{token}")
     tree_snapshot = snapshot(folder, token, tree)
     order = [str(key) for key in tree] if isinstance(tree, dict) else []
-    _validate_export(target, to, Content(SavedFolder(folder, tree_snapshot.index), order, merges))  # on all processes alike
+    _validate_export(
+        target, to, Content(SavedFolder(folder, tree_snapshot.index), order, merges)
+    )  # on all processes alike
     is_writer, failure = (process_index() if scope is None else scope.device) == 0, None
     try:
         write(folder, tree_snapshot, token, timeout)

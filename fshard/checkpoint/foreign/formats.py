@@ -37,7 +37,7 @@ def open_source(path: Path) -> Source:
         DCP: _distributed_checkpoint,
         SAFETENSORS: lambda file: ForeignFiles(_tensors_of(load_file(file))),
         f"{SAFETENSORS}.index.json": lambda file: ForeignFiles(_tensors_of(_indexed(file, load_file))),
-        TORCH: lambda file: ForeignFiles(*_torch_file(file)),
+        TORCH: _torch_file,
         f"{TORCH}.index.json": lambda file: ForeignFiles(_tensors_of(_indexed(file, _torch_load))),
         PEFT: _peft,
     }
@@ -95,7 +95,7 @@ class ForeignFiles(Source):
 
 
 def _stored(path: TreePath, x: Tensor) -> tuple[StoredArray, Tensor]:
-    return StoredArray(path, tuple(x.shape), x.dtype), x
+    return StoredArray(path, tuple(x.shape), x.dtype), x.detach()
 
 
 def _tensors_of(tensors: Mapping[str, Tensor]) -> list[tuple[StoredArray, Tensor]]:
@@ -118,8 +118,8 @@ def _indexed(index: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> dict[
 def _peft(path: Path) -> ForeignFiles:
     """Return the LoRA weights of an adapter of peft, by the names that `fs.nn.lora` gives them."""
     config = json.loads(path.with_name(PEFT_CONFIG).read_text())
-    others = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
-    unfit = [f"{key}={config[key]!r}" for key in others if config.get(key)]
+    options = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
+    unfit = [f"{key}={config[key]!r}" for key in options if config.get(key)]
     if config["peft_type"] != "LORA" or unfit:
         text = f"{path.parent} must be a LoRA adapter of one rank, with alpha / r as its scale"
         raise CheckpointError(f"{text}; got {', '.join([str(config['peft_type']), *unfit])}.")
@@ -134,14 +134,22 @@ def _torch_load(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def _torch_file(path: Path) -> tuple[list[tuple[StoredArray, Tensor]], list[tuple[TreePath, Any]]]:
+def _torch_file(path: Path) -> ForeignFiles:
     leaves = leaves_of(_torch_load(path))
     validate_unique(leaves, str(path))
-    arrays = [(leaf.path, leaf.value) for leaf in leaves if is_array(leaf.value)]
-    if unfit := [f"{name_of(at)} is {x.layout}" for at, x in arrays if x.layout != torch.strided or x.is_quantized]:
-        raise CheckpointError(f"{path}: tensors must be dense; got {', '.join(unfit[:20])}.")
-    values = [(leaf.path, leaf.value) for leaf in leaves if not is_array(leaf.value)]
-    return [_stored(at, x.detach()) for at, x in arrays], values
+    for leaf in leaves:
+        if isinstance(leaf.value, Tensor) and (leaf.value.layout != torch.strided or leaf.value.is_quantized):
+            raise CheckpointError(f"{path}: tensors must be dense; {leaf.name} is {leaf.value.layout}.")
+    return _files_of((leaf.path, leaf.value) for leaf in leaves)
+
+
+def _files_of(
+    leaves: Iterable[tuple[TreePath, Any]], arrays: Iterable[tuple[StoredArray, Callable[[], Tensor]]] = ()
+) -> ForeignFiles:
+    """Return a source of leaves, and of arrays that are loaded when they are read."""
+    items = [*leaves]
+    tensors = [_stored(path, x) for path, x in items if is_array(x)]
+    return ForeignFiles([*arrays, *tensors], [(path, x) for path, x in items if not is_array(x)])
 
 
 def _distributed_checkpoint(path: Path) -> ForeignFiles:
@@ -165,7 +173,7 @@ def _distributed_checkpoint(path: Path) -> ForeignFiles:
         return load({name: torch.empty(stored.shape, dtype=stored.dtype)})[name]
 
     paths = metadata.planner_data or {}
-    arrays, names = list[tuple[StoredArray, Any]](), list[str]()
+    arrays, names = list[tuple[StoredArray, Callable[[], Tensor]]](), list[str]()
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             stored = StoredArray(tuple(paths.get(name, (name,))), tuple(entry.size), entry.properties.dtype)
@@ -173,8 +181,5 @@ def _distributed_checkpoint(path: Path) -> ForeignFiles:
         else:
             names.append(name)
     items = load(dict.fromkeys(names))
-    leaves = [
-        ((*paths.get(name, (name,)), *leaf.path), leaf.value) for name in names for leaf in leaves_of(items[name])
-    ]
-    arrays += [_stored(at, x) for at, x in leaves if is_array(x)]
-    return ForeignFiles(arrays, [(at, x) for at, x in leaves if not is_array(x)])
+    leaves = [((*paths.get(name, (name,)), *x.path), x.value) for name in names for x in leaves_of(items[name])]
+    return _files_of(leaves, arrays)
