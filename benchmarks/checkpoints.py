@@ -358,7 +358,7 @@ def planned() -> None:
             Target(one.name, span_of(fs.Layout(half, P(None, "model", flat="data")), one.shape, device), room)
             for one in arrays
         ]
-        count = sum(map(len, source.parts(wanted).values()))
+        count = sum(map(len, source.ranges(wanted).values()))
         print(f"device {device}: {count} reads planned in {time.perf_counter() - began:.2f} s")
 
 

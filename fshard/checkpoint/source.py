@@ -104,13 +104,18 @@ class SavedFolder(Source):
         if errors:
             raise CheckpointError(f"{self.folder} is not complete: {'; '.join(errors)}. Restore another checkpoint.")
 
-    def read(self, targets: Sequence[Target]) -> None:
-        files: dict[int, list[ReadRange]] = defaultdict(list)  # by writer
+    def ranges(self, targets: Sequence[Target]) -> dict[int, list[ReadRange]]:
+        """Return the ranges to read of the file of each writer."""
+        files: dict[int, list[ReadRange]] = defaultdict(list)
         for target in targets:
             for number in self._entries[self.ties.get(target.name, target.name)]:
                 dtype = self.index.arrays[number].dtype
                 for device, byte, span in self.index.division.ranges(number, target.span):
                     files[device].append(ReadRange(byte, dtype, span, target))
+        return files
+
+    def read(self, targets: Sequence[Target]) -> None:
+        files = self.ranges(targets)
         for copies in (False, True):
             with ThreadPoolExecutor(THREADS) as pool:
                 futures = [pool.submit(self._read_file, *file, copies) for file in sorted(files.items())]
