@@ -45,6 +45,11 @@ class ArrayEntry(NamedTuple):
         return self.dtype.itemsize
 
     @property
+    def data_name(self) -> str:
+        """The name in a data file."""
+        return self.name if self.shape == self.full_shape else f"{self.name}@{','.join(map(str, self.offset))}"
+
+    @property
     def replicas(self) -> int:
         """The number of devices that have each shard."""
         return prod(self.layout.mesh.shape[axis] for axis in self.layout.replicated_axes)

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,12 +177,16 @@ def _are_joined(parts: Sequence[ArrayEntry]) -> bool:
         return False
     if not (full and prod(full)):
         return {x.full_shape for x in parts} == {full} and sum(prod(x.shape) for x in parts) == prod(full)
-    ends = [*accumulate((x.shape[dim] for x in parts), initial=0)]
-    expected = [
-        ((*full[:dim], x.shape[dim], *full[dim + 1 :]), tuple([end * (i == dim) for i in range(len(full))]), full)
-        for x, end in zip(parts, ends, strict=False)
-    ]
-    return [(x.shape, x.offset, x.full_shape) for x in parts] == expected and ends[-1] == full[dim]
+    end = 0
+    for x in parts:
+        shape, offset = (
+            (*full[:dim], x.shape[dim], *full[dim + 1 :]),
+            tuple([end * (i == dim) for i in range(len(full))]),
+        )
+        if (x.shape, x.offset, x.full_shape) != (shape, offset, full):
+            return False
+        end += x.shape[dim]
+    return end == full[dim]
 
 
 def read_manifest(folder: Path, writer: WriterFiles) -> list[str]:

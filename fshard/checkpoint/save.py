@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fshard.checkpoint.division import ArrayEntry
 from fshard.checkpoint.files import (
     DigestWriter,
     bytes_of,
@@ -165,7 +164,7 @@ def meet() -> None:
 def _write_share(folder: Path, tree: TreeSnapshot, device: int, token: str, text: str, locks: ExitStack) -> None:
     """Write the data of one device and its manifest; `locks` releases the data."""
     arrays, ranges = tree.index.arrays, tree.shares[device]
-    header = header_of((_key(arrays[x.array]), arrays[x.array].dtype, x.shape) for x in ranges)
+    header = header_of((arrays[x.array].data_name, arrays[x.array].dtype, x.shape) for x in ranges)
     file = DigestWriter(folder / f"{token}-{device}.safetensors")
     locks.callback(file.release)
     file.write(header)
@@ -186,11 +185,6 @@ def _write_share(folder: Path, tree: TreeSnapshot, device: int, token: str, text
         "metrics": tree.index.metrics,
     }
     write_file(folder / f"{token}-{device}.json", sealed(as_text(manifest)))
-
-
-def _key(entry: ArrayEntry) -> str:
-    """Return the name of an array in a data file."""
-    return entry.name if entry.shape == entry.full_shape else f"{entry.name}@{','.join(map(str, entry.offset))}"
 
 
 def _commit(folder: Path, index: Index, text: str, token: str, device: int, timeout: float) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from torch import Tensor
 
 from fshard.checkpoint.copying import Span, copy, full_block
 from fshard.checkpoint.index import INDEX
+from fshard.checkpoint.names import NamedLeaf, leaves_of, name_of, validate_unique
 from fshard.checkpoint.names import Path as TreePath
-from fshard.checkpoint.names import is_array, leaves_of, name_of, validate_unique
 from fshard.checkpoint.source import SavedFolder, Source, StoredArray, Target, explain_absence
 from fshard.errors import CheckpointError
 
@@ -35,10 +34,10 @@ def open_source(path: Path) -> Source:
     readers: Mapping[str, Callable[[Path], Source]] = {
         INDEX: lambda _: SavedFolder(path),
         DCP: _distributed_checkpoint,
-        SAFETENSORS: lambda file: ForeignFiles(_tensors_of(load_file(file))),
-        f"{SAFETENSORS}.index.json": lambda file: ForeignFiles(_tensors_of(_indexed(file, load_file))),
-        TORCH: _torch_file,
-        f"{TORCH}.index.json": lambda file: ForeignFiles(_tensors_of(_indexed(file, _torch_load))),
+        SAFETENSORS: lambda file: ForeignFiles(_by_name(load_file(file))),
+        f"{SAFETENSORS}.index.json": lambda file: ForeignFiles(_by_name(_indexed(file, load_file))),
+        TORCH: lambda file: ForeignFiles(_torch_leaves(file)),
+        f"{TORCH}.index.json": lambda file: ForeignFiles(_by_name(_indexed(file, _torch_load))),
         PEFT: _peft,
     }
     if path.is_file():
@@ -66,40 +65,39 @@ def _named_errors(path: Path) -> Generator[None]:
 
 
 class ForeignFiles(Source):
-    """A source: arrays, as mapped tensors or as functions that load them, and values."""
+    """Leaves of foreign files: tensors, values, and arrays that are loaded when they are read."""
 
     def __init__(
         self,
-        arrays: Iterable[tuple[StoredArray, Tensor | Callable[[], Tensor]]],
-        values: Iterable[tuple[TreePath, Any]] = (),
+        leaves: Iterable[NamedLeaf],
+        loaders: Sequence[tuple[StoredArray, Callable[[], Tensor]]] = (),
         partial: Sequence[str] | None = None,
     ) -> None:
-        self._tensors = {name_of(stored.path): (stored, x) for stored, x in arrays}
-        self.arrays = {name: stored for name, (stored, _) in self._tensors.items()}
-        self.values = {name_of(path): (path, value) for path, value in values}
-        self.ties: dict[str, str] = {}
-        self.partial, firsts = partial, dict[Any, str]()
-        for name, (_, x) in self._tensors.items():
-            if isinstance(x, Tensor) and x.numel():
-                first = firsts.setdefault((x.data_ptr(), x.dtype, x.shape, x.stride()), name)
-                self.ties.update({name: first} if first != name else {})
+        self.arrays = {name_of(stored.path): stored for stored, _ in loaders}
+        self._load = {name_of(stored.path): load for stored, load in loaders}
+        values, ties, firsts = dict[str, tuple[TreePath, Any]](), dict[str, str](), dict[Any, str]()
+        for name, path, x in ((leaf.name, leaf.path, leaf.value) for leaf in leaves):
+            if not isinstance(x, Tensor):
+                values[name] = path, x
+                continue
+            self.arrays[name], self._load[name] = StoredArray(path, tuple(x.shape), x.dtype), x.detach
+            key = (x.data_ptr(), x.dtype, x.shape, x.stride()) if x.numel() else name
+            if (first := firsts.setdefault(key, name)) != name:
+                ties[name] = first
+        self.values, self.ties, self.partial = values, ties, partial
 
     def read(self, targets: Sequence[Target]) -> None:
         for copies in (False, True):  # all arrays are loaded once before any target is written
             for name in dict.fromkeys(target.name for target in targets):
-                stored, x = self._tensors[name]
-                flat = (x if isinstance(x, Tensor) else x()).reshape(-1)
+                x = self._load[name]().reshape(-1)
+                span = Span(full_block(self.arrays[name].shape), 0, x.numel())
                 for target in targets if copies else ():
                     if target.name == name:
-                        copy(Span(full_block(stored.shape), 0, flat.numel()), flat, target.span, target.memory)
+                        copy(span, x, target.span, target.memory)
 
 
-def _stored(path: TreePath, x: Tensor) -> tuple[StoredArray, Tensor]:
-    return StoredArray(path, tuple(x.shape), x.dtype), x.detach()
-
-
-def _tensors_of(tensors: Mapping[str, Tensor]) -> list[tuple[StoredArray, Tensor]]:
-    return [_stored((name,), x) for name, x in tensors.items()]
+def _by_name(tensors: Mapping[str, Tensor]) -> list[NamedLeaf]:
+    return [NamedLeaf((name,), x) for name, x in tensors.items()]
 
 
 def _indexed(index: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -127,29 +125,20 @@ def _peft(path: Path) -> ForeignFiles:
     for name, x in load_file(path).items():
         name = name.removeprefix("base_model.model.").replace(".lora_embedding_", ".lora_")
         tensors[name.removesuffix(".weight") if name.endswith((".lora_A.weight", ".lora_B.weight")) else name] = x
-    return ForeignFiles(_tensors_of(tensors), partial=["**.lora_A", "**.lora_B", *tensors])
+    return ForeignFiles(_by_name(tensors), partial=["**.lora_A", "**.lora_B", *tensors])
 
 
 def _torch_load(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def _torch_file(path: Path) -> ForeignFiles:
+def _torch_leaves(path: Path) -> list[NamedLeaf]:
     leaves = leaves_of(_torch_load(path))
     validate_unique(leaves, str(path))
-    for leaf in leaves:
-        if isinstance(leaf.value, Tensor) and (leaf.value.layout != torch.strided or leaf.value.is_quantized):
-            raise CheckpointError(f"{path}: tensors must be dense; {leaf.name} is {leaf.value.layout}.")
-    return _files_of((leaf.path, leaf.value) for leaf in leaves)
-
-
-def _files_of(
-    leaves: Iterable[tuple[TreePath, Any]], arrays: Iterable[tuple[StoredArray, Callable[[], Tensor]]] = ()
-) -> ForeignFiles:
-    """Return a source of leaves, and of arrays that are loaded when they are read."""
-    items = [*leaves]
-    tensors = [_stored(path, x) for path, x in items if is_array(x)]
-    return ForeignFiles([*arrays, *tensors], [(path, x) for path, x in items if not is_array(x)])
+    tensors = [(leaf.name, leaf.value) for leaf in leaves if isinstance(leaf.value, Tensor)]
+    if unfit := [f"{name} is {x.layout}" for name, x in tensors if x.layout != torch.strided or x.is_quantized]:
+        raise CheckpointError(f"{path}: tensors must be dense; got {', '.join(unfit[:20])}.")
+    return leaves
 
 
 def _distributed_checkpoint(path: Path) -> ForeignFiles:
@@ -169,17 +158,16 @@ def _distributed_checkpoint(path: Path) -> ForeignFiles:
             reader.read_data(planner.create_local_plan(), planner).wait()
         return items
 
-    def load_array(name: str, stored: StoredArray) -> Tensor:
-        return load({name: torch.empty(stored.shape, dtype=stored.dtype)})[name]
-
-    paths = metadata.planner_data or {}
-    arrays, names = list[tuple[StoredArray, Callable[[], Tensor]]](), list[str]()
+    paths = {name: tuple(path) for name, path in (metadata.planner_data or {}).items()}
+    loaders, names = list[tuple[StoredArray, Callable[[], Tensor]]](), list[str]()
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            stored = StoredArray(tuple(paths.get(name, (name,))), tuple(entry.size), entry.properties.dtype)
-            arrays.append((stored, partial(load_array, name, stored)))
+            x = StoredArray(paths.get(name, (name,)), tuple(entry.size), entry.properties.dtype)
+            loaders.append((x, lambda name=name, x=x: load({name: torch.empty(x.shape, dtype=x.dtype)})[name]))
         else:
             names.append(name)
     items = load(dict.fromkeys(names))
-    leaves = [((*paths.get(name, (name,)), *x.path), x.value) for name in names for x in leaves_of(items[name])]
-    return _files_of(leaves, arrays)
+    leaves = [
+        NamedLeaf((*paths.get(name, (name,)), *x.path), x.value) for name in names for x in leaves_of(items[name])
+    ]
+    return ForeignFiles(leaves, loaders)
