@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from fshard.checkpoint.snapshot import calling_device
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.runtimes.launchers import process_count, process_index
-from fshard.mesh.spmd.scope import here
 from fshard.transforms.reproducible.randomness import folded
 
 _ROOM = 8192
@@ -55,15 +53,17 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of bytes of each state, and the rows."""
-        mesh, states = _devices()[0], {name: _as_bytes(x.get()) for name, x in self._generators().items()}
+        states = {name: _as_bytes(x.get()) for name, x in self._generators().items()}
         rows: Any = torch.cat([*states.values()])[None]
-        if mesh is not None:
-            rows = Sharded((mesh.size, rows.numel()), Layout(mesh, P("device")), (rows,))
+        runtime, size, _ = calling_device()
+        if runtime:
+            layout = Layout(Mesh((("device", size),), runtime, "cpu"), P("device"))
+            rows = Sharded((size, rows.numel()), layout, (rows,))
         return {"sizes": [[name, len(state)] for name, state in states.items()], "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set all generators; that of a GPU if both sides have one."""
-        generators, rows, device = self._generators(), state["rows"], _devices()[1]
+        generators, rows, device = self._generators(), state["rows"], calling_device()[2]
         if isinstance(rows, Sharded):  # as it was returned
             rows, device = rows.shards[0], 0
         sizes = dict(state["sizes"])
@@ -108,13 +108,3 @@ def _as_bytes(state: Any) -> Tensor:
         return state
     text = json.dumps(state, default=lambda x: x.tolist(), separators=(",", ":"))
     return torch.frombuffer(bytearray(text.encode().ljust(_ROOM)), dtype=torch.uint8)
-
-
-def _devices() -> tuple[Mesh | None, int]:
-    """Return the mesh of all devices, None if the caller is no device of several, and its number."""
-    scope = here()
-    if scope is not None:
-        return Mesh((("device", scope.mesh.root_size),), scope.mesh.runtime, "cpu"), scope.device
-    if dist.is_initialized():
-        return Mesh((("device", process_count()),), "process", "cpu"), process_index()
-    return None, 0

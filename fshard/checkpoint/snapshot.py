@@ -27,7 +27,7 @@ from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, PyTree
 from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.layout.kinds import empty_in, owned_by
-from fshard.mesh.layout.mesh import Mesh
+from fshard.mesh.layout.mesh import Mesh, Runtime
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.runtimes.launchers import process_count, process_index
 from fshard.mesh.spmd.run import device_of, is_outside
@@ -125,9 +125,15 @@ def _writers(arrays: Sequence[Any]) -> tuple[int, Sequence[int]]:
     if meshes:
         size = meshes[0].root_size
         return size, range(size) if is_outside(meshes[0]) else [device_of(meshes[0])]
+    _, size, device = calling_device()
+    return size, [device]
+
+
+def calling_device() -> tuple[Runtime | None, int, int]:
+    """Return the runtime, the number of all devices and that of the caller; None, 1, 0 for a process without others."""
     if (scope := here()) is not None:
-        return scope.mesh.root_size, [scope.device]
-    return (process_count(), [process_index()]) if dist.is_initialized() else (1, [0])
+        return scope.mesh.runtime, scope.mesh.root_size, scope.device
+    return ("process", process_count(), process_index()) if dist.is_initialized() else (None, 1, 0)
 
 
 def _share(index: Index, tensors: Sequence[Any], device: int) -> Iterator[WrittenRange]:

@@ -30,6 +30,7 @@ from fshard.checkpoint.files import DTYPES, bytes_of, disk, make_folder, named_e
 from fshard.checkpoint.foreign.formats import PEFT, PEFT_CONFIG, SAFETENSORS
 from fshard.checkpoint.names import build, leaves_of, name_of, opened
 from fshard.checkpoint.save import next_token, snapshot, write
+from fshard.checkpoint.snapshot import calling_device
 from fshard.checkpoint.source import SavedFolder, Source, Target
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import pmax
@@ -98,14 +99,14 @@ def export(
     module = getattr(params, "module", params) if model is None else model  # of a boosted model
     if to == "hf" and config is None and hasattr(module_config := getattr(module, "config", None), "save_pretrained"):
         config = module_config
-    target, token, scope = Path(path).absolute(), next_token(), here()
+    target, token = Path(path).absolute(), next_token()
     folder = target.with_name(f".{target.name}.{token}")
     tree_snapshot = snapshot(folder, token, tree)
     order = [str(key) for key in tree] if isinstance(tree, dict) else []
     _validate_export(
         target, to, Content(SavedFolder(folder, tree_snapshot.index), order, merges)
     )  # on all processes alike
-    is_writer, failure = (process_index() if scope is None else scope.device) == 0, None
+    is_writer, failure = calling_device()[2] == 0, None
     try:
         write(folder, tree_snapshot, token, timeout)
         if is_writer:
@@ -179,17 +180,17 @@ class Content:
     def loaded(self, names: Sequence[str]) -> Iterator[Tensor]:
         """Yield arrays in order, in memory."""
         for group in self.groups(names, _GROUP):
-            sources = [self.source.arrays[x] for name in group for x in (name, *self.merges.get(name, ())[1:])]
-            arrays = {name_of(x.path): torch.empty(x.shape, dtype=x.dtype) for x in sources}
+            sources = {x: self.source.arrays[x] for name in group for x in (name, *self.merges.get(name, ())[1:])}
+            arrays = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in sources.items()}
             spans = {name: Span(full_block(x.shape), 0, x.numel()) for name, x in arrays.items()}
             self.source.read([Target(name, spans[name], x.view(-1)) for name, x in arrays.items()])
             for name in group:
-                x = arrays[name]
-                if name in self.merges:
-                    layer, *factors = self.merges[name]
-                    x = layer.merged(x, *(arrays[factor] for factor in factors)).contiguous()
-                yield x
-            del arrays, x
+                merge = self.merges.get(name)
+                if merge:
+                    yield merge[0].merged(arrays.pop(name), arrays[merge[1]], arrays[merge[2]]).contiguous()
+                else:
+                    yield arrays.pop(name)
+            del arrays
 
 
 def convert(content: Content, target: Path, to: Format, config: Any = None, shard_size: int = 5 * 10**9) -> None:
