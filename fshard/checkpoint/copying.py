@@ -50,9 +50,9 @@ class Span:
         return Span(self.block, max(start, self.start), min(stop, self.stop))
 
 
-def full_block(shape: Sequence[int]) -> Block:
-    """Return the block of a full array."""
-    return tuple([(0, length) for length in shape]) or ((0, 1),)
+def full_span(shape: Sequence[int]) -> Span:
+    """Return the span of a full array."""
+    return Span(tuple([(0, length) for length in shape]) or ((0, 1),), 0, prod(shape))
 
 
 def _boxes(start: int, stop: int, lengths: Sequence[int]) -> Iterator[Block]:

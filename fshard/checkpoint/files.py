@@ -77,7 +77,7 @@ disk = Disk()
 
 @contextmanager
 def named_errors(text: str) -> Generator[None]:
-    """Raise errors of the disk as errors that say what failed."""
+    """Raise errors of the disk as checkpoint errors that begin with a text."""
     try:
         yield
     except OSError as error:

@@ -81,7 +81,9 @@ class Index:
             {
                 "version": VERSION,
                 "devices": self.devices,
-                "layouts": [*map(_layout_json, layouts)],
+                "layouts": [
+                    [x.mesh.axes, x.spec.dims(len(x.spec.entries)), x.spec.flat_axes, x.spec.at] for x in layouts
+                ],
                 "arrays": arrays,
                 "ties": self.ties,
                 "values": self.values,
@@ -202,11 +204,6 @@ def read_manifest(folder: Path, writer: WriterFiles) -> list[str]:
     except (LookupError, TypeError, ValueError) as error:
         raise _invalid(path, error) from error
     return digests
-
-
-def _layout_json(layout: Layout) -> Any:
-    spec = layout.spec
-    return [layout.mesh.axes, spec.dims(len(spec.entries)), spec.flat_axes, spec.at]
 
 
 def _layout(content: Any) -> Layout:

@@ -122,11 +122,6 @@ def is_object(x: Any) -> bool:
 class SummandArray(Sharded):
     """An unreduced array as its summands along a first dim, in the same memory; their number may differ on another mesh."""
 
-    @staticmethod
-    def of(x: Sharded) -> SummandArray:
-        summands = stack(x, x.spec.unreduced)
-        return SummandArray(summands.shape, summands.layout, summands.shards)
-
 
 def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Replace modules by their tensors, objects that have a `sharded_state` by it, and unreduced arrays by their summands.
@@ -149,7 +144,8 @@ def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
 def _opened_leaf(x: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return the tree that is stored of a leaf, and the function that returns the leaf from such a tree, in its memory."""
     if isinstance(x, Sharded) and x.spec.unreduced:
-        return SummandArray.of(x), lambda result: x
+        summands = stack(x, x.spec.unreduced)
+        return SummandArray(summands.shape, summands.layout, summands.shards), lambda result: x
     if is_object(x) and hasattr(x, "sharded_state"):
         state, close = opened(x.sharded_state())
         return state, lambda result: (x.load_sharded_state(close(result)), x)[1]

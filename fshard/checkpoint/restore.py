@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.checkpoint.copying import Span, full_block
+from fshard.checkpoint.copying import Span, full_span
 from fshard.checkpoint.division import span_of
 from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.names import (
@@ -132,11 +132,14 @@ class RenamedSource(Source):
         self.arrays, self.values = dict[str, StoredArray](), dict[str, tuple[TreePath, Any]]()
         stored: dict[str, list[str]] = defaultdict(list)  # by new name
         for name, (path, *_) in [*source.arrays.items(), *source.values.items()]:
-            if (subtree is None and not self.is_chosen(name)) or (below := _path_below(path, subtree)) is None:
+            prefixes = range(len(path) + 1) if subtree is not None else [0] if self.is_chosen(name) else []
+            depth = next((n for n in prefixes if subtree in (None, name_of(path[:n]))), None)
+            if depth is None:
                 continue
-            new = _renamed(name_of(below), rename)
+            path = path[depth:]
+            new = _renamed(name_of(path), rename)
             stored[new].append(name)
-            path = below if new == name_of(below) else (new,)
+            path = path if new == name_of(path) else (new,)
             if name in source.arrays:
                 self.arrays[new] = source.arrays[name]._replace(path=path)
             else:
@@ -164,13 +167,6 @@ class RenamedSource(Source):
 
 def _is_within(pattern: str, name: str) -> bool:
     return matches(pattern, name) or name.startswith(f"{pattern}.")
-
-
-def _path_below(path: TreePath, name: str | None) -> TreePath | None:
-    """Return the rest of a path after a name; None if the path does not begin with it."""
-    if name is None:
-        return path
-    return next((path[n:] for n in range(len(path) + 1) if name_of(path[:n]) == name), None)
 
 
 def _renamed(name: str, rename: Renaming) -> str:
@@ -327,4 +323,4 @@ def _spans(x: Any) -> list[tuple[Span, Tensor]]:
         x.check()
         devices = local_devices(x.mesh)
         return [(span_of(x.layout, x.shape, device), shard) for device, shard in zip(devices, x.shards, strict=True)]
-    return [(Span(full_block(x.shape), 0, x.numel()), x)]
+    return [(full_span(x.shape), x)]

@@ -213,7 +213,8 @@ def _commit(folder: Path, index: Index, text: str, token: str, device: int, time
             raise CheckpointError(f"{folder} is not saved: {reason}")
         time.sleep(PAUSE)
     with locked_folder(folder):
-        if not _is_committed(folder, token):
+        committed = (folder / INDEX).read_bytes() if (folder / INDEX).exists() else b""
+        if f'"{token}-0.json"'.encode() not in committed:
             _write_index(folder, index, text, token, device)
         _validate_files(folder, token, index, {INDEX})
 
@@ -271,13 +272,6 @@ def _differences(index: Index, replicas: Sequence[Sequence[str]]) -> list[str]:
                 unequal[first].append(device)
         texts += [f"{entry.name} on devices {', '.join(map(str, [first, *row]))}" for first, row in unequal.items()]
     return texts
-
-
-def _is_committed(folder: Path, token: str) -> bool:
-    """Return True if the index of a folder is that of the save with this token."""
-    with suppress(FileNotFoundError):
-        return f'"{token}-0.json"'.encode() in (folder / INDEX).read_bytes()
-    return False
 
 
 def ended_saves(folder: Path) -> list[str]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, UntypedStorage, nn
 
-from fshard.checkpoint.copying import Span, full_block
+from fshard.checkpoint.copying import full_span
 from fshard.checkpoint.files import DTYPES, bytes_of, disk, make_folder, named_errors
 from fshard.checkpoint.foreign.formats import PEFT, PEFT_CONFIG, SAFETENSORS
 from fshard.checkpoint.names import build, leaves_of, name_of, opened
@@ -103,9 +103,8 @@ def export(
     folder = target.with_name(f".{target.name}.{token}")
     tree_snapshot = snapshot(folder, token, tree)
     order = [str(key) for key in tree] if isinstance(tree, dict) else []
-    _validate_export(
-        target, to, Content(SavedFolder(folder, tree_snapshot.index), order, merges)
-    )  # on all processes alike
+    content = Content(SavedFolder(folder, tree_snapshot.index), order, merges)
+    _validate_export(target, to, content)  # on all processes alike
     is_writer, failure = calling_device()[2] == 0, None
     try:
         write(folder, tree_snapshot, token, timeout)
@@ -182,8 +181,7 @@ class Content:
         for group in self.groups(names, _GROUP):
             sources = {x: self.source.arrays[x] for name in group for x in (name, *self.merges.get(name, ())[1:])}
             arrays = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in sources.items()}
-            spans = {name: Span(full_block(x.shape), 0, x.numel()) for name, x in arrays.items()}
-            self.source.read([Target(name, spans[name], x.view(-1)) for name, x in arrays.items()])
+            self.source.read([Target(name, full_span(x.shape), x.view(-1)) for name, x in arrays.items()])
             for name in group:
                 merge = self.merges.get(name)
                 if merge:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fshard.checkpoint.copying import Span, copy, full_block
+from fshard.checkpoint.copying import copy, full_span
 from fshard.checkpoint.index import INDEX
 from fshard.checkpoint.names import NamedLeaf, leaves_of, name_of, validate_unique
 from fshard.checkpoint.names import Path as TreePath
@@ -90,7 +90,7 @@ class ForeignFiles(Source):
         for copies in (False, True):  # all arrays are loaded once before any target is written
             for name in dict.fromkeys(target.name for target in targets):
                 x = self._load[name]().reshape(-1)
-                span = Span(full_block(self.arrays[name].shape), 0, x.numel())
+                span = full_span(self.arrays[name].shape)
                 for target in targets if copies else ():
                     if target.name == name:
                         copy(span, x, target.span, target.memory)
