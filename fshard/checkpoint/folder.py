@@ -175,7 +175,7 @@ class Checkpoints:
         return [step for _, step in sorted(pair for pair in values if not isnan(pair[0]))[:1]]
 
     def _ends_at(self, step: int) -> bool:
-        """Return True if this save is the last one: all processes see the marker that one of them has left a step before."""
+        """Return True if this save is the last one: all processes read the marker that a process has left a step before."""
         if not run_token():
             return termination.is_pending
         marker = self._marker()

@@ -107,8 +107,8 @@ def read_sealed(path: Path) -> Any:
         data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-    head, mark, rest = data.partition(b',"checkpoint":')
-    text = rest.removesuffix(b"}\n")
+    head, mark, body = data.partition(b',"checkpoint":')
+    text = body.removesuffix(b"}\n")
     if not mark or head + mark + text + b"}\n" != data or head != b'{"xxh3":"%s"' % digest(text).encode():
         raise CheckpointError(f"{path} is not as it was written (its digest differs). Restore another checkpoint.")
     try:

@@ -67,7 +67,7 @@ class JoinedArray:
     @property
     def shape(self) -> tuple[int, ...]:
         shape = [*self.parts[0].shape]
-        shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        shape[self.dim] = sum(array.shape[self.dim] for array in self.parts)
         return tuple(shape)
 
     @property
@@ -81,9 +81,9 @@ def stored_parts(x: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
         yield (0,) * x.ndim, x
         return
     start = 0
-    for part in x.parts:
-        yield tuple([start * (dim == x.dim) for dim in range(part.ndim)]), part
-        start += part.shape[x.dim]
+    for array in x.parts:
+        yield tuple([start * (dim == x.dim) for dim in range(array.ndim)]), array
+        start += array.shape[x.dim]
 
 
 def as_leaf(x: Any) -> Any:
@@ -94,16 +94,16 @@ def as_leaf(x: Any) -> Any:
     dim = getattr(type(x), "joined_dim", None)
     if dim is None:
         return x
-    if all(part is x[0] for part in x):
+    if all(array is x[0] for array in x):
         return x[0]
-    if not all(isinstance(part, Tensor | Sharded) for part in x):
+    if not all(isinstance(array, Tensor | Sharded) for array in x):
         return x
-    if all(part.ndim == 0 for part in x):
-        shards = [part.shards if isinstance(part, Sharded) else (part,) for part in x]
+    if all(array.ndim == 0 for array in x):
+        shards = [array.shards if isinstance(array, Sharded) else (array,) for array in x]
         if all(torch.equal(a, b) for row in shards for a, b in zip(row, shards[0], strict=True)):
             return x[0]
         raise CheckpointError("the numbers of the parts of one weight must be equal; they have made other steps.")
-    kinds = {(part.dtype, *part.shape[:dim], None, *part.shape[dim + 1 :]) for part in x}
+    kinds = {(array.dtype, *array.shape[:dim], None, *array.shape[dim + 1 :]) for array in x}
     return JoinedArray(x, dim) if len(kinds) == 1 and x[0].ndim > dim else x
 
 

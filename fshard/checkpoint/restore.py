@@ -178,24 +178,24 @@ def _renamed(name: str, rename: Renaming) -> str:
     if callable(rename):
         return rename(name)
     for old, new in (rename or {}).items():
-        parts = [re.escape(part).replace(r"\*", "([^.]*)") + r"\." for part in parts_of(old)]
+        parts = [re.escape(x).replace(r"\*", "([^.]*)") + r"\." for x in parts_of(old)]
         pattern = "".join(parts).replace(r"([^.]*)([^.]*)\.", r"((?:[^.]+\.)*)")
         if match := re.fullmatch(pattern, f"{name}."):
-            parts = re.split(r"(\*\*\.|\*)", "".join(f"{part}." for part in parts_of(new)))
+            parts = re.split(r"(\*\*\.|\*)", "".join(f"{x}." for x in parts_of(new)))
             stars = [*match.groups(), *[""] * len(parts)]
-            return "".join(stars.pop(0) if part.startswith("*") else part for part in parts).removesuffix(".")
+            return "".join(stars.pop(0) if x.startswith("*") else x for x in parts).removesuffix(".")
     return name
 
 
-def _tree_of(source: RenamedSource, put: Callable[[PyTree], PyTree] | None = None) -> PyTree:
-    """Return a tree of what is stored: of plain tensors, or of the arrays that `put` returns for those without memory."""
-    device, ties = "cpu" if put is None else "meta", source.ties
+def _tree_of(source: RenamedSource, shard: Callable[[PyTree], PyTree] | None = None) -> PyTree:
+    """Return a tree of what is stored: of plain tensors, or of the arrays that `shard` returns for those without memory."""
+    device, ties = "cpu" if shard is None else "meta", source.ties
     untied = {name: x for name, x in source.arrays.items() if name not in ties}
     memory = {name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in untied.items()}
     items = [(x.path, memory[ties.get(name, name)]) for name, x in source.arrays.items()]
-    if put is not None:  # a tree of arrays alone
+    if shard is not None:  # a tree of arrays alone
         order = leaves_of(build([(path, number) for number, (path, _) in enumerate(items)]))
-        pairs = zip(order, leaves_of(put(build(items))), strict=True)
+        pairs = zip(order, leaves_of(shard(build(items))), strict=True)
         items = [(items[number.value][0], leaf.value) for number, leaf in pairs]
     return build([*items, *source.values.values()])
 
@@ -255,7 +255,7 @@ def _compare(
 
 def _key(x: Any) -> tuple[Any, ...]:
     """Return a key that is equal for tied arrays."""
-    return tuple([key_of(part) for _, part in stored_parts(x)])
+    return tuple([key_of(array) for _, array in stored_parts(x)])
 
 
 def _misfit(source: RenamedSource, name: str, x: Any, cast: bool) -> str | None:
@@ -270,7 +270,7 @@ def _misfit(source: RenamedSource, name: str, x: Any, cast: bool) -> str | None:
         return f"{name} must have shape {tuple(x.shape)}; got {stored.shape}"
     if x.dtype != stored.dtype and not cast:
         return f"{name} must have dtype {dtype_name(x.dtype)}; got {dtype_name(stored.dtype)} (cast=True converts it)"
-    if any(isinstance(part, Tensor) and part.is_meta for _, part in stored_parts(x)):
+    if any(isinstance(array, Tensor) and array.is_meta for _, array in stored_parts(x)):
         return f"{name} must have memory; got a meta tensor: give rules and mesh="
     return None
 

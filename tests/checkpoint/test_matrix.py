@@ -135,7 +135,7 @@ def folder(tmp_path_factory):
     return top
 
 
-def wrong(names, folders):
+def differing_leaves(names, folders):
     """Restore all checkpoints into some layouts; return which leaves differ."""
     differences = []
     for name in names:
@@ -153,7 +153,7 @@ def wrong(names, folders):
 
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_every_leaf_is_restored_bit_for_bit(target, folder):
-    assert not wrong([target], [folder / name for name in LAYOUTS])
+    assert not differing_leaves([target], [folder / name for name in LAYOUTS])
 
 
 def test_checkpoints_of_all_layouts_have_the_same_bytes_in_total(folder):
@@ -183,9 +183,9 @@ def test_processes_restore_what_others_and_virtual_devices_saved(folder):
     run_processes(save_on_processes, 2, str(folder), ON_TWO)
     every = sorted(folder.iterdir())
     assert len(every) == 16 + 8
-    assert run_processes(wrong, 4, ON_FOUR, every) == [[]] * 4
-    assert run_processes(wrong, 2, ON_TWO, every) == [[]] * 2
-    assert not wrong(["plain", "zero data=3", "owners of rows"], every)
+    assert run_processes(differing_leaves, 4, ON_FOUR, every) == [[]] * 4
+    assert run_processes(differing_leaves, 2, ON_TWO, every) == [[]] * 2
+    assert not differing_leaves(["plain", "zero data=3", "owners of rows"], every)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
