@@ -41,7 +41,7 @@ from fshard.checkpoint import files
 from fshard.checkpoint.division import ArrayEntry, span_of
 from fshard.checkpoint.index import Index, sealed
 from fshard.checkpoint.snapshot import snapshot_of
-from fshard.checkpoint.source import OwnFolder, Target
+from fshard.checkpoint.source import SavedFolder, Target
 from fshard.mesh.layout.sharded import flatten_shards
 from fshard.testing.processes import run_processes
 
@@ -352,13 +352,13 @@ def planned() -> None:
     half = fs.make_mesh({"data": 256, "model": 16}, runtime="abstract")
     for device in (0, 2000):
         began = time.perf_counter()
-        source = OwnFolder(Path(), Index(mesh.size, arrays, {}, []))
+        source = SavedFolder(Path(), Index(mesh.size, arrays, {}, []))
         room = torch.empty(0)
         wanted = [
             Target(one.name, span_of(fs.Layout(half, P(None, "model", flat="data")), one.shape, device), room)
             for one in arrays
         ]
-        count = sum(map(len, source.parts(wanted).values()))
+        count = sum(map(len, source.ranges(wanted).values()))
         print(f"device {device}: {count} reads planned in {time.perf_counter() - began:.2f} s")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from math import prod
 from pathlib import Path
 
@@ -12,9 +13,8 @@ from fshard.checkpoint.files import BLOCK, BlockReader
 from fshard.checkpoint.foreign.export import Content, convert
 from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.index import read_manifest
-from fshard.checkpoint.names import name_of
 from fshard.checkpoint.restore import RenamedSource
-from fshard.checkpoint.source import OwnFolder, Source
+from fshard.checkpoint.source import SavedFolder, Source
 from fshard.errors import CheckpointError
 from fshard.mesh.layout.layout import dtype_name
 
@@ -25,8 +25,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="names, shapes, dtypes and layouts; step and metrics")
     verify = commands.add_parser("verify", help="compare every byte with the digests of when it was written")
     converting = commands.add_parser("convert", help="write in another format, one array at a time")
-    for one in (inspect, verify, converting):
-        one.add_argument("path", type=Path, help="a folder of fs.save, or a file or folder that fs.restore reads")
+    for command in (inspect, verify, converting):
+        command.add_argument("path", type=Path, help="a folder of fs.save, or a file or folder that fs.restore reads")
     converting.add_argument("out", type=Path, help="a new folder; for torch and safetensors a file")
     converting.add_argument("--to", required=True, choices=("hf", "dcp", "torch", "safetensors"))
     converting.add_argument("--only", help='a name: the part below it, such as "params"')
@@ -42,56 +42,58 @@ def run(words: Sequence[str]) -> int:
     if options.command == "convert":
         convert(Content(RenamedSource(source, options.only)), options.out, options.to)
         return 0
-    sys.stdout.writelines(f"{line}\n" for line in _described(options.path, source))
+    sys.stdout.writelines(f"{line}\n" for line in _table(options.path, source))
     return 0
 
 
 def _verify(path: Path) -> int:
     """Compare all bytes with their digests; of files without digests, the headers with the sizes."""
+    text, errors = "it has no digests; headers and sizes agree", list[str]()
     try:
         source = open_source(path)
-        wrong = [*_wrong(source)] if isinstance(source, OwnFolder) else []
+        if isinstance(source, SavedFolder):
+            text = f"{sum(writer.size for writer in source.index.writers):,} bytes are as they were written"
+            errors = [*_damages(source)]
     except CheckpointError as error:
-        source, wrong = None, [str(error)]
-    size = sum(one.size for one in source.index.writers) if isinstance(source, OwnFolder) else None
-    text = "it has no digests; headers and sizes agree" if size is None else f"{size:,} bytes are as they were written"
-    sys.stdout.writelines(f"{line}\n" for line in wrong or [f"{path}: {text}"])
-    return 1 if wrong else 0
+        errors = [str(error)]
+    sys.stdout.writelines(f"{line}\n" for line in errors or [f"{path}: {text}"])
+    return 1 if errors else 0
 
 
-def _described(path: Path, source: Source) -> Iterator[str]:
+def _damages(source: SavedFolder) -> Iterator[str]:
+    """Yield the files and ranges of bytes that are not as they were written."""
+    for writer in source.index.writers:
+        try:
+            reader = BlockReader(source.folder / writer.data, writer.size, read_manifest(source.folder, writer))
+        except CheckpointError as error:
+            yield str(error)
+            continue
+        with closing(reader):
+            for number in range(-(-writer.size // BLOCK)):
+                try:
+                    reader.verify(number)
+                except CheckpointError as error:
+                    yield str(error)
+
+
+def _table(path: Path, source: Source) -> Iterator[str]:
     """Yield the lines of a table of what a folder or file has."""
-    index = source.index if isinstance(source, OwnFolder) else None
-    layouts = {name: f"is {of}" for name, of in source.ties.items()}
-    layouts |= {name_of(one.path): str(one.layout.spec) for one in (index.arrays if index is not None else ())}
+    index = source.index if isinstance(source, SavedFolder) else None
+    arrays = index.arrays if index is not None else ()
+    layouts = {name: f"is {first}" for name, first in source.ties.items()}
+    layouts |= {entry.name: str(entry.layout.spec) for entry in arrays}
     rows = [("name", "shape", "dtype", "layout")]
-    for name, one in source.arrays.items():
-        rows.append((name, str(list(one.shape)), dtype_name(one.dtype), layouts.get(name, "")))
+    for name, x in source.arrays.items():
+        rows.append((name, str(list(x.shape)), dtype_name(x.dtype), layouts.get(name, "")))
     rows += [(name, "", type(value).__name__, repr(value)) for name, (_, value) in source.values.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-    own = [one for name, one in source.arrays.items() if name not in source.ties]
-    elements, size = sum(prod(one.shape) for one in own), sum(prod(one.shape) * one.dtype.itemsize for one in own)
-    yield f"{len(own)} arrays, {elements:,} elements, {size:,} bytes; {len(source.values)} values"
+    untied = [x for name, x in source.arrays.items() if name not in source.ties]
+    elements, size = sum(prod(x.shape) for x in untied), sum(prod(x.shape) * x.dtype.itemsize for x in untied)
+    yield f"{len(untied)} arrays, {elements:,} elements, {size:,} bytes; {len(source.values)} values"
     if index is not None:
         step = f"step {path.resolve().name}, " if path.resolve().name.isdecimal() else ""
-        meshes = dict.fromkeys(", ".join(f"{axis}={n}" for axis, n in one.layout.mesh.axes) for one in index.arrays)
+        meshes = dict.fromkeys(", ".join(f"{axis}={n}" for axis, n in entry.layout.mesh.axes) for entry in arrays)
         yield f"{step}written by {index.devices} devices: {'; '.join(meshes)}"
         yield from (f"{name}: {value:g}" for name, value in index.metrics.items())
-
-
-def _wrong(source: OwnFolder) -> Iterator[str]:
-    """Yield the files and ranges of bytes that are not as they were written."""
-    for one in source.index.writers:
-        try:
-            reader = BlockReader(source.folder / one.data, one.size, read_manifest(source.folder, one))
-        except CheckpointError as error:
-            yield str(error)
-            continue
-        for number in range(-(-one.size // BLOCK)):
-            try:
-                reader.verify(number)
-            except CheckpointError as error:
-                yield str(error)
-        reader.close()

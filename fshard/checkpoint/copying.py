@@ -1,4 +1,4 @@
-"""Copy elements between flattened blocks of one array, as far as both have them.
+"""Copy the elements that two ranges of flattened blocks of one array have in common.
 
 A range of a flattened block is a few boxes: part of a row, full rows, part of another. Both sides are strided in memory, so
 each common box is one strided copy.
@@ -6,7 +6,6 @@ each common box is one strided copy.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,8 +19,6 @@ from fshard.mesh.layout.arithmetic import strides
 
 Block = tuple[tuple[int, int], ...]
 """A range of each dim."""
-_MOST_DIVIDED = 8
-"""Dims along which the blocks of an array may be parts: each doubles the work of `are_tiles`."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +36,23 @@ class Span:
     @cached_property
     def boxes(self) -> list[Block]:
         """The boxes of global indices that it consists of."""
-        inner = _boxes(self.start, self.stop, self.lengths)
-        origin = [start for start, _ in self.block]
-        return [tuple([(a + at, b + at) for (a, b), at in zip(box, origin, strict=True)]) for box in inner]
+        return [
+            tuple([(start + origin, stop + origin) for (start, stop), (origin, _) in zip(box, self.block, strict=True)])
+            for box in _boxes(self.start, self.stop, self.lengths)
+        ]
 
-    def at(self, box: Block) -> int:
+    def index(self, box: Block) -> int:
         """Return the index, in this range, of the first element of a box."""
-        steps = strides(self.lengths)
-        places = [a - start for (a, _), (start, _) in zip(box, self.block, strict=True)]
-        return sum(place * step for place, step in zip(places, steps, strict=True)) - self.start
+        corner = [start - origin for (start, _), (origin, _) in zip(box, self.block, strict=True)]
+        return sum(i * stride for i, stride in zip(corner, strides(self.lengths), strict=True)) - self.start
 
-    def part(self, start: int, stop: int) -> Span:
+    def clip(self, start: int, stop: int) -> Span:
         return Span(self.block, max(start, self.start), min(stop, self.stop))
+
+
+def full_span(shape: Sequence[int]) -> Span:
+    """Return the span of a full array."""
+    return Span(tuple([(0, length) for length in shape]) or ((0, 1),), 0, prod(shape))
 
 
 def _boxes(start: int, stop: int, lengths: Sequence[int]) -> Iterator[Block]:
@@ -78,60 +80,36 @@ def _boxes(start: int, stop: int, lengths: Sequence[int]) -> Iterator[Block]:
         yield ((bottom, bottom + 1), *box)
 
 
+def _common_boxes(a: Span, b: Span) -> Iterator[Block]:
+    for pair in product(a.boxes, b.boxes):
+        box = tuple([(max(i, j), min(m, n)) for (i, m), (j, n) in zip(*pair, strict=True)])
+        if all(start < stop for start, stop in box):
+            yield box
+
+
 def overlap(a: Span, b: Span) -> tuple[int, int]:
     """Return the range, in the flattened block of `a`, that has all elements that both have; (0, 0) if there are none."""
     if a.block == b.block:
         start, stop = max(a.start, b.start), min(a.stop, b.stop)
         return (start, stop) if start < stop else (0, 0)
-    common = [box for one in a.boxes for other in b.boxes if (box := _meet(one, other))]
+    common = [*_common_boxes(a, b)]
     if not common:
         return 0, 0
-    last = [tuple([(stop - 1, stop) for _, stop in box]) for box in common]
-    return min(map(a.at, common)) + a.start, max(map(a.at, last)) + a.start + 1
+    ends = [tuple([(stop - 1, stop) for _, stop in box]) for box in common]
+    return min(map(a.index, common)) + a.start, max(map(a.index, ends)) + a.start + 1
 
 
-def copy(source: Span, values: Tensor, target: Span, into: Tensor) -> None:
-    """Copy what two ranges have in common; `values` and `into` are the elements of each in order."""
+def copy(source: Span, values: Tensor, target: Span, memory: Tensor) -> None:
+    """Copy what two ranges have in common; `values` and `memory` are the elements of each in order."""
     if source.block == target.block:
         start, stop = max(source.start, target.start), min(source.stop, target.stop)
         if start < stop:
-            into[start - target.start : stop - target.start].copy_(values[start - source.start : stop - source.start])
+            memory[start - target.start : stop - target.start].copy_(values[start - source.start : stop - source.start])
         return
-    for one in source.boxes:
-        for other in target.boxes:
-            if box := _meet(one, other):
-                shape = [stop - start for start, stop in box]
-                to = torch.as_strided(into, shape, strides(target.lengths), into.storage_offset() + target.at(box))
-                from_ = torch.as_strided(
-                    values, shape, strides(source.lengths), values.storage_offset() + source.at(box)
-                )
-                to.copy_(from_)
-
-
-def are_tiles(blocks: Sequence[Block], lengths: Sequence[int]) -> bool:
-    """Return True if blocks are disjoint and cover an array of these lengths.
-
-    The corners of blocks, with alternating signs, determine how many of them cover each element.
-
-    >>> are_tiles([((0, 2), (0, 1)), ((0, 2), (1, 3))], (2, 3)), are_tiles([((0, 2),), ((0, 2),)], (4,))
-    (True, False)
-    """
-    full = tuple([(0, length) for length in lengths])
-    blocks = [block for block in blocks if all(start < stop for start, stop in block)]
-    dims = [dim for dim, ends in enumerate(full) if any(block[dim] != ends for block in blocks)]
-    if not blocks:
-        return not prod(lengths)
-    if len(dims) > _MOST_DIVIDED:
-        return False
-    corners = Counter[tuple[int, ...]]()
-    for sign, block in [(-1, full), *((1, block) for block in blocks)]:
-        for sides in product((0, 1), repeat=len(dims)):
-            corners[tuple([block[dim][side] for dim, side in zip(dims, sides, strict=True)])] += sign * (-1) ** sum(
-                sides
-            )
-    return not any(corners.values())
-
-
-def _meet(one: Block, other: Block) -> Block | None:
-    box = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)])
-    return box if all(start < stop for start, stop in box) else None
+    for box in _common_boxes(source, target):
+        shape = [stop - start for start, stop in box]
+        views = [
+            torch.as_strided(x, shape, strides(span.lengths), x.storage_offset() + span.index(box))
+            for span, x in ((target, memory), (source, values))
+        ]
+        views[0].copy_(views[1])

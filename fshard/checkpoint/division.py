@@ -45,14 +45,19 @@ class ArrayEntry(NamedTuple):
         return self.dtype.itemsize
 
     @property
+    def data_name(self) -> str:
+        """The name in a data file."""
+        return self.name if self.shape == self.full_shape else f"{self.name}@{','.join(map(str, self.offset))}"
+
+    @property
     def replicas(self) -> int:
         """The number of devices that have each shard."""
         return prod(self.layout.mesh.shape[axis] for axis in self.layout.replicated_axes)
 
     def shard_number(self, device: int) -> int:
         """Return a number that is equal for the devices of one shard."""
-        mesh = self.layout.mesh
-        return _along(mesh, device, [axis for axis in mesh.axis_names if axis not in self.layout.replicated_axes])
+        mesh, replicated = self.layout.mesh, self.layout.replicated_axes
+        return _along(mesh, device, [axis for axis in mesh.axis_names if axis not in replicated])
 
 
 @lru_cache(maxsize=4096)
@@ -66,8 +71,7 @@ def span_of(layout: Layout, shape: tuple[int, ...], device: int) -> Span:
     block = layout.block(shape, device) or ((0, 1),)
     if not layout.has_any(device):
         return Span(block, 0, 0)
-    full = (0, prod(stop - start for start, stop in block))
-    return Span(block, *(layout.ranges(shape, device)[0] if layout.spec.is_flat else full))
+    return Span(block, *layout.ranges(shape, device)[0]) if layout.spec.is_flat else _full(block)
 
 
 class Column(NamedTuple):
@@ -93,16 +97,15 @@ class Division:
         self.column = cache(self._column)  # of a device
         kinds: dict[tuple[Layout, int], list[int]] = defaultdict(list)
         groups: dict[tuple[Mesh, tuple[str, ...]], list[int]] = defaultdict(list)
-        for number, one in enumerate(arrays):
-            kinds[one.layout, len(one.shape)].append(number)
-            groups[one.layout.mesh, one.layout.replicated_axes].append(number)
-        shapes = [one.shape or (1,) for one in arrays]
+        for number, entry in enumerate(arrays):
+            kinds[entry.layout, len(entry.shape)].append(number)
+            groups[entry.layout.mesh, entry.layout.replicated_axes].append(number)
         self._kinds = [
-            (layout, np.array(numbers), np.array([shapes[number] for number in numbers], np.int64))
+            (layout, np.array(numbers), np.array([arrays[number].shape or (1,) for number in numbers], np.int64))
             for (layout, _), numbers in kinds.items()
         ]
         self._groups = [(mesh, axes, np.array(numbers)) for (mesh, axes), numbers in groups.items()]
-        self._sizes = np.array([one.itemsize for one in arrays], np.int64)
+        self._sizes = np.array([entry.itemsize for entry in arrays], np.int64)
         self.order = np.argsort(-self._sizes, kind="stable")  # of the arrays in files: larger dtypes first
 
     def _column(self, device: int) -> Column:
@@ -117,12 +120,12 @@ class Division:
             total, replicas = int((count * size).sum()), prod(mesh.shape[axis] for axis in axes)
             begins[numbers], totals[numbers] = begin, total
             rank = _along(mesh, device, axes)
-            for target, part in ((starts, rank), (stops, rank + 1)):
-                target[numbers] = firsts[numbers] + np.clip(-((begin - total * part // replicas) // size), 0, count)
+            for bounds, index in ((starts, rank), (stops, rank + 1)):
+                bounds[numbers] = firsts[numbers] + np.clip(-((begin - total * index // replicas) // size), 0, count)
         written = ((stops - starts) * self._sizes)[self.order]
         bytes_before = np.empty_like(written)
         bytes_before[self.order] = np.cumsum(written) - written
-        return Column(*(one.tolist() for one in (starts, stops, bytes_before, begins, totals, firsts)))
+        return Column(*(numbers.tolist() for numbers in (starts, stops, bytes_before, begins, totals, firsts)))
 
     def ranges(self, number: int, wanted: Span) -> Iterator[tuple[int, int, Span]]:
         """Yield the parts of an array that have elements of a span: the device, the byte of the first, and its range."""
@@ -131,19 +134,18 @@ class Division:
         replicas = entry.replicas
         for first, block in _shards(entry, wanted):
             column = self.column(first)
-            length = prod(stop - start for start, stop in block)
-            start, stop = overlap(Span(block, 0, length), wanted)
+            start, stop = overlap(_full(block), wanted)
             if start == stop:
                 continue
             begin, total = column.begins[number] - column.firsts[number] * size, column.totals[number]
             ranks = [((begin + element * size + 1) * replicas - 1) // total for element in (start, stop - 1)]
             for rank in range(max(ranks[0], 0), min(ranks[1], replicas - 1) + 1):
                 device = first + _number(mesh, axes, rank)
-                own = self.column(device)
-                part = Span(block, own.starts[number], own.stops[number])
-                low, high = overlap(part.part(start, stop), wanted) if part.start < part.stop else (0, 0)
+                column = self.column(device)
+                written = Span(block, column.starts[number], column.stops[number])
+                low, high = overlap(written.clip(start, stop), wanted) if written.start < written.stop else (0, 0)
                 if low < high:
-                    yield device, own.bytes_before[number] + (low - part.start) * size, Span(block, low, high)
+                    yield device, column.bytes_before[number] + (low - written.start) * size, Span(block, low, high)
 
 
 def _ranges(layout: Layout, shapes: Numbers, device: int) -> tuple[Numbers, Numbers]:
@@ -162,28 +164,30 @@ def _ranges(layout: Layout, shapes: Numbers, device: int) -> tuple[Numbers, Numb
 def _shards(entry: ArrayEntry, wanted: Span) -> Iterator[tuple[int, Block]]:
     """Yield the first device of each shard that may have elements of a span, and its block, in the indices of `wanted`."""
     layout, shape, offset = entry.layout, entry.shape or (1,), entry.offset or (0,)
-    dims, rows = layout.spec.dims(len(shape)), list[list[tuple[int, tuple[int, int]]]]()
-    for length, axes, at, (start, stop) in zip(shape, dims, offset, wanted.block, strict=True):
-        parts = prod(layout.mesh.shape[axis] for axis in axes)
-        each = max(chunk(length, parts), 1)
-        low, high = max(start - at, 0), min(stop - at, length)
-        ranges = (
-            [flat_range(length, parts, part) for part in range(low // each, -(-high // each))] if low < high else []
-        )
-        rows.append(
-            [(_number(layout.mesh, axes, low // each + n), (a + at, b + at)) for n, (a, b) in enumerate(ranges)]
-        )
-    base = layout.mesh.index(layout.place)
-    for row in product(*rows):
-        block = tuple([one for _, one in row])
-        length = prod(stop - start for start, stop in block)
-        low, high = overlap(Span(block, 0, length), wanted)
-        each = max(chunk(length, layout.flat_parts), 1)
-        for part in range(low // each, -(-high // each)):
-            yield (
-                base + sum(number for number, _ in row) + _number(layout.mesh, layout.spec.flat_axes or (), part),
-                block,
-            )
+    mesh, chunks = layout.mesh, list[list[tuple[int, tuple[int, int]]]]()
+    for length, axes, origin, (start, stop) in zip(
+        shape, layout.spec.dims(len(shape)), offset, wanted.block, strict=True
+    ):
+        parts = prod(mesh.shape[axis] for axis in axes)
+        indices = _chunk_indices(length, parts, max(start - origin, 0), min(stop - origin, length))
+        ranges = [(_number(mesh, axes, index), flat_range(length, parts, index)) for index in indices]
+        chunks.append([(device, (start + origin, stop + origin)) for device, (start, stop) in ranges])
+    base = mesh.index(layout.place)
+    for row in product(*chunks):
+        block = tuple([bounds for _, bounds in row])
+        first, full = base + sum(device for device, _ in row), _full(block)
+        for index in _chunk_indices(full.stop, layout.flat_parts, *overlap(full, wanted)):
+            yield first + _number(mesh, layout.spec.flat_axes or (), index), block
+
+
+def _chunk_indices(length: int, parts: int, start: int, stop: int) -> range:
+    """Return the indices of the flat ranges that a range of elements meets."""
+    each = max(chunk(length, parts), 1)
+    return range(start // each, -(-stop // each)) if start < stop else range(0)
+
+
+def _full(block: Block) -> Span:
+    return Span(block, 0, prod(stop - start for start, stop in block))
 
 
 def _along(mesh: Mesh, device: int, axes: Sequence[str]) -> int:

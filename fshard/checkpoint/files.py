@@ -10,7 +10,7 @@ import fcntl
 import json
 import mmap
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from math import prod
@@ -75,6 +75,15 @@ class Disk:
 disk = Disk()
 
 
+@contextmanager
+def named_errors(text: str) -> Generator[None]:
+    """Raise errors of the disk as checkpoint errors that begin with a text."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{text}: {error.strerror or error} ({error.filename or 'disk'}).") from error
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and those above it, and wait until they are on the disk."""
     if not path.is_dir():
@@ -112,9 +121,7 @@ class DigestWriter:
 
     def release(self) -> None:
         """Close the file, complete or not, and unlock it."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        os.close(self._file)
 
     def _flush(self) -> None:
         if self._pending:
@@ -123,24 +130,28 @@ class DigestWriter:
 
     def _write(self, data: memoryview) -> None:
         while len(data):
-            part = data[: min(_CACHED, BLOCK - self.size % BLOCK)]
-            self._hash.update(part)
-            self.size += len(part)
+            chunk = data[: min(_CACHED, BLOCK - self.size % BLOCK)]
+            self._hash.update(chunk)
+            self.size += len(chunk)
             if self.size % BLOCK == 0:
                 self.digests.append(self._hash.hexdigest())
                 self._hash.reset()
-            data = data[len(part) :]
-            while len(part):
-                part = part[disk.write(self._file, part) :]
+            _write_all(self._file, chunk)
+            data = data[len(chunk) :]
+
+
+def _write_all(file: int, data: memoryview) -> None:
+    while len(data):
+        data = data[disk.write(file, data) :]
 
 
 def is_locked(path: Path) -> bool:
     """Return True if a `DigestWriter` has a file, in any process."""
-    with suppress(OSError), path.open("rb") as file:
-        try:
+    try:
+        with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -159,20 +170,17 @@ def locked_folder(path: Path) -> Generator[None]:
 def write_file(path: Path, data: bytes) -> None:
     """Write a small file aside, and rename it when its bytes are on the disk; the folder may not be."""
     aside = path.with_name(f"{path.name}.tmp")
-    with suppress(FileNotFoundError):
-        disk.unlink(aside)
+    disk.unlink(aside)
     file = disk.open_new(aside)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[disk.write(file, view) :]
+        _write_all(file, memoryview(data))
         disk.fsync(file)
     finally:
         os.close(file)
     disk.rename(aside, path)
 
 
-def digest(data: bytes) -> str:
+def digest(data: bytes | memoryview) -> str:
     """Return the digest of bytes in memory.
 
     >>> digest(b"abc")
@@ -196,7 +204,7 @@ def _as_bytes(x: Tensor) -> Tensor:
 def digest_of(x: Tensor) -> str:
     """Return a digest of the bits of a tensor. Those of a GPU are not copied: their weighted sums are."""
     data = _as_bytes(x)
-    return xxhash.xxh3_64_hexdigest(bytes_of(data if x.device.type == "cpu" else _weighted_sums(data)))
+    return digest(bytes_of(data if x.device.type == "cpu" else _weighted_sums(data)))
 
 
 def _weighted_sums(data: Tensor) -> Tensor:
@@ -249,20 +257,12 @@ class BlockReader:
 
     def verify(self, number: int) -> None:
         """Raise unless a block has its digest."""
-        block = self.block(number)
-        if xxhash.xxh3_64_hexdigest(block) != self._digests[number]:
+        block, start = self.block(number), number * BLOCK
+        if digest(block) != self._digests[number]:
             raise CheckpointError(
-                f"{self.path}: bytes {number * BLOCK} to {number * BLOCK + len(block)} are not those that were written "
-                "(their digest differs). Restore another checkpoint."
+                f"{self.path}: bytes {start} to {start + len(block)} are not those that were written (their digest "
+                "differs). Restore another checkpoint."
             )
 
     def close(self) -> None:
         os.close(self._file)
-
-
-def attempt(action: Callable[[], Any], what: str) -> Any:
-    """Run an action on the disk; name what failed if the disk refuses."""
-    try:
-        return action()
-    except OSError as error:
-        raise CheckpointError(f"{what}: {error.strerror or error} ({error.filename or 'disk'}).") from error

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -19,7 +19,8 @@ from fshard.checkpoint.files import disk
 from fshard.checkpoint.index import INDEX, read_index
 from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import ended_saves, meet, next_token, run_token, snapshot, write
-from fshard.checkpoint.source import what_is_there
+from fshard.checkpoint.snapshot import TreeSnapshot
+from fshard.checkpoint.source import explain_absence
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import PyTree
 from fshard.transforms.options import integer
@@ -62,9 +63,8 @@ class Checkpoints:
         timeout: float = 600,
     ) -> None:
         counts = {"keep": keep, "every": every, **({} if keep_every is None else {"keep_every": keep_every})}
-        wrong = [text for name, value in counts.items() for text in integer(name, value)]
-        if wrong:
-            raise ValueError(f"Checkpoints: {'; '.join(wrong)}.")
+        if errors := [text for name, value in counts.items() for text in integer(name, value)]:
+            raise ValueError(f"Checkpoints: {'; '.join(errors)}.")
         self.path, self.best, self.every, self._timeout = Path(path).absolute(), best, every, timeout
         self.keep, self.keep_every = keep, keep_every
         self._thread: threading.Thread | None = None
@@ -88,7 +88,7 @@ class Checkpoints:
         self._join()
         step = self.latest if step is None else step
         if step is None:
-            raise CheckpointError(f"{self.path} has no checkpoint: {what_is_there(self.path)}.")
+            raise CheckpointError(f"{self.path} has no checkpoint: {explain_absence(self.path)}.")
         return restore(self.path / str(step), target, **options)
 
     def save(self, step: int, tree: PyTree, *, wait: bool = True, metrics: Mapping[str, Any] | None = None) -> None:
@@ -98,22 +98,22 @@ class Checkpoints:
         waits for copies from a GPU. The next save waits for it; its errors are raised then, or by `wait()`. A process
         that exits writes it to the end first.
         """
-        if wrong := integer("step", step, 0):
-            raise ValueError(f"Checkpoints.save: {wrong[0]}.")
+        if errors := integer("step", step, 0):
+            raise ValueError(f"Checkpoints.save: {errors[0]}.")
         termination.listen(self)
         is_last = self._ends_at(step)
         if step % self.every and not is_last:
             return
         self._join()
         token = next_token()
-        taken = snapshot(self.path / str(step), token, tree, metrics)
-        if metrics and self.best is not None and self.best.removeprefix("-") not in taken.index.metrics:
-            found = ", ".join(taken.index.metrics) or "no numbers"
-            raise ValueError(f"Checkpoints.save: metrics must have {self.best!r}, which is `best`; got {found}.")
+        content = snapshot(self.path / str(step), token, tree, metrics)
+        if metrics and self.best is not None and self.best.removeprefix("-") not in content.index.metrics:
+            names = ", ".join(content.index.metrics) or "no numbers"
+            raise ValueError(f"Checkpoints.save: metrics must have {self.best!r}, which is `best`; got {names}.")
         if not wait:
             with torch.no_grad():
-                taken = taken.staged(self._staging)
-        arguments = step, taken, token
+                content = content.staged(self._staging)
+        arguments = step, content, token
         if wait or is_last:
             self._write(*arguments)
         else:
@@ -122,7 +122,7 @@ class Checkpoints:
             self._thread = threading.Thread(target=self._in_background, args=arguments, name="fshard checkpoint")
             self._thread.start()
         if is_last:
-            if run_token() and 0 in taken.shares:  # all have seen it, since all have written
+            if run_token() and 0 in content.shares:  # all have read the marker, since all have written
                 disk.unlink(self._marker())
             termination.end()
 
@@ -149,36 +149,33 @@ class Checkpoints:
         except BaseException as error:
             self._error = error
 
-    def _write(self, step: int, taken: Any, token: str) -> None:
-        taken.wait()
-        write(self.path / str(step), taken, token, self._timeout)
-        if 0 in taken.shares:
-            self._metrics[step] = taken.index.metrics
-            self._remove(step)
+    def _write(self, step: int, content: TreeSnapshot, token: str) -> None:
+        content.wait()
+        write(self.path / str(step), content, token, self._timeout)
+        if 0 in content.shares:
+            self._metrics[step] = content.index.metrics
+            self._remove_before(step)
 
-    # -- retention ------------------------------------------------------------------------------------------------------
-
-    def _remove(self, last: int) -> None:
-        """Remove the checkpoints before the last one that are not to be kept, and what saves left that did not end."""
-        steps = [step for step in self.steps if step <= last]
-        kept = {*steps[-self.keep :], *(step for step in steps if self.keep_every and step % self.keep_every == 0)}
+    def _remove_before(self, latest: int) -> None:
+        """Remove the checkpoints before the latest that are not to be kept, and what is left of saves that did not end."""
+        steps = [step for step in self.steps if step <= latest]
+        retained = {*steps[-self.keep :], *(step for step in steps if self.keep_every and step % self.keep_every == 0)}
         if self.best is not None:
-            kept |= {*self._best(steps)}
+            retained |= {*self._best_step(steps, self.best)}
         for name in sorted(os.listdir(self.path)):
-            if _is_step(name) and int(name) not in kept and int(name) < last and (self.path / name).is_dir():
+            if _is_step(name) and int(name) not in retained and int(name) < latest and (self.path / name).is_dir():
                 remove(self.path / name)
 
-    def _best(self, steps: list[int]) -> list[int]:
-        name, sign = (self.best or "").removeprefix("-"), -1 if (self.best or "").startswith("-") else 1
+    def _best_step(self, steps: list[int], best: str) -> list[int]:
+        name, sign = best.removeprefix("-"), -1 if best.startswith("-") else 1
         for step in steps:
             if step not in self._metrics:
                 self._metrics[step] = read_index(self.path / str(step)).metrics
-        found = [(sign * self._metrics[step][name], step) for step in steps if name in self._metrics[step]]
-        found = [one for one in found if not isnan(one[0])]
-        return [min(found)[1]] if found else []
+        values = [(sign * self._metrics[step].get(name, nan), step) for step in steps]
+        return [step for _, step in sorted(pair for pair in values if not isnan(pair[0]))[:1]]
 
     def _ends_at(self, step: int) -> bool:
-        """Return True if this save is the last one: all processes see the marker that one of them has left a step before."""
+        """Return True if this save is the last one: all processes read the marker that a process has left a step before."""
         if not run_token():
             return termination.is_pending
         marker = self._marker()
@@ -200,32 +197,32 @@ class Termination:
 
     def __init__(self) -> None:
         self.is_pending, self._folders = False, WeakSet[Checkpoints]()
-        self._before: Any = signal.SIG_DFL
+        self._previous: Any = signal.SIG_DFL
 
     def listen(self, folder: Checkpoints) -> None:
         """Note SIGTERM from now on, in a process of its own."""
         if folder not in self._folders and threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGTERM) != self._handle:
-                self._before = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
+                self._previous = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
             self._folders.add(folder)
 
     def _handle(self, *_: Any) -> None:
-        """Handle SIGTERM; the next one is handled as before."""
+        """Handle SIGTERM; the next signal is handled as before."""
         self.is_pending = True
-        signal.signal(signal.SIGTERM, self._before)
+        signal.signal(signal.SIGTERM, self._previous)
 
     def ignore(self, folder: Checkpoints) -> None:
-        """Handle SIGTERM as before, when the last folder has no save in progress."""
+        """Handle SIGTERM as before, when no folder listens."""
         if folder in self._folders:
             self._folders.remove(folder)
             if not self._folders and signal.getsignal(signal.SIGTERM) == self._handle:
-                signal.signal(signal.SIGTERM, self._before)
+                signal.signal(signal.SIGTERM, self._previous)
 
     def end(self) -> None:
         """End the process, as SIGTERM does without a folder."""
         self.is_pending = False
         self._folders.clear()
-        signal.signal(signal.SIGTERM, self._before)
+        signal.signal(signal.SIGTERM, self._previous)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -241,12 +238,12 @@ def remove(path: Path) -> None:
     if path.is_symlink():
         disk.unlink(path)
         return
-    names = sorted(os.listdir(path))
+    names = {*os.listdir(path)}
     if INDEX in names:
         disk.unlink(path / INDEX)
         disk.fsync_folder(path)
-    own = ended_saves(path)
-    for name in own:
+    files = ended_saves(path)
+    for name in files:
         disk.unlink(path / name)
-    if {*names} <= {INDEX, *own}:
+    if names <= {INDEX, *files}:
         disk.remove_folder(path)

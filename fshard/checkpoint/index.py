@@ -19,7 +19,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fshard.checkpoint.copying import are_tiles
 from fshard.checkpoint.division import ArrayEntry, Division
 from fshard.checkpoint.files import BLOCK, DTYPES, digest
 from fshard.checkpoint.names import PLAIN, NamedLeaf, is_array, name_of, stored_parts
@@ -33,7 +32,8 @@ from fshard.mesh.layout.sharded import Sharded
 VERSION = 1
 INDEX = "index.json"
 _FILE = re.compile(r"[0-9a-f]+-[0-9]+\.(safetensors|json)")
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 class WriterFiles(NamedTuple):
@@ -73,24 +73,20 @@ class Index:
     def body(self) -> str:
         """Return the part that all writers must have in common, as text."""
         layouts: dict[Layout, int] = {}
-        arrays = [
-            [
-                [*one.path],
-                [*one.shape],
-                str(one.dtype).removeprefix("torch."),
-                layouts.setdefault(one.layout, len(layouts)),
-                *([[*one.offset], [*one.full_shape]] if one.shape != one.full_shape else []),
-            ]
-            for one in self.arrays
-        ]
+        arrays = list[Any]()
+        for path, shape, dtype, layout, offset, full in (entry[1:] for entry in self.arrays):
+            fused = [offset, full] if shape != full else []
+            arrays.append([path, shape, _DTYPE_NAMES[dtype], layouts.setdefault(layout, len(layouts)), *fused])
         return as_text(
             {
                 "version": VERSION,
                 "devices": self.devices,
-                "layouts": [_written(layout) for layout in layouts],
+                "layouts": [
+                    [x.mesh.axes, x.spec.dims(len(x.spec.entries)), x.spec.flat_axes, x.spec.at] for x in layouts
+                ],
                 "arrays": arrays,
-                "ties": [[[*path], name] for path, name in self.ties],
-                "values": [[[*path], value] for path, value in self.values],
+                "ties": self.ties,
+                "values": self.values,
             }
         )
 
@@ -111,8 +107,8 @@ def read_sealed(path: Path) -> Any:
         data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-    head, mark, rest = data.partition(b',"checkpoint":')
-    text = rest.removesuffix(b"}\n")
+    head, mark, body = data.partition(b',"checkpoint":')
+    text = body.removesuffix(b"}\n")
     if not mark or head + mark + text + b"}\n" != data or head != b'{"xxh3":"%s"' % digest(text).encode():
         raise CheckpointError(f"{path} is not as it was written (its digest differs). Restore another checkpoint.")
     try:
@@ -123,11 +119,11 @@ def read_sealed(path: Path) -> Any:
 
 def read_index(folder: Path) -> Index:
     """Return the index of a checkpoint; raise if there is none, one of a later version, or one that `save` does not write."""
-    found = read_sealed(folder / INDEX)
-    if isinstance(found, dict) and found.get("version") != VERSION:
-        raise CheckpointError(f"{folder}: version {found.get('version')} must be {VERSION}, which this fshard reads.")
+    content = read_sealed(folder / INDEX)
+    if isinstance(content, dict) and content.get("version") != VERSION:
+        raise CheckpointError(f"{folder}: version {content.get('version')} must be {VERSION}, which this fshard reads.")
     try:
-        index = _parsed(found)
+        index = _parse(content)
         _validate(index)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise _invalid(folder / INDEX, error) from error
@@ -135,89 +131,85 @@ def read_index(folder: Path) -> Index:
 
 
 def _invalid(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is not what fs.save writes ({type(error).__name__}: {error}). Restore another checkpoint."
-    )
+    text = f"{path} is not what fs.save writes ({type(error).__name__}: {error})."
+    return CheckpointError(f"{text} Restore another checkpoint.")
 
 
-def _parsed(found: Any) -> Index:
-    layouts = dict(enumerate(map(_layout, found["layouts"])))
+def _parse(content: Any) -> Index:
+    layouts = dict(enumerate(map(_layout, content["layouts"])))
     arrays = list[ArrayEntry]()
-    for path, shape, dtype, layout, *part in found["arrays"]:
-        offset, full = part or ([0] * len(shape), shape)
-        entry = ArrayEntry(
-            name_of(path), tuple(path), tuple(shape), _DTYPES[dtype], layouts[layout], tuple(offset), tuple(full)
-        )
-        arrays.append(entry)
-    ties = [(tuple(path), name) for path, name in found["ties"]]
-    values = [(tuple(path), value) for path, value in found["values"]]
-    writers = [WriterFiles(*one) for one in found["writers"]]
-    return Index(found["devices"], arrays, ties, values, dict(found["metrics"]), writers)
+    for path, shape, dtype, layout, *fused in content["arrays"]:
+        offset, full = fused or ([0] * len(shape), shape)
+        sizes = tuple(shape), _DTYPES[dtype], layouts[layout], tuple(offset), tuple(full)
+        arrays.append(ArrayEntry(name_of(path), tuple(path), *sizes))
+    ties, values = ([(tuple(path), x) for path, x in content[key]] for key in ("ties", "values"))
+    writers = [WriterFiles(*files) for files in content["writers"]]
+    return Index(content["devices"], arrays, ties, values, dict(content["metrics"]), writers)
 
 
 def _validate(index: Index) -> None:
     """Raise if an index names files outside of its folder, or does not fit the sizes of its files."""
-    sizes = [(one.size, one.header) for one in index.writers]
-    numbers = {length for one in index.arrays for length in (*one.shape, *one.offset, *one.full_shape)}
-    paths = [*(one.path for one in index.arrays), *(path for path, _ in (*index.ties, *index.values))]
-    entries = [*chain(*paths)]
-    layouts = {one.layout for one in index.arrays}
-    parts: dict[str, list[ArrayEntry]] = defaultdict(list)
-    for one in index.arrays:
-        parts[one.name].append(one)
+    arrays, writers = index.arrays, index.writers
+    numbers = {*chain(*((*x.shape, *x.offset, *x.full_shape, prod(x.full_shape)) for x in arrays)), index.devices}
+    numbers |= {size for files in writers for size in (files.size, files.header)}
+    keys = [*chain(*(x.path for x in arrays), *(path for path, _ in (*index.ties, *index.values)))]
+    fused: dict[str, list[ArrayEntry]] = defaultdict(list)
+    for entry in arrays:
+        fused[entry.name].append(entry)
     checks = {
-        "names of files": all(_FILE.fullmatch(name) for one in index.writers for name in (one.data, one.manifest)),
-        "numbers": all(type(one) is int and 0 <= one < 1 << 60 for one in {*numbers, *chain(*sizes), index.devices}),
-        "paths": all(isinstance(one, str | int) or (len(one) == 1 and isinstance(one[0], PLAIN)) for one in entries),
+        "names of files": all(_FILE.fullmatch(name) for files in writers for name in (files.data, files.manifest)),
+        "numbers": all(type(x) is int and 0 <= x < 1 << 60 for x in numbers),
+        "paths": all(isinstance(key, str | int) or (len(key) == 1 and isinstance(key[0], PLAIN)) for key in keys),
         "values": all(_is_json(value) for _, value in index.values),
-        "metrics": all(isinstance(one, int | float) for one in index.metrics.values()),
-        "ties": all(name in parts for _, name in index.ties),
-        "devices": {len(sizes), *(one.mesh.size for one in layouts)} == {index.devices},
-        "parts": all(
-            prod(one.full_shape) < 1 << 60
-            and len(one.shape) == len(one.offset) == len(one.full_shape) >= len(one.layout.spec.entries)
-            for one in index.arrays
-        )
-        and all(map(_are_tiles, parts.values())),
-        "sizes": sum(prod(one.shape) * one.itemsize for one in index.arrays)
-        == sum(size - head for size, head in sizes),
+        "metrics": all(isinstance(x, int | float) for x in index.metrics.values()),
+        "ties": all(name in fused for _, name in index.ties),
+        "devices": {len(writers), *(x.layout.mesh.size for x in arrays)} == {index.devices},
+        "parts": all(map(_are_joined, fused.values())),
+        "sizes": sum(prod(x.shape) * x.itemsize for x in arrays) == sum(x.size - x.header for x in writers),
     }
-    if wrong := [what for what, is_right in checks.items() if not is_right]:
-        raise ValueError(f"wrong {', '.join(wrong)}")
+    if errors := [name for name, is_valid in checks.items() if not is_valid]:
+        raise ValueError(f"wrong {', '.join(errors)}")
 
 
-def _are_tiles(parts: Sequence[ArrayEntry]) -> bool:
-    """Return True if the parts of an array are disjoint and cover it."""
-    blocks = [[(start, start + length) for start, length in zip(one.offset, one.shape, strict=True)] for one in parts]
-    return len({one.full_shape for one in parts}) == 1 and are_tiles([*map(tuple, blocks)], parts[0].full_shape)
+def _are_joined(parts: Sequence[ArrayEntry]) -> bool:
+    """Return True if the parts of an array follow each other along one dim, and have all of it."""
+    full = parts[0].full_shape
+    dim = next((dim for x in parts for dim in range(len(full)) if x.shape[dim] != full[dim]), 0)
+    if max(len(x.layout.spec.entries) for x in parts) > len(full):
+        return False
+    if not (full and prod(full)):
+        return {x.full_shape for x in parts} == {full} and sum(prod(x.shape) for x in parts) == prod(full)
+    end = 0
+    for x in parts:
+        shape, offset = (
+            (*full[:dim], x.shape[dim], *full[dim + 1 :]),
+            tuple([end * (i == dim) for i in range(len(full))]),
+        )
+        if (x.shape, x.offset, x.full_shape) != (shape, offset, full):
+            return False
+        end += x.shape[dim]
+    return end == full[dim]
 
 
 def read_manifest(folder: Path, writer: WriterFiles) -> list[str]:
     """Return the digests of a writer's data, of the manifest that the index means."""
     path = folder / writer.manifest
-    found = read_sealed(path)
-    if digest(as_text(found).encode()) != writer.digest:
+    content = read_sealed(path)
+    if digest(as_text(content).encode()) != writer.digest:
         raise CheckpointError(f"{path} is not the manifest that the index names. Restore another checkpoint.")
     try:
-        digests = [bytes.fromhex(one).hex() for one in found["digests"]]
-        if (found["size"], len(digests)) != (writer.size, -(-writer.size // BLOCK)):
-            raise ValueError(f"{len(digests)} digests of {found['size']} bytes")
+        digests = [bytes.fromhex(text).hex() for text in content["digests"]]
+        if (content["size"], len(digests)) != (writer.size, -(-writer.size // BLOCK)):
+            raise ValueError(f"{len(digests)} digests of {content['size']} bytes")
     except (LookupError, TypeError, ValueError) as error:
         raise _invalid(path, error) from error
     return digests
 
 
-def _written(layout: Layout) -> Any:
-    spec = layout.spec
-    dims = [list(axes) for axes in spec.dims(len(spec.entries))]
-    flat = None if spec.flat_axes is None else [*spec.flat_axes]
-    return [[*map(list, layout.mesh.axes)], dims, flat, [[[*axes], place] for axes, place in spec.at]]
-
-
-def _layout(written: Any) -> Layout:
-    axes, dims, flat, at = written
+def _layout(content: Any) -> Layout:
+    axes, dims, flat, device = content
     mesh = Mesh(tuple((name, size) for name, size in axes), "abstract", "meta")
-    return Layout(mesh, P(*map(tuple, dims), flat=flat, at={tuple(names): place for names, place in at}))
+    return Layout(mesh, P(*map(tuple, dims), flat=flat, at={tuple(names): index for names, index in device}))
 
 
 @lru_cache(maxsize=1024)
@@ -229,19 +221,23 @@ def storable(layout: Layout) -> Layout:
 
 def validate_storable(leaves: Sequence[NamedLeaf]) -> None:
     """Raise, naming all leaves that a checkpoint cannot have."""
-    arrays = [(one.name, x) for one in leaves if is_array(one.value) for _, x in stored_parts(one.value)]
-    values = [(one.name, one.value) for one in leaves if not is_array(one.value)]
-    keys = [(one.name, entry[0]) for one in leaves for entry in one.path if isinstance(entry, list)]
-    wrong = [f"{name} has dtype {x.dtype}" for name, x in arrays if x.dtype not in DTYPES]
-    wrong += [
-        f"{name} has the key {key!r}, which must be a string or number" for name, key in keys if not _is_json(key)
-    ]
-    plain = [(name, x) for name, x in arrays if not isinstance(x, Sharded)]
-    wrong += [f"{name} is {no_dense(x)}" for name, x in plain if not is_dense(x)]
-    wrong += [f"{name} is a meta tensor, which has no values" for name, x in plain if x.is_meta]
-    wrong += [f"{name} must be a value of JSON; got {type(x).__name__}" for name, x in values if not _is_json(x)]
-    if wrong:
-        raise CheckpointError(f"These leaves cannot be saved: {'; '.join(wrong)}.")
+    errors = list[str]()
+    for leaf in leaves:
+        keys = [key[0] for key in leaf.path if isinstance(key, list) and not _is_json(key[0])]
+        errors += [f"{leaf.name} has the key {key!r}, which must be a string or number" for key in keys]
+        if not is_array(leaf.value):
+            kind = type(leaf.value).__name__
+            errors += [] if _is_json(leaf.value) else [f"{leaf.name} must be a value of JSON; got {kind}"]
+            continue
+        for _, x in stored_parts(leaf.value):
+            if x.dtype not in DTYPES:
+                errors.append(f"{leaf.name} has dtype {x.dtype}")
+            if not isinstance(x, Sharded) and not is_dense(x):
+                errors.append(f"{leaf.name} is {no_dense(x)}")
+            elif not isinstance(x, Sharded) and x.is_meta:
+                errors.append(f"{leaf.name} is a meta tensor, which has no values")
+    if errors:
+        raise CheckpointError(f"These leaves cannot be saved: {'; '.join(errors)}.")
 
 
 def _is_json(x: Any) -> bool:

@@ -54,7 +54,7 @@ def name_of(path: Path) -> str:
     >>> name_of(("state", "exp_avg", "blocks.3.w")), name_of(("groups", 0, [1]))
     ('state.exp_avg.blocks.3.w', 'groups.0.1')
     """
-    return ".".join(str(one[0]) if isinstance(one, list) else str(one) for one in path)
+    return ".".join(str(key[0]) if isinstance(key, list) else str(key) for key in path)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class JoinedArray:
     @property
     def shape(self) -> tuple[int, ...]:
         shape = [*self.parts[0].shape]
-        shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        shape[self.dim] = sum(array.shape[self.dim] for array in self.parts)
         return tuple(shape)
 
     @property
@@ -76,14 +76,14 @@ class JoinedArray:
 
 
 def stored_parts(x: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """Yield the arrays that are stored of one, and where each begins in it."""
+    """Yield the arrays that are stored of an array, and where each begins in it."""
     if not isinstance(x, JoinedArray):
         yield (0,) * x.ndim, x
         return
     start = 0
-    for part in x.parts:
-        yield tuple([start * (dim == x.dim) for dim in range(part.ndim)]), part
-        start += part.shape[x.dim]
+    for array in x.parts:
+        yield tuple([start * (dim == x.dim) for dim in range(array.ndim)]), array
+        start += array.shape[x.dim]
 
 
 def as_leaf(x: Any) -> Any:
@@ -94,28 +94,17 @@ def as_leaf(x: Any) -> Any:
     dim = getattr(type(x), "joined_dim", None)
     if dim is None:
         return x
-    first = x[0]
-    if all(part is first for part in x):
-        return first
-    if not all(isinstance(part, Tensor | Sharded) for part in x):
+    if all(array is x[0] for array in x):
+        return x[0]
+    if not all(isinstance(array, Tensor | Sharded) for array in x):
         return x
-    if all(part.ndim == 0 for part in x):
-        if all(torch.equal(a, b) for part in x for a, b in zip(_shards(part), _shards(first), strict=True)):
-            return first
+    if all(array.ndim == 0 for array in x):
+        shards = [array.shards if isinstance(array, Sharded) else (array,) for array in x]
+        if all(torch.equal(a, b) for row in shards for a, b in zip(row, shards[0], strict=True)):
+            return x[0]
         raise CheckpointError("the numbers of the parts of one weight must be equal; they have made other steps.")
-    others = {(part.dtype, *part.shape[:dim], None, *part.shape[dim + 1 :]) for part in x}
-    return JoinedArray(x, dim) if len(others) == 1 and first.ndim > dim else x
-
-
-def _shards(x: Any) -> Sequence[Tensor]:
-    return x.shards if isinstance(x, Sharded) else (x,)
-
-
-def _as_node(own: Any, x: Any) -> Any:
-    """Return a leaf of the form of a node that `as_leaf` has replaced."""
-    if not hasattr(type(own), "joined_dim"):
-        return x
-    return type(own)(*(x.parts if isinstance(x, JoinedArray) else [x] * len(own)))
+    kinds = {(array.dtype, *array.shape[:dim], None, *array.shape[dim + 1 :]) for array in x}
+    return JoinedArray(x, dim) if len(kinds) == 1 and x[0].ndim > dim else x
 
 
 def is_array(x: Any) -> bool:
@@ -133,11 +122,6 @@ def is_object(x: Any) -> bool:
 class SummandArray(Sharded):
     """An unreduced array as its summands along a first dim, in the same memory; their number may differ on another mesh."""
 
-    @staticmethod
-    def of(x: Sharded) -> SummandArray:
-        summands = stack(x, x.spec.unreduced)
-        return SummandArray(summands.shape, summands.layout, summands.shards)
-
 
 def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Replace modules by their tensors, objects that have a `sharded_state` by it, and unreduced arrays by their summands.
@@ -150,27 +134,21 @@ def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     if all(x is state for x, (state, _) in zip(leaves, pairs, strict=True)):
         return tree, lambda result: result
 
-    def closed(result: PyTree) -> PyTree:
+    def close(result: PyTree) -> PyTree:
         values = zip(pairs, structure.flatten_up_to(result), strict=True)
-        return _optree.tree_unflatten(structure, [close(value) for (_, close), value in values])
+        return _optree.tree_unflatten(structure, [close_leaf(value) for (_, close_leaf), value in values])
 
-    return _optree.tree_unflatten(structure, [state for state, _ in pairs]), closed
+    return _optree.tree_unflatten(structure, [state for state, _ in pairs]), close
 
 
 def _opened_leaf(x: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return the tree that is stored of a leaf, and the function that returns the leaf from such a tree, in its memory."""
     if isinstance(x, Sharded) and x.spec.unreduced:
-        return SummandArray.of(x), lambda result: x
-    if not is_object(x):
-        return x, lambda result: result
-    if hasattr(x, "sharded_state"):
-        state, closed = opened(x.sharded_state())
-
-        def load(result: Any) -> Any:
-            x.load_sharded_state(closed(result))
-            return x
-
-        return state, load
+        summands = stack(x, x.spec.unreduced)
+        return SummandArray(summands.shape, summands.layout, summands.shards), lambda result: x
+    if is_object(x) and hasattr(x, "sharded_state"):
+        state, close = opened(x.sharded_state())
+        return state, lambda result: (x.load_sharded_state(close(result)), x)[1]
     state = dict(x.state_dict(keep_vars=True)) if isinstance(x, nn.Module) else {}
     if state and all(map(is_array, state.values())):
         return state, lambda result: x
@@ -188,19 +166,22 @@ def leaves_of(tree: PyTree) -> list[NamedLeaf]:
 
 
 def flattened(tree: PyTree) -> tuple[list[NamedLeaf], Callable[[Sequence[Any]], PyTree]]:
-    """Return the leaves of a tree, without empty containers, and a function that puts others in their place."""
+    """Return the leaves of a tree, without empty containers, and the function that returns a tree of other leaves."""
     leaves = [leaf for leaf in leaves_of(tree) if not (isinstance(leaf.value, dict | list) and not leaf.value)]
-    own, structure = _optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    return leaves, lambda values: _optree.tree_unflatten(
-        structure, [_as_node(x, value) for x, value in zip(own, values, strict=True)]
-    )
+    nodes, structure = _optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+
+    def as_node(node: Any, x: Any) -> Any:
+        """Return a leaf in the form of the node of parts that it is of."""
+        if not hasattr(type(node), "joined_dim"):
+            return x
+        return type(node)(*(x.parts if isinstance(x, JoinedArray) else [x] * len(node)))
+
+    return leaves, lambda values: _optree.tree_unflatten(structure, [*map(as_node, nodes, values)])
 
 
 def _walk(node: Any, path: Path) -> Iterator[NamedLeaf]:
-    if is_array(node) or isinstance(node, PLAIN) or is_object(node):
-        yield NamedLeaf(path, node)
-        return
-    if (leaf := as_leaf(node)) is not node:
+    leaf = as_leaf(node)
+    if leaf is not node or is_array(node) or isinstance(node, PLAIN) or is_object(node):
         yield NamedLeaf(path, leaf)
         return
     if isinstance(node, list | tuple) and _are_stages(node):
@@ -237,16 +218,16 @@ def build(items: Sequence[tuple[Path, Any]]) -> PyTree:
     """
     if len(items) == 1 and items[0][0] == ():
         return items[0][1]
-    below: dict[Any, list[tuple[Path, Any]]] = {}
+    children: dict[Any, list[tuple[Path, Any]]] = {}
     for path, value in items:
         if not path:
             raise CheckpointError("a leaf of the checkpoint is a container of others. Give a target to restore into.")
         key = path[0]
-        below.setdefault(("key", key[0]) if isinstance(key, list) else key, []).append((path[1:], value))
-    built = {key: build(rest) for key, rest in below.items()}
-    if built and all(isinstance(key, int) for key in built):
-        return [built[key] for key in sorted(built)]
-    return {key[1] if isinstance(key, tuple) else key: x for key, x in built.items()}
+        children.setdefault(("key", key[0]) if isinstance(key, list) else key, []).append((path[1:], value))
+    trees = {key: build(child) for key, child in children.items()}
+    if trees and all(isinstance(key, int) for key in trees):
+        return [trees[key] for key in sorted(trees)]
+    return {key[1] if isinstance(key, tuple) else key: x for key, x in trees.items()}
 
 
 def shaped(tree: PyTree, like: PyTree) -> PyTree:
@@ -256,23 +237,20 @@ def shaped(tree: PyTree, like: PyTree) -> PyTree:
     {'betas': (1, 2), 'lr': [3]}
     """
     if isinstance(tree, dict):
-        own = like if isinstance(like, dict) else {}
-        made = {key: shaped(x, own.get(key)) for key, x in tree.items()}
-        return type(like)(made) if isinstance(like, Counter) else made
+        inner = like if isinstance(like, dict) else {}
+        result = {key: shaped(x, inner.get(key)) for key, x in tree.items()}
+        return type(like)(result) if isinstance(like, Counter) else result
     if isinstance(tree, list):
-        own = like if isinstance(like, list | tuple) and len(like) == len(tree) else [None] * len(tree)
-        made = [shaped(x, one) for x, one in zip(tree, own, strict=True)]
-        return tuple(made) if isinstance(like, tuple) else made
+        inner = like if isinstance(like, list | tuple) and len(like) == len(tree) else [None] * len(tree)
+        items = [*map(shaped, tree, inner)]
+        return tuple(items) if isinstance(like, tuple) else items
     return tree
 
 
-def validate_unique(leaves: Sequence[NamedLeaf], what: str) -> None:
+def validate_unique(leaves: Sequence[NamedLeaf], subject: str) -> None:
     """Raise if leaves that are different have one name."""
-    seen: dict[str, NamedLeaf] = {}
-    repeated: dict[str, None] = {}
-    for leaf in leaves:
-        first = seen.setdefault(leaf.name, leaf)
-        if first.value is not leaf.value or first.path != leaf.path:
-            repeated[leaf.name] = None
+    firsts = dict[str, NamedLeaf]()
+    pairs = [(leaf, firsts.setdefault(leaf.name, leaf)) for leaf in leaves]
+    repeated = dict.fromkeys(x.name for x, first in pairs if first.value is not x.value or first.path != x.path)
     if repeated:
-        raise CheckpointError(f"{what}: names must be of one leaf each; got several called {', '.join(repeated)}.")
+        raise CheckpointError(f"{subject}: names must be of one leaf each; got several called {', '.join(repeated)}.")

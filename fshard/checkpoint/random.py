@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from fshard.checkpoint.snapshot import calling_device
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.runtimes.launchers import process_count, process_index
-from fshard.mesh.spmd.scope import here
 from fshard.transforms.reproducible.randomness import folded
 
 _ROOM = 8192
@@ -41,39 +39,43 @@ class RandomState:
     takes_any_shape = True  # load_state_dict gets the rows of all devices
 
     def __init__(self, *generators: torch.Generator | np.random.Generator | random.Random) -> None:
-        self._given = [_generator(one) for one in generators]
+        self._extra = [*map(_generator, generators)]
 
     def _generators(self) -> dict[str, _Generator]:
-        """Return all generators by place and kind; the current GPU may be another than before."""
-        gpu, hidden = torch.cuda, (np.random.mtrand, random)
-        near = [gpu.current_device()] if gpu.is_available() else []  # initialises the generators of GPUs
-        own = [torch.default_generator, hidden[0]._rand, hidden[1]._inst]  # pyright: ignore
-        found = [*map(_generator, own), *self._given, *[_generator(gpu.default_generators[one]) for one in near]]
-        return {f"{place}.{one.kind}": one for place, one in enumerate(found)}
+        """Return all generators by number and kind; the current GPU may be another than before."""
+        numpy_generator, python_generator = np.random.mtrand._rand, random._inst  # pyright: ignore
+        shared = map(_generator, (torch.default_generator, numpy_generator, python_generator))
+        generators = [*shared, *self._extra]
+        if torch.cuda.is_available():
+            index = torch.cuda.current_device()  # initialises the generators of GPUs
+            generators.append(_generator(torch.cuda.default_generators[index]))
+        return {f"{number}.{generator.kind}": generator for number, generator in enumerate(generators)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of bytes of each state, and the rows."""
-        states, mesh = {name: _as_bytes(one.get()) for name, one in self._generators().items()}, _devices()[0]
+        states = {name: _as_bytes(x.get()) for name, x in self._generators().items()}
         rows: Any = torch.cat([*states.values()])[None]
-        if mesh is not None:
-            rows = Sharded((mesh.size, rows.numel()), Layout(mesh, P("device")), (rows,))
+        runtime, size, _ = calling_device()
+        if runtime:
+            layout = Layout(Mesh((("device", size),), runtime, "cpu"), P("device"))
+            rows = Sharded((size, rows.numel()), layout, (rows,))
         return {"sizes": [[name, len(state)] for name, state in states.items()], "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set all generators; that of a GPU if both sides have one."""
-        own, rows, device = self._generators(), state["rows"], _devices()[1]
+        generators, rows, device = self._generators(), state["rows"], calling_device()[2]
         if isinstance(rows, Sharded):  # as it was returned
             rows, device = rows.shards[0], 0
         sizes = dict(state["sizes"])
-        saved, wanted = ([name for name in names if not name.endswith("cuda")] for names in (sizes, own))
+        saved, wanted = ([name for name in names if not name.endswith("cuda")] for names in (sizes, generators))
         if saved != wanted:
             raise CheckpointError(f"RandomState must have the generators {', '.join(saved)}; got {', '.join(wanted)}.")
         for name, column in zip(sizes, rows.split([*sizes.values()], 1), strict=True):
             row, is_common = column[device % len(column)].clone(), bool((column == column[0]).all())
-            if name in own and (device < len(column) or (is_common and len(column) > 1)):
-                own[name].set(row if name.endswith(("cpu", "cuda")) else json.loads(row.numpy().tobytes()))
-            elif name in own:
-                own[name].seed(folded(row.numpy().tobytes().hex(), device, name) >> 1)
+            if name in generators and (device < len(column) or (is_common and len(column) > 1)):
+                generators[name].set(row if name.endswith(("cpu", "cuda")) else json.loads(row.numpy().tobytes()))
+            elif name in generators:
+                generators[name].seed(folded(row.numpy().tobytes().hex(), device, name) >> 1)
 
 
 class _Generator(NamedTuple):
@@ -85,19 +87,20 @@ class _Generator(NamedTuple):
     seed: Callable[[int], Any]
 
 
-def _generator(one: Any) -> _Generator:
-    if isinstance(one, torch.Generator):
-        return _Generator(one.device.type, one.get_state, one.set_state, one.manual_seed)
-    if isinstance(one, random.Random):
-        return _Generator("Random", one.getstate, lambda x: one.setstate((x[0], tuple(x[1]), x[2])), one.seed)
-    if isinstance(one, np.random.RandomState):
-        get = partial(one.get_state, legacy=False)
-        return _Generator("RandomState", get, one.set_state, lambda seed: one.seed(seed % (1 << 32)))
-    if isinstance(one, np.random.Generator):
-        bits: Any = one.bit_generator
-        put = partial(setattr, bits, "state")
-        return _Generator(type(bits).__name__, lambda: bits.state, put, lambda seed: put(type(bits)(seed).state))
-    raise TypeError(f"RandomState: generators must be of torch, numpy or Python; got {type(one).__name__}.")
+def _generator(x: Any) -> _Generator:
+    if isinstance(x, torch.Generator):
+        return _Generator(x.device.type, x.get_state, x.set_state, x.manual_seed)
+    if isinstance(x, random.Random):
+        return _Generator("Random", x.getstate, lambda state: x.setstate((state[0], tuple(state[1]), state[2])), x.seed)
+    if isinstance(x, np.random.RandomState):
+        get = partial(x.get_state, legacy=False)
+        return _Generator("RandomState", get, x.set_state, lambda seed: x.seed(seed % (1 << 32)))
+    if isinstance(x, np.random.Generator):
+        bits: Any = x.bit_generator
+        set_state = partial(setattr, bits, "state")
+        seed = lambda seed: set_state(type(bits)(seed).state)  # noqa: E731
+        return _Generator(type(bits).__name__, lambda: bits.state, set_state, seed)
+    raise TypeError(f"RandomState: generators must be of torch, numpy or Python; got {type(x).__name__}.")
 
 
 def _as_bytes(state: Any) -> Tensor:
@@ -105,13 +108,3 @@ def _as_bytes(state: Any) -> Tensor:
         return state
     text = json.dumps(state, default=lambda x: x.tolist(), separators=(",", ":"))
     return torch.frombuffer(bytearray(text.encode().ljust(_ROOM)), dtype=torch.uint8)
-
-
-def _devices() -> tuple[Mesh | None, int]:
-    """Return the mesh of all devices, None if the caller is no device of several, and its number."""
-    scope = here()
-    if scope is not None:
-        return Mesh((("device", scope.mesh.root_size),), scope.mesh.runtime, "cpu"), scope.device
-    if dist.is_initialized():
-        return Mesh((("device", process_count()),), "process", "cpu"), process_index()
-    return None, 0

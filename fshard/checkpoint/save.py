@@ -26,10 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fshard.checkpoint.division import ArrayEntry
 from fshard.checkpoint.files import (
     DigestWriter,
-    attempt,
     bytes_of,
     digest,
     disk,
@@ -37,6 +35,7 @@ from fshard.checkpoint.files import (
     is_locked,
     locked_folder,
     make_folder,
+    named_errors,
     write_file,
 )
 from fshard.checkpoint.index import INDEX, Index, WriterFiles, as_text, read_sealed, sealed
@@ -48,7 +47,7 @@ from fshard.mesh.runtimes.launchers import process_count, process_index
 from fshard.mesh.runtimes.process import has_ended
 from fshard.mesh.spmd.scope import here
 
-OWN_FILE = re.compile(r"[0-9a-f]{11,}-[0-9]+\.(safetensors|json|failed|index)(\.tmp)?")
+_SAVE_FILE = re.compile(r"[0-9a-f]{11,}-[0-9]+\.(safetensors|json|failed|index)(\.tmp)?")
 """The names of the files of a save: they begin with its token."""
 PAUSE = 0.002
 """Seconds between two looks at the folder."""
@@ -117,33 +116,34 @@ def next_token() -> str:
     return f"{run}{next(_counts.setdefault(run, count())):x}" if run else secrets.token_hex(7)
 
 
-def write(folder: Path, taken: TreeSnapshot, token: str, timeout: float) -> None:
+def write(folder: Path, tree: TreeSnapshot, token: str, timeout: float) -> None:
     """Write the shares of the devices held here, and wait until the checkpoint is complete."""
-    text, failed = taken.index.body(), None
+    text, device, failure = tree.index.body(), min(tree.shares), None
     with ExitStack() as locks:
         try:
-            attempt(lambda: make_folder(folder), f"{folder} cannot be made")
-            if (index := folder / INDEX).is_file() and not index.read_bytes().startswith(b'{"xxh3":'):
-                raise CheckpointError(f"{index} must be that of a checkpoint, or absent. Save elsewhere.")
-            for device in taken.shares:
-                what = f"{folder}: device {device} cannot write"
-                attempt(lambda device=device: _write_share(folder, taken, device, token, text, locks), what)
+            with named_errors(f"{folder} cannot be made"):
+                make_folder(folder)
+                if (index := folder / INDEX).is_file() and not index.read_bytes().startswith(b'{"xxh3":'):
+                    raise CheckpointError(f"{index} must be that of a checkpoint, or absent. Save elsewhere.")
+            for writer in tree.shares:
+                with named_errors(f"{folder}: device {writer} cannot write"):
+                    _write_share(folder, tree, writer, token, text, locks)
         except BaseException as error:
-            failed = error
+            failure = error
             with suppress(OSError):
-                for name in [f"{token}-{device}" for device in taken.shares]:  # to free a full disk
+                for name in [f"{token}-{writer}" for writer in tree.shares]:  # to free a full disk
                     if not (folder / f"{name}.json").exists():
                         disk.unlink(folder / f"{name}.safetensors")
-            _mark_failed(folder, token, min(taken.shares), error)
+            _mark_failed(folder, token, device, error)
         meet()
-        if failed is not None:
-            raise failed
-        what, device = f"{folder} cannot be committed", min(taken.shares)
-        attempt(lambda: _commit(folder, taken.index, text, token, device, timeout), what)
+        if failure is not None:
+            raise failure
+        with named_errors(f"{folder} cannot be committed"):
+            _commit(folder, tree.index, text, token, device, timeout)
 
 
 def _mark_failed(folder: Path, token: str, device: int, error: BaseException | str) -> None:
-    """Leave a file from which the other devices learn that one has failed."""
+    """Leave a file from which the other devices learn that this device has failed."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder / f"{token}-{device}.failed"
@@ -161,20 +161,19 @@ def meet() -> None:
         pmax(torch.zeros(1), tuple(scope.axes))
 
 
-def _write_share(folder: Path, taken: TreeSnapshot, device: int, token: str, text: str, locks: ExitStack) -> None:
+def _write_share(folder: Path, tree: TreeSnapshot, device: int, token: str, text: str, locks: ExitStack) -> None:
     """Write the data of one device and its manifest; `locks` releases the data."""
-    index, parts = taken.index, taken.shares[device]
-    named = [(_key(index.arrays[part.array]), index.arrays[part.array].dtype, part.shape) for part in parts]
-    header = header_of(named)
+    arrays, ranges = tree.index.arrays, tree.shares[device]
+    header = header_of((arrays[x.array].data_name, arrays[x.array].dtype, x.shape) for x in ranges)
     file = DigestWriter(folder / f"{token}-{device}.safetensors")
     locks.callback(file.release)
     file.write(header)
-    for part in parts:
-        if part.values.device.type == "cpu":
-            file.write(bytes_of(part.values))
+    for values in (x.values for x in ranges):
+        if values.device.type == "cpu":
+            file.write(bytes_of(values))
             continue
-        for values in part.values.split(max(1, _STEP // part.values.itemsize)):
-            file.write(bytes_of(values.cpu()))
+        for chunk in values.split(max(1, _STEP // values.itemsize)):
+            file.write(bytes_of(chunk.cpu()))
     file.close()
     manifest = {
         "device": device,
@@ -182,86 +181,77 @@ def _write_share(folder: Path, taken: TreeSnapshot, device: int, token: str, tex
         "header": len(header),
         "index": digest(text.encode()),
         "digests": file.digests,
-        "replicas": taken.replicas[device],
-        "metrics": index.metrics,
+        "replicas": tree.replicas[device],
+        "metrics": tree.index.metrics,
     }
     write_file(folder / f"{token}-{device}.json", sealed(as_text(manifest)))
 
 
-def _key(entry: ArrayEntry) -> str:
-    """Return the name of an array in a data file."""
-    return entry.name if entry.shape == entry.full_shape else f"{entry.name}@{','.join(map(str, entry.offset))}"
-
-
 def _commit(folder: Path, index: Index, text: str, token: str, device: int, timeout: float) -> None:
     """Write the index as soon as all manifests are there, or wait for the device that does."""
-    wanted = {f"{token}-{number}.json": number for number in range(index.devices)}
-    look, end = time.monotonic() + 1, time.monotonic() + timeout
+    manifests = {f"{token}-{writer}.json": writer for writer in range(index.devices)}
+    check, end = time.monotonic() + 1, time.monotonic() + timeout
     while True:
-        found = {*os.listdir(folder)}
-        failed = sorted(name for name in found if name.startswith(f"{token}-") and name.endswith(".failed"))
-        if failed:
-            texts = "; ".join((folder / name).read_text() for name in failed)
+        names = {*os.listdir(folder)}
+        if marks := sorted(name for name in names if name.startswith(f"{token}-") and name.endswith(".failed")):
+            texts = "; ".join((folder / name).read_text() for name in marks)
             raise CheckpointError(f"{folder} is not saved, since another device failed: {texts}")
-        missing = wanted.keys() - found
+        missing = [writer for name, writer in manifests.items() if name not in names]
         if not missing:
             break
         if hasattr(sys, "last_value") and not threading.main_thread().is_alive():
             raise CheckpointError(f"{folder} is not saved: this process ended by an error before all had written.")
-        late, reason = [number for name, number in wanted.items() if name in missing], ""
+        reason = ""
         if time.monotonic() > end:
-            reason = f"after {timeout} s there is no manifest of devices {', '.join(map(str, late))}."
-        elif time.monotonic() > look:
-            look = time.monotonic() + 1
-            ended = [str(number) for number in late if _has_ended(folder, index, token, number, device)]
+            reason = f"after {timeout} s there is no manifest of devices {', '.join(map(str, missing))}."
+        elif time.monotonic() > check:
+            check = time.monotonic() + 1
+            ended = [str(writer) for writer in missing if _has_ended(folder, index, token, writer, device)]
             reason = f"the processes of devices {', '.join(ended)} have ended." if ended else ""
         if reason:
             _mark_failed(folder, token, device, reason)  # so that those do not commit it later
             raise CheckpointError(f"{folder} is not saved: {reason}")
         time.sleep(PAUSE)
     with locked_folder(folder):
-        if not is_committed(folder, token):
+        committed = (folder / INDEX).read_bytes() if (folder / INDEX).exists() else b""
+        if f'"{token}-0.json"'.encode() not in committed:
             _write_index(folder, index, text, token, device)
         _validate_files(folder, token, index, {INDEX})
 
 
-def _has_ended(folder: Path, index: Index, token: str, number: int, device: int) -> bool:
-    """Return True if the process of a device has ended: its link is closed, or its data unlocked, where locks work."""
-    files = [folder / f"{token}-{one}.safetensors" for one in (number, device)]
-    is_unlocked = files[0].exists() and not is_locked(files[0]) and is_locked(files[1])
-    return is_unlocked or (index.devices == process_count() and has_ended(number))
+def _has_ended(folder: Path, index: Index, token: str, writer: int, device: int) -> bool:
+    """Return True if the process of a writer has ended: its link is closed, or its data unlocked, where locks work."""
+    file, locked_file = (folder / f"{token}-{number}.safetensors" for number in (writer, device))
+    is_unlocked = file.exists() and not is_locked(file) and is_locked(locked_file)
+    return is_unlocked or (index.devices == process_count() and has_ended(writer))
 
 
 def _validate_files(folder: Path, token: str, index: Index, names: set[str]) -> None:
     files = {f"{token}-{device}.{kind}" for device in range(index.devices) for kind in ("safetensors", "json")}
-    if lost := (files | names) - {*os.listdir(folder)}:
-        raise CheckpointError(f"{folder} is not saved: another job uses it, and has removed {', '.join(sorted(lost))}.")
+    if missing := sorted((files | names) - {*os.listdir(folder)}):
+        raise CheckpointError(f"{folder} is not saved: another job uses it, and has removed {', '.join(missing)}.")
 
 
 def _write_index(folder: Path, index: Index, text: str, token: str, device: int) -> None:
-    writers, others, metrics = list[WriterFiles](), list[int](), dict[str, float]()
-    replicas = list[list[str]]()
-    for number in range(index.devices):
-        name = f"{token}-{number}"
-        found = read_sealed(folder / f"{name}.json")
-        own = digest(as_text(found).encode())
-        writers.append(WriterFiles(f"{name}.safetensors", found["size"], found["header"], f"{name}.json", own))
-        replicas.append(found["replicas"])
-        others += [number] * (found["index"] != digest(text.encode()))
-        metrics = found["metrics"] if number == 0 else metrics
-    if others:
+    manifests = [read_sealed(folder / f"{token}-{writer}.json") for writer in range(index.devices)]
+    body_digest = digest(text.encode())
+    if unequal := [str(writer) for writer, x in enumerate(manifests) if x["index"] != body_digest]:
         raise CheckpointError(
-            f"{folder} is not saved: devices {', '.join(map(str, others))} have other names, shapes, layouts or values than "
+            f"{folder} is not saved: devices {', '.join(unequal)} have other names, shapes, layouts or values than "
             f"device {device}. Plain tensors and values must be equal on all."
         )
-    if differences := _differences(index, replicas):
+    if differences := _differences(index, [manifest["replicas"] for manifest in manifests]):
         raise CheckpointError(
             f"{folder} is not saved: replicated arrays must be equal on all devices; got others of "
             f"{'; '.join(differences[:20])}. Average or broadcast them; save random states as fs.RandomState()."
         )
     _validate_files(folder, token, index, set())
     disk.fsync_folder(folder)  # with the names of all files
-    aside = folder / f"{token}-{device}.index"
+    writers = [
+        WriterFiles(f"{name}.safetensors", x["size"], x["header"], f"{name}.json", digest(as_text(x).encode()))
+        for name, x in ((f"{token}-{writer}", manifest) for writer, manifest in enumerate(manifests))
+    ]
+    aside, metrics = folder / f"{token}-{device}.index", manifests[0]["metrics"]
     write_file(aside, sealed(f'{text[:-1]},"metrics":{as_text(metrics)},"writers":{as_text(writers)}}}'))
     disk.rename(aside, folder / INDEX)
     disk.fsync_folder(folder)
@@ -275,27 +265,17 @@ def _differences(index: Index, replicas: Sequence[Sequence[str]]) -> list[str]:
     """Return the arrays whose shards differ between devices that have the same one, by their digests, and these devices."""
     texts = list[str]()
     for number, entry in enumerate(index.arrays if any(row != replicas[0] for row in replicas) else ()):
-        first, others = dict[int, int](), dict[int, list[int]]()
+        firsts, unequal = dict[int, int](), defaultdict[int, list[int]](list)
         for device, row in enumerate(replicas if entry.replicas > 1 else ()):
-            like = first.setdefault(entry.shard_number(device), device)
-            if row[number] != replicas[like][number]:
-                others.setdefault(like, []).append(device)
-        texts += [f"{entry.name} on devices {', '.join(map(str, [like, *row]))}" for like, row in others.items()]
+            first = firsts.setdefault(entry.shard_number(device), device)
+            if row[number] != replicas[first][number]:
+                unequal[first].append(device)
+        texts += [f"{entry.name} on devices {', '.join(map(str, [first, *row]))}" for first, row in unequal.items()]
     return texts
-
-
-def is_committed(folder: Path, token: str) -> bool:
-    """Return True if the index of a folder is that of the save with this token."""
-    with suppress(FileNotFoundError):
-        return f'"{token}-0.json"'.encode() in (folder / INDEX).read_bytes()
-    return False
 
 
 def ended_saves(folder: Path) -> list[str]:
     """Return the files of saves of which no process is in progress, complete or not."""
-    saves: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(os.listdir(folder)):
-        if OWN_FILE.fullmatch(name):
-            saves[name.partition("-")[0]].append(name)
-    locked = {token for token, names in saves.items() if any(is_locked(folder / name) for name in names)}
-    return [name for token, names in saves.items() if token not in locked for name in names]
+    files = [name for name in sorted(os.listdir(folder)) if _SAVE_FILE.fullmatch(name)]
+    locked = {name.partition("-")[0] for name in files if is_locked(folder / name)}
+    return [name for name in files if name.partition("-")[0] not in locked]

@@ -20,14 +20,14 @@ def export_all(path):
     """Export in each format; return the errors of exports to a path that is taken, and of one that its writer cannot end."""
     mesh = fs.make_mesh({"data": 2})
     layouts = {"a.w": P("data"), "b.w": P.flat("data"), "c": P()}
-    given = {"a.w": torch.arange(12.0).reshape(4, 3), "b.w": torch.arange(7.0), "c": torch.tensor(3)}
-    params = {name: fs.device_put(x, fs.Layout(mesh, layouts[name])) for name, x in given.items()}
+    tensors = {"a.w": torch.arange(12.0).reshape(4, 3), "b.w": torch.arange(7.0), "c": torch.tensor(3)}
+    params = {name: fs.device_put(x, fs.Layout(mesh, layouts[name])) for name, x in tensors.items()}
     for to in ("hf", "dcp", "torch", "safetensors"):
         fs.export(path / to, {**params, "d": torch.ones(2)}, to=to)
     errors = []
-    for at, options in ((path, {}), (path, {"to": "torch"}), (path / "x", {"config": {"k": {1}}})):
+    for target, options in ((path, {}), (path, {"to": "torch"}), (path / "x", {"config": {"k": {1}}})):
         try:
-            fs.export(at, params, timeout=30, **options)
+            fs.export(target, params, timeout=30, **options)
         except (fs.errors.CheckpointError, TypeError) as error:
             errors.append(str(error))
     return errors

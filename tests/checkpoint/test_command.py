@@ -44,8 +44,8 @@ def test_verify_names_each_damaged_range_and_missing_file(tmp_path, capsys):
     assert main(["checkpoint", "verify", str(saved)]) == 0
     assert "bytes are as they were written" in capsys.readouterr().out
     files = sorted(saved.glob("*.safetensors"))
-    for place in (10, (4 << 20) + 5):
-        flip(files[0], place)
+    for offset in (10, (4 << 20) + 5):
+        flip(files[0], offset)
     files[1].write_bytes(files[1].read_bytes()[:-1])
     files[2].unlink()
     sorted(saved.glob("*.json"))[-2].write_text("{}")
@@ -59,9 +59,9 @@ def test_verify_names_each_damaged_range_and_missing_file(tmp_path, capsys):
     assert "index.json is not as it was written" in capsys.readouterr().out
 
 
-def flip(path, place):
+def flip(path, offset):
     data = bytearray(path.read_bytes())
-    data[place] ^= 1
+    data[offset] ^= 1
     path.write_bytes(data)
 
 
@@ -69,17 +69,20 @@ def flip(path, place):
 def test_convert_writes_what_restore_reads(to, saved, tmp_path, capsys):
     only = ["--only", "params"] if to in ("hf", "safetensors") else []
     assert main(["checkpoint", "convert", "--to", to, *only, str(saved), str(tmp_path / "out")]) == 0
-    want, found = fs.restore(saved, only="params" if only else None), fs.restore(tmp_path / "out")
+    want, converted = fs.restore(saved, only="params" if only else None), fs.restore(tmp_path / "out")
     if only:
         want.pop("wte.w")  # tied: written once
     else:
-        assert found["params"]["head.w"].equal(found["params"].pop("wte.w")) and [found["steps"], found["name"]] == [
+        assert converted["params"]["head.w"].equal(converted["params"].pop("wte.w")) and [
+            converted["steps"],
+            converted["name"],
+        ] == [
             120,
             "gpt",
         ]
-        want, found = want["params"], found["params"]
+        want, converted = want["params"], converted["params"]
         want.pop("wte.w")
-    assert found.keys() == want.keys() and all(torch.equal(found[name], x) for name, x in want.items())
+    assert converted.keys() == want.keys() and all(torch.equal(converted[name], x) for name, x in want.items())
     assert (
         main(["checkpoint", "inspect", str(tmp_path / "out")])
         == main(["checkpoint", "verify", str(tmp_path / "out")])
@@ -95,8 +98,8 @@ def test_convert_chains_foreign_formats(tmp_path):
             main(["checkpoint", "convert", "--to", to, str(tmp_path / str(number)), str(tmp_path / str(number + 1))])
             == 0
         )
-    found = load_file(tmp_path / "4")
-    assert found["a.w"].equal(torch.arange(6.0).reshape(2, 3)) and found["n"] == 3
+    tensors = load_file(tmp_path / "4")
+    assert tensors["a.w"].equal(torch.arange(6.0).reshape(2, 3)) and tensors["n"] == 3
 
 
 def test_errors_are_lines_with_a_status(tmp_path, capsys):

@@ -30,8 +30,8 @@ def tree():
 
 
 def whole():
-    made = tree()
-    return {**made, "tie": made["a"]}
+    target = tree()
+    return {**target, "tie": target["a"]}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def saved(tmp_path_factory):
     """The names and bytes of the files of a checkpoint, and what it has."""
     path = tmp_path_factory.mktemp("saved")
     fs.save(path, whole(), metrics={"loss": 0.5})
-    return {one.name: one.read_bytes() for one in sorted(path.iterdir())}, flat(fs.restore(path))
+    return {file.name: file.read_bytes() for file in sorted(path.iterdir())}, flat(fs.restore(path))
 
 
 def flat(restored):
@@ -69,26 +69,26 @@ def outcome(path):
 def corrupted(data, chance):
     """Flip a bit, cut the end, swap two ranges, repeat or remove a range."""
     size, kind = len(data), chance.randrange(5)
-    at, other = sorted(chance.sample(range(size), 2))
-    length = chance.randint(1, max(1, min(64, other - at, size - other)))
+    start, second_start = sorted(chance.sample(range(size), 2))
+    length = chance.randint(1, max(1, min(64, second_start - start, size - second_start)))
     if kind == 0:
-        return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
+        return data[:start] + bytes([data[start] ^ 1 << chance.randrange(8)]) + data[start + 1 :]
     if kind == 1:
-        return data[:at]
+        return data[:start]
     if kind == 2:
-        one, two = data[at : at + length], data[other : other + length]
-        return data[:at] + two + data[at + length : other] + one + data[other + length :]
+        first, second = data[start : start + length], data[second_start : second_start + length]
+        return data[:start] + second + data[start + length : second_start] + first + data[second_start + length :]
     if kind == 3:
-        return data + data[at : at + length]
-    return data[:at] + data[at + length :]
+        return data + data[start : start + length]
+    return data[:start] + data[start + length :]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_250_corruptions_of_any_file_are_detected(seed, saved, tmp_path):
     contents, _ = saved
-    chance, found = random.Random(seed), 0
+    chance, count = random.Random(seed), 0
     written(tmp_path, contents)
-    while found < 250:
+    while count < 250:
         name = chance.choice([*contents])
         data = corrupted(contents[name], chance)
         if data == contents[name]:
@@ -96,32 +96,20 @@ def test_250_corruptions_of_any_file_are_detected(seed, saved, tmp_path):
         (tmp_path / name).write_bytes(data)
         assert outcome(tmp_path) is None, (name, len(data))
         (tmp_path / name).write_bytes(contents[name])
-        found += 1
-
-
-def test_every_bit_of_small_files_matters(saved, tmp_path):
-    contents, _ = saved
-    written(tmp_path, contents)
-    for name in contents:
-        for at in range(0, len(contents[name]), 7):
-            data = bytearray(contents[name])
-            data[at] ^= 1 << at % 8
-            (tmp_path / name).write_bytes(data)
-            assert outcome(tmp_path) is None, (name, at)
-        (tmp_path / name).write_bytes(contents[name])
+        count += 1
 
 
 def test_swapped_and_missing_files_are_detected(saved, tmp_path):
     contents, expected = saved
     names = [*contents]
     assert outcome(written(tmp_path / "as is", contents)) == expected
-    for one in names:
-        path = written(tmp_path / f"no {one}", {name: data for name, data in contents.items() if name != one})
-        assert outcome(path) is None, one
-        for other in names:
-            if contents[one] != contents[other]:
-                both = {**contents, one: contents[other], other: contents[one]}
-                assert outcome(written(tmp_path / f"{one} {other}", both)) is None, (one, other)
+    for first in names:
+        path = written(tmp_path / f"no {first}", {name: data for name, data in contents.items() if name != first})
+        assert outcome(path) is None, first
+        for second in names:
+            if contents[first] != contents[second]:
+                both = {**contents, first: contents[second], second: contents[first]}
+                assert outcome(written(tmp_path / f"{first} {second}", both)) is None, (first, second)
 
 
 def test_all_incomplete_files_are_named(saved, tmp_path):
@@ -133,7 +121,7 @@ def test_all_incomplete_files_are_named(saved, tmp_path):
     manifest.unlink()
     with pytest.raises(CheckpointError) as error:
         fs.restore(path)
-    assert all(one.name in str(error.value) for one in [*data, manifest])
+    assert all(file.name in str(error.value) for file in [*data, manifest])
 
 
 def test_all_corrupt_files_are_named_with_their_bytes(tmp_path):
@@ -189,26 +177,26 @@ def fused(index):
 
 def grown(index):
     index["arrays"][0][1] = [1 << 40, 8]
-    for one in index["writers"]:
-        one[1] += (1 << 42) - 24
+    for writer in index["writers"]:
+        writer[1] += (1 << 42) - 24
 
 
 @pytest.mark.parametrize(
     "change", [resized(1 << 40, 8), resized(1 << 70, 0), resized(-12, -8), resized(12.0, 8), resized(), fused, grown]
 )
-@pytest.mark.parametrize("how", ["plain", "rules", "target"])
-def test_index_allocates_no_more_than_files_hold(change, how, saved, tmp_path, monkeypatch):
-    made = torch.empty
+@pytest.mark.parametrize("kind", ["plain", "rules", "target"])
+def test_index_allocates_no_more_than_files_hold(change, kind, saved, tmp_path, monkeypatch):
+    empty = torch.empty
 
     def small(*shape, **options):
-        found = made(*shape, **{**options, "device": "meta"})
-        assert found.numel() < 1000
-        return made(*shape, **options)
+        x = empty(*shape, **{**options, "device": "meta"})
+        assert x.numel() < 1000
+        return empty(*shape, **options)
 
     path = manipulated(tmp_path, saved[0], change)
     monkeypatch.setattr(torch, "empty", small)
     mesh = fs.make_mesh({"data": 2})
-    target = {"plain": {}, "rules": {"target": fs.fsdp("data"), "mesh": mesh}, "target": {"target": whole()}}[how]
+    target = {"plain": {}, "rules": {"target": fs.fsdp("data"), "mesh": mesh}, "target": {"target": whole()}}[kind]
     with pytest.raises(CheckpointError):
         fs.restore(path, **target)
 
@@ -219,6 +207,7 @@ def test_index_allocates_no_more_than_files_hold(change, how, saved, tmp_path, m
         [([6, 8], [0, 0]), ([6, 8], [0, 0])],
         [([6, 8], [0, 0]), ([6, 8], [5, 0])],
         [([6, 8], [0, 0]), ([6, 8], [7, 0])],
+        [([6, 8], [0, 0]), ([4, 8], [6, 0])],
         [([4, 8], [0, 0]), ([4, 8], [0, 0]), ([4, 8], [8, 0])],
     ],
 )
@@ -235,10 +224,10 @@ def test_manifest_of_another_size_is_refused(saved, tmp_path):
     path = written(tmp_path, saved[0])
     manifest = next(path.glob("*-1.json"))
     for change in ({"digests": []}, {"digests": "x"}, {"size": 1}, {"digests": [[]]}):
-        found = {**read_sealed(manifest), **change}
-        (path / manifest.name).write_bytes(sealed(as_text(found)))
+        content = {**read_sealed(manifest), **change}
+        (path / manifest.name).write_bytes(sealed(as_text(content)))
         index = read_sealed(path / "index.json")
-        index["writers"][1][4] = digest(as_text(found).encode())
+        index["writers"][1][4] = digest(as_text(content).encode())
         (path / "index.json").write_bytes(sealed(as_text(index)))
         with pytest.raises(CheckpointError, match=f"{manifest.name} is not what fs.save writes"):
             fs.restore(path)
@@ -264,13 +253,13 @@ def places(node, path=()):
 def test_fuzzed_index_is_refused_or_restores(data, saved, tmp_path_factory):
     """One or two places of the JSON are replaced, removed or repeated: a clear error, or a tree; no other error."""
     contents, _ = saved
-    name = data.draw(st.sampled_from([one for one in contents if one.endswith(".json")]))
+    name = data.draw(st.sampled_from([file for file in contents if file.endswith(".json")]))
     path = written(tmp_path_factory.mktemp("fuzz"), contents)
-    found = {"all": read_sealed(path / name)}
+    document = {"all": read_sealed(path / name)}
     for _ in range(data.draw(st.integers(1, 2))):
-        *above, last = ("all", *data.draw(st.sampled_from([*places(found["all"])])))
-        node = found
-        for key in above:
+        *parents, last = ("all", *data.draw(st.sampled_from([*places(document["all"])])))
+        node = document
+        for key in parents:
             node = node[key]
         kind = data.draw(st.sampled_from(["replace", "near", "remove", "repeat"]))
         if kind == "replace" or last == "all":
@@ -281,9 +270,9 @@ def test_fuzzed_index_is_refused_or_restores(data, saved, tmp_path_factory):
             node.append(copy.deepcopy(node[last]))
         else:
             del node[last]
-        if not isinstance(found.get("all"), dict):
+        if not isinstance(document.get("all"), dict):
             break
-    (path / name).write_bytes(sealed(as_text(found["all"])))
+    (path / name).write_bytes(sealed(as_text(document["all"])))
     for target in ({}, {"target": whole()}):
         text = f"{path} is restored, which is no error"
         try:
@@ -337,4 +326,4 @@ def test_a_failed_restore_leaves_the_target_as_it_was(write, runtime, tmp_path):
         target = fs.device_put(target, layout)
     with pytest.raises(CheckpointError):
         fs.restore(tmp_path / "7", target)
-    assert all(not fs.unshard(one).any() for one in target.values())
+    assert all(not fs.unshard(x).any() for x in target.values())

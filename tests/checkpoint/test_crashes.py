@@ -42,10 +42,10 @@ def loaded(path):
         with pytest.raises(CheckpointError, match="is no checkpoint"):
             fs.restore(path)
         return None
-    found = fs.restore(path)
-    value = found["step"]
+    restored = fs.restore(path)
+    value = restored["step"]
     for name, x in tree(value).items():
-        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(fs.unshard(x))), name
+        assert torch.equal(torch.as_tensor(restored[name]), torch.as_tensor(fs.unshard(x))), name
     return value
 
 
@@ -78,7 +78,7 @@ class FragileDisk(files.Disk):
                 self.bytes[path.stat().st_ino] = self.last[path.stat().st_ino] = path.read_bytes()
 
     def _now(self, path):
-        return {one.name: (one.stat().st_ino, one.is_dir()) for one in path.iterdir()}
+        return {entry.name: (entry.stat().st_ino, entry.is_dir()) for entry in path.iterdir()}
 
     def _turn(self, name):
         with self.lock:
@@ -109,8 +109,8 @@ class FragileDisk(files.Disk):
 
     def fsync(self, file):
         self._turn("fsync")
-        found = os.fstat(file).st_ino
-        self.bytes[found] = self.last.get(found, b"")
+        inode = os.fstat(file).st_ino
+        self.bytes[inode] = self.last.get(inode, b"")
 
     def rename(self, old, new):
         self._turn("rename")
@@ -128,29 +128,29 @@ class FragileDisk(files.Disk):
         self._turn("fsync_folder")
         self.entries[path.stat().st_ino] = self._now(path)
 
-    def lose(self, how):
+    def lose(self, loss):
         """Return a copy of the root without what was not fsynced: "bytes" of files, "names" in folders, "some" names, "all"."""
-        top, known = self.root.stat().st_ino, {}
+        top, entries = self.root.stat().st_ino, {}
         for path in [self.root, *self.root.rglob("*")]:
             if path.is_dir():
-                known[path.stat().st_ino] = self._now(path)
-        kept = self.last if how == "names" else self.bytes
+                entries[path.stat().st_ino] = self._now(path)
+        contents = self.last if loss == "names" else self.bytes
         choose = random.Random(len(self.calls))
 
         def build(path, number):
             path.mkdir()
-            old, new = self.entries.get(number, {}), known.get(number, {})
-            found = new if how == "bytes" else old
-            if how == "some":
+            old, new = self.entries.get(number, {}), entries.get(number, {})
+            names = new if loss == "bytes" else old
+            if loss == "some":
                 sides = {name: choose.choice([old, new]) for name in sorted({*old, *new})}
-                found = {name: side[name] for name, side in sides.items() if name in side}
-            for name, (inner, is_folder) in found.items():
+                names = {name: side[name] for name, side in sides.items() if name in side}
+            for name, (inner, is_folder) in names.items():
                 if is_folder:
                     build(path / name, inner)
                 else:
-                    (path / name).write_bytes(kept.get(inner, b""))
+                    (path / name).write_bytes(contents.get(inner, b""))
 
-        copy = self.root.with_name(f"{self.root.name}-{how}")
+        copy = self.root.with_name(f"{self.root.name}-{loss}")
         build(copy, top)
         return copy
 
@@ -189,7 +189,7 @@ def saved(path, value, devices, inside):
 
 
 CASES = pytest.mark.parametrize(
-    ("devices", "inside", "over"), [(1, False, False), (1, False, True), (2, False, True), (2, True, True)]
+    ("devices", "inside", "exists"), [(1, False, False), (1, False, True), (2, False, True), (2, True, True)]
 )
 """Writers, whether each is a device inside of `fs.run`, and whether there is a checkpoint already."""
 
@@ -197,11 +197,11 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-def test_crash_at_any_change_keeps_the_last_checkpoint(devices, inside, over, tmp_path, use):
+def test_crash_at_any_change_keeps_the_last_checkpoint(devices, inside, exists, tmp_path, use):
     use(QuickDisk())
     before = tmp_path / "before"
     (before / "runs").mkdir(parents=True)
-    if over:
+    if exists:
         saved(before / "runs" / "7", 1, devices, inside=False)
     ended, number = False, 0
     while not ended:
@@ -215,22 +215,22 @@ def test_crash_at_any_change_keeps_the_last_checkpoint(devices, inside, over, tm
             number += 1
         use(QuickDisk())
         for copy in (root, *map(disk.lose, LOSSES)):
-            assert loaded(copy / "runs" / "7") in ((2,) if ended else (1, 2) if over else (None, 2)), disk.calls
+            assert loaded(copy / "runs" / "7") in ((2,) if ended else (1, 2) if exists else (None, 2)), disk.calls
         saved(root / "runs" / "7", 3, devices, inside=False)  # which removes what the other left
         assert loaded(root / "runs" / "7") == 3 and len([*(root / "runs" / "7").iterdir()]) == 2 * devices + 1
-    assert {"open_new", "write", "fsync", "rename", "fsync_folder", "unlink" if over else "make_folder"} <= {
+    assert {"open_new", "write", "fsync", "rename", "fsync_folder", "unlink" if exists else "make_folder"} <= {
         *disk.calls
     }
 
 
 @CASES
-def test_error_at_any_change_keeps_the_last_checkpoint(devices, inside, over, tmp_path, use):
+def test_error_at_any_change_keeps_the_last_checkpoint(devices, inside, exists, tmp_path, use):
     """An error before the commit is raised, and the folder has what it had; after it the new checkpoint loads."""
     for number in range(1000):
         path = tmp_path / str(number) / "7"
         path.parent.mkdir()
         use(QuickDisk())
-        if over:
+        if exists:
             saved(path, 1, devices, inside=False)
         disk = use(FragileDisk(path.parent, number))
         failed = None
@@ -240,7 +240,7 @@ def test_error_at_any_change_keeps_the_last_checkpoint(devices, inside, over, tm
             failed = str(error)
         use(QuickDisk())
         assert failed is None or "No space left" in failed
-        assert loaded(path) in ((2,) if failed is None else (1, 2) if over else (None, 2))
+        assert loaded(path) in ((2,) if failed is None else (1, 2) if exists else (None, 2))
         saved(path, 3, devices, inside=False)
         assert loaded(path) == 3 and len([*path.iterdir()]) == 2 * devices + 1
         if number >= len(disk.calls):
@@ -256,7 +256,7 @@ def test_failed_save_frees_the_disk(tmp_path, use):
     use(FragileDisk(tmp_path, write))
     with pytest.raises(CheckpointError, match="No space left"):
         fs.save(tmp_path, tree(2))
-    assert all(one.stat().st_size < 1000 for one in {*tmp_path.iterdir()} - before)
+    assert all(file.stat().st_size < 1000 for file in {*tmp_path.iterdir()} - before)
     assert loaded(tmp_path) == 1
 
 
@@ -350,12 +350,12 @@ def one_fails(path):
     """A save of which process 1 cannot write its data; then one that process 1 does not call; the errors of both."""
     import torch.distributed as dist
 
-    own, texts = tree(2, 2), list[str]()
+    arrays, texts = tree(2, 2), list[str]()
     rank = dist.get_rank()
     for module in MODULES:
         module.disk = FragileDisk(Path(path).parent, 3 if rank else None)
     try:
-        fs.save(path, own, timeout=20)
+        fs.save(path, arrays, timeout=20)
     except CheckpointError as error:
         texts.append(str(error))
     for module in MODULES:
@@ -363,13 +363,13 @@ def one_fails(path):
     dist.barrier()
     if rank == 0:
         try:
-            fs.save(path, own, timeout=0.2)
+            fs.save(path, arrays, timeout=0.2)
         except CheckpointError as error:
             texts.append(str(error))
     dist.barrier()
     if rank == 1:  # it arrives after the other has given up
         try:
-            fs.save(path, own, timeout=0.2)
+            fs.save(path, arrays, timeout=0.2)
         except CheckpointError as error:
             texts.append(str(error))
     return texts
@@ -388,7 +388,7 @@ def test_failed_and_late_processes_raise_everywhere_and_commit_nothing(tmp_path)
 
 def dies(path, is_direct):
     """Save, but not on process 1: it ends before it has a file, or before its file is complete."""
-    own, disk = tree(2, 2), files.Disk()
+    arrays, disk = tree(2, 2), files.Disk()
     if torch.distributed.get_rank():
         disk.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         for module in MODULES:
@@ -397,7 +397,7 @@ def dies(path, is_direct):
             os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     try:
-        fs.save(path / "7", own, timeout=60)
+        fs.save(path / "7", arrays, timeout=60)
     except CheckpointError as error:
         (path / "error").write_text(f"{time.monotonic() - began:.1f} {error}")
 

@@ -25,13 +25,13 @@ def small():
 
 
 def digests(data):
-    return [xxhash.xxh3_64_hexdigest(data[at : at + 64]) for at in range(0, len(data), 64)]
+    return [xxhash.xxh3_64_hexdigest(data[start : start + 64]) for start in range(0, len(data), 64)]
 
 
 def written(path, parts):
     file = files.DigestWriter(path)
-    for part in parts:
-        file.write(part)
+    for chunk in parts:
+        file.write(chunk)
     file.close()
     return file
 
@@ -73,10 +73,10 @@ def test_header_has_ranges_of_all_tensors_and_is_aligned(kinds):
     size = int.from_bytes(header[:8], "little")
     assert len(header) == 8 + size and len(header) % 16 == 0
     end = 0
-    for (name, found), (number, (dtype, shape)) in zip(json.loads(header[8:]).items(), enumerate(kinds), strict=True):
+    for (name, entry), (number, (dtype, shape)) in zip(json.loads(header[8:]).items(), enumerate(kinds), strict=True):
         size = torch.Size(shape).numel() * dtype.itemsize
-        assert name == f"é{number}" and found["data_offsets"] == [end, end + size]
-        assert found["shape"] == [*shape, *([2] if dtype.is_complex else [])]
+        assert name == f"é{number}" and entry["data_offsets"] == [end, end + size]
+        assert entry["shape"] == [*shape, *([2] if dtype.is_complex else [])]
         end += size
 
 
@@ -84,7 +84,7 @@ def test_small_file_is_replaced_at_once(tmp_path):
     path = tmp_path / "x"
     for data in (b"a" * 100, b""):
         files.write_file(path, data)
-        assert path.read_bytes() == data and [one.name for one in tmp_path.iterdir()] == ["x"]
+        assert path.read_bytes() == data and [file.name for file in tmp_path.iterdir()] == ["x"]
 
 
 @given(st.binary(min_size=2, max_size=200), st.data())

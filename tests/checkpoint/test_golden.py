@@ -43,7 +43,7 @@ def tree():
         {"2.weight": put(numbers(4, 6, dtype=torch.bfloat16), P(None, "data", at={"pipe": 1})), "3.weight": tied},
     ]
     state = State({"owner": put(numbers(5, 3), P(at={("pipe", "data"): 3}))}, torch.tensor(9.0))
-    rest = {
+    layouts = {
         "flat": put(numbers(4, 5, dtype=torch.float64), P("pipe", flat="data")),
         "both": put(numbers(8, dtype=torch.complex64), P(("data", "pipe"))),
         "replicated": put(numbers(3, 3, dtype=torch.int16), P()),
@@ -53,7 +53,7 @@ def tree():
         "host": numbers(11, dtype=torch.uint8),
     }
     values = {"none": None, "number": 1.5, "text": "ü", "list": [1, [], {}], 5: {True: "key"}}
-    return {"params": params, "state": state, "rest": rest, "values": values}
+    return {"params": params, "state": state, "rest": layouts, "values": values}
 
 
 def store(path):
@@ -70,24 +70,24 @@ NAMES = {
 
 @pytest.mark.parametrize("folder", sorted(GOLDEN.parent.iterdir()), ids=lambda folder: folder.name)
 def test_golden_folder_restores_bit_for_bit(folder):
-    into, expected = tree(), {one.name: fs.unshard(one.value) for one in leaves_of(tree())}
+    into, expected = tree(), {leaf.name: fs.unshard(leaf.value) for leaf in leaves_of(tree())}
     assert sorted(expected) == [f"{top}.{name}" for top, names in NAMES.items() for name in names]
     for leaf in leaves_of(into):
         for x in getattr(leaf.value, "shards", [leaf.value] if isinstance(leaf.value, torch.Tensor) else []):
             x.fill_(1)
-    for found in (fs.restore(folder, into), fs.restore(folder)):
-        leaves = {one.name: fs.unshard(one.value) for one in leaves_of(found)}
+    for restored in (fs.restore(folder, into), fs.restore(folder)):
+        leaves = {leaf.name: fs.unshard(leaf.value) for leaf in leaves_of(restored)}
         assert leaves.keys() == expected.keys()
         for name, x in leaves.items():
-            same = torch.equal(x, expected[name]) if isinstance(x, torch.Tensor) else x == expected[name]
-            assert same and type(x) is type(expected[name]), name
+            is_equal = torch.equal(x, expected[name]) if isinstance(x, torch.Tensor) else x == expected[name]
+            assert is_equal and type(x) is type(expected[name]), name
     assert read_index(folder).metrics == {"loss": 0.25}
 
 
 def test_todays_files_are_those_of_the_golden_folder(tmp_path):
     store(tmp_path)
-    files = sorted(one.name for one in GOLDEN.iterdir())
-    assert files == sorted(one.name for one in tmp_path.iterdir())
+    files = sorted(file.name for file in GOLDEN.iterdir())
+    assert files == sorted(file.name for file in tmp_path.iterdir())
     for name in files:
         if name.endswith(".safetensors"):
             assert (GOLDEN / name).read_bytes() == (tmp_path / name).read_bytes(), name
@@ -97,13 +97,13 @@ def test_todays_files_are_those_of_the_golden_folder(tmp_path):
 
 def test_golden_data_files_are_safetensors():
     torch_safe = pytest.importorskip("safetensors.torch")
-    found = {}
+    sizes = {}
     for path in sorted(GOLDEN.glob("*.safetensors")):
         for name, x in torch_safe.load_file(path).items():
-            found[name] = found.get(name, 0) + x.numel() * x.element_size()
+            sizes[name] = sizes.get(name, 0) + x.numel() * x.element_size()
     tied = "params.3.weight"
-    arrays = {one.name: one.value for one in leaves_of(tree()) if hasattr(one.value, "shape") and one.name != tied}
-    assert found == {name: fs.unshard(x).nbytes for name, x in arrays.items() if fs.unshard(x).nbytes}
+    arrays = {leaf.name: leaf.value for leaf in leaves_of(tree()) if hasattr(leaf.value, "shape") and leaf.name != tied}
+    assert sizes == {name: fs.unshard(x).nbytes for name, x in arrays.items() if fs.unshard(x).nbytes}
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ def put(x, layout):
     """Place a leaf, also in an uneven layout, as layouts of parameters are."""
     shards = []
     for device in local_devices(layout.mesh):
-        own = tuple(slice(*one) for one in layout.block(tuple(x.shape), device))
-        shard = x[own] if layout.has_any(device) else x.new_empty(layout.local_shape(tuple(x.shape), device))
+        indices = tuple(slice(*bounds) for bounds in layout.block(tuple(x.shape), device))
+        shard = x[indices] if layout.has_any(device) else x.new_empty(layout.local_shape(tuple(x.shape), device))
         if layout.spec.is_flat:
             shard = shard.reshape(-1)
             shard = shard[slice(*layout.ranges(tuple(x.shape), device)[0])] if layout.has_any(device) else shard
@@ -110,7 +110,7 @@ def made(name):
 
 def shards(tree):
     """All shards of all leaves by their names."""
-    return {one.name: getattr(one.value, "shards", [one.value]) for one in leaves_of(tree)}
+    return {leaf.name: getattr(leaf.value, "shards", [leaf.value]) for leaf in leaves_of(tree)}
 
 
 def bits(x):
@@ -135,31 +135,31 @@ def folder(tmp_path_factory):
     return top
 
 
-def wrong(names, folders):
+def differing_leaves(names, folders):
     """Restore all checkpoints into some layouts; return which leaves differ."""
-    found = []
+    differences = []
     for name in names:
         expected, into = shards(made(name)), made(name)
         for path in folders:
             restored = shards(fs.restore(path, blank(into)))
             assert restored.keys() == expected.keys()
-            found += [
+            differences += [
                 (name, path.name, key)
                 for key, values in restored.items()
                 if not all(map(torch.equal, map(bits, values), map(bits, expected[key])))
             ]
-    return found
+    return differences
 
 
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_every_leaf_is_restored_bit_for_bit(target, folder):
-    assert not wrong([target], [folder / name for name in LAYOUTS])
+    assert not differing_leaves([target], [folder / name for name in LAYOUTS])
 
 
 def test_checkpoints_of_all_layouts_have_the_same_bytes_in_total(folder):
     """Each byte is written once, and ties once."""
     sizes = {
-        name: sum(one.size - one.header for one in fs.checkpoint.index.read_index(folder / name).writers)
+        name: sum(writer.size - writer.header for writer in fs.checkpoint.index.read_index(folder / name).writers)
         for name in LAYOUTS
     }
     arrays = {id(x): x.nbytes for x in map(torch.as_tensor, fs.mesh.layout.flatten(odd_tree())[0])}
@@ -183,9 +183,9 @@ def test_processes_restore_what_others_and_virtual_devices_saved(folder):
     run_processes(save_on_processes, 2, str(folder), ON_TWO)
     every = sorted(folder.iterdir())
     assert len(every) == 16 + 8
-    assert run_processes(wrong, 4, ON_FOUR, every) == [[]] * 4
-    assert run_processes(wrong, 2, ON_TWO, every) == [[]] * 2
-    assert not wrong(["plain", "zero data=3", "owners of rows"], every)
+    assert run_processes(differing_leaves, 4, ON_FOUR, every) == [[]] * 4
+    assert run_processes(differing_leaves, 2, ON_TWO, every) == [[]] * 2
+    assert not differing_leaves(["plain", "zero data=3", "owners of rows"], every)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -237,9 +237,9 @@ def begin(axes, zero, stages=0, rules=None, owners=False):
     return step, {"params": params, "state": opt.init(params)}
 
 
-def go(step, run, turns):
-    for turn in turns:
-        seed = torch.Generator().manual_seed(turn)
+def go(step, run, seeds):
+    for number in seeds:
+        seed = torch.Generator().manual_seed(number)
         words = torch.randint(0, 7, (24, 2), generator=seed)
         params, state, _ = step(run["params"], run["state"], (words[:, 0], words[:, 1]))
         run = {"params": params, "state": state}
@@ -247,8 +247,8 @@ def go(step, run, turns):
 
 
 def by_name(run):
-    found = {one.name: fs.unshard(one.value) for one in leaves_of(run) if is_array(one.value)}
-    return {name: x for name, x in found.items() if not name.endswith("7.weight")}  # tied to 0.weight
+    arrays = {leaf.name: fs.unshard(leaf.value) for leaf in leaves_of(run) if is_array(leaf.value)}
+    return {name: x for name, x in arrays.items() if not name.endswith("7.weight")}  # tied to 0.weight
 
 
 RUNS = {
@@ -276,10 +276,10 @@ def test_next_steps_are_those_of_the_uninterrupted_run(target, owners, runs):
     saved, expected = uninterrupted(owners)
     for name in KINDS[owners]:
         run = fs.restore(top / name, into)
-        found = by_name(run)
-        assert found.keys() == saved.keys() and all(torch.equal(found[key], saved[key]) for key in found), name
-    found = by_name(go(step, run, range(2, 5)))
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+        arrays = by_name(run)
+        assert arrays.keys() == saved.keys() and all(torch.equal(arrays[key], saved[key]) for key in arrays), name
+    arrays = by_name(go(step, run, range(2, 5)))
+    assert all(torch.equal(arrays[key], expected[key]) for key in expected)
 
 
 @pytest.fixture(scope="module")

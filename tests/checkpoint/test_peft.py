@@ -18,10 +18,10 @@ def logits(model):
 
 def plain(model):
     """Return GPT-2 without LoRA layers, with the frozen weights of a model that has them."""
-    base, own = tiny("gpt2"), dict(model.named_parameters())
+    base, params = tiny("gpt2"), dict(model.named_parameters())
     for name, x in base.named_parameters():
-        above, _, last = name.rpartition(".")
-        x.data = own.get(f"{above}.base_layer.{last}", own.get(name)).data.clone()
+        parent, _, last = name.rpartition(".")
+        x.data = params.get(f"{parent}.base_layer.{last}", params.get(name)).data.clone()
     return base
 
 
@@ -32,8 +32,8 @@ def test_peft_reads_our_adapters(name, tmp_path):
     with reachable("peft"):
         from peft import PeftModel
 
-        theirs = PeftModel.from_pretrained(plain(model), tmp_path / "adapter")
-        assert torch.equal(logits(theirs), logits(model))
+        peft_model = PeftModel.from_pretrained(plain(model), tmp_path / "adapter")
+        assert torch.equal(logits(peft_model), logits(model))
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,14 @@ def test_adapters_of_peft_are_restored(name, more, tmp_path):
         from peft import LoraConfig, get_peft_model
 
         options = {key: getattr(config, key) for key in ("r", "lora_alpha", "bias", "target_modules")}
-        theirs = get_peft_model(plain(base), LoraConfig(**options, modules_to_save=[*config.modules_to_save] or None))
-        for x in theirs.parameters():
+        peft_model = get_peft_model(
+            plain(base), LoraConfig(**options, modules_to_save=[*config.modules_to_save] or None)
+        )
+        for x in peft_model.parameters():
             if x.requires_grad:
                 torch.nn.init.normal_(x)
-        theirs.save_pretrained(tmp_path)
-        want = logits(theirs)
+        peft_model.save_pretrained(tmp_path)
+        want = logits(peft_model)
     model = fs.nn.lora(base, config)
     params = fs.shard_params(fs.functionalize(model)[1], fs.fsdp("data"), mesh=mesh())
     params, differences = fs.restore(tmp_path, params, strict=False)

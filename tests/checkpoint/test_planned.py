@@ -22,9 +22,9 @@ def trained(layers, kind=fs.optim.adamw):
 
     With layers=0 there is no plan.
     """
-    module, (given, labels) = model_of("GPT-2"), inputs_of("GPT-2")
+    module, (inputs, labels) = model_of("GPT-2"), inputs_of("GPT-2")
     mesh = fs.make_mesh({"data": 2, "model": layers or 1})
-    plan = fs.tensor_parallel(module, axis="model", sample=given, check=False) if layers else None
+    plan = fs.tensor_parallel(module, axis="model", sample=inputs, check=False) if layers else None
     apply, params, buffers = fs.functionalize(module, plan=plan)
     full = (lambda x: x) if plan is None else plan.full
 
@@ -38,7 +38,7 @@ def trained(layers, kind=fs.optim.adamw):
     step = fs.train_step(loss, opt, mesh=mesh, batch=P("data"), local=local)
     state = opt.init(params)
     for _ in range(STEPS):
-        params, state, _ = step(params, state, {"given": given, "labels": labels})
+        params, state, _ = step(params, state, {"given": inputs, "labels": labels})
     return {"params": params, "state": state}
 
 
@@ -55,9 +55,9 @@ def cleared(tree):
     return tree
 
 
-@pytest.mark.parametrize(("one", "other"), [(2, 0), (0, 2), (2, 4), (4, 2), (2, 2)])
-def test_fused_weights_are_restored_under_any_plan(one, other, tmp_path):
-    saved, target = trained(one), cleared(trained(other))
+@pytest.mark.parametrize(("source_devices", "target_devices"), [(2, 0), (0, 2), (2, 4), (4, 2), (2, 2)])
+def test_fused_weights_are_restored_under_any_plan(source_devices, target_devices, tmp_path):
+    saved, target = trained(source_devices), cleared(trained(target_devices))
     fs.save(tmp_path, saved)
     torch.testing.assert_close(full_by_name(fs.restore(tmp_path, target)), full_by_name(saved), rtol=0, atol=0)
     assert fs.restore(tmp_path)["params"]["transformer.h.0.attn.c_attn.weight"].shape == (32, 96)
@@ -66,8 +66,8 @@ def test_fused_weights_are_restored_under_any_plan(one, other, tmp_path):
 def test_restored_counts_continue(tmp_path):
     """The count of a fused weight is that of each part."""
     fs.save(tmp_path, trained(0))
-    found = fs.restore(tmp_path, cleared(trained(2)))["state"]["step"]["transformer.h.0.attn.c_attn.weight"]
-    assert [int(x) for x in found] == [STEPS] * 3
+    counts = fs.restore(tmp_path, cleared(trained(2)))["state"]["step"]["transformer.h.0.attn.c_attn.weight"]
+    assert [int(x) for x in counts] == [STEPS] * 3
 
 
 def test_state_of_other_shapes_is_restored_under_the_plan(tmp_path):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fshard.checkpoint.copying import Block, Span, copy
+from fshard.checkpoint.copying import copy, full_span
 from fshard.checkpoint.index import INDEX
+from fshard.checkpoint.names import NamedLeaf, leaves_of, name_of, validate_unique
 from fshard.checkpoint.names import Path as TreePath
-from fshard.checkpoint.names import is_array, leaves_of, name_of, validate_unique
-from fshard.checkpoint.source import OwnFolder, Source, StoredArray, Target, what_is_there
+from fshard.checkpoint.source import SavedFolder, Source, StoredArray, Target, explain_absence
 from fshard.errors import CheckpointError
 
 SAFETENSORS, TORCH, DCP = "model.safetensors", "pytorch_model.bin", ".metadata"
@@ -33,12 +32,12 @@ PEFT, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 def open_source(path: Path) -> Source:
     """Return the arrays of a folder or file of any format."""
     readers: Mapping[str, Callable[[Path], Source]] = {
-        INDEX: lambda _: OwnFolder(path),
+        INDEX: lambda _: SavedFolder(path),
         DCP: _distributed_checkpoint,
-        SAFETENSORS: lambda file: ForeignFiles(_tensors_of(load_file(file))),
-        f"{SAFETENSORS}.index.json": lambda file: ForeignFiles(_tensors_of(_indexed(file, load_file))),
-        TORCH: lambda file: ForeignFiles(*_torch_file(file)),
-        f"{TORCH}.index.json": lambda file: ForeignFiles(_tensors_of(_indexed(file, _torch_load))),
+        SAFETENSORS: lambda file: ForeignFiles(_by_name(load_file(file))),
+        f"{SAFETENSORS}.index.json": lambda file: ForeignFiles(_by_name(_indexed(file, load_file))),
+        TORCH: lambda file: ForeignFiles(_torch_leaves(file)),
+        f"{TORCH}.index.json": lambda file: ForeignFiles(_by_name(_indexed(file, _torch_load))),
         PEFT: _peft,
     }
     if path.is_file():
@@ -50,7 +49,7 @@ def open_source(path: Path) -> Source:
         if (path / name).is_file():
             with _named_errors(path / name):
                 return read(path / name)
-    raise CheckpointError(f"{path} is no checkpoint: {what_is_there(path)}.")
+    raise CheckpointError(f"{path} is no checkpoint: {explain_absence(path)}.")
 
 
 @contextmanager
@@ -65,48 +64,40 @@ def _named_errors(path: Path) -> Generator[None]:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {text}.") from error
 
 
-class ForeignFiles:
-    """A source: arrays, as mapped tensors or as functions that load them, and values."""
+class ForeignFiles(Source):
+    """Leaves of foreign files: tensors, values, and arrays that are loaded when they are read."""
 
     def __init__(
         self,
-        arrays: Iterable[tuple[StoredArray, Tensor | Callable[[], Tensor]]],
-        values: Iterable[tuple[TreePath, Any]] = (),
+        leaves: Iterable[NamedLeaf],
+        loaders: Sequence[tuple[StoredArray, Callable[[], Tensor]]] = (),
         partial: Sequence[str] | None = None,
     ) -> None:
-        self._tensors = {name_of(stored.path): (stored, x) for stored, x in arrays}
-        self.arrays = {name: stored for name, (stored, _) in self._tensors.items()}
-        self.values = {name_of(path): (path, value) for path, value in values}
-        self.ties, self.partial = dict[str, str](), partial
-        firsts = dict[Any, str]()
-        for name, (_, x) in self._tensors.items():
-            if isinstance(x, Tensor) and x.numel():
-                first = firsts.setdefault((x.data_ptr(), x.dtype, x.shape, x.stride()), name)
-                self.ties.update({name: first} if first != name else {})
-
-    def check(self) -> None: ...
+        self.arrays = {name_of(stored.path): stored for stored, _ in loaders}
+        self._load = {name_of(stored.path): load for stored, load in loaders}
+        values, ties, firsts = dict[str, tuple[TreePath, Any]](), dict[str, str](), dict[Any, str]()
+        for name, path, x in ((leaf.name, leaf.path, leaf.value) for leaf in leaves):
+            if not isinstance(x, Tensor):
+                values[name] = path, x
+                continue
+            self.arrays[name], self._load[name] = StoredArray(path, tuple(x.shape), x.dtype), x.detach
+            key = (x.data_ptr(), x.dtype, x.shape, x.stride()) if x.numel() else name
+            if (first := firsts.setdefault(key, name)) != name:
+                ties[name] = first
+        self.values, self.ties, self.partial = values, ties, partial
 
     def read(self, targets: Sequence[Target]) -> None:
         for copies in (False, True):  # all arrays are loaded once before any target is written
             for name in dict.fromkeys(target.name for target in targets):
-                stored, x = self._tensors[name]
-                flat = (x if isinstance(x, Tensor) else x()).reshape(-1)
+                x = self._load[name]().reshape(-1)
+                span = full_span(self.arrays[name].shape)
                 for target in targets if copies else ():
                     if target.name == name:
-                        copy(Span(block_of(stored.shape), 0, flat.numel()), flat, target.span, target.into)
+                        copy(span, x, target.span, target.memory)
 
 
-def block_of(shape: Sequence[int]) -> Block:
-    """Return the block of a full array."""
-    return tuple([(0, length) for length in shape]) or ((0, 1),)
-
-
-def _stored(path: TreePath, x: Tensor) -> tuple[StoredArray, Tensor]:
-    return StoredArray(path, tuple(x.shape), x.dtype), x
-
-
-def _tensors_of(tensors: Mapping[str, Tensor]) -> list[tuple[StoredArray, Tensor]]:
-    return [_stored((name,), x) for name, x in tensors.items()]
+def _by_name(tensors: Mapping[str, Tensor]) -> list[NamedLeaf]:
+    return [NamedLeaf((name,), x) for name, x in tensors.items()]
 
 
 def _indexed(index: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -125,8 +116,8 @@ def _indexed(index: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> dict[
 def _peft(path: Path) -> ForeignFiles:
     """Return the LoRA weights of an adapter of peft, by the names that `fs.nn.lora` gives them."""
     config = json.loads(path.with_name(PEFT_CONFIG).read_text())
-    others = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
-    unfit = [f"{key}={config[key]!r}" for key in others if config.get(key)]
+    options = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
+    unfit = [f"{key}={config[key]!r}" for key in options if config.get(key)]
     if config["peft_type"] != "LORA" or unfit:
         text = f"{path.parent} must be a LoRA adapter of one rank, with alpha / r as its scale"
         raise CheckpointError(f"{text}; got {', '.join([str(config['peft_type']), *unfit])}.")
@@ -134,21 +125,20 @@ def _peft(path: Path) -> ForeignFiles:
     for name, x in load_file(path).items():
         name = name.removeprefix("base_model.model.").replace(".lora_embedding_", ".lora_")
         tensors[name.removesuffix(".weight") if name.endswith((".lora_A.weight", ".lora_B.weight")) else name] = x
-    return ForeignFiles(_tensors_of(tensors), partial=["**.lora_A", "**.lora_B", *tensors])
+    return ForeignFiles(_by_name(tensors), partial=["**.lora_A", "**.lora_B", *tensors])
 
 
 def _torch_load(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def _torch_file(path: Path) -> tuple[list[tuple[StoredArray, Tensor]], list[tuple[TreePath, Any]]]:
+def _torch_leaves(path: Path) -> list[NamedLeaf]:
     leaves = leaves_of(_torch_load(path))
     validate_unique(leaves, str(path))
-    arrays = [(leaf.path, leaf.value) for leaf in leaves if is_array(leaf.value)]
-    if unfit := [f"{name_of(at)} is {x.layout}" for at, x in arrays if x.layout != torch.strided or x.is_quantized]:
+    tensors = [(leaf.name, leaf.value) for leaf in leaves if isinstance(leaf.value, Tensor)]
+    if unfit := [f"{name} is {x.layout}" for name, x in tensors if x.layout != torch.strided or x.is_quantized]:
         raise CheckpointError(f"{path}: tensors must be dense; got {', '.join(unfit[:20])}.")
-    values = [(leaf.path, leaf.value) for leaf in leaves if not is_array(leaf.value)]
-    return [_stored(at, x.detach()) for at, x in arrays], values
+    return leaves
 
 
 def _distributed_checkpoint(path: Path) -> ForeignFiles:
@@ -168,20 +158,16 @@ def _distributed_checkpoint(path: Path) -> ForeignFiles:
             reader.read_data(planner.create_local_plan(), planner).wait()
         return items
 
-    def load_array(name: str, stored: StoredArray) -> Tensor:
-        return load({name: torch.empty(stored.shape, dtype=stored.dtype)})[name]
-
-    paths = metadata.planner_data or {}
-    arrays, names = list[tuple[StoredArray, Any]](), list[str]()
+    paths = {name: tuple(path) for name, path in (metadata.planner_data or {}).items()}
+    loaders, names = list[tuple[StoredArray, Callable[[], Tensor]]](), list[str]()
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            stored = StoredArray(tuple(paths.get(name, (name,))), tuple(entry.size), entry.properties.dtype)
-            arrays.append((stored, partial(load_array, name, stored)))
+            x = StoredArray(paths.get(name, (name,)), tuple(entry.size), entry.properties.dtype)
+            loaders.append((x, lambda name=name, x=x: load({name: torch.empty(x.shape, dtype=x.dtype)})[name]))
         else:
             names.append(name)
     items = load(dict.fromkeys(names))
     leaves = [
-        ((*paths.get(name, (name,)), *leaf.path), leaf.value) for name in names for leaf in leaves_of(items[name])
+        NamedLeaf((*paths.get(name, (name,)), *x.path), x.value) for name in names for x in leaves_of(items[name])
     ]
-    arrays += [_stored(at, x) for at, x in leaves if is_array(x)]
-    return ForeignFiles(arrays, [(at, x) for at, x in leaves if not is_array(x)])
+    return ForeignFiles(leaves, loaders)
