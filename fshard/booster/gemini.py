@@ -86,11 +86,21 @@ class GeminiPlugin(ShardedPlugin):
     def placed(self, role: Role, tree: PyTree) -> PyTree:
         """Return new parameters or state in the memories of a static placement."""
         fraction = self.offload_param_frac if role == "parameters" else self.offload_optim_frac
-        if self.placement == "auto" or fraction in (0, 1):
+        if self.placement == "auto":
+            self._validate_host(sum(group_sizes({role: tree}).values()))
+            return tree
+        if fraction in (0, 1):
             return tree
         sizes = {group.unit: size for group, size in group_sizes({role: tree}).items()}
         chosen = _first(sizes, fraction)
         return in_memories(tree, role, {MemoryGroup(role, unit): _HOST[unit in chosen] for unit in sizes})
+
+    def _validate_host(self, needed: int) -> None:
+        if self.host is not None and needed > self.host:
+            raise MemoryLimitError(
+                f"GeminiPlugin: host memory must be at least {needed:,} bytes per device for what begins or stays there; got "
+                f"host={self.host:,}. Raise the limit, or shard over more devices."
+            )
 
     def placed_step(
         self, make: Callable[[UpdateOn], Any], params: PyTree, state: PyTree, buffers: PyTree, batch: PyTree
@@ -125,6 +135,8 @@ class GeminiPlugin(ShardedPlugin):
             size *= 1 + is_alone
             if size <= room:
                 to_device[group], room = "device", room - size
+        gradients = sum(of_params.values())
+        self._validate_host(gradients + sum(size for group, size in sizes.items() if group not in to_device))
         return "host", in_memories(params, "parameters", to_device), state
 
 

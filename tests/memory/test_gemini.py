@@ -165,6 +165,19 @@ def test_a_loop_returns_to_the_device_what_has_room():
         assert 0 < in_memory(params, "device") <= room
 
 
+def test_a_host_that_is_too_small_for_a_loop_raises():
+    """Before training for what begins there; after two steps for what stays there, gradients included."""
+    everything = looped(partial(GEMINI, device=1), 2)[0][1]
+    params, state = (in_memory(tree, "host") for tree in everything)
+    with pytest.raises(
+        fs.errors.MemoryLimitError, match=f"at least {params:,} bytes per device .*; got host={params - 1:,}"
+    ):
+        looped(partial(GEMINI, device=1, host=params - 1), 2)
+    with pytest.raises(fs.errors.MemoryLimitError, match=f"at least {2 * params + state:,} bytes"):
+        looped(partial(GEMINI, device=1, host=2 * params + state - 1), 2)
+    looped(partial(GEMINI, device=1, host=2 * params + state), 2)
+
+
 def test_evaluation_comes_first_and_lora_trains():
     def with_lora():
         torch.manual_seed(1)
