@@ -1,7 +1,7 @@
-"""`HybridParallelPlugin`: data, pipeline, sequence and tensor parallelism on one mesh.
+"""`HybridParallelPlugin`: data, pipeline, expert, sequence and tensor parallelism on one mesh.
 
-axis      "pipe"     "data"          "seq"        "model"; or those of another mode (`MODEL_AXES`), innermost
-shards    stages     batch, ZeRO     tokens       layers, by a plan: see `tensor_parallel`
+axis      "pipe"     "data"          "expert"           "seq"        "model"; or those of another mode (`MODEL_AXES`), innermost
+shards    stages     batch, ZeRO     batch, experts     tokens       layers, by a plan: see `tensor_parallel`
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from fshard.booster.plugins import Plugin
-from fshard.mesh.layout import Memory, Mesh
+from fshard.experts.module import MoE
+from fshard.experts.transformers import expert_rules
+from fshard.mesh.layout import Memory, Mesh, P
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.launchers import process_count
 from fshard.mesh.spmd.scope import here, outside
@@ -73,6 +75,8 @@ class HybridParallelPlugin(Plugin):
         tensor: number of devices that share each layer.
         tensor_mode: how: "1d" (Megatron), "2d" (a square of devices), "2.5d" (`tensor_depth` squares), "3d" (a cube).
         tensor_depth: of "2.5d".
+        experts: number of devices that share the experts of each layer, and have other samples: see `fs.experts`. Layers are
+            those of `fs.nn.MoE(axis="expert")` and of transformers; tensor and sequence must be 1.
         sequence: number of devices that share the tokens, dim 1 of all inputs.
         sequence_mode: the algorithm of their attention: see `fs.tensor.attention`; or "megatron": norms and dropout on
             shards of tokens, along the axis of the layers, with sequence=1.
@@ -93,6 +97,7 @@ class HybridParallelPlugin(Plugin):
     tensor: int = 1
     tensor_mode: Literal["1d", "2d", "2.5d", "3d"] = "1d"
     tensor_depth: int = 1
+    experts: int = 1
     sequence: int = 1
     sequence_mode: SequenceMode = "gather"
     zero_stage: Stage = 0
@@ -116,11 +121,15 @@ class HybridParallelPlugin(Plugin):
                 'sequence_mode="megatron" shards tokens along the axis of the layers, so it must have tensor > 1, '
                 f'tensor_mode="1d" and sequence=1; got {self.tensor}, "{self.tensor_mode}" and {self.sequence}'
             )
+        if self.experts > 1 and self.inner_axes():
+            errors.append(
+                f"experts={self.experts} must have tensor=1 and sequence=1; got {self.tensor} and {self.sequence}"
+            )
         if self.sync_batchnorm and (self.pipeline, self.tensor, self.sequence) != (1, 1, 1):
             errors.append("sync_batchnorm=True must have pipeline=1, tensor=1 and sequence=1")
         if self.mesh is not None and not errors:
             sizes = {self.pipeline_axis: 1, **self.mesh.shape}
-            expected = {self.pipeline_axis: self.pipeline, **self.inner_axes()}
+            expected = {self.pipeline_axis: self.pipeline, **self._expert_axis(), **self.inner_axes()}
             errors += [
                 f'"{axis}" of {self.mesh} must have size {size}, got {sizes.get(axis)}'
                 for axis, size in expected.items()
@@ -155,14 +164,17 @@ class HybridParallelPlugin(Plugin):
             return self.mesh
         scope, inner = here(), self.inner_axes()
         count = scope.mesh.root_size if scope is not None else process_count()
-        size = self.pipeline * prod(inner.values())
+        size = self.pipeline * self.experts * prod(inner.values())
         data = max(count // size, 1) if self.data is None else self.data
         if data * size != count:
             raise ValueError(
-                f"HybridParallelPlugin: data * pipeline * sequence * tensor must be the number of devices, {count}; got "
-                f"{data} * {self.pipeline} * {self.sequence} * {self.tensor} = {data * size}."
+                f"HybridParallelPlugin: data * pipeline * experts * sequence * tensor must be the number of devices, {count}; "
+                f"got {data} * {self.pipeline} * {self.experts} * {self.sequence} * {self.tensor} = {data * size}."
             )
-        return make_mesh({self.pipeline_axis: self.pipeline, "data": data, **inner})
+        return make_mesh({self.pipeline_axis: self.pipeline, "data": data, **self._expert_axis(), **inner})
+
+    def _expert_axis(self) -> dict[str, int]:
+        return {"expert": self.experts} if self.experts > 1 else {}
 
     def inner_axes(self) -> dict[str, int]:
         """Return the axes of tokens and layers, along which devices share samples."""
@@ -175,18 +187,20 @@ class HybridParallelPlugin(Plugin):
         return tuple([axis for axis in super().axes() if axis not in (self.pipeline_axis, *self.inner_axes())])
 
     def rules(self, within: Rules = None) -> Rules:
-        axes = self.axes()
+        axes, within = self.axes(), _spec_of_experts if self.experts > 1 else within
         return fsdp(axes, within=within) if self.zero_stage == 3 and axes else super().rules(within)
 
     def gradient_options(self) -> dict[str, Any]:
         options, inner = super().gradient_options(), self.inner_axes()
-        options |= {"local": tuple(inner)} if inner else {}
+        options |= {"local": (*self._expert_axis(), *inner)} if inner or self.experts > 1 else {}
         if self.in_stages():
             options |= {"schedule": self.plan(), "axis": self.pipeline_axis, "recompute": self.recompute}
         return options
 
     def split(self, model: nn.Module) -> Sequence[tuple[nn.Module, Plan | None]]:
         stages, plan = [model], self._layer_plan(model) if self.inner_axes() else None
+        if self.experts > 1 and not any(isinstance(layer, MoE) and layer.axis == "expert" for layer in model.modules()):
+            expert_rules(model, "expert")
         if self.in_stages():
             count, layers = len(self.plan().placement), cast(Any, model)
             stages = split_stages(layers, count, self.balance, sample=self.sample, blocks=cast(Any, self.blocks))
@@ -216,3 +230,8 @@ class HybridParallelPlugin(Plugin):
                 sequence=sequence,
                 sequence_mode=self.sequence_mode if sequence is not None else "gather",
             )
+
+
+def _spec_of_experts(path: str, leaf: Any) -> P:
+    """Return the spec of a leaf: what is in a layer's `experts` is sharded by its first dim."""
+    return P("expert") if "experts" in path.split(".") else P()

@@ -22,10 +22,11 @@ def parallel(config: Mapping[str, Any] | str | PathLike[str], **plugin_options: 
 
     Args:
         config: a dict, or the path of a TOML file, with any of `data` (the number of devices with other samples; by
-            default all that are left), `pipeline` (the number of stages, or dict(size=)) and `tensor`: a dict of `size`,
-            `mode` ("1d", "2d", "2.5d", "3d", or "sequence": tokens are sharded, with ring self-attention) and `depth`, of
-            "2.5d". They may be in a table named "parallel". Inside `fs.run`, and in several processes, the product of all
-            sizes must be the number of devices; elsewhere this is checked when a model is boosted.
+            default all that are left), `experts` (the number that share the experts), `pipeline` (the number of stages, or
+            dict(size=)) and `tensor`: a dict of `size`, `mode` ("1d", "2d", "2.5d", "3d", or "sequence": tokens are sharded,
+            with ring self-attention) and `depth`, of "2.5d". They may be in a table named "parallel". Inside `fs.run`, and in
+            several processes, the product of all sizes must be the number of devices; elsewhere this is checked when a model
+            is boosted.
         plugin_options: further ones of `HybridParallelPlugin`: sample=, zero_stage=, microbatches=, ...
 
     >>> plugin = parallel(dict(pipeline=2, tensor=dict(size=4, mode="2d")), microbatches=4)
@@ -40,12 +41,20 @@ def parallel(config: Mapping[str, Any] | str | PathLike[str], **plugin_options: 
     table: Any = config if isinstance(config, Mapping) else tomllib.loads(Path(config).read_text(encoding="utf-8"))
     table = table.get("parallel", table)
     if not isinstance(table, Mapping):
-        raise ValueError(f"parallel: parallel must be a dict of data, pipeline and tensor, got {table!r}.")
+        raise ValueError(f"parallel: parallel must be a dict of data, experts, pipeline and tensor, got {table!r}.")
     pipeline, tensor = _sized(table.get("pipeline", 1)), _sized(table.get("tensor", 1))
     layers, errors = _layers(tensor)
-    options: dict[str, Any] = {"data": table.get("data"), "pipeline": pipeline.get("size"), **layers, **plugin_options}
+    options: dict[str, Any] = {
+        "data": table.get("data"),
+        "experts": table.get("experts", 1),
+        "pipeline": pipeline.get("size"),
+        **layers,
+        **plugin_options,
+    }
     plugins = list[HybridParallelPlugin]()
-    errors += unknown("parallel", table, ["data", "pipeline", "tensor"]) + unknown("pipeline", pipeline, ["size"])
+    errors += unknown("parallel", table, ["data", "experts", "pipeline", "tensor"]) + unknown(
+        "pipeline", pipeline, ["size"]
+    )
     errors += refusal(lambda: plugins.append(HybridParallelPlugin(**options)))
     if not errors and (here() is not None or process_count() > 1):
         errors += refusal(plugins[0].default_mesh)

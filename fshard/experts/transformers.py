@@ -37,7 +37,8 @@ def expert_rules(model: nn.Module, axis: str) -> dict[str, P]:
     if not layers:
         raise ModuleError(
             f"expert_rules: {type(model).__name__} must have layers of experts, of a class that transformers decorates with "
-            "use_experts_implementation; got none. For a layer of your own call fs.experts.moe in its forward."
+            'use_experts_implementation, or fs.nn.MoE(axis="expert"); got none. For a layer of your own call fs.experts.moe in '
+            "its forward."
         )
     if errors := [name for name, module in layers.items() if not module.has_gate or module.has_post_expert_norm]:
         raise ModuleError(

@@ -53,7 +53,7 @@ WRONG = {
     ),
     "mode": ({"tensor": {"size": 4, "mode": "4d"}}, "the mode of tensor must be '1d', .* or 'sequence', got '4d'"),
     "no microbatches": ({"pipeline": 2}, "microbatches must be an integer >= 1, got None"),
-    "no table": ({"parallel": 2}, "must be a dict of data, pipeline and tensor, got 2"),
+    "no table": ({"parallel": 2}, "must be a dict of data, experts, pipeline and tensor, got 2"),
     "many": (
         {"pipe": 2, "data": 0, "pipeline": {"size": "2", "n": 1}, "tensor": {"size": 6, "mode": "2d", "rows": 2}},
         "^parallel: tensor has no 'rows'; .*; parallel has no 'pipe'; .*; pipeline has no 'n'; .*"
@@ -97,7 +97,7 @@ def test_data_is_inferred_from_the_devices():
         ("seq", 4),
         ("model", 1),
     ]
-    with pytest.raises(ValueError, match=r"data \* .* must be the number of devices, 16; got 3 \* 2 \* 1 \* 1 = 6"):
+    with pytest.raises(ValueError, match=r"data \* .* must be the number of devices, 16; got 3 \* 2 \* 1 \* 1 \* 1 = 6"):
         mesh_of({"data": 3, "pipeline": 2})
     with pytest.raises(ValueError, match=r"must be the number of devices, 16; got 1 \* 1 \* 1 \* 9 = 9"):
         mesh_of({"tensor": {"size": 9, "mode": "2d"}})

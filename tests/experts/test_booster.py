@@ -1,0 +1,116 @@
+"""`HybridParallelPlugin(experts=)`: the functional step and torch's loop train as plain torch does."""
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from tests.experts.test_transformers import MODELS, ids, model_of
+
+ROWS, WIDTH = 8, 6
+
+
+def network():
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), *(fs.nn.MoE(WIDTH, 5, experts=4, top_k=2, axis="expert") for _ in range(3))]
+    return nn.Sequential(*layers).double()
+
+
+def square(output, target):
+    return (output - target).square().mean()
+
+
+def data(step):
+    draw = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(ROWS, WIDTH, generator=draw, dtype=torch.float64) for _ in range(2))
+
+
+def serial():
+    model, losses = network(), []
+    opt = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(3):
+        x, y = data(step)
+        loss = square(model(x), y)
+        opt.zero_grad(set_to_none=False)
+        loss.backward()
+        losses.append(loss.detach())
+        opt.step()
+    return torch.stack(losses), model.state_dict()
+
+
+PLUGINS = {
+    "experts": ({"experts": 2}, 2),
+    "zero 1": ({"experts": 2, "zero_stage": 1}, 4),
+    "zero 3": ({"experts": 4, "zero_stage": 3}, 4),
+    "stages": ({"experts": 2, "pipeline": 2, "microbatches": 2}, 4),
+    "stages, zero 3": ({"experts": 2, "pipeline": 2, "microbatches": 2, "zero_stage": 3}, 8),
+}
+
+
+def looped(plugin):
+    model, losses = network(), []
+    booster = fs.Booster(plugin)
+    axes = plugin.axes()
+    boosted, opt, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.05), criterion=square)
+    for step in range(3):
+        x, y = (part.chunk(fs.axis_size(axes))[fs.axis_index(axes)] for part in data(step))
+        loss = square(boosted(x), y)
+        booster.backward(loss, opt)
+        loss = fs.pmean(loss.detach(), axes)
+        losses.append(loss)
+        opt.step()
+        opt.zero_grad()
+    return torch.stack(losses), boosted.unwrap().state_dict()
+
+
+@pytest.mark.parametrize("name", ["experts", "zero 1", "zero 3"])
+def test_loops_train_as_plain_torch(name):
+    options, n = PLUGINS[name]
+    losses, params = serial()
+    mesh = fs.make_mesh({"pipe": 1, "data": n // options["experts"], "expert": options["experts"]})
+    for result, state in fs.run(looped, fs.HybridParallelPlugin(**options), mesh=mesh):
+        torch.testing.assert_close(result, losses)
+        for key, x in state.items():
+            torch.testing.assert_close(x, params[key])
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_functional_steps_train_as_plain_torch(name):
+    options, n = PLUGINS[name]
+    pipe, experts = options.get("pipeline", 1), options["experts"]
+    mesh = fs.make_mesh({"pipe": pipe, "data": n // pipe // experts, "expert": experts})
+    losses, params = serial()
+    model = network()
+    booster = fs.Booster(fs.HybridParallelPlugin(mesh=mesh, **options))
+    state = booster.init(model, torch.optim.AdamW(model.parameters(), lr=0.05), square)
+    for step in range(3):
+        state, metrics = booster.step(state, data(step))
+        torch.testing.assert_close(metrics["loss"], losses[step])
+    trees = state.params if isinstance(state.params, list | tuple) else [state.params]
+    after = [x for tree in trees for x in fs.unshard(tree).values()]
+    for x, y in zip(after, params.values(), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_in_the_booster(name):
+    mesh = fs.make_mesh({"pipe": 1, "data": 2, "expert": 2})
+    model, reference = model_of(name), model_of(name)
+    booster = fs.Booster(fs.HybridParallelPlugin(mesh=mesh, experts=2, zero_stage=1))
+    state = booster.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    state, metrics = booster.step(state, {"input_ids": ids(), "labels": ids()})
+    expected = reference(input_ids=ids(), labels=ids()).loss
+    torch.testing.assert_close(metrics["loss"].double(), expected.detach().double(), rtol=3e-7, atol=0.0)
+
+
+def test_wrong_options_raise():
+    plugin = fs.parallel({"experts": 2, "pipeline": 2}, microbatches=2)
+    assert (plugin.experts, plugin.pipeline) == (2, 2)
+    with pytest.raises(ValueError, match="experts=2 must have tensor=1 and sequence=1; got 2 and 1"):
+        fs.HybridParallelPlugin(experts=2, tensor=2)
+    with pytest.raises(ValueError, match=r'"expert" of .* must have size 2, got 4'):
+        fs.HybridParallelPlugin(experts=2, mesh=fs.make_mesh({"data": 2, "expert": 4}))
+    plain = nn.Linear(2, 2)
+    booster = fs.Booster(fs.HybridParallelPlugin(experts=2, mesh=fs.make_mesh({"pipe": 1, "data": 1, "expert": 2})))
+    with pytest.raises(fs.errors.ModuleError, match="Linear must have layers of experts"):
+        booster.init(plain, torch.optim.SGD(plain.parameters(), lr=0.1), square)
