@@ -41,7 +41,8 @@ MAY_IMPORT = {
     "comm": GROUND | {"mesh", "optim", "transforms"},
     "experts": GROUND | {"mesh"},
     "nn": {"transforms", "experts"},
-    "booster": GROUND | {"mesh", "memory", "transforms", "optim", "comm", "pipeline", "tensor", "checkpoint", "experts"},
+    "booster": GROUND
+    | {"mesh", "memory", "transforms", "optim", "comm", "pipeline", "tensor", "checkpoint", "experts"},
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "launching": GROUND | {"mesh"},
     "explore": GROUND | {"mesh", "transforms", "optim", "pipeline"},

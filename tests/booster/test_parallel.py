@@ -97,9 +97,11 @@ def test_data_is_inferred_from_the_devices():
         ("seq", 4),
         ("model", 1),
     ]
-    with pytest.raises(ValueError, match=r"data \* .* must be the number of devices, 16; got 3 \* 2 \* 1 \* 1 \* 1 = 6"):
+    with pytest.raises(
+        ValueError, match=r"data \* .* must be the number of devices, 16; got 3 \* 2 \* 1 \* 1 \* 1 = 6"
+    ):
         mesh_of({"data": 3, "pipeline": 2})
-    with pytest.raises(ValueError, match=r"must be the number of devices, 16; got 1 \* 1 \* 1 \* 9 = 9"):
+    with pytest.raises(ValueError, match=r"must be the number of devices, 16; got 1 \* 1 \* 1 \* 1 \* 9 = 9"):
         mesh_of({"tensor": {"size": 9, "mode": "2d"}})
     fs.parallel({"data": 3})  # the devices are not known yet
 
