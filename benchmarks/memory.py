@@ -1,12 +1,12 @@
-"""What memory kinds cost, between two processes of one machine.
+"""Measure the cost of memory kinds, between two processes of one machine.
 
     python benchmarks/memory.py                    state, then transfers (about two minutes)
     python benchmarks/memory.py state --rounds 9   one table
 
 state       a ZeRO-2 step with AdamW whose state is elsewhere, of the step with all on the device
 transfers   a ZeRO-3 gradient with parameters or activations on the host, transfers slowed to T, in parts of the time F
-            of one with all on the device: of max(F, T); of max in forward (F / 3) and backward each, which no order of
-            transfers can be faster than; and without prefetch, of F + T
+            of one with all on the device: of max(F, T); and without prefetch, of F + T. T is of both directions, which one
+            thread copies: parameters to the device, gradients from it
 
 FSHARD_DISK names the folder on disk; the default is the current one.
 """
@@ -100,13 +100,12 @@ def transfers(rounds: int) -> dict[str, float]:
     """Return times with slowed transfers, of the longer of computation and transfers, or of their sum."""
     torch.set_num_threads(1)
     ratios = dict[str, float]()
-    in_forward = LAYERS / (2 * LAYERS - 3)  # three units are still there, or not needed, in the backward
-    programs: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {  # with all on the device, and not
-        "parameters": ({}, {"memory": "host"}, in_forward),
-        "parameters, without prefetch": ({}, {"memory": "host", "prefetch": 0}, in_forward),
-        "activations": ({"policy": save_names("inner")}, {"policy": save_names(offload="inner")}, 1 / 2),
+    programs: dict[str, list[dict[str, Any]]] = {  # with all on the device, and not
+        "parameters": [{}, {"memory": "host"}],
+        "parameters, without prefetch": [{}, {"memory": "host", "prefetch": 0}],
+        "activations": [{"policy": save_names("inner")}, {"policy": save_names(offload="inner")}],
     }
-    for name, (resident, offloaded, share) in programs.items():
+    for name, (resident, offloaded) in programs.items():
         base = median(slowest(interleaved({"": gradient(**resident)}, rounds))[""])
         run = gradient(**offloaded)
         with fs.ledger() as comm:
@@ -115,12 +114,8 @@ def transfers(rounds: int) -> dict[str, float]:
         for factor in (0.5, 1, 2):
             with stress(rate=size / (factor * base)):
                 seconds = median(slowest(interleaved({"": run}, rounds))[""])
-            if "without" in name:
-                ratios[f"{name}, T = {factor} F"] = seconds / base / (1 + factor)
-                continue
-            phases = max(1 / 3, share * factor) + max(2 / 3, (1 - share) * factor)
-            ratios[f"{name}, T = {factor} F"] = seconds / base / max(1, factor)
-            ratios[f"{name}, T = {factor} F, by phase"] = seconds / base / phases
+            expected = base * (1 + factor if "without" in name else max(1, factor))
+            ratios[f"{name}, T = {factor} F"] = seconds / expected
     return ratios
 
 

@@ -18,7 +18,7 @@ Experts = Mapping[str, Tensor] | Callable[[Tensor, Sequence[int]], Tensor]
 
 
 class MoEStats(NamedTuple):
-    """How experts are used: the rows of each, on all devices of the batch's axes, and those that were dropped."""
+    """The rows of each expert, on all devices of the batch's axes, and the number of rows that were dropped."""
 
     load: Tensor
     dropped: Tensor

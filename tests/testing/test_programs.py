@@ -9,7 +9,6 @@ from torch import nn
 from fshard.command import main
 from fshard.errors import PromiseError
 from fshard.testing import certify_program
-from fshard.testing.programs import ProgramWorld
 from tests.testing import programs
 from tests.testing.programs import RIGHT, WRONG, ddp, mlp, rows_of, square, updates
 
@@ -46,7 +45,7 @@ def unequal_rows(rank, world):
 
 
 def own_gradients(rank, world):
-    """Gradients that nobody reduces."""
+    """Gradients that are not reduced."""
     model = mlp()
     return model, square, rows_of(world.mesh), updates(model)
 
@@ -116,10 +115,6 @@ def test_what_cannot_be_certified_raises(certified, program, error, text):
 def test_invalid_arguments_raise(arguments):
     with pytest.raises(ValueError, match="certify_program: a mesh, steps >= 1 and a dtype of torch.float64"):
         certify_program(ddp, **arguments)
-
-
-def test_world_is_a_number():
-    assert ProgramWorld(4) == 4 and torch.ones(8).chunk(ProgramWorld(4))[0].shape == (2,)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def _concatenated(line: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 class _Assembly(NamedTuple):
-    """How a parameter is put together from those of ranks: each is the same, or they are parts of a dim along axes."""
+    """The assembly of a parameter from those of ranks: all are equal, or each is a part of a dim along an axis."""
 
     dim: int | None
     groups: list[list[int]]
