@@ -10,16 +10,16 @@ the batch too, and is `local` in a step:
     mesh = fs.make_mesh({"data": 2, "expert": 4})
     rules = {"experts.*": P("expert"), "**": P()}             # fs.fsdp(("data", "expert"), within=rules) for ZeRO-3
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P(("data", "expert")), local="expert")
+
+`fs.nn.MoE` is the layer as a module.
 """
 
 from fshard.experts.dispatch import MoEStats, moe
 from fshard.experts.grouped import grouped_matmul, swiglu
-from fshard.experts.module import MoE
 from fshard.experts.routing import Routing, balance_loss, route, z_loss
 from fshard.experts.transformers import expert_rules
 
 __all__ = [
-    "MoE",
     "MoEStats",
     "Routing",
     "balance_loss",
