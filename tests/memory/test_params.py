@@ -11,6 +11,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.errors import OptimizerError
 from fshard.memory.transfers import Transfer, stress
+from fshard.transforms.fsdp import units
 
 KINDS = st.sampled_from(["device", "host", "disk"])
 CASES = st.fixed_dictionaries(
@@ -122,10 +123,40 @@ def test_bytes_are_those_of_the_table(n, microbatches, keeps):
     """
     case = FIXED | {"n": n, "microbatches": microbatches, "keeps": keeps}
     _, comm = trained("host", **case, steps=1)
-    units = [4 * (-(-a * b // n) + -(-b // n)) for a, b in itertools.pairwise(SIZES)]  # of the first device
-    fetched = sum(units) + (0 if keeps else sum(units[1:-2]))
+    sizes = [4 * (-(-a * b // n) + -(-b // n)) for a, b in itertools.pairwise(SIZES)]  # of the first device
+    fetched = sum(sizes) + (0 if keeps else sum(sizes[1:-2]))
     assert comm.moved("host", "device") == microbatches * fetched
-    assert comm.moved("device", "host") == microbatches * sum(units)
+    assert comm.moved("device", "host") == microbatches * sum(sizes)
+
+
+def test_units_are_fetched_before_they_are_used(monkeypatch):
+    """In the second step, which knows the order: some at the beginning, two when the backward begins, then one for each."""
+    events = []
+    begin = units.start
+    layers = [torch.full((6, 6), 0.1 + number) for number in range(6)]
+    mesh = fs.make_mesh({"data": 1})
+    params = fs.shard_params(layers, fs.fsdp("data", unit="[*]"), mesh=mesh, memory="host")
+
+    def recorded(source, target, link):
+        events.append(f"fetch {round(source[0].item() - 0.1)}")
+        return begin(source, target, link)
+
+    def loss_fn(params, x):
+        for number, w in enumerate(params):
+            x = torch.tanh(x @ w)
+            events.append(f"use {number}")
+            x.register_hook(lambda g, number=number: events.append(f"backward {number}"))
+        return x.sum()
+
+    gradient = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))
+    gradient(params, torch.ones(2, 6))
+    monkeypatch.setattr(units, "start", recorded)
+    events.clear()
+    gradient(params, torch.ones(2, 6))
+    forward = [f"fetch {i}" for i in (0, 1, 2)] + ["use 0", "fetch 3", "use 1", "fetch 4", "use 2", "fetch 5"]
+    forward += [f"use {i}" for i in (3, 4, 5)]
+    backward = ["fetch 3", "fetch 2", "backward 5", "backward 4", "backward 3", "fetch 1"]  # 5, 4 and 0 need no copy
+    assert events == [*forward, *backward, *(f"backward {i}" for i in (2, 1, 0))]
 
 
 def in_process(rate, case):

@@ -105,11 +105,13 @@ class ParamRuntime(UnitSchedule):
         if self.state != "idle":
             self.finish_slice()
         self.state, self.observed, self.used_units = "forward", Order([], []), {}
+        self.fetch_ahead(self.expected.forward)
 
     @contextmanager
     def backward(self) -> Generator[None]:
         """Accept gradients within: outside of it, a backward was not started by fshard, and other devices do not join in."""
         self.state = "backward"
+        self.fetch_ahead(self.expected.backward)
         try:
             yield
         finally:
@@ -119,8 +121,8 @@ class ParamRuntime(UnitSchedule):
         """Reshard all units, and wait for their prefetches, which other devices take part in."""
         for unit in self.units:
             unit.pending_backwards = 0
-            if unit.outputs is not None or unit.wait_for_unshard():
-                unit.reshard()
+            unit.wait_for_unshard()
+            unit.reshard()
         self.saved.clear()
         self.state = "idle"
 

@@ -85,6 +85,9 @@ class GradientSums:
         self._bucket: list[tuple[int, Tensor]] = []
         self._size = 0  # of the bucket, in bytes
         self._in_flight: list[PendingReduction] = []
+        # Those in flight when the next one is packed: none, if gradients are then copied to the host.
+        to_host = any(leaf.gradient.memory == "host" for leaf in leaves)
+        self._packed_ahead = 0 if to_host else max(options.in_flight - 1, 0)
         self._sent: dict[int, tuple[Transfer, int]] = {}  # gradients under way to the host
 
     def record(self, indices: Sequence[int], gs: Sequence[Tensor | None], *, is_idle: bool) -> Gradients:
@@ -125,7 +128,7 @@ class GradientSums:
             return
         indices, xs = zip(*self._bucket, strict=True)
         self.clear()
-        self.finish(max(self.options.in_flight - 1, 0))  # before the next one is packed
+        self.finish(self._packed_ahead)
         ways = self._ways(self.along)
         plans = [way for index in indices if (way := ways[index])]
         with purpose("gradients"):

@@ -204,6 +204,11 @@ class UnitSchedule(UnitRuntime):
             self.live[0].reshard()  # (6)
         self.live.append(unit)
 
+    def fetch_ahead(self, numbers: Sequence[int]) -> None:
+        """Start to copy the next units from other memory: those to prefetch, and one more."""
+        for number in numbers[: self.options.prefetch + 1] if self.options.prefetch else ():
+            self.units[number].fetch()
+
     def look_ahead(self, direction: Literal["forward", "backward"], unit: LazyUnit) -> None:
         """Record an all-gather, and prefetch the units that followed it in the last step.
 
@@ -214,11 +219,9 @@ class UnitSchedule(UnitRuntime):
         index = len(observed)
         observed.append(unit.number)
         if index < len(expected) and expected[: index + 1] == observed:
-            ahead = expected[index + 1 : index + 2 + self.options.prefetch] if self.options.prefetch else ()
-            for number in ahead[: self.options.prefetch]:
+            self.fetch_ahead(expected[index + 1 :])
+            for number in expected[index + 1 : index + 1 + self.options.prefetch]:
                 self.units[number].unshard()
-            for number in ahead:
-                self.units[number].fetch()
         elif expected and any(plan.memory != "device" for plan in unit.plans):
             warnings.warn(OTHER_ORDER, stacklevel=1)
 
