@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "copying": {"errors"},
     "mesh": GROUND,
     "array": GROUND | {"mesh"},
-    "tensor": GROUND | {"mesh", "array", "transforms", "pipeline"},  # a plan runs a module on arrays in a step
+    "tensor": GROUND
+    | {"mesh", "array", "transforms", "pipeline", "experts"},  # a plan runs a module on arrays in a step
     "memory": GROUND | {"mesh"},
     "optim": GROUND | {"mesh", "memory"},
     "transforms": GROUND | {"mesh", "memory", "optim", "pipeline"},  # a training step is a gradient and an optimizer

@@ -14,8 +14,7 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from fshard.booster.plugins import Plugin
-from fshard.experts.module import MoE
-from fshard.experts.transformers import expert_rules
+from fshard.experts.transformers import shard_experts
 from fshard.mesh.layout import Memory, Mesh, P
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.launchers import process_count
@@ -76,7 +75,7 @@ class HybridParallelPlugin(Plugin):
         tensor_mode: how: "1d" (Megatron), "2d" (a square of devices), "2.5d" (`tensor_depth` squares), "3d" (a cube).
         tensor_depth: of "2.5d".
         experts: number of devices that share the experts of each layer, and have other samples: see `fs.experts`. Layers are
-            those of `fs.nn.MoE(axis="expert")` and of transformers; tensor and sequence must be 1.
+            those of `fs.nn.MoE(axis="expert")` and of transformers. With tensor or sequence all these devices share them.
         sequence: number of devices that share the tokens, dim 1 of all inputs.
         sequence_mode: the algorithm of their attention: see `fs.tensor.attention`; or "megatron": norms and dropout on
             shards of tokens, along the axis of the layers, with sequence=1.
@@ -120,10 +119,6 @@ class HybridParallelPlugin(Plugin):
             errors.append(
                 'sequence_mode="megatron" shards tokens along the axis of the layers, so it must have tensor > 1, '
                 f'tensor_mode="1d" and sequence=1; got {self.tensor}, "{self.tensor_mode}" and {self.sequence}'
-            )
-        if self.experts > 1 and self.inner_axes():
-            errors.append(
-                f"experts={self.experts} must have tensor=1 and sequence=1; got {self.tensor} and {self.sequence}"
             )
         if self.sync_batchnorm and (self.pipeline, self.tensor, self.sequence) != (1, 1, 1):
             errors.append("sync_batchnorm=True must have pipeline=1, tensor=1 and sequence=1")
@@ -187,7 +182,7 @@ class HybridParallelPlugin(Plugin):
         return tuple([axis for axis in super().axes() if axis not in (self.pipeline_axis, *self.inner_axes())])
 
     def rules(self, within: Rules = None) -> Rules:
-        axes, within = self.axes(), _spec_of_experts if self.experts > 1 else within
+        axes, within = self.axes(), _spec_of_experts if self.experts > 1 and within is None else within
         return fsdp(axes, within=within) if self.zero_stage == 3 and axes else super().rules(within)
 
     def gradient_options(self) -> dict[str, Any]:
@@ -199,8 +194,8 @@ class HybridParallelPlugin(Plugin):
 
     def split(self, model: nn.Module) -> Sequence[tuple[nn.Module, Plan | None]]:
         stages, plan = [model], self._layer_plan(model) if self.inner_axes() else None
-        if self.experts > 1 and not any(isinstance(layer, MoE) and layer.axis == "expert" for layer in model.modules()):
-            expert_rules(model, "expert")
+        if self.experts > 1 or plan is not None or self.in_stages():
+            shard_experts(model, tuple(self._expert_axis()), tuple(self.inner_axes()))
         if self.in_stages():
             count, layers = len(self.plan().placement), cast(Any, model)
             stages = split_stages(layers, count, self.balance, sample=self.sample, blocks=cast(Any, self.blocks))
@@ -229,6 +224,7 @@ class HybridParallelPlugin(Plugin):
                 size=self.inner_axes()[axes[-1]],
                 sequence=sequence,
                 sequence_mode=self.sequence_mode if sequence is not None else "gather",
+                experts="expert" if self.experts > 1 else None,
             )
 
 

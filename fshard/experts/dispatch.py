@@ -11,10 +11,17 @@ from torch import Tensor
 
 from fshard.experts.grouped import swiglu
 from fshard.experts.routing import Routing
-from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size
-from fshard.mesh.layout import Axes, as_axes
+from fshard.mesh.collectives.api import all_gather, all_to_all, axis_index, axis_size, psum, pvary
+from fshard.mesh.layout import Axes, as_axes, as_written
+from fshard.mesh.spmd.scope import here
 
 Experts = Mapping[str, Tensor] | Callable[[Tensor, Sequence[int]], Tensor]
+
+
+def of_this_mesh(axes: Axes) -> tuple[str, ...]:
+    """Return those axes that the mesh of the calling device has; none outside of a mesh."""
+    scope = here()
+    return () if scope is None else tuple([axis for axis in as_axes(axes) if axis in scope.mesh.axis_names])
 
 
 class MoEStats(NamedTuple):
@@ -31,6 +38,7 @@ def moe(
     *,
     axis: str | None = None,
     batch: Axes = (),
+    replicated: Axes = (),
     capacity: float | None = None,
 ) -> tuple[Tensor, MoEStats]:
     """Return the weighted sum of the results of each token's experts, and how these are used.
@@ -42,6 +50,8 @@ def moe(
             the number of rows of each of this device's experts.
         axis: that shards the experts, and the batch: tokens are sent along it. None: this device has all experts.
         batch: the axes that shard the batch, `axis` among them, for loads and capacity; default: `axis`.
+        replicated: axes along which devices have the same tokens, as in tensor parallelism. They shard the experts too, inside
+            of `axis`: each device sends tokens to the experts of its own index alone, and the results are summed.
         capacity: the most rows of an expert, in parts of the mean; further ones, in the order of the batch, are dropped: their
             tokens get nothing from this expert. None: no row is dropped.
 
@@ -50,23 +60,35 @@ def moe(
     tensor([[2., 2., 2.],
             [2., 2., 2.]])
     """
-    n, count = 1 if axis is None else axis_size(axis), routing.scores.shape[-1]
-    axes = as_axes(batch) or as_axes(axis or ())
+    replicated = as_axes(replicated)
+    axes, sharding, count = (
+        as_axes(batch) or as_axes(axis or ()),
+        (*as_axes(axis or ()), *replicated),
+        routing.scores.shape[-1],
+    )
+    n = axis_size(sharding) if sharding else 1
     if count % n or (capacity is not None and capacity <= 0):
         raise ValueError(
-            f"moe: the axis {axis} must divide the experts, and capacity be > 0 or None; got {n} devices, {count} experts, "
-            f"{capacity=}."
+            f"moe: the axes {as_written(sharding)} must divide the experts, and capacity be > 0 or None; got {n} devices, "
+            f"{count} experts, {capacity=}."
         )
-    tokens, top_k = x.reshape(-1, x.shape[-1]), routing.experts.shape[-1]
+    if x.is_meta and (scope := here()) is not None and scope.mesh.runtime != "abstract":
+        # A stage runs the blocks of other stages without values, and without their devices.
+        return torch.empty_like(x), MoEStats(x.new_empty(count), x.new_empty(()))
+    tokens, weights, top_k = x.reshape(-1, x.shape[-1]), routing.weights, routing.experts.shape[-1]
     order, counts, stats = _sorted(routing.experts, count, axes, capacity)
+    if replicated:
+        order, counts = _of_own_index(order, counts, count // n, replicated)
+        tokens, weights = pvary((tokens, weights), replicated)
     sources = order.div(top_k, rounding_mode="floor")
     rows = tokens[sources]
     if axis is None:
         results = _applied(experts, rows, counts)
     else:
         results = _on_devices_of_experts(experts, rows, counts, axis)
-    weighted = results * routing.weights.reshape(-1)[order, None].to(results.dtype)
-    return torch.zeros_like(tokens, dtype=weighted.dtype).index_add(0, sources, weighted).view(x.shape), stats
+    weighted = results * weights.reshape(-1)[order, None].to(results.dtype)
+    y = torch.zeros_like(tokens, dtype=weighted.dtype).index_add(0, sources, weighted).view(x.shape)
+    return psum(y, replicated) if replicated else y, stats
 
 
 def _sorted(
@@ -89,6 +111,14 @@ def _sorted(
         order = order[place < kept[flat[order]]]
         load = load.clamp(max=limit)
     return order, kept.tolist(), MoEStats(load, table.sum() - load.sum())
+
+
+def _of_own_index(order: Tensor, counts: Sequence[int], each: int, axes: Axes) -> tuple[Tensor, list[int]]:
+    """Return the places and counts of rows for the experts of devices that have this one's index along some axes."""
+    size, index = axis_size(axes), axis_index(axes)
+    own = [expert for expert in range(len(counts)) if expert // each % size == index]
+    parts = order.split([*counts])
+    return torch.cat([parts[expert] for expert in own]), [counts[expert] for expert in own]
 
 
 def _on_devices_of_experts(experts: Experts, rows: Tensor, counts: Sequence[int], axis: str) -> Tensor:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fshard.experts.dispatch import moe
+from fshard.experts.dispatch import moe, of_this_mesh
 from fshard.experts.routing import balance_loss, route, z_loss
 from fshard.mesh.layout import Axes
-from fshard.mesh.spmd.scope import here
 
 
 class MoE(nn.Module):
@@ -25,6 +24,7 @@ class MoE(nn.Module):
         shared: inner width of the shared network.
         axis: along which a step shards the experts: see `moe`. Outside of a mesh all are here.
         batch: the axes that shard the batch; default: `axis`.
+        replicated: see `moe`; `tensor_parallel` sets it.
         capacity: see `moe`.
         options: of `route`.
 
@@ -46,11 +46,13 @@ class MoE(nn.Module):
         shared: int = 0,
         axis: str | None = None,
         batch: Axes = (),
+        replicated: Axes = (),
         capacity: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.top_k, self.axis, self.batch, self.capacity, self.options = top_k, axis, batch, capacity, options
+        self.top_k, self.capacity, self.options = top_k, capacity, options
+        self.axis, self.batch, self.replicated = axis, batch, replicated
         self.router = nn.Linear(width, experts, bias=False)
         shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
         self.experts = nn.ParameterDict(
@@ -59,9 +61,11 @@ class MoE(nn.Module):
         self.shared = nn.Sequential(nn.Linear(width, shared), nn.SiLU(), nn.Linear(shared, width)) if shared else None
 
     def forward(self, x: Tensor) -> Tensor:
-        axis, batch = (self.axis, self.batch or self.axis or ()) if here() is not None else (None, ())
+        axis, replicated = next(iter(of_this_mesh(self.axis or ())), None), of_this_mesh(self.replicated)
+        batch = of_this_mesh(self.batch) or of_this_mesh(axis or ())
         logits = functional.linear(x.reshape(-1, x.shape[-1]), self.router.weight)
         routing = route(logits, self.top_k, **self.options)
-        y, self.stats = moe(x, routing, dict(self.experts.items()), axis=axis, batch=batch, capacity=self.capacity)
+        options: Any = {"axis": axis, "batch": batch, "replicated": replicated, "capacity": self.capacity}
+        y, self.stats = moe(x, routing, dict(self.experts.items()), **options)
         self.balance, self.z = balance_loss(routing, batch), z_loss(logits)
         return y if self.shared is None else y + self.shared(x)

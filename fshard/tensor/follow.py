@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
@@ -37,6 +37,7 @@ from fshard.tensor.unsharded import run_unsharded
 from fshard.transforms.reproducible.randomness import keyed_random
 
 USE_MODULE = "Call what arrays lack in a small module of its own, which then runs on unsharded tensors."
+EXPERTS = "each device has experts of its own, and gets all tokens"
 _tensor: Any = Tensor
 _IS_META = _tensor.is_meta.__get__
 _apply: Any = Function.apply
@@ -88,17 +89,19 @@ Products = dict[str, Product]
 """By the name of their weight."""
 
 
-def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Products, dict[str, str]]:
+def follow(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], experts: Collection[str] = ()
+) -> tuple[Products, dict[str, str]]:
     """Run a model on a sample; return its products by weight, and the modules that run unsharded, with the reason.
 
-    The model itself, of path "", gets integers as plain tensors.
+    The model itself, of path "", gets integers as plain tensors. The layers of `experts` return their first argument.
     """
-    unsharded = dict[str, str]()
+    unsharded = dict.fromkeys(experts, EXPERTS)
     while True:
         copies = [copy.deepcopy(model), copy.deepcopy(model).eval()] if model.training else [copy.deepcopy(model)]
         paths = {id(submodule): path for each in copies for path, submodule in each.named_modules()}
         try:
-            return [_follow(each, args, kwargs, [*unsharded]) for each in copies][-1], unsharded
+            return [_follow(each, args, kwargs, [*unsharded], experts) for each in copies][-1], unsharded
         except Exception as error:
             path, line = locate(error, paths, _APPLY)
             if path in unsharded:
@@ -109,7 +112,9 @@ def follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             unsharded[path] = f"{line}: {str(error).partition(chr(10))[0]}"
 
 
-def _follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unsharded: Sequence[str]) -> Products:
+def _follow(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unsharded: Sequence[str], experts: Collection[str]
+) -> Products:
     """Return the products of a copy of a model, in the order of their first use."""
     mesh = make_mesh({"followed": 1}, runtime="virtual")
     lazy_mode = _LazyMode(torch.device(mesh.device_type))
@@ -118,7 +123,8 @@ def _follow(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], un
     observer = _DimFollower({id(x): name for name, x in sharded.named_parameters()})
     for path in filter(None, unsharded):
         submodule = sharded.get_submodule(path)
-        submodule.forward = partial(observer.run_module, mesh, path, submodule, submodule.forward)
+        forward: Any = (lambda x, *_: x.clone()) if path in experts else submodule.forward
+        submodule.forward = partial(observer.run_module, mesh, path, submodule, forward)
 
     def to_arrays(tree: Any) -> Any:
         leaves, structure = flatten(tree)

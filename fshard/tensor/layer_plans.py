@@ -23,7 +23,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, as_written
 from fshard.mesh.layout.arithmetic import chunk
 from fshard.mesh.spmd.scope import here
-from fshard.tensor.follow import Product
+from fshard.tensor.follow import EXPERTS, Product
 from fshard.tensor.modes import Mode
 from fshard.tensor.sequence import Algorithm
 
@@ -69,6 +69,7 @@ class LayerPlans:
         replicated: weights of linear layers that are not sharded, and why.
         sequence: the axis that shards tokens; `sequence_mode`: the algorithm of attention.
         unsharded: modules that run on unsharded tensors, by their path, and why; "" if integers stay plain tensors.
+        experts: the specs of experts' weights, which such modules use as they are stored.
         model: that the plan is made for.
     """
 
@@ -80,6 +81,7 @@ class LayerPlans:
     sequence: str | None = None
     sequence_mode: SequenceMode = "gather"
     unsharded: Mapping[str, str] = field(default_factory=dict[str, str])
+    experts: Mapping[str, P] = field(default_factory=dict[str, P])
     model: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -96,7 +98,7 @@ class LayerPlans:
         """Return the spec of a parameter."""
         layer = self.layers.get(self.biases.get(name, name))
         if layer is None:
-            return P()
+            return self.experts.get(name, P())
         mode = self.mode.next if layer.style == "row" else self.mode
         if name in self.biases:
             return mode.bias
@@ -117,7 +119,8 @@ class LayerPlans:
         plans = {name: x._replace(parts=()) if uses[name] > 1 else x for name, x in self.layers.items()}
         layers = {name: plans[model_name] for name, model_name in first.items() if model_name in plans}
         biases = {name: self.biases[model_name] for name, model_name in first.items() if model_name in self.biases}
-        return [replace(self, layers=layers, biases=biases, shapes=stage_shapes) for stage_shapes in shapes]
+        experts = {name: self.experts[model_name] for name, model_name in first.items() if model_name in self.experts}
+        return [replace(self, layers=layers, biases=biases, experts=experts, shapes=each) for each in shapes]
 
     def split(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return parameters by name, of fused weights a tuple of their parts, which are leaves: `parts_class`."""
@@ -140,7 +143,7 @@ class LayerPlans:
     def __str__(self) -> str:
         rows = [(name, x.style, " + ".join(map(str, x.parts)), x.why) for name, x in self.layers.items()]
         rows += [(name, "", "", why) for name, why in self.replicated.items()]
-        rows += [(path, "unsharded", "", why) for path, why in self.unsharded.items()]
+        rows += [(path, "experts" if why is EXPERTS else "unsharded", "", why) for path, why in self.unsharded.items()]
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
         lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True)) for row in rows]
         tokens = f", tokens over {as_written((self.sequence,))} ({self.sequence_mode})" if self.sequence else ""

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from fshard.array.dispatch import constrain
 from fshard.errors import LayoutError
+from fshard.experts.transformers import shard_experts
 from fshard.mesh.layout import Axes, P, as_axes, as_written, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
@@ -67,7 +68,8 @@ class Plan(LayerPlans):
         value = loss_fn(unflatten(structure, leaves), sample)
         wanted = [value.detach(), *torch.autograd.grad(value, leaves, materialize_grads=True)]
         gradient = value_and_grad(loss_fn, mesh=mesh, batch=P(), local=self.axes)
-        loss, grads = gradient(shard_params(params, self.rules, mesh=mesh), sample)
+        rules = self.rules | dict.fromkeys(self.experts, P(self.axes))
+        loss, grads = gradient(shard_params(params, rules, mesh=mesh), sample)
         paths, sharded_grads, _ = flatten_with_paths(unshard(grads), none_is_leaf=True)
         least = 1e-6 * max(float(y.abs().max()) for y in wanted) or 1.0
         errors = [
@@ -104,6 +106,7 @@ def tensor_parallel(
     size: int | None = None,
     sequence: str | None = None,
     sequence_mode: SequenceMode = "gather",
+    experts: str | None = None,
     rules: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> Plan:
@@ -125,6 +128,9 @@ def tensor_parallel(
         sequence: an axis that shards the tokens, dim 1 of all inputs.
         sequence_mode: the algorithm of attention: see `fs.tensor.attention`; or "megatron", where `sequence` is the axis
             of the layers: norms and dropout run on shards of tokens, attention on heads.
+        experts: an axis that shards the batch and the experts of transformers' models, such as Mixtral: see
+            `fs.experts.expert_rules`. Experts, also those of `fs.nn.MoE`, are sharded along the plan's axes too, which all have
+            the same tokens; the number of experts must be a multiple of all these devices.
         rules: patterns of weights' names (those of the shell) and their style, instead of the one that is found:
             "column", "row", "words" or "replicated". A fused weight is then one part.
         check: compare the planned model with the model itself, in float64 on a few virtual devices: see `Plan.check`.
@@ -138,27 +144,31 @@ def tensor_parallel(
     if sequence is None and sequence_mode != "gather":
         raise ValueError(f"sequence_mode={sequence_mode!r} must have an axis of tokens; got sequence=None.")
     args, kwargs = _arguments(sample)
-    products, unsharded = follow(model, args, kwargs)
+    axes = tuple(dict.fromkeys((*as_axes(sequence or ()), *abstract.axes)))
+    expert_layers = shard_experts(model, as_axes(experts or ()), axes)
+    products, unsharded = follow(model, args, kwargs, expert_layers)
     shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
     layers, replicated = decide(products, shapes, size)
-    if unsharded and not layers:
+    if unsharded and not layers and not expert_layers:
         raise LayoutError(
             f"{type(model).__name__} has no layer that can be sharded. {USE_MODULE} Unsharded: {unsharded}"
         )
     if rules:
         layers, replicated = override(layers, replicated, products, rules)
     biases = {p.bias: name for name, p in products.items() if p.bias is not None and name in layers}
-    plan = Plan(abstract, layers, shapes, biases, replicated, sequence, sequence_mode, unsharded, model)
-    if check and layers:
+    specs = {name: spec for leaves in expert_layers.values() for name, spec in leaves.items()}
+    plan = Plan(abstract, layers, shapes, biases, replicated, sequence, sequence_mode, unsharded, specs, model)
+    if check and (layers or specs):
         plan.check(sample)
     return plan
 
 
 def _check_size(plan: Plan) -> int:
     """Return the smallest number of devices, from 2 on, that can share all layers; 1 if there is none."""
-    layers = plan.layers.values()
-    sizes = range(2, 1 + min(layer.shared for layer in layers))
-    return next((n for n in sizes if all(layer.fits(n) for layer in layers)), 1)
+    layers, experts = plan.layers.values(), [plan.shapes[name][0] for name in plan.experts]
+    sizes = range(2, 1 + min([*(layer.shared for layer in layers), *experts]))
+    fits = (n for n in sizes if not any(count % n ** len(plan.axes) for count in experts))
+    return next((n for n in fits if all(layer.fits(n) for layer in layers)), 1)
 
 
 def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -71,9 +71,13 @@ class PlannedModule:
         slots = self._slots.get((mesh, device))
         if slots is None:
             self.plan.check_sizes(mesh)
-            slots = self._slots[mesh, device] = {name: self._shards(name, mesh, device) for name in params}
+            names = [name for name in params if name not in self.plan.experts]
+            slots = self._slots[mesh, device] = {name: self._shards(name, mesh, device) for name in names}
         arrays, step = dict[str, Any](), None
         for name, x in params.items():
+            if name not in slots:
+                arrays[name] = x
+                continue
             dim, parts = slots[name]
             shards = x if isinstance(x, tuple) else (x,)
             with _without_lazy_params():

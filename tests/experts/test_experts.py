@@ -33,21 +33,21 @@ def weights(experts, layers):
     ]
 
 
-def layer(p, x, *, top_k, capacity, score, axis, batch, skewed):
+def layer(p, x, *, top_k, capacity, score, axis, batch, skewed, replicated=()):
     logits = x @ p["router"]
     if skewed:  # the last expert gets no token, the first many
         logits = torch.cat([logits[:, :1] + 2, logits[:, 1:-1], logits[:, -1:] - 1e3], 1)
     routing = route(logits, top_k, score=score)
-    y, stats = moe(x, routing, p["experts"], axis=axis, batch=batch, capacity=capacity)
+    y, stats = moe(x, routing, p["experts"], axis=axis, batch=batch, replicated=replicated, capacity=capacity)
     losses = 0.1 * balance_loss(routing, batch) + 0.01 * z_loss(logits)
     return torch.tanh(x @ p["dense"] + y), losses, stats.load
 
 
-def loss_of(options, axis, batch):
+def loss_of(options, axis, batch, replicated=()):
     def loss_fn(params, rows):
         x, total, loads = rows["x"], 0.0, []
         for p in params:
-            x, losses, load = layer(p, x, axis=axis, batch=batch, **options)
+            x, losses, load = layer(p, x, axis=axis, batch=batch, replicated=replicated, **options)
             total, loads = total + losses, [*loads, load]
         return (x - rows["y"]).square().mean() + total, torch.stack(loads).double()
 
@@ -61,17 +61,17 @@ def data():
 
 def trained(sizes, stage, experts, options, *, steps=3, accumulate=1, **more):
     """Return losses and norms, parameters, and loads after some steps of AdamW with clipping."""
-    mesh, axes = fs.make_mesh(sizes), ("data", "expert")
-    within = {"*.experts.*": P("expert"), "**": P()}
+    mesh, axes, local = fs.make_mesh(sizes), ("data", "expert"), ("expert", *(["model"] if "model" in sizes else []))
+    within = {"*.experts.*": P(local), "**": P()}
     rules = fs.fsdp(axes, within=within) if stage == 3 else within
     params = fs.shard_params(weights(experts, 2), rules, mesh=mesh)
     opt = fs.partition_optimizer(OPTIMIZER, mesh=mesh, axis=axes, stage=stage)
     step = fs.train_step(
-        loss_of(options, "expert", axes),
+        loss_of(options, "expert", axes, local[1:]),
         opt,
         mesh=mesh,
         batch=P(axes),
-        local="expert",
+        local=local,
         aux="sum",
         accumulate=accumulate,
         **more,
@@ -107,17 +107,24 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
+SHARDS = st.sampled_from([(1, 0), (2, 0), (4, 0), (1, 2), (1, 4), (2, 1), (2, 2)])
+
+
 @settings(max_examples=64 if THOROUGH else 16, deadline=None)
-@given(st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.integers(0, 3), st.sampled_from([4, 8]), OPTIONS)
-def test_drawn_models_equal_those_of_one_device(data_size, expert_size, stage, experts, options):
-    numbers, params, loads, sharded = trained({"data": data_size, "expert": expert_size}, stage, experts, options)
+@given(st.sampled_from([1, 2]), SHARDS, st.integers(0, 3), st.sampled_from([4, 8]), OPTIONS)
+def test_drawn_models_equal_those_of_one_device(data_size, shards, stage, experts, options):
+    """A mesh of data, experts and, if its size is not 0, an axis along which devices have the same tokens."""
+    expert_size, model_size = shards
+    sizes = {"data": data_size, "expert": expert_size} | ({"model": model_size} if model_size else {})
+    numbers, params, loads, sharded = trained(sizes, stage, experts, options)
     expected, expected_params, expected_loads = of_one_device(experts, options)
     torch.testing.assert_close(numbers, expected, rtol=1e-12, atol=1e-12)
     for x, y in zip(*map(optree.tree_leaves, (params, expected_params)), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
     assert torch.equal(loads / (data_size * expert_size), expected_loads)
     layout = fs.typeof(sharded[0]["experts"]["up"])
-    assert str(layout) == f"f64[{experts}@expert, 4, 3]" + ("{flat:data}" if stage == 3 else "")
+    axes = "expert+model" if model_size else "expert"
+    assert str(layout) == f"f64[{experts}@{axes}, 4, 3]" + ("{flat:data}" if stage == 3 else "")
 
 
 def in_process(sizes, stage, options):
@@ -135,21 +142,22 @@ def test_processes_train_the_same(two, stage):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_stages_have_experts_too(schedule, stage):
-    """Two stages of one layer each, without balance losses, which are not linear in the samples."""
-    options = {"top_k": 2, "capacity": None, "score": "softmax", "skewed": False}
-    mesh, axes = fs.make_mesh({"pipe": 2, "data": 2, "expert": 2}), ("data", "expert")
+@settings(max_examples=24 if THOROUGH else 6, deadline=None)
+@given(st.sampled_from([1, 2]), SHARDS, st.integers(0, 3), st.sampled_from(["gpipe", "1f1b", "zb-h1"]), OPTIONS)
+def test_drawn_stages_have_the_gradient_of_one_device(data_size, shards, stage, schedule, options):
+    """Two stages of one layer each, without balance losses and capacity, which are not linear in the samples."""
+    (expert_size, model_size), options = shards, options | {"capacity": None}
+    axes, replicated = ("data", "expert"), ("model",) if model_size else ()
+    mesh = fs.make_mesh({"pipe": 2, "data": data_size, "expert": expert_size} | dict.fromkeys(replicated, model_size))
     plan = fs.pipeline_schedule(schedule, stages=2, microbatches=2)
 
     def stage_fn(p, x):
-        return layer(p, x, axis="expert", batch="expert", **options)[0]
+        return layer(p, x, axis="expert", batch="expert", replicated=replicated, **options)[0]
 
     def loss(y, rows):
         return (y - rows["y"]).square().mean()
 
-    within = {"*.experts.*": P("expert"), "**": P()}
+    within = {"*.experts.*": P(("expert", *replicated)), "**": P()}
     rules = fs.fsdp(axes, within=within) if stage == 3 else within
     params = fs.shard_stages(weights(4, 2), rules, mesh=mesh, schedule=plan)
     gradient = fs.value_and_grad(
@@ -159,7 +167,7 @@ def test_stages_have_experts_too(schedule, stage):
         schedule=plan,
         loss=loss,
         inputs=lambda rows: rows["x"],
-        local="expert",
+        local=("expert", *replicated),
     )
     value, grads = gradient(params, data())
     leaves, structure = optree.tree_flatten(weights(4, 2))
@@ -330,7 +338,7 @@ def test_a_module_in_a_step_and_alone():
     [
         ({"top_k": 5}, "top_k must be from 1 to the 4 experts"),
         ({"capacity": 0}, "capacity be > 0 or None; got 3 devices, 4 experts"),
-        ({}, "the axis expert must divide the experts"),
+        ({}, 'the axes "expert" must divide the experts'),
     ],
 )
 def test_invalid_arguments_raise(change, text):
