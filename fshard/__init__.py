@@ -61,9 +61,9 @@ from fshard.transforms.value_and_grad import grad, value_and_grad
 
 
 def __getattr__(name: str) -> Any:
-    """Import `fshard.testing`, which needs test packages, and the version on first use."""
-    if name == "testing":
-        return import_module("fshard.testing")
+    """Import `fshard.testing`, which needs test packages, `fshard.plan`, and the version on first use."""
+    if name in ("testing", "plan"):
+        return import_module(f"fshard.{name}")
     if name == "__version__":
         return version("fshard")
     raise AttributeError(f"module 'fshard' has no attribute {name!r}.{hint(name)}")

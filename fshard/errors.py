@@ -75,6 +75,10 @@ class MemoryLimitError(FshardError, RuntimeError):
     """An allocation beyond a limit of `fs.memory.limit`, or beyond the memory of the host."""
 
 
+class PlanError(FshardError, ValueError):
+    """A machine or a program cannot be planned."""
+
+
 class PolicyError(FshardError, ValueError):
     """A policy of rematerialisation that there is not."""
 

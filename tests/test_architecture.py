@@ -50,7 +50,8 @@ MAY_IMPORT = {
     "report": GROUND | {"mesh"},
     "testing": GROUND | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it uses the public API
     "doctor": GROUND | {"mesh", "memory", "launching", "testing", "fshard"},
-    "command": {"errors", "launching", "doctor", "checkpoint", "testing"},  # the command line
+    "plan": GROUND | {"mesh", "memory", "launching"},
+    "command": {"errors", "launching", "doctor", "checkpoint", "testing", "plan"},  # the command line
     "__main__": {"command"},
     "fshard": GROUND
     | {

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fshard.ambient import ambient, setting
+from fshard.memory.attention import fused_attention
 from fshard.memory.kinds import Purpose
 from fshard.memory.usage import MemoryBlock, MemoryUsage
 from fshard.mesh.layout import Memory, dtype_name, is_dense
@@ -191,11 +192,17 @@ def limit(*, device: int | None = None, host: int | None = None, disk: int | Non
     if errors := [f"{kind}={size!r}" for kind, size in limits.items() if size is not None and not _is_size(size)]:
         raise ValueError(f"memory.limit: a limit must be a number of bytes, or None; got {', '.join(errors)}.")
     used = MemoryUsage(limits)
+    with counted(used, CountStorages(used)):
+        yield used
+
+
+@contextmanager
+def counted(used: MemoryUsage, counter: CountStorages) -> Generator[None]:
+    """Let a counter count inside the block; then close its count."""
     counting.append(used)
     try:
-        counter = CountStorages(used)
-        with setting(counters=(*ambient.counters, counter)), counter:
-            yield used
+        with setting(counters=(*ambient.counters, counter)), counter, fused_attention():
+            yield
     finally:
         counting.remove(used)
         used.close()

@@ -29,7 +29,7 @@ from fshard.memory.kinds import ActivationMemory, mark
 from fshard.memory.limit import limit
 from fshard.memory.usage import MemoryUsage
 from fshard.mesh.collectives.ledger import Ledger, ledger
-from fshard.mesh.layout import Memory, PyTree, flatten, map_leaves
+from fshard.mesh.layout import Memory, Mesh, PyTree, flatten, map_leaves
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.device_put import reshard
@@ -239,8 +239,11 @@ class _Measurement:
         activations = {option.group.unit: option.memory for option in absent if option.group not in memories}
         with setting(counters=()):
             step = self._step.changed(mesh=self._mesh, activations=activations)
-            trees = [self._abstract(tree, partial(_memory_of, memories, role)) for role, tree in self._trees.items()]
-            trees += [self._abstract(tree, lambda x: x.layout.memory) for tree in self._inputs]
+            trees = [
+                abstract_like(tree, self._mesh, partial(_memory_of, memories, role))
+                for role, tree in self._trees.items()
+            ]
+            trees += [abstract_like(tree, self._mesh, lambda x: x.layout.memory) for tree in self._inputs]
         metrics, comm, sizes = None, Ledger(), dict(self._sizes)
         with setting(counters=()), limit() as used:
             for _ in range(2):
@@ -303,23 +306,24 @@ class _Measurement:
             options.append(recomputed._replace(cost=(again.flops() - resident.flops()) / rates.flops))
         return options
 
-    def _abstract(self, tree: PyTree, memory: Callable[[Sharded], Memory]) -> PyTree:
-        """Return a tree of arrays without values, in some memories; ties stay ties."""
-        made: dict[tuple[int, ...], Any] = {}
 
-        def leaf(x: Any) -> Any:
-            if not isinstance(x, Sharded | Tensor):
-                return x
-            if key_of(x) not in made:
-                if isinstance(x, Sharded):
-                    layout = x.layout.on(self._mesh).with_memory(memory(x))
-                    shard = empty_in(layout.memory, layout.local_shape(x.shape, 0), x.dtype, "meta")
-                    made[key_of(x)] = Sharded(x.shape, layout, (shard,))
-                else:
-                    made[key_of(x)] = torch.empty_like(x, device="meta") if x.ndim else x.clone()
-            return made[key_of(x)]
+def abstract_like(tree: PyTree, mesh: Mesh, memory: Callable[[Sharded], Memory]) -> PyTree:
+    """Return a tree of arrays of an abstract mesh, without values, in some memories; ties stay ties."""
+    made: dict[tuple[int, ...], Any] = {}
 
-        return map_leaves(leaf, tree)
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, Sharded | Tensor):
+            return x
+        if key_of(x) not in made:
+            if isinstance(x, Sharded):
+                layout = x.layout.on(mesh).with_memory(memory(x))
+                shard = empty_in(layout.memory, layout.local_shape(x.shape, 0), x.dtype, "meta")
+                made[key_of(x)] = Sharded(x.shape, layout, (shard,))
+            else:
+                made[key_of(x)] = torch.empty_like(x, device="meta") if x.ndim else x.clone()
+        return made[key_of(x)]
+
+    return map_leaves(leaf, tree)
 
 
 def group_sizes(trees: Mapping[Role, PyTree]) -> dict[MemoryGroup, int]:

@@ -1,0 +1,196 @@
+"""`cost`: what a training step needs on a mesh, counted by running it on the abstract mesh; and how long it takes.
+
+    the step ─> abstract mesh ─> events ─┬─ operations, bytes by axis and line, peak memory: exact
+                                         └─ times_of(events, cluster): a model
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fshard.ambient import setting
+from fshard.errors import PlanError
+from fshard.memory.kinds import Purpose, mark
+from fshard.memory.placement import abstract_like
+from fshard.memory.usage import MemoryUsage
+from fshard.mesh.layout import Memory, Mesh, PyTree
+from fshard.mesh.layout.make import make_mesh
+from fshard.plan.cluster import Cluster
+from fshard.plan.timing import Times, times_of
+from fshard.plan.trace import Operation, TracedLedger, recording
+from fshard.tables import Tabular
+
+if TYPE_CHECKING:  # it is imported where a table is shown
+    from rich.table import Table
+
+
+class OperationCost(NamedTuple):
+    """All calls of one operation in a dtype, and what limits them: "arithmetic", "memory" or "launch"."""
+
+    name: str
+    dtype: str
+    calls: int
+    flops: int
+    traffic: int
+    seconds: float
+    limit: str
+
+
+@dataclass(frozen=True, repr=False)
+class Cost(Tabular):
+    """What a device needs in a step: see `cost`. Prints as a table.
+
+    Args:
+        mesh: of the step.
+        cluster: the machine.
+        used: memory; its peak, with the lines of the program.
+        comm: the ledger.
+        times: seconds.
+    """
+
+    mesh: Mesh
+    cluster: Cluster
+    used: MemoryUsage = field(repr=False)
+    comm: TracedLedger = field(repr=False)
+    times: Times
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step."""
+        return self.times.step
+
+    def flops(self, dtype: str | None = None) -> int:
+        """Return the operations of matrix products, convolutions and attention, of a dtype such as "bf16" or of all."""
+        return sum(event.flops for event in self._operations() if dtype in (None, event.dtype))
+
+    def traffic(self) -> int:
+        """Return the bytes that operations read and write."""
+        return sum(event.traffic for event in self._operations())
+
+    def peak(self, kind: Memory = "device", purpose: Purpose | None = None) -> int:
+        """Return the most bytes that a device has in a step; of a purpose: its bytes at that time."""
+        return self.used.peak(kind, purpose)
+
+    def sent(self, axis: str | None = None) -> Fraction:
+        """Return the bytes that a device sends, along an axis or in all."""
+        return self.comm.bytes(axis=axis)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is at most the memory of a device."""
+        return self.peak() <= self.cluster.memory
+
+    def utilization(self, flops: float | None = None) -> float:
+        """Return the part of peak operations that are done, by default with those that are recomputed.
+
+        Args:
+            flops: of the model in a step, on all devices; for model flops utilization.
+        """
+        counts = Counter[str]()
+        for event in self._operations():
+            counts[event.dtype] += event.flops
+        dtype = max(counts, key=lambda name: counts[name], default="f32")
+        each = self.flops() if flops is None else flops / self.mesh.size
+        return each / (self.seconds * self.cluster.peak(dtype))
+
+    def operations(self) -> list[OperationCost]:
+        """Return the calls of each operation and dtype, the longest first: a roofline as rows."""
+        rows = dict[tuple[str, str], list[Operation]]()
+        for event in self._operations():
+            rows.setdefault((event.name, event.dtype), []).append(event)
+        costs = [self._operation_cost(*key, calls) for key, calls in rows.items()]
+        return sorted(costs, key=lambda row: -row.seconds)
+
+    def _operation_cost(self, name: str, dtype: str, calls: list[Operation]) -> OperationCost:
+        flops, traffic = (sum(getattr(call, key) for call in calls) for key in ("flops", "traffic"))
+        seconds = [self.cluster.seconds_of_operation(*call[:1], *call[2:]) for call in calls]
+        part = self.cluster.efficiency
+        in_memory = traffic / (self.cluster.bandwidth * part.memory)
+        limits = {"launch": part.launch * len(calls), "memory": in_memory}
+        largest = max(limits, key=lambda key: limits[key])
+        limit = largest if sum(seconds) <= 1.001 * limits[largest] else "arithmetic" if flops else "memory"
+        return OperationCost(name, dtype, len(calls), flops, traffic, sum(seconds), limit)
+
+    def _operations(self) -> list[Operation]:
+        return [event for event in self.comm.events if isinstance(event, Operation)]
+
+    def table(self) -> Table:
+        """Return the numbers as a rich table."""
+        from rich.table import Table
+
+        table = Table("what", "of", "amount", "seconds", title=f"a step on {self.mesh.size:,} x {self.cluster.name}")
+        for column in (2, 3):
+            table.columns[column].justify = "right"
+        table.add_row("operations", "matrix products", f"{self.flops():,}", "")
+        table.add_row("", "memory traffic, bytes", f"{self.traffic():,}", f"{self.times.compute:.3g}")
+        for axes, seconds in self.times.network.items():
+            sent = float(sum(event.bytes for row, event in self.comm.devices[0].items() if row.axes == axes))
+            exposed = f"{seconds:.3g}, {self.times.exposed.get(axes, 0.0):.3g} exposed"
+            table.add_row("network", f"{'+'.join(axes)}, bytes", f"{sent:,.0f}", exposed)
+        for source, target in dict.fromkeys(way for counts in self.comm.moves.values() for way in counts):
+            table.add_row("copies", f"{source} to {target}, bytes", f"{self.comm.moved(source, target):,}", "")
+        limit = "" if self.fits else f" of {self.cluster.memory:,.0f}: too many"
+        table.add_row("memory", "peak, bytes", f"{self.peak():,}{limit}", "")
+        for holder in self.used.holders()[:4]:
+            table.add_row("", f"{holder.purpose} at {holder.site}", f"{holder.bytes:,}", "")
+        table.add_section()
+        table.add_row("step", "", f"{100 * self.utilization():.0f} % of peak operations", f"{self.seconds:.3g}")
+        return table
+
+
+def cost(
+    step: Callable[..., Any],
+    *arguments: PyTree,
+    cluster: Cluster,
+    sizes: Mapping[str, int] | None = None,
+) -> Cost:
+    """Return what a device needs in a step: operations, bytes by axis and line, memory; and the time on a machine.
+
+    The step runs on the abstract mesh: the same code, without values, devices or memory. So operations, bytes and peaks are
+    those of the run; time is computed from the order of operations, collectives and waits by `times_of`.
+
+    Args:
+        step: of `train_step`, of a full model.
+        arguments: of the step: parameters, state, buffers if it has them, and the batch. Their values do not matter: meta
+            tensors and arrays of any mesh will do.
+        cluster: the machine: see `fs.plan.cluster`.
+        sizes: sizes of axes that differ from the step's mesh, such as {"data": 1024}. The batch is that of all devices.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh = fs.make_mesh({"data": 4})
+    >>> params = fs.shard_params([torch.ones(512, 512) for _ in range(4)], fs.fsdp("data", unit="[*]"), mesh=mesh)
+    >>> opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=3)
+    >>> def loss_fn(params, x):
+    ...     for w in params:
+    ...         x = torch.tanh(x @ w)
+    ...     return x.square().mean()
+    >>> step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True)
+    >>> report = fs.plan.cost(step, params, opt.init(params), torch.ones(64, 512), cluster=fs.plan.cluster("h100"))
+    >>> report.flops() == 2 * 16 * 512 * 512 * (4 + 8 - 1), report.fits  # forward, and backward but for the first input
+    (True, True)
+    """
+    changed, mesh = getattr(step, "changed", None), getattr(step, "mesh", None)
+    if changed is None or mesh is None:
+        raise PlanError(f"plan.cost: step must be one of train_step; got {type(step).__name__}.")
+    if unknown := [axis for axis in sizes or {} if axis not in mesh.shape]:
+        raise PlanError(f"plan.cost: sizes must name axes of {mesh}; got {', '.join(unknown)}.")
+    mesh = make_mesh({**mesh.shape, **(sizes or {})}, runtime="abstract")
+    with setting(counters=()):
+        trees = [abstract_like(tree, mesh, lambda x: x.layout.memory) for tree in arguments]
+        step = changed(mesh=mesh)
+    *trees[:-1], _ = _recorded(step, trees)[2]  # the second step knows the order of units
+    used, comm, _ = _recorded(step, trees)
+    return Cost(mesh, cluster, used, comm, times_of(comm.events, cluster, mesh))
+
+
+def _recorded(step: Callable[..., Any], trees: Sequence[PyTree]) -> tuple[MemoryUsage, TracedLedger, Any]:
+    """Return the memory, the ledger and the results of a step."""
+    with recording() as (used, comm):
+        mark("begin")
+        result = step(*trees)
+    return used, comm, result

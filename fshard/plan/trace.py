@@ -1,0 +1,148 @@
+"""`Recorder`: what one device does in a step of the abstract mesh, in order.
+
+    Operation    of torch: its operations, the bytes that it reads and writes
+    Collective   begins, by the ledger's bytes; `Wait` is where its result is needed
+    Copy         between two memories, beside the computation
+
+The program itself runs, on tensors without values: nothing here knows a model, a stage of ZeRO or an order of units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from fshard.ambient import ambient, setting
+from fshard.memory.limit import CountStorages, counted
+from fshard.memory.usage import MemoryUsage
+from fshard.mesh.collectives.ledger import Ledger, LedgerRow
+from fshard.mesh.layout import Memory, dtype_name
+from fshard.mesh.layout.kinds import MEMORIES
+
+_ops: Any = torch.ops.aten
+_WITHOUT_TRAFFIC = {
+    *(_ops.empty, _ops.empty_like, _ops.empty_strided, _ops.new_empty, _ops.new_empty_strided),
+    *(_ops.lift_fresh, _ops.set_, _ops.resize_, _ops._unsafe_view),
+}
+
+
+class Operation(NamedTuple):
+    """An operation of torch.
+
+    Args:
+        name: such as "mm".
+        unit: of parameters that was used last, "begin" or "update".
+        dtype: of its arguments, by the short name of layouts: "bf16".
+        flops: of matrix products, convolutions and attention; 0 for others.
+        traffic: the bytes of its arguments and results.
+    """
+
+    name: str
+    unit: str
+    dtype: str
+    flops: int
+    traffic: int
+
+
+class Collective(NamedTuple):
+    """A collective: its row of the ledger, the bytes that a device sends, and whether it runs until a `Wait`."""
+
+    row: LedgerRow
+    sent: float
+    is_started: bool
+
+
+class Wait(NamedTuple):
+    """The result of a started collective is needed; `index` is that of its event."""
+
+    index: int
+
+
+class Copy(NamedTuple):
+    """Bytes are copied between two memories."""
+
+    source: Memory
+    target: Memory
+    size: int
+
+
+Event = Operation | Collective | Wait | Copy
+
+
+@dataclass(repr=False)
+class TracedLedger(Ledger):
+    """A ledger that writes its calls into a list of events too."""
+
+    events: list[Event] = field(default_factory=list[Event])
+
+    def record(self, device: int, row: LedgerRow, sent: Fraction) -> None:
+        super().record(device, row, sent)
+        self.events.append(Collective(row, float(sent), is_started=False))
+
+    def record_move(self, device: int, source: Memory, target: Memory, count: int) -> None:
+        super().record_move(device, source, target, count)
+        self.events.append(Copy(source, target, count))
+
+
+class Recorder(CountStorages):
+    """Writes the operations of a step, and the waits for collectives, into a list of events; counts memory too."""
+
+    def __init__(self, usage: MemoryUsage, events: list[Event]) -> None:
+        super().__init__(usage)
+        self._events = events
+        self._starts: dict[int, int] = {}  # the index of each collective under way, by the identity of its delivery
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented and self in ambient.counters and not func.is_view:
+            packet = func.overloadpacket
+            if packet not in _WITHOUT_TRAFFIC:
+                flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result) if packet in flop_registry else 0
+                self._add(packet.__name__, (*args, *(kwargs or {}).values()), result, flops)
+        return result
+
+    def _add(self, name: str, args: Sequence[Any], result: Any, flops: int) -> None:
+        inputs, outputs = _tensors(args), _tensors((result,))
+        sizes = {id(x): x.nbytes for x in (*inputs, *outputs)}
+        dtype = next((x.dtype for x in (*inputs, *outputs) if x.is_floating_point()), torch.int64)
+        unit = self.usage.timeline[-1].name if self.usage.timeline else "begin"
+        self._events.append(Operation(name, unit, dtype_name(dtype), flops, sum(sizes.values())))
+
+    def reserve(self, delivery: object, xs: Sequence[Tensor], count: int) -> None:
+        super().reserve(delivery, xs, count)
+        last = self._events[-1] if self._events else None
+        if isinstance(last, Collective):
+            self._events[-1] = last._replace(is_started=True)
+            self._starts[id(delivery)] = len(self._events) - 1
+
+    def deliver(self, delivery: object, results: Sequence[Tensor]) -> None:
+        super().deliver(delivery, results)
+        if (index := self._starts.pop(id(delivery), None)) is not None:
+            self._events.append(Wait(index))
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    tensors = list[Tensor]()
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += _tensors(value)
+    return tensors
+
+
+@contextmanager
+def recording() -> Generator[tuple[MemoryUsage, TracedLedger]]:
+    """Record what runs inside the block: memory, and a ledger with all events."""
+    used, comm = MemoryUsage(dict.fromkeys(MEMORIES)), TracedLedger()
+    with setting(ledgers=(comm,), counters=()), counted(used, Recorder(used, comm.events)):
+        yield used, comm

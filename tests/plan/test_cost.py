@@ -1,0 +1,253 @@
+"""`fs.plan.cost`: operations, bytes and peaks are those of the run; time is right on small lists of events."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import fshard as fs
+from fshard import P, optim
+from fshard.errors import PlanError
+from fshard.mesh.collectives.ledger import LedgerRow
+from fshard.plan import Link, cluster, cost
+from fshard.plan.timing import times_of
+from fshard.plan.trace import Collective, Copy, Operation, Wait
+from fshard.source import Site
+from tests.sampled import THOROUGH
+
+H100 = cluster("h100")
+WIDTH, HEADS, TOKENS, ROWS = 16, 4, 6, 16
+OPTIMIZERS = {
+    "adamw": lambda: optim.adamw(0.1),
+    "clipped": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1)),
+    "sgd": lambda: optim.sgd(0.1, momentum=0.9),
+    "masters": lambda: optim.with_master_weights(optim.adamw(0.1)),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, kv_heads):
+        super().__init__()
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = (nn.Linear(WIDTH, WIDTH // HEADS * kv_heads) for _ in range(2))
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        heads = [layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+        y = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+def program(sizes, *, layers, kv_heads, stage, name, recomputed, dtype, **options):
+    """Return a step of a GPT, and its arguments, on a mesh of "data", and of "model" if it has that axis."""
+    torch.manual_seed(0)
+    mesh, x = fs.make_mesh(sizes), torch.randn(ROWS, TOKENS, WIDTH).to(dtype)
+    model = nn.Sequential(*(Block(kv_heads) for _ in range(layers))).to(dtype)
+    plan = None
+    if "model" in sizes:
+        plan = fs.tensor_parallel(model, axis="model", sample=x, check=False)
+    apply, params, buffers = fs.functionalize(model, plan=plan)
+    within = None if plan is None else plan.rules
+    params = fs.shard_params(params, fs.fsdp("data", unit="[*]", within=within) if stage == 3 else within or P(), mesh=mesh)
+
+    def loss_fn(params, x):
+        run = fs.remat(apply) if recomputed else apply
+        y, _ = run(params, buffers, x)
+        return (y if plan is None else plan.full(y)).float().square().mean()
+
+    opt = fs.partition_optimizer(OPTIMIZERS[name](), mesh=mesh, axis="data", stage=stage)
+    local = () if plan is None else plan.axes
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True, local=local, **options)
+    return step, [params, opt.init(params), x]
+
+
+def counted(step, trees):
+    """Return the peak and the ledger of the second step of a run."""
+    used = comm = None
+    for _ in range(2):
+        with fs.memory.limit() as used, fs.ledger() as comm:
+            *trees[:2], metrics = step(*trees)
+            del metrics
+    return used.peak(), {axis: comm.bytes(axis=axis) for axis in step.mesh.axis_names}
+
+
+PROGRAMS = st.fixed_dictionaries(
+    {
+        "layers": st.integers(1, 3),
+        "kv_heads": st.sampled_from([2, 4]),
+        "stage": st.integers(0, 3),
+        "name": st.sampled_from([*OPTIMIZERS]),
+        "recomputed": st.booleans(),
+        "dtype": st.sampled_from([torch.float32, torch.float64]),
+        "accumulate": st.sampled_from([1, 2]),
+        "live_units": st.sampled_from([1, 2]),
+        "prefetch": st.sampled_from([0, 1]),
+    }
+)
+MESHES = st.sampled_from([{"data": 1}, {"data": 2}, {"data": 4}, {"data": 2, "model": 2}, {"data": 8, "model": 2}])
+
+
+@settings(max_examples=60 if THOROUGH else 12, deadline=None)
+@given(MESHES, PROGRAMS)
+def test_drawn_plans_have_the_bytes_and_the_peak_of_the_run(sizes, options):
+    step, trees = program(sizes, **options)
+    report = cost(step, *trees, cluster=H100)
+    peak, sent = counted(step, trees)
+    assert {axis: report.sent(axis) for axis in sizes} == sent
+    assert peak - (64 if "model" in sizes else 0) <= report.peak() <= peak  # the first device of a group represents all
+    rows = report.operations()
+    assert sum(row.seconds for row in rows) == pytest.approx(report.times.compute)
+    assert report.seconds >= report.times.compute and str(report)
+
+
+FIXED = {
+    "layers": 2, "kv_heads": 2, "stage": 3, "name": "adamw", "recomputed": False, "dtype": torch.float32,
+}  # fmt: skip
+
+
+def in_process(n, stage):
+    step, trees = program({"data": n}, **{**FIXED, "stage": stage})
+    report = cost(step, *trees, cluster=H100)
+    return (report.peak(), {"data": report.sent("data")}), counted(step, trees)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_plans_have_the_bytes_and_the_peak_of_processes(two, stage):
+    for planned, found in two.run(in_process, 2, stage):
+        assert planned == found
+
+
+def test_operations_are_those_of_the_formula_and_recomputation_adds_a_forward():
+    """2 operations for a weight and a token in the forward and 4 in the backward; attention sees all pairs of tokens."""
+    layers, tokens = 2, ROWS * TOKENS
+    weights = layers * (2 * WIDTH**2 + 2 * WIDTH * WIDTH // 2 + 4 * WIDTH**2)
+    attention = layers * 4 * TOKENS * tokens * WIDTH
+    step, trees = program({"data": 1}, **FIXED)
+    flops = cost(step, *trees, cluster=H100).flops()
+    again, same = program({"data": 1}, **{**FIXED, "recomputed": True})
+    forward = 2 * weights * tokens + attention
+    inputs = 2 * tokens * WIDTH * (WIDTH + 2 * WIDTH // 2)  # of the first layer, which need no gradient
+    assert flops - (3 * 2 * weights * tokens - inputs) in (3 * attention, int(3.5 * attention))
+    last = 2 * tokens * 2 * WIDTH * WIDTH  # the recomputation ends before the last product
+    assert cost(again, *same, cluster=H100).flops() == flops + forward - last
+    assert cost(step, *trees, cluster=H100).flops("f32") == flops
+
+
+def test_other_sizes_are_those_of_a_mesh_of_that_size():
+    """A plan of 1,024 devices from a step on two; its batch is that of all devices."""
+    step, (params, state, _) = program({"data": 2}, **FIXED)
+    batch = torch.empty(2048, TOKENS, WIDTH, device="meta")
+    report = cost(step, params, state, batch, cluster=H100, sizes={"data": 1024})
+    same, trees = program({"data": 2}, **FIXED)
+    each = cost(same, *trees[:2], torch.empty(4, TOKENS, WIDTH, device="meta"), cluster=H100)
+    assert report.flops() == each.flops() and report.mesh.size == 1024
+    assert report.sent() > each.sent() and report.peak(purpose="state") <= each.peak(purpose="state")
+
+
+# -- time ----------------------------------------------------------------------------------------------------------------
+
+MESH = fs.make_mesh({"a": 4, "b": 2}, runtime="abstract")
+SITE = Site("f.py", 1, "f")
+PLAIN = replace(
+    H100,
+    flops={"f32": 1.0},
+    bandwidth=1.0,
+    host=1.0,
+    disk=0.5,
+    links=(Link(2, 10.0, 0.0), Link(0, 1.0, 0.0)),
+    efficiency=replace(H100.efficiency, matmul=1.0, half=0.0, attention=0.5, memory=1.0, launch=0.0, link=1.0),
+)
+
+
+def work(flops, name="mm"):
+    return Operation(name, "u", "f32", flops, 0)
+
+
+def sent(size, axis="a", *, starts=True):
+    return Collective(LedgerRow("psum", (axis,), SITE), size, starts)
+
+
+@pytest.mark.parametrize(
+    ("events", "step", "exposed"),
+    [
+        ([work(3), work(2, "attention")], 7, 0),
+        ([sent(4), work(3), Wait(0), work(1)], 5, 1),  # a collective beside an operation
+        ([sent(4), work(5), Wait(0)], 5, 0),
+        ([sent(4, starts=False), work(5)], 9, 4),
+        ([sent(4), sent(4), work(5), Wait(0), Wait(1)], 8, 3),  # one after another on a level
+        ([sent(4), sent(40, "b"), work(1), Wait(0), Wait(1)], 4, 3),  # the levels are independent
+        ([Copy("device", "host", 4), work(1), Copy("host", "device", 2), work(1)], 4, 0),
+        ([Copy("device", "disk", 4), work(1)], 8, 0),
+    ],
+)
+def test_time_of_a_list_of_events(events, step, exposed):
+    times = times_of(events, PLAIN, MESH)
+    assert (times.step, sum(times.exposed.values())) == (step, exposed)
+    without = times_of(events, replace(PLAIN, efficiency=replace(PLAIN.efficiency, overlap=0)), MESH)
+    assert without.step >= step
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.builds(Operation, st.sampled_from(["mm", "add", "attention"]), st.just("u"), st.just("f32"), st.integers(0, 10**12), st.integers(0, 10**9)),
+        st.builds(sent, st.integers(0, 10**8), st.sampled_from("ab"), starts=st.booleans()),
+        st.builds(Copy, st.just("host"), st.sampled_from(["device", "disk"]), st.integers(0, 10**8)),
+    ),
+    max_size=12,
+)  # fmt: skip
+
+
+@given(EVENTS, st.data())
+def test_more_of_anything_is_never_slower(events, data):
+    for index in [i for i, event in enumerate(events) if isinstance(event, Collective) and event.is_started]:
+        events.append(Wait(index))
+    factor = data.draw(st.floats(1.0, 8.0))
+    changes = {
+        "flops": {name: factor * x for name, x in H100.flops.items()},
+        "bandwidth": factor * H100.bandwidth,
+        "host": factor * H100.host,
+        "disk": factor * H100.disk,
+        "links": tuple(Link(link.devices, factor * link.bandwidth, link.latency / factor) for link in H100.links),
+        "efficiency": replace(H100.efficiency, matmul=min(1.0, 0.75 * factor), half=2e9 / factor),
+    }
+    names = data.draw(st.sets(st.sampled_from(sorted(changes)), min_size=1))
+    better = replace(H100, **{name: changes[name] for name in names})
+    assert times_of(events, better, MESH).step <= times_of(events, H100, MESH).step * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes", "level", "bandwidth"),
+    [
+        ({"data": 4, "model": 8}, ("model",), 0, 450e9),
+        ({"data": 4, "model": 8}, ("data",), 1, 50e9),  # each device of a node has its own link to others
+        ({"data": 4, "model": 8}, ("data", "model"), 1, 400e9),  # a ring through the nodes has the links of all
+        ({"data": 4, "model": 4}, ("data",), 1, 100e9),
+        ({"data": 2, "model": 4}, ("data",), 0, 450e9),
+    ],
+)
+def test_groups_use_the_links_between_their_devices(sizes, axes, level, bandwidth):
+    plain = replace(H100, efficiency=replace(H100.efficiency, link=1.0))
+    found = plain.level(fs.make_mesh(sizes, runtime="abstract"), axes)
+    assert found[:2] == (level, bandwidth)
+
+
+def test_invalid_arguments_raise():
+    step, trees = program({"data": 2}, **FIXED)
+    with pytest.raises(PlanError, match="step must be one of train_step; got function"):
+        cost(lambda x: x, *trees, cluster=H100)
+    with pytest.raises(PlanError, match="sizes must name axes of Mesh.*got model"):
+        cost(step, *trees, cluster=H100, sizes={"model": 2})
+
+
+def test_a_step_that_does_not_fit_says_so():
+    step, trees = program({"data": 2}, **FIXED)
+    report = cost(step, *trees, cluster=replace(H100, memory=1000.0))
+    assert not report.fits and "of 1,000: too many" in str(report)
+    assert report.utilization(flops=1e6) == pytest.approx(1e6 / 2 / report.seconds / H100.flops["f32"])
+    assert isinstance(report.sent("data"), Fraction)
