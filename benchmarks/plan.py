@@ -1,4 +1,4 @@
-"""Compare the times that `fs.plan.cost` predicts with measured ones: twelve layouts of one GPT, in two processes of one machine.
+"""Compare the times that `fs.plan.cost` predicts with measured ones: twelve layouts of one GPT, in two processes.
 
     python benchmarks/plan.py               calibrate, predict, measure (about two minutes)
     python benchmarks/plan.py --rounds 9
@@ -29,15 +29,15 @@ from fshard.testing.processes import run_processes
 LAYERS, WIDTH, HEADS, TOKENS, ROWS, WORDS = 4, 256, 4, 128, 16, 512
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {"stage": 0},
-    "zero 1": {"stage": 1},
-    "zero 2": {"stage": 2},
-    "zero 3": {"stage": 3},
-    "zero 3, kept": {"stage": 3, "reshard_after_forward": False},
-    "zero 3, no prefetch": {"stage": 3, "prefetch": 0},
     "data, recomputed": {"stage": 0, "recomputed": True},
-    "zero 3, recomputed": {"stage": 3, "recomputed": True},
-    "data, 4 microbatches": {"stage": 0, "accumulate": 4},
+    "data, 8 microbatches": {"stage": 0, "accumulate": 8},
+    "data, recomputed, 8 microbatches": {"stage": 0, "recomputed": True, "accumulate": 8},
+    "zero 2, 4 microbatches": {"stage": 2, "accumulate": 4},
+    "zero 3": {"stage": 3},
     "zero 3, 4 microbatches": {"stage": 3, "accumulate": 4},
+    "zero 3, 8 microbatches": {"stage": 3, "accumulate": 8},
+    "zero 3, recomputed": {"stage": 3, "recomputed": True},
+    "zero 3, recomputed, 8 microbatches": {"stage": 3, "recomputed": True, "accumulate": 8},
     "tensor": {"axis": "model"},
     "tensor, recomputed": {"axis": "model", "recomputed": True},
 }

@@ -22,7 +22,7 @@ _users: list[Library] = []  # one entry for each user; the same library
 def fused_attention() -> Generator[None]:
     """Let attention on meta tensors be the operation that CPUs have, which saves as much memory as those of GPUs."""
     with _lock:
-        _users.append(_users[0] if _users else Library("aten", "IMPL"))  # noqa: TOR901  # it is destroyed below
+        _users.append(_users[0] if _users else Library("aten", "IMPL"))
         if len(_users) == 1:
             _users[0].impl("scaled_dot_product_attention", _attention, "AutogradMeta")
     try:
@@ -31,7 +31,7 @@ def fused_attention() -> Generator[None]:
         with _lock:
             library = _users.pop()
             if not _users:
-                library._destroy()
+                library._destroy()  # pyright: ignore[reportPrivateUsage]
 
 
 def _attention(

@@ -1,12 +1,12 @@
-"""Plans: what a training step needs on a mesh, and how long it takes, without its devices.
+"""Plans: the needs of a training step on a mesh, and how long it takes, without its devices.
 
 `cost` runs the step itself on the abstract mesh, so operations, bytes and peaks of memory are exact, on any number of devices;
 time is a model with the numbers of a machine, a `Cluster`. `fshard calibrate` measures those of this one.
 """
 
 from fshard.plan.calibrate import calibrate
-from fshard.plan.cluster import Cluster, Efficiency, Link, cluster
+from fshard.plan.cluster import Cluster, Efficiency, NetworkLink, cluster
 from fshard.plan.cost import Cost, OperationCost, cost
 from fshard.plan.timing import Times
 
-__all__ = ["Cluster", "Cost", "Efficiency", "Link", "OperationCost", "Times", "calibrate", "cluster", "cost"]
+__all__ = ["Cluster", "Cost", "Efficiency", "NetworkLink", "OperationCost", "Times", "calibrate", "cluster", "cost"]

@@ -12,7 +12,7 @@ import torch
 from fshard.mesh.collectives.api import pmax, psum
 from fshard.mesh.layout import Mesh
 from fshard.mesh.spmd.run import run
-from fshard.plan.cluster import Cluster, Efficiency, Link
+from fshard.plan.cluster import Cluster, Efficiency, NetworkLink
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f64": torch.float64}
 _SIDES = (128, 1024)
@@ -70,7 +70,7 @@ def _measured(device: str, axes: tuple[str, ...], n: int) -> Cluster:
         bandwidth=bandwidth,
         host=host,
         disk=1e9,
-        links=(Link(0, link, times[0]),),
+        links=(NetworkLink(0, link, times[0]),),
         efficiency=Efficiency(1.0, halves[0], 1.0, 1.0, launch, 1.0, int(device == "cuda")),
     )
 

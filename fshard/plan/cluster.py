@@ -1,7 +1,7 @@
 """`Cluster`: the numbers of a machine that time depends on. A value, read from a TOML file and written to one.
 
-    peak numbers    of the vendor: operations by dtype, memory and its bandwidth, links
-    efficiency      the part of them that programs get: seven constants, the same for every model
+peak numbers    of the vendor: operations by dtype, memory and its bandwidth, links
+efficiency      the part of them that programs get: seven constants, the same for every model
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PRESETS = ("a100", "h100", "h200", "b200", "cpu")
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """A level of the network: between the devices of a group of so many (0: of any number).
 
     Args:
@@ -77,7 +77,7 @@ class Cluster:
     bandwidth: float
     host: float
     disk: float
-    links: tuple[Link, ...]
+    links: tuple[NetworkLink, ...]
     efficiency: Efficiency = Efficiency()
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class Cluster:
         all of them to other nodes.
         """
         members, stride = {0}, 1
-        for axis, size in reversed(mesh.shape.items()):
+        for axis, size in reversed(mesh.axes):
             if axis in axes:
                 members = {member + stride * i for member in members for i in range(size)}
             stride *= size
@@ -170,12 +170,13 @@ def _from_toml(text: str, name: str) -> Cluster:
         raise PlanError(f"cluster {name}: the file must be TOML; {error}.") from error
     errors = _key_errors(table, Cluster, "")
     links = table.get("links", [])
-    errors += [error for i, link in enumerate(links) for error in _key_errors(link, Link, f"links[{i}].")]
+    errors += [error for i, link in enumerate(links) for error in _key_errors(link, NetworkLink, f"links[{i}].")]
     errors += _key_errors(table.get("efficiency", {}), Efficiency, "efficiency.")
     if errors:
         raise PlanError(f"cluster {name}: {'; '.join(errors)}.")
-    made: dict[str, Any] = {**table, "links": tuple([Link(**link) for link in links])}
-    return Cluster(**{**made, "efficiency": Efficiency(**table.get("efficiency", {}))})
+    table["links"] = tuple([NetworkLink(**link) for link in links])
+    table["efficiency"] = Efficiency(**table.get("efficiency", {}))
+    return Cluster(**table)
 
 
 def _key_errors(table: Mapping[str, Any], kind: Any, prefix: str) -> list[str]:
@@ -185,5 +186,7 @@ def _key_errors(table: Mapping[str, Any], kind: Any, prefix: str) -> list[str]:
     errors = [f"{prefix}{key} is unknown; the keys are {', '.join(legal)}" for key in table if key not in legal]
     errors += [f"{prefix}{key} is missing" for key in needed if key not in table]
     numeric = [key for key in table if key in legal and key not in ("name", "flops", "links", "efficiency")]
-    errors += [f"{prefix}{key} must be a number; got {table[key]!r}" for key in numeric if type(table[key]) not in (int, float)]
+    errors += [
+        f"{prefix}{key} must be a number; got {table[key]!r}" for key in numeric if type(table[key]) not in (int, float)
+    ]
     return errors

@@ -18,7 +18,9 @@ from fshard.plan.cluster import Cluster
 
 def run_calibrate(arguments: Sequence[str]) -> int:
     """Measure, write, and print the path; return the exit status."""
-    parser = argparse.ArgumentParser(prog="fshard calibrate", description="Measure this machine in about half a minute.")
+    parser = argparse.ArgumentParser(
+        prog="fshard calibrate", description="Measure this machine in about half a minute."
+    )
     cores = torch.cuda.device_count() or max((os.cpu_count() or 1) // 2, 1)
     parser.add_argument("--processes", type=int, default=cores, help="that compute at once (%(default)s)")
     parser.add_argument("-o", "--out", default="cluster.toml", help="the file to write (%(default)s)")

@@ -1,7 +1,7 @@
-"""`cost`: what a training step needs on a mesh, counted by running it on the abstract mesh; and how long it takes.
+"""`cost`: the needs of a training step on a mesh, counted by running it on the abstract mesh; and how long it takes.
 
-    the step ─> abstract mesh ─> events ─┬─ operations, bytes by axis and line, peak memory: exact
-                                         └─ times_of(events, cluster): a model
+the step ─> abstract mesh ─> events ─┬─ operations, bytes by axis and line, peak memory: exact
+                                     └─ times_of(events, cluster): a model
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OperationCost(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Cost(Tabular):
-    """What a device needs in a step: see `cost`. Prints as a table.
+    """The needs of a device in a step: see `cost`. Prints as a table.
 
     Args:
         mesh: of the step.

@@ -17,7 +17,7 @@ from math import ceil, log2, prod
 
 from fshard.mesh.layout import Mesh
 from fshard.plan.cluster import Cluster
-from fshard.plan.trace import Collective, Copy, Event, Operation, Wait
+from fshard.plan.trace import CollectiveStart, CollectiveWait, Copy, Event, Operation
 
 
 @dataclass
@@ -55,16 +55,16 @@ def times_of(events: Sequence[Event], cluster: Cluster, mesh: Mesh) -> Times:
             case Operation():
                 seconds = cluster.seconds_of_operation(event.name, event.dtype, event.flops, event.traffic)
                 now, times.compute = now + seconds, times.compute + seconds
-            case Collective():
+            case CollectiveStart():
                 level, seconds = seconds_of_collective(event, cluster, mesh)
                 ends[index] = free[level] = max(now, free[level]) + seconds
                 times.network[event.row.axes] += seconds
                 if not event.is_started or not cluster.efficiency.overlap:
                     wait(event.row.axes, ends[index])
-            case Wait():
-                collective = events[event.index]
-                assert isinstance(collective, Collective)
-                wait(collective.row.axes, ends[event.index])
+            case CollectiveWait():
+                collective = events[event.start]
+                assert isinstance(collective, CollectiveStart)
+                wait(collective.row.axes, ends[event.start])
             case Copy():
                 rate = cluster.disk if "disk" in event[:2] else cluster.host
                 free[event[:2]] = max(now, free[event[:2]]) + event.size / rate
@@ -74,7 +74,7 @@ def times_of(events: Sequence[Event], cluster: Cluster, mesh: Mesh) -> Times:
     return times
 
 
-def seconds_of_collective(event: Collective, cluster: Cluster, mesh: Mesh) -> tuple[int, float]:
+def seconds_of_collective(event: CollectiveStart, cluster: Cluster, mesh: Mesh) -> tuple[int, float]:
     """Return the level of the network that a collective uses, and its time."""
     axes = event.row.axes
     level, bandwidth, latency = cluster.level(mesh, axes)

@@ -1,8 +1,8 @@
-"""`Recorder`: what one device does in a step of the abstract mesh, in order.
+"""`StepRecorder`: what one device does in a step of the abstract mesh, in order.
 
-    Operation    of torch: its operations, the bytes that it reads and writes
-    Collective   begins, by the ledger's bytes; `Wait` is where its result is needed
-    Copy         between two memories, beside the computation
+    Operation          of torch: its operations, the bytes that it reads and writes
+    CollectiveStart    with the bytes of the ledger; `CollectiveWait` is where the result is needed
+    Copy               between two memories, beside the computation
 
 The program itself runs, on tensors without values: nothing here knows a model, a stage of ZeRO or an order of units.
 """
@@ -51,18 +51,18 @@ class Operation(NamedTuple):
     traffic: int
 
 
-class Collective(NamedTuple):
-    """A collective: its row of the ledger, the bytes that a device sends, and whether it runs until a `Wait`."""
+class CollectiveStart(NamedTuple):
+    """A collective: its row of the ledger, the bytes that a device sends, and whether it runs until a `CollectiveWait`."""
 
     row: LedgerRow
     sent: float
     is_started: bool
 
 
-class Wait(NamedTuple):
-    """The result of a started collective is needed; `index` is that of its event."""
+class CollectiveWait(NamedTuple):
+    """The result of a started collective is needed, which is the event of this number."""
 
-    index: int
+    start: int
 
 
 class Copy(NamedTuple):
@@ -73,7 +73,7 @@ class Copy(NamedTuple):
     size: int
 
 
-Event = Operation | Collective | Wait | Copy
+Event = Operation | CollectiveStart | CollectiveWait | Copy
 
 
 @dataclass(repr=False)
@@ -84,14 +84,14 @@ class TracedLedger(Ledger):
 
     def record(self, device: int, row: LedgerRow, sent: Fraction) -> None:
         super().record(device, row, sent)
-        self.events.append(Collective(row, float(sent), is_started=False))
+        self.events.append(CollectiveStart(row, float(sent), is_started=False))
 
     def record_move(self, device: int, source: Memory, target: Memory, count: int) -> None:
         super().record_move(device, source, target, count)
         self.events.append(Copy(source, target, count))
 
 
-class Recorder(CountStorages):
+class StepRecorder(CountStorages):
     """Writes the operations of a step, and the waits for collectives, into a list of events; counts memory too."""
 
     def __init__(self, usage: MemoryUsage, events: list[Event]) -> None:
@@ -120,14 +120,14 @@ class Recorder(CountStorages):
     def reserve(self, delivery: object, xs: Sequence[Tensor], count: int) -> None:
         super().reserve(delivery, xs, count)
         last = self._events[-1] if self._events else None
-        if isinstance(last, Collective):
+        if isinstance(last, CollectiveStart):
             self._events[-1] = last._replace(is_started=True)
             self._starts[id(delivery)] = len(self._events) - 1
 
     def deliver(self, delivery: object, results: Sequence[Tensor]) -> None:
         super().deliver(delivery, results)
         if (index := self._starts.pop(id(delivery), None)) is not None:
-            self._events.append(Wait(index))
+            self._events.append(CollectiveWait(index))
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
@@ -144,5 +144,5 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 def recording() -> Generator[tuple[MemoryUsage, TracedLedger]]:
     """Record what runs inside the block: memory, and a ledger with all events."""
     used, comm = MemoryUsage(dict.fromkeys(MEMORIES)), TracedLedger()
-    with setting(ledgers=(comm,), counters=()), counted(used, Recorder(used, comm.events)):
+    with setting(ledgers=(comm,), counters=()), counted(used, StepRecorder(used, comm.events)):
         yield used, comm

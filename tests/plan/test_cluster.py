@@ -45,7 +45,9 @@ def test_wrong_files_raise_with_the_key(old, new, message, tmp_path):
 
 
 def test_unknown_names_raise_with_the_known_ones():
-    with pytest.raises(PlanError, match="must be one of a100, h100, h200, b200, cpu, or the path of a .toml file; got 'h1000'"):
+    with pytest.raises(
+        PlanError, match="must be one of a100, h100, h200, b200, cpu, or the path of a .toml file; got 'h1000'"
+    ):
         cluster("h1000")
 
 
