@@ -1,21 +1,22 @@
-"""The result of `certify`: a row for every stage and leaf, shown as a table."""
+"""The result of `certify`, `certify_module` and `certify_program`: a row for every leaf, shown as a table."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from rich.table import Table
-
-from fshard.mesh.layout import Mesh
 from fshard.tables import Tabular
+
+if TYPE_CHECKING:  # it is imported where a table is shown
+    from rich.table import Table
 
 Verdict = Literal["EXACT", "BOUNDED", "DIVERGENT", "INCONCLUSIVE"]
 
 
 class CertificateRow(NamedTuple):
-    """The verdict on a leaf in a stage (or under a plugin); `step` is the first that fails."""
+    """The verdict on a leaf in a stage (under a plugin, on a mesh); `step` is the first that fails."""
 
     stage: int | str
     leaf: str
@@ -28,19 +29,31 @@ class CertificateRow(NamedTuple):
 
 def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
     """Choose the row that fails first: in the first stage, at the first step; the first leaf, one that diverges if any does."""
-    failed = [row for row in rows if row.step is not None]
-    stage = [row for row in failed if row.stage == failed[0].stage]
+    failures = [row for row in rows if row.step is not None]
+    stage = [row for row in failures if row.stage == failures[0].stage]
     return min(stage, key=lambda row: (row.step, row.verdict != "DIVERGENT"), default=None)
+
+
+def refer_to_first(rows: Sequence[CertificateRow]) -> list[CertificateRow]:
+    """Let rows of a stage that fail later than its first refer to that one."""
+    first = first_of(rows)
+    return [
+        row._replace(reason=f"step {row.step}: after {first.leaf} has diverged")
+        if first is not None and row.step not in (None, first.step)
+        else row
+        for row in rows
+    ]
 
 
 @dataclass(frozen=True, repr=False)
 class Certificate(Tabular):
-    """A row for every stage and leaf; prints as a table.  See `certify` and `certify_module`."""
+    """A row for every leaf in every stage, or on every mesh (see `column`); prints as a table."""
 
-    mesh: Mesh
-    steps: int
-    reproducible: bool
     rows: tuple[CertificateRow, ...]
+    steps: int
+    title: str
+    unseen: str
+    column: Literal["stage", "mesh"] = "stage"
 
     @property
     def ok(self) -> bool:
@@ -54,24 +67,26 @@ class Certificate(Tabular):
 
     def check(self) -> Certificate:
         """Raise an AssertionError with the table if any leaf is DIVERGENT or INCONCLUSIVE; else return the certificate."""
-        if self.first is None:
-            return self
-        relation = "is not" if self.first.verdict == "DIVERGENT" else "cannot be compared with"
-        raise AssertionError(f"the sharded run {relation} the run on one device.\n{self}")
+        if not self.ok:
+            raise AssertionError(f"the sharded run is not the run on one device.\n{self}")
+        return self
+
+    def json(self) -> str:
+        """Return the rows as JSON."""
+        rows = [{self.column if name == "stage" else name: x for name, x in row._asdict().items()} for row in self.rows]
+        return json.dumps({"ok": self.ok, "steps": self.steps, "unseen": self.unseen, "rows": rows}, indent=1)
 
     def table(self) -> Table:
-        """Build the rich table."""
-        one = "a mesh of one device, bit for bit" if self.reproducible else "one device and float64"
-        table = Table("stage", "leaf", "verdict", "error", "bound", "reason", title=f"{self.mesh} against {one}")
-        table.caption = f"of the worst element, after step {self.steps - 1} or the first that fails"
+        """Return the rows as a rich table."""
+        from rich.table import Table
+
+        table = Table(self.column, "leaf", "verdict", "error", "bound", "reason", title=self.title)
+        table.caption = f"{self.steps} steps with the same batch. {self.unseen}"
         stage = None
         for row in self.rows:
             if stage not in (None, row.stage):
                 table.add_section()
-            numbers = ("", "") if self.reproducible and row.verdict == "EXACT" else (row.error, row.bound)
-            shown = [x if isinstance(x, str) else f"{x:.1e}" for x in numbers]
-            table.add_row("" if row.stage == stage else str(row.stage), row.leaf, row.verdict, *shown, row.reason)
+            numbers = f"{row.error:.1e}", f"{row.bound:.1e}"
+            table.add_row("" if row.stage == stage else str(row.stage), row.leaf, row.verdict, *numbers, row.reason)
             stage = row.stage
-        for column in (3, 4):
-            table.columns[column].justify = "right"
         return table

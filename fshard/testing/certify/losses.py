@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -18,15 +19,22 @@ from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.partition import Partitioned
 from fshard.optim.per_device import array_optimizer
-from fshard.testing.certify.bounds import Field, bounded, equal_bits, judge
 from fshard.testing.certify.certificate import Certificate, CertificateRow
-from fshard.testing.certify.runs import Snapshot, Training, note
-from fshard.testing.certify.shards import gather_processes, is_floating, keep_frozen, widen
+from fshard.testing.certify.compare import certificate, gather_processes, judge
+from fshard.testing.certify.runs import (
+    LOWER_DTYPES,
+    Snapshot,
+    in_float64,
+    is_floating,
+    keep_frozen,
+    note,
+    repeated,
+    widen,
+)
 from fshard.transforms.patterns import chosen, named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import Rules
 
-_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 _LOSS = (
     "The loss function draws random numbers or counts its calls. For dropout call certify(..., reproducible=True), which "
     "compares with a mesh of one device."
@@ -36,7 +44,7 @@ _CURES = {
     "buffers": _LOSS,
     "params": "The optimizer draws random numbers or counts its calls. Keep in its state what it counts.",
 }
-_HINTS: dict[Field, str] = {
+_HINTS = {
     "params": ". A norm of all leaves is fs.optim.global_norm(tree). The gradient agrees: is the optimizer elementwise?",
     "buffers": ". It must not depend on each device's own samples: BatchNorm needs sync_batchnorm=axis",
 }
@@ -61,6 +69,9 @@ def certify(
     **options: Any,
 ) -> Certificate:
     """Train a few steps on a mesh and on one device, and compare every leaf after each step, on every device.
+
+    Both runs are in float64, without `precision`, `compute` and `reduce`, and differ by a mistake or by 1e-9 at most. Both
+    optimizers are given the gradients of the run on one device: Adam makes a step of a rounding.
 
     Communicates as `train_step` does. On a process mesh it is a collective of all processes, with one verdict.
 
@@ -108,143 +119,123 @@ def certify(
     options["has_buffers"] = buffers is not None
     if exact_inputs:
         params, batch = dyadic_like(params, seed), dyadic_like(batch, seed + 1)
-    params, buffers, batch = (
-        Leaves.of(tree).mapped(lambda x: x.to(mesh.device_type) if isinstance(x, Tensor) else x)
-        for tree in (params, buffers, batch)
-    )
-    one, alone = (
-        Mesh(tuple((name, n if name in kept else 1) for name, n in mesh.axes), "virtual", mesh.device_type)
-        for kept in ((), as_axes(options.get("local")))
-    )
-    program = _Program(loss_fn, params, buffers, batch, opt, one, options, seed, buffers is not None)
-    within = P() if within is None else within
-    spec = fs.fsdp(axis, unit=unit, within=within)
-    train = partial(_train_sharded, program, axis, within, spec, batch_spec, steps)
     reproducible = bool(options.get("reproducible"))
-    start = Snapshot([], Leaves.of(params).leaves, Leaves.of(buffers).leaves)
-    if reproducible:
-        reference = equal_bits(train(alone, 0))
-    else:
-        training = Training(
-            start, lambda wide, sign: _Trainer(program, wide, sign), steps, seed, _CURES, program.compute
-        )
-        reference = bounded(training)
-    names = [named(parts_of(path)) or "params" for path in Leaves.of(params).paths]
-    paths = Leaves.of(buffers).paths if buffers is not None else ()
-    buffer_names = [f"buffers.{named(parts_of(path))}".rstrip(".") for path in paths]
-    rows: list[CertificateRow] = []
-    for stage in stages:
-        with note(f"in stage {stage}"):
-            rows += judge(reference, train(mesh, stage), stage, _HINTS, names, buffer_names)
-    return Certificate(mesh, steps, reproducible, tuple(rows))
+    if not reproducible:
+        options = {name: x for name, x in options.items() if name not in LOWER_DTYPES}
+
+    def converted(x: Leaf) -> Leaf:
+        x = x.to(mesh.device_type) if isinstance(x, Tensor) else x
+        return x if reproducible else widen(x)
+
+    buffers = () if buffers is None else buffers
+    params, buffers, batch = (Leaves.of(tree).mapped(converted) for tree in (params, buffers, batch))
+    rules = P() if within is None else within, fs.fsdp(axis, unit=unit, within=P() if within is None else within)
+    program = _Program(loss_fn, params, buffers, batch, batch_spec, opt, axis, rules, options, steps, seed)
+    paths = Leaves.of(params).paths
+    names = [named(parts_of(path)) or "params" for path in paths]
+    buffer_names = [f"buffers.{named(parts_of(path))}".rstrip(".") for path in Leaves.of(buffers).paths]
+    rows, dtype = list[CertificateRow](), None
+    with nullcontext() if reproducible else in_float64():
+        if reproducible:
+            serial = _train_alone(program, mesh)
+        else:
+            serial, dtype = repeated(partial(_train_serial, program, mesh), _CURES)
+        for stage in stages:
+            with note(f"in stage {stage}"):
+                sharded = _train_sharded(program, mesh, stage, [] if reproducible else serial)
+                rows += judge(serial, sharded, Snapshot(names, names, buffer_names), stage, _HINTS, dtype)
+    return certificate(mesh, rows, steps, dtype)
 
 
 @dataclass(frozen=True)
 class _Program:
-    """A loss function, an optimizer and full tensors; `one` is a mesh of one device with the axes of the mesh."""
+    """A loss function, an optimizer and full tensors; `rules` shard the parameters in stages 0 to 2, and in stage 3."""
 
     loss_fn: Callable[..., Any]
     params: PyTree
     buffers: PyTree
     batch: PyTree
+    batch_spec: PyTree
     opt: Optimizer
-    one: Mesh
+    axis: str | tuple[str, ...]
+    rules: tuple[Rules, Rules]
     options: Mapping[str, Any]
+    steps: int
     seed: int
-    has_buffers: bool
-
-    @property
-    def compute(self) -> torch.dtype | None:
-        """The dtype of the computation, if it is not that of the parameters."""
-        return self.options.get("compute") or _COMPUTE.get(self.options.get("precision"))
 
 
-def _train_sharded(
-    it: _Program,
-    axis: str | tuple[str, ...],
-    within: Rules,
-    fsdp: Rules,
-    batch_spec: PyTree,
-    steps: int,
-    mesh: Mesh,
-    stage: Any,
-) -> list[Snapshot]:
-    """Train by `train_step`, in a stage of ZeRO."""
-    opt: Any = fs.partition_optimizer(it.opt, mesh=mesh, axis=axis, stage=stage)
-    snapshots, given = list[Snapshot](), list[PyTree]()
+def _train_sharded(it: _Program, mesh: Mesh, stage: Any, serial: Sequence[Snapshot]) -> list[Snapshot]:
+    """Train by `train_step`, in a stage of ZeRO; the optimizer is given the gradients of the serial run, if there is one."""
+    opt: Any = fs.partition_optimizer(it.opt, mesh=mesh, axis=it.axis, stage=stage)
+    snapshots, recorded = list[Snapshot](), list[PyTree]()
 
     def recording(act: Update) -> Update:
-        def recorded(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            given.append(copied(grads))  # the step may overwrite them
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            recorded.append(copied(grads))  # the step may overwrite them
+            if serial:
+                grads = Leaves.of(grads).mapped(_of_layout, serial[len(recorded) - 1].grads)
             return act(grads, state, params)
 
-        return recorded
+        return run
 
-    params = fs.shard_params(it.params, fsdp if stage == 3 else within, mesh=mesh)
+    params = fs.shard_params(it.params, it.rules[stage == 3], mesh=mesh)
     state, buffers = opt.init(params), fs.device_put(it.buffers, Layout(mesh))
     recorder = opt._replace(step=recording(step_of(opt)), update=recording(opt.update))
-    step = fs.train_step(it.loss_fn, recorder, mesh=mesh, batch=batch_spec, **it.options)
-    for turn in range(steps):
+    step = fs.train_step(it.loss_fn, recorder, mesh=mesh, batch=it.batch_spec, **it.options)
+    for turn in range(it.steps):
         with keyed_random(it.seed, turn):
-            params, state, *new, _ = step(params, state, *([buffers] if it.has_buffers else []), it.batch)
-        buffers = new[0] if new else buffers
-        trees = given[-1], copied(params), copied(buffers)
+            params, state, *after, _ = step(params, state, *([buffers] * it.options["has_buffers"]), it.batch)
+        buffers = after[0] if after else buffers
+        trees = recorded[-1], copied(params), copied(buffers)
         snapshots.append(Snapshot(*(Leaves.of(tree).leaves for tree in trees)).mapped(gather_processes))
     return snapshots
 
 
-class _Trainer:
-    """Trains on full tensors by plain autograd and the optimizer as it is; all axes have size 1."""
+def _of_layout(grad: Leaf, full: Tensor | None) -> Leaf:
+    """Shard a full gradient as that of the mesh; a gradient that only one run has stays."""
+    is_sharded = isinstance(grad, Sharded) and full is not None and not grad.spec.unreduced
+    return fs.device_put(full, grad.layout) if is_sharded else grad
 
-    def __init__(self, program: _Program, wide: bool, sign: int) -> None:
-        compute, draw = program.compute, torch.Generator().manual_seed(program.seed)
-        eps = max(
-            (torch.finfo(compute or x.dtype).eps for x in Leaves.of(program.params).leaves if is_floating(x)), default=0
-        )
 
-        def converted(x: Leaf) -> Leaf:
-            return widen(x, sign, eps, draw) if wide else x
+def _train_alone(program: _Program, mesh: Mesh) -> list[Snapshot]:
+    """Train by `train_step` on a mesh of one device, or of one along all but local axes."""
+    local = as_axes(program.options.get("local"))
+    alone = Mesh(tuple((axis, n if axis in local else 1) for axis, n in mesh.axes), "virtual", mesh.device_type)
+    return [step.mapped(fs.unshard) for step in _train_sharded(program, alone, 0, [])]
 
-        trees = (program.params, program.buffers, program.batch)
-        self._params, self._buffers, self._batch = (Leaves.of(tree).mapped(converted) for tree in trees)
-        self._program, self._compute = program, None if wide else compute
-        self._step, self._state = pure_step(program.opt), program.opt.init(self._params)
 
-    def gradients(self, step: int) -> list[Leaf]:
-        at, program = Leaves.of(self._params), self._program
-        frozen = chosen(program.options.get("frozen"), at.paths, "frozen")
-        moving = {
-            id(x): x.detach().requires_grad_()
-            for i, (x, first, fixed) in enumerate(zip(at.leaves, at.firsts, frozen, strict=True))
-            if i == first and trainable(x) and not fixed
-        }
+def _train_serial(it: _Program, mesh: Mesh, key: int) -> list[Snapshot]:
+    """Train on full tensors by plain autograd and the optimizer as it is; all axes have size 1."""
+    alone = Mesh(tuple((axis, 1) for axis in mesh.axis_names), "virtual", mesh.device_type)
+    params, buffers, snapshots = it.params, it.buffers, list[Snapshot]()
+    step, state = pure_step(it.opt), it.opt.init(params)
+    for turn in range(it.steps):
+        with keyed_random(it.seed, key, turn):
+            ((grads, buffers),) = fs.run(partial(_gradients, it, params, buffers), mesh=alone)
+            params, state = step(Leaves.of(params).rebuild(grads), state, params)
+        snapshots.append(Snapshot(grads, Leaves.of(params).leaves, Leaves.of(buffers).leaves))
+    return snapshots
 
-        def used(x: Leaf) -> Leaf:
-            return self._computed(moving.get(id(x), x.detach() if isinstance(x, Tensor) else x))
 
-        def loss_and_grads() -> tuple[Sequence[Tensor | None], PyTree]:
-            batch, buffers = Leaves.of(self._batch).mapped(self._computed), [self._buffers] * program.has_buffers
-            result = program.loss_fn(at.mapped(used), *buffers, batch)
-            loss, *more = result if program.has_buffers or {"has_aux", "aux"} & program.options.keys() else (result,)
-            loss = loss.mean()  # of one number, or of one for each sample
-            after = more[0] if program.has_buffers else None
-            if not loss.requires_grad:
-                return (), after
-            return torch.autograd.grad(loss, [*moving.values()], allow_unused=True), after
-
-        with torch.enable_grad():
-            ((found, after),) = fs.run(loss_and_grads, mesh=program.one)
-        self._buffers = Leaves.of(after).mapped(lambda x: x.detach() if isinstance(x, Tensor) else x)
-        grads = dict(zip(moving, found, strict=False))
-        return [grads.get(id(x)) for x in at.leaves]
-
-    def _computed(self, x: Leaf) -> Leaf:
-        return x.to(self._compute) if self._compute is not None and is_floating(x) and not x.is_complex() else x
-
-    def update(self, grads: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
-        tree = Leaves.of(self._params).rebuild(grads)
-        self._params, self._state = self._step(tree, self._state, self._params)
-        return Leaves.of(self._params).leaves, Leaves.of(self._buffers).leaves
+@torch.enable_grad()
+def _gradients(it: _Program, params: PyTree, buffers: PyTree) -> tuple[list[Leaf], PyTree]:
+    """Return the gradients of a loss in the order of the parameters, and the buffers after it."""
+    leaves = Leaves.of(params)
+    frozen = chosen(it.options.get("frozen"), leaves.paths, "frozen")
+    moving = {
+        id(x): x.detach().requires_grad_()
+        for i, (x, first, is_fixed) in enumerate(zip(leaves.leaves, leaves.firsts, frozen, strict=True))
+        if i == first and trainable(x) and not is_fixed
+    }
+    tree = leaves.mapped(lambda x: moving.get(id(x), x.detach() if isinstance(x, Tensor) else x))
+    has_buffers = it.options["has_buffers"]
+    result = it.loss_fn(tree, *([buffers] * has_buffers), it.batch)
+    loss, *more = result if has_buffers or {"has_aux", "aux"} & it.options.keys() else (result,)
+    loss = loss.mean()  # of one number, or of one for each sample
+    grads = torch.autograd.grad(loss, [*moving.values()], allow_unused=True) if loss.requires_grad else ()
+    by_leaf = dict(zip(moving, grads, strict=False))
+    buffers = Leaves.of(more[0] if has_buffers else ()).mapped(lambda x: x.detach() if isinstance(x, Tensor) else x)
+    return [by_leaf.get(id(x)) for x in leaves.leaves], buffers
 
 
 def dyadic_like(tree: PyTree, seed: int) -> PyTree:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -14,11 +15,10 @@ from torch import Tensor, nn
 import fshard as fs
 from fshard.mesh.layout import Mesh
 from fshard.optim.contract import copied
-from fshard.optim.leaves import Leaf, Leaves
-from fshard.testing.certify.bounds import Field, bounded, equal_bits, judge
+from fshard.optim.leaves import Leaves
 from fshard.testing.certify.certificate import Certificate
-from fshard.testing.certify.runs import Snapshot, Training
-from fshard.testing.certify.shards import gather_processes, is_floating, widen
+from fshard.testing.certify.compare import SUBJECTS, certificate, gather_processes, judge
+from fshard.testing.certify.runs import LOWER_DTYPES, Snapshot, in_float64, repeated, widen
 from fshard.transforms.reproducible.randomness import keyed_random
 
 Plugin = fs.DDPPlugin | fs.ZeroPlugin | fs.FSDPPlugin | fs.HybridParallelPlugin
@@ -47,8 +47,8 @@ def certify_module(
     step.
 
     This shows whether training depends on state that is neither parameter nor buffer: attributes, lists and objects of
-    a module are private to each device. The sharded run is that of `Booster.step`, the serial one plain torch. The
-    bounds come from a run in float64, as in `certify`.
+    a module are private to each device. The sharded run is that of `Booster.step`, the serial one plain torch;
+    both are in float64, as in `certify`.
 
     A module with dropout needs a plugin with `reproducible=True`, and is compared with a mesh of one device, bit for
     bit.
@@ -59,7 +59,7 @@ def certify_module(
         mesh: the devices.
         loss: of (output, labels); None: the module's output has it as `.loss`.
         optimizer: from parameters to an optimizer of torch; None: SGD with momentum.
-        plugin: of the Booster, in the parameters' own precision; or a stage of ZeRO.
+        plugin: of the Booster; or a stage of ZeRO.
         seed: of all random draws.
 
     >>> import torch, fshard as fs
@@ -74,31 +74,30 @@ def certify_module(
     >>> certify_module(lambda: Whitened(3, 2), batches, mesh, loss=loss).first.verdict
     'DIVERGENT'
     """
-    own = replace(_PLUGINS[plugin] if isinstance(plugin, int) else plugin, mesh=mesh)
-    if own.precision is not None:
-        raise ValueError(f"certify_module: plugin must compute in the parameters' own dtype; got {own.precision=}.")
-    given = [
+    plugin = replace(_PLUGINS[plugin] if isinstance(plugin, int) else plugin, mesh=mesh)
+    batches = [
         Leaves.of(batch).mapped(lambda x: x.to(mesh.device_type) if isinstance(x, Tensor) else x) for batch in batches
     ]
-    optimizer = optimizer or partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    program = _ModuleProgram(factory, given, loss, optimizer, mesh, seed)
-    module = program.module()
-    params, buffers = ([name for name, _ in each] for each in (module.named_parameters(), module.named_buffers()))
-    if own.reproducible:
-        one = Mesh(tuple((name, 1) for name in mesh.axis_names), "virtual", mesh.device_type)
-        reference = equal_bits(_sharded_run(program, replace(own, mesh=one), params, buffers))
-    else:
-        start = Snapshot([], *_values(module, torch.zeros(())))
-        cures = dict.fromkeys(Snapshot._fields, _CURE)
-        training = Training(
-            start, lambda wide, sign: _ModuleTrainer(program, module, wide, sign), len(given), seed, cures
+    if not plugin.reproducible:
+        plugin = replace(
+            plugin, precision=None, options={n: x for n, x in plugin.options.items() if n not in LOWER_DTYPES}
         )
-        reference = bounded(training)
-    found = _sharded_run(program, own, params, buffers)
-    labels = [*(f"buffers.{name}" for name in buffers), "loss"]
-    hints: dict[Field, str] = {"params": _HINT, "buffers": _HINT}
-    rows = judge(reference, found, type(own).__name__, hints, params, labels)
-    return Certificate(mesh, len(given), own.reproducible, tuple(rows))
+        batches = [Leaves.of(batch).mapped(widen) for batch in batches]
+    optimizer = optimizer or partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    program = _ModuleProgram(factory, batches, loss, optimizer, mesh, seed, not plugin.reproducible)
+    with nullcontext() if plugin.reproducible else in_float64():
+        module, dtype = program.module(), None
+        params, buffers = ([name for name, _ in each] for each in (module.named_parameters(), module.named_buffers()))
+        names = Snapshot([], params, [*(f"buffers.{name}" for name in buffers), "loss"])
+        if plugin.reproducible:
+            alone = Mesh(tuple((axis, 1) for axis in mesh.axis_names), "virtual", mesh.device_type)
+            serial = _train_sharded(program, replace(plugin, mesh=alone), params, buffers)
+            serial = [step.mapped(fs.unshard) for step in serial]
+        else:
+            serial, dtype = repeated(partial(_train_serial, program, module), dict.fromkeys(SUBJECTS, _CURE))
+        sharded = _train_sharded(program, plugin, params, buffers)
+    rows = judge(serial, sharded, names, type(plugin).__name__, dict.fromkeys(SUBJECTS, _HINT), dtype)
+    return certificate(mesh, rows, len(batches), dtype)
 
 
 @dataclass(frozen=True)
@@ -109,14 +108,16 @@ class _ModuleProgram:
     optimizer: Callable[[Iterable[nn.Parameter]], Any]
     mesh: Mesh
     seed: int
+    wide: bool
 
     def module(self) -> nn.Module:
         """Build a module on the mesh's kind of device."""
         with keyed_random(self.seed):
-            return self.factory().to(self.mesh.device_type)
+            module = self.factory().to(self.mesh.device_type)
+        return module.double() if self.wide else module
 
 
-def _sharded_run(
+def _train_sharded(
     program: _ModuleProgram, plugin: Plugin, names: Sequence[str], buffers: Sequence[str]
 ) -> list[Snapshot]:
     """Train by `Booster.step`."""
@@ -131,43 +132,21 @@ def _sharded_run(
     return snapshots
 
 
-class _ModuleTrainer:
-    """Trains a new module in torch's own loop, from the parameters and buffers of `start`."""
-
-    def __init__(self, program: _ModuleProgram, start: nn.Module, wide: bool, sign: int) -> None:
-        self._program, self._wide, self._module = program, wide, program.module()
-        if wide:
-            self._module.double()
-        draw, own = torch.Generator().manual_seed(program.seed), [*self._module.parameters(), *self._module.buffers()]
-        with torch.no_grad():
-            for x, y in zip([*start.parameters(), *start.buffers()], own, strict=True):
-                if not wide and not torch.equal(x, y):
-                    raise ValueError(
-                        "certify_module: factory must build equal parameters each time. Seed all that it draws."
-                    )
-                y.copy_(widen(x, sign, torch.finfo(x.dtype).eps if is_floating(x) else 0.0, draw))
-        self._params = [*self._module.parameters()]
-        self._optimizer = program.optimizer(self._params)
-
-    def gradients(self, step: int) -> list[Leaf]:
-        batch, loss_fn = self._program.batches[step], self._program.loss
-        batch = Leaves.of(batch).mapped(widen) if self._wide else batch
-        with torch.enable_grad():
-            if loss_fn is None:
-                self._loss = self._module(**batch).loss.mean()
-            else:
-                self._loss = loss_fn(self._module(batch[0]), batch[1]).mean()
-            self._loss.backward()
-        return [None if p.grad is None else p.grad.to_dense().clone() for p in self._params]
-
-    def update(self, grads: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
-        for p, g in zip(self._params, grads, strict=True):
-            p.grad = g
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return _values(self._module, self._loss)
-
-
-def _values(module: nn.Module, loss: Tensor) -> tuple[list[Leaf], list[Leaf]]:
-    params, after = module.parameters(), (*module.buffers(), loss)
-    return [x.detach().clone() for x in params], [x.detach().clone() for x in after]
+def _train_serial(program: _ModuleProgram, start: nn.Module, key: int) -> list[Snapshot]:
+    """Train a new module in torch's own loop."""
+    module, snapshots = program.module(), list[Snapshot]()
+    if not all(map(torch.equal, start.parameters(), module.parameters())):
+        raise ValueError("certify_module: factory must build equal parameters each time. Seed all that it draws.")
+    optimizer = program.optimizer(module.parameters())
+    for step, batch in enumerate(program.batches):
+        with keyed_random(program.seed, key, step), torch.enable_grad():
+            output = module(**batch).loss if program.loss is None else program.loss(module(batch[0]), batch[1])
+            loss = output.mean()
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        after = [*module.buffers(), loss]
+        snapshots.append(
+            Snapshot([], *([x.detach().clone() for x in leaves] for leaves in (module.parameters(), after)))
+        )
+    return snapshots
