@@ -13,7 +13,7 @@ In reproducible mode bits are promised: both runs are in the program's dtypes, a
     losses, modules ─> runs ─> compare ─> certificate       elementwise: optimizers alone
 """
 
-from fshard.testing.certify.certificate import Certificate, CertificateRow
+from fshard.testing.certificate import Certificate, CertificateRow
 from fshard.testing.certify.elementwise import check_elementwise
 from fshard.testing.certify.losses import certify, dyadic_like
 from fshard.testing.certify.modules import certify_module

@@ -6,7 +6,7 @@ device 1   w[2:4]  |  full[2:4]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf, prod
 from typing import NamedTuple
 
@@ -18,23 +18,30 @@ from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import shard_of
 from fshard.mesh.spmd.run import local_devices
-from fshard.optim.leaves import Leaf
-from fshard.testing.certify.certificate import Certificate, CertificateRow, Verdict, refer_to_first
-from fshard.testing.certify.runs import Snapshot
+from fshard.optim.leaves import Leaf, Leaves
+from fshard.testing.certificate import (
+    CertificateRow,
+    Verdict,
+    bound_of,
+    constant_factor,
+    largest,
+    refer_to_first,
+    widest,
+)
 
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""The relative difference that rounding explains, by the lowest precision of a program."""
 SUBJECTS = {"grads": "gradient", "params": "parameter", "buffers": "buffer"}
 
 
-def bound_of(x: Tensor | None, largest_of_all: float, dtype: torch.dtype) -> float:
-    """Return the error that rounding in a dtype explains: relative to the largest number of a leaf.
+class Snapshot(NamedTuple):
+    """One step of a run: the gradients given to the optimizer, the parameters and buffers after it; leaves in tree order."""
 
-    What is zero up to rounding has no size of its own: it counts as a thousandth of the largest number of all leaves (16
-    roundings of it in a lower dtype), and as 1e-5.
-    """
-    floor = max(1e-3 * TOLERANCES[dtype], 16 * torch.finfo(dtype).eps) * largest_of_all
-    return max(TOLERANCES[dtype] * max(largest(x), 1e-5), floor)
+    grads: list[Leaf]
+    params: list[Leaf]
+    buffers: list[Leaf]
+
+    def mapped(self, f: Callable[[Leaf], Leaf]) -> Snapshot:
+        """Apply a function to each leaf; tied leaves stay tied."""
+        return Snapshot(*(Leaves.of(leaves).mapped(f) for leaves in self))
 
 
 def judge(
@@ -58,18 +65,14 @@ def judge(
             for name, leaf, full in zip(getattr(names, field) if leaves else (), leaves, expected, strict=True):
                 bound = bound_of(full, largest_of_all, dtype) if dtype else 0.0
                 verdict, error, reason = _compare(leaf, full, bound)
-                hint = hints.get(field, "") if verdict == "DIVERGENT" else ""
                 row = CertificateRow(stage, name, verdict, error, bound)
-                row = row._replace(reason=f"step {step}: the {subject} {reason}{hint}", step=step) if reason else row
+                if reason:
+                    hint = hints.get(field, "") if verdict == "DIVERGENT" else ""
+                    row = row._replace(reason=f"step {step}: the {subject} {reason}{hint}", step=step)
                 rows.setdefault(name, []).append(row)
-    return refer_to_first([_summarize(of_leaf) for of_leaf in rows.values()])
-
-
-def _summarize(rows: Sequence[CertificateRow]) -> CertificateRow:
-    failures = [row for row in rows if row.step is not None]
-    return (
-        failures[0] if failures else max(rows, key=lambda row: (row.verdict == "BOUNDED", row.error / (row.bound or 1)))
-    )
+    failures = [[row for row in of_leaf if row.step is not None] for of_leaf in rows.values()]
+    worst = [max(of_leaf, key=lambda row: (row.verdict == "BOUNDED", row.error)) for of_leaf in rows.values()]
+    return refer_to_first([failed[0] if failed else row for failed, row in zip(failures, worst, strict=True)])
 
 
 def _compare(leaf: Leaf, full: Tensor | None, bound: float) -> tuple[Verdict, float, str]:
@@ -80,29 +83,15 @@ def _compare(leaf: Leaf, full: Tensor | None, bound: float) -> tuple[Verdict, fl
     pairs = pair_shards(leaf, full)
     if all(torch.equal(pair.shard, pair.expected) for pair in pairs):
         return "EXACT", 0.0, ""
-    x, expected = (torch.cat([column.reshape(-1) for column in columns]) for columns in zip(*(p[:2] for p in pairs)))
-    error = float((_widest(x) - _widest(expected)).abs().max())
+    error = float(torch.cat([pair.error.reshape(-1) for pair in pairs]).max())
     if error <= bound:
         return "BOUNDED", error, ""
     if not full.isfinite().all():
         return "INCONCLUSIVE", error, "of one device is not finite"
-    factor = constant_factor(x, expected)
-    return "DIVERGENT", error, f"is {factor:.4g} times that of one device" if factor else first_difference(leaf, full)
-
-
-def certificate(mesh: Mesh, rows: Sequence[CertificateRow], steps: int, dtype: torch.dtype | None) -> Certificate:
-    """Return a certificate that says what it compared, and what it does not see."""
-    if dtype is None:
-        return Certificate(
-            tuple(rows),
-            steps,
-            f"{mesh} against a mesh of one device, bit for bit",
-            "It does not see an error that a mesh of one device makes too.",
-        )
-    unseen = "It does not see casts by precision=, compute= or reduce=: reproducible=True does."
-    if dtype != torch.float64:
-        unseen = f"The program casts to {dtype}, so bounds are wider. {unseen}"
-    return Certificate(tuple(rows), steps, f"{mesh} against one device, both in float64", unseen)
+    x = torch.cat([pair.shard.reshape(-1) for pair in pairs])
+    factor = constant_factor(x, torch.cat([pair.expected.reshape(-1) for pair in pairs]))
+    reason = f"is {factor:.4g} times that of one device" if factor else first_difference(leaf, full, bound)
+    return "DIVERGENT", error, reason
 
 
 class ShardPair(NamedTuple):
@@ -115,7 +104,7 @@ class ShardPair(NamedTuple):
     @property
     def error(self) -> Tensor:
         """The absolute error of each element, in float64."""
-        return (_widest(self.shard) - _widest(self.expected)).abs()
+        return (widest(self.shard) - widest(self.expected)).abs()
 
 
 def pair_shards(leaf: Leaf, full: Tensor) -> list[ShardPair]:
@@ -125,6 +114,17 @@ def pair_shards(leaf: Leaf, full: Tensor) -> list[ShardPair]:
         return [ShardPair(leaf, full)]
     devices = zip(leaf.shards, local_devices(leaf.mesh), strict=True)
     return [ShardPair(shard, shard_of(full, leaf.layout, device), device) for shard, device in devices]
+
+
+def first_difference(leaf: Leaf, full: Tensor, bound: float) -> str:
+    """Describe the first element whose error exceeds a bound, and the device that stores it."""
+    numbers = torch.arange(full.numel(), device=full.device).reshape(full.shape)
+    for pair, indices in zip(pair_shards(leaf, full), pair_shards(leaf, numbers), strict=True):
+        if (differs := ~(pair.error <= bound)).any():
+            index = [int(i) for i in torch.unravel_index(indices.expected[differs][0], full.shape)]
+            x, expected = pair.shard[differs][0].item(), pair.expected[differs][0].item()
+            return f"first differs at {index}: {x:.6g} instead of {expected:.6g} (device {pair.device})"
+    return "differs nowhere"
 
 
 def gather_processes(leaf: Leaf) -> Leaf:
@@ -141,32 +141,3 @@ def gather_processes(leaf: Leaf) -> Leaf:
     rows = fs.unshard(Sharded((mesh.size, row.shape[1]), Layout(mesh, P(mesh.axis_names)), (row,)))
     shards = [row[: prod(shape)].reshape(shape) for row, shape in zip(rows, shapes, strict=True)]
     return Sharded(leaf.shape, leaf.layout.on(Mesh(mesh.axes, "virtual", mesh.device_type)), tuple(shards))
-
-
-def constant_factor(x: Tensor, expected: Tensor, tolerance: float = 1e-3) -> float | None:
-    """Return the number that all of `expected` is multiplied by in x; None if there is none, or it is 1."""
-    x, expected = _widest(x), _widest(expected)
-    factor = float((x * expected.conj()).sum().real / expected.abs().square().sum())
-    is_constant = (x - factor * expected).abs().max() <= tolerance * abs(factor) * largest(expected)
-    return factor if is_constant and abs(factor - 1) > tolerance else None
-
-
-def first_difference(leaf: Leaf, full: Tensor, tolerance: float = 1e-3) -> str:
-    """Describe the first element that differs by more than a tolerance (or else at all), and the device that stores it."""
-    numbers = torch.arange(full.numel(), device=full.device).reshape(full.shape)
-    for bound in (tolerance * largest(full), 0.0):
-        for pair, indices in zip(pair_shards(leaf, full), pair_shards(leaf, numbers), strict=True):
-            if (differs := ~(pair.error <= bound)).any():
-                index = [int(i) for i in torch.unravel_index(indices.expected[differs][0], full.shape)]
-                x, expected = pair.shard[differs][0].item(), pair.expected[differs][0].item()
-                return f"first differs at {index}: {x:.6g} instead of {expected:.6g} (device {pair.device})"
-    return "differs nowhere"
-
-
-def largest(x: Tensor | None) -> float:
-    """Take the largest absolute value of those that are finite."""
-    return 0.0 if x is None or not x.numel() else float(_widest(x).abs().nan_to_num(0.0, 0.0).max())
-
-
-def _widest(x: Tensor) -> Tensor:
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)

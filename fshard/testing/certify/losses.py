@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,31 +18,17 @@ from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.partition import Partitioned
 from fshard.optim.per_device import array_optimizer
-from fshard.testing.certify.certificate import Certificate, CertificateRow
-from fshard.testing.certify.compare import certificate, gather_processes, judge
-from fshard.testing.certify.runs import (
-    LOWER_DTYPES,
-    Snapshot,
-    in_float64,
-    is_floating,
-    keep_frozen,
-    note,
-    repeated,
-    widen,
-)
+from fshard.testing.certificate import Certificate
+from fshard.testing.certify.compare import Snapshot, gather_processes
+from fshard.testing.certify.runs import LOWER_DTYPES, certificate_of, is_floating, keep_frozen, widen
 from fshard.transforms.patterns import chosen, named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import Rules
 
-_LOSS = (
-    "The loss function draws random numbers or counts its calls. For dropout call certify(..., reproducible=True), which "
-    "compares with a mesh of one device."
+_CURE = (
+    "The loss function or the optimizer draws random numbers or counts its calls. For dropout call "
+    "certify(..., reproducible=True), which compares with a mesh of one device; what an optimizer counts must be in its state."
 )
-_CURES = {
-    "grads": _LOSS,
-    "buffers": _LOSS,
-    "params": "The optimizer draws random numbers or counts its calls. Keep in its state what it counts.",
-}
 _HINTS = {
     "params": ". A norm of all leaves is fs.optim.global_norm(tree). The gradient agrees: is the optimizer elementwise?",
     "buffers": ". It must not depend on each device's own samples: BatchNorm needs sync_batchnorm=axis",
@@ -131,20 +116,15 @@ def certify(
     params, buffers, batch = (Leaves.of(tree).mapped(converted) for tree in (params, buffers, batch))
     rules = P() if within is None else within, fs.fsdp(axis, unit=unit, within=P() if within is None else within)
     program = _Program(loss_fn, params, buffers, batch, batch_spec, opt, axis, rules, options, steps, seed)
-    paths = Leaves.of(params).paths
-    names = [named(parts_of(path)) or "params" for path in paths]
+    names = [named(parts_of(path)) or "params" for path in Leaves.of(params).paths]
     buffer_names = [f"buffers.{named(parts_of(path))}".rstrip(".") for path in Leaves.of(buffers).paths]
-    rows, dtype = list[CertificateRow](), None
-    with nullcontext() if reproducible else in_float64():
-        if reproducible:
-            serial = _train_alone(program, mesh)
-        else:
-            serial, dtype = repeated(partial(_train_serial, program, mesh), _CURES)
-        for stage in stages:
-            with note(f"in stage {stage}"):
-                sharded = _train_sharded(program, mesh, stage, [] if reproducible else serial)
-                rows += judge(serial, sharded, Snapshot(names, names, buffer_names), stage, _HINTS, dtype)
-    return certificate(mesh, rows, steps, dtype)
+    single, alone = (
+        Mesh(tuple((name, n if name in axes else 1) for name, n in mesh.axes), "virtual", mesh.device_type)
+        for axes in ((), as_axes(options.get("local")))
+    )
+    train, names = partial(_train_sharded, program), Snapshot(names, names, buffer_names)
+    train_serial = None if reproducible else partial(_train_serial, program, single)
+    return certificate_of(mesh, alone, stages, train, names, _HINTS, train_serial, _CURE)
 
 
 @dataclass(frozen=True)
@@ -197,16 +177,8 @@ def _of_layout(grad: Leaf, full: Tensor | None) -> Leaf:
     return fs.device_put(full, grad.layout) if is_sharded else grad
 
 
-def _train_alone(program: _Program, mesh: Mesh) -> list[Snapshot]:
-    """Train by `train_step` on a mesh of one device, or of one along all but local axes."""
-    local = as_axes(program.options.get("local"))
-    alone = Mesh(tuple((axis, n if axis in local else 1) for axis, n in mesh.axes), "virtual", mesh.device_type)
-    return [step.mapped(fs.unshard) for step in _train_sharded(program, alone, 0, [])]
-
-
-def _train_serial(it: _Program, mesh: Mesh, key: int) -> list[Snapshot]:
+def _train_serial(it: _Program, alone: Mesh, key: int) -> list[Snapshot]:
     """Train on full tensors by plain autograd and the optimizer as it is; all axes have size 1."""
-    alone = Mesh(tuple((axis, 1) for axis in mesh.axis_names), "virtual", mesh.device_type)
     params, buffers, snapshots = it.params, it.buffers, list[Snapshot]()
     step, state = pure_step(it.opt), it.opt.init(params)
     for turn in range(it.steps):

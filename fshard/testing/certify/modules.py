@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,16 +15,16 @@ import fshard as fs
 from fshard.mesh.layout import Mesh
 from fshard.optim.contract import copied
 from fshard.optim.leaves import Leaves
-from fshard.testing.certify.certificate import Certificate
-from fshard.testing.certify.compare import SUBJECTS, certificate, gather_processes, judge
-from fshard.testing.certify.runs import LOWER_DTYPES, Snapshot, in_float64, repeated, widen
+from fshard.testing.certificate import Certificate
+from fshard.testing.certify.compare import SUBJECTS, Snapshot, gather_processes
+from fshard.testing.certify.runs import LOWER_DTYPES, certificate_of, widen
 from fshard.transforms.reproducible.randomness import keyed_random
 
 Plugin = fs.DDPPlugin | fs.ZeroPlugin | fs.FSDPPlugin | fs.HybridParallelPlugin
 _PLUGINS: tuple[Plugin, ...] = (fs.DDPPlugin(), fs.ZeroPlugin(stage=1), fs.ZeroPlugin(stage=2), fs.FSDPPlugin())
 _CURE = (
-    "For dropout give a plugin with reproducible=True. Else draw by generators that the factory seeds, and count nothing "
-    "outside of the module."
+    "For dropout give a plugin with reproducible=True. Else factory must build equal parameters each time, by generators "
+    "that it seeds; and nothing may be counted outside of the module."
 )
 _HINT = (
     ". State that is neither parameter nor buffer is private to each device: register it as a buffer; "
@@ -75,78 +74,50 @@ def certify_module(
     'DIVERGENT'
     """
     plugin = replace(_PLUGINS[plugin] if isinstance(plugin, int) else plugin, mesh=mesh)
-    batches = [
-        Leaves.of(batch).mapped(lambda x: x.to(mesh.device_type) if isinstance(x, Tensor) else x) for batch in batches
-    ]
+    convert = (lambda x: x) if plugin.reproducible else widen
     if not plugin.reproducible:
-        plugin = replace(
-            plugin, precision=None, options={n: x for n, x in plugin.options.items() if n not in LOWER_DTYPES}
-        )
-        batches = [Leaves.of(batch).mapped(widen) for batch in batches]
-    optimizer = optimizer or partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    program = _ModuleProgram(factory, batches, loss, optimizer, mesh, seed, not plugin.reproducible)
-    with nullcontext() if plugin.reproducible else in_float64():
-        module, dtype = program.module(), None
-        params, buffers = ([name for name, _ in each] for each in (module.named_parameters(), module.named_buffers()))
-        names = Snapshot([], params, [*(f"buffers.{name}" for name in buffers), "loss"])
-        if plugin.reproducible:
-            alone = Mesh(tuple((axis, 1) for axis in mesh.axis_names), "virtual", mesh.device_type)
-            serial = _train_sharded(program, replace(plugin, mesh=alone), params, buffers)
-            serial = [step.mapped(fs.unshard) for step in serial]
-        else:
-            serial, dtype = repeated(partial(_train_serial, program, module), dict.fromkeys(SUBJECTS, _CURE))
-        sharded = _train_sharded(program, plugin, params, buffers)
-    rows = judge(serial, sharded, names, type(plugin).__name__, dict.fromkeys(SUBJECTS, _HINT), dtype)
-    return certificate(mesh, rows, len(batches), dtype)
+        options = {name: x for name, x in plugin.options.items() if name not in LOWER_DTYPES}
+        plugin = replace(plugin, precision=None, options=options)
+    batches = [
+        Leaves.of(batch).mapped(lambda x: convert(x.to(mesh.device_type)) if isinstance(x, Tensor) else x)
+        for batch in batches
+    ]
 
+    def module() -> nn.Module:
+        with keyed_random(seed):
+            module = factory().to(mesh.device_type)
+        return module if plugin.reproducible else module.double()
 
-@dataclass(frozen=True)
-class _ModuleProgram:
-    factory: Callable[[], nn.Module]
-    batches: list[Any]
-    loss: Callable[..., Tensor] | None
-    optimizer: Callable[[Iterable[nn.Parameter]], Any]
-    mesh: Mesh
-    seed: int
-    wide: bool
+    new_optimizer = optimizer or partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    first = module()
+    params, buffers = [name for name, _ in first.named_parameters()], [name for name, _ in first.named_buffers()]
 
-    def module(self) -> nn.Module:
-        """Build a module on the mesh's kind of device."""
-        with keyed_random(self.seed):
-            module = self.factory().to(self.mesh.device_type)
-        return module.double() if self.wide else module
+    def train(mesh: Mesh, *_: Any) -> list[Snapshot]:
+        booster, model, snapshots = fs.Booster(replace(plugin, mesh=mesh)), module(), list[Snapshot]()
+        state = booster.init(model, new_optimizer(model.parameters()), loss)
+        for batch in batches:
+            state, metrics = booster.step(state, batch)
+            trees = (copied(tree) for tree in (state.params, state.buffers))
+            after, moved = (tree if isinstance(tree, Mapping) else ChainMap(*tree) for tree in trees)  # of stages
+            leaves = [after[name] for name in params], [*(moved[name] for name in buffers), metrics["loss"]]
+            snapshots.append(Snapshot([], *leaves).mapped(gather_processes))
+        return snapshots
 
+    @torch.enable_grad()
+    def train_serial(key: int) -> list[Snapshot]:
+        model, snapshots = module(), list[Snapshot]()
+        opt = new_optimizer(model.parameters())
+        for step, batch in enumerate(batches):
+            with keyed_random(seed, key, step):
+                mean = (model(**batch).loss if loss is None else loss(model(batch[0]), batch[1])).mean()
+                mean.backward()
+                opt.step()
+            opt.zero_grad()
+            trees = model.parameters(), (*model.buffers(), mean)
+            snapshots.append(Snapshot([], *([x.detach().clone() for x in leaves] for leaves in trees)))
+        return snapshots
 
-def _train_sharded(
-    program: _ModuleProgram, plugin: Plugin, names: Sequence[str], buffers: Sequence[str]
-) -> list[Snapshot]:
-    """Train by `Booster.step`."""
-    booster, module, snapshots = fs.Booster(plugin), program.module(), list[Snapshot]()
-    state = booster.init(module, program.optimizer(module.parameters()), program.loss)
-    for batch in program.batches:
-        state, metrics = booster.step(state, batch)
-        trees = copied(state.params), copied(state.buffers)
-        params, after = (tree if isinstance(tree, Mapping) else ChainMap(*tree) for tree in trees)  # of stages
-        values = [params[name] for name in names], [*(after[name] for name in buffers), metrics["loss"]]
-        snapshots.append(Snapshot([], *values).mapped(gather_processes))
-    return snapshots
-
-
-def _train_serial(program: _ModuleProgram, start: nn.Module, key: int) -> list[Snapshot]:
-    """Train a new module in torch's own loop."""
-    module, snapshots = program.module(), list[Snapshot]()
-    if not all(map(torch.equal, start.parameters(), module.parameters())):
-        raise ValueError("certify_module: factory must build equal parameters each time. Seed all that it draws.")
-    optimizer = program.optimizer(module.parameters())
-    for step, batch in enumerate(program.batches):
-        with keyed_random(program.seed, key, step), torch.enable_grad():
-            output = module(**batch).loss if program.loss is None else program.loss(module(batch[0]), batch[1])
-            loss = output.mean()
-            loss.backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        after = [*module.buffers(), loss]
-        snapshots.append(
-            Snapshot([], *([x.detach().clone() for x in leaves] for leaves in (module.parameters(), after)))
-        )
-    return snapshots
+    names = Snapshot([], params, [*(f"buffers.{name}" for name in buffers), "loss"])
+    alone = Mesh(tuple((axis, 1) for axis in mesh.axis_names), "virtual", mesh.device_type)
+    serial, hints = None if plugin.reproducible else train_serial, dict.fromkeys(SUBJECTS, _HINT)
+    return certificate_of(mesh, alone, [type(plugin).__name__], train, names, hints, serial, _CURE)

@@ -1,56 +1,66 @@
-"""The two kinds of pairs of runs: in float64, with a serial run by plain torch; or in reproducible mode, by fshard alone."""
+"""The runs that are compared: in float64 with plain torch on one device, or bit for bit with a mesh of one device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fshard as fs
 from fshard.errors import PromiseError
-from fshard.optim.leaves import Leaf, Leaves, is_frozen
+from fshard.mesh.layout import Mesh
+from fshard.optim.leaves import is_frozen
+from fshard.testing.certificate import Certificate, CertificateRow, widest
+from fshard.testing.certify.compare import Snapshot, judge
 
 LOWER_DTYPES = {"precision", "compute", "reduce"}
 """Options that let a step compute or send in another dtype: runs in float64 are without them."""
 
 
-class Snapshot(NamedTuple):
-    """One step of a run: the gradients given to the optimizer, the parameters and buffers after it; leaves in tree order."""
+def certificate_of(
+    mesh: Mesh,
+    alone: Mesh,
+    stages: Sequence[Any],
+    train: Callable[[Mesh, Any, Sequence[Snapshot]], list[Snapshot]],
+    names: Snapshot,
+    hints: Mapping[str, str],
+    train_serial: Callable[[int], list[Snapshot]] | None,
+    cure: str,
+) -> Certificate:
+    """Compare the runs of a program on a mesh, in some stages, with that on one device.
 
-    grads: list[Leaf]
-    params: list[Leaf]
-    buffers: list[Leaf]
-
-    def mapped(self, f: Callable[[Leaf], Leaf]) -> Snapshot:
-        """Apply a function to each leaf; tied leaves stay tied."""
-        return Snapshot(*(Leaves.of(leaves).mapped(f) for leaves in self))
-
-
-def repeated(run: Callable[[int], list[Snapshot]], cures: Mapping[str, str]) -> tuple[list[Snapshot], torch.dtype]:
-    """Train twice, with two seeds; return a run and the lowest dtype that it casts to, or raise if the runs differ.
-
-    `cures` has the advice by the field that differs.
+    That is `train_serial` in float64, from a key of its random draws, and `train` is given its snapshots; or else `train` on
+    the mesh `alone`, bit for bit. `hints` has likely causes by the field that diverges, `cure` the advice if a run differs
+    when it is repeated.
     """
-    with _Casts() as casts:
-        first = run(0)
-    for step, snapshots in enumerate(zip(first, run(1), strict=True)):
-        for field, left, right in zip(Snapshot._fields, *snapshots, strict=True):
-            if not all(map(_is_close, left, right)):
-                raise PromiseError(
-                    "certify: on one device a run must give the same results when it is repeated; got others for "
-                    f"the {field} of step {step}. {cures[field]}"
-                )
-    return first, casts.dtype
-
-
-def _is_close(x: Leaf, y: Leaf) -> bool:
-    if x is None or y is None or not is_floating(x):
-        return x is y or (x is not None and y is not None and torch.equal(x, y))
-    return torch.allclose(x, y, 1e-4, 1e-7, equal_nan=True)  # kernels may add in another order
+    rows, dtype = list[CertificateRow](), None
+    title, unseen = "a mesh of one device, bit for bit", "It does not see an error that a mesh of one device makes too."
+    with _in_float64() if train_serial else nullcontext():
+        if train_serial is None:
+            serial = [step.mapped(fs.unshard) for step in train(alone, 0, [])]
+        else:
+            with _Casts() as casts, _note("in the run in float64: does the loss function name a dtype?"):
+                serial = train_serial(0)
+            dtype, title = casts.dtype, "one device, both in float64"
+            for row in judge(serial, train_serial(1), names, "", {}, dtype):
+                if row.verdict == "DIVERGENT":
+                    raise PromiseError(
+                        "certify: on one device a run must give the same results when it is repeated; got another "
+                        f"{row.leaf}, {row.reason}. {cure}"
+                    )
+            unseen = "It does not see casts by precision=, compute= or reduce=: reproducible=True does."
+            if dtype != torch.float64:
+                unseen = f"The program casts to {dtype}, so bounds are wider. {unseen}"
+        for stage in stages:
+            with _note(f"in stage {stage}"):
+                sharded = train(mesh, stage, serial if train_serial else [])
+                rows += judge(serial, sharded, names, stage, hints, dtype)
+    return Certificate(tuple(rows), len(serial), f"{mesh} against {title}", unseen)
 
 
 class _Casts(TorchDispatchMode):
@@ -66,19 +76,18 @@ class _Casts(TorchDispatchMode):
 
 
 @contextmanager
-def in_float64() -> Generator[None]:
+def _in_float64() -> Generator[None]:
     """Make float64 the dtype of new tensors, so that constants have it, too."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with note("in the run in float64: does the loss function name a dtype?"):
-            yield
+        yield
     finally:
         torch.set_default_dtype(dtype)
 
 
 @contextmanager
-def note(text: str) -> Generator[None]:
+def _note(text: str) -> Generator[None]:
     """Add a note to an exception."""
     try:
         yield
@@ -94,7 +103,7 @@ def is_floating(x: Any) -> TypeGuard[Tensor]:
 
 def widen(x: Any) -> Any:
     """Convert floating tensors to float64 (complex128), and leave all else as it is."""
-    return keep_frozen(x, x.to(torch.complex128 if x.is_complex() else torch.float64)) if is_floating(x) else x
+    return keep_frozen(x, widest(x)) if is_floating(x) else x
 
 
 def keep_frozen(x: Tensor, new: Tensor) -> Tensor:

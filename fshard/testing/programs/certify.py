@@ -10,8 +10,7 @@ import torch
 
 from fshard.errors import PromiseError
 from fshard.launching.pool import Processes
-from fshard.testing.certify.certificate import Certificate, CertificateRow
-from fshard.testing.certify.compare import TOLERANCES
+from fshard.testing.certificate import TOLERANCES, Certificate, CertificateRow
 from fshard.testing.programs.compare import Axes, Comparison, joined_batch
 from fshard.testing.programs.record import Program, RankRecord, record
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fshard.errors import PromiseError
 from fshard.mesh.layout import PyTree, flatten, unflatten
-from fshard.testing.certify.certificate import CertificateRow, refer_to_first
-from fshard.testing.certify.compare import TOLERANCES, bound_of, constant_factor, largest
+from fshard.testing.certificate import TOLERANCES, CertificateRow, bound_of, constant_factor, largest, refer_to_first
 from fshard.testing.programs.record import RankRecord, Tensors, rows_of
 
 Axes = Mapping[str, int]
