@@ -55,13 +55,12 @@ def certify(
 ) -> Certificate:
     """Train a few steps on a mesh and on one device, and compare every leaf after each step, on every device.
 
-    Both runs are in float64, without `precision`, `compute` and `reduce`, and differ by a mistake or by 1e-9 at most. Both
-    optimizers are given the gradients of the run on one device: Adam makes a step of a rounding.
+    Both runs are in float64, without `precision`, `compute` and `reduce`, and differ by 1e-9 at most, or by a mistake. Both
+    optimizers are given the gradients of the run on one device, since Adam makes a step of a rounding. If the loss function
+    casts to a lower dtype, the roundings of that dtype are allowed.
 
-    Communicates as `train_step` does. On a process mesh it is a collective of all processes, with one verdict.
-
-    A loss function that draws random numbers (dropout) needs `reproducible=True`, and is compared with a mesh of one
-    device, or of one along all but local axes: otherwise each device draws its own, and no serial run draws the same.
+    With `reproducible=True`, as dropout needs, the dtypes stay, and bits are compared with a mesh of one device, or of one
+    along all but local axes. Communicates as `train_step` does; on a process mesh all processes call it, with one verdict.
 
     Args:
         loss_fn: an ordinary function of one device: see `value_and_grad`. In the serial run its collectives have axes of
@@ -81,7 +80,7 @@ def certify(
         seed: of all random draws.
         options: those of `train_step`: accumulate, weight, has_aux, local, precision, reproducible, ...
 
-    Raises a PromiseError if a repeated call of the loss function or the optimizer differs.
+    Raises a PromiseError if a repeated run on one device differs.
 
     >>> import torch, fshard as fs
     >>> mesh, params, x = fs.make_mesh({"data": 2}), {"w": torch.ones(3)}, torch.randn(4, 3)
@@ -99,9 +98,8 @@ def certify(
         raise ValueError(f"certify: mesh must have values, and steps must be at least 1; got {mesh}, {steps=}.")
     opt = array_optimizer(opt, "certify")
     _validate_serial(opt, params=params, batch=batch, buffers=buffers)
-    if bool(options.get("has_buffers", buffers is not None)) != (buffers is not None):
+    if options.setdefault("has_buffers", buffers is not None) != (buffers is not None):
         raise ValueError("certify: a loss function that has_buffers is given them by buffers=, and none else is.")
-    options["has_buffers"] = buffers is not None
     if exact_inputs:
         params, batch = dyadic_like(params, seed), dyadic_like(batch, seed + 1)
     reproducible = bool(options.get("reproducible"))
@@ -114,7 +112,8 @@ def certify(
 
     buffers = () if buffers is None else buffers
     params, buffers, batch = (Leaves.of(tree).mapped(converted) for tree in (params, buffers, batch))
-    rules = P() if within is None else within, fs.fsdp(axis, unit=unit, within=P() if within is None else within)
+    within = P() if within is None else within
+    rules = within, fs.fsdp(axis, unit=unit, within=within)
     program = _Program(loss_fn, params, buffers, batch, batch_spec, opt, axis, rules, options, steps, seed)
     names = [named(parts_of(path)) or "params" for path in Leaves.of(params).paths]
     buffer_names = [f"buffers.{named(parts_of(path))}".rstrip(".") for path in Leaves.of(buffers).paths]
@@ -153,7 +152,7 @@ def _train_sharded(it: _Program, mesh: Mesh, stage: Any, serial: Sequence[Snapsh
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             recorded.append(copied(grads))  # the step may overwrite them
             if serial:
-                grads = Leaves.of(grads).mapped(_of_layout, serial[len(recorded) - 1].grads)
+                grads = Leaves.of(grads).mapped(_shard_like, serial[len(recorded) - 1].grads)
             return act(grads, state, params)
 
         return run
@@ -171,10 +170,10 @@ def _train_sharded(it: _Program, mesh: Mesh, stage: Any, serial: Sequence[Snapsh
     return snapshots
 
 
-def _of_layout(grad: Leaf, full: Tensor | None) -> Leaf:
-    """Shard a full gradient as that of the mesh; a gradient that only one run has stays."""
-    is_sharded = isinstance(grad, Sharded) and full is not None and not grad.spec.unreduced
-    return fs.device_put(full, grad.layout) if is_sharded else grad
+def _shard_like(grad: Leaf, full: Tensor | None) -> Leaf:
+    """Shard a full gradient as another one, unless only that exists or it is a sum not yet reduced."""
+    is_layout = isinstance(grad, Sharded) and full is not None and not grad.spec.unreduced
+    return fs.device_put(full, grad.layout) if is_layout else grad
 
 
 def _train_serial(it: _Program, alone: Mesh, key: int) -> list[Snapshot]:
@@ -192,27 +191,22 @@ def _train_serial(it: _Program, alone: Mesh, key: int) -> list[Snapshot]:
 @torch.enable_grad()
 def _gradients(it: _Program, params: PyTree, buffers: PyTree) -> tuple[list[Leaf], PyTree]:
     """Return the gradients of a loss in the order of the parameters, and the buffers after it."""
-    leaves = Leaves.of(params)
-    frozen = chosen(it.options.get("frozen"), leaves.paths, "frozen")
-    moving = {
-        id(x): x.detach().requires_grad_()
-        for i, (x, first, is_fixed) in enumerate(zip(leaves.leaves, leaves.firsts, frozen, strict=True))
-        if i == first and trainable(x) and not is_fixed
-    }
-    tree = leaves.mapped(lambda x: moving.get(id(x), x.detach() if isinstance(x, Tensor) else x))
-    has_buffers = it.options["has_buffers"]
+    leaves, has_buffers = Leaves.of(params), it.options["has_buffers"]
+
+    def variable(x: Leaf, is_frozen: bool) -> Leaf:
+        return x.detach().requires_grad_(trainable(x) and not is_frozen) if isinstance(x, Tensor) else x
+
+    tree = leaves.mapped(variable, chosen(it.options.get("frozen"), leaves.paths, "frozen"))
     result = it.loss_fn(tree, *([buffers] * has_buffers), it.batch)
     loss, *more = result if has_buffers or {"has_aux", "aux"} & it.options.keys() else (result,)
-    loss = loss.mean()  # of one number, or of one for each sample
-    grads = torch.autograd.grad(loss, [*moving.values()], allow_unused=True) if loss.requires_grad else ()
-    by_leaf = dict(zip(moving, grads, strict=False))
+    if loss.requires_grad:
+        loss.mean().backward()  # of one number, or of one for each sample
     buffers = Leaves.of(more[0] if has_buffers else ()).mapped(lambda x: x.detach() if isinstance(x, Tensor) else x)
-    return [by_leaf.get(id(x)) for x in leaves.leaves], buffers
+    return [x.grad if isinstance(x, Tensor) else None for x in Leaves.of(tree).leaves], buffers
 
 
 def dyadic_like(tree: PyTree, seed: int) -> PyTree:
-    """Replace all floating tensors of a tree by random multiples of 1/8 from -1 to 1; other leaves and ties are
-    unchanged.
+    """Replace all floating tensors of a tree by random multiples of 1/8 from -1 to 1; other leaves and ties are unchanged.
 
     Sums of 8,000,000 of them, and of 250,000 products of two, are exact in float32 in any order. So linear functions
     have the same bits in any layout.
@@ -237,11 +231,10 @@ def dyadic_like(tree: PyTree, seed: int) -> PyTree:
 
 def _validate_serial(opt: Optimizer, **trees: PyTree) -> None:
     """Raise if an argument is sharded already, or if the optimizer scales the loss."""
-    wrong = [name for name, tree in trees.items() if any(isinstance(x, Sharded) for x in flatten(tree)[0])]
-    wrong += ["the optimizer"] if isinstance(opt, Partitioned) else []
-    if wrong:
+    sharded = [name for name, tree in trees.items() if any(isinstance(x, Sharded) for x in flatten(tree)[0])]
+    if sharded := [*sharded, *["the optimizer"] * isinstance(opt, Partitioned)]:
         raise LayoutError(
-            f"certify: all tensors must be full and the optimizer not partitioned; got {', '.join(wrong)} sharded. "
+            f"certify: all tensors must be full and the optimizer not partitioned; got {', '.join(sharded)} sharded. "
             "Leave out fs.device_put, fs.shard_params and fs.partition_optimizer: certify shards for every stage."
         )
     if opt.loss_scale is not None:

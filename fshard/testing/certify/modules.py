@@ -42,15 +42,13 @@ def certify_module(
     plugin: Plugin | Literal[0, 1, 2, 3] = 3,
     seed: int = 0,
 ) -> Certificate:
-    """Train new modules over batches, sharded and on one device; compare parameters, buffers and loss after each
-    step.
+    """Train new modules over batches, sharded and on one device; compare parameters, buffers and loss after each step.
 
     This shows whether training depends on state that is neither parameter nor buffer: attributes, lists and objects of
-    a module are private to each device. The sharded run is that of `Booster.step`, the serial one plain torch;
-    both are in float64, as in `certify`.
+    a module are private to each device. The sharded run is that of `Booster.step`, the serial one plain torch; both are
+    in float64, as in `certify`. An optimizer that takes signs may make a step of a rounding.
 
-    A module with dropout needs a plugin with `reproducible=True`, and is compared with a mesh of one device, bit for
-    bit.
+    A module with dropout needs a plugin with `reproducible=True`, and is compared with a mesh of one device, bit for bit.
 
     Args:
         factory: builds the module, with the same parameters each time; it is called for every run.
