@@ -116,7 +116,7 @@ class Certificate(Tabular):
         from rich.table import Table
 
         table = Table(self.column, "leaf", "verdict", "error", "bound", "reason", title=self.title)
-        table.caption = f"{self.steps} steps with the same batch. {self.unseen}"
+        table.caption = f"{self.steps} steps. {self.unseen}"
         stage = None
         for row in self.rows:
             if stage not in (None, row.stage):
