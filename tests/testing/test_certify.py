@@ -390,10 +390,10 @@ def test_certify_notes_the_run_that_raised():
 
     with pytest.raises(RuntimeError) as error:
         certified(loss_fn)
-    assert "certify: in the run in float64: does the loss function name a dtype?" in error.value.__notes__
+    assert "certify: in the run on one device in float64: does the program name a dtype?" in error.value.__notes__
     with pytest.raises(ValueError) as error:
         certified(stages=[0], gradients=lambda layout: fs.Layout(layout.mesh, P(unreduced="data")))
-    assert "certify: in stage 0" in error.value.__notes__
+    assert "certify: in the run in stage 0" in error.value.__notes__
 
 
 def test_certify_random_loss_raises():

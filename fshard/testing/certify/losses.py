@@ -20,7 +20,7 @@ from fshard.optim.partition import Partitioned
 from fshard.optim.per_device import array_optimizer
 from fshard.testing.certificate import Certificate
 from fshard.testing.certify.compare import Snapshot, gather_processes
-from fshard.testing.certify.runs import LOWER_DTYPES, certificate_of, is_floating, keep_frozen, widen
+from fshard.testing.certify.runs import LOWER_DTYPES, certificate_of, is_floating, keep_frozen, on_device
 from fshard.transforms.patterns import chosen, named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import Rules
@@ -105,13 +105,8 @@ def certify(
     reproducible = bool(options.get("reproducible"))
     if not reproducible:
         options = {name: x for name, x in options.items() if name not in LOWER_DTYPES}
-
-    def converted(x: Leaf) -> Leaf:
-        x = x.to(mesh.device_type) if isinstance(x, Tensor) else x
-        return x if reproducible else widen(x)
-
-    buffers = () if buffers is None else buffers
-    params, buffers, batch = (Leaves.of(tree).mapped(converted) for tree in (params, buffers, batch))
+    trees = params, () if buffers is None else buffers, batch
+    params, buffers, batch = (on_device(tree, mesh, wide=not reproducible) for tree in trees)
     within = P() if within is None else within
     rules = within, fs.fsdp(axis, unit=unit, within=within)
     program = _Program(loss_fn, params, buffers, batch, batch_spec, opt, axis, rules, options, steps, seed)

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 import fshard as fs
 from fshard.mesh.layout import Mesh
 from fshard.optim.contract import copied
-from fshard.optim.leaves import Leaves
 from fshard.testing.certificate import Certificate
 from fshard.testing.certify.compare import SUBJECTS, Snapshot, gather_processes
-from fshard.testing.certify.runs import LOWER_DTYPES, certificate_of, widen
+from fshard.testing.certify.runs import LOWER_DTYPES, certificate_of, on_device
 from fshard.transforms.reproducible.randomness import keyed_random
 
 Plugin = fs.DDPPlugin | fs.ZeroPlugin | fs.FSDPPlugin | fs.HybridParallelPlugin
@@ -72,14 +71,10 @@ def certify_module(
     'DIVERGENT'
     """
     plugin = replace(_PLUGINS[plugin] if isinstance(plugin, int) else plugin, mesh=mesh)
-    convert = (lambda x: x) if plugin.reproducible else widen
     if not plugin.reproducible:
         options = {name: x for name, x in plugin.options.items() if name not in LOWER_DTYPES}
         plugin = replace(plugin, precision=None, options=options)
-    batches = [
-        Leaves.of(batch).mapped(lambda x: convert(x.to(mesh.device_type)) if isinstance(x, Tensor) else x)
-        for batch in batches
-    ]
+    batches = [on_device(batch, mesh, wide=not plugin.reproducible) for batch in batches]
 
     def module() -> nn.Module:
         with keyed_random(seed):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -13,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard.errors import PromiseError
-from fshard.mesh.layout import Mesh
-from fshard.optim.leaves import is_frozen
-from fshard.testing.certificate import Certificate, CertificateRow, widest
+from fshard.mesh.layout import Mesh, PyTree
+from fshard.optim.leaves import Leaves, is_frozen
+from fshard.testing.certificate import Certificate, CertificateRow, first_of, widest
 from fshard.testing.certify.compare import Snapshot, judge
 
 LOWER_DTYPES = {"precision", "compute", "reduce"}
@@ -38,28 +37,35 @@ def certificate_of(
     the mesh `alone`, bit for bit. `hints` has likely causes by the field that diverges, `cure` the advice if a run differs
     when it is repeated.
     """
-    rows, dtype = list[CertificateRow](), None
+    rows, dtype, default_dtype = list[CertificateRow](), None, torch.get_default_dtype()
     title, unseen = "a mesh of one device, bit for bit", "It does not see an error that a mesh of one device makes too."
-    with _in_float64() if train_serial else nullcontext():
+    run = "on one device"
+    try:
         if train_serial is None:
             serial = [step.mapped(fs.unshard) for step in train(alone, 0, [])]
         else:
-            with _Casts() as casts, _note("in the run in float64: does the loss function name a dtype?"):
+            torch.set_default_dtype(torch.float64)  # so that constants have it, too
+            run = "on one device in float64: does the program name a dtype?"
+            with _Casts() as casts:
                 serial = train_serial(0)
-            dtype, title = casts.dtype, "one device, both in float64"
-            for row in judge(serial, train_serial(1), names, "", {}, dtype):
-                if row.verdict == "DIVERGENT":
-                    raise PromiseError(
-                        "certify: on one device a run must give the same results when it is repeated; got another "
-                        f"{row.leaf}, {row.reason}. {cure}"
-                    )
+            dtype, title, run = casts.dtype, "one device, both in float64", "on one device, repeated"
+            first = first_of(judge(serial, train_serial(1), names, "", {}, dtype))
+            if first is not None and first.verdict == "DIVERGENT":
+                raise PromiseError(
+                    "certify: on one device a run must give the same results when it is repeated; got another "
+                    f"{first.leaf}, {first.reason}. {cure}"
+                )
             unseen = "It does not see casts by precision=, compute= or reduce=: reproducible=True does."
             if dtype != torch.float64:
                 unseen = f"The program casts to {dtype}, so bounds are wider. {unseen}"
         for stage in stages:
-            with _note(f"in stage {stage}"):
-                sharded = train(mesh, stage, serial if train_serial else [])
-                rows += judge(serial, sharded, names, stage, hints, dtype)
+            run = f"in stage {stage}"
+            rows += judge(serial, train(mesh, stage, serial if train_serial else []), names, stage, hints, dtype)
+    except Exception as error:
+        error.add_note(f"certify: in the run {run}")
+        raise
+    finally:
+        torch.set_default_dtype(default_dtype)
     return Certificate(tuple(rows), len(serial), f"{mesh} against {title}", unseen)
 
 
@@ -75,35 +81,19 @@ class _Casts(TorchDispatchMode):
         return result
 
 
-@contextmanager
-def _in_float64() -> Generator[None]:
-    """Make float64 the dtype of new tensors, so that constants have it, too."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(dtype)
-
-
-@contextmanager
-def _note(text: str) -> Generator[None]:
-    """Add a note to an exception."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"certify: {text}")
-        raise
-
-
 def is_floating(x: Any) -> TypeGuard[Tensor]:
     """Return True if x is a floating or complex tensor."""
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def widen(x: Any) -> Any:
-    """Convert floating tensors to float64 (complex128), and leave all else as it is."""
-    return keep_frozen(x, widest(x)) if is_floating(x) else x
+def on_device(tree: PyTree, mesh: Mesh, *, wide: bool) -> PyTree:
+    """Move the tensors of a tree to the kind of device of a mesh, if `wide` floating ones as float64 (complex128)."""
+
+    def moved(x: Any) -> Any:
+        x = x.to(mesh.device_type) if isinstance(x, Tensor) else x
+        return keep_frozen(x, widest(x)) if wide and is_floating(x) else x
+
+    return Leaves.of(tree).mapped(moved)
 
 
 def keep_frozen(x: Tensor, new: Tensor) -> Tensor:
