@@ -138,9 +138,9 @@ class _Program:
     seed: int
 
 
-def _train_sharded(it: _Program, mesh: Mesh, stage: Any, serial: Sequence[Snapshot]) -> list[Snapshot]:
+def _train_sharded(program: _Program, mesh: Mesh, stage: Any, serial: Sequence[Snapshot]) -> list[Snapshot]:
     """Train by `train_step`, in a stage of ZeRO; the optimizer is given the gradients of the serial run, if there is one."""
-    opt: Any = fs.partition_optimizer(it.opt, mesh=mesh, axis=it.axis, stage=stage)
+    opt: Any = fs.partition_optimizer(program.opt, mesh=mesh, axis=program.axis, stage=stage)
     snapshots, recorded = list[Snapshot](), list[PyTree]()
 
     def recording(act: Update) -> Update:
@@ -152,13 +152,13 @@ def _train_sharded(it: _Program, mesh: Mesh, stage: Any, serial: Sequence[Snapsh
 
         return run
 
-    params = fs.shard_params(it.params, it.rules[stage == 3], mesh=mesh)
-    state, buffers = opt.init(params), fs.device_put(it.buffers, Layout(mesh))
+    params = fs.shard_params(program.params, program.rules[stage == 3], mesh=mesh)
+    state, buffers = opt.init(params), fs.device_put(program.buffers, Layout(mesh))
     recorder = opt._replace(step=recording(step_of(opt)), update=recording(opt.update))
-    step = fs.train_step(it.loss_fn, recorder, mesh=mesh, batch=it.batch_spec, **it.options)
-    for turn in range(it.steps):
-        with keyed_random(it.seed, turn):
-            params, state, *after, _ = step(params, state, *([buffers] * it.options["has_buffers"]), it.batch)
+    step = fs.train_step(program.loss_fn, recorder, mesh=mesh, batch=program.batch_spec, **program.options)
+    for turn in range(program.steps):
+        with keyed_random(program.seed, turn):
+            params, state, *after, _ = step(params, state, *([buffers] * program.options["has_buffers"]), program.batch)
         buffers = after[0] if after else buffers
         trees = recorded[-1], copied(params), copied(buffers)
         snapshots.append(Snapshot(*(Leaves.of(tree).leaves for tree in trees)).mapped(gather_processes))
@@ -167,33 +167,33 @@ def _train_sharded(it: _Program, mesh: Mesh, stage: Any, serial: Sequence[Snapsh
 
 def _shard_like(grad: Leaf, full: Tensor | None) -> Leaf:
     """Shard a full gradient as another one, unless only that exists or it is a sum not yet reduced."""
-    is_layout = isinstance(grad, Sharded) and full is not None and not grad.spec.unreduced
-    return fs.device_put(full, grad.layout) if is_layout else grad
+    is_sharded = isinstance(grad, Sharded) and full is not None and not grad.spec.unreduced
+    return fs.device_put(full, grad.layout) if is_sharded else grad
 
 
-def _train_serial(it: _Program, alone: Mesh, key: int) -> list[Snapshot]:
+def _train_serial(program: _Program, alone: Mesh, key: int) -> list[Snapshot]:
     """Train on full tensors by plain autograd and the optimizer as it is; all axes have size 1."""
-    params, buffers, snapshots = it.params, it.buffers, list[Snapshot]()
-    step, state = pure_step(it.opt), it.opt.init(params)
-    for turn in range(it.steps):
-        with keyed_random(it.seed, key, turn):
-            ((grads, buffers),) = fs.run(partial(_gradients, it, params, buffers), mesh=alone)
+    params, buffers, snapshots = program.params, program.buffers, list[Snapshot]()
+    step, state = pure_step(program.opt), program.opt.init(params)
+    for turn in range(program.steps):
+        with keyed_random(program.seed, key, turn):
+            ((grads, buffers),) = fs.run(partial(_gradients, program, params, buffers), mesh=alone)
             params, state = step(Leaves.of(params).rebuild(grads), state, params)
         snapshots.append(Snapshot(grads, Leaves.of(params).leaves, Leaves.of(buffers).leaves))
     return snapshots
 
 
 @torch.enable_grad()
-def _gradients(it: _Program, params: PyTree, buffers: PyTree) -> tuple[list[Leaf], PyTree]:
+def _gradients(program: _Program, params: PyTree, buffers: PyTree) -> tuple[list[Leaf], PyTree]:
     """Return the gradients of a loss in the order of the parameters, and the buffers after it."""
-    leaves, has_buffers = Leaves.of(params), it.options["has_buffers"]
+    leaves, has_buffers = Leaves.of(params), program.options["has_buffers"]
 
     def variable(x: Leaf, is_frozen: bool) -> Leaf:
         return x.detach().requires_grad_(trainable(x) and not is_frozen) if isinstance(x, Tensor) else x
 
-    tree = leaves.mapped(variable, chosen(it.options.get("frozen"), leaves.paths, "frozen"))
-    result = it.loss_fn(tree, *([buffers] * has_buffers), it.batch)
-    loss, *more = result if has_buffers or {"has_aux", "aux"} & it.options.keys() else (result,)
+    tree = leaves.mapped(variable, chosen(program.options.get("frozen"), leaves.paths, "frozen"))
+    result = program.loss_fn(tree, *([buffers] * has_buffers), program.batch)
+    loss, *more = result if has_buffers or {"has_aux", "aux"} & program.options.keys() else (result,)
     if loss.requires_grad:
         loss.mean().backward()  # of one number, or of one for each sample
     buffers = Leaves.of(more[0] if has_buffers else ()).mapped(lambda x: x.detach() if isinstance(x, Tensor) else x)
@@ -233,4 +233,6 @@ def _validate_serial(opt: Optimizer, **trees: PyTree) -> None:
             "Leave out fs.device_put, fs.shard_params and fs.partition_optimizer: certify shards for every stage."
         )
     if opt.loss_scale is not None:
-        raise ValueError("certify: opt must not scale the loss; got loss_scaled. Certify the optimizer inside of it.")
+        raise ValueError(
+            "certify: opt must not scale the loss; got loss_scaled. Certify the optimizer inside of program."
+        )

@@ -14,7 +14,7 @@ import fshard as fs
 from fshard.errors import PromiseError
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.optim.leaves import Leaves, is_frozen
-from fshard.testing.certificate import Certificate, CertificateRow, first_of, widest
+from fshard.testing.certificate import TOLERANCES, Certificate, CertificateRow, first_of, widest
 from fshard.testing.certify.compare import Snapshot, judge
 
 LOWER_DTYPES = {"precision", "compute", "reduce"}
@@ -77,7 +77,7 @@ class _Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and is_floating(args[0]) and is_floating(result):
-            self.dtype = max(self.dtype, result.dtype.to_real(), key=lambda dtype: torch.finfo(dtype).eps)
+            self.dtype = max(self.dtype, result.dtype.to_real(), key=lambda dtype: TOLERANCES.get(dtype, 0.0))
         return result
 
 
