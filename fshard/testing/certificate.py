@@ -38,9 +38,9 @@ def bound_of(x: Tensor | None, largest_of_all: float, dtype: torch.dtype) -> flo
     """Return the error that rounding in a dtype explains: relative to the largest number of a leaf.
 
     A gradient that is zero up to rounding has no size of its own: it counts as 1e-5, and as a thousandth of the largest
-    number of all leaves; in a lower dtype 16 roundings of that number are allowed.
+    number of all leaves; in a lower dtype 32 roundings of that number are allowed.
     """
-    roundings = max(1e-3 * TOLERANCES[dtype], 16 * torch.finfo(dtype).eps)
+    roundings = max(1e-3 * TOLERANCES[dtype], 32 * torch.finfo(dtype).eps)
     return max(TOLERANCES[dtype] * max(largest(x), 1e-5), roundings * largest_of_all)
 
 
