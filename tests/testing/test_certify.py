@@ -86,7 +86,7 @@ def test_certify_finds_a_mistake_of_a_millionth():
     assert {row.verdict for row in certificate.rows} == {"DIVERGENT"}
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.01), (torch.float16, 1.2), (torch.bfloat16, 1.5)])
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.01), (torch.float16, 1.2)])
 def test_certify_widens_bounds_for_casts_of_the_loss(dtype, factor):
     """What the loss itself casts is judged by the roundings of that dtype; the certificate says so."""
 
