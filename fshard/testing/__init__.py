@@ -14,7 +14,7 @@ from typing import Any
 
 from fshard.testing.certify import Certificate, certify, certify_module, check_elementwise, dyadic_like
 from fshard.testing.processes import Processes, run_processes
-from fshard.testing.programs import ProgramCertificate, certify_program
+from fshard.testing.programs import certify_program
 
 
 def __getattr__(name: str) -> Any:
@@ -27,7 +27,6 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Certificate",
     "Processes",
-    "ProgramCertificate",
     "certify",
     "certify_module",
     "certify_program",

@@ -110,7 +110,7 @@ def test_certify_module_unseeded_factory_raises():
         torch.manual_seed(next(drawn))
         return Net()
 
-    with pytest.raises(ValueError, match="factory must build equal parameters each time"):
+    with pytest.raises(fs.errors.PromiseError, match="factory must build equal parameters each time"):
         certified(factory, fs.DDPPlugin())
 
 

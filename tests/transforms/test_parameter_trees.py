@@ -52,11 +52,7 @@ def verdicts(certificate):
 @settings(max_examples=30)
 @given(models(COMPLEX, samples=st.integers(8, 12)), optimizers(), runs(powers=False))
 def test_any_tree_trains_within_error_bounds(model, opt, run):
-    certificate = run(model.loss_fn, model.params, model.batch, opt)
-    if any(x.dtype.itemsize < 4 for x in flatten(model.params)[0]):  # in 16 bits a gradient may be rounding alone
-        assert "DIVERGENT" not in {row.verdict for row in certificate.rows}
-    else:
-        certificate.check()
+    run(model.loss_fn, model.params, model.batch, opt).check()
 
 
 @settings(max_examples=30)

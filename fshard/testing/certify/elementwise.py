@@ -13,7 +13,8 @@ from fshard.mesh.layout import Layout, Mesh, PyTree
 from fshard.optim.contract import ArrayOptimizer, Optimizer, elementwise_leaves, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.per_device import array_optimizer
-from fshard.testing.certify.shards import first_difference, largest, pair_shards
+from fshard.testing.certificate import largest
+from fshard.testing.certify.compare import first_difference, pair_shards
 from fshard.transforms.patterns import named, parts_of
 
 
@@ -43,20 +44,20 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
     draw = torch.Generator().manual_seed(seed)
     shapes = {"bias": (7,), "matrix": (6, 5), "scale": (), "stack": (2, 3, 4)}
     params = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} if params is None else params
-    promised, at = elementwise_leaves(opt.elementwise, params), Leaves.of(params)
+    promised, leaves = elementwise_leaves(opt.elementwise, params), Leaves.of(params)
     if isinstance(opt, ArrayOptimizer) and not any(promised):
         raise OptimizerError("check_elementwise: this optimizer is not elementwise, so there is nothing to compare.")
     opt = array_optimizer(opt, "check_elementwise")
-    grads = [at.mapped(lambda x: _uneven(x, draw)) for _ in range(steps)]
+    grads = [leaves.mapped(lambda x: _uneven(x, draw)) for _ in range(steps)]
     expected = _train(opt, params, grads)
     for axes in ({"data": 2}, {"data": 3}, {"data": 2, "model": 2}, {"data": 7}):
         mesh = Mesh(tuple(axes.items()), "virtual", "cpu")
         parted = fs.partition_optimizer(opt, mesh=mesh, axis=mesh.axis_names, stage=1)
         replicated, shards = Layout(mesh), parted.gradients(Layout(mesh))
-        found = _train(parted, _put(params, replicated), [_put(each, shards) for each in grads])
-        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            for path, flat, a, b in zip(at.paths, promised, ours, theirs, strict=True):
-                _compare(named(parts_of(path)) or "params", a, b, step, mesh, flat)
+        trained = _train(parted, _put(params, replicated), [_put(tree, shards) for tree in grads])
+        for step, (sharded, serial) in enumerate(zip(trained, expected, strict=True)):
+            for path, is_flat, x, y in zip(leaves.paths, promised, sharded, serial, strict=True):
+                _compare(named(parts_of(path)) or "params", x, y, step, mesh, is_flat)
 
 
 def _put(tree: PyTree, layout: Layout) -> PyTree:
@@ -71,23 +72,23 @@ def _uneven(x: Any, draw: torch.Generator) -> Any:
 
 
 def _train(opt: Any, params: PyTree, grads: list[PyTree]) -> list[list[Leaf]]:
-    step, state, found = pure_step(opt), opt.init(params), list[list[Leaf]]()
-    for each in grads:
-        params, state = step(each, state, params)
-        found.append(Leaves.of(params).leaves)
-    return found
+    step, state, snapshots = pure_step(opt), opt.init(params), list[list[Leaf]]()
+    for tree in grads:
+        params, state = step(tree, state, params)
+        snapshots.append(Leaves.of(params).leaves)
+    return snapshots
 
 
-def _compare(name: str, found: Leaf, expected: Leaf, step: int, mesh: Mesh, flat: bool) -> None:
+def _compare(name: str, leaf: Leaf, expected: Leaf, step: int, mesh: Mesh, is_flat: bool) -> None:
     if expected is None:
         return
-    tolerance = 1e-3 if expected.dtype.itemsize < 4 else 1e-5
-    if not all(largest(pair.error) <= tolerance * largest(expected) for pair in pair_shards(found, expected)):
-        where = f"{name} first differs at {first_difference(found, expected, tolerance)}, step {step}"
+    bound = (1e-3 if expected.dtype.itemsize < 4 else 1e-5) * largest(expected)
+    if not all((pair.error <= bound).all() for pair in pair_shards(leaf, expected)):
+        where = f"{name} {first_difference(leaf, expected, bound)}, step {step}"
         raise AssertionError(
             f"the optimizer has elementwise=True, but on {mesh.size} flat shards {where}. Use elementwise=False, or "
             "communicate with the other shards, as clip_by_global_norm does."
-            if flat
+            if is_flat
             else f"the optimizer must update each leaf by itself, but with leaves at {mesh.size} owners {where}. Take a "
             "norm of all by fs.optim.global_norm(tree)."
         )

@@ -18,25 +18,18 @@ from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.partition import Partitioned
 from fshard.optim.per_device import array_optimizer
-from fshard.testing.certify.bounds import Field, bounded, equal_bits, judge
-from fshard.testing.certify.certificate import Certificate, CertificateRow
-from fshard.testing.certify.runs import Snapshot, Training, note
-from fshard.testing.certify.shards import gather_processes, is_floating, keep_frozen, widen
+from fshard.testing.certificate import Certificate
+from fshard.testing.certify.compare import Snapshot, gather_processes
+from fshard.testing.certify.runs import LOWER_DTYPES, certificate_of, is_floating, keep_frozen, on_device
 from fshard.transforms.patterns import chosen, named, parts_of
 from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import Rules
 
-_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-_LOSS = (
-    "The loss function draws random numbers or counts its calls. For dropout call certify(..., reproducible=True), which "
-    "compares with a mesh of one device."
+_CURE = (
+    "The loss function or the optimizer draws random numbers or counts its calls. For dropout call "
+    "certify(..., reproducible=True), which compares with a mesh of one device; what an optimizer counts must be in its state."
 )
-_CURES = {
-    "grads": _LOSS,
-    "buffers": _LOSS,
-    "params": "The optimizer draws random numbers or counts its calls. Keep in its state what it counts.",
-}
-_HINTS: dict[Field, str] = {
+_HINTS = {
     "params": ". A norm of all leaves is fs.optim.global_norm(tree). The gradient agrees: is the optimizer elementwise?",
     "buffers": ". It must not depend on each device's own samples: BatchNorm needs sync_batchnorm=axis",
 }
@@ -62,10 +55,12 @@ def certify(
 ) -> Certificate:
     """Train a few steps on a mesh and on one device, and compare every leaf after each step, on every device.
 
-    Communicates as `train_step` does. On a process mesh it is a collective of all processes, with one verdict.
+    Both runs are in float64, without `precision`, `compute` and `reduce`, and differ by 1e-9 at most, or by a mistake. Both
+    optimizers are given the gradients of the run on one device, since Adam makes a step of a rounding. If the loss function
+    casts to a lower dtype, the roundings of that dtype are allowed.
 
-    A loss function that draws random numbers (dropout) needs `reproducible=True`, and is compared with a mesh of one
-    device, or of one along all but local axes: otherwise each device draws its own, and no serial run draws the same.
+    With `reproducible=True`, as dropout needs, the dtypes stay, and bits are compared with a mesh of one device, or of one
+    along all but local axes. Communicates as `train_step` does; on a process mesh all processes call it, with one verdict.
 
     Args:
         loss_fn: an ordinary function of one device: see `value_and_grad`. In the serial run its collectives have axes of
@@ -85,7 +80,7 @@ def certify(
         seed: of all random draws.
         options: those of `train_step`: accumulate, weight, has_aux, local, precision, reproducible, ...
 
-    Raises a PromiseError if a repeated call of the loss function or the optimizer differs.
+    Raises a PromiseError if a repeated run on one device differs.
 
     >>> import torch, fshard as fs
     >>> mesh, params, x = fs.make_mesh({"data": 2}), {"w": torch.ones(3)}, torch.randn(4, 3)
@@ -103,153 +98,110 @@ def certify(
         raise ValueError(f"certify: mesh must have values, and steps must be at least 1; got {mesh}, {steps=}.")
     opt = array_optimizer(opt, "certify")
     _validate_serial(opt, params=params, batch=batch, buffers=buffers)
-    if bool(options.get("has_buffers", buffers is not None)) != (buffers is not None):
+    if options.setdefault("has_buffers", buffers is not None) != (buffers is not None):
         raise ValueError("certify: a loss function that has_buffers is given them by buffers=, and none else is.")
-    options["has_buffers"] = buffers is not None
     if exact_inputs:
         params, batch = dyadic_like(params, seed), dyadic_like(batch, seed + 1)
-    params, buffers, batch = (
-        Leaves.of(tree).mapped(lambda x: x.to(mesh.device_type) if isinstance(x, Tensor) else x)
-        for tree in (params, buffers, batch)
-    )
-    one, alone = (
-        Mesh(tuple((name, n if name in kept else 1) for name, n in mesh.axes), "virtual", mesh.device_type)
-        for kept in ((), as_axes(options.get("local")))
-    )
-    program = _Program(loss_fn, params, buffers, batch, opt, one, options, seed, buffers is not None)
-    within = P() if within is None else within
-    spec = fs.fsdp(axis, unit=unit, within=within)
-    train = partial(_train_sharded, program, axis, within, spec, batch_spec, steps)
     reproducible = bool(options.get("reproducible"))
-    start = Snapshot([], Leaves.of(params).leaves, Leaves.of(buffers).leaves)
-    if reproducible:
-        reference = equal_bits(train(alone, 0))
-    else:
-        training = Training(
-            start, lambda wide, sign: _Trainer(program, wide, sign), steps, seed, _CURES, program.compute
-        )
-        reference = bounded(training)
+    if not reproducible:
+        options = {name: x for name, x in options.items() if name not in LOWER_DTYPES}
+    trees = params, () if buffers is None else buffers, batch
+    params, buffers, batch = (on_device(tree, mesh, wide=not reproducible) for tree in trees)
+    within = P() if within is None else within
+    rules = within, fs.fsdp(axis, unit=unit, within=within)
+    program = _Program(loss_fn, params, buffers, batch, batch_spec, opt, axis, rules, options, steps, seed)
     names = [named(parts_of(path)) or "params" for path in Leaves.of(params).paths]
-    paths = Leaves.of(buffers).paths if buffers is not None else ()
-    buffer_names = [f"buffers.{named(parts_of(path))}".rstrip(".") for path in paths]
-    rows: list[CertificateRow] = []
-    for stage in stages:
-        with note(f"in stage {stage}"):
-            rows += judge(reference, train(mesh, stage), stage, _HINTS, names, buffer_names)
-    return Certificate(mesh, steps, reproducible, tuple(rows))
+    buffer_names = [f"buffers.{named(parts_of(path))}".rstrip(".") for path in Leaves.of(buffers).paths]
+    single, alone = (
+        Mesh(tuple((name, n if name in axes else 1) for name, n in mesh.axes), "virtual", mesh.device_type)
+        for axes in ((), as_axes(options.get("local")))
+    )
+    train, names = partial(_train_sharded, program), Snapshot(names, names, buffer_names)
+    train_serial = None if reproducible else partial(_train_serial, program, single)
+    return certificate_of(mesh, alone, stages, train, names, _HINTS, train_serial, _CURE)
 
 
 @dataclass(frozen=True)
 class _Program:
-    """A loss function, an optimizer and full tensors; `one` is a mesh of one device with the axes of the mesh."""
+    """A loss function, an optimizer and full tensors; `rules` shard the parameters in stages 0 to 2, and in stage 3."""
 
     loss_fn: Callable[..., Any]
     params: PyTree
     buffers: PyTree
     batch: PyTree
+    batch_spec: PyTree
     opt: Optimizer
-    one: Mesh
+    axis: str | tuple[str, ...]
+    rules: tuple[Rules, Rules]
     options: Mapping[str, Any]
+    steps: int
     seed: int
-    has_buffers: bool
-
-    @property
-    def compute(self) -> torch.dtype | None:
-        """The dtype of the computation, if it is not that of the parameters."""
-        return self.options.get("compute") or _COMPUTE.get(self.options.get("precision"))
 
 
-def _train_sharded(
-    it: _Program,
-    axis: str | tuple[str, ...],
-    within: Rules,
-    fsdp: Rules,
-    batch_spec: PyTree,
-    steps: int,
-    mesh: Mesh,
-    stage: Any,
-) -> list[Snapshot]:
-    """Train by `train_step`, in a stage of ZeRO."""
-    opt: Any = fs.partition_optimizer(it.opt, mesh=mesh, axis=axis, stage=stage)
-    snapshots, given = list[Snapshot](), list[PyTree]()
+def _train_sharded(program: _Program, mesh: Mesh, stage: Any, serial: Sequence[Snapshot]) -> list[Snapshot]:
+    """Train by `train_step`, in a stage of ZeRO; the optimizer is given the gradients of the serial run, if there is one."""
+    opt: Any = fs.partition_optimizer(program.opt, mesh=mesh, axis=program.axis, stage=stage)
+    snapshots, recorded = list[Snapshot](), list[PyTree]()
 
     def recording(act: Update) -> Update:
-        def recorded(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            given.append(copied(grads))  # the step may overwrite them
+        def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            recorded.append(copied(grads))  # the step may overwrite them
+            if serial:
+                grads = Leaves.of(grads).mapped(_shard_like, serial[len(recorded) - 1].grads)
             return act(grads, state, params)
 
-        return recorded
+        return run
 
-    params = fs.shard_params(it.params, fsdp if stage == 3 else within, mesh=mesh)
-    state, buffers = opt.init(params), fs.device_put(it.buffers, Layout(mesh))
+    params = fs.shard_params(program.params, program.rules[stage == 3], mesh=mesh)
+    state, buffers = opt.init(params), fs.device_put(program.buffers, Layout(mesh))
     recorder = opt._replace(step=recording(step_of(opt)), update=recording(opt.update))
-    step = fs.train_step(it.loss_fn, recorder, mesh=mesh, batch=batch_spec, **it.options)
-    for turn in range(steps):
-        with keyed_random(it.seed, turn):
-            params, state, *new, _ = step(params, state, *([buffers] if it.has_buffers else []), it.batch)
-        buffers = new[0] if new else buffers
-        trees = given[-1], copied(params), copied(buffers)
+    step = fs.train_step(program.loss_fn, recorder, mesh=mesh, batch=program.batch_spec, **program.options)
+    for turn in range(program.steps):
+        with keyed_random(program.seed, turn):
+            params, state, *after, _ = step(params, state, *([buffers] * program.options["has_buffers"]), program.batch)
+        buffers = after[0] if after else buffers
+        trees = recorded[-1], copied(params), copied(buffers)
         snapshots.append(Snapshot(*(Leaves.of(tree).leaves for tree in trees)).mapped(gather_processes))
     return snapshots
 
 
-class _Trainer:
-    """Trains on full tensors by plain autograd and the optimizer as it is; all axes have size 1."""
+def _shard_like(grad: Leaf, full: Tensor | None) -> Leaf:
+    """Shard a full gradient as another one, unless only that exists or it is a sum not yet reduced."""
+    is_sharded = isinstance(grad, Sharded) and full is not None and not grad.spec.unreduced
+    return fs.device_put(full, grad.layout) if is_sharded else grad
 
-    def __init__(self, program: _Program, wide: bool, sign: int) -> None:
-        compute, draw = program.compute, torch.Generator().manual_seed(program.seed)
-        eps = max(
-            (torch.finfo(compute or x.dtype).eps for x in Leaves.of(program.params).leaves if is_floating(x)), default=0
-        )
 
-        def converted(x: Leaf) -> Leaf:
-            return widen(x, sign, eps, draw) if wide else x
+def _train_serial(program: _Program, alone: Mesh, key: int) -> list[Snapshot]:
+    """Train on full tensors by plain autograd and the optimizer as it is; all axes have size 1."""
+    params, buffers, snapshots = program.params, program.buffers, list[Snapshot]()
+    step, state = pure_step(program.opt), program.opt.init(params)
+    for turn in range(program.steps):
+        with keyed_random(program.seed, key, turn):
+            ((grads, buffers),) = fs.run(partial(_gradients, program, params, buffers), mesh=alone)
+            params, state = step(Leaves.of(params).rebuild(grads), state, params)
+        snapshots.append(Snapshot(grads, Leaves.of(params).leaves, Leaves.of(buffers).leaves))
+    return snapshots
 
-        trees = (program.params, program.buffers, program.batch)
-        self._params, self._buffers, self._batch = (Leaves.of(tree).mapped(converted) for tree in trees)
-        self._program, self._compute = program, None if wide else compute
-        self._step, self._state = pure_step(program.opt), program.opt.init(self._params)
 
-    def gradients(self, step: int) -> list[Leaf]:
-        at, program = Leaves.of(self._params), self._program
-        frozen = chosen(program.options.get("frozen"), at.paths, "frozen")
-        moving = {
-            id(x): x.detach().requires_grad_()
-            for i, (x, first, fixed) in enumerate(zip(at.leaves, at.firsts, frozen, strict=True))
-            if i == first and trainable(x) and not fixed
-        }
+@torch.enable_grad()
+def _gradients(program: _Program, params: PyTree, buffers: PyTree) -> tuple[list[Leaf], PyTree]:
+    """Return the gradients of a loss in the order of the parameters, and the buffers after it."""
+    leaves, has_buffers = Leaves.of(params), program.options["has_buffers"]
 
-        def used(x: Leaf) -> Leaf:
-            return self._computed(moving.get(id(x), x.detach() if isinstance(x, Tensor) else x))
+    def variable(x: Leaf, is_frozen: bool) -> Leaf:
+        return x.detach().requires_grad_(trainable(x) and not is_frozen) if isinstance(x, Tensor) else x
 
-        def loss_and_grads() -> tuple[Sequence[Tensor | None], PyTree]:
-            batch, buffers = Leaves.of(self._batch).mapped(self._computed), [self._buffers] * program.has_buffers
-            result = program.loss_fn(at.mapped(used), *buffers, batch)
-            loss, *more = result if program.has_buffers or {"has_aux", "aux"} & program.options.keys() else (result,)
-            loss = loss.mean()  # of one number, or of one for each sample
-            after = more[0] if program.has_buffers else None
-            if not loss.requires_grad:
-                return (), after
-            return torch.autograd.grad(loss, [*moving.values()], allow_unused=True), after
-
-        with torch.enable_grad():
-            ((found, after),) = fs.run(loss_and_grads, mesh=program.one)
-        self._buffers = Leaves.of(after).mapped(lambda x: x.detach() if isinstance(x, Tensor) else x)
-        grads = dict(zip(moving, found, strict=False))
-        return [grads.get(id(x)) for x in at.leaves]
-
-    def _computed(self, x: Leaf) -> Leaf:
-        return x.to(self._compute) if self._compute is not None and is_floating(x) and not x.is_complex() else x
-
-    def update(self, grads: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
-        tree = Leaves.of(self._params).rebuild(grads)
-        self._params, self._state = self._step(tree, self._state, self._params)
-        return Leaves.of(self._params).leaves, Leaves.of(self._buffers).leaves
+    tree = leaves.mapped(variable, chosen(program.options.get("frozen"), leaves.paths, "frozen"))
+    result = program.loss_fn(tree, *([buffers] * has_buffers), program.batch)
+    loss, *more = result if has_buffers or {"has_aux", "aux"} & program.options.keys() else (result,)
+    if loss.requires_grad:
+        loss.mean().backward()  # of one number, or of one for each sample
+    buffers = Leaves.of(more[0] if has_buffers else ()).mapped(lambda x: x.detach() if isinstance(x, Tensor) else x)
+    return [x.grad if isinstance(x, Tensor) else None for x in Leaves.of(tree).leaves], buffers
 
 
 def dyadic_like(tree: PyTree, seed: int) -> PyTree:
-    """Replace all floating tensors of a tree by random multiples of 1/8 from -1 to 1; other leaves and ties are
-    unchanged.
+    """Replace all floating tensors of a tree by random multiples of 1/8 from -1 to 1; other leaves and ties are unchanged.
 
     Sums of 8,000,000 of them, and of 250,000 products of two, are exact in float32 in any order. So linear functions
     have the same bits in any layout.
@@ -274,12 +226,13 @@ def dyadic_like(tree: PyTree, seed: int) -> PyTree:
 
 def _validate_serial(opt: Optimizer, **trees: PyTree) -> None:
     """Raise if an argument is sharded already, or if the optimizer scales the loss."""
-    wrong = [name for name, tree in trees.items() if any(isinstance(x, Sharded) for x in flatten(tree)[0])]
-    wrong += ["the optimizer"] if isinstance(opt, Partitioned) else []
-    if wrong:
+    sharded = [name for name, tree in trees.items() if any(isinstance(x, Sharded) for x in flatten(tree)[0])]
+    if sharded := [*sharded, *["the optimizer"] * isinstance(opt, Partitioned)]:
         raise LayoutError(
-            f"certify: all tensors must be full and the optimizer not partitioned; got {', '.join(wrong)} sharded. "
+            f"certify: all tensors must be full and the optimizer not partitioned; got {', '.join(sharded)} sharded. "
             "Leave out fs.device_put, fs.shard_params and fs.partition_optimizer: certify shards for every stage."
         )
     if opt.loss_scale is not None:
-        raise ValueError("certify: opt must not scale the loss; got loss_scaled. Certify the optimizer inside of it.")
+        raise ValueError(
+            "certify: opt must not scale the loss; got loss_scaled. Certify the optimizer inside of program."
+        )

@@ -8,7 +8,7 @@ The program runs in processes, one for each device of a mesh, and in one process
 Both run in float64, so a difference that rounding does not explain is a mistake.
 """
 
-from fshard.testing.programs.certify import ProgramCertificate, certify_program
+from fshard.testing.programs.certify import certify_program
 from fshard.testing.programs.record import ProgramWorld
 
-__all__ = ["ProgramCertificate", "ProgramWorld", "certify_program"]
+__all__ = ["ProgramWorld", "certify_program"]

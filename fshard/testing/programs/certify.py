@@ -2,70 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
 from fshard.errors import PromiseError
 from fshard.launching.pool import Processes
-from fshard.tables import Tabular
-from fshard.testing.certify.certificate import CertificateRow
-from fshard.testing.programs.compare import Axes, Comparison, first_of, joined_batch
+from fshard.testing.certificate import TOLERANCES, Certificate, CertificateRow
+from fshard.testing.programs.compare import Axes, Comparison, joined_batch
 from fshard.testing.programs.record import Program, RankRecord, record
 
-if TYPE_CHECKING:  # it is imported where a table is shown
-    from rich.table import Table
-
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""The relative difference that rounding explains, by the lowest precision of a program."""
 UNSEEN = (
     "It does not see: other batches and later steps, buffers such as BatchNorm's, random draws, an error that one process "
     "makes too, and processes that load equal batches along an axis, which count as one."
 )
-
-
-@dataclass(frozen=True, repr=False)
-class ProgramCertificate(Tabular):
-    """A row for the loss and each parameter on each mesh. Prints as a table: see `certify_program`."""
-
-    rows: tuple[CertificateRow, ...]
-    steps: int
-
-    @property
-    def first(self) -> CertificateRow | None:
-        """The first row that diverges, in the earliest step."""
-        return first_of(self.rows)
-
-    @property
-    def ok(self) -> bool:
-        """True if nothing diverges."""
-        return self.first is None
-
-    def check(self) -> ProgramCertificate:
-        """Raise an AssertionError with the table if anything diverges; else return the certificate."""
-        if not self.ok:
-            raise AssertionError(f"the program does not train as in one process.\n{self}")
-        return self
-
-    def json(self) -> str:
-        """Return the rows as JSON."""
-        rows = [{"mesh" if name == "stage" else name: x for name, x in row._asdict().items()} for row in self.rows]
-        return json.dumps({"ok": self.ok, "steps": self.steps, "unseen": UNSEEN, "rows": rows}, indent=1)
-
-    def table(self) -> Table:
-        """Return the rows as a rich table."""
-        from rich.table import Table
-
-        table = Table("mesh", "leaf", "verdict", "error", "bound", "reason", title="processes against one process")
-        table.caption = f"{self.steps} steps with the same batch. {UNSEEN}"
-        for row in self.rows:
-            table.add_row(str(row.stage), row.leaf, row.verdict, f"{row.error:.1e}", f"{row.bound:.1e}", row.reason)
-        return table
 
 
 def certify_program(
@@ -76,7 +28,7 @@ def certify_program(
     dtype: torch.dtype = torch.float64,
     timeout: float = 60.0,
     processes: dict[int, Processes] | None = None,
-) -> ProgramCertificate:
+) -> Certificate:
     """Train a program of torch.distributed in gloo processes and in one, and compare losses, gradients and parameters.
 
     Args:
@@ -126,8 +78,8 @@ def certify_program(
                 pools[1].run(record, program, dict.fromkeys(axes, 1), steps, seed, batch)[0] for seed in (2, 3)
             )
             _validate(one, again)
-            rows += Comparison(axes, ranks, one, TOLERANCES[dtype]).rows()
-    return ProgramCertificate(tuple(rows), steps)
+            rows += Comparison(axes, ranks, one, dtype).rows()
+    return Certificate(tuple(rows), steps, "processes against one process", UNSEEN, "mesh")
 
 
 def _validate(one: RankRecord, again: RankRecord) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf
@@ -13,15 +13,10 @@ from torch import Tensor
 
 from fshard.errors import PromiseError
 from fshard.mesh.layout import PyTree, flatten, unflatten
-from fshard.testing.certify.certificate import CertificateRow
+from fshard.testing.certificate import TOLERANCES, CertificateRow, bound_of, constant_factor, largest, refer_to_first
 from fshard.testing.programs.record import RankRecord, Tensors, rows_of
 
 Axes = Mapping[str, int]
-
-
-def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
-    """Return the first row that diverges, in the earliest step."""
-    return min((row for row in rows if row.step is not None), key=lambda row: row.step or 0, default=None)
 
 
 def _coordinates(axes: Axes) -> list[tuple[int, ...]]:
@@ -97,10 +92,10 @@ class Comparison:
     axes: Axes
     ranks: Sequence[RankRecord]
     one: RankRecord
-    tolerance: float
+    dtype: torch.dtype
 
-    def rows(self) -> Iterator[CertificateRow]:
-        """Yield the row of the loss, and those of the parameters; those that diverge later refer to the first."""
+    def rows(self) -> list[CertificateRow]:
+        """Return the row of the loss, and those of the parameters; those that diverge later refer to the first."""
         names = dict.fromkeys(name for rank in (self.one, *self.ranks) for name in rank.start)
         assemblies = {name: self._assembly(name) for name in names}
         mesh = ", ".join(f"{name}={size}" for name, size in self.axes.items())
@@ -110,11 +105,7 @@ class Comparison:
                 f"{', '.join(unlike)}. Seed all ranks alike, and shard dims in equal parts in the order of an axis."
             )
         rows = [self._loss(), *(self._leaf(name, assembly) for name, assembly in assemblies.items() if assembly)]
-        first = first_of(rows)
-        for row in rows:
-            is_later = first is not None and (row.step or 0) > (first.step or 0)
-            reason = f"step {row.step}: after {first.leaf} has diverged" if first and is_later else row.reason
-            yield row._replace(stage=mesh, reason=reason)
+        return [row._replace(stage=mesh) for row in refer_to_first(rows)]
 
     def _assembly(self, name: str) -> _Assembly | None:
         """Return how a parameter is put together, by its values before the first step."""
@@ -142,41 +133,41 @@ class Comparison:
             rows = sum(rows for loss, rows in pairs if loss is not None)
             if expected is None or not rows or row.step is not None:
                 continue
-            mean = torch.tensor(
-                sum(loss * rows for loss, rows in pairs if loss is not None) / rows, dtype=torch.float64
-            )
-            row = self._row("loss", "loss", mean, torch.tensor(expected, dtype=torch.float64), abs(expected), step)
+            mean = sum(loss * rows for loss, rows in pairs if loss is not None) / rows
+            x, y = (torch.tensor(number, dtype=torch.float64) for number in (mean, expected))
+            row = self._row("loss", "loss", x, y, step, bound_of(y, 0.0, self.dtype))
         return row
 
     def _leaf(self, name: str, assembly: _Assembly) -> CertificateRow:
         """Compare gradients, then changes of the parameter, step by step."""
         row = CertificateRow("", name, "EXACT", 0.0, 0.0)
         for step in range(len(self.one.grads)):
-            largest = max([float(g.abs().max()) for g in self.one.grads[step].values() if g.numel()], default=0.0)
+            largest_of_all = max(map(largest, self.one.grads[step].values()), default=0.0)
             expected = self.one.grads[step].get(name)
             x, spread = assembly.tensor([rank.grads[step] for rank in self.ranks], name)
             if x is None and expected is not None:
                 x = torch.zeros_like(expected)
             if x is not None:
                 expected = torch.zeros_like(x) if expected is None else expected
-                scale = max(float(expected.abs().max()), 1e-3 * largest)
-                row = self._row(name, "gradient", x, expected, scale, step, spread)
+                row = self._row(
+                    name, "gradient", x, expected, step, bound_of(expected, largest_of_all, self.dtype), spread
+                )
             if row.step is None:
                 x, spread = assembly.tensor([rank.params[step] for rank in self.ranks], name)
                 expected = self.one.params[step][name]
                 assert x is not None
-                start, scale = self.one.start[name], float(expected.abs().max())
-                row = self._row(name, "change of the parameter", x - start, expected - start, scale, step, spread)
+                start, bound = self.one.start[name], bound_of(expected, 0.0, self.dtype)
+                row = self._row(name, "change of the parameter", x - start, expected - start, step, bound, spread)
             if row.step is not None:
                 return row
         return row
 
     def _row(
-        self, name: str, subject: str, x: Tensor, expected: Tensor, scale: float, step: int, spread: float = 0.0
+        self, name: str, subject: str, x: Tensor, expected: Tensor, step: int, bound: float, spread: float = 0.0
     ) -> CertificateRow:
         """Judge one tensor; an error beyond the bound has a reason."""
         error = float((x - expected).abs().max()) if x.numel() else 0.0
-        error, bound = (error if error == error else inf), self.tolerance * scale
+        error = error if error == error else inf
         row = CertificateRow("", name, "EXACT" if not error else "BOUNDED", error, bound)
         if error <= bound and spread <= bound:
             return row
@@ -192,9 +183,8 @@ class Comparison:
             return "is not finite"
         if not x.any():
             return "is 0"
-        size, near = float(expected.square().sum()), 1e-6 + self.tolerance
-        factor = float((x * expected).sum()) / size if size else 0.0
-        if size and float((x - factor * expected).abs().max()) <= near * abs(factor) * float(expected.abs().max()):
+        near = 1e-6 + TOLERANCES[self.dtype]
+        if factor := constant_factor(x, expected, near):
             sizes = {**self.axes, **({"all axes": len(self.ranks)} if len(self.axes) > 1 else {})}
             names = [
                 axis for axis, n in sizes.items() if n > 1 and min(abs(factor - n) / n, abs(factor * n - 1)) < near
