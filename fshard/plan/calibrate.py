@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
-from fshard.mesh.collectives.api import pmax, psum
-from fshard.mesh.layout import Mesh
+from fshard.mesh.collectives.api import axis_size, pmax, psum
+from fshard.mesh.collectives.ledger import ledger
+from fshard.mesh.layout import Mesh, P
 from fshard.mesh.spmd.run import run
 from fshard.plan.cluster import Cluster, Efficiency, NetworkLink
+from fshard.transforms.shard_params import fsdp, shard_params
+from fshard.transforms.value_and_grad import value_and_grad
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f64": torch.float64}
 _SIDES = (128, 1024)
-_MESSAGES = (1 << 12, 1 << 24)
-_ROUNDS = 9
+_UNIT_SIDES = (8, 512)
+_ROUNDS = 25
+_LENGTH = 32
 
 
 def calibrate(mesh: Mesh) -> Cluster:
@@ -29,10 +36,56 @@ def calibrate(mesh: Mesh) -> Cluster:
     >>> machine.efficiency.overlap, machine.links[0].devices
     (0, 0)
     """
-    return run(_measured, mesh.device_type, mesh.axis_names, mesh.size, mesh=mesh)[0]
+    machine = run(_measured, mesh.device_type, mesh.axis_names, mesh=mesh)[0]
+    return replace(machine, links=(_link(mesh),))
 
 
-def _measured(device: str, axes: tuple[str, ...], n: int) -> Cluster:
+def _link(mesh: Mesh) -> NetworkLink:
+    """Return latency and bandwidth as units of ZeRO-3 have them, with packing: of a gradient, less that of full tensors."""
+    device, rows = mesh.device_type, list[tuple[int, float, float]]()
+    for side in _UNIT_SIDES:
+        weights, batch = [torch.ones(side, side, device=device) for _ in range(_LENGTH)], torch.ones(mesh.size, side)
+        batch = batch.to(device)
+        params = shard_params(weights, fsdp(mesh.axis_names, unit="[*]"), mesh=mesh)
+        gradient = value_and_grad(_product, mesh=mesh, batch=P(mesh.axis_names))
+        with ledger() as comm:
+            gradient(params, batch)
+        full = [w.requires_grad_() for w in weights]
+        seconds = _median(partial(gradient, params, batch), device) - _median(partial(_plain, full, batch[:1]), device)
+        rows.append((comm.calls(), float(comm.bytes()), max(seconds, 1e-9)))
+    (calls, few, short), (_, many, long) = rows
+    return NetworkLink(0, max(many - few, 1.0) / max(long - short, 1e-9), short / max(calls, 1))
+
+
+def _plain(params: list[Tensor], x: Tensor) -> None:
+    torch.autograd.grad(_product(params, x), params)
+
+
+def _median(call: Callable[[], object], device: str) -> float:
+    durations = list[float]()
+    for _ in range(1 + _ROUNDS):
+        begin = perf_counter()
+        call()
+        _wait(device)
+        durations.append(perf_counter() - begin)
+    return median(durations[1:])
+
+
+def _product(params: list[Tensor], x: Tensor) -> Tensor:
+    for w in params:
+        x = x @ w
+    return x.mean()
+
+
+def _chain(x: Tensor) -> None:
+    """Run small operations, and their backward."""
+    y = x
+    for _ in range(_LENGTH):
+        y = y * 1.0
+    y.backward()
+
+
+def _measured(device: str, axes: tuple[str, ...]) -> Cluster:
     """Return the machine, as each device measures it."""
 
     def seconds(call: Callable[[], object]) -> float:
@@ -57,25 +110,21 @@ def _measured(device: str, axes: tuple[str, ...], n: int) -> Cluster:
         halves.append(2 * _SIDES[0] ** 3 * max(flops[name] / rates[0] - 1, 0.0))
     x = torch.ones(1 << 24, device=device)
     bandwidth = 3 * x.nbytes / seconds(lambda: x + x)
-    small = torch.ones(1, device=device)
-    launch = seconds(lambda: [small + small for _ in range(100)]) / 100
-    times = [seconds(lambda size=size: psum(torch.ones(size // 4, device=device), axes)) for size in _MESSAGES]
-    sent = [2 * (n - 1) / n * size for size in _MESSAGES]
-    link = max(sent[1] - sent[0], 1.0) / max(times[1] - times[0], 1e-9)
+    launch = seconds(lambda: _chain(torch.ones(1, device=device, requires_grad=True))) / (2 * _LENGTH)
     host = _host_bandwidth(x, seconds)
     return Cluster(
         name=torch.cuda.get_device_name() if device == "cuda" else "cpu",
         flops=flops,
-        memory=float(torch.cuda.mem_get_info()[1] if device == "cuda" else _physical_memory() / n),
+        memory=float(torch.cuda.mem_get_info()[1] if device == "cuda" else _physical_memory() / axis_size(axes)),
         bandwidth=bandwidth,
         host=host,
         disk=1e9,
-        links=(NetworkLink(0, link, times[0]),),
+        links=(NetworkLink(0, 1.0, 0.0),),
         efficiency=Efficiency(1.0, halves[0], 1.0, 1.0, launch, 1.0, int(device == "cuda")),
     )
 
 
-def _host_bandwidth(x: torch.Tensor, seconds: Callable[[Callable[[], object]], float]) -> float:
+def _host_bandwidth(x: Tensor, seconds: Callable[[Callable[[], object]], float]) -> float:
     """Return the bytes per second of copies to the host."""
     y = torch.empty(x.shape, pin_memory=x.is_cuda)
     return x.nbytes / seconds(lambda: y.copy_(x))
