@@ -126,7 +126,7 @@ def entropy(output, batch):
 @pytest.mark.parametrize("layout", TRANSFORMERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_in_the_booster(name, layout):
-    """The loss of three steps of SGD: of the next ones by the first ones' gradients."""
+    """Losses and parameters of three steps of SGD, which add up the gradients."""
     options, n = TRANSFORMERS[layout]
     model, reference, batch = model_of(name), model_of(name), {"input_ids": ids()}
     if "stages" in layout:
@@ -144,6 +144,10 @@ def test_models_of_transformers_in_the_booster(name, layout):
         loss.backward()
         theirs.step()
         torch.testing.assert_close(metrics["loss"].double(), loss.detach(), rtol=1e-6, atol=0.0)
+    trees = state.params if isinstance(state.params, list | tuple) else [state.params]
+    after = {key: x for tree in trees for key, x in fs.unshard(tree).items()}
+    for key, x in reference.named_parameters():
+        torch.testing.assert_close(after[key], x.detach(), rtol=0.0, atol=2e-7)
 
 
 def test_wrong_options_raise():
