@@ -72,7 +72,7 @@ def program(sizes, *, layers, kv_heads, stage, name, recomputed, dtype, **option
 def counted(step, trees):
     """Return the peak and the ledger of the second step of a run.
 
-    Exact norms of float64, for clipping, are left out: a virtual mesh makes those of all devices in one thread.
+    Clipping at stage 0 is left out: all devices of a virtual mesh have one tensor of a gradient that is replicated.
     """
 
     def run():
@@ -102,7 +102,7 @@ MESHES = st.sampled_from([{"data": 1}, {"data": 2}, {"data": 4}, {"data": 2, "mo
 
 
 @settings(max_examples=60 if THOROUGH else 12, deadline=None)
-@given(MESHES, PROGRAMS.filter(lambda options: (options["name"], options["dtype"]) != ("clipped", torch.float64)))
+@given(MESHES, PROGRAMS.filter(lambda options: (options["name"], options["stage"]) != ("clipped", 0)))
 def test_drawn_plans_have_the_bytes_and_the_peak_of_the_run(sizes, options):
     step, trees = program(sizes, **options)
     report = cost(step, *trees, cluster=H100)
