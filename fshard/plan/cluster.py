@@ -118,8 +118,8 @@ class Cluster:
         bandwidth = float("inf")
         for number, link in enumerate(self.links):
             inner = self.links[number - 1].devices if number else 1
-            near = len([member for member in members if member < inner])
-            bandwidth = min(bandwidth, link.bandwidth * near)
+            senders = len([member for member in members if member < inner])
+            bandwidth = min(bandwidth, link.bandwidth * senders)
             if not link.devices or max(members) < link.devices:
                 return number, bandwidth * self.efficiency.link, link.latency
         raise AssertionError("the last link takes any number of devices")
@@ -155,12 +155,12 @@ def cluster(name: str | Path, *, node: int | None = None) -> Cluster:
         text = path.read_text(encoding="utf-8")
     else:
         raise PlanError(f"cluster must be one of {', '.join(PRESETS)}, or the path of a .toml file; got {str(name)!r}.")
-    found = _from_toml(text, str(name))
+    machine = _from_toml(text, str(name))
     if node is None:
-        return found
-    if node < 1 or len(found.links) < 2:
+        return machine
+    if node < 1 or len(machine.links) < 2:
         raise PlanError(f"cluster {name}: node must be >= 1, of a machine with links in a node; got {node}.")
-    return replace(found, links=(replace(found.links[0], devices=node), *found.links[1:]))
+    return replace(machine, links=(replace(machine.links[0], devices=node), *machine.links[1:]))
 
 
 def _from_toml(text: str, name: str) -> Cluster:

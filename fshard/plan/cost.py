@@ -81,7 +81,7 @@ class Cost(Tabular):
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is at most the memory of a device."""
+        """True if the peak is at most the memory of a device."""
         return self.peak() <= self.cluster.memory
 
     def utilization(self, flops: float | None = None) -> float:

@@ -160,14 +160,14 @@ def _meshes(devices: int, axes: Sequence[str] | Mapping[str, Sequence[int]]) -> 
 def _tried(program: Program, sizes: Mapping[str, int], options: Mapping[str, Any], cluster: Cluster) -> RankedPlan:
     try:
         step, arguments = program(make_mesh(sizes, runtime="abstract"), **options)
-        found = cost(step, *arguments, cluster=cluster)
+        report = cost(step, *arguments, cluster=cluster)
     except (FshardError, ValueError) as error:
         return RankedPlan(sizes, options, None, str(error).partition("\n")[0])
-    if found.fits:
-        return RankedPlan(sizes, options, found)
-    largest = found.used.holders()[0]
-    over = f"{found.peak() - cluster.memory:,.0f} bytes over the memory; {largest.bytes:,} are for {largest.purpose}"
-    return RankedPlan(sizes, options, found, f"{over} at {largest.site}")
+    if report.fits:
+        return RankedPlan(sizes, options, report)
+    largest = report.used.holders()[0]
+    over = f"{report.peak() - cluster.memory:,.0f} bytes over the memory; {largest.bytes:,} are for {largest.purpose}"
+    return RankedPlan(sizes, options, report, f"{over} at {largest.site}")
 
 
 def _written(values: Mapping[str, Any]) -> str:

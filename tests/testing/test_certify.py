@@ -88,7 +88,7 @@ def test_certify_finds_a_mistake_of_a_millionth():
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.01), (torch.float16, 1.2)])
 def test_certify_widens_bounds_for_casts_of_the_loss(dtype, factor):
-    """What the loss itself casts is judged by the roundings of that dtype; the certificate says so."""
+    """Casts inside of the loss widen the tolerance to the roundings of that dtype, which the certificate names."""
 
     def loss_fn(params, x):
         return mlp({name: w.to(dtype) for name, w in params.items()}, x.to(dtype)).double()
