@@ -14,6 +14,7 @@ class Ambient(threading.local):
     """The current values of one thread."""
 
     scope: Any = None  # the device that the thread runs as: fshard.mesh.spmd.scope
+    representative: Any = None  # of an abstract mesh, the device that the thread runs as: fshard.mesh.runtimes.abstract
     mesh: Any = None  # of `use_mesh`: fshard.mesh.layout.mesh
     ledgers: Any = None  # those that count; None: all open ones: fshard.mesh.collectives.ledger
     fixed_order: bool = False  # sums are reproducible: fshard.mesh.spmd.deterministic

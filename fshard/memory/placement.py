@@ -33,6 +33,7 @@ from fshard.mesh.layout import Memory, Mesh, PyTree, flatten, map_leaves
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.device_put import reshard
+from fshard.mesh.spmd.run import local_devices
 from fshard.tables import Tabular
 
 if TYPE_CHECKING:  # it is imported where a table is shown
@@ -317,7 +318,7 @@ def abstract_like(tree: PyTree, mesh: Mesh, memory: Callable[[Sharded], Memory])
         if key_of(x) not in made:
             if isinstance(x, Sharded):
                 layout = x.layout.on(mesh).with_memory(memory(x))
-                shard = empty_in(layout.memory, layout.local_shape(x.shape, 0), x.dtype, "meta")
+                shard = empty_in(layout.memory, layout.local_shape(x.shape, local_devices(mesh)[0]), x.dtype, "meta")
                 made[key_of(x)] = Sharded(x.shape, layout, (shard,))
             else:
                 made[key_of(x)] = torch.empty_like(x, device="meta") if x.ndim else x.clone()

@@ -124,6 +124,14 @@ class Cluster:
                 return number, bandwidth * self.efficiency.link, link.latency
         raise AssertionError("the last link takes any number of devices")
 
+    def level_between(self, source: int, to: int) -> tuple[int, float, float]:
+        """Return the level of the network between two devices, its bandwidth and its latency."""
+        number = next(
+            i for i, link in enumerate(self.links) if not link.devices or source // link.devices == to // link.devices
+        )
+        bandwidth = min(link.bandwidth for link in self.links[: number + 1])
+        return number, bandwidth * self.efficiency.link, self.links[number].latency
+
     def save(self, path: str | Path) -> None:
         """Write a TOML file, which `cluster` reads."""
         tables = {"flops": dict(self.flops), "efficiency": asdict(self.efficiency)}

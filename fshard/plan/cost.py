@@ -2,6 +2,8 @@
 
 the step ─> abstract mesh ─> events ─┬─ operations, bytes by axis and line, peak memory: exact
                                      └─ times_of(events, cluster): a model
+
+One device does what all do; of stages, one device of each, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fshard.ambient import setting
@@ -17,11 +20,13 @@ from fshard.errors import PlanError
 from fshard.memory.kinds import Purpose, mark
 from fshard.memory.placement import abstract_like
 from fshard.memory.usage import MemoryUsage
+from fshard.mesh.collectives.ledger import Ledger
 from fshard.mesh.layout import Memory, Mesh, PyTree
 from fshard.mesh.layout.make import make_mesh
+from fshard.mesh.runtimes.abstract import represented
 from fshard.plan.cluster import Cluster
 from fshard.plan.timing import Times, times_of
-from fshard.plan.trace import Operation, TracedLedger, recording
+from fshard.plan.trace import CollectiveStart, Event, Operation, TracedLedger, TracedMail, recording
 from fshard.tables import Tabular
 
 if TYPE_CHECKING:  # it is imported where a table is shown
@@ -40,23 +45,55 @@ class OperationCost(NamedTuple):
     limit: str
 
 
+@dataclass(frozen=True)
+class DeviceCost:
+    """The needs of one device.
+
+    Args:
+        used: memory; its peak, with the lines of the program.
+        events: operations, collectives, copies and messages, in order.
+        times: seconds.
+    """
+
+    used: MemoryUsage = field(repr=False)
+    events: Sequence[Event] = field(repr=False)
+    times: Times
+
+    @property
+    def operations(self) -> list[Operation]:
+        """The operations of torch."""
+        return [event for event in self.events if isinstance(event, Operation)]
+
+
 @dataclass(frozen=True, repr=False)
 class Cost(Tabular):
     """The needs of a device in a step: see `cost`. Prints as a table.
 
+    Numbers are those of the device that has the most, as in a ledger.
+
     Args:
         mesh: of the step.
         cluster: the machine.
-        used: memory; its peak, with the lines of the program.
-        comm: the ledger.
-        times: seconds.
+        devices: one that does what all do; of a pipeline, one of each stage. By number.
+        comm: their ledger.
+        arguments: of the step, without values.
     """
 
     mesh: Mesh
     cluster: Cluster
-    used: MemoryUsage = field(repr=False)
-    comm: TracedLedger = field(repr=False)
-    times: Times
+    devices: Mapping[int, DeviceCost] = field(repr=False)
+    comm: Ledger = field(repr=False)
+    arguments: Sequence[PyTree] = field(repr=False)
+
+    @property
+    def used(self) -> MemoryUsage:
+        """The memory of the fullest device."""
+        return max((device.used for device in self.devices.values()), key=lambda used: used.peak())
+
+    @property
+    def times(self) -> Times:
+        """The times of the slowest device."""
+        return max((device.times for device in self.devices.values()), key=lambda times: times.step)
 
     @property
     def seconds(self) -> float:
@@ -65,15 +102,15 @@ class Cost(Tabular):
 
     def flops(self, dtype: str | None = None) -> int:
         """Return the operations of matrix products, convolutions and attention, of a dtype such as "bf16" or of all."""
-        return sum(event.flops for event in self._operations() if dtype in (None, event.dtype))
+        return max(self._flops(device, dtype) for device in self.devices.values())
 
     def traffic(self) -> int:
         """Return the bytes that operations read and write."""
-        return sum(event.traffic for event in self._operations())
+        return max(sum(event.traffic for event in device.operations) for device in self.devices.values())
 
     def peak(self, kind: Memory = "device", purpose: Purpose | None = None) -> int:
         """Return the most bytes that a device has in a step; of a purpose: its bytes at that time."""
-        return self.used.peak(kind, purpose)
+        return max(device.used.peak(kind, purpose) for device in self.devices.values())
 
     def sent(self, axis: str | None = None) -> Fraction:
         """Return the bytes that a device sends, along an axis or in all."""
@@ -90,20 +127,24 @@ class Cost(Tabular):
         Args:
             flops: of the model in a step, on all devices; for model flops utilization.
         """
-        counts = Counter[str]()
-        for event in self._operations():
-            counts[event.dtype] += event.flops
-        dtype = max(counts, key=lambda name: counts[name], default="f32")
-        each = self.flops() if flops is None else flops / self.mesh.size
+        devices = self.devices.values()
+        dtypes = Counter[str]()
+        for event in (event for device in devices for event in device.operations):
+            dtypes[event.dtype] += event.flops
+        dtype = max(dtypes, key=lambda name: dtypes[name], default="f32")
+        each = dtypes.total() / len(devices) if flops is None else flops / self.mesh.size
         return each / (self.seconds * self.cluster.peak(dtype))
 
     def operations(self) -> list[OperationCost]:
-        """Return the calls of each operation and dtype, the longest first: a roofline as rows."""
+        """Return the calls of each operation and dtype on all `devices`, the longest first: a roofline as rows."""
         rows = dict[tuple[str, str], list[Operation]]()
-        for event in self._operations():
+        for event in (event for device in self.devices.values() for event in device.operations):
             rows.setdefault((event.name, event.dtype), []).append(event)
         costs = [self._operation_cost(*key, calls) for key, calls in rows.items()]
         return sorted(costs, key=lambda row: -row.seconds)
+
+    def _flops(self, device: DeviceCost, dtype: str | None) -> int:
+        return sum(event.flops for event in device.operations if dtype in (None, event.dtype))
 
     def _operation_cost(self, name: str, dtype: str, calls: list[Operation]) -> OperationCost:
         flops, traffic = (sum(getattr(call, key) for call in calls) for key in ("flops", "traffic"))
@@ -115,9 +156,6 @@ class Cost(Tabular):
         limit = largest if sum(seconds) <= 1.001 * limits[largest] else "arithmetic" if flops else "memory"
         return OperationCost(name, dtype, len(calls), flops, traffic, sum(seconds), limit)
 
-    def _operations(self) -> list[Operation]:
-        return [event for event in self.comm.events if isinstance(event, Operation)]
-
     def table(self) -> Table:
         """Return the numbers as a rich table."""
         from rich.table import Table
@@ -128,12 +166,16 @@ class Cost(Tabular):
         table.add_row("operations", "matrix products", f"{self.flops():,}", "")
         table.add_row("", "memory traffic, bytes", f"{self.traffic():,}", f"{self.times.compute:.3g}")
         for axes, seconds in self.times.network.items():
-            sent = float(sum(event.bytes for row, event in self.comm.devices[0].items() if row.axes == axes))
+            rows = [event for event in self.devices[0].events if isinstance(event, CollectiveStart)]
+            sent = sum(event.sent for event in rows if event.row.axes == axes)
             exposed = f"{seconds:.3g}, {self.times.exposed.get(axes, 0.0):.3g} exposed"
             table.add_row("network", f"{'+'.join(axes)}, bytes", f"{sent:,.0f}", exposed)
         for source, target in dict.fromkeys(way for counts in self.comm.moves.values() for way in counts):
             table.add_row("copies", f"{source} to {target}, bytes", f"{self.comm.moved(source, target):,}", "")
         limit = "" if self.fits else f" of {self.cluster.memory:,.0f}: too many"
+        if self.comm.calls(collective="send"):
+            sent = float(self.comm.bytes(collective="send"))
+            table.add_row("stages", "messages, bytes", f"{sent:,.0f}", f"{self.times.idle:.3g} idle")
         table.add_row("memory", "peak, bytes", f"{self.peak():,}{limit}", "")
         for holder in self.used.holders()[:4]:
             table.add_row("", f"{holder.purpose} at {holder.site}", f"{holder.bytes:,}", "")
@@ -154,7 +196,7 @@ def cost(
     those of the run; time is computed from the order of operations, collectives and waits by `times_of`.
 
     Args:
-        step: of `train_step`, of a full model.
+        step: of `train_step`, of a full model or of stages.
         arguments: of the step: parameters, state, buffers if it has them, and the batch. Their values do not matter: meta
             tensors and arrays of any mesh will do.
         cluster: the machine: see `fs.plan.cluster`.
@@ -180,17 +222,37 @@ def cost(
     if unknown := [axis for axis in sizes or {} if axis not in mesh.shape]:
         raise PlanError(f"plan.cost: sizes must name axes of {mesh}; got {', '.join(unknown)}.")
     mesh = make_mesh({**mesh.shape, **(sizes or {})}, runtime="abstract")
-    with setting(counters=()):
-        trees = [abstract_like(tree, mesh, lambda x: x.layout.memory) for tree in arguments]
-        step = changed(mesh=mesh)
-    *trees[:-1], _ = _recorded(step, trees)[2]  # the second step knows the order of units
-    used, comm, _ = _recorded(step, trees)
-    return Cost(mesh, cluster, used, comm, times_of(comm.events, cluster, mesh))
+    axis = getattr(getattr(step, "stages", None), "axis", None)
+    devices = [0] if axis is None else [mesh.index({axis: index}) for index in range(mesh.shape[axis])]
+    events = {device: list[Event]() for device in devices}
+
+    def run(device: int) -> tuple[MemoryUsage, TracedLedger, list[PyTree]]:
+        with setting(counters=()):
+            trees = [abstract_like(tree, mesh, lambda x: x.layout.memory) for tree in arguments]
+            called = changed(mesh=mesh)
+        *trees[:-1], _ = _recorded(called, trees, events[device])[2]  # the second step knows the order of units
+        used, comm, _ = _recorded(called, trees, events[device])
+        return used, comm, trees
+
+    results = represented(devices, axis, run, TracedMail(events))
+    times = times_of(events, cluster, mesh)
+    costs = {
+        device: DeviceCost(used, events[device], times[device])
+        for device, (used, *_) in zip(devices, results, strict=True)
+    }
+    comm = Ledger(*({k: x for _, each, _ in results for k, x in rows(each).items()} for rows in (_DEVICES, _MOVES)))
+    return Cost(mesh, cluster, costs, comm, results[0][2])
 
 
-def _recorded(step: Callable[..., Any], trees: Sequence[PyTree]) -> tuple[MemoryUsage, TracedLedger, Any]:
+_DEVICES, _MOVES = attrgetter("devices"), attrgetter("moves")
+
+
+def _recorded(
+    step: Callable[..., Any], trees: Sequence[PyTree], events: list[Event]
+) -> tuple[MemoryUsage, TracedLedger, Any]:
     """Return the memory, the ledger and the results of a step."""
-    with recording() as (used, comm):
+    events.clear()
+    with recording(events) as (used, comm):
         mark("begin")
         result = step(*trees)
     return used, comm, result

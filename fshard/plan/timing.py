@@ -3,6 +3,7 @@
     computation    operations one after another
     network        collectives of each level one after another, beside the computation from their start to their wait
     copies         of each pair of memories one after another
+    messages       of stages: their receiver waits until they have arrived
 
 More operations, bandwidth or memory per second never make a step slower: each event begins at the latest end of earlier
 ones.
@@ -10,19 +11,29 @@ ones.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, log2, prod
+from typing import NamedTuple
 
 from fshard.mesh.layout import Mesh
 from fshard.plan.cluster import Cluster
-from fshard.plan.trace import CollectiveStart, CollectiveWait, Copy, Event, Operation
+from fshard.plan.trace import CollectiveStart, CollectiveWait, Copy, Event, MessageSend, MessageWait, Operation
+
+
+class TimedEvent(NamedTuple):
+    """The time in which a device does an event, on a lane: "compute", "network: data", "host to device"."""
+
+    lane: str
+    event: Event
+    start: float
+    end: float
 
 
 @dataclass
 class Times:
-    """Seconds of a step.
+    """Seconds of a device in a step.
 
     Args:
         step: from its begin to its end.
@@ -30,6 +41,8 @@ class Times:
         exposed: in which operations wait for the network, by axes.
         network: of collectives, by axes, exposed or not.
         copies: in which the step waits for copies at its end.
+        idle: in which a stage waits for messages of others.
+        timed: the times of all events but waits.
     """
 
     step: float = 0.0
@@ -37,41 +50,102 @@ class Times:
     exposed: dict[tuple[str, ...], float] = field(default_factory=lambda: defaultdict(float))
     network: dict[tuple[str, ...], float] = field(default_factory=lambda: defaultdict(float))
     copies: float = 0.0
+    idle: float = 0.0
+    timed: list[TimedEvent] = field(default_factory=list[TimedEvent], repr=False)
 
 
-def times_of(events: Sequence[Event], cluster: Cluster, mesh: Mesh) -> Times:
-    """Return the time of the events of a step on a machine."""
-    times, now = Times(), 0.0
-    free = defaultdict[object, float](float)  # when a level of the network, or a pair of memories, is free
-    ends = dict[int, float]()  # of collectives that were started, by index
+def times_of(programs: Mapping[int, Sequence[Event]], cluster: Cluster, mesh: Mesh) -> dict[int, Times]:
+    """Return the times of the events of a step on some devices, those that exchange messages."""
+    mail = defaultdict[tuple[int, int], deque[float]](deque)
+    clocks = {device: DeviceClock(device, events, cluster, mesh, mail) for device, events in programs.items()}
+    waiting = [*clocks.values()]
+    while waiting:
+        still = [clock for clock in waiting if not clock.advance()]
+        if len(still) == len(waiting) and not any(clock.has_moved for clock in still):
+            raise AssertionError("stages wait for each other")
+        waiting = still
+    return {device: clock.finish() for device, clock in clocks.items()}
 
-    def wait(axes: tuple[str, ...], end: float) -> None:
-        nonlocal now
-        times.exposed[axes] += max(end - now, 0.0)
-        now = max(now, end)
 
-    for index, event in enumerate(events):
+class DeviceClock:
+    """The time of one device: advances until a message is needed that has not been sent yet.
+
+    `mail` has the times at which messages arrive, by sender and receiver.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        events: Sequence[Event],
+        cluster: Cluster,
+        mesh: Mesh,
+        mail: Mapping[tuple[int, int], deque[float]],
+    ) -> None:
+        self._device, self._events, self._cluster, self._mesh, self._mail = device, events, cluster, mesh, mail
+        self._now, self._index, self.has_moved = 0.0, 0, False
+        self._free = defaultdict[object, float](float)  # when a level of the network, or two memories, are free
+        self._ends = dict[int, float]()  # of collectives that were started, by index
+        self._times = Times()
+
+    def advance(self) -> bool:
+        """Do events up to a message that is not there; return True at the end."""
+        before = self._index
+        while self._index < len(self._events) and self._do(self._index, self._events[self._index]):
+            self._index += 1
+        self.has_moved = self._index > before
+        return self._index == len(self._events)
+
+    def finish(self) -> Times:
+        """Return the times of the step, which ends when its copies have arrived."""
+        self._times.step = max([self._now, *self._free.values()])
+        self._times.copies = self._times.step - self._now
+        return self._times
+
+    def _do(self, index: int, event: Event) -> bool:
+        """Do one event; return False if its message has not been sent."""
+        cluster, times, now = self._cluster, self._times, self._now
         match event:
             case Operation():
                 seconds = cluster.seconds_of_operation(event.name, event.dtype, event.flops, event.traffic)
-                now, times.compute = now + seconds, times.compute + seconds
+                self._now, times.compute = now + seconds, times.compute + seconds
+                times.timed.append(TimedEvent("compute", event, now, self._now))
             case CollectiveStart():
-                level, seconds = seconds_of_collective(event, cluster, mesh)
-                ends[index] = free[level] = max(now, free[level]) + seconds
-                times.network[event.row.axes] += seconds
+                axes, (level, seconds) = event.row.axes, seconds_of_collective(event, cluster, self._mesh)
+                self._ends[index] = self._occupy(f"network: {'+'.join(axes)}", level, seconds, event)
+                times.network[axes] += seconds
                 if not event.is_started or not cluster.efficiency.overlap:
-                    wait(event.row.axes, ends[index])
+                    self._wait(axes, self._ends[index])
             case CollectiveWait():
-                collective = events[event.start]
+                collective = self._events[event.start]
                 assert isinstance(collective, CollectiveStart)
-                wait(collective.row.axes, ends[event.start])
+                self._wait(collective.row.axes, self._ends[event.start])
             case Copy():
                 rate = cluster.disk if "disk" in event[:2] else cluster.host
-                free[event[:2]] = max(now, free[event[:2]]) + event.size / rate
-    end = max([now, *free.values()])
-    times.copies = end - now
-    times.step = end
-    return times
+                self._occupy(f"{event.source} to {event.target}", event[:2], event.size / rate, event)
+            case MessageSend():
+                level, bandwidth, latency = cluster.level_between(self._device, event.to)
+                arrival = self._occupy("messages", level, latency + event.sent / bandwidth, event)
+                self._mail[self._device, event.to].append(arrival)
+                if not cluster.efficiency.overlap:
+                    self._now = arrival
+            case MessageWait():
+                if not (arrivals := self._mail[event.source, self._device]):
+                    return False
+                arrival = arrivals.popleft()
+                times.idle += max(arrival - now, 0.0)
+                self._now = max(now, arrival)
+        return True
+
+    def _occupy(self, lane: str, resource: object, seconds: float, event: Event) -> float:
+        """Use a resource as soon as it is free; return the time at which it is free again."""
+        start = max(self._now, self._free[resource])
+        self._free[resource] = start + seconds
+        self._times.timed.append(TimedEvent(lane, event, start, start + seconds))
+        return start + seconds
+
+    def _wait(self, axes: tuple[str, ...], end: float) -> None:
+        self._times.exposed[axes] += max(end - self._now, 0.0)
+        self._now = max(self._now, end)
 
 
 def seconds_of_collective(event: CollectiveStart, cluster: Cluster, mesh: Mesh) -> tuple[int, float]:

@@ -9,7 +9,7 @@ The program itself runs, on tensors without values: nothing here knows a model, 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -25,6 +25,7 @@ from fshard.memory.usage import MemoryUsage
 from fshard.mesh.collectives.ledger import Ledger, LedgerRow
 from fshard.mesh.layout import Memory, dtype_name
 from fshard.mesh.layout.kinds import MEMORIES
+from fshard.mesh.runtimes.abstract import Mail
 
 _ops: Any = torch.ops.aten
 _WITHOUT_TRAFFIC = {
@@ -73,18 +74,48 @@ class Copy(NamedTuple):
     size: int
 
 
-Event = Operation | CollectiveStart | CollectiveWait | Copy
+class MessageSend(NamedTuple):
+    """A message of a stage to another device, of so many bytes."""
+
+    to: int
+    sent: float
+
+
+class MessageWait(NamedTuple):
+    """The next message of another device is needed."""
+
+    source: int
+
+
+Event = Operation | CollectiveStart | CollectiveWait | Copy | MessageSend | MessageWait
+
+
+class TracedMail(Mail):
+    """Messages that are written into the lists of events of both devices."""
+
+    def __init__(self, events: Mapping[int, list[Event]]) -> None:
+        super().__init__()
+        self._events = events
+
+    def put(self, source: int, to: int, xs: tuple[Tensor, ...]) -> None:
+        self._events[source].append(MessageSend(to, float(sum(x.nbytes for x in xs))))
+        super().put(source, to, xs)
+
+    def get(self, source: int, to: int) -> tuple[Tensor, ...]:
+        self._events[to].append(MessageWait(source))
+        return super().get(source, to)
 
 
 @dataclass(repr=False)
 class TracedLedger(Ledger):
-    """A ledger that writes its calls into a list of events too."""
+    """A ledger that writes its calls into a list of events too, but for messages: see `TracedMail`."""
 
     events: list[Event] = field(default_factory=list[Event])
 
     def record(self, device: int, row: LedgerRow, sent: Fraction) -> None:
         super().record(device, row, sent)
-        self.events.append(CollectiveStart(row, float(sent), is_started=False))
+        if row.collective != "send":
+            self.events.append(CollectiveStart(row, float(sent), is_started=False))
 
     def record_move(self, device: int, source: Memory, target: Memory, count: int) -> None:
         super().record_move(device, source, target, count)
@@ -141,8 +172,8 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 @contextmanager
-def recording() -> Generator[tuple[MemoryUsage, TracedLedger]]:
-    """Record what runs inside the block: memory, and a ledger with all events."""
-    used, comm = MemoryUsage(dict.fromkeys(MEMORIES)), TracedLedger()
+def recording(events: list[Event]) -> Generator[tuple[MemoryUsage, TracedLedger]]:
+    """Record what runs inside the block: memory, the ledger, and all events into a list."""
+    used, comm = MemoryUsage(dict.fromkeys(MEMORIES)), TracedLedger(events=events)
     with setting(ledgers=(comm,), counters=()), counted(used, StepRecorder(used, comm.events)):
         yield used, comm

@@ -78,8 +78,10 @@ class StepAgreement(NamedTuple):
         return StepAgreement(weight, differences, *([next(numbers) for _ in column] for column in self[2:]))
 
     def reduce(self, group: Group | None, site: Site) -> StepAgreement:
-        """Return the sums over the devices of a group."""
+        """Return the sums over the devices of a group; without values, as if every parameter was used."""
         (row,) = reduce_rows((host_row(self.pack(), torch.device("cpu")),), group, site)
+        if row.is_meta:
+            return self._replace(weight=self.weight or 1.0, used=[1.0] * len(self.used))
         return self.unpack(row.tolist())
 
     def check_inputs(self, caller: str, axes: Sequence[str]) -> None:

@@ -198,7 +198,7 @@ def train_step(
     wrapped: Any = uncompiled(step, warning=warning)
     wrapped.init = opt.init  # for steps around this one: fs.comm.diloco
     wrapped.mesh, wrapped.state_memory, wrapped.update_on = mesh, *(getattr(opt, name, "device") for name in _OFFLOAD)
-    wrapped.changed = changed
+    wrapped.changed, wrapped.stages = changed, getattr(gradient, "program", None)  # for fs.plan.cost
     return wrapped
 
 

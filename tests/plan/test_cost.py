@@ -115,6 +115,53 @@ def test_drawn_plans_have_the_bytes_and_the_peak_of_the_run(sizes, options):
     assert report.seconds >= report.times.compute and str(report)
 
 
+SCHEDULES = {
+    "gpipe": 1, "1f1b": 1, "interleaved": 2, "bfs": 2, "zb-h1": 1, "zb-h2": 1, "zbv": 2, "v-half": 2, "v-min": 2, "dualpipe-v": 2
+}  # fmt: skip
+STAGED = st.fixed_dictionaries(
+    {
+        "sizes": st.sampled_from([{"pipe": 2}, {"pipe": 2, "data": 2}, {"pipe": 4, "data": 2}, {"data": 4, "pipe": 3}]),
+        "schedule": st.sampled_from([*SCHEDULES]),
+        "microbatches": st.sampled_from([2, 4]),
+        "stage": st.integers(0, 3),
+        "name": st.sampled_from([*OPTIMIZERS]),
+        "tied": st.booleans(),
+        "recompute": st.sampled_from(["never", "always"]),
+    }
+)
+
+
+def staged(sizes, *, schedule, microbatches, stage, name, tied, **options):
+    """Return a step of stages, and its arguments."""
+    torch.manual_seed(0)
+    mesh, x, devices = fs.make_mesh(sizes), torch.randn(ROWS, TOKENS, WIDTH), sizes["pipe"]
+    stages, is_sharded = devices * SCHEDULES[schedule], stage > 0 and "data" in sizes
+    schedule = fs.pipeline_schedule(schedule, stages=stages, microbatches=microbatches, devices=devices)
+    model = nn.Sequential(*(Block(2) for _ in range(stages + 1)))
+    if tied:
+        model[-1].out.weight = model[0].out.weight
+    parts = fs.pipeline.split_stages(model, stages)
+    params = fs.shard_stages(
+        parts, fs.fsdp("data") if stage == 3 and is_sharded else None, mesh=mesh, schedule=schedule
+    )
+    opt = OPTIMIZERS[name]()
+    if is_sharded:
+        opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
+    batch = P("data") if "data" in sizes else P()
+    options |= {"schedule": schedule, "loss": lambda y, x: (y - x).square().mean(), "inputs": lambda x: x}
+    return fs.train_step(parts, opt, mesh=mesh, batch=batch, donate=True, **options), [params, opt.init(params), x]
+
+
+@settings(max_examples=30 if THOROUGH else 6, deadline=None)
+@given(STAGED)
+def test_drawn_plans_of_stages_have_the_bytes_and_the_peak_of_the_run(options):
+    """A device of each stage runs its program on the abstract mesh; all schedules, sharded and tied parameters."""
+    step, trees = staged(**options)
+    report = cost(step, *trees, cluster=H100)
+    assert (report.peak(), {axis: report.sent(axis) for axis in options["sizes"]}) == counted(step, trees)
+    assert report.seconds == max(device.times.step for device in report.devices.values()) and str(report)
+
+
 FIXED = {
     "layers": 2, "kv_heads": 2, "stage": 3, "name": "adamw", "recomputed": False, "dtype": torch.float32,
 }  # fmt: skip
@@ -196,9 +243,9 @@ def sent(size, axis="a", *, starts=True):
     ],
 )
 def test_time_of_a_list_of_events(events, step, exposed):
-    times = times_of(events, PLAIN, MESH)
+    times = times_of({0: events}, PLAIN, MESH)[0]
     assert (times.step, sum(times.exposed.values())) == (step, exposed)
-    without = times_of(events, replace(PLAIN, efficiency=replace(PLAIN.efficiency, overlap=0)), MESH)
+    without = times_of({0: events}, replace(PLAIN, efficiency=replace(PLAIN.efficiency, overlap=0)), MESH)[0]
     assert without.step >= step
 
 
@@ -229,7 +276,8 @@ def test_more_of_anything_is_never_slower(events, data):
     }
     names = data.draw(st.sets(st.sampled_from(sorted(changes)), min_size=1))
     better = replace(H100, **{name: changes[name] for name in names})
-    assert times_of(events, better, MESH).step <= times_of(events, H100, MESH).step * (1 + 1e-12)
+    before, after = (times_of({0: events}, machine, MESH)[0].step for machine in (H100, better))
+    assert after <= before * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +300,13 @@ def test_invalid_arguments_raise():
     step, trees = program({"data": 2}, **FIXED)
     with pytest.raises(PlanError, match="step must be one of train_step; got function"):
         cost(lambda x: x, *trees, cluster=H100)
+    mesh, weights = fs.make_mesh({"pipe": 1}, runtime="abstract"), [[torch.empty(2, 2, device="meta")]]
+    schedule = fs.pipeline_schedule("1f1b", stages=1, microbatches=1)
+    options = {"mesh": mesh, "batch": P(), "schedule": schedule, "loss": lambda y, x: y.sum()}
+    params, opt = fs.shard_stages(weights, mesh=mesh, schedule=schedule), optim.sgd(0.1)
+    stages = fs.train_step([lambda params, x: x @ params[0]], opt, **options)
+    with pytest.raises(ValueError, match="stages must not run on an abstract mesh by themselves"):
+        stages(params, opt.init(params), torch.ones(2, 2))
     with pytest.raises(PlanError, match="sizes must name axes of Mesh.*got model"):
         cost(step, *trees, cluster=H100, sizes={"model": 2})
 

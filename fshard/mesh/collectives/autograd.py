@@ -184,7 +184,7 @@ class Bound(LinearMap):
             move, group = cast("Wired", self.move), self.group
             size = sum(x.numel() * x.element_size() for x in xs)
             row = LedgerRow(move.name, group.axes, self.site._replace(leaves=()))
-            index = group.index if group.world.has_values else None  # one device represents all: count the largest
+            index = None if group.represents_all else group.index  # None: count the largest of all
             ledger.record(group.device, row, move.sent(size, index, group.size))
 
     def transposed(self) -> Bound:

@@ -144,11 +144,12 @@ class SharedStep:
     def skipped(self, xs: list[Tensor], scope: Scope, site: Site) -> list[Tensor]:
         """Return the empty shards of a device that takes no part in a step.
 
-        The one device of an abstract mesh represents all: it records the bytes of a device that takes part.
+        A device that represents all of an abstract mesh records the bytes of one that takes part.
         """
-        if not scope.world.has_values and self.move is not None and not isinstance(self.move, Alone):
+        groups = () if scope.world.has_values else [(scope.group(axes, "fs.reshard"), index) for axes, index in self.at]
+        is_all = bool(groups) and all(group.represents_all for group, _ in groups)
+        if is_all and self.move is not None and not isinstance(self.move, Alone):
             sent = sum(step.elements * x.element_size() for x, step in zip(xs, self.steps, strict=True))
-            groups = [(scope.group(axes, "fs.reshard"), index) for axes, index in self.at]
             device = scope.device + sum((index - group.index) * group.dims[0][1] for group, index in groups)
             for ledger in active():
                 ledger.record(device, LedgerRow(self.move.name, self.axes, site._replace(leaves=())), Fraction(sent))

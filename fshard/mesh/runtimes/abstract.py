@@ -2,23 +2,33 @@
 
 One representative device runs the program on meta tensors. Received tensors get the shapes that the move's `pack` and
 `unpack` give them, so a mesh of 65,536 devices costs no more than one of 8.
+
+In a pipeline each stage has a representative, which runs in a thread of its own (`represented`): devices of a stage do the
+same, those of other stages do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from threading import Condition
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from fshard.ambient import ambient, setting
 from fshard.mesh.collectives.delivery import delivered
+from fshard.mesh.runtimes.device_threads import Stopped
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
     from fshard.mesh.spmd.scope import Group, Scope
     from fshard.source import Site
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -59,10 +69,90 @@ class AbstractWorld(OneProcessWorld):
         return Done(tuple(delivered(move, x.to("meta"), group.size) for x in xs))
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, site: Site, purpose: Purpose = "values") -> None:
-        """Send nothing: there is no receiver."""
+        """Send tensors to a representative, if there are several: else there is no receiver."""
+        if ambient.representative is not None:
+            ambient.representative.mail.put(group.device, group.member(to), xs)
 
     def receive(
         self, likes: tuple[Tensor, ...], group: Group, source: int, site: Site, purpose: Purpose = "values"
-    ) -> Done:
-        """Return tensors like those announced."""
+    ) -> Done | PendingMessage:
+        """Return the tensors of a representative, or some like those announced."""
+        if ambient.representative is not None:
+            return PendingMessage(ambient.representative.mail, group.member(source), group.device)
         return Done(tuple(torch.empty_like(like) for like in likes))
+
+    def part(self, group: Group, error: BaseException) -> None:
+        """End the other representatives."""
+        if ambient.representative is not None:
+            ambient.representative.mail.close()
+
+
+class Mail:
+    """Messages between the representatives of an abstract mesh, in order between each two."""
+
+    def __init__(self) -> None:
+        self._boxes: defaultdict[tuple[int, int], deque[tuple[Tensor, ...]]] = defaultdict(deque)
+        self._changed, self._is_closed = Condition(), False
+
+    def put(self, source: int, to: int, xs: tuple[Tensor, ...]) -> None:
+        """Send tensors."""
+        with self._changed:
+            self._boxes[source, to].append(tuple([torch.empty_like(x) if x.is_meta else x.clone() for x in xs]))
+            self._changed.notify_all()
+
+    def get(self, source: int, to: int) -> tuple[Tensor, ...]:
+        """Wait for the next tensors that one device sends to another."""
+        box = self._boxes[source, to]
+        with self._changed:
+            self._changed.wait_for(lambda: box or self._is_closed)
+            if not box:
+                raise Stopped
+            return box.popleft()
+
+    def close(self) -> None:
+        """End the waits: no more messages are sent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+class PendingMessage(NamedTuple):
+    """A message that is received where it is waited for."""
+
+    mail: Mail
+    source: int
+    to: int
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return it."""
+        return self.mail.get(self.source, self.to)
+
+
+class Representative(NamedTuple):
+    """A device of an abstract mesh that the calling thread runs as; `axis` is that of the stages, if there are any."""
+
+    device: int
+    axis: str | None
+    mail: Mail
+
+
+def represented(devices: Sequence[int], axis: str | None, body: Callable[[int], Result], mail: Mail) -> list[Result]:
+    """Run a function as each of some devices of an abstract mesh, in threads that exchange messages.
+
+    Args:
+        devices: one of each stage.
+        axis: of the stages.
+        body: called with the number of the device.
+        mail: the messages.
+    """
+
+    def run(device: int) -> Result:
+        with setting(representative=Representative(device, axis, mail)):
+            return body(device)
+
+    with ThreadPoolExecutor(len(devices), "stage") as threads:
+        futures = [threads.submit(run, device) for device in devices]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, Stopped)), errors[0])
+    return [future.result() for future in futures]

@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
 
+from fshard.ambient import ambient
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import LinearMap, Tensors, apply
 from fshard.mesh.layout import Mesh, flatten, require_mesh, unflatten
@@ -62,7 +63,9 @@ def device_of(mesh: Mesh) -> int:
     scope = inside(mesh)
     if scope is not None:
         return scope.device
-    return ProcessWorld.of(mesh).device(mesh) if mesh.runtime == "process" else 0
+    if mesh.runtime == "process":
+        return ProcessWorld.of(mesh).device(mesh)
+    return 0 if ambient.representative is None else ambient.representative.device
 
 
 def local_devices(mesh: Mesh) -> tuple[int, ...]:
@@ -137,12 +140,13 @@ def _scope(mesh: Mesh, outer: Scope | None, mapped: tuple[str, ...], checked: bo
     else:
         world = ProcessWorld.of(mesh) if mesh.runtime == "process" else _ABSTRACT
         scopes = world.scopes
-    key = mesh, mapped, checked
+    device = device_of(mesh)
+    key = mesh, device, mapped, checked
     scope = scopes.get(key)
     if scope is None:
         if len(scopes) >= 512:
             scopes.clear()
-        scope = scopes[key] = Scope(world, mesh, device_of(mesh), outer, mapped=mapped, checked=checked)
+        scope = scopes[key] = Scope(world, mesh, device, outer, mapped=mapped, checked=checked)
     return scope
 
 

@@ -63,6 +63,12 @@ class Group:
         numbers = (self.member(index) for index in range(self.size))
         return tuple(numbers) if self.ranks is None else tuple(self.ranks[number] for number in numbers)
 
+    @property
+    def represents_all(self) -> bool:
+        """True if the device is that of an abstract mesh, and represents all of the group: not only its own stage."""
+        stage = ambient.representative
+        return not self.world.has_values and (stage is None or stage.axis not in self.axes)
+
 
 Notice = Callable[[str, Group], None]
 """Called with the name and group of every collective of the user's code; raises if it is not allowed."""

@@ -98,7 +98,7 @@ class Mailbox:
         if form is None:
             form = self._learn(message, to, header, tuple(description))
             data = torch.frombuffer(bytearray(pickle.dumps(form[:2])), dtype=torch.uint8)
-            self._send((torch.tensor([len(data)], device="cpu"),), to)
+            self._send((torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.int64),), to)
             self._send((data,), to)
         elif (header, tuple(description)) != form[:2]:
             raise ValueError(

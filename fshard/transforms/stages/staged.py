@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from fshard.ambient import ambient
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, PyTree, Structure, as_axes, flatten
 from fshard.mesh.layout.sharded import Sharded
@@ -100,11 +101,6 @@ def _complaints(stages: Sequence[Any], mesh: Mesh, batch: PyTree, axis: str, los
         errors.append("the last stage returns no loss: give loss=, a function of its result and the microbatch")
     if axis in _cut_over(batch, mesh):
         errors.append(f"the batch is sharded along {axis}, the axis of the stages: all of them need the same samples")
-    if mesh.runtime == "abstract":
-        errors.append(
-            "on an abstract mesh the results of stages are unknown: `schedule.simulate` needs no stages, and a virtual mesh "
-            "counts bytes as well"
-        )
     return errors
 
 
@@ -126,6 +122,11 @@ class Staged(GradientFunction):
 
     def check_params(self, params: PyTree, leaves: Sequence[Any], structure: Structure, mesh: Mesh) -> None:
         """Raise unless there is a tree per stage, of parameters placed on the stage or on one it is tied to."""
+        if mesh.runtime == "abstract" and ambient.representative is None:
+            raise ValueError(
+                f"{self.options.caller}: stages must not run on an abstract mesh by themselves, where results of other stages "
+                "are unknown. Run them by fs.plan.cost, or on a virtual mesh."
+            )
         if not isinstance(params, list | tuple) or len(params) != len(self.program.stages):
             got = f"{len(params)} are given" if isinstance(params, list | tuple) else f"found {type(params).__name__}"
             raise ValueError(
