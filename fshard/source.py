@@ -6,6 +6,7 @@ are skipped.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import sys
 import threading
@@ -19,10 +20,13 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fshard.ambient import ambient
+
 _OURS = (
     *(str(Path(file).parent) for file in (__file__, str(torch.__file__), str(optree.__file__))),
     str(contextlib.__file__),
     str(threading.__file__),
+    str(Path(concurrent.futures.__file__).parent),
     "<frozen",
 )
 
@@ -53,6 +57,8 @@ def site_of(frame: FrameType | None, default: Site | None = None) -> Site:
     inner = frame
     while frame is not None and _is_plumbing(frame.f_code.co_filename):
         frame = frame.f_back
+    if frame is None and default is None and ambient.representative is not None:  # its thread has no user's line
+        default = ambient.representative.site
     if frame is None and default is not None:
         return default
     found = frame or inner

@@ -97,6 +97,7 @@ class MemoryUsage(Tabular):
         self._remaining: list[MemoryEvent] | None = None  # what was in use when the limit was closed
         self.timeline: list[StepEvent] = []  # from each mark to the next
         self._kept: Counter[str] = Counter()
+        self.purposes: Counter[Purpose] = Counter()  # the bytes in device memory now, of all devices together
 
     # -- results ----------------------------------------------------------------------------------------------------
 
@@ -248,6 +249,7 @@ class MemoryUsage(Tabular):
     def _add_line(self, block: MemoryBlock, size: int) -> None:
         lines, line = self._lines[block.device, block.kind], Line(block.purpose, block.site)
         lines[line] += size
+        self.purposes[block.purpose] += size if block.kind == "device" else 0
         if not lines[line]:
             del lines[line]
 

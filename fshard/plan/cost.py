@@ -148,7 +148,7 @@ class Cost(Tabular):
 
     def _operation_cost(self, name: str, dtype: str, calls: list[Operation]) -> OperationCost:
         flops, traffic = (sum(getattr(call, key) for call in calls) for key in ("flops", "traffic"))
-        seconds = [self.cluster.seconds_of_operation(*call[:1], *call[2:]) for call in calls]
+        seconds = [self.cluster.seconds_of_operation(call.name, call.dtype, call.flops, call.traffic) for call in calls]
         part = self.cluster.efficiency
         in_memory = traffic / (self.cluster.bandwidth * part.memory)
         limits = {"launch": part.launch * len(calls), "memory": in_memory}

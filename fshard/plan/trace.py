@@ -13,13 +13,14 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fshard.ambient import ambient, setting
+from fshard.memory.kinds import Purpose
 from fshard.memory.limit import CountStorages, counted
 from fshard.memory.usage import MemoryUsage
 from fshard.mesh.collectives.ledger import Ledger, LedgerRow
@@ -33,6 +34,8 @@ _WITHOUT_TRAFFIC = {
     *(_ops.lift_fresh, _ops.set_, _ops.resize_, _ops._unsafe_view),
 }
 
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+
 
 class Operation(NamedTuple):
     """An operation of torch.
@@ -43,6 +46,7 @@ class Operation(NamedTuple):
         dtype: of its arguments, by the short name of layouts: "bf16".
         flops: of matrix products, convolutions and attention; 0 for others.
         traffic: the bytes of its arguments and results.
+        memory: the bytes in device memory after it, by `PURPOSES`.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Operation(NamedTuple):
     dtype: str
     flops: int
     traffic: int
+    memory: tuple[int, ...] = ()
 
 
 class CollectiveStart(NamedTuple):
@@ -146,7 +151,8 @@ class StepRecorder(CountStorages):
         sizes = {id(x): x.nbytes for x in (*inputs, *outputs)}
         dtype = next((x.dtype for x in (*inputs, *outputs) if x.is_floating_point()), torch.int64)
         unit = self.usage.timeline[-1].name if self.usage.timeline else "begin"
-        self._events.append(Operation(name, unit, dtype_name(dtype), flops, sum(sizes.values())))
+        memory = tuple([self.usage.purposes[purpose] for purpose in PURPOSES])
+        self._events.append(Operation(name, unit, dtype_name(dtype), flops, sum(sizes.values()), memory))
 
     def reserve(self, delivery: object, xs: Sequence[Tensor], count: int) -> None:
         super().reserve(delivery, xs, count)

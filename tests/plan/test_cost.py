@@ -112,6 +112,7 @@ def test_drawn_plans_have_the_bytes_and_the_peak_of_the_run(sizes, options):
     assert report.peak() == peak or "model" in sizes  # along it devices differ by some numbers; checks need values
     rows = report.operations()
     assert sum(row.seconds for row in rows) == pytest.approx(report.times.compute)
+    assert max(sum(event.memory) for event in report.devices[0].operations) <= report.peak()
     assert report.seconds >= report.times.compute and str(report)
 
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from fshard.ambient import ambient, setting
 from fshard.mesh.collectives.delivery import delivered
 from fshard.mesh.runtimes.device_threads import Stopped
+from fshard.source import Site, call_site
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
     from fshard.mesh.spmd.scope import Group, Scope
-    from fshard.source import Site
 
 Result = TypeVar("Result")
 
@@ -129,11 +129,15 @@ class PendingMessage(NamedTuple):
 
 
 class Representative(NamedTuple):
-    """A device of an abstract mesh that the calling thread runs as; `axis` is that of the stages, if there are any."""
+    """A device of an abstract mesh that the calling thread runs as, for a line of the program.
+
+    `axis` is that of the stages, if there are any.
+    """
 
     device: int
     axis: str | None
     mail: Mail
+    site: Site
 
 
 def represented(devices: Sequence[int], axis: str | None, body: Callable[[int], Result], mail: Mail) -> list[Result]:
@@ -146,8 +150,10 @@ def represented(devices: Sequence[int], axis: str | None, body: Callable[[int], 
         mail: the messages.
     """
 
+    site = call_site()
+
     def run(device: int) -> Result:
-        with setting(representative=Representative(device, axis, mail)):
+        with setting(representative=Representative(device, axis, mail, site)):
             return body(device)
 
     with ThreadPoolExecutor(len(devices), "stage") as threads:
