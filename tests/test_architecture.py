@@ -26,7 +26,7 @@ GROUND = {"ambient", "copying", "errors", "foreign_names", "source", "tables", "
 MAY_IMPORT = {
     "ambient": set(),
     "errors": set(),
-    "source": {"errors"},
+    "source": {"ambient", "errors"},
     "foreign_names": set(),
     "tables": set(),
     "uncompiled": set(),

@@ -156,6 +156,8 @@ def represented(devices: Sequence[int], axis: str | None, body: Callable[[int], 
         with setting(representative=Representative(device, axis, mail, site)):
             return body(device)
 
+    if axis is None:
+        return [*map(run, devices)]
     with ThreadPoolExecutor(len(devices), "stage") as threads:
         futures = [threads.submit(run, device) for device in devices]
     errors = [error for future in futures if (error := future.exception()) is not None]
