@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
+from fshard.ambient import setting
 from fshard.array.choose import LayoutChoice, choose
 from fshard.array.communicate import in_loss, raise_implicit, state, transfer, with_spec
 from fshard.array.rules import TABLE, LabelledOperation, LocalProgram, Row, Rule, Where, arrays_in, describe, map_arrays
@@ -262,8 +263,8 @@ def _as_meta(x: Sharded | Tensor) -> Tensor:
 def _plan(name: str, func: Any, row: Row, arrays: list[Sharded], args: Any, kwargs: dict[str, Any]) -> CachedCall:
     """Apply the rule to the global shapes and choose layouts."""
     mesh = arrays[0].mesh
-    meta_args, named = map_arrays(_as_meta, args), map_arrays(_as_meta, kwargs)
-    with torch.no_grad():
+    with torch.no_grad(), setting(counters=()):  # no device runs this
+        meta_args, named = map_arrays(_as_meta, args), map_arrays(_as_meta, kwargs)
         meta_result = func(*meta_args, **named)
     results = arrays_in(meta_result if isinstance(meta_result, Tensor) else [*meta_result])
     rule = cast("Callable[..., Rule]", row.rule)(results, *meta_args, **named)

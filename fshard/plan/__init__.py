@@ -1,27 +1,35 @@
 """Plans: the needs of a training step on a mesh, and how long it takes, without its devices.
 
 `cost` runs the step itself on the abstract mesh, so operations, bytes and peaks of memory are exact, on any number of devices;
-time is a model with the numbers of a machine, a `Cluster`. `fshard calibrate` measures those of this one. `search` ranks meshes
-and options of a program.
+time is a model with the numbers of a machine, a `Cluster`. `fshard calibrate` measures those of this one. `search` ranks layouts of
+a model with repeated layers; `rank` meshes and options of any program.
 """
 
 from fshard.plan.calibrate import calibrate
 from fshard.plan.cluster import Cluster, Efficiency, NetworkLink, cluster
 from fshard.plan.cost import Cost, OperationCost, cost
-from fshard.plan.search import RankedPlan, Ranking, search
+from fshard.plan.layouts import ModelPlan, PlanEstimate
+from fshard.plan.models import Transformer
+from fshard.plan.rank import RankedPlan, Ranking, rank
+from fshard.plan.search import Plans, search
 from fshard.plan.timing import Times
 
 __all__ = [
     "Cluster",
     "Cost",
     "Efficiency",
+    "ModelPlan",
     "NetworkLink",
     "OperationCost",
+    "PlanEstimate",
+    "Plans",
     "RankedPlan",
     "Ranking",
     "Times",
+    "Transformer",
     "calibrate",
     "cluster",
     "cost",
+    "rank",
     "search",
 ]

@@ -230,8 +230,8 @@ def cost(
         with setting(counters=()):
             trees = [abstract_like(tree, mesh, lambda x: x.layout.memory) for tree in arguments]
             called = changed(mesh=mesh)
-        *trees[:-1], _ = _recorded(called, trees, events[device])[2]  # the second step knows the order of units
-        used, comm, _ = _recorded(called, trees, events[device])
+        *trees[:-1], _ = recorded(called, trees, events[device])[2]  # the second step knows the order of units
+        used, comm, _ = recorded(called, trees, events[device])
         return used, comm, trees
 
     results = represented(devices, axis, run, TracedMail(events))
@@ -247,7 +247,7 @@ def cost(
 _DEVICES, _MOVES = attrgetter("devices"), attrgetter("moves")
 
 
-def _recorded(
+def recorded(
     step: Callable[..., Any], trees: Sequence[PyTree], events: list[Event]
 ) -> tuple[MemoryUsage, TracedLedger, Any]:
     """Return the memory, the ledger and the results of a step."""

@@ -1,174 +1,286 @@
-"""`search`: the meshes and options of a program, ranked by time; each rejected one with its reason."""
+"""`search`: how to train a model with repeated layers on a number of devices, ranked.
+
+all sizes and options ──divide?──> ──memory of parameters──> ──formula of time──> the best: schedules simulated ──> table
+                         rejected       rejected                                    memory: rejected
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
 
 from fshard.errors import FshardError, PlanError
-from fshard.mesh.layout import PyTree
-from fshard.mesh.layout.make import make_mesh
+from fshard.mesh.layout import PyTree, map_leaves
+from fshard.optim.contract import Optimizer
 from fshard.plan.cluster import Cluster
-from fshard.plan.cost import Cost, cost
+from fshard.plan.layers import LayeredModel, Loss, ModelCost
+from fshard.plan.layouts import ONE_STAGE, ModelPlan, PlanEstimate
+from fshard.plan.models import Transformer
 from fshard.tables import Tabular
+from fshard.transforms.module.replica import copy_on_meta
 
 if TYPE_CHECKING:  # it is imported where a table is shown
     from rich.table import Table
 
-Program = Callable[..., tuple[Callable[..., Any], Sequence[PyTree]]]
-"""A function of a mesh and options: to a step of `train_step`, and its arguments."""
+SIMULATED = 48
+"""The plans, the best by a formula, whose schedules are simulated."""
+LISTED = 12
+"""The rejected plans that are listed."""
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "zero_stage": (0, 1, 2, 3),
+    "rows": (1, 2, 4, 8),
+    "recompute": (False, True),
+    "sequence": (True,),
+    "schedule": ("1f1b", "interleaved", "zb-h1", "zbv"),
+}
+"""The values of options that are tried."""
 
 
-class RankedPlan(NamedTuple):
-    """A mesh and options, and their cost; or the reason why they are rejected.
+@dataclass(frozen=True)
+class RejectedPlan:
+    """A plan that does not fit or cannot run, with the number that rejects it."""
 
-    Args:
-        sizes: of the mesh's axes.
-        options: of the program.
-        cost: None if the program cannot run.
-        reason: "" if the plan fits; else by which number it does not.
-    """
-
-    sizes: Mapping[str, int]
-    options: Mapping[str, Any]
-    cost: Cost | None
-    reason: str = ""
-
-    def terms(self) -> dict[str, float]:
-        """Return the seconds of a step, by what they are for."""
-        times = self.cost.times if self.cost is not None else None
-        if times is None:
-            return {}
-        exposed = {f"network along {'+'.join(axes)}": seconds for axes, seconds in times.exposed.items()}
-        return {"operations": times.compute, **exposed, "copies": times.copies}
+    plan: ModelPlan
+    reason: str
 
 
 @dataclass(frozen=True, repr=False)
-class Ranking(Tabular):
-    """The plans of a search: those that fit, the fastest first, and those that do not. Prints as a table.
+class Plans(Tabular):
+    """The plans of a search that fit, the best first. A sequence of estimates; prints as a table with reasons.
 
-    A sequence of those that fit; `rejected` has the others.
+    Args:
+        estimates: of the plans that fit.
+        rejected: some that do not, the nearest first.
+        model_flops: of a step, without recomputation; for model flops utilization.
+        tried: the number of plans.
     """
 
-    plans: Sequence[RankedPlan]
-    rejected: Sequence[RankedPlan] = field(repr=False)
+    estimates: list[PlanEstimate]
+    rejected: list[RejectedPlan] = field(repr=False)
+    model_flops: float | None
+    tried: int
 
-    def __getitem__(self, index: int) -> RankedPlan:
-        return self.plans[index]
+    def __getitem__(self, index: int) -> PlanEstimate:
+        return self.estimates[index]
 
     def __len__(self) -> int:
-        return len(self.plans)
+        return len(self.estimates)
 
-    def __iter__(self) -> Iterator[RankedPlan]:
-        return iter(self.plans)
+    def __iter__(self) -> Iterator[PlanEstimate]:
+        return iter(self.estimates)
 
     def table(self) -> Table:
-        """Return the plans as a rich table."""
+        """Return the ten best plans and those that were rejected as a rich table."""
         from rich.table import Table
 
-        table = Table("mesh", "options", "step, s", "of peak", "memory, bytes", "why not the first", title="plans")
-        for column in (2, 3, 4):
+        table = Table("data", "pipe", "model", "ZeRO", "microbatches", "schedule", "recompute", "step, s", "MFU", "GB", "why not")
+        for column in (0, 1, 2, 3, 7, 8, 9):
             table.columns[column].justify = "right"
-        for plan in (*self.plans, *self.rejected):
-            if self.rejected and plan is self.rejected[0]:
-                table.add_section()
-            numbers = ("", "", "")
-            if plan.cost is not None:
-                numbers = f"{plan.cost.seconds:.3g}", f"{100 * plan.cost.utilization():.0f} %", f"{plan.cost.peak():,}"
-            table.add_row(_written(plan.sizes), _written(plan.options), *numbers, plan.reason or self._slower(plan))
+        for estimate in self.estimates[:10]:
+            numbers = f"{estimate.seconds:.3g}", f"{100 * estimate.utilization(self.model_flops):.0f} %", f"{estimate.peak / 1e9:.1f}"
+            table.add_row(*_row(estimate.plan), *numbers, self.slower(estimate))
+        table.add_section()
+        for rejected in self.rejected:
+            table.add_row(*_row(rejected.plan), "", "", "", rejected.reason)
+        table.caption = f"{self.tried:,} plans, {len(self.estimates)} simulated that fit"
         return table
 
-    def _slower(self, plan: RankedPlan) -> str:
+    def slower(self, estimate: PlanEstimate) -> str:
         """Return the term by which a plan is slower than the first."""
-        if plan is self.plans[0]:
+        if estimate is self.estimates[0]:
             return ""
-        first, terms = self.plans[0].terms(), plan.terms()
-        longer = {name: seconds - first.get(name, 0.0) for name, seconds in terms.items()}
+        longer = {name: x - self.estimates[0].terms[name] for name, x in estimate.terms.items()}
         name = max(longer, key=lambda name: longer[name])
-        return f"{name}: {max(longer[name], 0.0):.3g} s more"
+        return f"{name}: {1e3 * longer[name]:,.0f} ms more"
+
+
+def _row(plan: ModelPlan) -> tuple[str, ...]:
+    schedule = f"{plan.schedule} x {plan.chunks}" if plan.chunks > 1 else plan.schedule
+    return (
+        *map(str, (plan.data, plan.pipeline, plan.tensor, plan.zero_stage)),
+        f"{plan.microbatches} x {plan.rows}",
+        schedule if plan.pipeline > 1 else "",
+        "layers" if plan.recompute else "",
+    )
 
 
 def search(
-    program: Program,
+    model: nn.Module | Transformer,
+    batch: PyTree = None,
     *,
     devices: int,
-    axes: Sequence[str] | Mapping[str, Sequence[int]],
     cluster: Cluster,
-    options: Mapping[str, Sequence[Any]] | None = None,
-) -> Ranking:
-    """Rank all meshes of a number of devices, and all options, by the time of a step; none of it runs on devices.
+    global_batch: int,
+    optimizer: Optimizer,
+    loss: Loss | None = None,
+    blocks: str | None = None,
+    goal: Literal["time", "memory"] = "time",
+    **constraints: Any,
+) -> Plans:
+    """Rank the plans of training a model with repeated layers: sizes of the mesh, ZeRO, stages, microbatches, recomputation.
 
     Args:
-        program: called with an abstract mesh and options by name; it returns a step of `train_step` and its arguments, of
-            meta tensors. The same function builds the step that trains.
+        model: a module, on the meta device if it is large; or the sizes of a `Transformer`.
+        batch: of one or more samples: the model's input, or a pair of it and labels. Not for a `Transformer`.
         devices: their number.
-        axes: of the mesh, outermost first; a mapping limits their sizes: {"data": range(1, 65), "model": (1, 2, 4, 8)}.
         cluster: the machine: see `fs.plan.cluster`.
-        options: values of each option.
+        global_batch: samples of a step, on all devices.
+        optimizer: of `fs.optim`.
+        loss: of the output and the batch; default: the cross-entropy of logits and the second part of the batch.
+        blocks: path of the repeated layers; default: the longest `ModuleList`.
+        goal: what the best plan has least of.
+        constraints: fields of `ModelPlan` with a value, or several: pipeline=8, zero_stage=(1, 3).
 
-    A plan that passes the memory of a device, or whose program raises, is rejected with that number or message. If none
-    fits, a `PlanError` has the smallest excess.
+    Raises:
+        PlanError: if no plan fits, with the smallest excess, or if none divides.
 
-    >>> import torch, fshard as fs
-    >>> from fshard import P
-    >>> def program(mesh, stage):
-    ...     params = [torch.empty(512, 512, device="meta") for _ in range(4)]
-    ...     params = fs.shard_params(params, fs.fsdp("data", unit="[*]") if stage == 3 else P(), mesh=mesh)
-    ...     opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=stage)
-    ...     def loss_fn(params, x):
-    ...         for w in params:
-    ...             x = torch.tanh(x @ w)
-    ...         return x.square().mean()
-    ...     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True)
-    ...     return step, (params, opt.init(params), torch.empty(64, 512, device="meta"))
-    >>> plans = search(program, devices=4, axes=["data"], options={"stage": [1, 3]}, cluster=fs.plan.cluster("h100"))
-    >>> [plan.options["stage"] for plan in plans], plans[1].terms().keys() >= {"operations", "network along data"}
-    ([1, 3], True)
+    >>> import fshard as fs
+    >>> small = Transformer(layers=4, hidden=256, ffn=1024, heads=4, kv_heads=4, vocab=1000, sequence=128)
+    >>> h100, adamw = fs.plan.cluster("h100"), fs.optim.with_master_weights(fs.optim.adamw(3e-4))
+    >>> plans = search(small, devices=8, cluster=h100, global_batch=64, optimizer=adamw, rows=8)
+    >>> plans[0].plan.devices, plans[0].seconds <= plans[1].seconds
+    (8, True)
     """
-    tried = [
-        _tried(program, sizes, dict(zip(options or {}, values, strict=True)), cluster)
-        for sizes in _meshes(devices, axes)
-        for values in product(*(options or {}).values())
-    ]
+    layered = _layered(model, batch, optimizer, loss, blocks)
+    choices = _choices(constraints)
+    costs, rejected, fitting = dict[tuple[Any, ...], ModelCost | str](), list[tuple[float, RejectedPlan]](), list[tuple[float, PlanEstimate]]()
+    tried = 0
+    for plan in _plans(layered.layers, devices, global_batch, choices, cluster):
+        tried += 1
+        cost = _cached(costs, layered, cluster, plan)
+        if isinstance(cost, str):
+            rejected.append((float("inf"), RejectedPlan(plan, cost)))
+            continue
+        estimate = PlanEstimate(plan, cluster, cost, layered.layers)
+        least = least_memory(estimate)
+        if least > cluster.memory:
+            reason = f"{(least - cluster.memory) / 1e9:,.2f} GB over the memory, with one microbatch in flight"
+            rejected.append((least, RejectedPlan(plan, reason)))
+        else:
+            fitting.append((estimate.bound(), estimate))
     if not tried:
         raise PlanError(
-            f"plan.search: the sizes of {', '.join(axes)} must have a product of {devices}; got none that has."
+            f"plan.search: sizes must divide {devices} devices, {layered.layers} layers and a global batch of {global_batch}; no plan "
+            f"with {', '.join(f'{name}={x!r}' for name, x in constraints.items()) or 'any option'} does."
         )
-    fitting = [(plan.cost.seconds, plan) for plan in tried if plan.cost is not None and not plan.reason]
-    rejected = [plan for plan in tried if plan.reason]
-    if not fitting:
-        least = min(rejected, key=lambda plan: float("inf") if plan.cost is None else plan.cost.peak())
+    estimates = list[PlanEstimate]()
+    for _, estimate in sorted(fitting, key=lambda pair: pair[0]):
+        if len(estimates) == SIMULATED:
+            break
+        if reason := estimate.excess():
+            rejected.append((estimate.peak, RejectedPlan(estimate.plan, reason)))
+        else:
+            estimates.append(estimate)
+    rejected.sort(key=lambda pair: pair[0])
+    if not estimates:
+        nearest = rejected[0][1]
         raise PlanError(
-            f"plan.search: no plan of {devices} devices fits; the nearest is {_written({**least.sizes, **least.options})}: "
-            f"{least.reason}. Take more devices, a higher stage of ZeRO, recomputation or smaller microbatches."
+            f"plan.search: no plan of {devices} devices fits; the nearest is {nearest.plan}: {nearest.reason}. Take more devices, or "
+            "a device with more memory."
         )
-    return Ranking([plan for _, plan in sorted(fitting, key=lambda pair: pair[0])], rejected)
+    key = (lambda x: x.seconds) if goal == "time" else (lambda x: x.peak)
+    flops = model.flops(global_batch) if isinstance(model, Transformer) else None
+    return Plans(sorted(estimates, key=key), [plan for _, plan in rejected[:LISTED]], flops, tried)
 
 
-def _meshes(devices: int, axes: Sequence[str] | Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
-    """Yield the sizes of axes whose product is the number of devices."""
+def least_memory(estimate: PlanEstimate) -> int:
+    """Return bytes that the fullest device has at least: one microbatch is in flight."""
+    plan, sizes = estimate.plan, list[int]()
+    for cost in estimate.by_device:
+        shares = (cost.parameters, 3), (cost.gradients, 2), (cost.state, 1)
+        static = sum(size // plan.data if plan.zero_stage >= stage else size for size, stage in shares)
+        sizes.append(static + cost.saved // plan.chunks + cost.workspace)
+    return max(sizes)
+
+
+def _cached(
+    costs: dict[tuple[Any, ...], ModelCost | str], layered: LayeredModel, cluster: Cluster, plan: ModelPlan
+) -> ModelCost | str:
+    """Return the costs of a plan's layers, or why they cannot run."""
+    key = plan.tensor, plan.rows, plan.recompute, plan.sequence
+    if key not in costs:
+        options: Any = dict(zip(("tensor", "rows", "recompute", "sequence"), key, strict=True))
+        try:
+            costs[key] = layered.trace(cluster, **options)
+        except (FshardError, ValueError) as error:
+            costs[key] = str(error).partition("\n")[0]
+    return costs[key]
+
+
+def _plans(
+    layers: int, devices: int, global_batch: int, choices: Mapping[str, Collection[Any]], cluster: Cluster
+) -> Iterator[ModelPlan]:
+    """Yield all plans whose sizes divide, with the values that are chosen."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    legal = [[size for size in divisors if not isinstance(axes, Mapping) or size in axes[axis]] for axis in axes]
-    for sizes in product(*legal):
-        if prod(sizes) == devices:
-            yield dict(zip(axes, sizes, strict=True))
+    node = cluster.links[0].devices or devices
+    for tensor, pipeline in product(divisors, divisors):
+        data = devices // (tensor * pipeline)
+        is_legal = tensor <= node and pipeline <= layers and data * tensor * pipeline == devices
+        sizes = {"tensor": tensor, "pipeline": pipeline, "data": data}
+        if not is_legal or any(size not in choices.get(name, (size,)) for name, size in sizes.items()):
+            continue
+        names = ("zero_stage", "rows", "recompute", "sequence", "schedule")
+        for values in product(*(choices[name] for name in names)):
+            options: Any = dict(zip(names, values, strict=True))
+            microbatches, rest = divmod(global_batch, data * options["rows"])
+            is_sharded = data > 1 or options["zero_stage"] == min(choices["zero_stage"])
+            is_first = pipeline > 1 or options["schedule"] == next(iter(choices["schedule"]))
+            if rest or not microbatches or not is_sharded or not is_first:
+                continue
+            options["sequence"] = options["sequence"] and tensor > 1
+            for chunks in _chunks(options["schedule"], pipeline, layers, choices):
+                plan = ModelPlan(**sizes, **options, microbatches=microbatches, chunks=chunks)
+                if microbatches in choices.get("microbatches", (microbatches,)):
+                    yield plan
 
 
-def _tried(program: Program, sizes: Mapping[str, int], options: Mapping[str, Any], cluster: Cluster) -> RankedPlan:
-    try:
-        step, arguments = program(make_mesh(sizes, runtime="abstract"), **options)
-        report = cost(step, *arguments, cluster=cluster)
-    except (FshardError, ValueError) as error:
-        return RankedPlan(sizes, options, None, str(error).partition("\n")[0])
-    if report.fits:
-        return RankedPlan(sizes, options, report)
-    largest = report.used.holders()[0]
-    over = f"{report.peak() - cluster.memory:,.0f} bytes over the memory; {largest.bytes:,} are for {largest.purpose}"
-    return RankedPlan(sizes, options, report, f"{over} at {largest.site}")
+def _chunks(schedule: str, pipeline: int, layers: int, choices: Mapping[str, Collection[Any]]) -> Iterator[int]:
+    """Yield the numbers of stages of a device."""
+    legal = (1,) if pipeline == 1 or schedule in ONE_STAGE else (2, 4, 8) if schedule in ("interleaved", "bfs") else (2,)
+    for chunks in choices.get("chunks", legal):
+        if chunks in legal and chunks * pipeline <= layers:
+            yield chunks
 
 
-def _written(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
+def _choices(constraints: Mapping[str, Any]) -> dict[str, Collection[Any]]:
+    """Return the values of each option; raise naming all that are unknown."""
+    fields = ("data", "pipeline", "tensor", "microbatches", "chunks", *_CHOICES)
+    if unknown := [name for name in constraints if name not in fields]:
+        raise PlanError(f"plan.search: {', '.join(unknown)} must be among {', '.join(fields)}.")
+    return _CHOICES | {
+        name: tuple(x) if isinstance(x, Collection) and not isinstance(x, str) else (x,) for name, x in constraints.items()
+    }
+
+
+def _layered(
+    model: nn.Module | Transformer, batch: PyTree, optimizer: Optimizer, loss: Loss | None, blocks: str | None
+) -> LayeredModel:
+    """Return the model as one with a number of layers."""
+    if isinstance(model, Transformer):
+        import torch
+
+        ids = torch.empty(1, model.sequence, dtype=torch.int64, device="meta")
+        return LayeredModel(model.build, "layers", model.layers, (ids, ids), loss, optimizer)
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlanError(f"plan.search: model must be a module or a Transformer; got {type(model).__name__}. Programs: plan.rank.")
+    lists = {name: len(child) for name, child in model.named_modules() if isinstance(child, nn.ModuleList)}
+    if blocks is None and not lists:
+        raise PlanError("plan.search: the model must have its repeated layers in a ModuleList; got none. Name one: blocks=.")
+    path = blocks or max(lists, key=lambda name: lists[name])
+    if path not in lists:
+        raise PlanError(f"plan.search: blocks must be a ModuleList of the model, {', '.join(lists)}; got {path!r}.")
+    one = map_leaves(lambda x: x[:1], batch)
+    return LayeredModel(partial(_shortened, model, path), path, lists[path], one, loss, optimizer)
+
+
+def _shortened(model: nn.Module, path: str, layers: int) -> nn.Module:
+    """Return a copy of a model with its first layers, without values."""
+    copy = copy_on_meta(model)
+    parent, _, name = path.rpartition(".")
+    setattr(copy.get_submodule(parent), name, copy.get_submodule(path)[:layers])
+    return copy

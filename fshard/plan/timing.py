@@ -42,6 +42,7 @@ class Times:
         network: of collectives, by axes, exposed or not.
         copies: in which the step waits for copies at its end.
         idle: in which a stage waits for messages of others.
+        begins: the times at which units are used first: those of `fshard.memory.mark`.
         timed: the times of all events but waits.
     """
 
@@ -51,6 +52,7 @@ class Times:
     network: dict[tuple[str, ...], float] = field(default_factory=lambda: defaultdict(float))
     copies: float = 0.0
     idle: float = 0.0
+    begins: dict[str, float] = field(default_factory=dict[str, float], repr=False)
     timed: list[TimedEvent] = field(default_factory=list[TimedEvent], repr=False)
 
 
@@ -108,6 +110,7 @@ class DeviceClock:
             case Operation():
                 seconds = cluster.seconds_of_operation(event.name, event.dtype, event.flops, event.traffic)
                 self._now, times.compute = now + seconds, times.compute + seconds
+                times.begins.setdefault(event.unit, now)
                 times.timed.append(TimedEvent("compute", event, now, self._now))
             case CollectiveStart():
                 axes, (level, seconds) = event.row.axes, seconds_of_collective(event, cluster, self._mesh)

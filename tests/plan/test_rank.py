@@ -1,4 +1,4 @@
-"""`fs.plan.search`: all meshes and options are tried; the order is that of their costs, reasons have the number."""
+"""`fs.plan.rank`: all meshes and options are tried; the order is that of their costs, reasons have the number."""
 
 from dataclasses import replace
 from math import prod
@@ -9,7 +9,7 @@ import torch
 import fshard as fs
 from fshard import P
 from fshard.errors import PlanError
-from fshard.plan import cluster, cost, search
+from fshard.plan import cluster, cost, rank
 from tests.plan.test_cost import FIXED, H100, Block
 
 WIDTH, TOKENS = 16, 6
@@ -37,7 +37,7 @@ OPTIONS = {"stage": [0, 3], "recomputed": [False, True]}
 
 
 def test_all_are_tried_and_the_order_is_that_of_costs():
-    plans = search(program, devices=8, axes=["data", "model"], options=OPTIONS, cluster=H100)
+    plans = rank(program, devices=8, axes=["data", "model"], options=OPTIONS, cluster=H100)
     tried = [*plans, *plans.rejected]
     assert len({(tuple(plan.sizes.values()), tuple(plan.options.values())) for plan in tried}) == len(tried) == 16
     assert all(prod(plan.sizes.values()) == 8 for plan in tried)
@@ -52,33 +52,33 @@ def test_all_are_tried_and_the_order_is_that_of_costs():
 
 def test_sizes_may_be_limited():
     axes = {"data": range(1, 9), "model": (2, 4)}
-    plans = search(program, devices=8, axes=axes, options={"stage": [3]}, cluster=H100)
+    plans = rank(program, devices=8, axes=axes, options={"stage": [3]}, cluster=H100)
     assert sorted(plan.sizes["model"] for plan in plans) == [2, 4]
     with pytest.raises(PlanError, match="the sizes of data, model must have a product of 6; got none"):
-        search(program, devices=6, axes={"data": (4,), "model": (2,)}, options={"stage": [3]}, cluster=H100)
+        rank(program, devices=6, axes={"data": (4,), "model": (2,)}, options={"stage": [3]}, cluster=H100)
 
 
 def test_plans_beyond_the_memory_are_rejected_with_the_excess():
     options = {"stage": [0, 3], "recomputed": [True]}
     sizes = {"data": (8,), "model": (1,)}
-    free = search(program, devices=8, axes=sizes, options=options, cluster=H100)
+    free = rank(program, devices=8, axes=sizes, options=options, cluster=H100)
     peaks = {plan.options["stage"]: plan.cost.peak() for plan in free}
     assert peaks[3] < peaks[0]
     small = replace(H100, memory=float(peaks[3]))
-    plans = search(program, devices=8, axes=sizes, options=options, cluster=small)
+    plans = rank(program, devices=8, axes=sizes, options=options, cluster=small)
     assert [plan.options["stage"] for plan in plans] == [3]
     assert plans.rejected[0].reason.startswith(f"{peaks[0] - peaks[3]:,} bytes over the memory; ")
     with pytest.raises(
         PlanError, match=r"no plan of 8 devices fits; the nearest is data=8, model=1, stage=3.*: 1 bytes over"
     ):
-        search(program, devices=8, axes=sizes, options=options, cluster=replace(small, memory=peaks[3] - 1.0))
+        rank(program, devices=8, axes=sizes, options=options, cluster=replace(small, memory=peaks[3] - 1.0))
 
 
 def test_a_faster_network_changes_the_order_towards_more_communication():
     assert FIXED["stage"] == 3 and cluster("cpu").efficiency.overlap == 0
     slow = replace(H100, links=tuple(replace(link, bandwidth=link.bandwidth / 1e4) for link in H100.links))
     fast, slowed = (
-        search(program, devices=4, axes=["data", "model"], options={"stage": [0]}, cluster=machine)
+        rank(program, devices=4, axes=["data", "model"], options={"stage": [0]}, cluster=machine)
         for machine in (H100, slow)
     )
     sent = [float(plans[0].cost.sent()) for plans in (fast, slowed)]

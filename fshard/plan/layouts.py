@@ -1,0 +1,302 @@
+"""`ModelPlan`: how a model with repeated layers is trained on a mesh, and what it needs, from the costs of its layers.
+
+mesh      pipe (stages)  >  data (batch, ZeRO)  >  model (layers), innermost
+memory    of the fullest device: parameters, gradients, state, and the larger of activations in flight and the update's casts
+time      the schedule of stages, which waits for messages and gathers; then reductions, the update and gathers
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from fshard.booster.hybrid import HybridParallelPlugin
+from fshard.errors import PlanError
+from fshard.mesh.layout.make import make_mesh
+from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.pipeline.schedule.schedule import Schedule
+from fshard.plan.cluster import Cluster
+from fshard.plan.layers import LayerCost, ModelCost
+
+ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+"""The schedules with one stage on a device."""
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Sizes of a mesh, and options of training.
+
+    Args:
+        data, pipeline, tensor: sizes of the axes.
+        zero_stage: of ZeRO, along "data".
+        rows: samples of a microbatch on a device.
+        microbatches: of a device in a step.
+        schedule: of the stages.
+        chunks: stages of a device.
+        recompute: True if each layer keeps its input alone.
+        sequence: True if devices that share layers share tokens between them, too.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    rows: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    recompute: bool = False
+    sequence: bool = False
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.data * self.pipeline * self.tensor
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of the mesh, for `make_mesh`."""
+        return {"pipe": self.pipeline, "data": self.data, "model": self.tensor}
+
+    def of_stages(self) -> Schedule:
+        """Return the schedule of the stages."""
+        devices = self.pipeline if self.schedule in ("interleaved", "bfs") else None
+        stages = self.chunks * self.pipeline
+        return pipeline_schedule(self.schedule, stages=stages, microbatches=self.microbatches, devices=devices)
+
+    def plugin(self, *, blocks: str, sample: Any = None) -> HybridParallelPlugin:
+        """Return the plugin of a Booster.
+
+        Args:
+            blocks: path of the layers in the model.
+            sample: a microbatch, by which stages and layers are planned: see `HybridParallelPlugin`.
+        """
+        if self.pipeline == 1 and self.recompute:
+            raise PlanError(
+                "plan.plugin: a plan without stages must have recompute=False, since the plugin recomputes in stages alone; "
+                "got True. Wrap the layers in fs.remat, and take replace(plan, recompute=False)."
+            )
+        stages: dict[str, Any] = {"microbatches": self.microbatches, "schedule": self.schedule, "chunks": self.chunks}
+        stages |= {"blocks": blocks, "recompute": 1 if self.recompute else "never"}
+        accumulate = {"options": {"accumulate": self.microbatches}} if self.microbatches > 1 else {}
+        return HybridParallelPlugin(
+            data=self.data,
+            pipeline=self.pipeline,
+            tensor=self.tensor,
+            sequence_mode="megatron" if self.sequence else "gather",
+            zero_stage=self.zero_stage,
+            sample=sample,
+            **(stages if self.pipeline > 1 else accumulate),
+        )
+
+    def scaled(self, devices: int) -> ModelPlan:
+        """Return the same plan on fewer devices: the largest axes are halved, the batch with them."""
+        plan = self
+        while plan.devices > devices:
+            axis = max(("data", "pipeline", "tensor"), key=lambda name: getattr(plan, name))
+            if getattr(plan, axis) % 2:
+                raise PlanError(f"plan.scaled: {axis} must be a multiple of two; got {getattr(plan, axis)}.")
+            plan = replace(plan, **{axis: getattr(plan, axis) // 2})
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write a TOML file, which `load` reads."""
+        lines = [f"{name} = {str(x).lower() if type(x) is bool else repr(x)}" for name, x in asdict(self).items()]
+        Path(path).write_text("\n".join(lines).replace("'", '"') + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelPlan:
+        """Read a TOML file; raise naming all keys that are unknown or of another type.
+
+        >>> import tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "plan.toml")
+        >>> ModelPlan(data=4, recompute=True).save(path)
+        >>> ModelPlan.load(path)
+        ModelPlan(data=4, pipeline=1, tensor=1, zero_stage=0, rows=1, microbatches=1, schedule='1f1b', chunks=1, ...
+        """
+        try:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise PlanError(f"plan.load: {path} must be a TOML file: {error}.") from None
+        kinds = {field.name: type(field.default) for field in fields(cls)}
+        errors = [f"{key} is unknown" for key in table if key not in kinds]
+        errors += [
+            f"{key} must be of type {kinds[key].__name__}; got {x!r}"
+            for key, x in table.items()
+            if key in kinds and type(x) is not kinds[key]
+        ]
+        if errors:
+            raise PlanError(f"plan.load: {path}: {'; '.join(errors)}. Keys are {', '.join(kinds)}.")
+        return cls(**table)
+
+
+@dataclass(frozen=True)
+class PlanEstimate:
+    """The time and the memory of a plan.
+
+    Args:
+        plan: it.
+        cluster: the machine.
+        model: the costs of its layers for a microbatch.
+        layers: their number.
+    """
+
+    plan: ModelPlan
+    cluster: Cluster
+    model: ModelCost
+    layers: int
+
+    @cached_property
+    def stages(self) -> list[LayerCost]:
+        """The cost of each stage for a microbatch; the first and the last have a layer less where they do not divide."""
+        count = self.plan.pipeline * self.plan.chunks
+        each, more = divmod(self.layers, count)
+        begin = (count - more + 1) // 2
+        sizes = [each + (begin <= stage < begin + more) for stage in range(count)]
+        stages = [self.model.layer.times(size) for size in sizes]
+        stages[0] += self.model.first
+        stages[-1] += self.model.last
+        return stages
+
+    @cached_property
+    def by_device(self) -> list[LayerCost]:
+        """The sum of the stages of each device along the pipeline."""
+        sums = [LayerCost() for _ in range(self.plan.pipeline)]
+        for stage, coordinate in zip(self.stages, self._schedule.placement, strict=True):
+            sums[coordinate] += stage
+        return sums
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        return self.plan.of_stages()
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of the fullest device, by purpose."""
+        return max(map(self._memory_of, range(self.plan.pipeline)), key=lambda sizes: sum(sizes.values()))
+
+    @property
+    def peak(self) -> int:
+        """The bytes of the fullest device."""
+        return sum(self.memory().values())
+
+    def _memory_of(self, coordinate: int) -> dict[str, int]:
+        plan, cost = self.plan, self.by_device[coordinate]
+        sharded = [plan.zero_stage >= stage for stage in (3, 2, 1)]  # parameters, gradients, state
+        sizes = (cost.parameters, cost.gradients, cost.state)
+        parameters, gradients, state = (
+            size // plan.data if is_sharded else size for size, is_sharded in zip(sizes, sharded, strict=True)
+        )
+        unit = max(stage.parameters for stage in self.stages) if plan.pipeline > 1 else self.model.layer.parameters
+        casts = cost.casts // (plan.data if sharded[2] else 1)
+        activations = int(self._activations[coordinate]) + cost.workspace
+        return {
+            "parameters": parameters,
+            "gradients": gradients,
+            "state": state,
+            "unsharded": 2 * unit if sharded[0] and plan.data > 1 else 0,
+            **({"activations": activations} if activations >= casts else {"update": casts}),
+        }
+
+    @cached_property
+    def _activations(self) -> tuple[Any, ...]:
+        if self.plan.pipeline == 1:
+            return (self.stages[0].saved,)
+        return self._simulation.peak_activations
+
+    # -- time -----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _simulation(self) -> Any:
+        """The run of the schedule, with gathers and reductions of ZeRO-3 beside the computation."""
+        gather, reduce = (self._exchange(stage.parameters) if self.plan.zero_stage == 3 else 0.0 for stage in (self.model.layer,) * 2)
+        scale = [stage.parameters / max(self.model.layer.parameters, 1) for stage in self.stages]
+        forward = [max(stage.forward, gather * x) for stage, x in zip(self.stages, scale, strict=True)]
+        backward = [max(stage.backward, (gather + reduce) * x) for stage, x in zip(self.stages, scale, strict=True)]
+        halves = [x / 2 for x in backward]
+        costs: dict[str, Any] = {"forward": forward, "backward_input": halves, "backward_weight": halves}
+        return self._schedule.simulate(**costs, send=self._message, activation=[stage.saved for stage in self.stages])
+
+    @property
+    def _message(self) -> float:
+        """The seconds in which a message goes from one stage to the next."""
+        if self.plan.pipeline == 1:
+            return 0.0
+        _, bandwidth, latency = self.cluster.level_between(0, self.plan.data * self.plan.tensor)
+        return latency + self.model.message / bandwidth
+
+    def _exchange(self, size: float) -> float:
+        """Return the seconds in which devices along "data" gather bytes of this size, or reduce and scatter them."""
+        n = self.plan.data
+        if n == 1:
+            return 0.0
+        _, bandwidth, latency = self._level
+        return latency * (n - 1).bit_length() + size * (n - 1) / n / bandwidth
+
+    @cached_property
+    def _level(self) -> tuple[int, float, float]:
+        return self.cluster.level(make_mesh(self.plan.mesh, runtime="abstract"), ("data",))
+
+    def bound(self) -> float:
+        """Return the seconds of a step by a formula: the work of the slowest device, and the bubble of its schedule."""
+        plan, slowest = self.plan, max(cost.forward + cost.backward for cost in self.by_device)
+        bubble = {"zb-h1": 1 / 3, "zb-h2": 0.0, "zbv": 1 / 6, "dualpipe-v": 1 / 6, "interleaved": 1 / plan.chunks, "bfs": 1 / plan.chunks}
+        idle = (plan.pipeline - 1) * bubble.get(plan.schedule, 1.0)
+        return slowest * (plan.microbatches + idle) + sum(self._after().values())
+
+    def _after(self) -> dict[str, float]:
+        """Return the seconds after the last backward."""
+        plan = self.plan
+        slowest = max(self.by_device, key=lambda cost: cost.parameters)
+        reduce = self._exchange(slowest.gradients) if plan.zero_stage < 3 else 0.0
+        gather = self._exchange(slowest.parameters) if plan.zero_stage in (1, 2) else 0.0
+        beside = min(stage.backward for stage in self.stages)  # the last microbatch's
+        return {
+            "reduction": max(reduce * (2 if plan.zero_stage == 0 else 1) - beside, 0.0),
+            "update": slowest.update / (plan.data if plan.zero_stage else 1),
+            "gather": gather,
+        }
+
+    @cached_property
+    def terms(self) -> dict[str, float]:
+        """The seconds of a step, by what they are for."""
+        work = max(cost.forward + cost.backward for cost in self.by_device) * self.plan.microbatches
+        total = work if self.plan.pipeline == 1 and self.plan.zero_stage < 3 else float(self._total)
+        return {"layers": work, "bubble and messages": total - work, **self._after()}
+
+    @property
+    def _total(self) -> float:
+        return float(self._simulation.makespan)
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step."""
+        return sum(self.terms.values())
+
+    @property
+    def flops(self) -> float:
+        """The operations of all devices in a step, with those that are recomputed."""
+        return sum(cost.flops for cost in self.by_device) * self.plan.microbatches * self.plan.data * self.plan.tensor
+
+    def utilization(self, flops: float | None = None, dtype: str = "bf16") -> float:
+        """Return the part of peak operations that are done; of the model's alone, if their number is given."""
+        return (flops or self.flops) / (self.seconds * self.plan.devices * self.cluster.peak(dtype))
+
+    def explain(self) -> str:
+        """Return the terms of time and memory as text."""
+        times, sizes = self.terms, self.memory()
+        rows = [f"{name:22}{1e3 * x:12,.1f} ms" for name, x in times.items()]
+        rows += [f"{name:22}{x / 1e9:12,.2f} GB" for name, x in sizes.items()]
+        total = f"{'step':22}{1e3 * self.seconds:12,.1f} ms", f"{'peak':22}{self.peak / 1e9:12,.2f} GB"
+        return "\n".join((*rows[: len(times)], total[0], *rows[len(times) :], total[1]))
+
+    def excess(self) -> str:
+        """Return by how much memory is passed, and for what; "" if the plan fits."""
+        over = self.peak - self.cluster.memory
+        name, size = max(self.memory().items(), key=lambda pair: pair[1])
+        return "" if over <= 0 else f"{over / 1e9:,.2f} GB over the memory; {size / 1e9:,.2f} are for {name}"
+

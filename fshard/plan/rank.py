@@ -1,0 +1,174 @@
+"""`rank`: the meshes and options of a program, ranked by time; each rejected one with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fshard.errors import FshardError, PlanError
+from fshard.mesh.layout import PyTree
+from fshard.mesh.layout.make import make_mesh
+from fshard.plan.cluster import Cluster
+from fshard.plan.cost import Cost, cost
+from fshard.tables import Tabular
+
+if TYPE_CHECKING:  # it is imported where a table is shown
+    from rich.table import Table
+
+Program = Callable[..., tuple[Callable[..., Any], Sequence[PyTree]]]
+"""A function of a mesh and options: to a step of `train_step`, and its arguments."""
+
+
+class RankedPlan(NamedTuple):
+    """A mesh and options, and their cost; or the reason why they are rejected.
+
+    Args:
+        sizes: of the mesh's axes.
+        options: of the program.
+        cost: None if the program cannot run.
+        reason: "" if the plan fits; else by which number it does not.
+    """
+
+    sizes: Mapping[str, int]
+    options: Mapping[str, Any]
+    cost: Cost | None
+    reason: str = ""
+
+    def terms(self) -> dict[str, float]:
+        """Return the seconds of a step, by what they are for."""
+        times = self.cost.times if self.cost is not None else None
+        if times is None:
+            return {}
+        exposed = {f"network along {'+'.join(axes)}": seconds for axes, seconds in times.exposed.items()}
+        return {"operations": times.compute, **exposed, "copies": times.copies}
+
+
+@dataclass(frozen=True, repr=False)
+class Ranking(Tabular):
+    """The plans of a search: those that fit, the fastest first, and those that do not. Prints as a table.
+
+    A sequence of those that fit; `rejected` has the others.
+    """
+
+    plans: Sequence[RankedPlan]
+    rejected: Sequence[RankedPlan] = field(repr=False)
+
+    def __getitem__(self, index: int) -> RankedPlan:
+        return self.plans[index]
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __iter__(self) -> Iterator[RankedPlan]:
+        return iter(self.plans)
+
+    def table(self) -> Table:
+        """Return the plans as a rich table."""
+        from rich.table import Table
+
+        table = Table("mesh", "options", "step, s", "of peak", "memory, bytes", "why not the first", title="plans")
+        for column in (2, 3, 4):
+            table.columns[column].justify = "right"
+        for plan in (*self.plans, *self.rejected):
+            if self.rejected and plan is self.rejected[0]:
+                table.add_section()
+            numbers = ("", "", "")
+            if plan.cost is not None:
+                numbers = f"{plan.cost.seconds:.3g}", f"{100 * plan.cost.utilization():.0f} %", f"{plan.cost.peak():,}"
+            table.add_row(_written(plan.sizes), _written(plan.options), *numbers, plan.reason or self._slower(plan))
+        return table
+
+    def _slower(self, plan: RankedPlan) -> str:
+        """Return the term by which a plan is slower than the first."""
+        if plan is self.plans[0]:
+            return ""
+        first, terms = self.plans[0].terms(), plan.terms()
+        longer = {name: seconds - first.get(name, 0.0) for name, seconds in terms.items()}
+        name = max(longer, key=lambda name: longer[name])
+        return f"{name}: {max(longer[name], 0.0):.3g} s more"
+
+
+def rank(
+    program: Program,
+    *,
+    devices: int,
+    axes: Sequence[str] | Mapping[str, Sequence[int]],
+    cluster: Cluster,
+    options: Mapping[str, Sequence[Any]] | None = None,
+) -> Ranking:
+    """Rank all meshes of a number of devices, and all options, by the time of a step; none of it runs on devices.
+
+    Args:
+        program: called with an abstract mesh and options by name; it returns a step of `train_step` and its arguments, of
+            meta tensors. The same function builds the step that trains.
+        devices: their number.
+        axes: of the mesh, outermost first; a mapping limits their sizes: {"data": range(1, 65), "model": (1, 2, 4, 8)}.
+        cluster: the machine: see `fs.plan.cluster`.
+        options: values of each option.
+
+    A plan that passes the memory of a device, or whose program raises, is rejected with that number or message. If none
+    fits, a `PlanError` has the smallest excess.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> def program(mesh, stage):
+    ...     params = [torch.empty(512, 512, device="meta") for _ in range(4)]
+    ...     params = fs.shard_params(params, fs.fsdp("data", unit="[*]") if stage == 3 else P(), mesh=mesh)
+    ...     opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=stage)
+    ...     def loss_fn(params, x):
+    ...         for w in params:
+    ...             x = torch.tanh(x @ w)
+    ...         return x.square().mean()
+    ...     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True)
+    ...     return step, (params, opt.init(params), torch.empty(64, 512, device="meta"))
+    >>> plans = rank(program, devices=4, axes=["data"], options={"stage": [1, 3]}, cluster=fs.plan.cluster("h100"))
+    >>> [plan.options["stage"] for plan in plans], plans[1].terms().keys() >= {"operations", "network along data"}
+    ([1, 3], True)
+    """
+    tried = [
+        _tried(program, sizes, dict(zip(options or {}, values, strict=True)), cluster)
+        for sizes in _meshes(devices, axes)
+        for values in product(*(options or {}).values())
+    ]
+    if not tried:
+        raise PlanError(
+            f"plan.rank: the sizes of {', '.join(axes)} must have a product of {devices}; got none that has."
+        )
+    fitting = [(plan.cost.seconds, plan) for plan in tried if plan.cost is not None and not plan.reason]
+    rejected = [plan for plan in tried if plan.reason]
+    if not fitting:
+        least = min(rejected, key=lambda plan: float("inf") if plan.cost is None else plan.cost.peak())
+        raise PlanError(
+            f"plan.rank: no plan of {devices} devices fits; the nearest is {_written({**least.sizes, **least.options})}: "
+            f"{least.reason}. Take more devices, a higher stage of ZeRO, recomputation or smaller microbatches."
+        )
+    return Ranking([plan for _, plan in sorted(fitting, key=lambda pair: pair[0])], rejected)
+
+
+def _meshes(devices: int, axes: Sequence[str] | Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+    """Yield the sizes of axes whose product is the number of devices."""
+    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+    legal = [[size for size in divisors if not isinstance(axes, Mapping) or size in axes[axis]] for axis in axes]
+    for sizes in product(*legal):
+        if prod(sizes) == devices:
+            yield dict(zip(axes, sizes, strict=True))
+
+
+def _tried(program: Program, sizes: Mapping[str, int], options: Mapping[str, Any], cluster: Cluster) -> RankedPlan:
+    try:
+        step, arguments = program(make_mesh(sizes, runtime="abstract"), **options)
+        report = cost(step, *arguments, cluster=cluster)
+    except (FshardError, ValueError) as error:
+        return RankedPlan(sizes, options, None, str(error).partition("\n")[0])
+    if report.fits:
+        return RankedPlan(sizes, options, report)
+    largest = report.used.holders()[0]
+    over = f"{report.peak() - cluster.memory:,.0f} bytes over the memory; {largest.bytes:,} are for {largest.purpose}"
+    return RankedPlan(sizes, options, report, f"{over} at {largest.site}")
+
+
+def _written(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
