@@ -23,11 +23,15 @@ function scaled(x, unit) {
   return `${power ? digits(x / 1000 ** power) : integer(x)} ${["", "k", "M", "G", "T", "P", "E"][power]}${unit}`;
 }
 const bytes = (x) => scaled(x, "B");
-const seconds = (x) => (x >= 0.9995 ? `${digits(x)} s` : x >= 0.9995e-3 || !x ? `${digits(x * 1e3)} ms` : `${digits(x * 1e6)} µs`);
+function seconds(x) {
+  const [unit, factor] = x >= 0.9995 ? ["s", 1] : x >= 0.9995e-3 || !x ? ["ms", 1e3] : ["µs", 1e6];
+  return `${digits(x * factor)} ${unit}`;
+}
 const escaped = (x) => String(x).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 const code = (x) => `<code>${escaped(x)}</code>`;
 const square = (colour) => `<i style="background:${colour}"></i>`;
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const percent = (x) => `${(100 * x).toFixed(1)} %`;
 const plural = (n, noun) => `${integer(n)} ${noun}${n === 1 ? "" : "s"}`;
 
 // -- devices and shards -----------------------------------------------------------------------------------------------
@@ -74,16 +78,18 @@ function context(canvas, width, height) {
 /** Make axes columns and rows, so that the picture is about twice as wide as high; long axes are broken in two. */
 function arrange(axes) {
   const steps = axes.flatMap(([, n], axis) => {
-    let inner = n > 32 ? Math.min(32, Math.floor(Math.sqrt(2 * n))) : n;
-    while (n % inner) inner -= 1;
-    return inner === n || inner === 1 ? [{ axis, n, unit: 1 }] : [{ axis, n: n / inner, unit: inner }, { axis, n: inner, unit: 1 }];
+    let unit = n > 32 ? Math.min(32, Math.floor(Math.sqrt(2 * n))) : 1;
+    while (n % unit) unit -= 1;
+    return unit > 1 ? [{ axis, n: n / unit, unit }, { axis, n: unit, unit: 1 }] : [{ axis, n, unit }];
   });
-  const masks = Array.from({ length: 2 ** steps.length }, (_, mask) => [1, 0].map((bit) => steps.filter((_, i) => (mask >> i & 1) === bit)));
-  const cost = ([x, y]) => Math.abs(Math.log(product(x.map((s) => s.n)) / product(y.map((s) => s.n)) / 2.1));
-  const sides = masks.reduce((a, b) => (cost(b) < cost(a) - 1e-9 ? b : a));
+  const divide = (_, mask) => [1, 0].map((bit) => steps.filter((_, i) => (mask >> i & 1) === bit));
+  const count = (side) => product(side.map((s) => s.n));
+  const error = ([x, y]) => Math.abs(Math.log(count(x) / count(y) / 2.1));
+  const nearer = (a, b) => (error(b) < error(a) - 1e-9 ? b : a);
+  const sides = Array.from({ length: 2 ** steps.length }, divide).reduce(nearer);
   const extents = sides.map((side) => side.reduceRight((extent, step, i) => {
     const hasGap = i + 1 < side.length && side[i + 1].axis !== step.axis;
-    step.stride = extent + (hasGap ? 0.4 : 0);
+    step.stride = extent + (hasGap ? 0.25 + 0.05 * extent : 0);
     return extent + step.stride * (step.n - 1);
   }, 1));
   return { sides, extents };
@@ -117,18 +123,20 @@ function drawMesh() {
     [integer(device), text].forEach((line, i) => g.fillText(line, cells.x[device] + 6, cells.y[device] + 11 + 14 * i));
   }
   g.fillStyle = css("muted");
-  const isWide = sides[0][0] && g.measureText(label(0, sides[0][0].n)).width < sides[0][0].stride * w - 3;
-  for (let i = 0; i < (sides[0][0]?.n || 0); i += 1) if (isWide || !i) g.fillText(label(0, i), left + i * sides[0][0].stride * w, 8);
-  const each = sides[1].length && Math.ceil(13 / (sides[1][0].stride * h));
-  for (let i = 0; each && i < sides[1][0].n; i += each) {
-    g.fillText(label(1, i), 0, top + i * sides[1][0].stride * h + Math.max(6, Math.min(h * sides[1][0].stride, h) / 2), left - 6);
-  }
+  sides.forEach(([step], side) => { // as many labels of the outermost axis as have room
+    const room = step && [g.measureText(label(side, step.n)).width + 8, 13][side] / (step.stride * [w, h][side]);
+    for (let i = 0; step && i < step.n; i += Math.ceil(room)) {
+      const [x, y] = side ? [0, top + i * step.stride * h + h / 2] : [left + i * step.stride * w, 8];
+      g.fillText(label(side, i), x, y, 68);
+    }
+  });
   drawEdges(g, plan);
   [g.strokeStyle, g.lineWidth] = [css("text"), 2];
   g.strokeRect(cells.x[state.device], cells.y[state.device], Math.max(w - gap, 2), Math.max(h - gap, 2));
-  const words = sides.map((side) => [...new Set(side.map((s) => s.axis))].map((axis) => plan.axes[axis].join(" ")).join(" × "));
-  get("mesh-note").textContent = [plural(meshSize(plan), "device"), words[0] && `across: ${words[0]}`, words[1] && `down: ${words[1]}`]
-    .filter(Boolean).join(" · ");
+  const axesOf = (side) => [...new Set(side.map((s) => plan.axes[s.axis].join(" ")))].join(" × ");
+  const [across, down] = sides.map(axesOf);
+  const words = [plural(meshSize(plan), "device"), across && `across: ${across}`, down && `down: ${down}`];
+  get("mesh-note").textContent = words.filter(Boolean).join(" · ");
 }
 
 /** Return the colours of devices: by the shard of a leaf, or by peak memory; and write the legend. */
@@ -145,11 +153,11 @@ function colours(plan, leaf) {
   }
   const peaks = plan.devices.map((device) => device.peak);
   const [lowest, highest] = [Math.min(...peaks), Math.max(...peaks)];
-  get("mesh-legend").innerHTML = `<span>${square(fills[0])}peak ${bytes(lowest)}${lowest < highest ? ` to ${bytes(highest)}` : ""}`
-    + `, ${integer(100 * highest / plan.capacity)} % of a device's memory</span>`;
-  const shades = new Map(plan.devices.map((device) => (
-    [device, `color-mix(in srgb, ${fills[0]} ${integer(40 + 60 * device.peak / highest)}%, #eef2f6)`])));
-  return (device) => shades.get(model(plan, device));
+  const range = [...new Set([lowest, highest])].map(bytes).join(" to ");
+  const words = `peak ${range}, ${percent(highest / plan.capacity)} of a device's memory`;
+  get("mesh-legend").innerHTML = `<span>${square(fills[0])}${words}</span>`;
+  const opacity = (peak) => Math.round(highest > lowest ? 140 + 115 * (peak - lowest) / (highest - lowest) : 255);
+  return (device) => fills[0] + opacity(model(plan, device).peak).toString(16);
 }
 
 /** Draw lines between neighbours of the groups that the chosen row is along; those of the chosen device are thick. */
@@ -157,7 +165,9 @@ function drawEdges(g, plan) {
   if (state.row < 0) return;
   const along = plan.axes.flatMap(([name], axis) => (plan.rows[state.row].axes.includes(name) ? [axis] : []));
   const here = coordinates(plan, state.device);
-  const end = (device) => [cells.x[device] + cells.w / 2, cells.y[device] + (cells.h > 30 ? cells.h - 9 : cells.h / 2)];
+  const hasText = cells.w >= 58 && cells.h >= 30;
+  const [dx, dy] = hasText ? [cells.w - 9, cells.h - 9] : [cells.w / 2, cells.h / 2];
+  const end = (device) => [cells.x[device] + dx, cells.y[device] + dy];
   for (const isHere of cells.w > 5 && cells.h > 5 ? [false, true] : [true]) {
     [g.strokeStyle, g.lineWidth] = isHere ? ["#d9480f", cells.h > 12 ? 3 : 2] : [`${INK}40`, 1];
     g.beginPath();
@@ -200,9 +210,11 @@ function layLanes() {
   let y = 2;
   const add = (row) => { lanes.push({ y, ...row }); y += row.h + 2; };
   plans.forEach((plan, p) => plan.devices.forEach((device, d) => {
-    const parts = [plans.length > 1 && `${"AB"[p]}  ${plan.mesh}`, plan.devices.length > 1 && `${plan.axes[plan.stage][0]} ${d}`];
-    if (parts.some(Boolean)) add({ h: 14, plan, device, title: parts.filter(Boolean).join(" · ") });
-    device.lanes.forEach((name, lane) => add({ h: lane && plan.devices.length > 2 ? 11 : lane ? 18 : 13, plan, device, lane, name }));
+    const titles = plans.length > 1 ? [`${"AB"[p]}  ${plan.mesh}`] : [];
+    if (plan.devices.length > 1) titles.push(`${plan.axes[plan.stage][0]} ${d}`);
+    if (titles.length) add({ h: 14, plan, device, title: titles.join(" · ") });
+    const h = plan.devices.length > 2 ? 11 : 18;
+    device.lanes.forEach((name, lane) => add({ h: lane ? h : 13, plan, device, lane, name }));
     y += 4;
   }));
   return y;
@@ -217,10 +229,10 @@ function unitOf(plan) {
   const leaf = plan.leaves[state.leaf];
   return leaf ? plan.names.indexOf(leaf.path.startsWith("state") ? "update" : leaf.unit || "\0") : -1;
 }
-/** Return whether events belong to the chosen row or unit. */
+/** Return a function that is true for events of the chosen row or unit; null if none is chosen. */
 function highlight(plan) {
   const unit = unitOf(plan);
-  if (plan !== chosen() || (state.row < 0 && unit < 0)) return () => true;
+  if (plan !== chosen() || (state.row < 0 && unit < 0)) return null;
   return state.row >= 0 ? (event) => event[ROW] === state.row : (event) => event[UNIT] === unit;
 }
 const timeWidth = () => get("timeline").clientWidth - GUTTER - 2;
@@ -233,15 +245,14 @@ function drawTimeline() {
   for (const row of lanes) {
     const isChosen = row.plan === chosen() && row.device === model(row.plan, state.device);
     g.fillStyle = row.title ? (isChosen ? accent : text) : muted;
-    g.fillText(row.title || row.name.replace("network: ", "↔ "), 0, row.y + row.h / 2, row.title ? width : GUTTER - 8);
+    g.fillText(row.title || row.name.replace("network: ", "↔ "), 0, row.y + row.h / 2, row.title ? 600 : GUTTER - 8);
     if (!row.title) drawLane(g, row, width, text, shades);
   }
   drawRuler(width);
   drawMemory(width);
 }
 function drawLane(g, { plan, device, lane, name, y, h }, width, text, shades) {
-  const isLit = highlight(plan);
-  const isDimmed = state.row >= 0 || unitOf(plan) >= 0;
+  const isChosen = highlight(plan);
   let edge = -1; // events that end in the last pixel are not drawn
   g.save();
   g.beginPath();
@@ -249,16 +260,18 @@ function drawLane(g, { plan, device, lane, name, y, h }, width, text, shades) {
   g.clip();
   device.events.filter((event) => event[LANE] === lane).forEach((event, i) => {
     const [a, b] = [xOf(event[START]), xOf(event[END])];
-    if (b < GUTTER || a > width || (b < edge && !isDimmed)) return;
-    edge = Math.floor(b + 0.5);
-    g.globalAlpha = isLit(event) ? 1 : lane ? 0.16 : 0.6;
-    g.fillStyle = lane ? laneColour(name, event[FLOPS]) : isDimmed && isLit(event) && state.row < 0 ? fills[0] : shades[i % 2];
+    const isLit = !isChosen || isChosen(event);
+    if (b < GUTTER || a > width || (b < edge && !(isChosen && isLit))) return;
+    edge = Math.ceil(b);
+    const isFilled = lane || (isChosen && isLit);
+    g.globalAlpha = isLit ? 1 : lane ? 0.16 : 0.6;
+    g.fillStyle = isFilled ? laneColour(lane ? name : "compute", event[FLOPS]) : shades[i % 2];
     g.fillRect(a, y, Math.max(b - a - (b - a > 3 ? 0.7 : 0), 0.7), h);
     if (b - a < (lane ? 34 : 15)) return;
-    g.fillStyle = isLit(event) && (lane || g.fillStyle === fills[0]) ? INK : text;
+    g.fillStyle = isFilled && isLit ? INK : text;
     const from = Math.max(a, GUTTER) + 3;
     let label = plan.names[event[NAME]];
-    while (label && g.measureText(label).width > b - from - 3) label = label.length > 3 ? `${label.slice(0, -2)}…` : "";
+    while (g.measureText(label).width > b - from - 3) label = label.length > 3 ? `${label.slice(0, -2)}…` : "";
     g.fillText(label, from, y + h / 2 + 0.5);
   });
   g.restore();
@@ -273,10 +286,11 @@ function drawRuler(width) {
   const [a, b] = state.zoom.map((part) => part * longest);
   const each = tick(b - a, Math.max(2, width / 120));
   const [unit, factor] = b - a >= 2 ? ["s", 1] : b - a >= 2e-3 ? ["ms", 1e3] : ["µs", 1e6];
+  const decimals = Math.max(0, -Math.floor(Math.log10(each * factor) + 1e-9));
   g.fillStyle = css("muted");
   for (let t = Math.ceil(a / each) * each; t <= b; t += each) {
     g.fillRect(xOf(t), 12, 1, 6);
-    g.fillText(`${(t * factor).toFixed(Math.max(0, -Math.floor(Math.log10(each * factor) + 1e-9)))} ${unit}`, xOf(t) + 3, 8);
+    g.fillText(`${(t * factor).toFixed(decimals)} ${unit}`, xOf(t) + 3, 8);
   }
 }
 const shown = () => plans.map((plan) => (plan === chosen() ? model(plan, state.device) : plan.devices[0]));
@@ -298,14 +312,15 @@ function drawMemory(width) {
     g.beginPath();
     g.rect(GUTTER, MEMORY * p, width, MEMORY);
     g.clip();
-    device.memory.forEach(([t, ...sizes], i) => { // what is in use after an operation is drawn before its end
-      const from = xOf(i ? device.memory[i - 1][0] : 0);
-      sizes.reduce((base, size, k) => {
-        g.fillStyle = fills[PURPOSE_FILLS[k]];
-        if (size) g.fillRect(from, y(base + size), xOf(t) - from + 0.4, y(base) - y(base + size));
-        return base + size;
-      }, 0);
-    });
+    for (let k = data.purposes.length; k > 0; k -= 1) { // the sum of k purposes, over that of more
+      g.beginPath();
+      device.memory.forEach((sample, i) => { // what is in use after an operation is drawn before its end
+        const [from, top] = [xOf(i ? device.memory[i - 1][0] : 0), y(sum(sample.slice(1, k + 1)))];
+        g.rect(from, top, xOf(sample[0]) - from, y(0) - top);
+      });
+      g.fillStyle = fills[PURPOSE_FILLS[k - 1]];
+      g.fill();
+    }
     g.fillStyle = text;
     for (let x = GUTTER; x < width; x += 7) g.fillRect(x, y(device.peak), 4, 1);
     g.restore();
@@ -313,7 +328,8 @@ function drawMemory(width) {
 }
 function drawLegend() {
   const entry = (colour, name) => `<span>${square(colour)}${escaped(name)}</span>`;
-  const isUsed = (_, k) => plans.some((plan) => plan.devices.some((device) => device.memory.some((sample) => sample[k + 1])));
+  const samples = plans.flatMap((plan) => plan.devices.flatMap((device) => device.memory));
+  const isUsed = (_, k) => samples.some((sample) => sample[k + 1]);
   const purposes = data.purposes.map((name, k) => entry(fills[PURPOSE_FILLS[k]], name)).filter(isUsed);
   get("time-legend").innerHTML = [entry(fills[0], "matrix products"), entry(fills[6], "other operations"),
     ...allLanes.filter((name) => name !== "compute").map((name) => entry(laneColour(name), name)),
@@ -339,24 +355,26 @@ function hovered(event) {
   const [t, slack] = [state.zoom[0] * longest + partAt(event) * range, 2 * range / timeWidth()];
   if (partAt(event) < 0) return null;
   if (event.target === get("memory")) {
-    const sample = shown()[Math.floor(event.offsetY / MEMORY)]?.memory.find(([end]) => end >= t);
-    const words = (size, k) => (size ? `<br>${square(fills[PURPOSE_FILLS[k]])} ${data.purposes[k]} ${bytes(size)}` : "");
-    return sample && { text: `<b>${bytes(sum(sample.slice(1)))} at ${seconds(t)}</b>${sample.slice(1).map(words).join("")}` };
+    const [end, ...sizes] = shown()[Math.floor(event.offsetY / MEMORY)]?.memory.find((sample) => sample[0] >= t) || [];
+    const words = sizes.map((x, k) => x && `${square(fills[PURPOSE_FILLS[k]])} ${data.purposes[k]} ${bytes(x)}`);
+    return end && { text: `<b>${bytes(sum(sizes))} at ${seconds(t)}</b>${words.filter(Boolean).join("<br>")}` };
   }
-  const row = event.target === get("timeline") && lanes.find(({ y, h }) => event.offsetY >= y && event.offsetY < y + h + 2);
-  if (!row || row.title) return null;
+  const row = lanes.find(({ y, h }) => event.offsetY >= y && event.offsetY < y + h + 2);
+  if (event.target !== get("timeline") || !row || row.title) return null;
   const near = row.device.events.filter((e) => e[LANE] === row.lane && t >= e[START] - slack && t <= e[END] + slack);
   const longer = near.reduce((a, b) => (a && a[SECONDS] >= b[SECONDS] ? a : b), null);
   return longer && { row, event: longer, text: eventWords(row, longer) };
 }
 function eventWords({ plan, lane, name }, event) {
   const [title, unit] = [NAME, UNIT].map((field) => plan.names[event[field]]);
-  const more = event[CALLS] > 1 && (lane ? ` and ${integer(event[CALLS] - 1)} more` : `: ${plural(event[CALLS], "operation")}`);
+  const more = lane ? ` and ${integer(event[CALLS] - 1)} more` : `: ${plural(event[CALLS], "operation")}`;
   const amounts = [seconds(event[SECONDS]), bytes(event[BYTES])];
   if (event[FLOPS]) amounts.push(scaled(event[FLOPS], "FLOP"), scaled(event[FLOPS] / event[SECONDS], "FLOP/s"));
-  const lines = [lane && `unit ${escaped(unit)}`, amounts.join(" · "), `from ${seconds(event[START])} · ${escaped(name)}`,
-    event[ROW] >= 0 && code(plan.rows[event[ROW]].site)];
-  return `<b>${lane ? "" : "unit "}${escaped(title)}${more || ""}</b>${lines.filter(Boolean).join("<br>")}`;
+  const lines = [amounts.join(" · "), `from ${seconds(event[START])} · ${escaped(name)}`];
+  if (lane) lines.unshift(`unit ${escaped(unit)}`);
+  if (event[ROW] >= 0) lines.push(code(plan.rows[event[ROW]].site));
+  const words = `${lane ? "" : "unit "}${escaped(title)}${event[CALLS] > 1 ? more : ""}`;
+  return `<b>${words}</b>${lines.join("<br>")}`;
 }
 function tip(event, words) {
   const box = get("tip");
@@ -369,32 +387,35 @@ function tip(event, words) {
 
 // -- numbers, details, tables -----------------------------------------------------------------------------------------
 
-const TILES = [["step", "seconds", seconds], ["peak memory", "peak", bytes], ["of peak FLOP/s", "utilization", (x) => `${(100 * x).toFixed(1)} %`],
-  ["sent by a device", "sent", bytes], ["waits for network", "exposed", seconds], ["waits for stages", "idle", seconds],
-  ["computation", "compute", seconds]];
+const TILES = { seconds: ["step", seconds], peak: ["peak memory", bytes], utilization: ["of peak FLOP/s", percent],
+  sent: ["sent by a device", bytes], exposed: ["waits for network", seconds], idle: ["waits for stages", seconds],
+  compute: ["computation", seconds] };
 
 function drawNumbers() {
-  const value = (plan, p, key, format) => {
-    const isOver = key === "peak" && plan.numbers.peak > plan.capacity;
-    return `<b${isOver ? ' class="over"' : ""} title="${plan.numbers[key]}">${plans.length > 1 ? `<em>${"AB"[p]}</em> ` : ""}`
-      + `${format(plan.numbers[key])}${key === "peak" ? ` <em>of ${bytes(plan.capacity)}</em>` : ""}</b>`;
-  };
-  get("numbers").innerHTML = TILES.filter(([, key]) => key !== "idle" || plans.some((plan) => plan.numbers.idle)).map(([name, key, format]) => {
+  const letter = (p) => (plans.length > 1 ? `<em>${"AB"[p]}</em> ` : "");
+  get("numbers").innerHTML = Object.entries(TILES).map(([key, [title, format]]) => {
+    const values = plans.map((plan, p) => {
+      const isOver = key === "peak" && plan.numbers.peak > plan.capacity;
+      const limit = key === "peak" ? ` <em>of ${bytes(plan.capacity)}</em>` : "";
+      return `<b class="${isOver ? "over" : ""}">${letter(p)}${format(plan.numbers[key])}${limit}</b>`;
+    });
     const [a, b] = plans.map((plan) => plan.numbers[key]);
-    const change = plans.length > 1 && a ? ` <em>${b < a ? "−" : "+"}${Math.abs(100 * (b / a - 1)).toFixed(1)} %</em>` : "";
-    return `<div data-number="${key}"><span>${name}${change}</span>${plans.map((plan, p) => value(plan, p, key, format)).join("")}</div>`;
+    const change = plans.length > 1 && a ? ` <em>${b < a ? "−" : "+"}${percent(Math.abs(b / a - 1))}</em>` : "";
+    const tile = `<div data-number="${key}"><span>${title}${change}</span>${values.join("")}</div>`;
+    return key !== "idle" || a || b ? tile : "";
   }).join("");
-  get("plans").innerHTML = plans.length < 2 ? `<small>${escaped(plans[0].mesh)}</small>` : plans.map((plan, p) => (
-    `<button data-plan="${p}" aria-pressed="${p === state.plan}">${"AB"[p]} &nbsp;${escaped(plan.mesh)}</button>`)).join("");
+  const button = ({ mesh }, p) => (
+    `<button data-plan="${p}" aria-pressed="${p === state.plan}">${letter(p)} ${escaped(mesh)}</button>`);
+  get("plans").innerHTML = plans.length > 1 ? plans.map(button).join("") : `<small>${escaped(plans[0].mesh)}</small>`;
 }
 
 /** Return a table: a row is [attributes, cells...]; numbers, which are [text, exact], are aligned on the right. */
 function table(head, rows) {
   const cell = (x) => (Array.isArray(x) ? `<td class="n" title="${x[1] ?? ""}">${x[0]}</td>` : `<td>${x}</td>`);
   const titles = head.map((x) => (Array.isArray(x) ? `<th class="n">${x[0]}</th>` : `<th>${x}</th>`)).join("");
-  const body = rows.slice(0, MOST).map(([attributes, ...each]) => `<tr ${attributes}>${each.map(cell).join("")}</tr>`).join("");
-  const more = rows.length > MOST ? `<tr><td colspan="${head.length}">and ${integer(rows.length - MOST)} more</td></tr>` : "";
-  return `<table><tr>${titles}</tr>${body}${more}</table>`;
+  const body = rows.slice(0, MOST).map(([attributes, ...each]) => `<tr ${attributes}>${each.map(cell).join("")}</tr>`);
+  const more = rows.length > MOST ? `<tr><td colspan="9">and ${integer(rows.length - MOST)} more</td></tr>` : "";
+  return `<table><tr>${titles}</tr>${body.join("")}${more}</table>`;
 }
 const row = (name, number, isChosen) => `tabindex="0" data-${name}="${number}" aria-selected="${isChosen}"`;
 const amount = (x) => [bytes(x), `${integer(x)} bytes`];
@@ -403,26 +424,29 @@ function drawDetails() {
   const plan = chosen();
   const device = model(plan, state.device);
   const leaf = plan.leaves[state.leaf];
-  const arrays = plan.leaves.map((each, number) => [each, number, localShape(plan, each, state.device)])
-    .filter(([, , shape]) => shape).map((each) => [...each, product(each[2]) * each[0].item]).sort((a, b) => b[3] - a[3]);
+  const local = plan.leaves.map((each, number) => ({ each, number, size: localBytes(plan, each, state.device) }));
+  const arrays = local.filter(({ each }) => localShape(plan, each, state.device)).sort((a, b) => b.size - a.size);
+  const holders = device.holders.map(([size, purpose, site]) => (
+    ["", square(fills[PURPOSE_FILLS[data.purposes.indexOf(purpose)]]) + purpose, amount(size), code(site)]));
+  const rows = arrays.map(({ each, number, size }) => [row("leaf", number, number === state.leaf), escaped(each.path),
+    code(`[${localShape(plan, each, state.device).join(", ")}]`), amount(size)]);
   get("details").innerHTML = `${leaf ? leafWords(plan, leaf) : ""}<h2>Device ${integer(state.device)} <small>`
-    + `${written(plan, state.device)} · peak ${bytes(device.peak)}</small></h2><h3>At the peak</h3>`
-    + table(["for", ["bytes"], "source line"], device.holders.map(([size, purpose, site]) => (
-      ["", square(fills[PURPOSE_FILLS[data.purposes.indexOf(purpose)]]) + purpose, amount(size), code(site)])))
-    + `<h3>${plural(arrays.length, "array")}, ${bytes(sum(arrays.map((each) => each[3])))}</h3>`
-    + table(["array", "local shape", ["bytes"]], arrays.map(([each, number, shape, size]) => (
-      [row("leaf", number, number === state.leaf), escaped(each.path), code(`[${shape.join(", ")}]`), amount(size)])));
+    + `${written(plan, state.device)} · peak ${bytes(device.peak)}</small></h2>`
+    + `<h3>At the peak</h3>${table(["for", ["bytes"], "source line"], holders)}`
+    + `<h3>${plural(arrays.length, "array")}, ${bytes(sum(arrays.map(({ size }) => size)))}</h3>`
+    + table(["array", "local shape", ["bytes"]], rows);
 }
-/** The chosen leaf: its type, its shard of the chosen device, and when its unit is gathered, used, reduced and updated. */
+/** The chosen leaf: its type, its shard of the chosen device, and when its unit is gathered, used, reduced, updated. */
 function leafWords(plan, leaf) {
   const shape = localShape(plan, leaf, state.device);
-  const local = shape ? `[${shape.join(", ")}], ${bytes(product(shape) * leaf.item)} on device ${integer(state.device)}`
-    : leaf.layout < 0 ? "sharded by the step" : `none on device ${integer(state.device)}`;
+  const shard = shape ? `[${shape.join(", ")}], ${bytes(localBytes(plan, leaf, state.device))}` : "none";
+  const held = leaf.layout < 0 ? "sharded by the step" : `${shard} on device ${integer(state.device)}`;
+  const words = [`${bytes(leaf.bytes)} in all`, held];
+  if (leaf.unit) words.push(`unit ${escaped(leaf.unit)}`);
   const life = lifeOf(plan, leaf).map(([what, start, end]) => (
     [`tabindex="0" data-from="${start}" data-to="${end}"`, what, [seconds(start)], [seconds(end - start)]]));
-  return `<h2>${escaped(leaf.path)}</h2>${code(leaf.type)}<br>${bytes(leaf.bytes)} in all · ${local}`
-    + `${leaf.unit ? ` · unit ${escaped(leaf.unit)}` : ""}`
-    + `${life.length ? `<h3>Life in the step</h3>${table(["event", ["from"], ["seconds"]], life)}` : ""}<hr>`;
+  const events = life.length ? `<h3>Life in the step</h3>${table(["event", ["from"], ["seconds"]], life)}` : "";
+  return `<h2>${escaped(leaf.path)}</h2>${code(leaf.type)}<br>${words.join(" · ")}${events}<hr>`;
 }
 function lifeOf(plan, leaf) {
   const [unit, update] = [unitOf(plan), plan.names.indexOf("update")];
@@ -440,29 +464,31 @@ function lifeOf(plan, leaf) {
 
 function drawLedger() {
   const plan = chosen();
-  const time = (number) => Math.max(...plan.devices.map((device) => sum(device.events.filter((e) => e[ROW] === number).map((e) => e[SECONDS]))));
-  get("ledger").innerHTML = table(["collective", "axis", ["calls"], ["bytes sent"], ["seconds"], "source line"], plan.rows.map((each, number) => (
-    [row("row", number, number === state.row), each.collective, each.axes.join(", "), [integer(each.calls)], amount(each.sent),
-      [seconds(time(number))], code(each.site)])));
+  const spent = (device, number) => sum(device.events.map((event) => (event[ROW] === number ? event[SECONDS] : 0)));
+  const rows = plan.rows.map(({ collective, axes, calls, sent, site }, number) => [
+    row("row", number, number === state.row), collective, axes.join(", "), [integer(calls)], amount(sent),
+    [seconds(Math.max(...plan.devices.map((device) => spent(device, number))))], code(site)]);
+  get("ledger").innerHTML = table(["collective", "axis", ["calls"], ["bytes sent"], ["seconds"], "source line"], rows);
   const { collective, axes, sent } = plan.rows[state.row] || {};
-  const members = () => product(plan.axes.filter(([name]) => axes.includes(name)).map(([, n]) => n));
-  get("ledger-note").textContent = axes ? `${collective} along ${axes.join(", ")}: ${bytes(sent)} from each device, groups of ${members()}`
-    : `${bytes(plan.numbers.sent)} sent by a device`;
+  const members = product(plan.axes.map(([name, n]) => (axes?.includes(name) ? n : 1)));
+  const words = axes && `${collective} along ${axes.join(", ")}: ${bytes(sent)} from each device of ${integer(members)}`;
+  get("ledger-note").textContent = words || `${bytes(plan.numbers.sent)} sent by a device`;
 }
 function drawLeaves() {
-  const plan = chosen();
+  const { leaves } = chosen();
   const words = state.filter.toLowerCase().split(/\s+/);
-  const rows = plan.leaves.flatMap((leaf, number) => (words.every((word) => `${leaf.path} ${leaf.type}`.toLowerCase().includes(word))
-    ? [[row("leaf", number, number === state.leaf), escaped(leaf.path), code(leaf.type), escaped(leaf.unit), amount(leaf.bytes)]] : []));
+  const isShown = ({ path, type }) => words.every((word) => `${path} ${type}`.toLowerCase().includes(word));
+  const rows = leaves.flatMap((leaf, number) => (isShown(leaf) ? [[row("leaf", number, number === state.leaf),
+    escaped(leaf.path), code(leaf.type), escaped(leaf.unit), amount(leaf.bytes)]] : []));
   get("leaves").innerHTML = table(["path", "type", "unit", ["bytes in all"]], rows);
-  get("leaves-note").textContent = `${integer(rows.length)} of ${integer(plan.leaves.length)}`;
+  get("leaves-note").textContent = `${integer(rows.length)} of ${integer(leaves.length)}`;
 }
 
 // -- exports ----------------------------------------------------------------------------------------------------------
 
 function save(name, text) {
-  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(new Blob([text])), download: name });
-  link.click();
+  const href = URL.createObjectURL(new Blob([text]));
+  Object.assign(document.createElement("a"), { href, download: name }).click();
 }
 const quoted = (x) => (/[",\n]/.test(x) ? `"${String(x).replace(/"/g, '""')}"` : x);
 const csv = (rows) => rows.map((each) => `${each.map(quoted).join(",")}\n`).join("");
@@ -475,12 +501,15 @@ function traceJson() {
   const traceEvents = plans.flatMap((plan, p) => plan.devices.flatMap(({ number, lanes, events, memory }) => {
     const pid = p * 1e6 + number;
     const titles = [["process_name", `${plan.mesh} device ${number}`], ...lanes.map((lane) => ["thread_name", lane])];
+    const words = (e) => ({ unit: plan.names[e[UNIT]], bytes: e[BYTES], flops: e[FLOPS], calls: e[CALLS] });
+    const sizes = (values) => Object.fromEntries(data.purposes.map((name, k) => [name, values[k]]));
     return [
       ...titles.map(([name, title], i) => ({ ph: "M", pid, tid: Math.max(0, i - 1), name, args: { name: title } })),
-      ...events.map((e) => ({ ph: "X", pid, tid: e[LANE], name: plan.names[e[NAME]], ts: e[START] * 1e6, dur: (e[END] - e[START]) * 1e6,
-        args: { unit: plan.names[e[UNIT]], bytes: e[BYTES], flops: e[FLOPS], calls: e[CALLS], line: plan.rows[e[ROW]]?.site } })),
-      ...memory.map(([t, ...sizes]) => ({ ph: "C", pid, name: "memory", ts: t * 1e6,
-        args: Object.fromEntries(data.purposes.map((name, k) => [name, sizes[k]])) })),
+      ...events.map((e) => ({
+        ph: "X", pid, tid: e[LANE], name: plan.names[e[NAME]], ts: e[START] * 1e6, dur: (e[END] - e[START]) * 1e6,
+        args: { ...words(e), line: plan.rows[e[ROW]]?.site },
+      })),
+      ...memory.map(([t, ...values]) => ({ ph: "C", pid, name: "memory", ts: t * 1e6, args: sizes(values) })),
     ];
   }));
   return JSON.stringify({ displayTimeUnit: "ms", traceEvents });
@@ -526,7 +555,8 @@ function draw() {
 }
 
 function pick(element) {
-  const { row: number, leaf, from, to, plan } = element.closest("[data-row], [data-leaf], [data-from], [data-plan]")?.dataset || {};
+  const found = element.closest("[data-row], [data-leaf], [data-from], [data-plan]");
+  const { row: number, leaf, from, to, plan } = found?.dataset || {};
   if (plan) choose({ plan: +plan });
   if (number) choose({ row: +number === state.row ? -1 : +number, leaf: -1 });
   if (leaf) choose({ leaf: +leaf === state.leaf ? -1 : +leaf, row: -1 });
@@ -542,9 +572,8 @@ function press(key, target) {
   const [dx, dy] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key] || [0, 0];
   const tr = target.closest("tr[tabindex]");
   const isTime = target === get("time");
-  if (key === "Escape") {
-    choose(state.leaf >= 0 || state.row >= 0 ? { leaf: -1, row: -1 } : { zoom: [0, 1], filter: get("filter").value = "", device: state.device });
-  } else if (tr && (key === "Enter" || key === " ")) pick(tr);
+  if (key === "Escape") choose(state.leaf >= 0 || state.row >= 0 ? { leaf: -1, row: -1 } : { zoom: [0, 1] });
+  else if (tr && (key === "Enter" || key === " ")) pick(tr);
   else if (tr && dy) (dy < 0 ? tr.previousElementSibling : tr.nextElementSibling)?.focus();
   else if (target === get("mesh") && (dx || dy)) moveDevice([dx, dy]);
   else if (isTime && dx) zoomBy(1, 0.5, 0.2 * dx);
@@ -561,15 +590,22 @@ document.addEventListener("keydown", (event) => {
 });
 get("mesh").addEventListener("click", (event) => deviceAt(event) >= 0 && choose({ device: deviceAt(event) }));
 get("mesh").addEventListener("mousemove", (event) => {
-  const device = deviceAt(event);
-  const words = () => `<b>device ${integer(device)}</b>${written(chosen(), device)}<br>peak ${bytes(model(chosen(), device).peak)}`;
-  tip(event, device >= 0 && words());
+  const [plan, device] = [chosen(), deviceAt(event)];
+  if (device < 0) return tip(event);
+  const peak = `peak ${bytes(model(plan, device).peak)}`;
+  return tip(event, `<b>device ${integer(device)}</b>${written(plan, device)}<br>${peak}`);
 });
-for (const id of ["mesh", "time"]) get(id).addEventListener("mouseleave", (event) => { tip(event); get("cursor").hidden = true; });
+function leave(event) {
+  tip(event);
+  get("cursor").hidden = true;
+}
+for (const id of ["mesh", "time"]) get(id).addEventListener("mouseleave", leave);
 
 let drag = null; // { x, zoom } where a drag began
 let isDragged = false;
-get("time").addEventListener("pointerdown", (event) => { [drag, isDragged] = [{ x: event.clientX, zoom: state.zoom }, false]; });
+get("time").addEventListener("pointerdown", ({ clientX }) => {
+  [drag, isDragged] = [{ x: clientX, zoom: state.zoom }, false];
+});
 addEventListener("pointerup", () => { drag = null; });
 get("time").addEventListener("pointermove", (event) => {
   get("cursor").hidden = !(partAt(event) >= 0 && partAt(event) <= 1);
@@ -583,7 +619,8 @@ get("time").addEventListener("click", (event) => {
   const { row: lane, event: timed } = (!isDragged && hovered(event)) || {};
   if (!timed) return;
   const isHere = lane.plan === chosen() && lane.device === model(lane.plan, state.device);
-  choose({ plan: plans.indexOf(lane.plan), device: isHere ? state.device : lane.device.number, row: timed[ROW], leaf: -1 });
+  const device = isHere ? state.device : lane.device.number;
+  choose({ plan: plans.indexOf(lane.plan), device, row: timed[ROW], leaf: -1 });
 });
 get("time").addEventListener("dblclick", () => zoomTo(0, 1));
 get("time").addEventListener("wheel", (event) => {
@@ -593,7 +630,8 @@ get("time").addEventListener("wheel", (event) => {
   event.preventDefault();
 }, { passive: false });
 const actions = { "zoom-in": () => zoomBy(0.5), "zoom-out": () => zoomBy(2), "zoom-all": () => zoomTo(0, 1),
-  "save-ledger": () => save("ledger.csv", ledgerCsv(chosen())), "save-leaves": () => save("leaves.csv", leavesCsv(chosen())),
+  "save-ledger": () => save("ledger.csv", ledgerCsv(chosen())),
+  "save-leaves": () => save("leaves.csv", leavesCsv(chosen())),
   "save-trace": () => save("trace.json", traceJson()) };
 for (const [id, action] of Object.entries(actions)) get(id).addEventListener("click", action);
 get("filter").addEventListener("input", (event) => choose({ filter: event.target.value }));

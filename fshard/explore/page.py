@@ -12,6 +12,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from html import escape
 from importlib.resources import files
 from math import prod
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fshard.explore.palette import fill
-from fshard.mesh.layout import Layout, Mesh, arithmetic
+from fshard.mesh.layout import Mesh, P, arithmetic
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.layout.tree import flatten_with_paths
 
@@ -65,7 +66,7 @@ def document(report: Cost, compare: Cost | None = None) -> dict[str, Any]:
 
 
 def _plan(report: Cost) -> dict[str, Any]:
-    mesh, times, names, layouts = report.mesh, report.times, Numbering(), LayoutTable(report.mesh)
+    mesh, times, names, layouts = report.mesh, report.times, Numbering(), Numbering()
     rows, numbers = report.comm.rows(), [*report.devices]
     row_numbers = {row: number for number, (row, _, _) in enumerate(rows)}
     staged = [numbers == [mesh.index({axis: index}) for index in range(size)] for axis, size in mesh.axes]
@@ -89,17 +90,17 @@ def _plan(report: Cost) -> dict[str, Any]:
             for row, calls, sent in rows
         ],
         "leaves": [*_leaves(report.arguments, layouts)],
-        "layouts": layouts.rows,
+        "layouts": [_shards(mesh, *layout) for layout in layouts],
         "names": [*names],
     }
 
 
-class Numbering(dict[str, int]):
-    """The number of each text, in order of occurrence."""
+class Numbering(dict[Any, int]):
+    """The number of each text or layout, in order of occurrence."""
 
-    def __missing__(self, text: str) -> int:
-        self[text] = len(self)
-        return self[text]
+    def __missing__(self, key: Any) -> int:
+        self[key] = len(self)
+        return self[key]
 
 
 # -- devices -------------------------------------------------------------------------------------------------------------
@@ -200,45 +201,7 @@ def _merged(events: Sequence[list[Any]], width: float) -> list[list[Any]]:
 # -- leaves --------------------------------------------------------------------------------------------------------------
 
 
-class LayoutTable:
-    """The shards of layouts, each layout of a shape once.
-
-    Shards are numbered along `axes`, those that shard a leaf, in the order of the mesh; `place` has the coordinates of the
-    devices that have any. `shapes` are runs of equal local shapes: [count, shape].
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._mesh = mesh
-        self._numbers: dict[Any, int] = {}
-        self._shapes: dict[Any, list[list[Any]]] = {}
-
-    def number(self, layout: Layout, shape: tuple[int, ...]) -> int:
-        """Return the row of a layout of a tensor."""
-        if (key := (shape, layout.spec)) not in self._numbers:
-            names, split = self._mesh.axis_names, layout.spec.split_axes
-            axes = [number for number, axis in enumerate(names) if axis in split]
-            place = [[names.index(axis), index] for axis, index in layout.place.items()]
-            self._numbers[key] = len(self.rows)
-            self.rows.append({"axes": axes, "place": place, "shapes": self._local_shapes(layout, shape, axes)})
-        return self._numbers[key]
-
-    def _local_shapes(self, layout: Layout, shape: tuple[int, ...], axes: Sequence[int]) -> list[list[Any]]:
-        spec, split = layout.spec, [self._mesh.axes[axis] for axis in axes]
-        if (key := (shape, spec.entries, spec.flat_axes)) not in self._shapes:  # stages and owners have equal shards
-            runs = self._shapes[key] = []
-            first, sizes = dict.fromkeys(self._mesh.axis_names, 0) | layout.place, [size for _, size in split]
-            for shard in range(prod(sizes)):
-                index = arithmetic.unravel(shard, sizes)
-                coordinates = first | {axis: i for (axis, _), i in zip(split, index, strict=True)}
-                local = spec.local_shape(shape, self._mesh.shape, coordinates)
-                if not runs or runs[-1][1] != local:
-                    runs.append([0, local])
-                runs[-1][0] += 1
-        return self._shapes[key]
-
-
-def _leaves(arguments: Sequence[Any], layouts: LayoutTable) -> Iterator[dict[str, Any]]:
+def _leaves(arguments: Sequence[Any], layouts: Numbering) -> Iterator[dict[str, Any]]:
     """Yield the tensors of a step's arguments; those without a layout are sharded by the step."""
     roles = ["params", "state", *["buffers"] * (len(arguments) - 3), "batch"]
     for role, tree in zip(roles, arguments, strict=True):
@@ -247,5 +210,27 @@ def _leaves(arguments: Sequence[Any], layouts: LayoutTable) -> Iterator[dict[str
                 leaf = {"path": role + re.sub(r'\["([^"]*)"\]', r".\1", path), "type": str(typeof(x))}
                 leaf |= {"item": x.dtype.itemsize, "bytes": prod(x.shape) * x.dtype.itemsize, "unit": "", "layout": -1}
                 if isinstance(x, Sharded):
-                    leaf |= {"unit": x.layout.unit or "", "layout": layouts.number(x.layout, x.shape)}
+                    leaf |= {"unit": x.layout.unit or "", "layout": layouts[x.layout.spec, x.shape]}
                 yield leaf
+
+
+def _shards(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the axes that shard a leaf, the coordinates of the devices that have any of it, and the local shapes."""
+    number = mesh.axis_names.index
+    axes, place = sorted(map(number, spec.split_axes)), spec.coordinates(mesh.shape).items()
+    shapes = _local_shapes(mesh, spec.replace(at={}, shape=None), shape, tuple(axes))  # stages have equal shards
+    return {"axes": axes, "place": [[number(axis), index] for axis, index in place], "shapes": shapes}
+
+
+@lru_cache(maxsize=256)
+def _local_shapes(mesh: Mesh, spec: P, shape: tuple[int, ...], axes: Sequence[int]) -> list[list[Any]]:
+    """Return runs of equal local shapes, [count, shape]. Shards are numbered along their axes in the order of the mesh."""
+    split, runs = [mesh.axes[axis] for axis in axes], list[list[Any]]()
+    for shard in range(prod(size for _, size in split)):
+        index = arithmetic.unravel(shard, [size for _, size in split])
+        coordinates = dict.fromkeys(mesh.axis_names, 0) | dict(zip([axis for axis, _ in split], index, strict=True))
+        local = spec.local_shape(shape, mesh.shape, coordinates)
+        if not runs or runs[-1][1] != local:
+            runs.append([0, local])
+        runs[-1][0] += 1
+    return runs
