@@ -74,7 +74,6 @@ function context(canvas, width, height) {
   [g.font, g.textBaseline] = ["11px system-ui, sans-serif", "middle"];
   return g;
 }
-
 /** Make axes columns and rows, so that the picture is about twice as wide as high; long axes are broken in two. */
 function arrange(axes) {
   const steps = axes.flatMap(([, n], axis) => {
@@ -85,8 +84,7 @@ function arrange(axes) {
   const divide = (_, mask) => [1, 0].map((bit) => steps.filter((_, i) => (mask >> i & 1) === bit));
   const count = (side) => product(side.map((s) => s.n));
   const error = ([x, y]) => Math.abs(Math.log(count(x) / count(y) / 2.1));
-  const nearer = (a, b) => (error(b) < error(a) - 1e-9 ? b : a);
-  const sides = Array.from({ length: 2 ** steps.length }, divide).reduce(nearer);
+  const sides = Array.from({ length: 2 ** steps.length }, divide).reduce((a, b) => (error(b) < error(a) ? b : a));
   const extents = sides.map((side) => side.reduceRight((extent, step, i) => {
     const hasGap = i + 1 < side.length && side[i + 1].axis !== step.axis;
     step.stride = extent + (hasGap ? 0.25 + 0.05 * extent : 0);
@@ -96,7 +94,6 @@ function arrange(axes) {
 }
 
 let cells = null; // the mesh as drawn: { x, y, w, h }, with entries of x and y for each device
-
 function drawMesh() {
   const plan = chosen();
   const leaf = plan.leaves[state.leaf];
@@ -133,12 +130,10 @@ function drawMesh() {
   drawEdges(g, plan);
   [g.strokeStyle, g.lineWidth] = [css("text"), 2];
   g.strokeRect(cells.x[state.device], cells.y[state.device], Math.max(w - gap, 2), Math.max(h - gap, 2));
-  const axesOf = (side) => [...new Set(side.map((s) => plan.axes[s.axis].join(" ")))].join(" × ");
-  const [across, down] = sides.map(axesOf);
+  const [across, down] = sides.map((side) => [...new Set(side.map((s) => plan.axes[s.axis].join(" ")))].join(" × "));
   const words = [plural(meshSize(plan), "device"), across && `across: ${across}`, down && `down: ${down}`];
   get("mesh-note").textContent = words.filter(Boolean).join(" · ");
 }
-
 /** Return the colours of devices: by the shard of a leaf, or by peak memory; and write the legend. */
 function colours(plan, leaf) {
   const empty = css("empty");
@@ -159,7 +154,6 @@ function colours(plan, leaf) {
   const opacity = (peak) => Math.round(highest > lowest ? 140 + 115 * (peak - lowest) / (highest - lowest) : 255);
   return (device) => fills[0] + opacity(model(plan, device).peak).toString(16);
 }
-
 /** Draw lines between neighbours of the groups that the chosen row is along; those of the chosen device are thick. */
 function drawEdges(g, plan) {
   if (state.row < 0) return;
@@ -182,7 +176,6 @@ function drawEdges(g, plan) {
     g.stroke();
   }
 }
-
 function deviceAt({ offsetX, offsetY }) {
   const { x, y, w, h } = cells;
   return x.findIndex((left, i) => offsetX >= left && offsetX < left + w && offsetY >= y[i] && offsetY < y[i] + h);
@@ -200,11 +193,10 @@ function moveDevice([dx, dy]) {
 
 const GUTTER = 108;
 const MEMORY = 112; // the height of a memory curve
-const PURPOSE_FILLS = [0, 3, 4, 1, 2, 6, 10];
+const purposeFill = (k) => fills[[0, 3, 4, 1, 2, 6, 10][k]];
 let lanes = []; // of the timeline as drawn: { y, h, plan, device, lane, name }, or { y, h, plan, device, title }
 const allLanes = [...new Set(plans.flatMap((plan) => plan.devices.flatMap((device) => device.lanes)))].slice(1);
 const networks = allLanes.filter((name) => name.startsWith("network"));
-
 function layLanes() {
   lanes = [];
   let y = 2;
@@ -237,7 +229,6 @@ function highlight(plan) {
 }
 const timeWidth = () => get("timeline").clientWidth - GUTTER - 2;
 const xOf = (t) => GUTTER + (t / longest - state.zoom[0]) / (state.zoom[1] - state.zoom[0]) * timeWidth();
-
 function drawTimeline() {
   const width = get("timeline").clientWidth;
   const g = context(get("timeline"), width, layLanes());
@@ -318,7 +309,7 @@ function drawMemory(width) {
         const [from, top] = [xOf(i ? device.memory[i - 1][0] : 0), y(sum(sample.slice(1, k + 1)))];
         g.rect(from, top, xOf(sample[0]) - from, y(0) - top);
       });
-      g.fillStyle = fills[PURPOSE_FILLS[k - 1]];
+      g.fillStyle = purposeFill(k - 1);
       g.fill();
     }
     g.fillStyle = text;
@@ -329,13 +320,11 @@ function drawMemory(width) {
 function drawLegend() {
   const entry = (colour, name) => `<span>${square(colour)}${escaped(name)}</span>`;
   const samples = plans.flatMap((plan) => plan.devices.flatMap((device) => device.memory));
-  const isUsed = (_, k) => samples.some((sample) => sample[k + 1]);
-  const purposes = data.purposes.map((name, k) => entry(fills[PURPOSE_FILLS[k]], name)).filter(isUsed);
+  const purposes = data.purposes.map((name, k) => samples.some((x) => x[k + 1]) && entry(purposeFill(k), name));
   get("time-legend").innerHTML = [entry(fills[0], "matrix products"), entry(fills[6], "other operations"),
     ...allLanes.filter((name) => name !== "compute").map((name) => entry(laneColour(name), name)),
-    "<span>memory:</span>", ...purposes, "<span>┄ peak</span>"].join("");
+    "<span>memory:</span>", ...purposes.filter(Boolean), "<span>┄ peak</span>"].join("");
 }
-
 function zoomTo(a, b) {
   const length = Math.min(1, Math.max(b - a, 1e-5));
   const start = Math.max(0, Math.min(a, 1 - length));
@@ -348,7 +337,6 @@ function zoomBy(factor, part = 0.5, move = 0) {
   zoomTo(middle - (middle - a) * factor + by, middle + (b - middle) * factor + by);
 }
 const partAt = (event) => (event.clientX - get("time").getBoundingClientRect().left - GUTTER) / timeWidth();
-
 /** Return what is below the pointer: its lane, its event, and words about it. */
 function hovered(event) {
   const range = (state.zoom[1] - state.zoom[0]) * longest;
@@ -356,7 +344,7 @@ function hovered(event) {
   if (partAt(event) < 0) return null;
   if (event.target === get("memory")) {
     const [end, ...sizes] = shown()[Math.floor(event.offsetY / MEMORY)]?.memory.find((sample) => sample[0] >= t) || [];
-    const words = sizes.map((x, k) => x && `${square(fills[PURPOSE_FILLS[k]])} ${data.purposes[k]} ${bytes(x)}`);
+    const words = sizes.map((x, k) => x && `${square(purposeFill(k))} ${data.purposes[k]} ${bytes(x)}`);
     return end && { text: `<b>${bytes(sum(sizes))} at ${seconds(t)}</b>${words.filter(Boolean).join("<br>")}` };
   }
   const row = lanes.find(({ y, h }) => event.offsetY >= y && event.offsetY < y + h + 2);
@@ -371,10 +359,9 @@ function eventWords({ plan, lane, name }, event) {
   const amounts = [seconds(event[SECONDS]), bytes(event[BYTES])];
   if (event[FLOPS]) amounts.push(scaled(event[FLOPS], "FLOP"), scaled(event[FLOPS] / event[SECONDS], "FLOP/s"));
   const lines = [amounts.join(" · "), `from ${seconds(event[START])} · ${escaped(name)}`];
-  if (lane) lines.unshift(`unit ${escaped(unit)}`);
+  if (lane && unit) lines.unshift(`unit ${escaped(unit)}`);
   if (event[ROW] >= 0) lines.push(code(plan.rows[event[ROW]].site));
-  const words = `${lane ? "" : "unit "}${escaped(title)}${event[CALLS] > 1 ? more : ""}`;
-  return `<b>${words}</b>${lines.join("<br>")}`;
+  return `<b>${lane ? "" : "unit "}${escaped(title)}${event[CALLS] > 1 ? more : ""}</b>${lines.join("<br>")}`;
 }
 function tip(event, words) {
   const box = get("tip");
@@ -390,7 +377,6 @@ function tip(event, words) {
 const TILES = { seconds: ["step", seconds], peak: ["peak memory", bytes], utilization: ["of peak FLOP/s", percent],
   sent: ["sent by a device", bytes], exposed: ["waits for network", seconds], idle: ["waits for stages", seconds],
   compute: ["computation", seconds] };
-
 function drawNumbers() {
   const letter = (p) => (plans.length > 1 ? `<em>${"AB"[p]}</em> ` : "");
   get("numbers").innerHTML = Object.entries(TILES).map(([key, [title, format]]) => {
@@ -408,7 +394,6 @@ function drawNumbers() {
     `<button data-plan="${p}" aria-pressed="${p === state.plan}">${letter(p)} ${escaped(mesh)}</button>`);
   get("plans").innerHTML = plans.length > 1 ? plans.map(button).join("") : `<small>${escaped(plans[0].mesh)}</small>`;
 }
-
 /** Return a table: a row is [attributes, cells...]; numbers, which are [text, exact], are aligned on the right. */
 function table(head, rows) {
   const cell = (x) => (Array.isArray(x) ? `<td class="n" title="${x[1] ?? ""}">${x[0]}</td>` : `<td>${x}</td>`);
@@ -419,7 +404,6 @@ function table(head, rows) {
 }
 const row = (name, number, isChosen) => `tabindex="0" data-${name}="${number}" aria-selected="${isChosen}"`;
 const amount = (x) => [bytes(x), `${integer(x)} bytes`];
-
 function drawDetails() {
   const plan = chosen();
   const device = model(plan, state.device);
@@ -427,7 +411,7 @@ function drawDetails() {
   const local = plan.leaves.map((each, number) => ({ each, number, size: localBytes(plan, each, state.device) }));
   const arrays = local.filter(({ each }) => localShape(plan, each, state.device)).sort((a, b) => b.size - a.size);
   const holders = device.holders.map(([size, purpose, site]) => (
-    ["", square(fills[PURPOSE_FILLS[data.purposes.indexOf(purpose)]]) + purpose, amount(size), code(site)]));
+    ["", square(purposeFill(data.purposes.indexOf(purpose))) + purpose, amount(size), code(site)]));
   const rows = arrays.map(({ each, number, size }) => [row("leaf", number, number === state.leaf), escaped(each.path),
     code(`[${localShape(plan, each, state.device).join(", ")}]`), amount(size)]);
   get("details").innerHTML = `${leaf ? leafWords(plan, leaf) : ""}<h2>Device ${integer(state.device)} <small>`
@@ -450,8 +434,8 @@ function leafWords(plan, leaf) {
 }
 function lifeOf(plan, leaf) {
   const [unit, update] = [unitOf(plan), plan.names.indexOf("update")];
-  const place = leaf.layout < 0 ? [] : plan.layouts[leaf.layout].place.filter(([axis]) => axis === plan.stage);
-  const device = place.length ? plan.devices[place[0][1]] : model(plan, state.device);
+  const stage = plan.layouts[leaf.layout]?.place.find(([axis]) => axis === plan.stage);
+  const device = stage ? plan.devices[stage[1]] : model(plan, state.device);
   const verbs = { all_gather: "gathered", psum_scatter: "reduced", psum: "reduced" };
   return device.events.flatMap((event) => {
     const used = plan.rows[event[ROW]];
@@ -461,7 +445,6 @@ function lifeOf(plan, leaf) {
     return isUpdate || isUse ? [[what, event[START], event[END]]] : [];
   }).sort((a, b) => a[1] - b[1]);
 }
-
 function drawLedger() {
   const plan = chosen();
   const spent = (device, number) => sum(device.events.map((event) => (event[ROW] === number ? event[SECONDS] : 0)));
@@ -470,8 +453,8 @@ function drawLedger() {
     [seconds(Math.max(...plan.devices.map((device) => spent(device, number))))], code(site)]);
   get("ledger").innerHTML = table(["collective", "axis", ["calls"], ["bytes sent"], ["seconds"], "source line"], rows);
   const { collective, axes, sent } = plan.rows[state.row] || {};
-  const members = product(plan.axes.map(([name, n]) => (axes?.includes(name) ? n : 1)));
-  const words = axes && `${collective} along ${axes.join(", ")}: ${bytes(sent)} from each device of ${integer(members)}`;
+  const members = integer(product(plan.axes.map(([name, n]) => (axes?.includes(name) ? n : 1))));
+  const words = axes && `${collective} along ${axes.join(", ")}: ${bytes(sent)} from each device of ${members}`;
   get("ledger-note").textContent = words || `${bytes(plan.numbers.sent)} sent by a device`;
 }
 function drawLeaves() {
@@ -544,16 +527,13 @@ function read() {
   state.zoom = a >= 0 && a < b && b <= 1 ? [a, b] : [0, 1];
   get("filter").value = state.filter = parts.get("filter") || "";
 }
-/** Draw all; the focused row and the scrolls of tables stay. */
+/** Draw all; the focused row of a table stays focused. */
 function draw() {
   const focused = document.activeElement.closest("tr");
   const [box, at] = [focused?.closest("div, #details"), focused?.rowIndex];
-  const scrolls = [...document.querySelectorAll(".table")].map((each) => [each, each.scrollTop]);
   [drawNumbers, drawMesh, drawDetails, drawTimeline, drawLegend, drawLedger, drawLeaves].forEach((each) => each());
-  scrolls.forEach(([each, top]) => { each.scrollTop = top; });
   box?.querySelector("table:last-of-type")?.rows[at]?.focus({ preventScroll: true });
 }
-
 function pick(element) {
   const found = element.closest("[data-row], [data-leaf], [data-from], [data-plan]");
   const { row: number, leaf, from, to, plan } = found?.dataset || {};
@@ -561,12 +541,6 @@ function pick(element) {
   if (number) choose({ row: +number === state.row ? -1 : +number, leaf: -1 });
   if (leaf) choose({ leaf: +leaf === state.leaf ? -1 : +leaf, row: -1 });
   if (from) zoomTo((3 * from - 2 * to) / longest - 1e-3, (3 * to - 2 * from) / longest + 1e-3);
-}
-/** Choose the device of the next stage, or the next plan. */
-function moveStage(by) {
-  const next = chosen().devices[chosen().devices.indexOf(model(chosen(), state.device)) + by];
-  if (next) choose({ device: next.number });
-  else if (plans[state.plan + by]) choose({ plan: state.plan + by });
 }
 function press(key, target) {
   const [dx, dy] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key] || [0, 0];
@@ -577,7 +551,6 @@ function press(key, target) {
   else if (tr && dy) (dy < 0 ? tr.previousElementSibling : tr.nextElementSibling)?.focus();
   else if (target === get("mesh") && (dx || dy)) moveDevice([dx, dy]);
   else if (isTime && dx) zoomBy(1, 0.5, 0.2 * dx);
-  else if (isTime && dy) moveStage(dy);
   else if (isTime && "+=-".includes(key)) zoomBy(key === "-" ? 1 / 0.6 : 0.6);
   else if (isTime && (key === "0" || key === "Home")) zoomTo(0, 1);
   else return false;
@@ -591,18 +564,13 @@ document.addEventListener("keydown", (event) => {
 get("mesh").addEventListener("click", (event) => deviceAt(event) >= 0 && choose({ device: deviceAt(event) }));
 get("mesh").addEventListener("mousemove", (event) => {
   const [plan, device] = [chosen(), deviceAt(event)];
-  if (device < 0) return tip(event);
-  const peak = `peak ${bytes(model(plan, device).peak)}`;
-  return tip(event, `<b>device ${integer(device)}</b>${written(plan, device)}<br>${peak}`);
+  const peak = device >= 0 && bytes(model(plan, device).peak);
+  tip(event, peak && `<b>device ${integer(device)}</b>${written(plan, device)}<br>peak ${peak}`);
 });
-function leave(event) {
-  tip(event);
-  get("cursor").hidden = true;
-}
+const leave = (event) => { tip(event); get("cursor").hidden = true; };
 for (const id of ["mesh", "time"]) get(id).addEventListener("mouseleave", leave);
 
-let drag = null; // { x, zoom } where a drag began
-let isDragged = false;
+let [drag, isDragged] = [null, false]; // { x, zoom } where a drag began
 get("time").addEventListener("pointerdown", ({ clientX }) => {
   [drag, isDragged] = [{ x: clientX, zoom: state.zoom }, false];
 });
@@ -622,7 +590,6 @@ get("time").addEventListener("click", (event) => {
   const device = isHere ? state.device : lane.device.number;
   choose({ plan: plans.indexOf(lane.plan), device, row: timed[ROW], leaf: -1 });
 });
-get("time").addEventListener("dblclick", () => zoomTo(0, 1));
 get("time").addEventListener("wheel", (event) => {
   if (event.ctrlKey || event.metaKey) zoomBy(event.deltaY < 0 ? 0.8 : 1.25, Math.max(0, partAt(event)));
   else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) zoomBy(1, 0.5, event.deltaX / timeWidth());

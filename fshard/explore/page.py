@@ -2,14 +2,15 @@
 
     report ─> `document`: numbers, devices, ledger, leaves ─> JSON in page.html ─> page.js draws it
 
-Neighbours on a lane that are thinner than a bin of the timeline are merged, so a page has some thousand events of each
-device of the report. Other devices do what the device of their stage does: 16,384 devices have the events of their stages.
+Neighbours on a lane that are thinner than a bin of the timeline are merged, so each device of the report has at most some
+thousand events. Other devices do what the device of their stage does.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -57,6 +58,18 @@ def page(report: Cost, path: str | Path | None = None, *, compare: Cost | None =
     return Path(path)
 
 
+def framed(report: Cost) -> dict[str, str]:
+    """Return the page for a notebook: in a frame, so it needs no package of widgets; and its table as text."""
+    frame = f'<iframe srcdoc="{escape(str(page(report)))}" style="width:100%;height:900px;border:0"></iframe>'
+    return {"text/html": frame, "text/plain": str(report)}
+
+
+def is_report(x: object) -> bool:
+    """Return True for the cost of a step. `fshard.plan` is never imported: for a report it is loaded."""
+    module: Any = sys.modules.get("fshard.plan.cost")
+    return module is not None and isinstance(x, module.Cost)
+
+
 def document(report: Cost, compare: Cost | None = None) -> dict[str, Any]:
     """Return all that a page shows, of one report or of two."""
     from fshard.plan.trace import PURPOSES
@@ -67,23 +80,18 @@ def document(report: Cost, compare: Cost | None = None) -> dict[str, Any]:
 
 def _plan(report: Cost) -> dict[str, Any]:
     mesh, times, names, layouts = report.mesh, report.times, Numbering(), Numbering()
-    rows, numbers = report.comm.rows(), [*report.devices]
+    rows, staged_devices = report.comm.rows(), [*report.devices]
     row_numbers = {row: number for number, (row, _, _) in enumerate(rows)}
-    staged = [numbers == [mesh.index({axis: index}) for index in range(size)] for axis, size in mesh.axes]
+    staged = [staged_devices == [mesh.index({axis: index}) for index in range(size)] for axis, size in mesh.axes]
+    numbers = {"seconds": report.seconds, "peak": report.peak(), "utilization": report.utilization()}
+    numbers |= {"sent": float(report.sent()), "exposed": sum(times.exposed.values())}
+    numbers |= {"idle": times.idle, "compute": times.compute}
     return {
         "mesh": str(mesh).partition(";")[0] + ")",
         "axes": mesh.axes,
-        "stage": staged.index(True) if len(numbers) > 1 else None,  # the axis along which devices differ
+        "stage": staged.index(True) if len(staged_devices) > 1 else None,  # the axis along which devices differ
         "capacity": report.cluster.memory,
-        "numbers": {
-            "seconds": report.seconds,
-            "peak": report.peak(),
-            "utilization": report.utilization(),
-            "sent": float(report.sent()),
-            "exposed": sum(times.exposed.values()),
-            "idle": times.idle,
-            "compute": times.compute,
-        },
+        "numbers": numbers,
         "devices": [_device(number, device, names, row_numbers) for number, device in report.devices.items()],
         "rows": [
             {"collective": row.collective, "axes": row.axes, "calls": calls, "sent": float(sent), "site": str(row.site)}
@@ -155,7 +163,7 @@ def _units(device: DeviceCost) -> list[str]:
     Note [Units of a timeline]
     A unit's mark is the start of its all-gather, which may be ahead of its use. If as many all-gathers along some axes start
     as there are marks, each belongs to the mark of its number, and its unit is used from the wait for it. As many
-    reductions as there are units have the reverse order of the units.
+    reductions as there are units have the reverse order of the units. Collectives that match neither have no unit.
     """
     from fshard.plan.trace import CollectiveStart, CollectiveWait, MessageWait, Operation
 
@@ -171,17 +179,18 @@ def _units(device: DeviceCost) -> list[str]:
     gathers = {index for (name, _), indices in calls.items() if name == "all_gather" for index in indices} & {*unit_of}
     units, unit = list[str](), "begin"
     for index, event in enumerate(device.events):
-        if isinstance(event, Operation) and (not gathers or event.unit in ("begin", "update")):
-            unit = event.unit
-        if isinstance(event, CollectiveWait):
+        if isinstance(event, Operation):
+            unit = unit if gathers and event.unit not in ("begin", "update") else event.unit
+            units.append(unit)
+        elif isinstance(event, CollectiveWait):
             unit = unit_of[event.start] if event.start in gathers else unit
         elif not isinstance(event, MessageWait):
-            units.append(unit_of.get(index, unit))
+            units.append(unit_of.get(index, ""))
     return units
 
 
 def _merged(events: Sequence[list[Any]], width: float) -> list[list[Any]]:
-    """Return events; neighbours on a lane with one row and one unit are merged below a width. The longest names them."""
+    """Merge neighbours on a lane with one row and one unit up to a width; the longest names them."""
     merged, last, longest = list[list[Any]](), dict[int, list[Any]](), dict[int, float]()
     for event in events:
         lane, _, end, seconds, name = event[:5]
