@@ -380,15 +380,15 @@ const TILES = { seconds: ["step", seconds], peak: ["peak memory", bytes], utiliz
 function drawNumbers() {
   const letter = (p) => (plans.length > 1 ? `<em>${"AB"[p]}</em> ` : "");
   get("numbers").innerHTML = Object.entries(TILES).map(([key, [title, format]]) => {
-    const values = plans.map((plan, p) => {
-      const isOver = key === "peak" && plan.numbers.peak > plan.capacity;
-      const limit = key === "peak" ? ` <em>of ${bytes(plan.capacity)}</em>` : "";
-      return `<b class="${isOver ? "over" : ""}">${letter(p)}${format(plan.numbers[key])}${limit}</b>`;
-    });
     const [a, b] = plans.map((plan) => plan.numbers[key]);
-    const change = plans.length > 1 && a ? ` <em>${b < a ? "−" : "+"}${percent(Math.abs(b / a - 1))}</em>` : "";
-    const tile = `<div data-number="${key}"><span>${title}${change}</span>${values.join("")}</div>`;
-    return key !== "idle" || a || b ? tile : "";
+    const values = plans.map((plan, p) => {
+      const isLimited = key === "peak" && plan.capacity !== plans[p - 1]?.capacity;
+      const limit = isLimited ? ` <em>of ${bytes(plan.capacity).replace(".0 ", " ")}</em>` : "";
+      const change = p && a ? ` <em>${b < a ? "−" : "+"}${percent(Math.abs(b / a - 1))}</em>` : "";
+      const kind = key === "peak" && plan.numbers.peak > plan.capacity ? "over" : "";
+      return `<b class="${kind}">${letter(p)}${format(plan.numbers[key])}${limit}${change}</b>`;
+    });
+    return key !== "idle" || a || b ? `<div><span>${title}</span>${values.join("")}</div>` : "";
   }).join("");
   const button = ({ mesh }, p) => (
     `<button data-plan="${p}" aria-pressed="${p === state.plan}">${letter(p)} ${escaped(mesh)}</button>`);
