@@ -18,7 +18,7 @@ from html import escape
 from importlib.resources import files
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
 
@@ -64,7 +64,7 @@ def framed(report: Cost) -> dict[str, str]:
     return {"text/html": frame, "text/plain": str(report)}
 
 
-def is_report(x: object) -> bool:
+def is_report(x: object) -> TypeGuard[Cost]:
     """Return True for the cost of a step. `fshard.plan` is never imported: for a report it is loaded."""
     module: Any = sys.modules.get("fshard.plan.cost")
     return module is not None and isinstance(x, module.Cost)
