@@ -15,7 +15,6 @@ const sum = (xs) => xs.reduce((a, b) => a + b, 0);
 const product = (xs) => xs.reduce((a, b) => a * b, 1);
 
 // -- text -------------------------------------------------------------------------------------------------------------
-
 const integer = (x) => Math.round(x).toLocaleString("en-US");
 const digits = (x) => (x < 9.995 ? x.toFixed(2) : x < 99.95 ? x.toFixed(1) : integer(x));
 function scaled(x, unit) {
@@ -35,7 +34,6 @@ const percent = (x) => `${(100 * x).toFixed(1)} %`;
 const plural = (n, noun) => `${integer(n)} ${noun}${n === 1 ? "" : "s"}`;
 
 // -- devices and shards -----------------------------------------------------------------------------------------------
-
 const axisSize = (plan, axis) => plan.axes[axis][1];
 const meshSize = (plan) => product(plan.axes.map(([, n]) => n));
 function coordinates(plan, device) {
@@ -49,7 +47,7 @@ function coordinates(plan, device) {
 const deviceOf = (plan, point) => point.reduce((device, c, axis) => device * axisSize(plan, axis) + c, 0);
 const written = (plan, device) => coordinates(plan, device).map((c, axis) => `${plan.axes[axis][0]} ${c}`).join(" · ");
 /** The device of the report that does what a device does. */
-const model = (plan, device) => plan.devices[plan.stage === null ? 0 : coordinates(plan, device)[plan.stage]];
+const representative = (plan, device) => plan.devices[plan.stage === null ? 0 : coordinates(plan, device)[plan.stage]];
 /** The number of the shard of a leaf that the device at a point has; -1 if it has none, null without a layout. */
 function shardAt(plan, leaf, point) {
   if (!leaf || leaf.layout < 0) return null;
@@ -65,7 +63,6 @@ function localShape(plan, leaf, device) {
 const localBytes = (plan, leaf, device) => product(localShape(plan, leaf, device) || [0]) * leaf.item;
 
 // -- the mesh ---------------------------------------------------------------------------------------------------------
-
 function context(canvas, width, height) {
   const ratio = devicePixelRatio || 1;
   [canvas.width, canvas.height, canvas.style.height] = [width * ratio, height * ratio, `${height}px`];
@@ -95,8 +92,7 @@ function arrange(axes) {
 
 let cells = null; // the mesh as drawn: { x, y, w, h }, with entries of x and y for each device
 function drawMesh() {
-  const plan = chosen();
-  const leaf = plan.leaves[state.leaf];
+  const [plan, leaf] = [chosen(), chosen().leaves[state.leaf]];
   const { sides, extents } = arrange(plan.axes);
   const width = get("mesh").clientWidth;
   const label = (side, i) => `${plan.axes[sides[side][0].axis][0]} ${i * sides[side][0].unit}`;
@@ -116,8 +112,9 @@ function drawMesh() {
     g.fillRect(cells.x[device], cells.y[device], Math.max(w - gap, 0.7), Math.max(h - gap, 0.7));
     if (w < 58 || h < 30) continue;
     g.fillStyle = shard === -1 ? css("muted") : INK;
-    const text = shard === null ? bytes(model(plan, device).peak) : shard < 0 ? "none" : `shard ${integer(shard)}`;
-    [integer(device), text].forEach((line, i) => g.fillText(line, cells.x[device] + 6, cells.y[device] + 11 + 14 * i));
+    const held = shard < 0 ? "none" : `shard ${integer(shard)}`;
+    const lines = [integer(device), shard === null ? bytes(representative(plan, device).peak) : held];
+    lines.forEach((line, i) => g.fillText(line, cells.x[device] + 6, cells.y[device] + 11 + 14 * i));
   }
   g.fillStyle = css("muted");
   sides.forEach(([step], side) => { // as many labels of the outermost axis as have room
@@ -149,10 +146,10 @@ function colours(plan, leaf) {
   const peaks = plan.devices.map((device) => device.peak);
   const [lowest, highest] = [Math.min(...peaks), Math.max(...peaks)];
   const range = [...new Set([lowest, highest])].map(bytes).join(" to ");
-  const words = `peak ${range}, ${percent(highest / plan.capacity)} of a device's memory`;
-  get("mesh-legend").innerHTML = `<span>${square(fills[0])}${words}</span>`;
+  const fraction = percent(highest / plan.capacity);
+  get("mesh-legend").innerHTML = `<span>${square(fills[0])}peak ${range}, ${fraction} of a device's memory</span>`;
   const opacity = (peak) => Math.round(highest > lowest ? 140 + 115 * (peak - lowest) / (highest - lowest) : 255);
-  return (device) => fills[0] + opacity(model(plan, device).peak).toString(16);
+  return (device) => fills[0] + opacity(representative(plan, device).peak).toString(16);
 }
 /** Draw lines between neighbours of the groups that the chosen row is along; those of the chosen device are thick. */
 function drawEdges(g, plan) {
@@ -182,17 +179,14 @@ function deviceAt({ offsetX, offsetY }) {
 }
 /** Choose the next device of a row or a column of the picture. */
 function moveDevice([dx, dy]) {
-  const { x, y } = cells;
-  const here = state.device;
+  const [{ x, y }, here] = [cells, state.device];
   const ahead = (i) => (x[i] - x[here]) * dx + (y[i] - y[here]) * dy;
   const next = x.map((_, i) => i).filter((i) => ahead(i) > 0.1 && Math.abs(dx ? y[i] - y[here] : x[i] - x[here]) < 0.1);
   if (next.length) choose({ device: next.reduce((a, b) => (ahead(b) < ahead(a) ? b : a)) });
 }
 
 // -- the timeline -----------------------------------------------------------------------------------------------------
-
-const GUTTER = 108;
-const MEMORY = 112; // the height of a memory curve
+const [GUTTER, MEMORY] = [108, 112]; // the width of the names of lanes, the height of a memory curve
 const purposeFill = (k) => fills[[0, 3, 4, 1, 2, 6, 10][k]];
 let lanes = []; // of the timeline as drawn: { y, h, plan, device, lane, name }, or { y, h, plan, device, title }
 const allLanes = [...new Set(plans.flatMap((plan) => plan.devices.flatMap((device) => device.lanes)))].slice(1);
@@ -234,7 +228,7 @@ function drawTimeline() {
   const g = context(get("timeline"), width, layLanes());
   const [text, muted, accent, ...shades] = ["text", "muted", "accent", "unit-a", "unit-b"].map(css);
   for (const row of lanes) {
-    const isChosen = row.plan === chosen() && row.device === model(row.plan, state.device);
+    const isChosen = row.plan === chosen() && row.device === representative(row.plan, state.device);
     g.fillStyle = row.title ? (isChosen ? accent : text) : muted;
     g.fillText(row.title || row.name.replace("network: ", "↔ "), 0, row.y + row.h / 2, row.title ? 600 : GUTTER - 8);
     if (!row.title) drawLane(g, row, width, text, shades);
@@ -242,13 +236,16 @@ function drawTimeline() {
   drawRuler(width);
   drawMemory(width);
 }
-function drawLane(g, { plan, device, lane, name, y, h }, width, text, shades) {
-  const isChosen = highlight(plan);
-  let edge = -1; // events that end in the last pixel are not drawn
+function clip(g, y, width, h) {
   g.save();
   g.beginPath();
   g.rect(GUTTER, y, width, h);
   g.clip();
+}
+function drawLane(g, { plan, device, lane, name, y, h }, width, text, shades) {
+  const isChosen = highlight(plan);
+  let edge = -1; // events that end in the last pixel are not drawn
+  clip(g, y, width, h);
   device.events.filter((event) => event[LANE] === lane).forEach((event, i) => {
     const [a, b] = [xOf(event[START]), xOf(event[END])];
     const isLit = !isChosen || isChosen(event);
@@ -274,7 +271,7 @@ function tick(range, count) {
 }
 function drawRuler(width) {
   const g = context(get("ruler"), width, 18);
-  const [a, b] = state.zoom.map((part) => part * longest);
+  const [a, b] = state.zoom.map((x) => x * longest);
   const each = tick(b - a, Math.max(2, width / 120));
   const [unit, factor] = b - a >= 2 ? ["s", 1] : b - a >= 2e-3 ? ["ms", 1e3] : ["µs", 1e6];
   const decimals = Math.max(0, -Math.floor(Math.log10(each * factor) + 1e-9));
@@ -284,7 +281,7 @@ function drawRuler(width) {
     g.fillText(`${(t * factor).toFixed(decimals)} ${unit}`, xOf(t) + 3, 8);
   }
 }
-const shown = () => plans.map((plan) => (plan === chosen() ? model(plan, state.device) : plan.devices[0]));
+const shown = () => plans.map((plan) => (plan === chosen() ? representative(plan, state.device) : plan.devices[0]));
 function drawMemory(width) {
   const g = context(get("memory"), width, MEMORY * plans.length);
   const highest = Math.max(...shown().map((device) => device.peak)) * 1.04;
@@ -299,10 +296,7 @@ function drawMemory(width) {
       g.fillStyle = muted;
       g.fillText(bytes(level), GUTTER - 8 - g.measureText(bytes(level)).width, y(level));
     }
-    g.save();
-    g.beginPath();
-    g.rect(GUTTER, MEMORY * p, width, MEMORY);
-    g.clip();
+    clip(g, MEMORY * p, width, MEMORY);
     for (let k = data.purposes.length; k > 0; k -= 1) { // the sum of k purposes, over that of more
       g.beginPath();
       device.memory.forEach((sample, i) => { // what is in use after an operation is drawn before its end
@@ -330,18 +324,18 @@ function zoomTo(a, b) {
   const start = Math.max(0, Math.min(a, 1 - length));
   choose({ zoom: [start, start + length] });
 }
-/** Zoom by a factor about a part of the width, and move by a part of it. */
-function zoomBy(factor, part = 0.5, move = 0) {
+/** Zoom by a factor about a fraction of the width, and move by a fraction of it. */
+function zoomBy(factor, centre = 0.5, move = 0) {
   const [a, b] = state.zoom;
-  const [middle, by] = [a + (b - a) * part, (b - a) * move];
+  const [middle, by] = [a + (b - a) * centre, (b - a) * move];
   zoomTo(middle - (middle - a) * factor + by, middle + (b - middle) * factor + by);
 }
-const partAt = (event) => (event.clientX - get("time").getBoundingClientRect().left - GUTTER) / timeWidth();
+const fractionAt = (event) => (event.clientX - get("time").getBoundingClientRect().left - GUTTER) / timeWidth();
 /** Return what is below the pointer: its lane, its event, and words about it. */
 function hovered(event) {
   const range = (state.zoom[1] - state.zoom[0]) * longest;
-  const [t, slack] = [state.zoom[0] * longest + partAt(event) * range, 2 * range / timeWidth()];
-  if (partAt(event) < 0) return null;
+  const [t, slack] = [state.zoom[0] * longest + fractionAt(event) * range, 2 * range / timeWidth()];
+  if (fractionAt(event) < 0) return null;
   if (event.target === get("memory")) {
     const [end, ...sizes] = shown()[Math.floor(event.offsetY / MEMORY)]?.memory.find((sample) => sample[0] >= t) || [];
     const words = sizes.map((x, k) => x && `${square(purposeFill(k))} ${data.purposes[k]} ${bytes(x)}`);
@@ -373,7 +367,6 @@ function tip(event, words) {
 }
 
 // -- numbers, details, tables -----------------------------------------------------------------------------------------
-
 const TILES = { seconds: ["step", seconds], peak: ["peak memory", bytes], utilization: ["of peak FLOP/s", percent],
   sent: ["sent by a device", bytes], exposed: ["waits for network", seconds], idle: ["waits for stages", seconds],
   compute: ["computation", seconds] };
@@ -406,8 +399,7 @@ const row = (name, number, isChosen) => `tabindex="0" data-${name}="${number}" a
 const amount = (x) => [bytes(x), `${integer(x)} bytes`];
 function drawDetails() {
   const plan = chosen();
-  const device = model(plan, state.device);
-  const leaf = plan.leaves[state.leaf];
+  const [device, leaf] = [representative(plan, state.device), plan.leaves[state.leaf]];
   const local = plan.leaves.map((each, number) => ({ each, number, size: localBytes(plan, each, state.device) }));
   const arrays = local.filter(({ each }) => localShape(plan, each, state.device)).sort((a, b) => b.size - a.size);
   const holders = device.holders.map(([size, purpose, site]) => (
@@ -427,22 +419,22 @@ function leafWords(plan, leaf) {
   const held = leaf.layout < 0 ? "sharded by the step" : `${shard} on device ${integer(state.device)}`;
   const words = [`${bytes(leaf.bytes)} in all`, held];
   if (leaf.unit) words.push(`unit ${escaped(leaf.unit)}`);
-  const life = lifeOf(plan, leaf).map(([what, start, end]) => (
-    [`tabindex="0" data-from="${start}" data-to="${end}"`, what, [seconds(start)], [seconds(end - start)]]));
+  const life = lifeOf(plan, leaf).map(([verb, start, end]) => (
+    [`tabindex="0" data-from="${start}" data-to="${end}"`, verb, [seconds(start)], [seconds(end - start)]]));
   const events = life.length ? `<h3>Life in the step</h3>${table(["event", ["from"], ["seconds"]], life)}` : "";
   return `<h2>${escaped(leaf.path)}</h2>${code(leaf.type)}<br>${words.join(" · ")}${events}<hr>`;
 }
 function lifeOf(plan, leaf) {
   const [unit, update] = [unitOf(plan), plan.names.indexOf("update")];
   const stage = plan.layouts[leaf.layout]?.place.find(([axis]) => axis === plan.stage);
-  const device = stage ? plan.devices[stage[1]] : model(plan, state.device);
+  const device = stage ? plan.devices[stage[1]] : representative(plan, state.device);
   const verbs = { all_gather: "gathered", psum_scatter: "reduced", psum: "reduced" };
   return device.events.flatMap((event) => {
     const used = plan.rows[event[ROW]];
     const isUpdate = !event[LANE] && event[UNIT] === update && /^(params|state)/.test(leaf.path);
     const isUse = event[UNIT] === unit && (!event[LANE] || (used && verbs[used.collective]));
-    const what = isUpdate ? "updated" : used ? `${verbs[used.collective]} along ${used.axes.join(", ")}` : "used";
-    return isUpdate || isUse ? [[what, event[START], event[END]]] : [];
+    const verb = isUpdate ? "updated" : used ? `${verbs[used.collective]} along ${used.axes.join(", ")}` : "used";
+    return isUpdate || isUse ? [[verb, event[START], event[END]]] : [];
   }).sort((a, b) => a[1] - b[1]);
 }
 function drawLedger() {
@@ -468,7 +460,6 @@ function drawLeaves() {
 }
 
 // -- exports ----------------------------------------------------------------------------------------------------------
-
 function save(name, text) {
   const href = URL.createObjectURL(new Blob([text]));
   Object.assign(document.createElement("a"), { href, download: name }).click();
@@ -499,7 +490,6 @@ function traceJson() {
 }
 
 // -- state ------------------------------------------------------------------------------------------------------------
-
 /** Change the state, write it into the URL, and draw what depends on it. */
 function choose(change) {
   if ("plan" in change && change.plan !== state.plan) {
@@ -530,13 +520,13 @@ function read() {
 /** Draw all; the focused row of a table stays focused. */
 function draw() {
   const focused = document.activeElement.closest("tr");
-  const [box, at] = [focused?.closest("div, #details"), focused?.rowIndex];
+  const [box, number] = [focused?.closest("div, #details"), focused?.rowIndex];
   [drawNumbers, drawMesh, drawDetails, drawTimeline, drawLegend, drawLedger, drawLeaves].forEach((each) => each());
-  box?.querySelector("table:last-of-type")?.rows[at]?.focus({ preventScroll: true });
+  box?.querySelector("table:last-of-type")?.rows[number]?.focus({ preventScroll: true });
 }
 function pick(element) {
-  const found = element.closest("[data-row], [data-leaf], [data-from], [data-plan]");
-  const { row: number, leaf, from, to, plan } = found?.dataset || {};
+  const target = element.closest("[data-row], [data-leaf], [data-from], [data-plan]");
+  const { row: number, leaf, from, to, plan } = target?.dataset || {};
   if (plan) choose({ plan: +plan });
   if (number) choose({ row: +number === state.row ? -1 : +number, leaf: -1 });
   if (leaf) choose({ leaf: +leaf === state.leaf ? -1 : +leaf, row: -1 });
@@ -544,8 +534,7 @@ function pick(element) {
 }
 function press(key, target) {
   const [dx, dy] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key] || [0, 0];
-  const tr = target.closest("tr[tabindex]");
-  const isTime = target === get("time");
+  const [tr, isTime] = [target.closest("tr[tabindex]"), target === get("time")];
   if (key === "Escape") choose(state.leaf >= 0 || state.row >= 0 ? { leaf: -1, row: -1 } : { zoom: [0, 1] });
   else if (tr && (key === "Enter" || key === " ")) pick(tr);
   else if (tr && dy) (dy < 0 ? tr.previousElementSibling : tr.nextElementSibling)?.focus();
@@ -557,41 +546,39 @@ function press(key, target) {
   return true;
 }
 
+const on = (id, type, act, options) => get(id).addEventListener(type, act, options);
 document.addEventListener("click", (event) => pick(event.target));
 document.addEventListener("keydown", (event) => {
   if (!event.ctrlKey && !event.metaKey && !event.altKey && press(event.key, event.target)) event.preventDefault();
 });
-get("mesh").addEventListener("click", (event) => deviceAt(event) >= 0 && choose({ device: deviceAt(event) }));
-get("mesh").addEventListener("mousemove", (event) => {
+on("mesh", "click", (event) => deviceAt(event) >= 0 && choose({ device: deviceAt(event) }));
+on("mesh", "mousemove", (event) => {
   const [plan, device] = [chosen(), deviceAt(event)];
-  const peak = device >= 0 && bytes(model(plan, device).peak);
+  const peak = device >= 0 && bytes(representative(plan, device).peak);
   tip(event, peak && `<b>device ${integer(device)}</b>${written(plan, device)}<br>peak ${peak}`);
 });
-const leave = (event) => { tip(event); get("cursor").hidden = true; };
-for (const id of ["mesh", "time"]) get(id).addEventListener("mouseleave", leave);
+for (const id of ["mesh", "time"]) on(id, "mouseleave", (event) => { tip(event); get("cursor").hidden = true; });
 
 let [drag, isDragged] = [null, false]; // { x, zoom } where a drag began
-get("time").addEventListener("pointerdown", ({ clientX }) => {
-  [drag, isDragged] = [{ x: clientX, zoom: state.zoom }, false];
-});
+on("time", "pointerdown", ({ clientX: x }) => { [drag, isDragged] = [{ x, zoom: state.zoom }, false]; });
 addEventListener("pointerup", () => { drag = null; });
-get("time").addEventListener("pointermove", (event) => {
-  get("cursor").hidden = !(partAt(event) >= 0 && partAt(event) <= 1);
+on("time", "pointermove", (event) => {
+  get("cursor").hidden = !(fractionAt(event) >= 0 && fractionAt(event) <= 1);
   get("cursor").style.left = `${event.clientX - get("time").getBoundingClientRect().left}px`;
   if (!drag) return tip(event, hovered(event)?.text);
   const by = (drag.x - event.clientX) / timeWidth() * (drag.zoom[1] - drag.zoom[0]);
   isDragged ||= Math.abs(drag.x - event.clientX) > 3;
   return isDragged && zoomTo(drag.zoom[0] + by, drag.zoom[1] + by);
 });
-get("time").addEventListener("click", (event) => {
+on("time", "click", (event) => {
   const { row: lane, event: timed } = (!isDragged && hovered(event)) || {};
   if (!timed) return;
-  const isHere = lane.plan === chosen() && lane.device === model(lane.plan, state.device);
+  const isHere = lane.plan === chosen() && lane.device === representative(lane.plan, state.device);
   const device = isHere ? state.device : lane.device.number;
   choose({ plan: plans.indexOf(lane.plan), device, row: timed[ROW], leaf: -1 });
 });
-get("time").addEventListener("wheel", (event) => {
-  if (event.ctrlKey || event.metaKey) zoomBy(event.deltaY < 0 ? 0.8 : 1.25, Math.max(0, partAt(event)));
+on("time", "wheel", (event) => {
+  if (event.ctrlKey || event.metaKey) zoomBy(event.deltaY < 0 ? 0.8 : 1.25, Math.max(0, fractionAt(event)));
   else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) zoomBy(1, 0.5, event.deltaX / timeWidth());
   else return;
   event.preventDefault();
@@ -600,8 +587,8 @@ const actions = { "zoom-in": () => zoomBy(0.5), "zoom-out": () => zoomBy(2), "zo
   "save-ledger": () => save("ledger.csv", ledgerCsv(chosen())),
   "save-leaves": () => save("leaves.csv", leavesCsv(chosen())),
   "save-trace": () => save("trace.json", traceJson()) };
-for (const [id, action] of Object.entries(actions)) get(id).addEventListener("click", action);
-get("filter").addEventListener("input", (event) => choose({ filter: event.target.value }));
+for (const [id, action] of Object.entries(actions)) on(id, "click", action);
+on("filter", "input", (event) => choose({ filter: event.target.value }));
 addEventListener("hashchange", () => { read(); draw(); });
 addEventListener("resize", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
