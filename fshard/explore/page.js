@@ -96,7 +96,7 @@ function drawMesh() {
   const { sides, extents } = arrange(plan.axes);
   const width = get("mesh").clientWidth;
   const label = (side, i) => `${plan.axes[sides[side][0].axis][0]} ${i * sides[side][0].unit}`;
-  const [left, top] = [sides[1].length ? 74 : 0, sides[0].length ? 18 : 0];
+  const [left, top] = [sides[1].length ? 8 + 6.3 * label(1, sides[1][0].n).length : 0, sides[0].length ? 18 : 0];
   const h = Math.min(64, (innerWidth > 900 ? 322 : 262) / extents[1]);
   const w = Math.min(150, (width - left - 1) / extents[0], Math.max(h * 3, 8));
   const g = context(get("mesh"), width, Math.max(top + h * extents[1] + 2, 60));
@@ -110,18 +110,18 @@ function drawMesh() {
     const shard = shardAt(plan, leaf, point);
     g.fillStyle = fillOf(device, shard);
     g.fillRect(cells.x[device], cells.y[device], Math.max(w - gap, 0.7), Math.max(h - gap, 0.7));
-    if (w < 58 || h < 30) continue;
+    if (w < 52 || h < 30) continue;
     g.fillStyle = shard === -1 ? css("muted") : INK;
     const held = shard < 0 ? "none" : `shard ${integer(shard)}`;
     const lines = [integer(device), shard === null ? bytes(representative(plan, device).peak) : held];
-    lines.forEach((line, i) => g.fillText(line, cells.x[device] + 6, cells.y[device] + 11 + 14 * i));
+    lines.forEach((line, i) => g.fillText(line, cells.x[device] + 5, cells.y[device] + 11 + 14 * i));
   }
   g.fillStyle = css("muted");
   sides.forEach(([step], side) => { // as many labels of the outermost axis as have room
     const room = step && [g.measureText(label(side, step.n)).width + 8, 13][side] / (step.stride * [w, h][side]);
     for (let i = 0; step && i < step.n; i += Math.ceil(room)) {
       const [x, y] = side ? [0, top + i * step.stride * h + h / 2] : [left + i * step.stride * w, 8];
-      g.fillText(label(side, i), x, y, 68);
+      g.fillText(label(side, i), x, y);
     }
   });
   drawEdges(g, plan);
@@ -156,7 +156,7 @@ function drawEdges(g, plan) {
   if (state.row < 0) return;
   const along = plan.axes.flatMap(([name], axis) => (plan.rows[state.row].axes.includes(name) ? [axis] : []));
   const here = coordinates(plan, state.device);
-  const hasText = cells.w >= 58 && cells.h >= 30;
+  const hasText = cells.w >= 52 && cells.h >= 30;
   const [dx, dy] = hasText ? [cells.w - 9, cells.h - 9] : [cells.w / 2, cells.h / 2];
   const end = (device) => [cells.x[device] + dx, cells.y[device] + dy];
   for (const isHere of cells.w > 5 && cells.h > 5 ? [false, true] : [true]) {

@@ -49,7 +49,7 @@ def page(report: Cost, path: str | Path | None = None, *, compare: Cost | None =
         (files("fshard.explore") / f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html")
     ]
     title = f"A step on {report.mesh.size:,} × {report.cluster.name}"
-    data = json.dumps(document(report, compare), separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps(document(report, compare), separators=(",", ":")).replace("<", "\\u003c")
     values = {"title": escape(title), "style": style, "script": script, "data": data}
     text = re.sub(r"\{(title|style|script|data)\}", lambda match: values[match[1]], text)
     if path is None:
@@ -170,7 +170,7 @@ def _units(device: DeviceCost) -> list[str]:
     marks = [mark.name for mark in device.used.timeline if mark.name not in ("begin", "update")]
     backward, calls, unit_of = [*dict.fromkeys(marks)][::-1], defaultdict[Any, list[int]](list), dict[int, str]()
     for index, event in enumerate(device.events):
-        if isinstance(event, CollectiveStart):
+        if isinstance(event, CollectiveStart) and (event.is_started or event.row.collective != "all_gather"):
             calls[event.row.collective, event.row.axes].append(index)
     for (collective, _), indices in calls.items():
         order = marks if collective == "all_gather" else backward if collective.startswith("psum") else ()
