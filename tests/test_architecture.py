@@ -46,7 +46,7 @@ MAY_IMPORT = {
     | {"mesh", "memory", "transforms", "optim", "comm", "pipeline", "tensor", "checkpoint", "experts"},
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "launching": GROUND | {"mesh"},
-    "explore": GROUND | {"mesh", "transforms", "optim", "pipeline"},
+    "explore": GROUND | {"mesh", "transforms", "optim", "pipeline", "plan"},  # a page shows the cost of a plan
     "report": GROUND | {"mesh"},
     "testing": GROUND | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it uses the public API
     "doctor": GROUND | {"mesh", "memory", "launching", "testing", "fshard"},

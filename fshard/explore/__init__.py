@@ -1,8 +1,9 @@
-"""Pictures of layouts, meshes and trees."""
+"""Pictures of layouts, meshes and trees; a page of the cost of a step."""
 
 from fshard.explore.notebook import register
+from fshard.explore.page import page
 from fshard.explore.picture import Picture, picture, visualize
 
 register()
 
-__all__ = ["Picture", "picture", "visualize"]
+__all__ = ["Picture", "page", "picture", "visualize"]

@@ -21,6 +21,7 @@ from torch import Tensor
 from fshard.errors import LayoutError
 from fshard.explore.grid import Grid, plan_grid, plan_mesh
 from fshard.explore.inventory import Branch, Leaf, meshes_of, take_stock
+from fshard.explore.page import framed, is_report
 from fshard.explore.svg import html_of, svg_of
 from fshard.mesh.layout import Layout, Mesh, PyTree, ShardType
 from fshard.mesh.layout.sharded import Sharded
@@ -121,7 +122,8 @@ def picture(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = tor
 def visualize(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> None:
     """Display the layout of a tensor, of every tensor of a tree, or a mesh: text in a terminal, a picture in a notebook.
 
-    A value that prints as a table, such as a placement of `fs.memory.place`, is displayed too, with its memory curve.
+    A value that prints as a table, such as a placement of `fs.memory.place`, is displayed too, with its memory curve; the
+    report of `fs.plan.cost` as its page, in a notebook.
 
     Where many devices run the same code (under torchrun, in `fs.run`) the first one displays it. Nothing is sent. For
     the arguments, and the picture as a value, see `picture`.
@@ -151,7 +153,8 @@ def visualize(x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = t
     if (scope is not None and scope.device != 0) or any(device_of(mesh) != 0 for mesh in meshes):
         return
     if _in_notebook():
-        sys.modules["IPython.display"].display(shown)
+        display = sys.modules["IPython.display"].display
+        display(framed(x), raw=True) if is_report(x) else display(shown)
     else:
         from rich.console import Console
         from rich.text import Text

@@ -1,0 +1,174 @@
+"""The page of a plan: its numbers are those of the report, and what clicks in a browser show."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from html import unescape
+from types import SimpleNamespace
+from urllib.parse import unquote
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P, optim
+from fshard.explore.page import document, page
+from fshard.mesh.layout import flatten
+from fshard.plan import cluster, cost
+from fshard.plan.trace import CollectiveStart, MessageSend
+
+BROWSER = shutil.which("chromium")
+LANE, START, END, SECONDS, NAME, BYTES, FLOPS, CALLS, ROW, UNIT = range(10)
+meta = torch.device("meta")
+
+
+@cache
+def zero(stage=3, devices=4):
+    """Return the report of three layers, whose numbers the devices do not divide."""
+    mesh = fs.make_mesh({"data": 2, "model": 2}, runtime="abstract")
+    weights = [torch.empty(30, 30, device=meta) for _ in range(3)]
+    params = fs.shard_params(weights, fs.fsdp("data", unit="[*]") if stage == 3 else P(), mesh=mesh)
+    opt = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis="data", stage=stage)
+
+    def loss_fn(params, x):
+        for w in params:
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True)
+    arguments = params, opt.init(params), torch.empty(4 * devices, 30, device=meta)
+    return cost(step, *arguments, cluster=cluster("h100", node=8), sizes={"data": devices})
+
+
+@cache
+def staged():
+    mesh = fs.make_mesh({"pipe": 2, "data": 3}, runtime="abstract")
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
+    weights = [[torch.empty(8, 8, device=meta)] for _ in range(2)]
+    params = fs.shard_stages(weights, fs.fsdp("data"), mesh=mesh, schedule=schedule)
+    opt = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis="data", stage=3)
+    options = {"mesh": mesh, "batch": P("data"), "schedule": schedule, "loss": lambda y, x: y.sum(), "donate": True}
+    step = fs.train_step([lambda params, x: torch.tanh(x @ params[0])] * 2, opt, **options)
+    return cost(step, params, opt.init(params), torch.empty(12, 8, device=meta), cluster=cluster("h100"))
+
+
+REPORTS = {"stage 3": zero, "stage 1": lambda: zero(1), "stages": staged}
+
+
+@pytest.mark.parametrize("limit", [3000, 0])
+@pytest.mark.parametrize("name", REPORTS)
+def test_numbers_are_those_of_the_report(name, limit, monkeypatch):
+    """Beyond a limit thin events are merged."""
+    monkeypatch.setattr(sys.modules["fshard.explore.page"], "EVENTS", limit)
+    report = REPORTS[name]()
+    (plan,) = document(report)["plans"]
+    found = [plan["numbers"][key] for key in ("seconds", "peak", "sent")]
+    assert found == [report.seconds, report.peak(), float(report.sent())]
+    for shown, device in zip(plan["devices"], report.devices.values(), strict=True):
+        operations = device.operations
+        for lane in (0, shown["lanes"].index("compute")):  # units, and their operations
+            sums = [sum(event[key] for event in shown["events"] if event[LANE] == lane) for key in range(CALLS + 1)]
+            assert sums[SECONDS] == pytest.approx(device.times.compute)
+            assert (sums[FLOPS], sums[CALLS]) == (sum(x.flops for x in operations), len(operations))
+        sent = sum(event.sent for event in device.events if isinstance(event, CollectiveStart | MessageSend))
+        assert sum(event[BYTES] for event in shown["events"] if event[ROW] >= 0) == pytest.approx(sent)
+        assert max(sum(sample[1:]) for sample in shown["memory"]) == max(sum(x.memory) for x in operations)
+        assert shown["peak"] == device.used.peak()
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_shards_are_those_of_the_layouts(name):
+    report = REPORTS[name]()
+    mesh, (plan,) = report.mesh, document(report)["plans"]
+    arrays = [x for tree in report.arguments for x in flatten(tree)[0] if isinstance(x, fs.Sharded)]
+    for leaf, x in zip([leaf for leaf in plan["leaves"] if leaf["layout"] >= 0], arrays, strict=True):
+        row = plan["layouts"][leaf["layout"]]
+        local = [shape for count, shape in row["shapes"] for _ in range(count)]
+        for device in range(mesh.size):
+            point, shard = [*mesh.coordinates(device).values()], 0
+            for axis in row["axes"]:
+                shard = shard * mesh.axes[axis][1] + point[axis]
+            has_any = all(point[axis] == index for axis, index in row["place"])
+            expected = x.layout.local_shape(x.shape, device)
+            assert local[shard] == expected if has_any else 0 in expected, (leaf["path"], device)
+
+
+def test_units_are_used_after_their_all_gather():
+    """Prefetched units are marked ahead of their use."""
+    (plan,) = document(zero())["plans"]
+    gather = next(number for number, row in enumerate(plan["rows"]) if row["collective"] == "all_gather")
+    units = [(event[LANE], event[ROW], plan["names"][event[UNIT]]) for event in plan["devices"][0]["events"]]
+    assert [unit for lane, _, unit in units if lane == 0] == ["begin", "0", "1", "2", "update"]
+    assert [unit for _, row, unit in units if row == gather] == ["0", "1", "2"]
+
+
+def test_page_is_one_file_without_resources(tmp_path):
+    text = page(zero(), tmp_path / "step.html", compare=staged()).read_text(encoding="utf-8")
+    assert page(zero(), compare=staged()) == text
+    assert not re.search(r"https?:|\bsrc=|<link|@import|url\(", text)
+
+
+def test_visualize_shows_the_page_in_a_notebook(monkeypatch):
+    shown, shell = [], SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    display = SimpleNamespace(display=lambda x, raw=False: shown.append(x))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    fs.visualize(zero())
+    assert shown[0]["text/plain"] == str(zero())
+    assert unescape(re.search(r'srcdoc="(.*?)"', shown[0]["text/html"], re.DOTALL)[1]) == page(zero())
+
+
+CLICKS = """<script>{
+const notes = [], note = (id) => notes.push(get(id).textContent.replace(/\\s+/g, " "));
+const click = (target, x = 0, y = 0) => {
+  const box = target.getBoundingClientRect(), point = { clientX: box.left + x, clientY: box.top + y, bubbles: true };
+  target.dispatchEvent(new MouseEvent("click", point));
+};
+const strike = (target, key) => target.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+try { %s } catch (error) { notes.push(String(error)); }
+document.body.innerHTML = `<pre>${JSON.stringify(notes.map((x) => encodeURIComponent(x)))}</pre>`;
+}</script></body>"""
+
+
+def shown_by(text, script, tmp_path):
+    """Return what a script notes in a browser, and the milliseconds of the first drawing."""
+    (path := tmp_path / "page.html").write_text(text.replace("</body>", CLICKS % script), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1300,900", "--dump-dom"]
+    dom = subprocess.run([BROWSER, *options, path.as_uri()], capture_output=True, text=True, check=True).stdout
+    notes = json.loads(re.findall(r"<pre>(.*?)</pre>", dom)[-1])
+    return [unquote(note) for note in notes], int(re.search(r'data-drawn="(\d+)"', dom)[1])
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_clicks_show_devices_leaves_and_rows(tmp_path):
+    script = """
+    click(get("mesh"), cells.x[5] + 3, cells.y[5] + 3); note("details");
+    const leaf = chosen().leaves.findIndex(({ path }) => path === "params[1][0]");
+    click(get("leaves").querySelector(`[data-leaf="${leaf}"]`)); note("mesh-legend"); note("details");
+    click([...get("ledger").querySelectorAll("tr")].find((tr) => tr.textContent.startsWith("send"))); note("ledger-note");
+    notes.push(location.hash);
+    strike(get("ledger"), "Escape"); strike(get("time"), "+"); strike(get("mesh"), "ArrowLeft"); notes.push(location.hash);
+    get("filter").value = "exp_avg_sq"; get("filter").dispatchEvent(new Event("input")); note("leaves-note");
+    notes.push(ledgerCsv(chosen()), traceJson());
+    click(document.querySelector("[data-plan='1']")); note("mesh-note");
+    """
+    rows = [row.collective for row, *_ in staged().comm.rows()]
+    notes, _ = shown_by(page(staged(), compare=zero()), script, tmp_path)
+    device, legend, leaf, ledger, chosen, moved, leaves, csv, trace, plan = notes
+    assert "Device 5 pipe 1 · data 2" in device and "state" in device
+    assert legend == "params[1][0]: 3 shards along data, each on 1 devicehas none"
+    assert "[20], 80 B on device 5" in leaf and "gathered along data" in leaf and "updated" in leaf
+    assert ledger.startswith("send along pipe: ") and ledger.endswith("from each device of 2")
+    assert (chosen, moved) == (f"#device=5&row={rows.index('send')}", "#device=4&zoom=0.2-0.8")
+    assert leaves.startswith("2 of ") and csv.count("\n") == 1 + len(rows)
+    assert {event["ph"] for event in json.loads(trace)["traceEvents"]} == {"M", "X", "C"}
+    assert plan == "8 devices · across: data 4 · down: model 2"
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_16384_devices_are_drawn_within_a_second(tmp_path):
+    (note,), milliseconds = shown_by(page(zero(devices=8192)), 'note("mesh-note")', tmp_path)
+    assert note.startswith("16,384 devices") and milliseconds < 1000
