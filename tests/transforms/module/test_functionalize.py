@@ -234,7 +234,9 @@ def test_remat_of_apply_has_equal_gradients(kind, request):
     close(functionalized, gradients(apply))
 
 
-@pytest.mark.parametrize("kind", ["tied words", "called three times", "lists", "batch norm", "parametrized", "weight norm"])
+@pytest.mark.parametrize(
+    "kind", ["tied words", "called three times", "lists", "batch norm", "parametrized", "weight norm"]
+)
 def test_torch_func_transforms_apply_to_the_function(kind):
     module = made(kind)
     apply, params, buffers = functionalize(module)
