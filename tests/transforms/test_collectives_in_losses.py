@@ -35,10 +35,6 @@ def errors(p, batch):
 # -- losses over the batch's axes: written for devices, and for one ----------------------------------------------------
 
 
-def ends_in_pmean(p, batch):
-    return fs.pmean(errors(p, batch).mean(), "data")
-
-
 def marked(p, batch):
     """As one writes it for shard_map."""
     return fs.pvary(fs.pmean(errors(fs.pvary(p, "data"), batch).mean(), "data"), "data")
@@ -126,15 +122,6 @@ def neighbours_alone(p, batch):
     return (z * z.roll(1, 0)).mean()
 
 
-def broadcast(p, batch):
-    return (hidden(p, batch[0]) * fs.broadcast(hidden(p, batch[0])[:1], "data")).mean()
-
-
-def broadcast_alone(p, batch):
-    z = hidden(p, batch[0])
-    return (z * z[:1]).mean()
-
-
 def memory(p, batch):
     """A block that is run again in the backward."""
     z = fs.remat(lambda p, x: hidden(p, x) - fs.pmean(hidden(p, x).mean(0), "data"))(p, batch[0])
@@ -147,7 +134,6 @@ def remembered_alone(p, batch):
 
 
 LOSSES = {
-    "ends in pmean": (ends_in_pmean, errors, 4),
     "marked as for shard_map": (marked, errors, 4),
     "sums by counts": (sums_by_counts, errors, 1),
     "started": (started, started_alone, 4),
@@ -157,7 +143,6 @@ LOSSES = {
     "contrastive, replicated": (contrastive("replicated"), contrastive_alone, 4),
     "softmax": (softmax_over_samples, softmax_alone, 1),
     "neighbours": (neighbours, neighbours_alone, 4),
-    "broadcast": (broadcast, broadcast_alone, 4),
     "remat": (memory, remembered_alone, 4),
 }
 """Written for devices, for one device, and whether any number of samples is right for it (1) or even parts only (4)."""
@@ -300,25 +285,6 @@ def test_model_parallel_loss_has_gradient_of_one_device(name, sizes, layout, sta
     assert_serial(found, serial(alone, batch_of(8)))
 
 
-def on_processes(n):
-    found = [on_mesh(LOSSES[name][0], batch_of(8), {"data": n}, fs.fsdp("data"), stage=3) for name in SOME]
-    sizes = {"data": n // 2, "model": 2}
-    found += [on_mesh(two_blocks, batch_of(8), sizes, LAYOUTS[name]) for name in ("whole", "fsdp of both", "tensor")]
-    return found
-
-
-SOME = ("started", "standardised", "contrastive", "softmax")  # they stand for the others
-
-
-def test_collective_losses_on_processes_equal_virtual_devices(two, four):
-    expected = [serial(LOSSES[name][1], batch_of(8)) for name in SOME]
-    expected += [serial(two_blocks_alone, batch_of(8))] * 3
-    for pool, n in ((two, 2), (four, 4)):
-        for found in pool.run(on_processes, n):
-            for ours, theirs in zip(found, expected, strict=True):
-                assert_serial(ours, theirs)
-
-
 # -- what is particular ------------------------------------------------------------------------------------------------
 
 
@@ -383,7 +349,7 @@ def refused(call, error, match):
 
 
 REFUSED = {
-    "ends in pmean": r'fs.pmean over "data" in the loss function, at .*test_collectives_in_losses.py:\d+ in ends_in_pmean: with reproducible',
+    "marked as for shard_map": r'fs.pmean over "data" in the loss function, at .*losses.py:\d+ in marked: with reproducible',
     "contrastive": 'fs.all_gather over "data".*, or leave reproducible=True out',
     "softmax": 'fs.pmax over "data" in the loss function',
     "neighbours": 'fs.ppermute over "data" in the loss function',

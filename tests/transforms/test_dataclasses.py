@@ -1,6 +1,5 @@
 """Trees of dataclasses, whoever has registered them, train as trees of dicts do."""
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -146,19 +145,6 @@ def test_batch_and_aux_may_be_dataclasses():
     params = fs.shard_params(torch.ones(3), P(), mesh=mesh)
     (loss, aux), gradient = run(params, Frozen(torch.ones(4, 3), torch.zeros(4)))
     assert fs.unshard(loss).item() == 3 and fs.unshard(gradient).tolist() == [1, 1, 1] and type(aux) is Plain
-
-
-@dataclass
-class Output(OrderedDict):
-    """One in the style of Hugging Face."""
-
-    loss: Any = None
-    logits: Any = None
-
-
-class Cache:
-    def __init__(self, keys):
-        self.keys = keys
 
 
 torch.utils._pytree.register_pytree_node(

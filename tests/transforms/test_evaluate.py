@@ -70,10 +70,6 @@ def test_evaluate_reproducible_has_bits_of_one_device():
     assert len({x.item() for x in found}) == 1
 
 
-def test_evaluate_on_processes_equals_virtual_devices(two):
-    assert all(torch.equal(found[0], evaluated(2, 3, 5)[0]) for found in two.run(evaluated, 2, 3, 5))
-
-
 def test_evaluate_unshards_units_one_by_one():
     mesh, alive, seen = fs.make_mesh({"data": 2}), [], []
     params = fs.shard_params(params_of(8), fs.fsdp("data", unit="blocks[*]"), mesh=mesh)
@@ -206,44 +202,9 @@ def test_two_adversarial_networks_train(stage):
 # -- layers that are special ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True}], ids=str)
-def test_sparse_gradients_become_dense(stage, options):
-    mesh = fs.make_mesh({"data": 2})
-    torch.manual_seed(0)
-    table, head, words = torch.randn(9, 4), torch.randn(4, 2), torch.randint(0, 9, (8,))
-
-    def loss_fn(p, words):
-        return (torch.nn.functional.embedding(words, p["table"], sparse=True) @ p["head"]).square().mean()
-
-    params = fs.shard_params({"table": table, "head": head}, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    gradients = fs.partition_optimizer(optim.sgd(), mesh=mesh, axis="data", stage=stage).gradients
-    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=gradients, **options)
-    serial = {"table": table.clone().requires_grad_(), "head": head.clone().requires_grad_()}
-    loss_fn(serial, words).backward()
-    found = fs.unshard(run(params, words)[1])
-    torch.testing.assert_close(found["table"], serial["table"].grad.to_dense())
-    torch.testing.assert_close(found["head"], serial["head"].grad)
-
-
 def test_synchronised_batchnorm_outside_mesh_is_local():
     layer, x = torch.nn.BatchNorm1d(3), torch.randn(5, 3)
     apply, params, buffers = fs.functionalize(layer, sync_batchnorm="data")
     y, after = apply(params, buffers, x)
     assert torch.equal(y, layer(x))
     assert all(torch.equal(after[name], own) for name, own in layer.named_buffers())
-
-
-def test_evaluate_aux_equals_that_of_the_global_batch():
-    mesh, x = fs.make_mesh({"data": 4}), torch.randn(13, 3)
-    params = fs.shard_params({"w": torch.ones(3)}, fs.fsdp("data"), mesh=mesh)
-
-    def loss_fn(params, x):
-        rows = x @ params["w"]
-        return rows.mean(), {"rows": rows, "right": (rows > 0).sum(), "mean": rows.mean()}
-
-    aux = {"rows": "rows", "right": "sum", "mean": "mean"}
-    loss, beside = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"), aux=aux)(params, x)
-    expected, serial = loss_fn({"w": torch.ones(3)}, x)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(fs.unshard(beside), serial)

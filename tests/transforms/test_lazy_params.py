@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
+from tests.zoo import MODULES, D
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
@@ -164,18 +165,6 @@ def test_torch_func_works_in_every_zero_stage(loss_fn, options):
         assert_all_close(sharded(keeping, params, x, stage, live_units=1, **options), expected)
 
 
-def every_transform() -> list[list[Tensor]]:
-    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
-    return [sharded(fs.with_unsharded_params(loss_fn, keep=True), params, x, 3) for loss_fn in TRANSFORMED]
-
-
-def test_torch_func_works_on_processes(two):
-    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
-    for found in two.run(every_transform):
-        for loss_fn, grads in zip(TRANSFORMED, found, strict=True):
-            assert_all_close(grads, serial(loss_fn, params, x))
-
-
 def test_kept_part_inside_remat_still_recomputes():
     kept = []
 
@@ -234,56 +223,13 @@ def test_collective_accepts_lazy_param(stage):
 # -- functional_call ------------------------------------------------------------------------------------------------------
 
 
-class Words(nn.Module):
-    """An embedding tied to the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.norm, self.head = nn.Embedding(7, 6), nn.LayerNorm(6), nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.embedding((x.abs() * 5).long().clamp(max=6))))
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.unflatten(1, (3, 6))
-        return self.attention(x, x, x)[0]
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(6, 5, num_layers=2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x.unflatten(1, (3, 6)))[0]
-
-
-def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.Unflatten(1, (3, 6)), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
-
-
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Sequential(nn.Linear(18, 6), nn.Tanh(), nn.Linear(6, 3)),
-    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 9)), nn.Conv1d(2, 3, 2), nn.GroupNorm(3, 3), nn.PReLU(3)),
-    "tied": Words,
-    "attention": Attention,
-    "encoder": encoder,
-    "lstm": Recurrent,
-}
+NAMES = ["linear", "convolutions", "tied words", "attention", "lstm"]
 
 
 def by_functional_call(name: str, stage: int, n: int = 2, wrap: Callable[..., Any] = lambda fn: fn) -> list[Tensor]:
     """Return a module's gradients, minus those of the module itself on the whole batch."""
     torch.manual_seed(0)
-    module, x = MODULES[name]().double(), draw(8, 18, seed=1)
+    module, x = MODULES[name]().double(), draw(8, D, seed=1)
     params = {key: value.detach() for key, value in module.named_parameters()}
     called = wrap(lambda p, x: functional_call(module, p, (x,)))
     found = sharded(lambda p, x: called(p, x).sin().square().mean(), params, x, stage, n, live_units=1)
@@ -295,21 +241,11 @@ def assert_zero(differences):
     assert differences and max(x.abs().max().item() for x in differences) < 1e-12
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_functional_call_accepts_lazy_params(name):
     assert_zero(by_functional_call(name, 0))
     assert_zero(by_functional_call(name, 3, n=1))
     assert_zero(by_functional_call(name, 3, wrap=fs.with_unsharded_params))
-
-
-def every_module() -> list[list[Tensor]]:
-    return [by_functional_call(name, stage) for name in MODULES for stage in STAGES]
-
-
-def test_functional_call_accepts_lazy_params_on_processes(two):
-    for found in two.run(every_module):
-        for differences in found:
-            assert_zero(differences)
 
 
 class Changing(nn.Module):

@@ -84,19 +84,6 @@ def test_training_continues_in_any_stage_on_any_mesh(name, ways):
     assert all(map(torch.equal, moved_on(name, *ways), unmoved(name)))
 
 
-def between_processes(name):
-    return moved_on(name, ({"data": 2}, 3), ({"data": 2}, 1)), moved_on(
-        name, ({"data": 2}, 0), ({"rows": 1, "data": 2}, 3)
-    )
-
-
-@pytest.mark.parametrize("name", ["muon", "plain rows"])
-def test_training_continues_on_processes(name, two):
-    for results in two.run(between_processes, name):
-        for found in results:
-            assert all(map(torch.equal, found, unmoved(name)))
-
-
 def test_state_of_another_layout_raises_with_fix():
     params, state = go(*begun("adamw", {"data": 2}, 3), range(1))
     there = fs.shard_params(params, P(), mesh=params["a"].mesh)

@@ -185,29 +185,25 @@ MATRICES = fs.optim.by_label(
 )
 
 
-@pytest.mark.parametrize(
-    "opt", [MATRICES, fs.optim.shampoo(1e-2), fs.optim.lamb(1e-2)], ids=["muon", "shampoo", "lamb"]
-)
+OPTIONS = {
+    "muon": ({"opt": MATRICES}, 1e-9),
+    "shampoo": ({"opt": fs.optim.shampoo(1e-2)}, 1e-9),
+    "lamb": ({"opt": fs.optim.lamb(1e-2)}, 1e-9),
+    "frozen": ({"opt": fs.optim.sgd(0.1), "frozen": ["*.up", "*.norm"]}, 1e-12),
+    "fp16": (
+        {"opt": fs.optim.loss_scaled(fs.optim.sgd(0.1)), "precision": "fp16", "start": lambda: params(torch.float32)},
+        3e-3,
+    ),
+}
+
+
 @pytest.mark.parametrize("stage", [1, 3])
-def test_matrix_optimizers_update_full_matrices(opt, stage):
-    """An owner gets each matrix in full, from the devices along "model" too."""
-    found = train(local_loss, {"data": 2, "model": 2}, stage, opt, 3, local="model")
-    assert_equal(found, serial(opt=opt, steps=3), 1e-9)
-
-
-def test_fp16_loss_scaling_trains_as_on_one_device():
-    how = {
-        "opt": fs.optim.loss_scaled(fs.optim.sgd(0.1)),
-        "precision": "fp16",
-        "steps": 3,
-        "start": lambda: params(torch.float32),
-    }
-    assert_equal(train(local_loss, {"data": 2, "model": 2}, 3, local="model", **how), serial(**how), 3e-3)
-
-
-def test_frozen_local_parameters_stay():
-    how = {"opt": fs.optim.sgd(0.1), "steps": 3, "frozen": ["*.up", "*.norm"]}
-    assert_equal(train(local_loss, {"data": 2, "model": 2}, 3, local="model", **how), serial(**how))
+@pytest.mark.parametrize("name", OPTIONS)
+def test_local_parameters_train_with_any_options(name, stage):
+    """An owner of a matrix gets it in full, from the devices along "model" too."""
+    options, tolerance = OPTIONS[name]
+    found = train(local_loss, {"data": 2, "model": 2}, stage, steps=3, local="model", **options)
+    assert_equal(found, serial(steps=3, **options), tolerance)
 
 
 class Mlp(nn.Module):
@@ -270,18 +266,6 @@ def test_certify_finds_forgotten_psum():
     for options in ({}, {"reproducible": True}, {"reproducible": True, "precision": "bf16"}):
         fs.testing.certify(right, tree, torch.randn(8, 4), CLIPPED, mesh, stages=[0, 2, 3], **how, **options).check()
     assert not fs.testing.certify(wrong, tree, torch.randn(8, 4), CLIPPED, mesh, stages=[3], **how).ok
-
-
-def on_processes():
-    found = [train(local_loss, {"data": 2, "model": 2}, stage, steps=2, local="model") for stage in (0, 1, 3)]
-    return [(fs.unshard(own), None, numbers) for own, _, numbers in found]
-
-
-def test_local_parameters_on_processes_train_as_on_one_device(four):
-    expected = serial(steps=2)
-    for found in four.run(on_processes):
-        for one in found:
-            assert_equal(one, expected)
 
 
 def started_from_others(axis):

@@ -193,33 +193,6 @@ def test_lora_frozen_weights_have_no_state_nor_gradient():
     assert comm.bytes() < 2 * 4 * 200  # their gradients, and what they become: nothing of 10,000 weights is sent
 
 
-def row_of_layers(booster=None):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    model = lora(model) if booster is None else booster.enable_lora(model)
-    return learnt(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def test_lora_in_stages_trains_as_unstaged():
-    model, opt = row_of_layers()
-    x, y = torch.randn(8, 4).double(), torch.arange(8) % 3
-    for _ in range(3):
-        nn.functional.cross_entropy(model(x), y).backward()
-        opt.step(), opt.zero_grad()
-
-    def main():
-        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, zero_stage=1, microbatches=2))
-        model, opt = row_of_layers(booster)
-        model, opt, criterion, *_ = booster.boost(model, opt, nn.CrossEntropyLoss())
-        for _ in range(3):
-            booster.execute_pipeline(iter([(x, y)]), model, criterion, opt)
-            opt.step(), opt.zero_grad()
-        return model.unwrap()
-
-    for tuned in fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2})):
-        torch.testing.assert_close(dict(tuned.named_parameters()), dict(model.named_parameters()))
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -186,30 +186,3 @@ def test_stage_may_modify_its_input_in_place(recompute):
         found = step(ws, batch)
         loss = sum((ws[2] * (ws[1] * torch.relu(ws[0] * x) + torch.tanh(ws[0] + x))).sum() for x in batch) / 2
         torch.testing.assert_close([found.loss, *found.gradients], [loss.detach(), *torch.autograd.grad(loss, ws)])
-
-
-def test_stage_frozen_and_unused_parameters_have_no_gradient():
-    class Part(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.twice, self.unused, self.frozen = (nn.Linear(2, 2) for _ in range(3))
-            self.frozen.requires_grad_(False)
-
-        def forward(self, x):
-            return self.frozen(self.twice(self.twice(x).tanh()))
-
-    torch.manual_seed(0)
-    parts, x = [Part(), Part()], torch.randn(2, 3, 2)
-    functions, params = fs.nn.stage_functions(parts)
-    for name in ("1f1b", "zb-h1"):
-        schedule = fs.pipeline_schedule(name, stages=2, microbatches=2)
-        step = fs.pipeline.pipelined(
-            functions, schedule, lambda y, _: y.square().mean(), mesh=fs.make_mesh({"pipe": 2})
-        )
-        found = step(params, x)
-        twice = [own for part in parts for own in part.twice.parameters()]
-        expected = torch.autograd.grad(parts[1](parts[0](x)).square().mean(), twice)
-        torch.testing.assert_close(
-            [g for grads in found.gradients for g in grads.values() if g is not None], [*expected]
-        )
-        assert all((g is not None) == key.startswith("twice") for grads in found.gradients for key, g in grads.items())
