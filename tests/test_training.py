@@ -46,7 +46,7 @@ class OnGraphs(nn.Module):
 
 
 LOOP = ("loop",)
-IN_A_LOOP = {"sparse", "rebound buffer", "closing", "old spectral norm", "spectral norm"}
+IN_A_LOOP = {"rebound buffer", "closing", "old spectral norm", "spectral norm"}
 OF_ALL_SAMPLES = {"batch norm", "batch norm, cumulative", "buffers", "stateful"}  # they do not train alike on parts
 CASES = {
     **{

@@ -145,9 +145,3 @@ def test_batch_and_aux_may_be_dataclasses():
     params = fs.shard_params(torch.ones(3), P(), mesh=mesh)
     (loss, aux), gradient = run(params, Frozen(torch.ones(4, 3), torch.zeros(4)))
     assert fs.unshard(loss).item() == 3 and fs.unshard(gradient).tolist() == [1, 1, 1] and type(aux) is Plain
-
-
-torch.utils._pytree.register_pytree_node(
-    Output, lambda x: (list(x.values()), list(x)), lambda xs, keys: Output(**dict(zip(keys, xs, strict=True)))
-)
-torch.utils._pytree.register_pytree_node(Cache, lambda x: (x.keys, len(x.keys)), lambda xs, n: Cache([*xs]))

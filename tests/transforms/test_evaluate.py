@@ -178,7 +178,7 @@ def gan():
     return g, d, [torch.randn(2, 8, 3, generator=draw) for _ in range(3)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_two_adversarial_networks_train(stage):
     mesh, (g, d, batches) = fs.make_mesh({"data": 2}), gan()
     alone, serial = [dict(g), dict(d)], optim.adamw(0.05, fused=False)
