@@ -79,13 +79,6 @@ def test_tied_parameters_stay_tied(name):
         assert torch.equal(both["a1"], one["a1"]) and torch.equal(both["a2"], one["a1"])
 
 
-def test_tied_parameters_with_two_gradients_raise():
-    w = torch.ones(2)
-    opt = optim.sgd(0.1)
-    with pytest.raises(optim.OptimizerError, match=r'params\["a"\] and params\["b"\]'):
-        opt.update({"a": torch.ones(2), "b": torch.ones(2)}, opt.init({"a": w, "b": w}), {"a": w, "b": w})
-
-
 def test_step_keeps_requires_grad():
     for run in (by_step, by_update):
         params = [torch.ones(2, requires_grad=True)]
@@ -142,21 +135,3 @@ def test_shampoo_equals_its_formula(shape):
         b = 0.5 * b + u.reshape(shape)
         p = p - 0.1 * 0.1 * p - 0.1 * b
     torch.testing.assert_close(after[0], p)
-
-
-# -- mistakes -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: optim.from_torch(torch.optim.LBFGS), "calls the loss function several times"),
-        (lambda: optim.from_torch(torch.optim.SparseAdam), "sparse gradients"),
-        (lambda: optim.from_torch(torch.optim.SGD([torch.ones(1)])), "must be given a class of torch.optim"),
-        (lambda: optim.from_torch(type("Mine", (torch.optim.SGD,), {})), r"from_torch\(Mine\) must be given a class"),
-        (lambda: optim.sgd(0.1, nesterov=True), "nesterov needs momentum"),
-    ],
-)
-def test_unsupported_optimizer_raises_with_reason(make, message):
-    with pytest.raises(optim.OptimizerError, match=message):
-        make()

@@ -36,16 +36,6 @@ def test_step_equals_torch_optim(name, dtype, foreach):
     assert same(leaves_of(by_step(ours, params, steps)[0]), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
-def test_fused_step_equals_torch_fused_kernels(name, dtype):
-    make, cls, options = TWINS[name]
-    params, steps = example(dtype)
-    expected = by_torch(cls, params, steps, **options, fused=True)
-    for fused in (True, None):
-        assert same(leaves_of(by_step(make(**options, fused=fused), params, steps)[0]), expected)
-
-
 @pytest.mark.parametrize("name", TWINS)
 def test_update_equals_step_within_rounding(name):
     make, _, options = TWINS[name]
@@ -136,28 +126,6 @@ def test_fused_step_equals_foreach_within_rounding(name, dtype):
     fused, plain = (by_step(make(**options, fused=fused), params, steps)[0] for fused in (None, False))
     for a, b in zip(leaves_of(fused), leaves_of(plain), strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
-@given(st.data())
-@settings(max_examples=25)
-def test_fused_step_on_any_tree_equals_foreach(name, data):
-    make, _, options = TWINS[name]
-    params, steps = data.draw(trees((torch.float32, torch.float64, torch.bfloat16)))
-    fused, plain = (by_step(make(**options, fused=fused), params, steps) for fused in (None, False))
-    for a, b in zip(leaves_of(fused), leaves_of(plain), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_wrong_fused_kernels_are_not_used():
-    opt = optim.sgd(0.1, fused=True)
-    params = [torch.ones(64, dtype=torch.bfloat16)]
-    with pytest.raises(optim.OptimizerError) as error:
-        opt.step(params, opt.init(params), params)
-    assert str(error.value) == (
-        "fused=True needs contiguous parameters of a dtype that the kernel is right for; got torch.bfloat16 on cpu. "
-        "Leave fused=None."
-    )
 
 
 def test_fused_step_accepts_any_gradient_strides():
