@@ -1,7 +1,5 @@
 """Decision 012, for the optimizer: its bits do not depend on the sharding of the parameters."""
 
-from itertools import permutations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +8,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P, optim
 from tests.optim.optimizers import ELEMENTWISE, FOREIGN, by_step, by_torch, by_update, laid, leaves_of, same, tensor
+from tests.sampled import in_pairs
 
 HALVES = (torch.bfloat16, torch.float16)
 FOREIGN_BY_NAME = {
@@ -57,22 +56,23 @@ def trained(opt, dtype, n, stage, steps=3):
     return fs.unshard(params), seen
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize(
-    "opt",
-    [
-        optim.sgd(0.01),
-        optim.chain(optim.add_decayed_weights(0.1), optim.sgd(0.01, momentum=0.9, nesterov=True)),
-        optim.adam(0.01, eps=1e-4, weight_decay=0.1),
-        optim.lamb(0.01, weight_decay=0.1),
-        optim.from_torch(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1),
-    ],
-    ids=["sgd", "chain", "adam", "lamb", "from_torch"],
-)
-def test_16_bit_steps_are_equal_on_all_meshes(opt, dtype):
-    expected, seen = trained(opt, dtype, 1, 0)
+STEPS = {
+    "sgd": optim.sgd(0.01),
+    "chain": optim.chain(optim.add_decayed_weights(0.1), optim.sgd(0.01, momentum=0.9, nesterov=True)),
+    "adam": optim.adam(0.01, eps=1e-4, weight_decay=0.1),
+    "lamb": optim.lamb(0.01, weight_decay=0.1),
+    "clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1)),
+    "from_torch": optim.from_torch(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "fused": optim.from_torch(torch.optim.Adam, lr=0.1, eps=1e-4, fused=True),
+    "with numbers": optim.ema(optim.from_torch(torch.optim.NAdam, lr=0.1, eps=1e-4), 0.5),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_pairs(STEPS, (*HALVES, torch.float64)))
+def test_steps_are_equal_on_all_meshes(name, dtype):
+    expected, seen = trained(STEPS[name], dtype, 1, 0)
     for n, stage in ((1, 3), (2, 1), (4, 2), (8, 3)):
-        found, again = trained(opt, dtype, n, stage)
+        found, again = trained(STEPS[name], dtype, n, stage)
         assert same(found, expected) and again == seen
 
 
@@ -83,51 +83,6 @@ def test_from_torch_computes_16_bits_in_float32(cls, dtype):
     found, _ = by_step(optim.from_torch(cls, **FOREIGN[cls]), params, [grads])
     wide = by_torch(cls, [x.float() for x in params], [[g.float() for g in grads]], **FOREIGN[cls])
     assert same(leaves_of(found), [x.to(dtype) for x in wide])
-
-
-@pytest.mark.parametrize(
-    "opt",
-    [optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1)), optim.lamb(0.1, weight_decay=0.1), optim.adamw(0.01)],
-    ids=["clip_by_global_norm", "lamb", "adamw"],
-)
-def test_float64_steps_are_equal_on_all_meshes(opt):
-    expected, seen = trained(opt, torch.float64, 1, 0)
-    for n, stage in ((1, 3), (2, 1), (4, 2), (8, 3)):
-        found, again = trained(opt, torch.float64, n, stage)
-        assert same(found, expected) and again == seen
-
-
-ORDERS = [order for count in (1, 2, 3) for order in permutations("abc", count)]
-
-
-def gradient_over(sizes, cut, axis, stage):
-    """A gradient with dropout, on a batch that is cut over some axes in some order, and divided over others."""
-    mesh, draw = fs.make_mesh(sizes), torch.Generator().manual_seed(0)
-    params = {"w": torch.randn(7, 5, generator=draw), "b": torch.randn(3, generator=draw)}
-    own = fs.shard_params(params, fs.fsdp(axis) if stage == 3 else P(), mesh=mesh)
-    opt = fs.partition_optimizer(optim.sgd(0.1), mesh=mesh, axis=axis, stage=stage)
-
-    def loss_fn(p, x):
-        return torch.nn.functional.dropout(torch.tanh(x @ p["w"]), 0.3).square().sum(1) + (p["b"] * x[:, :3]).sin().sum(
-            1
-        )
-
-    torch.manual_seed(1)
-    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(cut), reproducible=True, gradients=opt.gradients)
-    loss, grads = run(own, torch.randn(16, 7, generator=draw))
-    return [loss, *leaves_of(fs.unshard(grads))]
-
-
-@settings(max_examples=40)
-@given(
-    st.sampled_from([{"a": 2, "b": 2, "c": 1}, {"a": 2, "b": 2, "c": 2}, {"a": 1, "b": 4, "c": 2}]),
-    st.sampled_from(ORDERS),
-    st.sampled_from(ORDERS),
-    st.sampled_from([0, 1, 3]),
-)
-def test_gradients_are_equal_over_any_axes_order(sizes, cut, axis, stage):
-    expected = gradient_over({"a": 1, "b": 1, "c": 1}, "a", "a", 0)
-    assert same(gradient_over(sizes, cut, axis, stage), expected)
 
 
 @given(slices=st.integers(1, 24), n=st.integers(2, 8), seed=st.integers(0, 99))
