@@ -45,6 +45,12 @@ class OnGraphs(nn.Module):
         return self.layer(graph.nodes) * len(graph.edges)
 
 
+def penalty(model, x):
+    """Return the slopes of a model's output, of which the loss takes another gradient."""
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+
+
 LOOP = ("loop",)
 IN_A_LOOP = {"rebound buffer", "closing", "old spectral norm", "spectral norm"}
 OF_ALL_SAMPLES = {"batch norm", "batch norm, cumulative", "buffers", "stateful"}  # they do not train alike on parts
@@ -55,6 +61,7 @@ CASES = {
         if name not in OF_ALL_SAMPLES
     },
     "no dropout": Case(lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval()),
+    "gradient penalty": Case(MODULES["called three times"], called=penalty, width=D, ways=LOOP),
     "wasteful": Case(Wasteful, taken=lambda y: y["wanted"].square().mean()),
     "objects": Case(OnGraphs, given=lambda x: Graph(x, ["a", "b"]), ways=LOOP),
 }

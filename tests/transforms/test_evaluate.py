@@ -4,7 +4,6 @@ import weakref
 from dataclasses import fields
 from inspect import signature
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,57 +148,6 @@ def test_options_are_typed_and_validated():
     assert {field.name for field in fields(StepOptions)} - library == {*OF_LOSSES}
     assert {*OF_STAGES} - {*OF_LOSSES} <= {*signature(staged).parameters}
     assert {*OF_LOSSES} | {*OF_STAGES} == {*Options.__annotations__}
-
-
-# -- a second tree -------------------------------------------------------------------------------------------------
-
-
-def generated(g, z):
-    return torch.tanh(z @ g["w"]) @ g["v"]
-
-
-def judged(d, x):
-    return torch.sigmoid(torch.tanh(x @ d["w"]) @ d["v"]).clamp(1e-3, 1 - 1e-3)
-
-
-def judge_loss(d, batch):
-    (x, z), g = batch
-    return -(judged(d, x).log() + (1 - judged(d, generated(g, z))).log()).mean()
-
-
-def forger_loss(g, batch):
-    z, d = batch
-    return -judged(d, generated(g, z)).log().mean()
-
-
-def gan():
-    draw = torch.Generator().manual_seed(0)
-    g, d = ({"w": torch.randn(3, 4, generator=draw), "v": torch.randn(4, n, generator=draw)} for n in (3, 1))
-    return g, d, [torch.randn(2, 8, 3, generator=draw) for _ in range(3)]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_two_adversarial_networks_train(stage):
-    mesh, (g, d, batches) = fs.make_mesh({"data": 2}), gan()
-    alone, serial = [dict(g), dict(d)], optim.adamw(0.05, fused=False)
-    states = [serial.init(tree) for tree in alone]
-    opt = fs.partition_optimizer(serial, mesh=mesh, axis="data", stage=stage)
-    trees = [fs.shard_params(tree, fs.fsdp("data") if stage == 3 else P(), mesh=mesh) for tree in (g, d)]
-    ours = [opt.init(tree) for tree in trees]
-    judge = fs.train_step(judge_loss, opt, mesh=mesh, batch=(P("data"), P()))
-    forger = fs.train_step(forger_loss, opt, mesh=mesh, batch=(P("data"), P()))
-    for x, z in batches:
-        trees[1], ours[1], _ = judge(trees[1], ours[1], ((x, z), trees[0]))
-        trees[0], ours[0], _ = forger(trees[0], ours[0], (z, trees[1]))
-        for place, loss_fn, batch in ((1, judge_loss, (x, z)), (0, forger_loss, z)):
-            moving = {name: p.clone().requires_grad_() for name, p in alone[place].items()}
-            loss = loss_fn(moving, (batch, alone[1 - place]))
-            grads = dict(zip(moving, torch.autograd.grad(loss, [*moving.values()]), strict=True))
-            alone[place], states[place] = optim.pure_step(serial)(grads, states[place], alone[place])
-    torch.testing.assert_close(fs.unshard(trees), alone, rtol=1e-4, atol=1e-5)
-
-
-# -- layers that are special ---------------------------------------------------------------------------------------
 
 
 def test_synchronised_batchnorm_outside_mesh_is_local():

@@ -167,74 +167,6 @@ def test_sharded_parameters_send_nothing_over_local_axes(stage):
     assert large[False] > 50 * small[False]  # over "data", gradients are
 
 
-@pytest.mark.parametrize("model", [2, 3])
-def test_reproducible_bits_are_equal_on_one_size_of_local_axes(model):
-    kept = None
-    for data, stage in [(1, 0), (2, 1), (4, 2), (4, 3)]:
-        own, _, found = train(
-            local_loss, {"data": data, "model": model}, stage, steps=2, size=8, local="model", reproducible=True
-        )
-        kept = kept or (fs.unshard(own), found)
-        assert found == kept[1]
-        assert all(torch.equal(a[name], b[name]) for a, b in zip(fs.unshard(own), kept[0], strict=True) for name in a)
-
-
-MATRICES = fs.optim.by_label(
-    {"matrix": fs.optim.muon(1e-2), "rest": fs.optim.adamw(1e-2)},
-    lambda path, leaf: "matrix" if len(leaf.shape) == 2 else "rest",
-)
-
-
-OPTIONS = {
-    "muon": ({"opt": MATRICES}, 1e-9),
-    "shampoo": ({"opt": fs.optim.shampoo(1e-2)}, 1e-9),
-    "lamb": ({"opt": fs.optim.lamb(1e-2)}, 1e-9),
-    "frozen": ({"opt": fs.optim.sgd(0.1), "frozen": ["*.up", "*.norm"]}, 1e-12),
-    "fp16": (
-        {"opt": fs.optim.loss_scaled(fs.optim.sgd(0.1)), "precision": "fp16", "start": lambda: params(torch.float32)},
-        3e-3,
-    ),
-}
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_local_parameters_train_with_any_options(name, stage):
-    """An owner of a matrix gets it in full, from the devices along "model" too."""
-    options, tolerance = OPTIONS[name]
-    found = train(local_loss, {"data": 2, "model": 2}, stage, steps=3, local="model", **options)
-    assert_equal(found, serial(steps=3, **options), tolerance)
-
-
-class Mlp(nn.Module):
-    def __init__(self, axis):
-        super().__init__()
-        self.axis, self.up, self.down = axis, nn.Linear(4, 6), nn.Linear(6, 4, bias=False)
-
-    def forward(self, x):
-        inner = fs.remat(lambda x: torch.tanh(self.up(x)))
-        return fs.psum(self.down(inner(x)), "model") if self.axis else self.down(inner(x))
-
-
-def mlp_trained(axis, mesh, lay, **options):
-    torch.manual_seed(0)
-    model = fs.nn.lora(Mlp(axis), fs.nn.LoraConfig(r=2, target_modules=["up"]))
-    apply, start, buffers = fs.functionalize(model.double())
-    own = fs.shard_params(start, lay, mesh=mesh)
-    opt, options = fs.optim.adamw(0.05), {"mesh": mesh, "batch": P("data"), **options}
-    step = fs.train_step(lambda p, x: (apply(p, buffers, x)[0] - 1).square().mean(), opt, **options)
-    state, x = opt.init(own), torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for _ in range(4):
-        own, state, metrics = step(own, state, x)
-    return fs.unshard(own), metrics["loss"]
-
-
-def test_functionalized_module_with_lora_and_remat():
-    lay = {"up.base_layer.*": ROW, "up.lora_A": P(), "up.lora_B": ROW, "down.weight": COLUMN}
-    ours = mlp_trained("model", fs.make_mesh({"data": 2, "model": 2}), fs.fsdp("data", within=lay), local="model")
-    torch.testing.assert_close(ours, mlp_trained(None, fs.make_mesh({"data": 1}), P()))
-
-
 def test_lazy_parameters_are_drawn_for_local_layouts():
     lay = {"**.weight": ROW, "**.bias": P()}
     model = nn.Sequential(fs.lazy(nn.Linear, 4, 7), fs.lazy(nn.Linear, 7, 5))
@@ -286,15 +218,6 @@ def test_processes_with_different_replicas_of_a_shard_raise(four):
     assert four.run(started_from_others, "model") == [None] * 4
     for found in four.run(started_from_others, "data"):
         assert "replicated parameters must be the same" in found
-
-
-@pytest.mark.parametrize(
-    ("data", "model", "stage", "schedule"),
-    [(2, 2, 0, "1f1b"), (1, 3, 1, "gpipe"), (2, 2, 3, "1f1b"), (2, 2, 3, "zb-h1")],
-)
-def test_stages_with_local_parameters_train_as_on_one_device(expected, data, model, stage, schedule):
-    sizes = {"pipe": 2, "data": data, "model": model}
-    assert_equal(train([first, last], sizes, stage, schedule=schedule, loss=entropy, local="model"), expected)
 
 
 MESH = fs.make_mesh({"a": 2, "b": 3, "c": 2}, runtime="virtual")

@@ -55,33 +55,3 @@ def test_failed_and_evaluated_calls_leave_no_state(plugin, does):
 
     fs.run(main, mesh=fs.make_mesh({"data": 2}))
     assert max(counts[2:]) <= max(counts[:2]) + 6, counts
-
-
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_second_order_gradients_equal_torch(plugin):
-    x = torch.randn(4, 6, dtype=torch.float64)
-
-    def penalty(model):
-        inputs = x.clone().requires_grad_()
-        (g,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
-        return g.square().sum(1).mean()
-
-    def made():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2), nn.Sigmoid()).double()
-
-    def main():
-        model, booster = made(), fs.Booster(PLUGINS[plugin]())
-        model, opt, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(3):
-            booster.backward(penalty(model), opt)
-            opt.step(), opt.zero_grad()
-        return model.unwrap().state_dict()
-
-    model = made()
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        penalty(model).backward()
-        opt.step(), opt.zero_grad()
-    for state in fs.run(main, mesh=fs.make_mesh({"data": 2})):
-        torch.testing.assert_close(dict(state), dict(model.state_dict()))
