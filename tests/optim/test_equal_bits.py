@@ -7,35 +7,10 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
-from tests.optim.optimizers import ELEMENTWISE, FOREIGN, by_step, by_torch, by_update, laid, leaves_of, same, tensor
+from tests.optim.optimizers import FOREIGN, by_step, by_torch, leaves_of, same, tensor
 from tests.sampled import in_pairs
 
 HALVES = (torch.bfloat16, torch.float16)
-FOREIGN_BY_NAME = {
-    f"from_torch({cls.__name__})": optim.from_torch(cls, **options)
-    for cls, options in FOREIGN.items()
-    if not options.get("fused")
-}
-ANY = {
-    **ELEMENTWISE,
-    **FOREIGN_BY_NAME,
-    "adam, maximize": optim.adam(0.01, weight_decay=0.1, maximize=True),
-    "sgd, all": optim.sgd(0.03, momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True),
-    "RMSprop, decay": optim.from_torch(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1),
-}
-
-
-@pytest.mark.parametrize("name", ANY)
-@given(st.data())
-@settings(max_examples=8)
-def test_16_bit_shards_equal_full_tensors(name, data):
-    sizes = data.draw(st.lists(st.integers(1, 500), min_size=1, max_size=3))
-    dtype, n = data.draw(st.sampled_from(HALVES)), data.draw(st.sampled_from([2, 3, 4, 8]))
-    seed, run = data.draw(st.integers(0, 2**20)), data.draw(st.sampled_from([by_step, by_update]))
-    params, *steps = ({"b": [tensor((s,), dtype, seed + 10 * t + i) for i, s in enumerate(sizes)]} for t in range(4))
-    layout = fs.Layout(fs.make_mesh({"data": n}), P.flat("data"))
-    pieces = run(ANY[name], laid(params, layout), [laid(grads, layout) for grads in steps])
-    assert same(fs.unshard(pieces), run(ANY[name], params, steps))
 
 
 def trained(opt, dtype, n, stage, steps=3):

@@ -116,6 +116,8 @@ def test_norm_error_is_bounded_and_exact_is_zero(data):
         assert abs(found - exact) <= 2 * count * exact * Fraction(2) ** -53
     alone, ours = (optim.global_norm(laid_out, exact=True) for laid_out in (tree, cut))
     assert torch.equal(alone, ours) and abs(Fraction(ours.item()) ** 2 - exact) <= 4 * exact * Fraction(2) ** -53
+    if dtype is torch.float64:  # which shows all bits
+        assert torch.equal(optim.global_norm(tree), optim.global_norm(cut))
     rounded = [optim.global_norm(laid_out).float() for laid_out in (tree, cut)]
     assert abs(rounded[0] - rounded[1]) <= rounded[0] * 2.0**-23
 

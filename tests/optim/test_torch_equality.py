@@ -74,22 +74,12 @@ def test_default_step_equals_torch_fused_kernels(name, data):
 
 
 @pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
-def test_complex_step_equals_torch_foreach(name):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64], ids=str)
+def test_step_of_other_dtypes_equals_torch_foreach(name, dtype):
+    """Where multiples are added in 16 bits, that is in the middle of a tensor, and of factors that 16 bits hold."""
     make, cls, options = TWINS[name]
     options = options if make is optim.sgd else {"eps": 1e-3, **options}
-    params, steps = example(torch.complex64)
-    expected = by_torch(cls, params, steps, foreach=True, **options)
-    assert same(leaves_of(by_step(make(**options, fused=False), params, steps)[0]), expected)
-
-
-@pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if twin[0] in FUSED])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_step_equals_torch_foreach(name, dtype):
-    """Where multiples are added, that is in the middle of a tensor, and of factors that 16 bits hold."""
-    make, cls, options = TWINS[name]
-    added = make is not optim.adamw and ("decay" in name or make is optim.sgd)  # it adds multiples
-    options = options if make is optim.sgd else {"eps": 1e-3, **options}
-    if added:
+    if dtype.itemsize == 2 and make is not optim.adamw and ("decay" in name or make is optim.sgd):  # it adds multiples
         held = {"lr", "weight_decay", "momentum", "dampening"}
         options = {key: ceil(value * 128) / 128 if key in held else value for key, value in options.items()}
         params, *steps = ([tensor((n,), dtype, 10 * t + n) for n in (64, 192)] for t in range(6))

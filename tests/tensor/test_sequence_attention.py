@@ -78,7 +78,8 @@ def test_error_is_at_most_four_times_that_of_torch(how, dtype, masks):
 def test_formula_of_devices_without_kernel(how, masks, monkeypatch):
     monkeypatch.setattr(blocks, "KERNEL_DEVICES", set())
     values, masks = inputs(2, heads=4, kv_heads=2, masks=masks)
-    check(fs.make_mesh({"seq": 2}), how, values, True, masks)
+    for second in (True, False):  # which has a backward of its own
+        check(fs.make_mesh({"seq": 2}), how, values, True, masks, second=second, scale=0.3)
 
 
 @pytest.mark.parametrize("how", HOWS)

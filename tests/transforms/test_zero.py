@@ -355,6 +355,16 @@ def test_half_precision_computes_low_and_keeps_masters(precision, dtype):
     assert seen == {(dtype, dtype)} and all(x.dtype == torch.float32 for x in params)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_16_bit_gradients_are_accumulated_in_32_bits(stage):
+    """In bfloat16, 256 + 1 is 256."""
+    mesh, x = fs.make_mesh({"data": 2}), torch.tensor([256.0, 1, 1, 1, 1, 1, 1, 256.0])
+    options = {"accumulate": 4, "reduce_once": True, "gradients": optimizer(stage, mesh).gradients}
+    run = fs.grad(lambda p, x: (8 * p["w"] * x).mean(), mesh=mesh, batch=P("data"), **options)
+    g = run(placed({"w": torch.ones((), dtype=torch.bfloat16)}, stage, mesh), x)
+    assert fs.unshard(g["w"]) == torch.tensor(518.0).bfloat16()
+
+
 def test_overflow_on_one_device_is_skipped_by_all():
     mesh = fs.make_mesh({"data": 2})
     opt = fs.partition_optimizer(
