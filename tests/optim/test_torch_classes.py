@@ -337,41 +337,6 @@ def test_boosted_custom_class_equals_torch_loop(name, plugin, n):
     close(boosted(OWN[name], plugin, n), by_torchs_loop(OWN[name]))
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
-@pytest.mark.parametrize("name", [*OWN, "Adadelta"])
-def test_boosted_class_in_stages_equals_torch_loop(name, zero_stage):
-    make = {"Lion": Lion, "Factored": Factored, "Lars": Lars, "MyAdamW": MyAdamW, "MyAdagrad": MyAdagrad}
-
-    def start():
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 5)).double()
-        model[4].weight = model[0].weight  # of the first stage
-        return model, make.get(name, torch.optim.Adadelta)(model.parameters(), lr=0.05)
-
-    model, opt = start()
-    for step in range(4):
-        model(x_of(step)).square().mean().backward()
-        opt.step(), opt.zero_grad()
-
-    def main():
-        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2, zero_stage=zero_stage))
-        model, opt, *_ = booster.boost(*start())
-        for step in range(4):
-            booster.execute_pipeline(iter([x_of(step)]), model, lambda y, x: y.square().mean(), opt)
-            opt.step(), opt.zero_grad()
-        return model.unwrap().state_dict()
-
-    close(fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2})), model.state_dict())
-
-
-@pytest.mark.parametrize("name", ["Lion", "Factored"])
-def test_custom_class_is_reproducible_on_any_mesh(name):
-    expected = boosted(OWN[name], "ddp", 1, reproducible=True, slices=4)[0]
-    for plugin, n in [("ddp", 2), ("zero 1", 4), ("zero 2", 2), ("fsdp", 4)]:
-        states = boosted(OWN[name], plugin, n, reproducible=True, slices=4)
-        assert all(same(dict(state), dict(expected)) for state in states)
-
-
 def test_custom_instance_keeps_state_of_local_shards():
     """The owner of a parameter has its state; hooks and keys of the instance are those of torch."""
 
