@@ -148,10 +148,7 @@ MISUSE = {
     "an option of torch's": (lambda: optim.from_torch(torch.optim.SGD, lr=-1.0), "Invalid learning rate"),
     "LBFGS": (lambda: optim.from_torch(torch.optim.LBFGS), "calls the loss function several times"),
     "SparseAdam": (lambda: optim.from_torch(torch.optim.SparseAdam), "sparse gradients"),
-    "an instance": (
-        lambda: optim.from_torch(torch.optim.SGD([torch.ones(1)])),
-        "must be given a class of torch.optim",
-    ),
+    "an instance": (lambda: optim.from_torch(torch.optim.SGD([torch.ones(1)])), "must be given a class of torch.optim"),
     "a class of one's own": (lambda: optim.from_torch(Lars), r"from_torch\(Lars\) must be given a class"),
     "nesterov": (lambda: optim.sgd(0.1, nesterov=True), "nesterov needs momentum"),
     "a fused kernel": (

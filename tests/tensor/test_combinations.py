@@ -26,10 +26,7 @@ from tests.tensor.small_gpt import (
 MODES = {
     "1d": ({"model": 2}, {"tensor": 2}),
     "2d": ({"model_i": 2, "model_j": 2}, {"tensor": 4, "tensor_mode": "2d"}),
-    "2.5d": (
-        {"model_d": 2, "model_i": 2, "model_j": 2},
-        {"tensor": 8, "tensor_mode": "2.5d", "tensor_depth": 2},
-    ),
+    "2.5d": ({"model_d": 2, "model_i": 2, "model_j": 2}, {"tensor": 8, "tensor_mode": "2.5d", "tensor_depth": 2}),
     "3d": ({"model_a": 2, "model_b": 2, "model_c": 2}, {"tensor": 8, "tensor_mode": "3d"}),
 }
 

@@ -242,10 +242,7 @@ def test_mlp_equals_serial_to_the_second_derivative(name, gated):
 
 @pytest.mark.parametrize(
     ("heads", "message"),
-    [
-        ((4, 4), "heads must be a multiple of 3; got 4"),
-        ((6, 4), "kv_heads must divide heads, 6; got 4"),
-    ],
+    [((4, 4), "heads must be a multiple of 3; got 4"), ((6, 4), "kv_heads must divide heads, 6; got 4")],
 )
 def test_heads_that_devices_do_not_divide_raise(heads, message):
     mode, mesh = mode_of("2d-3x3")

@@ -200,8 +200,7 @@ def test_compiled_loss_gets_unsharded_parameters():
         assert_all_close(sharded(whole, params, x, stage), expected)
         assert_all_close(sharded(lambda p, x: ((marked(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage), expected)
         with pytest.raises(
-            ValueError,
-            match=r"torch.compile cannot trace .* fs.with_unsharded_params\(torch.compile\(fn\)\)",
+            ValueError, match=r"torch.compile cannot trace .* fs.with_unsharded_params\(torch.compile\(fn\)\)"
         ):
             sharded(lambda p, x: ((part(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage)
 

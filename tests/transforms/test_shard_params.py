@@ -58,10 +58,7 @@ RULES = {
     "a tree": (EXPECTED, EXPECTED),
     "patterns": ({"emb": P("model"), "blocks[*].w": P(None, "model"), "**.b": P()}, EXPECTED),
     "the rest": ({"emb": P("model"), "blocks[*].w": P(None, "model"), "**": P()}, EXPECTED),
-    "a function": (
-        lambda path, x: {"emb": P("model"), "w": P(None, "model")}.get(path.rsplit(".")[-1], P()),
-        EXPECTED,
-    ),
+    "a function": (lambda path, x: {"emb": P("model"), "w": P(None, "model")}.get(path.rsplit(".")[-1], P()), EXPECTED),
     "one": (P(), {"emb": P(), "blocks": [{"w": P(), "b": P()}] * 2}),
     "fsdp": (
         fs.fsdp(("data", "model")),
@@ -110,10 +107,7 @@ MISUSE = {
     ),
     "two stars": (lambda: specs({"**.w": P("model"), "blocks.**": P(), "**": P()}), "disagree about"),
     "unreduced": (lambda: specs(P(unreduced="data")), r'P\(unreduced="data"\) is a sum that is not made yet'),
-    "frozen": (
-        lambda: fs.shard_params({"a": torch.ones(2)}, P(), mesh=MESH, frozen="g"),
-        'frozen: no leaf is for "g"',
-    ),
+    "frozen": (lambda: fs.shard_params({"a": torch.ones(2)}, P(), mesh=MESH, frozen="g"), 'frozen: no leaf is for "g"'),
     "no rule": (
         lambda: fs.nn.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, {"a": P()}, mesh=MESH),
         "no rule is for b",

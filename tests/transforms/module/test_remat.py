@@ -82,8 +82,7 @@ def test_remat_nested_has_equal_gradients(policy, inner):
 
     nested = remat(twice(remat(mlp, inner)), policy)
     close(
-        torch.autograd.grad(loss(nested, w, v, x), (w, v, x)),
-        torch.autograd.grad(loss(twice(mlp), w, v, x), (w, v, x)),
+        torch.autograd.grad(loss(nested, w, v, x), (w, v, x)), torch.autograd.grad(loss(twice(mlp), w, v, x), (w, v, x))
     )
 
 
@@ -264,10 +263,7 @@ def test_remat_of_shard_map_has_equal_gradients(policy):
         on_mesh = fs.shard_map(own, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
         return checkpoint_name(fs.unshard(on_mesh(w, x)), "hidden").sin()
 
-    close(
-        torch.autograd.grad(remat(f, policy)(w, x).sum(), (w, x)),
-        torch.autograd.grad(f(w, x).sum(), (w, x)),
-    )
+    close(torch.autograd.grad(remat(f, policy)(w, x).sum(), (w, x)), torch.autograd.grad(f(w, x).sum(), (w, x)))
 
 
 def gradient_and_ledger(policy, x, runtime=None):

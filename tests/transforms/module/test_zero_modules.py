@@ -319,13 +319,7 @@ def test_units_of_class_bound_unsharded_memory(monkeypatch, live):
     own = fs.shard_params(params, fs.fsdp("data", unit=units), mesh=mesh)
     layer = sum(x.nbytes for name, x in params.items() if name.startswith("body.1.layers.0."))
     found = most_whole(
-        monkeypatch,
-        lambda p, x: loss_of(apply(p, buffers, x)[0]),
-        own,
-        mesh,
-        18,
-        live_units=live,
-        prefetch=0,
+        monkeypatch, lambda p, x: loss_of(apply(p, buffers, x)[0]), own, mesh, 18, live_units=live, prefetch=0
     )
     assert found.bytes <= live * layer < sum(x.nbytes for x in params.values())
     coarse = fs.shard_params(params, fs.fsdp("data", unit=["body", "head"]), mesh=mesh)

@@ -510,14 +510,7 @@ def test_evaluate_runs_stages_forward_only(zero):
     mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
     stages = fs.pipeline.split_stages(model, 4)
     params = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule)
-    options = {
-        "mesh": mesh,
-        "batch": P("data"),
-        "schedule": schedule,
-        "loss": of_words,
-        "weight": words,
-        "aux": AUX,
-    }
+    options = {"mesh": mesh, "batch": P("data"), "schedule": schedule, "loss": of_words, "weight": words, "aux": AUX}
     before = torch.random.get_rng_state()
     with fs.ledger() as comm, torch.inference_mode():
         loss, aux = fs.evaluate(stages, **options)(params, batch)
