@@ -293,51 +293,6 @@ def test_frozen_integer_and_unused_leaves_stay_unchanged(stage):
     assert [name for name in params if grads[name] is None] == ["fixed", "unused", "count"]
 
 
-def test_leaf_used_on_one_device_has_gradient_everywhere():
-    mesh = fs.make_mesh({"data": 2})
-
-    def loss_fn(p, x):
-        return p["a"].sum() * x.mean() + (p["b"].sum() if x.mean() > 0.5 else 0.0)
-
-    own = fs.shard_params({"a": torch.ones(2), "b": torch.ones(2)}, lambda path, leaf: P(), mesh=mesh)
-    own = map_leaves(lambda x: fs.Sharded(x.shape, fs.Layout(mesh, P(), unit="all"), x.shards), own)
-    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"))(own, torch.tensor([0.0, 1.0]))
-    assert fs.unshard(grads)["b"].tolist() == [0.5, 0.5]
-
-
-# -- means ---------------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=40)
-@given(
-    mask=st.lists(st.integers(0, 1), min_size=8, max_size=8).filter(any),
-    stage=st.sampled_from((0, 3)),
-    options=st.sampled_from(
-        [{}, {"accumulate": 2}, {"accumulate": 2, "reduce_once": False}, {"reproducible": True, "slices": 4}]
-    ),
-)
-def test_slice_of_weight_zero_with_nan_adds_nothing(mask, stage, options):
-    mesh = fs.make_mesh({"data": 2})
-    x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    batch = {"x": x, "mask": torch.tensor(mask).double()}
-
-    def loss_fn(params, batch):
-        loss = ((batch["x"] @ params["w"]).square() * batch["mask"]).sum() / batch["mask"].sum()
-        return loss, {"twice": 2 * loss}
-
-    w = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
-    loss, _ = loss_fn({"w": w}, batch)
-    loss.backward()
-    own = placed({"w": w.detach()}, stage, mesh)
-    run = fs.value_and_grad(
-        loss_fn, mesh=mesh, batch=P("data"), has_aux=True, weight=lambda batch: batch["mask"].sum(), **options
-    )
-    (ours, aux), grads = run(own, batch)
-    torch.testing.assert_close(
-        [ours, aux["twice"], fs.unshard(grads)["w"]], [loss, 2 * loss, w.grad], check_dtype=False
-    )
-
-
 # -- precision -------------------------------------------------------------------------------------------------------------
 
 
@@ -428,20 +383,3 @@ def test_step_inside_run_equals_step_outside():
         return fs.unshard(params["w"]), metrics["loss"]
 
     assert all(map(torch.equal, xs, trained()) for xs in fs.run(trained, mesh=mesh))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_tied_leaf_has_one_gradient_and_stays_tied(stage):
-    mesh, x = fs.make_mesh({"data": 2}), torch.ones(3)
-    opt = optimizer(stage, mesh, fs.optim.adamw(0.1, fused=False))
-    own = placed({"a": x, "b": [x]}, stage, mesh)
-
-    def loss_fn(p, batch):
-        return (2 * p["a"].sum() + 3 * p["b"][0].sum()) * batch.mean()
-
-    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=opt.gradients)(own, torch.ones(2))
-    assert fs.unshard(grads)["a"].tolist() == [5.0] * 3 and grads["a"] is grads["b"][0]
-    own, _, metrics = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"))(own, opt.init(own), torch.ones(2))
-    assert own["a"] is own["b"][0]
-    torch.testing.assert_close(metrics["grad_norm"].item(), 75**0.5)
-    torch.testing.assert_close(fs.unshard(own)["a"], torch.full((3,), 0.9 - 0.001))

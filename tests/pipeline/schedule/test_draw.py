@@ -36,15 +36,6 @@ time 18, bubble 1/3, at most 3 activations on a device
     assert str(with_units(with_messages(schedule))) == str(schedule)
 
 
-def test_actions_print_stage_if_devices_have_several():
-    assert str(pipeline_schedule("interleaved", stages=4, microbatches=2, devices=2)) == (
-        """interleaved: 2 microbatches, 4 stages on 2 devices
-device 0 │ 0F0 0F1 2F0 2F1 ·   ·   2B0──── ·   2B1──── 0B0──── 0B1────
-device 1 │ ·   1F0 1F1 3F0 3B0──── 3F1 3B1──── 1B0──── 1B1──── ·   ·
-time 15, bubble 1/5, at most 4 activations on a device"""
-    )
-
-
 def test_simulation_is_drawn_to_scale_of_shortest_action():
     found = simulate(pipeline_schedule("gpipe", stages=2, microbatches=2), forward=[Fraction(1, 2), 1], send=1)
     assert str(found) == (

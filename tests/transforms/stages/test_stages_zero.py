@@ -1,6 +1,7 @@
 """Training in stages beside data: the loss, gradients, metrics and bits of `train_step` on the whole model."""
 
 import os
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -83,36 +84,45 @@ def at_rest(zero):
     return fs.fsdp("data") if zero == 3 else P()
 
 
-def serial(model, batches, opt, data, zero=None, loss=entropy, **options):
+class Trained(NamedTuple):
+    """Parameters and buffers by their names in the model, and the metrics of each step as lists."""
+
+    params: dict[str, torch.Tensor]
+    metrics: list[list[torch.Tensor]]
+    buffers: dict[str, torch.Tensor]
+
+
+def serial(model, batches, opt, data, zero=None, loss=entropy, has_buffers=False, **options):
     """Train the whole model, without stages."""
     mesh = fs.make_mesh({"data": data}, runtime="virtual")
     apply, params, buffers = fs.functionalize(model)
-    params = fs.shard_params(params, at_rest(zero), mesh=mesh)
-    opt = optimizer(opt, mesh, zero)
+    params, opt = fs.shard_params(params, at_rest(zero), mesh=mesh), optimizer(opt, mesh, zero)
 
-    def loss_fn(params, batch):
-        return loss(apply(params, buffers, batch[0])[0], batch)
+    def loss_fn(params, *inputs):
+        y, after = apply(params, inputs[0] if has_buffers else buffers, inputs[-1][0])
+        return (loss(y, inputs[-1]), after) if has_buffers else loss(y, inputs[-1])
 
-    return trained(fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options), params, opt, batches)
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), has_buffers=has_buffers, **options)
+    return trained(step, params, opt, batches, buffers if has_buffers else None)
 
 
-def in_stages(
-    model, batches, opt, data, schedule, zero=None, loss=entropy, balance="uniform", make=fs.train_step, **options
-):
-    """Train it in stages; return what `serial` does, by the names of the whole model."""
+def in_stages(model, batches, opt, data, schedule, zero=None, loss=entropy, make=fs.train_step, **options):
+    """Train it in stages; return what `serial` does."""
     mesh = fs.make_mesh({"pipe": schedule.devices, "data": data})
-    stages = fs.pipeline.split_stages(model, schedule.stages, balance)
-    params = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule)
-    opt = optimizer(opt, mesh, zero)
+    stages, buffers = fs.pipeline.split_stages(model, schedule.stages, "uniform"), None
+    params, opt = fs.shard_stages(stages, at_rest(zero), mesh=mesh, schedule=schedule), optimizer(opt, mesh, zero)
+    if options.get("has_buffers"):
+        trees = [dict(stage.named_buffers()) for stage in stages]
+        buffers = fs.shard_stages(trees, mesh=mesh, schedule=schedule)
     step = make(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=loss, **options)
-    params, metrics = trained(step, params, opt, batches)
-    found = {name: x for tree in params for name, x in tree.items()}
+    trees, metrics, buffers = trained(step, params, opt, batches, buffers)
+    params, buffers = ({name: x for tree in part for name, x in tree.items()} for part in (trees, buffers))
     names = dict(model.named_parameters(remove_duplicate=False))
     ties = {id(x): name for name, x in reversed(names.items())}
-    assert {ties[id(names[name])] for name in found} == {*ties.values()}
-    for name, x in found.items():
-        assert torch.equal(x, found[ties[id(names[name])]])
-    return {name: found[name] for name, _ in model.named_parameters()}, metrics
+    assert {ties[id(names[name])] for name in params} == {*ties.values()}
+    for name, x in params.items():
+        assert torch.equal(x, params[ties[id(names[name])]])
+    return Trained({name: params[name] for name, _ in model.named_parameters()}, metrics, buffers)
 
 
 def by_hand(stages, opt, *, precision=None, donate=False, aux=None, **options):
@@ -142,27 +152,17 @@ def at_once(stages, opt, **options):
     return step
 
 
-def trained(step, params, opt, batches):
+def trained(step, params, opt, batches, buffers=None):
     torch.manual_seed(7)
-    state, seen = opt.init(params), []
+    state, seen, rest = opt.init(params), [], [] if buffers is None else [buffers]
     for batch in batches:
-        params, state, metrics = step(params, state, batch)
-        seen.append(dict(enumerate(tree_leaves(fs.unshard(metrics)))))
-    return fs.unshard(params), seen
+        params, state, *rest, metrics = step(params, state, *rest, batch)
+        seen.append(tree_leaves(fs.unshard(metrics)))
+    return Trained(fs.unshard(params), seen, fs.unshard(rest[0]) if rest else {})
 
 
-def same(found, expected):
-    (params, metrics), (whole, known) = found, expected
-    return all(torch.equal(params[name], whole[name]) for name in whole) and all(
-        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-        for one, other in zip(metrics, known, strict=True)
-    )
-
-
-def close(found, expected):
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
-    for one, other in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+def assert_same(found, expected, tolerance=0.0):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)
 
 
 # -- equal bits ---------------------------------------------------------------------------------------------------
@@ -212,10 +212,7 @@ class Drawn:
         expected = serial(model, batches, opt, 1 if reproducible else self.data, self.zero, **options)
         options = {name: x for name, x in options.items() if name not in ("slices", "accumulate")}
         found = in_stages(model, batches, opt, self.data, self.schedule, self.zero, recompute=self.recompute, **options)
-        if reproducible:
-            assert same(found, expected)
-        else:
-            close(found, expected)
+        assert_same(found, expected, 0.0 if reproducible else 1e-4)
 
     def check_pieces(self):
         model, batches = gpt(self.blocks), [tokens(self.size, seed) for seed in (1, 2)]
@@ -224,7 +221,7 @@ class Drawn:
             in_stages(model, batches, OPTIMIZERS[self.opt], self.data, self.schedule, self.zero, make=make, **options)
             for make in (by_hand, at_once)
         )
-        assert same(found, whole)
+        assert_same(found, whole)
 
 
 @settings(max_examples=12)
@@ -363,8 +360,8 @@ def test_nonfinite_step_is_skipped_by_all_stages():
     for opt in (fs.optim.skip_if_not_finite(fs.optim.sgd(0.1)), fs.optim.loss_scaled(fs.optim.sgd(0.1))):
         expected = serial(model, batches, opt, 2, 3, burst, reproducible=True, slices=4)
         found = in_stages(model, batches, opt, 2, schedule, 3, burst, reproducible=True)
-        assert [bool(one[2]) for one in found[1]] == [True, False, True]
-        assert all(torch.equal(found[0][name], x) for name, x in expected[0].items())
+        assert [bool(finite) for _, _, finite, *_ in found.metrics] == [True, False, True]
+        assert_same(found.params, expected.params)
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
@@ -381,8 +378,8 @@ def test_microbatch_of_weight_zero_adds_nothing(reproducible):
     slices = {"slices": 4} if reproducible else {"accumulate": 4}
     expected = serial(model, [batch], fs.optim.sgd(0.1), 1, **slices, **options)
     found = in_stages(model, [batch], fs.optim.sgd(0.1), 1, schedule, **options)
-    assert same(found, expected) if reproducible else close(found, expected) is None
-    assert expected[1][0][2]  # finite
+    assert_same(found, expected, 0.0 if reproducible else 1e-4)
+    assert expected.metrics[0][2]  # finite
 
 
 # -- other forms --------------------------------------------------------------------------------------------------
@@ -441,9 +438,13 @@ def normalised(seed=0):
 def test_stage_buffers_are_means_over_microbatches(recompute):
     """In reproducible mode: as without stages, to the bit; two steps."""
     model, schedule = normalised(), fs.pipeline_schedule("zbv", stages=4, microbatches=2)
-    batches = [torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
-    expected = memory(model, batches, None, slices=4)
-    assert same_trees(memory(model, batches, schedule, recompute=recompute), expected)
+    batches = [(torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)),) for n in (1, 2)]
+    options = {"loss": mean_square, "has_buffers": True, "reproducible": True}
+    expected = serial(model, batches, fs.optim.sgd(0.1), 2, slices=4, **options)
+    found = in_stages(
+        model, batches, fs.optim.sgd(0.1), 2, schedule, recompute=recompute, inputs=lambda batch: batch[0], **options
+    )
+    assert_same((found.params, found.buffers), (expected.params, expected.buffers))
 
 
 def running_statistics(data, microbatches, momentum=0.1, sync=None, samples=12):
@@ -469,39 +470,6 @@ def test_stage_batchnorm_has_running_statistics_of_the_batch(options):
     for data, microbatches in [(1, 1), (1, 4), (2, 2)]:
         found, expected = running_statistics(data, microbatches, **options)
         torch.testing.assert_close(found, expected)
-
-
-def memory(model, batches, schedule, **options):
-    """Train; return buffers and parameters by the names of the model."""
-    mesh = fs.make_mesh({"pipe": schedule.devices, "data": 2} if schedule else {"data": 2})
-    options |= {"mesh": mesh, "batch": P("data"), "has_buffers": True, "reproducible": True}
-    opt = fs.optim.sgd(0.1)
-    if schedule is None:
-        apply, params, buffers = fs.functionalize(model)
-        params = fs.shard_params(params, P(), mesh=mesh)
-
-        def loss_fn(params, buffers, batch):
-            y, buffers = apply(params, buffers, batch)
-            return y.square().mean(), buffers
-
-        step = fs.train_step(loss_fn, opt, **options)
-    else:
-        stages = fs.pipeline.split_stages(model, schedule.stages)
-        params = fs.shard_stages(stages, mesh=mesh, schedule=schedule)
-        buffers = fs.shard_stages([dict(one.named_buffers()) for one in stages], mesh=mesh, schedule=schedule)
-        step = fs.train_step(stages, opt, schedule=schedule, loss=mean_square, **options)
-    state = opt.init(params)
-    for batch in batches:
-        params, state, buffers, _ = step(params, state, buffers, batch)
-    flat = [fs.unshard(tree) for tree in (buffers, params)]
-    return tuple(tree if schedule is None else {name: x for one in tree for name, x in one.items()} for tree in flat)
-
-
-def same_trees(found, expected):
-    return all(
-        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-        for one, other in zip(found, expected, strict=True)
-    )
 
 
 @pytest.mark.parametrize("zero", [0, 3])
