@@ -9,7 +9,7 @@ from torch import nn
 import fshard as fs
 from tests.sampled import in_pairs
 from tests.training import WAYS, Case, adamw, assert_trained_alike, by_train_step, momentum
-from tests.zoo import MODULES, D
+from tests.transforms.module.zoo import MODULES, D
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:buffers .* have different shapes")
 

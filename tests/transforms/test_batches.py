@@ -8,6 +8,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import P
+from tests.transforms.gradients import DATA, assert_equal, serial, sharded
 
 STAGES = (0, 1, 2, 3)
 SIZES = (1, 2, 3, 5, 7, 8, 13)
@@ -49,27 +50,6 @@ def masked_mean(params, batch):
     return (each(params, batch) * batch["mask"]).sum() / batch["mask"].sum()
 
 
-def serial(loss_fn, params, batch):
-    leaves = [x.clone().requires_grad_() for x in (*params["blocks"], params["bias"])]
-    loss = loss_fn({"blocks": leaves[:2], "bias": leaves[2]}, batch).mean()
-    return loss.detach(), torch.autograd.grad(loss, leaves)
-
-
-def sharded(loss_fn, params, batch, n, stage=0, **options):
-    mesh = fs.make_mesh({"data": n})
-    opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=stage)
-    own = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=opt.gradients, **options)
-    loss, grads = run(own, batch)
-    return loss, [fs.unshard(g) for g in (*grads["blocks"], grads["bias"])]
-
-
-def assert_serial(found, expected):
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-12, atol=1e-14)
-    for ours, g in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(ours, g, rtol=1e-11, atol=1e-13)
-
-
 # -- the serial gradient ----------------------------------------------------------------------------------------------
 
 
@@ -88,8 +68,8 @@ def test_batch_of_any_size_has_gradient_of_one_device(size, n, stage, accumulate
     weight = {"weight": lambda batch: batch["mask"].sum()} if kind == "masked" else {}
     mode = {**mode, "slices": 8 * n} if mode.get("reproducible") else mode
     accumulate = 1 if mode.get("reproducible") else accumulate
-    found = sharded(loss_fn, params(), batch, n, stage, accumulate=accumulate, **mode, **weight)
-    assert_serial(found, serial(loss_fn, params(), batch))
+    found = sharded(loss_fn, params(), batch, {"data": n}, stage, accumulate=accumulate, **mode, **weight)
+    assert_equal(found, serial(loss_fn, params(), batch))
 
 
 def reproducible(n, stage, size):
@@ -100,7 +80,7 @@ def reproducible(n, stage, size):
     def with_dropout(params, batch):
         return nn.functional.dropout(each(params, batch), 0.5).mean()
 
-    return sharded(with_dropout, own, batch, n, stage, reproducible=True)
+    return sharded(with_dropout, own, batch, {"data": n}, stage, reproducible=True)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -181,9 +161,6 @@ def test_collective_in_loss_with_uneven_batch_raises(name, size, refused, stage)
 
 
 # -- metrics and errors -----------------------------------------------------------------------------------------------
-
-
-DATA = P("data")
 
 
 def metrics_of(loss_fn, batch, spec=DATA, **options):

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
+from tests.transforms.gradients import assert_equal, serial, sharded
 
 SIZES = {"w": (4, 6), "v": (6, 4), "b": (6,), "u": (4, 4)}
 
@@ -209,34 +210,12 @@ LAYOUTS = {
 }
 
 
-def serial(loss_fn, batch):
-    leaves = {name: x.clone().requires_grad_() for name, x in params().items()}
-    loss = loss_fn(leaves, batch).mean()
-    return loss.detach(), torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
+def alone_on(loss_fn, batch):
+    return serial(loss_fn, params(), batch)
 
 
-def on_mesh(loss_fn, batch, sizes, rules, spec=None, stage=0, **options):
-    """Return loss and gradients, and whether all devices hold the same bits of what is whole on them."""
-    mesh = fs.make_mesh(sizes)
-    own = fs.shard_params(params(), rules, mesh=mesh)
-    opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=stage)
-    run = fs.value_and_grad(
-        loss_fn, mesh=mesh, batch=P("data") if spec is None else spec, gradients=opt.gradients, **options
-    )
-    loss, grads = run(own, batch)
-    found = [g for g in grads.values() if g is not None]
-    for g in found:
-        if g.spec == P():
-            assert all(torch.equal(shard, g.shards[0]) for shard in g.shards)
-    return loss, [None if g is None else fs.unshard(g) for g in grads.values()]
-
-
-def assert_serial(found, expected):
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-13)
-    for ours, theirs in zip(found[1], expected[1], strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+def on_mesh(loss_fn, batch, sizes, rules=None, **options):
+    return sharded(loss_fn, params(), batch, sizes, rules=rules, **options)
 
 
 WAYS = [{}, {}, {"reshard_after_forward": False}, {"in_flight": 0, "bucket": 0}]
@@ -253,9 +232,8 @@ WAYS = [{}, {}, {"reshard_after_forward": False}, {"in_flight": 0, "bucket": 0}]
 def test_collective_over_batch_axis_has_gradient_of_one_device(name, n, stage, more, way):
     loss_fn, alone, even = LOSSES[name]
     size = 8 if even == 4 else 5 + more
-    rules = fs.fsdp("data") if stage == 3 else P()
-    found = on_mesh(loss_fn, batch_of(size), {"data": n}, rules, stage=stage, **way)
-    assert_serial(found, serial(alone, batch_of(size)))
+    found = on_mesh(loss_fn, batch_of(size), {"data": n}, stage=stage, **way)
+    assert_equal(found, alone_on(alone, batch_of(size)))
 
 
 @settings(max_examples=50)
@@ -271,7 +249,7 @@ def test_collective_over_batch_axis_has_gradient_of_one_device(name, n, stage, m
 def test_model_parallel_loss_has_gradient_of_one_device(name, sizes, layout, stage, way):
     loss_fn, alone = MODEL_LOSSES[name]
     found = on_mesh(loss_fn, batch_of(8), sizes, LAYOUTS[layout], stage=stage, **way)
-    assert_serial(found, serial(alone, batch_of(8)))
+    assert_equal(found, alone_on(alone, batch_of(8)))
 
 
 # -- what is particular ------------------------------------------------------------------------------------------------
@@ -292,7 +270,7 @@ def test_weight_zero_samples_count_in_collectives():
 
     batch = (*batch_of(8), mask)
     found = on_mesh(loss_fn, batch, {"data": 4}, fs.fsdp("data"), weight=lambda batch: batch[2].sum())
-    assert_serial(found, serial(lambda p, batch: losses(p, batch).sum() / mask.sum(), batch))
+    assert_equal(found, alone_on(lambda p, batch: losses(p, batch).sum() / mask.sum(), batch))
 
 
 def test_model_parallel_parts_have_their_gradients():
@@ -305,10 +283,10 @@ def test_model_parallel_parts_have_their_gradients():
     def alone(p, batch):
         return ((batch[0] @ p["u"] + batch[0] @ p["w"][:, :4]) @ p["v"][:4] - batch[1]).square().mean()
 
-    expected, (w, _, _, u) = serial(alone, batch_of(8))
+    expected, (_, u, _, w) = alone_on(alone, batch_of(8))
     for stage, accumulate in ((0, 1), (2, 1), (0, 2)):
         sizes, options = {"data": 2, "model": 2}, {"frozen": "v", "accumulate": accumulate}
-        assert_serial(on_mesh(loss_fn, batch_of(8), sizes, P(), stage=stage, **options), (expected, (w, None, None, u)))
+        assert_equal(on_mesh(loss_fn, batch_of(8), sizes, P(), stage=stage, **options), (expected, (None, u, None, w)))
 
 
 def test_unused_axis_has_no_messages():
@@ -326,7 +304,7 @@ def test_reproducible_model_parallel_loss_has_equal_bits():
         return on_mesh(two_blocks, batch_of(8), {"data": n, "model": 2}, LAYOUTS[layout], reproducible=True)
 
     loss, grads = run(1, "whole")
-    assert_serial((loss, grads), serial(two_blocks_alone, batch_of(8)))
+    assert_equal((loss, grads), alone_on(two_blocks_alone, batch_of(8)))
     for n, layout in ((2, "whole"), (4, "fsdp"), (2, "tensor"), (4, "fsdp of both")):
         other, others = run(n, layout)
         assert torch.equal(loss, other) and all(map(torch.equal, grads, others))

@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
-from tests.zoo import MODULES, D
+from tests.transforms.gradients import assert_equal, serial, sharded
+from tests.transforms.module.zoo import MODULES, D
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
-STAGES = (0, 3)
+STAGES, N = (0, 3), {"data": 2}
 
 
 def rules(stage: int) -> Any:
@@ -26,23 +27,6 @@ def rules(stage: int) -> Any:
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def serial(loss_fn: Callable[..., Tensor], params: dict, batch: Tensor) -> list[Tensor]:
-    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
-    return list(torch.autograd.grad(loss_fn(leaves, batch), list(leaves.values())))
-
-
-def sharded(loss_fn, params, batch, stage, n=2, **options):
-    mesh = fs.make_mesh({"data": n})
-    own = fs.shard_params(params, rules(stage), mesh=mesh)
-    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), **options)(own, batch)
-    return [fs.unshard(grads[name]) for name in params]
-
-
-def assert_all_close(found, expected):
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 # -- what a handle is --------------------------------------------------------------------------------------------------
@@ -109,8 +93,8 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_lazy_param_gets_gradients_by_every_path(name, stage, options):
     params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
-    found = sharded(LOSSES[name], params, x, stage, live_units=1, **options)
-    assert_all_close(found, serial(LOSSES[name], params, x))
+    found = sharded(LOSSES[name], params, x, N, stage, live_units=1, **options)
+    assert_equal(found, serial(LOSSES[name], params, x))
 
 
 # -- torch.func ------------------------------------------------------------------------------------------------------------
@@ -162,7 +146,7 @@ def test_torch_func_works_in_every_zero_stage(loss_fn, options):
             if stage == 3 and "reshard_after_forward" not in options
             else loss_fn
         )
-        assert_all_close(sharded(keeping, params, x, stage, live_units=1, **options), expected)
+        assert_equal(sharded(keeping, params, x, N, stage, live_units=1, **options), expected)
 
 
 def test_kept_part_inside_remat_still_recomputes():
@@ -179,7 +163,7 @@ def test_kept_part_inside_remat_still_recomputes():
         kept.append(kept[-1]() is None)
         return y.mean()
 
-    sharded(loss_fn, {"w": draw(3, 3)}, draw(8, 3, seed=2), 3, n=1)
+    sharded(loss_fn, {"w": draw(3, 3)}, draw(8, 3, seed=2), {"data": 1}, 3)
     assert kept[1] is True
 
 
@@ -197,12 +181,12 @@ def test_compiled_loss_gets_unsharded_parameters():
     part = torch.compile(lambda w, x: x @ w, backend="eager")
     marked = fs.with_unsharded_params(part)
     for stage in STAGES:
-        assert_all_close(sharded(whole, params, x, stage), expected)
-        assert_all_close(sharded(lambda p, x: ((marked(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage), expected)
+        assert_equal(sharded(whole, params, x, N, stage), expected)
+        assert_equal(sharded(lambda p, x: ((marked(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, N, stage), expected)
         with pytest.raises(
             ValueError, match=r"torch.compile cannot trace .* fs.with_unsharded_params\(torch.compile\(fn\)\)"
         ):
-            sharded(lambda p, x: ((part(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage)
+            sharded(lambda p, x: ((part(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, N, stage)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -216,7 +200,7 @@ def test_collective_accepts_lazy_param(stage):
     def same(p, x):
         return loss_fn({"w": p["w"] * 1}, x)
 
-    assert_all_close(sharded(loss_fn, {"w": x}, x, stage), sharded(same, {"w": x}, x, stage))
+    assert_equal(sharded(loss_fn, {"w": x}, x, N, stage), sharded(same, {"w": x}, x, N, stage))
 
 
 # -- functional_call ------------------------------------------------------------------------------------------------------
@@ -231,9 +215,9 @@ def by_functional_call(name: str, stage: int, n: int = 2, wrap: Callable[..., An
     module, x = MODULES[name]().double(), draw(8, D, seed=1)
     params = {key: value.detach() for key, value in module.named_parameters()}
     called = wrap(lambda p, x: functional_call(module, p, (x,)))
-    found = sharded(lambda p, x: called(p, x).sin().square().mean(), params, x, stage, n, live_units=1)
+    _, found = sharded(lambda p, x: called(p, x).sin().square().mean(), params, x, {"data": n}, stage, live_units=1)
     module(x).sin().square().mean().backward()
-    return [ours - x.grad for ours, x in zip(found, module.parameters(), strict=True)]
+    return [g - module.get_parameter(key).grad for g, key in zip(found, sorted(params), strict=True)]
 
 
 def assert_zero(differences):

@@ -19,7 +19,7 @@ from fshard.errors import ModuleError
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.remat import remat
 from fshard.transforms.reproducible.randomness import keyed_random
-from tests.zoo import MODULES, D
+from tests.transforms.module.zoo import MODULES, D
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),

@@ -15,7 +15,7 @@ from fshard import P
 from fshard.mesh.layout import flatten
 from tests.sampled import in_pairs
 from tests.training import Case, by_train_step
-from tests.zoo import MODULES, D
+from tests.transforms.module.zoo import MODULES, D
 
 STAGES = (0, 1, 2, 3)
 N = 2
