@@ -15,6 +15,21 @@ from fshard.errors import CheckpointError, OptimizerError
 from tests.optim.test_torch_classes import PLUGINS, Factored, Lars, Lion, MyAdagrad, groups_of, net, x_of
 
 
+class DampedLion(Lion):
+    """Its decay falls with a number of steps, and with a number in a tensor; a string and None are beside them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if "steps" not in state:
+                state.update(steps=0, damping=torch.ones(()), note="begun", none=None)
+            state["steps"] += 1
+            state["damping"] *= 0.9
+            p.mul_(1 - 0.1 * state["damping"] / state["steps"])
+
+
 class CountingLars(Lars):
     """Saves its attribute."""
 
@@ -26,7 +41,7 @@ class CountingLars(Lars):
         self.steps = state_dict["steps"]
 
 
-KINDS = {kind.__name__: kind for kind in (Lion, Factored, MyAdagrad, CountingLars)}
+KINDS = {kind.__name__: kind for kind in (DampedLion, Factored, MyAdagrad, CountingLars)}
 
 
 def train(kind, plugin, n, steps, load=None, save=None, **options):
@@ -94,7 +109,8 @@ CHAINS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "chain"), [*product(["Lion", "Factored"], CHAINS), ("MyAdagrad", CHAINS[0]), ("CountingLars", CHAINS[1])]
+    ("kind", "chain"),
+    [*product(["DampedLion", "Factored"], CHAINS), ("MyAdagrad", CHAINS[0]), ("CountingLars", CHAINS[1])],
 )
 def test_run_continues_on_other_meshes_with_equal_bits(kind, chain, tmp_path):
     """Two steps on each mesh; the first does not use all layers."""
@@ -121,7 +137,7 @@ def test_state_dict_is_that_of_torch(kind, plugin):
 
 
 @pytest.mark.parametrize("by", ["folder", "state_dict"])
-@pytest.mark.parametrize("kind", ["Lion", "Factored"])
+@pytest.mark.parametrize("kind", ["DampedLion", "Factored"])
 def test_load_replaces_the_state_of_later_steps(kind, by, tmp_path):
     """A parameter that had no state when it was saved has none after it is loaded."""
     saved = train(kind, "zero 1", 2, range(1), save=tmp_path)[0]
@@ -144,7 +160,7 @@ def test_load_replaces_the_state_of_later_steps(kind, by, tmp_path):
         equal(one, saved)
 
 
-@pytest.mark.parametrize("kind", ["Lion", "Factored"])
+@pytest.mark.parametrize("kind", ["DampedLion", "Factored"])
 def test_loss_scale_is_saved_beside_the_state(kind, tmp_path):
     saved = train(kind, "fsdp", 2, range(3), save=tmp_path, precision="fp16")[0]
     wanted = train(kind, "fsdp", 2, range(5), precision="fp16")[0]
@@ -189,7 +205,7 @@ def in_stages(kind, zero_stage, steps, load=None, save=None, tensor=1):
     return fs.run(main, mesh=fs.make_mesh({"pipe": 2, "data": 2 // tensor, "model": tensor}))
 
 
-@pytest.mark.parametrize("kind", ["Lion", "Factored", "MyAdagrad"])
+@pytest.mark.parametrize("kind", ["DampedLion", "Factored", "MyAdagrad"])
 def test_stages_with_tied_weights_continue_as_torch_does(kind, tmp_path):
     """In stages with ZeRO 1, then with tensor parallelism and ZeRO 0, then with ZeRO 3."""
     model = tied()
@@ -222,16 +238,16 @@ def test_functional_state_is_saved(tmp_path):
 
 
 def of_processes(folder):
-    for kind in ("Lion", "Factored"):
+    for kind in ("DampedLion", "Factored"):
         load, save = folder / kind / "1", folder / kind / "2"
         train_here(kind, PLUGINS["zero 1"], 2, range(2, 4), load, save, **EXACT)
 
 
 def test_processes_continue_what_virtual_devices_saved(tmp_path):
-    for kind in ("Lion", "Factored"):
+    for kind in ("DampedLion", "Factored"):
         train(kind, "fsdp", 4, range(2), save=tmp_path / kind / "1", **EXACT)
     fs.launch(of_processes, tmp_path, processes=2)
-    for kind in ("Lion", "Factored"):
+    for kind in ("DampedLion", "Factored"):
         (wanted,) = train(kind, "ddp", 1, range(6), **EXACT)
         for one in train(kind, "zero 2", 4, range(4, 6), tmp_path / kind / "2", **EXACT):
             equal(one, wanted)
@@ -300,11 +316,11 @@ MISUSE = {
         r"'row' of \S+ must have the shape of the shard, \(8,\), or of a number",
     ),
     "rows in a folder": (
-        lambda folder: (saved_in(folder), train("Lion", "zero 1", 2, [], folder)),
+        lambda folder: (saved_in(folder), train("DampedLion", "zero 1", 2, [], folder)),
         r"optimizer.state.row.first.weight must have shape \(5, 3\); got \(5,\)",
     ),
     "rows": (
-        lambda folder: train("Lion", "zero 1", 2, [], saved_in(folder)),
+        lambda folder: train("DampedLion", "zero 1", 2, [], saved_in(folder)),
         r"row of first.weight must have shape \(5, 3\); got \(5,\); column of",
     ),
     "an unknown parameter": (with_unknown_parameter, "parameter 50 is unknown"),

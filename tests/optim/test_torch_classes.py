@@ -220,12 +220,12 @@ def close(states, expected):
 
 
 class Lion(torch.optim.Optimizer):
-    """Elementwise; the rate falls with a number of steps, and a number in a tensor shrinks."""
+    """Elementwise, and says so."""
 
     elementwise = True
 
-    def __init__(self, params, lr=0.02, betas=(0.9, 0.99)):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.1})
+    def __init__(self, params, lr=0.02, betas=(0.9, 0.99), weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -234,15 +234,10 @@ class Lion(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                state = self.state[p]
-                if not state:
-                    state.update(steps=0, exp_avg=torch.zeros_like(p), damping=torch.ones(()), note="begun", none=None)
-                state["steps"] += 1
-                state["damping"] *= 0.9
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
                 p.mul_(1 - lr * group["weight_decay"])
-                update = torch.sign(state["exp_avg"] * first + p.grad * (1 - first))
-                p.sub_(update * state["damping"], alpha=lr / state["steps"])
-                state["exp_avg"].lerp_(p.grad, 1 - second)
+                p.add_(torch.sign(m * first + p.grad * (1 - first)), alpha=-lr)
+                m.mul_(second).add_(p.grad, alpha=1 - second)
 
 
 class Factored(torch.optim.Optimizer):
