@@ -98,5 +98,7 @@ SMALL = ("tied, frozen and unused", "called three times", "lstm", "gradient in f
 @pytest.mark.parametrize(("name", "options", "stage"), in_pairs(SMALL, OPTIONS, range(4)))
 def test_module_trains_as_in_torch_with_any_options(name, options, stage):
     clip, tolerance = CLIP if options == "clipped" else None, TOLERANCES.get(options, 1e-9)
-    found = by_train_step(CASES[name], stage, 2, **OPTIONS[options])  # by momentum: its steps are as long as gradients
-    assert_trained_alike(CASES[name], found, clip=clip, tolerance=tolerance)
+    results = by_train_step(
+        CASES[name], stage, 2, **OPTIONS[options]
+    )  # by momentum: its steps are as long as gradients
+    assert_trained_alike(CASES[name], results, clip=clip, tolerance=tolerance)

@@ -32,21 +32,21 @@ def total(y, batch):
     return y.sum()
 
 
-def built(name="1f1b", **numbers):
+def schedule_of(name="1f1b", **numbers):
     return pipeline_schedule(name, **({"stages": 8, "microbatches": 8} | numbers))
 
 
-def made(stages=2, schedule=None, loss_fn=total, mesh=MESH, **options):
+def prepare(stages=2, schedule=None, loss_fn=total, mesh=MESH, **options):
     schedule = gpipe() if schedule is None else schedule
     return pipelined([scaled] * stages, schedule, loss_fn, mesh=mesh, **options)
 
 
-def stepped(params=2, batches=(1, 1), weights=None, **options):
+def take_step(params=2, batches=(1, 1), weights=None, **options):
     microbatches = [torch.ones(1, size) if isinstance(size, int) else size for size in batches]
-    return made(**options)([torch.tensor(2.0)] * params, microbatches, weights)
+    return prepare(**options)([torch.tensor(2.0)] * params, microbatches, weights)
 
 
-def parsed(text):
+def parse(text):
     return Schedule.from_csv(text, name="mine")
 
 
@@ -72,20 +72,20 @@ def with_gain():
 MISUSE = {
     # schedules
     "an unknown name": (
-        lambda: built("zb-v"),
+        lambda: schedule_of("zb-v"),
         'There is no schedule "zb-v"; did you mean "zbv".*gpipe, 1f1b, interleaved',
     ),
-    "a name like none": (lambda: built("xyz"), r'There is no schedule "xyz"\. name must be one of'),
-    "no stages": (lambda: built(stages=0), "stages must be at least 1; got 0"),
-    "half a microbatch": (lambda: built(microbatches=2.5), "microbatches must be an integer; got 2.5"),
-    "a true number": (lambda: built("bfs", stages=True), "stages must be an integer; got True"),
-    "devices of 1f1b": (lambda: built(devices=4), "devices must be equal to stages=8 for 1f1b.*got 4"),
+    "a name like none": (lambda: schedule_of("xyz"), r'There is no schedule "xyz"\. name must be one of'),
+    "no stages": (lambda: schedule_of(stages=0), "stages must be at least 1; got 0"),
+    "half a microbatch": (lambda: schedule_of(microbatches=2.5), "microbatches must be an integer; got 2.5"),
+    "a true number": (lambda: schedule_of("bfs", stages=True), "stages must be an integer; got True"),
+    "devices of 1f1b": (lambda: schedule_of(devices=4), "devices must be equal to stages=8 for 1f1b.*got 4"),
     "devices of zbv": (
-        lambda: built("zbv", devices=3),
+        lambda: schedule_of("zbv", devices=3),
         "devices must be 4 for zbv.*got 3. For 3 devices give stages=5 or 6",
     ),
     "devices of interleaved": (
-        lambda: built("interleaved", devices=9),
+        lambda: schedule_of("interleaved", devices=9),
         "devices must be at most stages=8 for interleaved; got 9",
     ),
     "rows": (
@@ -101,13 +101,13 @@ MISUSE = {
     ),
     "an action": (lambda: Action.parse("F0"), "An action must be a stage, one of F, B, I, W, SEND_F, RECV_F"),
     "stages on two devices": (
-        lambda: parsed("0F0,1F0\n0B0,3F0"),
+        lambda: parse("0F0,1F0\n0B0,3F0"),
         r"each stage must be on one device; got stage 0 on \[0, 1\], stage 2 on none. Give placement=.",
     ),
     "text": (lambda: Schedule.from_text("0F0 0B0"), 'A schedule must begin with "name: 8 microbatches'),
-    "messages": (lambda: with_messages(parsed("0F0,0B1,0F1,0B0\n1F0,1B0,1F1,1B1")), "device 0 waits for itself"),
+    "messages": (lambda: with_messages(parse("0F0,0B1,0F1,0B0\n1F0,1B0,1F1,1B1")), "device 0 waits for itself"),
     "weights": (
-        lambda: with_weights(parsed("0I0,0F0"), limit=1),
+        lambda: with_weights(parse("0I0,0F0"), limit=1),
         "^mine: these wait for actions that never run: device 0 at 0I0.$",
     ),
     "no live stages": (lambda: with_units(gpipe(), live=0), "live must be at least 1.*got 0"),
@@ -136,39 +136,39 @@ MISUSE = {
     "a parameter": (lambda: split_stages(with_gain(), 2), "with its own gain"),
     # pipelined functions
     "three stages": (
-        lambda: made(1, gpipe(3), None),
+        lambda: prepare(1, gpipe(3), None),
         r"stages must be 3.*got 1; axis pipe must have 3.*got 2; .*give loss_fn=",
     ),
-    "a name": (lambda: made(schedule="gpipe"), "schedule must be a Schedule; got str"),
+    "a name": (lambda: prepare(schedule="gpipe"), "schedule must be a Schedule; got str"),
     "skips": (
-        lambda: made(skips={"a": (1, 1), "b": (0, 2), "c": (0, 1)}),
+        lambda: prepare(skips={"a": (1, 1), "b": (0, 2), "c": (0, 1)}),
         r'skips must lead to a later stage of 0..1; got "a": \(1, 1\); "b": \(0, 2\)',
     ),
     "no values": (
-        lambda: made(schedule=parsed("0F0\n1F0"), mesh=fs.make_mesh({"pipe": 2}, runtime="abstract")),
+        lambda: prepare(schedule=parse("0F0\n1F0"), mesh=fs.make_mesh({"pipe": 2}, runtime="abstract")),
         "give backward=False; mesh must have values",
     ),
     "a deadlock": (
-        lambda: made(schedule=parsed("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")),
+        lambda: prepare(schedule=parse("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")),
         "devices 0 -> 1 -> 0 wait for each other",
     ),
     # steps
-    "microbatches": (lambda: stepped(batches=(1, 1, 1)), "microbatches must be 2, as in the schedule; got 3"),
-    "trees": (lambda: stepped(1), "params must be 2 trees, one for each stage; got 1"),
+    "microbatches": (lambda: take_step(batches=(1, 1, 1)), "microbatches must be 2, as in the schedule; got 3"),
+    "trees": (lambda: take_step(1), "params must be 2 trees, one for each stage; got 1"),
     "lengths": (
-        lambda: stepped(batches=[(torch.ones(1), torch.ones(3))] * 2),
+        lambda: take_step(batches=[(torch.ones(1), torch.ones(3))] * 2),
         "must have one number of rows; got 1 and 3. Give weights=",
     ),
     "no weight": (
-        lambda: stepped(weights=[0, 0]),
+        lambda: take_step(weights=[0, 0]),
         r"weights must be 2 numbers of at least 0, not all 0; got \[0.0, 0.0\]",
     ),
     "a loss": (
-        lambda: stepped(batches=(2, 2), loss_fn=lambda y, x: y),
+        lambda: take_step(batches=(2, 2), loss_fn=lambda y, x: y),
         "loss_fn must return one floating number.*got torch.float32 of shape",
     ),
     "no skip": (
-        lambda: stepped(skips={"a": (0, 1)}),
+        lambda: take_step(skips={"a": (0, 1)}),
         r"stage 0 must return \(y, \{'a': ...\}\), since it has skips; got Tensor",
     ),
 }

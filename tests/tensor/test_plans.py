@@ -239,12 +239,12 @@ def test_rules_replace_what_is_found():
 # -- misuse -----------------------------------------------------------------------------------------------------------
 
 
-def planned(name="Llama", **options):
+def plan_of(name="Llama", **options):
     return fs.tensor_parallel(model_of(name), axis="model", sample=inputs_of(name)[0], check=False, **options)
 
 
-def linear(**options):
-    """Plan a linear layer."""
+def plan_linear(**options):
+    """Plan a plan_linear layer."""
     return fs.tensor_parallel(nn.Linear(2, 2), sample=torch.ones(2), **{"axis": "model", **options})
 
 
@@ -253,7 +253,7 @@ def step(plan, sizes, name="Llama"):
 
 
 def step_without_local():
-    plan, mesh = planned(), fs.make_mesh({"model": 2})
+    plan, mesh = plan_of(), fs.make_mesh({"model": 2})
     apply, params, buffers = fs.functionalize(model_of("Llama"), plan=plan)
     run = fs.grad(lambda p, x: plan.full(apply(p, buffers, input_ids=x)[0].logits.mean()), mesh=mesh, batch=P())
     run(fs.shard_params(params, P(), mesh=mesh), inputs_of("Llama")[1])
@@ -270,27 +270,27 @@ def step_that_writes_buffers(train=True):
 
 MISUSE = {
     "devices": (
-        lambda: step(planned(), {"model": 4}),
+        lambda: step(plan_of(), {"model": 4}),
         r'4 devices along "model" must divide .*k_proj.weight is shared by at most 2',
     ),
     "tokens": (
-        lambda: step(planned(sequence="seq", sequence_mode="zigzag"), {"seq": 3, "model": 2}),
+        lambda: step(plan_of(sequence="seq", sequence_mode="zigzag"), {"seq": 3, "model": 2}),
         r"input_ids.*: .* 8 elements, which must be a multiple of 6",
     ),
     "masks": (
-        lambda: step(planned("T5", sequence="seq", sequence_mode="ring"), {"seq": 2, "model": 2}, "T5"),
+        lambda: step(plan_of("T5", sequence="seq", sequence_mode="ring"), {"seq": 2, "model": 2}, "T5"),
         "got a mask",
     ),
-    "another model": (lambda: fs.functionalize(nn.Linear(2, 2), plan=planned()), "one of another model"),
+    "another model": (lambda: fs.functionalize(nn.Linear(2, 2), plan=plan_of()), "one of another model"),
     "no local=": (
         step_without_local,
         r"must have the shapes of a device.s shards; .*weight has .* give the step local=",
     ),
     "buffers": (step_that_writes_buffers, "must not write buffers.*1.running_mean, 1.running_var"),
-    "megatron": (lambda: linear(sequence="seq", sequence_mode="megatron"), 'sequence must be one of "model"'),
-    "ring": (lambda: linear(sequence="model", sequence_mode="ring"), "sequence must be another axis"),
-    "no tokens": (lambda: linear(sequence_mode="ring"), "must have an axis of tokens"),
-    "axes": (lambda: linear(mode="2d"), '"2d" with 2 axes'),
+    "megatron": (lambda: plan_linear(sequence="seq", sequence_mode="megatron"), 'sequence must be one of "model"'),
+    "ring": (lambda: plan_linear(sequence="model", sequence_mode="ring"), "sequence must be another axis"),
+    "no tokens": (lambda: plan_linear(sequence_mode="ring"), "must have an axis of tokens"),
+    "axes": (lambda: plan_linear(mode="2d"), '"2d" with 2 axes'),
 }
 
 
@@ -306,7 +306,7 @@ def test_planned_buffers_may_be_read():
 
 
 def test_layers_that_devices_do_not_divide_are_replicated():
-    plan = planned(size=4)
+    plan = plan_of(size=4)
     assert "4 devices do not divide 2" in str(plan)
     assert_planned("Llama", plan, fs.make_mesh({"data": 1, "model": 4}))
 

@@ -26,8 +26,8 @@ def sharded(params=PLAIN, stage=3, mesh=MESH):
 def gradient(loss_fn=loss_fn, params=PLAIN, batch=X, stage=3, spec=P("data"), mesh=MESH, **options):  # noqa: B008
     """Return loss and gradient of parameters that are sharded, unless they are arrays already."""
     plain = any(isinstance(x, torch.Tensor) for x in params.values()) if isinstance(params, dict) else False
-    own = sharded(params, stage, mesh) if plain else params
-    return fs.value_and_grad(loss_fn, mesh=mesh, batch=spec, **options)(own, batch)
+    arrays = sharded(params, stage, mesh) if plain else params
+    return fs.value_and_grad(loss_fn, mesh=mesh, batch=spec, **options)(arrays, batch)
 
 
 def step(loss_fn=loss_fn, opt=SGD, batch=X, stage=0, **options):

@@ -370,16 +370,3 @@ def test_arrays_sharded_elsewhere_raise_by_name(stage, distant, made):
     where = "outside of fs.run and used inside" if made == "outside" else "inside of fs.run and used outside"
     assert f"sharded {where}: " in message
     assert {part.split(".")[0] for part in message.split(": ")[2].split(". ")[0].split(", ")} == distant
-
-
-def test_step_inside_run_equals_step_outside():
-    mesh = fs.make_mesh({"data": 2})
-
-    def trained():
-        opt = optimizer(3, mesh, fs.optim.adamw(1e-2))
-        params = placed({"w": torch.arange(6.0)}, 3, mesh)
-        step = fs.train_step(lambda p, x: (p["w"] * x).sum(1).mean(), opt, mesh=mesh, batch=P("data"))
-        params, _, metrics = step(params, opt.init(params), torch.arange(24.0).reshape(4, 6))
-        return fs.unshard(params["w"]), metrics["loss"]
-
-    assert all(map(torch.equal, xs, trained()) for xs in fs.run(trained, mesh=mesh))

@@ -570,7 +570,7 @@ ENTRANCES = {
 }
 
 
-def made(stages, caller="train_step", **options):
+def prepare(stages, caller="train_step", **options):
     return ENTRANCES[caller](stages, **{"mesh": MESH, "batch": P("data"), "loss": mean_square, **options})
 
 
@@ -578,10 +578,10 @@ def placed(trees):
     return fs.shard_stages(trees, mesh=MESH, schedule=ONE_F)
 
 
-def stepped(params=None, stages=(linear, linear), **options):
+def take_step(params=None, stages=(linear, linear), **options):
     """Take a step of two stages, with parameters that may not suit them."""
     params = placed(weights(2)) if params is None else params
-    step = made([*stages], schedule=ONE_F, **options)
+    step = prepare([*stages], schedule=ONE_F, **options)
     return step(params, fs.optim.sgd(0.1).init(placed(weights(2))), torch.ones(8, 6))
 
 
@@ -596,37 +596,37 @@ def asking(w, x):
 
 def with_buffers():
     norms = [nn.BatchNorm1d(6), nn.BatchNorm1d(6)]
-    return stepped(placed(norms), norms)
+    return take_step(placed(norms), norms)
 
 
 MISUSE = {
     "all at once": (
-        lambda: made([linear, 3], batch=P("pipe"), schedule=GPIPE, live_units=0, loss=None),
+        lambda: prepare([linear, 3], batch=P("pipe"), schedule=GPIPE, live_units=0, loss=None),
         "train_step: stage 1 is int, which is not called; the last stage returns no loss: give loss=, a function of its "
         "result and the microbatch; the batch is sharded along pipe, the axis of the stages: all of them need the same "
         "samples; live_units must be an integer >= 1, got 0; the schedule gpipe has 3 stages, 2 are given; the schedule "
         "gpipe is for 3 devices, axis pipe has 2.",
     ),
     "options of losses": (
-        lambda: made([linear] * 3, schedule=GPIPE, accumulate=2, slices=4, bucket=1),
+        lambda: prepare([linear] * 3, schedule=GPIPE, accumulate=2, slices=4, bucket=1),
         "^train_step has no option accumulate, slices, bucket. With a schedule it has: loss,",
     ),
     **{
         f"no schedule of {name}": (
-            lambda name=name: made(nn.ModuleList([nn.Linear(6, 6)] * 3), name),
+            lambda name=name: prepare(nn.ModuleList([nn.Linear(6, 6)] * 3), name),
             f"{name} got a list of stages without a schedule. Give schedule=",
         )
         for name in ENTRANCES
     },
     **{
         f"an axis of {name}": (
-            lambda name=name: made([linear] * 3, name, batch={"y": P(("pipe", "dat"))}, schedule=GPIPE),
+            lambda name=name: prepare([linear] * 3, name, batch={"y": P(("pipe", "dat"))}, schedule=GPIPE),
             rf'{name}\(batch=\): .* has no axis "dat". Its axes are "pipe", "data"',
         )
         for name in ENTRANCES
     },
     "no mesh": (
-        lambda: made([linear] * 2, mesh=None, schedule=ONE_F),
+        lambda: prepare([linear] * 2, mesh=None, schedule=ONE_F),
         "train_step: mesh must be a Mesh, .* got NoneType",
     ),
     "stages of a schedule": (
@@ -634,7 +634,7 @@ MISUSE = {
         r"shard_stages: .* 3 stages, 1 are given; .* 3 devices, axis pipe has 2",
     ),
     "an abstract mesh": (
-        lambda: made([linear] * 3, mesh=ABSTRACT, schedule=GPIPE),
+        lambda: prepare([linear] * 3, mesh=ABSTRACT, schedule=GPIPE),
         "on an abstract mesh the results of stages are unknown",
     ),
     "lazy layers": (
@@ -642,28 +642,28 @@ MISUSE = {
         "a meta tensor .* has no values.*seed=0",
     ),
     "other stages": (
-        lambda: stepped(misplaced()),
+        lambda: take_step(misplaced()),
         r"parameters must be on the devices of their stages, along pipe: 0.b has P\(at=.*\), its stage the coordinate 0; "
         r"0.w has .*; 1.w has P\(\), its stage the coordinate 1. Put them there: fs.shard_stages",
     ),
     "one tree": (
-        lambda: stepped(placed(weights(2))[:1]),
+        lambda: take_step(placed(weights(2))[:1]),
         "2 stages have a list of as many trees of parameters; 1 are given",
     ),
     "plain tensors": (
-        lambda: stepped([placed(weights(2))[0], weights(2)[1]]),
+        lambda: take_step([placed(weights(2))[0], weights(2)[1]]),
         r"train_step on .*: 1.b is Tensor; 1.w is Tensor. Put .* that mesh: fs.shard_stages",
     ),
     "no batch": (
-        lambda: made([linear] * 2, schedule=ONE_F)(placed(weights(2)), ()),
+        lambda: prepare([linear] * 2, schedule=ONE_F)(placed(weights(2)), ()),
         r"a step takes \(params, state, batch\), 2 are given",
     ),
     "an axis of stages": (
-        lambda: stepped(stages=[asking] * 2),
+        lambda: take_step(stages=[asking] * 2),
         r"fs.axis_index over pipe in a stage, at .*: stages of a pipeline may communicate only",
     ),
     "layouts of gradients": (
-        lambda: stepped(gradients=lambda layout: layout.with_spec(P())),
+        lambda: take_step(gradients=lambda layout: layout.with_spec(P())),
         r"gradients= gives that of 0.b the layout P\(\), not on the devices of the parameter",
     ),
     "buffers": (with_buffers, "stage 0 changes its buffers running_mean, running_var, num.*has_buffers=True"),
