@@ -89,24 +89,17 @@ def rules(stage):
 CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.optim.adamw(1e-2))
 
 
-def train(loss_fn, mesh, stage=0, opt=CLIPPED, steps=5, size=12, start=params, schedule=None, lay=None, **options):
+def train(loss_fn, sizes, stage=0, lay=None, steps=5, **options):
     """Return parameters, state, and the loss and the gradient's norm of each step."""
-    mesh, lay = fs.make_mesh(mesh), rules(stage) if lay is None else lay
-    if schedule is None:
-        own = fs.shard_params(start(), lay, mesh=mesh)
-    else:
-        options["schedule"] = schedule = fs.pipeline_schedule(schedule, stages=2, microbatches=3)
-        own = fs.shard_stages(start(), lay, mesh=mesh, schedule=schedule)
-    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
-    step, state, found = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options), opt.init(own), []
+    mesh = fs.make_mesh(sizes)
+    params_of_mesh = fs.shard_params(params(), rules(stage) if lay is None else lay, mesh=mesh)
+    opt = fs.partition_optimizer(CLIPPED, mesh=mesh, axis="data", stage=stage)
+    step, numbers = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options), []
+    state = opt.init(params_of_mesh)
     for turn in range(steps):
-        own, state, metrics = step(own, state, batch_of(size + turn))
-        found.append((metrics["loss"].item(), metrics["grad_norm"].item()))
-    return own, state, found
-
-
-def serial(**how):
-    return train(alone, {"data": 1}, lay=P(), **how)
+        params_of_mesh, state, metrics = step(params_of_mesh, state, batch_of(12 + turn))
+        numbers.append((metrics["loss"].item(), metrics["grad_norm"].item()))
+    return params_of_mesh, state, numbers
 
 
 def assert_equal(found, expected, tolerance=1e-12):
@@ -118,7 +111,7 @@ def assert_equal(found, expected, tolerance=1e-12):
 
 @pytest.fixture(scope="module")
 def expected():
-    return serial()
+    return train(alone, {"data": 1}, lay=P())
 
 
 @settings(max_examples=10)
