@@ -52,7 +52,7 @@ OURS = {momentum: fs.optim.sgd(0.1, momentum=0.9), adamw: fs.optim.adamw(0.01, f
 
 
 @cache
-def by_torch(case, optimizer=momentum):
+def by_torch(case, optimizer=momentum, clip=None):
     """Return the losses and the trained parameters of torch alone."""
     torch.manual_seed(1)
     model = case.make().double()
@@ -61,6 +61,8 @@ def by_torch(case, optimizer=momentum):
     for step in range(STEPS):
         loss = case.loss(model, step, torch.float64)
         loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         opt.step()
         opt.zero_grad()
         losses.append(loss.item())
@@ -103,13 +105,16 @@ def stepped(case, plugin, n, optimizer=momentum):
     return losses, fs.unshard(state.params)
 
 
-def by_train_step(case, stage, n, optimizer=momentum, **options):
-    """Return the losses and the trained parameters of `fs.train_step` on the functionalized module."""
+def by_train_step(case, stage, n, optimizer=momentum, wrap=lambda opt: opt, **options):
+    """Return the losses and the trained parameters of `fs.train_step` on the functionalized module, a unit for each leaf.
+
+    `wrap` makes another optimizer of one.
+    """
     torch.manual_seed(1)
     module, mesh = case.make().double(), fs.make_mesh({"data": n})
     apply, params, buffers = fs.functionalize(module)
-    opt = fs.partition_optimizer(OURS[optimizer], mesh=mesh, axis="data", stage=stage)
-    params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+    opt = fs.partition_optimizer(wrap(OURS[optimizer]), mesh=mesh, axis="data", stage=stage)
+    params = fs.shard_params(params, fs.fsdp("data", unit=1) if stage == 3 else P(), mesh=mesh)
 
     def loss_fn(params, x):
         return case.taken(apply(params, buffers, x)[0])
@@ -130,14 +135,14 @@ WAYS = {
 """Each returns losses and parameters, of each device or of all."""
 
 
-def assert_trained_alike(case, *results, optimizer=momentum):
+def assert_trained_alike(case, *results, optimizer=momentum, clip=None, tolerance=1e-9):
     """Compare losses and trained parameters with torch's on one device."""
-    losses, params = by_torch(case, optimizer)
+    losses, params = by_torch(case, optimizer, clip)
     for losses_of_device, trained in results:
-        torch.testing.assert_close(losses_of_device, losses, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(losses_of_device, losses, rtol=tolerance, atol=tolerance)
         assert trained.keys() == params.keys()
         for key, x in params.items():
-            torch.testing.assert_close(trained[key], x, rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(trained[key], x, rtol=tolerance, atol=tolerance)
 
 
 def bits(case, plugin, n):

@@ -1,7 +1,5 @@
 """Decision 012, for the optimizer: its bits do not depend on the sharding of the parameters."""
 
-from itertools import permutations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,34 +7,10 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
-from tests.optim.optimizers import ELEMENTWISE, FOREIGN, by_step, by_torch, by_update, laid, leaves_of, same, tensor
+from tests.optim.optimizers import FOREIGN, by_step, by_torch, leaves_of, same, tensor
+from tests.sampled import in_pairs
 
 HALVES = (torch.bfloat16, torch.float16)
-FOREIGN_BY_NAME = {
-    f"from_torch({cls.__name__})": optim.from_torch(cls, **options)
-    for cls, options in FOREIGN.items()
-    if not options.get("fused")
-}
-ANY = {
-    **ELEMENTWISE,
-    **FOREIGN_BY_NAME,
-    "adam, maximize": optim.adam(0.01, weight_decay=0.1, maximize=True),
-    "sgd, all": optim.sgd(0.03, momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True),
-    "RMSprop, decay": optim.from_torch(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1),
-}
-
-
-@pytest.mark.parametrize("name", ANY)
-@given(st.data())
-@settings(max_examples=8)
-def test_16_bit_shards_equal_full_tensors(name, data):
-    sizes = data.draw(st.lists(st.integers(1, 500), min_size=1, max_size=3))
-    dtype, n = data.draw(st.sampled_from(HALVES)), data.draw(st.sampled_from([2, 3, 4, 8]))
-    seed, run = data.draw(st.integers(0, 2**20)), data.draw(st.sampled_from([by_step, by_update]))
-    params, *steps = ({"b": [tensor((s,), dtype, seed + 10 * t + i) for i, s in enumerate(sizes)]} for t in range(4))
-    layout = fs.Layout(fs.make_mesh({"data": n}), P.flat("data"))
-    pieces = run(ANY[name], laid(params, layout), [laid(grads, layout) for grads in steps])
-    assert same(fs.unshard(pieces), run(ANY[name], params, steps))
 
 
 def trained(opt, dtype, n, stage, steps=3):
@@ -57,22 +31,23 @@ def trained(opt, dtype, n, stage, steps=3):
     return fs.unshard(params), seen
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize(
-    "opt",
-    [
-        optim.sgd(0.01),
-        optim.chain(optim.add_decayed_weights(0.1), optim.sgd(0.01, momentum=0.9, nesterov=True)),
-        optim.adam(0.01, eps=1e-4, weight_decay=0.1),
-        optim.lamb(0.01, weight_decay=0.1),
-        optim.from_torch(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1),
-    ],
-    ids=["sgd", "chain", "adam", "lamb", "from_torch"],
-)
-def test_16_bit_steps_are_equal_on_all_meshes(opt, dtype):
-    expected, seen = trained(opt, dtype, 1, 0)
+STEPS = {
+    "sgd": optim.sgd(0.01),
+    "chain": optim.chain(optim.add_decayed_weights(0.1), optim.sgd(0.01, momentum=0.9, nesterov=True)),
+    "adam": optim.adam(0.01, eps=1e-4, weight_decay=0.1),
+    "lamb": optim.lamb(0.01, weight_decay=0.1),
+    "clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1)),
+    "from_torch": optim.from_torch(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "fused": optim.from_torch(torch.optim.Adam, lr=0.1, eps=1e-4, fused=True),
+    "with numbers": optim.ema(optim.from_torch(torch.optim.NAdam, lr=0.1, eps=1e-4), 0.5),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_pairs(STEPS, (*HALVES, torch.float64)))
+def test_steps_are_equal_on_all_meshes(name, dtype):
+    expected, seen = trained(STEPS[name], dtype, 1, 0)
     for n, stage in ((1, 3), (2, 1), (4, 2), (8, 3)):
-        found, again = trained(opt, dtype, n, stage)
+        found, again = trained(STEPS[name], dtype, n, stage)
         assert same(found, expected) and again == seen
 
 
@@ -83,51 +58,6 @@ def test_from_torch_computes_16_bits_in_float32(cls, dtype):
     found, _ = by_step(optim.from_torch(cls, **FOREIGN[cls]), params, [grads])
     wide = by_torch(cls, [x.float() for x in params], [[g.float() for g in grads]], **FOREIGN[cls])
     assert same(leaves_of(found), [x.to(dtype) for x in wide])
-
-
-@pytest.mark.parametrize(
-    "opt",
-    [optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1)), optim.lamb(0.1, weight_decay=0.1), optim.adamw(0.01)],
-    ids=["clip_by_global_norm", "lamb", "adamw"],
-)
-def test_float64_steps_are_equal_on_all_meshes(opt):
-    expected, seen = trained(opt, torch.float64, 1, 0)
-    for n, stage in ((1, 3), (2, 1), (4, 2), (8, 3)):
-        found, again = trained(opt, torch.float64, n, stage)
-        assert same(found, expected) and again == seen
-
-
-ORDERS = [order for count in (1, 2, 3) for order in permutations("abc", count)]
-
-
-def gradient_over(sizes, cut, axis, stage):
-    """A gradient with dropout, on a batch that is cut over some axes in some order, and divided over others."""
-    mesh, draw = fs.make_mesh(sizes), torch.Generator().manual_seed(0)
-    params = {"w": torch.randn(7, 5, generator=draw), "b": torch.randn(3, generator=draw)}
-    own = fs.shard_params(params, fs.fsdp(axis) if stage == 3 else P(), mesh=mesh)
-    opt = fs.partition_optimizer(optim.sgd(0.1), mesh=mesh, axis=axis, stage=stage)
-
-    def loss_fn(p, x):
-        return torch.nn.functional.dropout(torch.tanh(x @ p["w"]), 0.3).square().sum(1) + (p["b"] * x[:, :3]).sin().sum(
-            1
-        )
-
-    torch.manual_seed(1)
-    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P(cut), reproducible=True, gradients=opt.gradients)
-    loss, grads = run(own, torch.randn(16, 7, generator=draw))
-    return [loss, *leaves_of(fs.unshard(grads))]
-
-
-@settings(max_examples=40)
-@given(
-    st.sampled_from([{"a": 2, "b": 2, "c": 1}, {"a": 2, "b": 2, "c": 2}, {"a": 1, "b": 4, "c": 2}]),
-    st.sampled_from(ORDERS),
-    st.sampled_from(ORDERS),
-    st.sampled_from([0, 1, 3]),
-)
-def test_gradients_are_equal_over_any_axes_order(sizes, cut, axis, stage):
-    expected = gradient_over({"a": 1, "b": 1, "c": 1}, "a", "a", 0)
-    assert same(gradient_over(sizes, cut, axis, stage), expected)
 
 
 @given(slices=st.integers(1, 24), n=st.integers(2, 8), seed=st.integers(0, 99))

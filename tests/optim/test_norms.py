@@ -14,29 +14,7 @@ from fshard import P, optim
 from fshard.optim.contract import ArrayOptimizer
 from fshard.optim.exact_sum import columns_of, number_of
 from fshard.optim.norms import norm_later
-from tests.optim.optimizers import example, leaves_of, tensor
-
-
-@given(st.data())
-@settings(max_examples=60)
-def test_global_norm_counts_every_element_once(data):
-    mesh = data.draw(fs.testing.strategies.meshes())
-    tree, whole, cut = [], [], False
-    for _ in range(data.draw(st.integers(0, 4))):
-        shape = data.draw(fs.testing.strategies.shapes_for(mesh))
-        dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.complex64]))
-        x = data.draw(fs.testing.strategies.dyadic(shape, dtype))
-        whole.append(x)
-        if data.draw(st.booleans()):
-            layout = data.draw(fs.testing.strategies.layouts(mesh, shape, unreduced=False))
-            cut |= any(mesh.shape[axis] > 1 for axis in layout.spec.sharded_axes)
-            x = fs.device_put(x, layout)
-        tree.append(x)
-    with fs.ledger() as comm:
-        found = optim.global_norm(tree)
-    expected = sum(x.to(torch.complex128).abs().square().sum() for x in whole)
-    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=torch.float64).sqrt())
-    assert comm.calls() == cut
+from tests.optim.optimizers import leaves_of, tensor
 
 
 @pytest.mark.parametrize("order", [1, 2, 3.0])
@@ -57,26 +35,28 @@ def test_global_norm_equals_torch_and_counts_ties_once():
     assert optim.global_norm({}) == 0
 
 
-@pytest.mark.parametrize("order", [0.5, 1, 3.0, inf])
+@pytest.mark.parametrize("order", [0.5, 1, 2, 3.0, inf])
 @given(data=st.data())
 @settings(max_examples=20)
 def test_norm_of_any_order_equals_torch(order, data):
     mesh = data.draw(fs.testing.strategies.meshes())
-    whole, tree = [], []
+    whole, tree, cut = [], [], False
     for _ in range(data.draw(st.integers(0, 4))):
         shape = data.draw(fs.testing.strategies.shapes_for(mesh))
-        dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.complex64]))
+        dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64]))
         x = data.draw(fs.testing.strategies.dyadic(shape, dtype))
         whole.append(x)
-        tree.append(
-            fs.device_put(x, data.draw(fs.testing.strategies.layouts(mesh, shape, unreduced=False)))
-            if data.draw(st.booleans())
-            else x
-        )
+        if data.draw(st.booleans()):
+            layout = data.draw(fs.testing.strategies.layouts(mesh, shape, unreduced=False))
+            cut |= any(mesh.shape[axis] > 1 for axis in layout.spec.sharded_axes)
+            x = fs.device_put(x, layout)
+        tree.append(x)
     together = torch.cat([torch.zeros(1, dtype=torch.float64), *(x.abs().flatten().double() for x in whole)])
     expected = torch.linalg.vector_norm(together, order)
-    found = optim.global_norm(tree, order)
+    with fs.ledger() as comm:
+        found = optim.global_norm(tree, order)
     torch.testing.assert_close(found, expected)
+    assert comm.calls() == cut
     torch.testing.assert_close(
         [fs.unshard(x) for x in optim.clip_by_global_norm(0.5, order).update(tree, (), None)[0]],
         [(x * min(0.5 / (expected.item() + 1e-6), 1.0)) for x in whole],
@@ -85,31 +65,6 @@ def test_norm_of_any_order_equals_torch(order, data):
         lambda: optim.global_norm([fs.device_put(x, fs.Layout(mesh, P())) for x in whole], order), mesh=mesh
     )
     torch.testing.assert_close(inside[0], expected)
-
-
-def test_global_norm_of_unreduced_or_two_meshes_raises():
-    mesh, other = fs.make_mesh({"data": 2}), fs.make_mesh({"model": 2})
-    summed = fs.device_put(torch.ones(2), fs.Layout(mesh, P(unreduced="data")))
-    with pytest.raises(fs.errors.LayoutError) as error:
-        optim.global_norm({"w": summed})
-    assert str(error.value) == (
-        'global_norm: a norm of sums that are not made yet would be wrong: ["w"] is Sharded f32[2]{U:data} on '
-        "Mesh(data=2; virtual, cpu). Reduce them first: fs.reshard(x, layout) to a layout without unreduced axes."
-    )
-    two = [fs.device_put(torch.ones(2), fs.Layout(m, P(m.axis_names[0]))) for m in (mesh, other)]
-    with pytest.raises(fs.errors.LayoutError, match="must be on one mesh"):
-        optim.global_norm(two)
-
-
-def test_clip_by_global_norm_equals_torch():
-    params, (grads, *_) = example()
-    own = [torch.nn.Parameter(x) for x in leaves_of(params)]
-    for p, g in zip(own, leaves_of(grads), strict=True):
-        p.grad = g.clone()
-    torch.nn.utils.clip_grad_norm_(own, 1.0)
-    clipped, _ = optim.clip_by_global_norm(1.0).update(grads, (), params)
-    for a, p in zip(leaves_of(clipped), own, strict=True):
-        torch.testing.assert_close(a, p.grad)
 
 
 NUMBERS = st.floats(0, allow_infinity=False, max_value=2.0**1000)
@@ -161,6 +116,8 @@ def test_norm_error_is_bounded_and_exact_is_zero(data):
         assert abs(found - exact) <= 2 * count * exact * Fraction(2) ** -53
     alone, ours = (optim.global_norm(laid_out, exact=True) for laid_out in (tree, cut))
     assert torch.equal(alone, ours) and abs(Fraction(ours.item()) ** 2 - exact) <= 4 * exact * Fraction(2) ** -53
+    if dtype is torch.float64:  # which shows all bits
+        assert torch.equal(optim.global_norm(tree), optim.global_norm(cut))
     rounded = [optim.global_norm(laid_out).float() for laid_out in (tree, cut)]
     assert abs(rounded[0] - rounded[1]) <= rounded[0] * 2.0**-23
 

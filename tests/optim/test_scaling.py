@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
-from tests.optim.optimizers import WRAPPERS
 
 FINITE = st.lists(st.booleans(), max_size=30)
 
@@ -48,34 +47,12 @@ def test_hysteresis_is_restored_by_growth():
     assert scales(opt, bad * 4 + good * 2 + bad * 3) == [64, 64, 32, 16, 16, 32, 32, 32, 16]
 
 
-def trained(opt, stage):
-    """What three steps of training on two devices make of parameters in bfloat16 and float32."""
-    mesh = fs.make_mesh({"data": 2})
-    params = {"w": torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16), "b": torch.ones(2)}
-    params = fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
-    step = fs.train_step(
-        lambda p, x: (p["w"] * x).square().sum(1).mean() + p["b"].square().sum(), opt, mesh=mesh, batch=P("data")
-    )
-    state = opt.init(params)
-    for _ in range(3):
-        params, state, _ = step(params, state, torch.arange(12.0).reshape(4, 3) / 8)
-    return {name: fs.unshard(leaf) for name, leaf in params.items()}
-
-
 def test_loss_scale_of_one_needs_no_argument():
     mesh = fs.make_mesh({"data": 2})
     opt = optim.loss_scaled(optim.sgd(1.0), initial=1.0)
     w = fs.shard_params(torch.ones(2), P(), mesh=mesh)
     grads = fs.grad(lambda w, x: (w * x).sum(1).mean(), mesh=mesh, batch=P("data"))(w, torch.ones(4, 2))
     assert torch.equal(fs.unshard(opt.step(grads, opt.init(w), w)[0]), torch.zeros(2))
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_nested_loss_scaled_raises_an_error(name):
-    message = f"{name}: loss_scaled must not be nested, since .*Put one loss_scaled around all of it."
-    with pytest.raises(optim.OptimizerError, match=message):
-        WRAPPERS[name](optim.loss_scaled(optim.sgd(0.5)))
 
 
 def test_loss_scaled_divides_16_bits_in_float32():

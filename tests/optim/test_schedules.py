@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fshard import optim
-from fshard.optim.contract import copied
-from tests.optim.optimizers import WHEN, by_step, example, same
 
 
 def rates_of(make, lr, count=12):
@@ -47,10 +47,15 @@ def test_schedules_equal_torch_schedulers(name):
     assert [ours(count) for count in range(12)] == pytest.approx(rates_of(theirs, 0.1), abs=1e-12)
 
 
-def test_schedule_resumes_from_any_count():
-    params, steps = example()
-    opt = optim.adamw(WHEN, fused=False)
-    middle, state = by_step(opt, params, steps[:2])
-    for grads in steps[2:]:
-        middle, state = opt.step(copied(grads), state, middle)
-    assert same(middle, by_step(opt, params, steps)[0])
+@given(st.integers(1, 20), st.floats(0, 1), st.integers(0, 30))
+def test_one_cycle_stays_between_its_ends(steps, rise, count):
+    rate = optim.schedules.one_cycle(1.0, steps=steps, rise=rise)
+    assert 1.0 / 25.0 / 1e4 <= rate(count) <= 1.0
+    if count >= steps:
+        assert rate(count) == 1.0 / 25.0 / 1e4
+
+
+def test_one_cycle_may_peak_first_or_last():
+    assert optim.schedules.one_cycle(1.0, steps=10, rise=0.1)(0) == 1.0
+    rising = optim.schedules.one_cycle(1.0, steps=4, rise=1.0)
+    assert [rising(count) for count in (3, 4, 5)] == [1.0, 1.0 / 25.0 / 1e4, 1.0 / 25.0 / 1e4]

@@ -96,23 +96,6 @@ def test_fused_class_is_fused_in_step_only(shape):
     assert same(by_step(fused, params, grads)[0], by_torch(torch.optim.Adam, params, grads, lr=0.1, fused=True))
 
 
-@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.NAdam], ids=["fused", "with numbers"])
-def test_from_torch_is_reproducible_on_any_mesh(cls):
-    def trained(n):
-        mesh = fs.make_mesh({"data": n})
-        params = fs.shard_params({"w": torch.linspace(-1, 1, 33 * 7).reshape(33, 7)}, fs.fsdp("data"), mesh=mesh)
-        opt = optim.ema(optim.from_torch(cls, lr=0.1, **({"fused": True} if cls is torch.optim.Adam else {})), 0.5)
-        opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3)
-        how = {"mesh": mesh, "batch": P("data"), "reproducible": True, "slices": 8}
-        step = fs.train_step(lambda p, x: (x @ p["w"]).sin().sum(1).mean(), opt, **how)
-        state = opt.init(params)
-        for seed in range(4):
-            params, state, _ = step(params, state, tensor((8, 33), torch.float32, seed))
-        return fs.unshard(params["w"])
-
-    assert all(torch.equal(trained(n), trained(1)) for n in (2, 4, 8))
-
-
 PARTS = {"heads": (4, 0), "queries, keys and values": ((8, 2, 2), 0), "columns": (2, 1)}
 
 
@@ -152,15 +135,6 @@ def test_muon_under_tensor_parallelism_equals_one_device(spec, stage):
         found, _ = by_step(partitioned, sharded, [fs.device_put(grads, layouts) for grads in steps])
     assert comm.by_collective()["all_to_all", ("data", "model")][0] == 1 + 2 * len(steps)  # one of init
     assert same(fs.unshard(found), by_step(opt, params, steps)[0])
-
-
-def test_muon_with_parts_that_do_not_fit_raises():
-    for make in (lambda: optim.muon(parts=0), lambda: optim.muon(parts=(4, 0)), lambda: optim.muon(parts_dim=2)):
-        with pytest.raises(optim.OptimizerError, match="parts must be positive"):
-            make()
-    for parts in (5, (4, 4)):
-        with pytest.raises(optim.OptimizerError, match=r'params\["qkv"\]: its dim 0 has 12 elements'):
-            optim.muon(parts=parts).init({"qkv": torch.ones(12, 4)})
 
 
 # -- boosted: torch's classes and one's own do on any mesh what they do on one device ---------------------------------
@@ -358,76 +332,6 @@ def test_boosted_custom_class_equals_torch_loop(name, plugin, n):
     close(boosted(OWN[name], plugin, n), by_torchs_loop(OWN[name]))
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
-@pytest.mark.parametrize("name", [*OWN, "Adadelta"])
-def test_boosted_class_in_stages_equals_torch_loop(name, zero_stage):
-    make = {"Lion": Lion, "Factored": Factored, "Lars": Lars, "MyAdamW": MyAdamW, "MyAdagrad": MyAdagrad}
-
-    def start():
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 5)).double()
-        model[4].weight = model[0].weight  # of the first stage
-        return model, make.get(name, torch.optim.Adadelta)(model.parameters(), lr=0.05)
-
-    model, opt = start()
-    for step in range(4):
-        model(x_of(step)).square().mean().backward()
-        opt.step(), opt.zero_grad()
-
-    def main():
-        booster = fs.Booster(fs.HybridParallelPlugin(pipeline=2, microbatches=2, zero_stage=zero_stage))
-        model, opt, *_ = booster.boost(*start())
-        for step in range(4):
-            booster.execute_pipeline(iter([x_of(step)]), model, lambda y, x: y.square().mean(), opt)
-            opt.step(), opt.zero_grad()
-        return model.unwrap().state_dict()
-
-    close(fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2})), model.state_dict())
-
-
-@pytest.mark.parametrize("name", ["Lion", "Factored"])
-def test_custom_class_is_reproducible_on_any_mesh(name):
-    expected = boosted(OWN[name], "ddp", 1, reproducible=True, slices=4)[0]
-    for plugin, n in [("ddp", 2), ("zero 1", 4), ("zero 2", 2), ("fsdp", 4)]:
-        states = boosted(OWN[name], plugin, n, reproducible=True, slices=4)
-        assert all(same(dict(state), dict(expected)) for state in states)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["Lars", "Factored"])
-def test_custom_class_with_16_bits_trains_masters(name, precision):
-    for plugin in ("zero 2", "fsdp"):
-        for state in boosted(OWN[name], plugin, precision=precision):
-            for key, x in by_torchs_loop(OWN[name]).items():
-                torch.testing.assert_close(state[key], x, rtol=0.1, atol=0.1)
-
-
-def train_in_processes(name):
-    def main():
-        return boosted_here(OWN[name])
-
-    return main()
-
-
-def boosted_here(make):
-    model = net()
-    opt = make(model)
-    booster = fs.Booster(fs.ZeroPlugin(stage=1))
-    schedule = halved(opt)
-    model, opt, *_ = booster.boost(model, opt, lr_scheduler=schedule)
-
-    def part(x):
-        return x.chunk(2)[torch.distributed.get_rank()]
-
-    rounds(model, opt, lambda loss: booster.backward(loss, opt), schedule, part, model.module)
-    return dict(model.unwrap().state_dict())
-
-
-@pytest.mark.parametrize("name", ["Lion", "Lars"])
-def test_custom_class_in_processes_equals_torch_loop(two, name):
-    close(two.run(train_in_processes, name), by_torchs_loop(OWN[name]))
-
-
 def test_custom_instance_keeps_state_of_local_shards():
     """The owner of a parameter has its state; hooks and keys of the instance are those of torch."""
 
@@ -450,37 +354,3 @@ def test_custom_instance_keeps_state_of_local_shards():
     assert sorted(shapes[0] + shapes[1]) == sorted(
         tuple(p.shape) for group in groups_of(net()) for p in group["params"]
     )
-
-
-# -- mistakes ---------------------------------------------------------------------------------------------------------
-
-
-def test_custom_class_outside_run_raises():
-    model = net()
-    booster = fs.Booster(fs.ZeroPlugin(stage=1, mesh=fs.make_mesh({"data": 2})))
-    with pytest.raises(
-        fs.errors.OptimizerError, match=r"Lars, an optimizer of your own class, must step on one device; got"
-    ):
-        booster.init(model, Lars(groups_of(model)), lambda y, _: y.square().mean())
-
-
-def test_step_hooks_of_torch_class_raise():
-    def main():
-        model = net()
-        opt = torch.optim.SGD(groups_of(model), lr=0.1)
-        opt.register_step_pre_hook(lambda *_: None)
-        fs.Booster().boost(model, opt)
-
-    with pytest.raises(fs.errors.OptimizerError, match="SGD: hooks of its steps are not called"):
-        fs.run(main, mesh=fs.make_mesh({"data": 1}))
-
-
-def test_instance_boosted_twice_raises():
-    def twice():
-        model = net()
-        opt = Lars(groups_of(model))
-        for one in (model, net()):
-            fs.Booster().boost(one, opt)
-
-    with pytest.raises(fs.errors.FshardError, match="tensors that are no parameters of the model"):
-        fs.run(twice, mesh=fs.make_mesh({"data": 1}))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P, optim
 from fshard.optim.contract import copied
-from tests.optim.optimizers import WRAPPERS, by_step, by_update, example, leaves_of, same, trees
+from tests.optim.optimizers import by_step, by_update, example, leaves_of, same, trees
 
 
 def test_chain_steps_as_its_last_optimizer():
@@ -28,21 +28,6 @@ def test_masked_optimizer_freezes_masked_transformation_passes_on():
     passed = optim.masked(optim.scale(3.0), mask)
     updates, _ = passed.update(params, passed.init(params), params)
     assert updates["b"].tolist() == [1, 1] and updates["w"].tolist() == [3, 3]
-
-
-def test_tied_parameter_with_two_labels_raises():
-    x, fixed = torch.ones(1), torch.nn.Parameter(torch.ones(1), requires_grad=False)
-    params = {"emb": x, "fixed": fixed, "head": [x, fixed]}
-    for opt in (
-        optim.masked(optim.add_decayed_weights(0.1), lambda path, leaf: "head" not in path),
-        optim.by_label({True: optim.sgd(), False: optim.adamw()}, {"emb": True, "fixed": True, "head": False}),
-    ):
-        with pytest.raises(optim.OptimizerError) as error:
-            opt.init(params)
-        assert str(error.value) == (
-            'by_label has optimizers for True, False, but params["emb"] and params["head"][0] are one (tied), labelled True '
-            "and False. Every parameter needs one optimizer, and every optimizer a parameter."
-        )
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
@@ -122,15 +107,3 @@ def test_copied_tied_arrays_stay_tied():
     assert tied["a"] is tied["b"]
     copies = copied(tied)
     assert copies["a"] is copies["b"] and copies["a"].shards[0] is not tied["a"].shards[0]
-
-
-@pytest.mark.parametrize("name", [*WRAPPERS, "partition_optimizer"])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_nested_partitioned_optimizer_raises(name, stage):
-    how = {"mesh": fs.make_mesh({"data": 2}), "axis": "data", "stage": stage}
-    wrap = WRAPPERS.get(name, lambda opt: fs.partition_optimizer(opt, **how))
-    with pytest.raises(optim.OptimizerError) as error:
-        wrap(fs.partition_optimizer(optim.sgd(0.1), **how))
-    assert str(error.value).startswith(f"{name}: a partitioned optimizer must not be nested, since ")
-    with pytest.raises(optim.OptimizerError, match=f"{name}: SGD is no pair of init and update"):
-        wrap(torch.optim.SGD)

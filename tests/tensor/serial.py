@@ -72,3 +72,19 @@ def dropped(mode, mesh, x, p=0.3, seed=7):
     at = mode.activation(x.ndim)
     torch.manual_seed(seed)
     return mapped(lambda x: fs.tensor.dropout(x, p, mode), mesh, at, at)(x)
+
+
+def attend(q, k, v, causal):
+    """Attention that can be differentiated twice."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1) if causal else torch.tensor(False)
+    return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+
+
+def shard_of(x, spec):
+    """Return this device's shard of a full tensor, for parameters that arrive unsharded."""
+    for dim, axes in enumerate(spec.dims(x.ndim)):
+        if axes:
+            x = x.chunk(fs.axis_size(axes), dim)[fs.axis_index(axes)]
+    return x

@@ -1,6 +1,7 @@
 """Sharded layers together with everything else: every mode, ZeRO, stages, precision, optimizers, recomputation."""
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import optim
-from tests.sampled import in_pairs
 from tests.tensor.small_gpt import (
     IDS,
     Layer,
@@ -25,10 +25,7 @@ from tests.tensor.small_gpt import (
 MODES = {
     "1d": ({"model": 2}, {"tensor": 2}),
     "2d": ({"model_i": 2, "model_j": 2}, {"tensor": 4, "tensor_mode": "2d"}),
-    "2.5d": (
-        {"model_d": 2, "model_i": 2, "model_j": 2},
-        {"tensor": 8, "tensor_mode": "2.5d", "tensor_depth": 2},
-    ),
+    "2.5d": ({"model_d": 2, "model_i": 2, "model_j": 2}, {"tensor": 8, "tensor_mode": "2.5d", "tensor_depth": 2}),
     "3d": ({"model_a": 2, "model_b": 2, "model_c": 2}, {"tensor": 8, "tensor_mode": "3d"}),
 }
 
@@ -44,7 +41,6 @@ class Recomputed(nn.Module):
         return self.checkpointed(self.layer, x)
 
 
-ZERO = (0, 1, 2, 3)
 ALONE, STAGES = {"pipe": 1, "data": 2, "model": 2}, {"pipe": 2, "data": 1, "model": 2}
 
 
@@ -53,60 +49,11 @@ def planned(mesh, *args, **how):
     return trained(mesh, *args, pipeline=mesh["pipe"], **{"tensor": mesh.get("model", 1), **how})
 
 
-@pytest.mark.parametrize(("mode", "stages", "zero_stage"), in_pairs(MODES, (1, 2), ZERO))
-def test_modes_stages_and_zero_on_8_and_16_devices_equal_one_device(mode, stages, zero_stage):
-    axes, how = MODES[mode]
-    devices = 8 if how["tensor"] == 2 or (mode, stages) == ("2d", 1) else 16
-    mesh = {"pipe": stages, "data": devices // stages // how["tensor"], **axes}
-    found = planned(mesh, ids=token_ids(16), zero_stage=zero_stage, **how)
-    assert len(found) == devices
-    assert_learnt(found, by_torch_alone(rows=16))
+# -- models -----------------------------------------------------------------------------------------------------------
 
 
 def four_heads():
     return gpt(heads=4)
-
-
-@pytest.mark.parametrize("sequence_mode", ["gather", "ulysses", "ring", "rsa"])
-def test_sequences_with_stages_and_zero_equal_one_device(sequence_mode):
-    mesh = {"pipe": 2, "data": 2, "seq": 2, "model": 2}
-    found = planned(mesh, four_heads, sequence=2, sequence_mode=sequence_mode, zero_stage=3, ids=token_ids(8))
-    assert_learnt(found, by_torch_alone(four_heads, rows=8))
-
-
-def by_torch_checkpoint(layer, x):
-    return checkpoint(layer, x, use_reentrant=False)
-
-
-def untied_with_dropout():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        Words(),
-        Layer(dropout=0.2),
-        nn.Dropout(0.2),
-        Recomputed(Layer(dropout=0.2), by_torch_checkpoint),
-        nn.Linear(8, 12),
-    )
-
-
-@cache
-def in_bits(data, stages, zero_stage):
-    """Return what was learnt in reproducible mode, from 8 slices."""
-    mesh, microbatches = {"pipe": stages, "data": data, "model": 2}, 8 // data if stages > 1 else 1
-    how = {"microbatches": microbatches, "reproducible": True, "zero_stage": zero_stage, "sample": IDS[:1]}
-    return planned(mesh, untied_with_dropout, ids=token_ids(8), clip=0.5, **how)
-
-
-@pytest.mark.parametrize(("data", "stages"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_reproducible_mode_has_equal_bits_for_one_size_of_model(data, stages):
-    """With dropout, clipping and recomputation."""
-    expected = in_bits(1, 1, 0)[0]
-    for zero_stage in (0, 1, 3):
-        for found in in_bits(data, stages, zero_stage):
-            assert [key for key, x in expected.items() if not torch.equal(x, found[key])] == []
-
-
-# Stages that a plan does not follow.
 
 
 class Attend(nn.Module):
@@ -138,13 +85,6 @@ def shared_layers():
     return nn.Sequential(Words(), layer, nn.GELU(), layer, nn.Linear(8, 11)).double()
 
 
-@pytest.mark.parametrize(
-    ("make", "balance"), [(layers_of_pairs, [3, 8]), (layers_of_pairs, [7, 4]), (shared_layers, [3, 2])]
-)
-def test_layers_of_a_pair_and_shared_ones_in_two_stages(make, balance):
-    assert_learnt(planned(STAGES, make, balance=balance, zero_stage=1), by_torch_alone(make))
-
-
 class Blocks(nn.Module):
     """The small model with a forward of its own; with `skips` its head needs a value from before the blocks."""
 
@@ -160,12 +100,86 @@ class Blocks(nn.Module):
         return self.head(x + before if self.skips else x)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_blocks_of_a_module_equal_one_device(zero_stage):
-    """The second stage has the table of words, and runs the code before its blocks without values."""
-    make = lambda: Blocks(skips=False)  # noqa: E731
-    found = planned(STAGES, make, blocks="layers", zero_stage=zero_stage)
-    assert_learnt(found, by_torch_alone(make))
+def frozen():
+    model = gpt()
+    for part in (model[1].up, model[3].qkv, model[0].places):
+        part.requires_grad_(False)
+    return model
+
+
+def by_torch_checkpoint(layer, x):
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+def recomputed(checkpointed):
+    def make():
+        model = gpt()
+        model[1], model[3] = Recomputed(model[1], checkpointed), Recomputed(model[3], checkpointed)
+        return model
+
+    return make
+
+
+# -- one table --------------------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """A mesh, options of the plugin, and of the loop; the model, and the number of rows of a batch."""
+
+    mesh: dict[str, int]
+    how: dict[str, Any]
+    make: Any = gpt
+    rows: int = 4
+    clip: float | None = None
+
+
+def of_mode(mode, stages, zero_stage):
+    axes, how = MODES[mode]
+    devices = 8 if how["tensor"] == 2 or (mode, stages) == ("2d", 1) else 16
+    mesh = {"pipe": stages, "data": devices // stages // how["tensor"], **axes}
+    return Run(mesh, {**how, "zero_stage": zero_stage}, rows=16)
+
+
+def of_sequence(mode):
+    mesh, how = {"pipe": 2, "data": 2, "seq": 2, "model": 2}, {"sequence": 2, "sequence_mode": mode, "zero_stage": 3}
+    return Run(mesh, how, four_heads, rows=8)
+
+
+BLOCKS = {"make": lambda: Blocks(skips=False)}
+RUNS = {
+    # The mode, the number of stages, and ZeRO; tests/booster/test_tensor_parallel.py has other pairs of mode and ZeRO.
+    **{
+        f"{mode}-{stages}-{zero_stage}": of_mode(mode, stages, zero_stage)
+        for mode, *stages_of in zip(MODES, (0, 1, 3, 2), (3, 2, 0, 1), strict=True)
+        for stages, zero_stage in enumerate(stages_of, 1)
+    },
+    **{mode: of_sequence(mode) for mode in ("gather", "ulysses", "ring", "rsa")},
+    # A fused weight, or that of an MLP, is the last one of a stage; a layer is in two stages.
+    "a fused weight ends a stage": Run(STAGES, {"balance": [3, 8], "zero_stage": 1}, layers_of_pairs),
+    "an MLP's weight ends a stage": Run(STAGES, {"balance": [7, 4], "zero_stage": 1}, layers_of_pairs),
+    "a layer in two stages": Run(STAGES, {"balance": [3, 2], "zero_stage": 1}, shared_layers),
+    # The second stage has the table of words, and runs the code before its blocks without values.
+    "blocks of a module, ZeRO 1": Run(STAGES, {"blocks": "layers", "zero_stage": 1}, **BLOCKS),
+    "blocks of a module, ZeRO 3": Run(STAGES, {"blocks": "layers", "zero_stage": 3}, **BLOCKS),
+    "frozen": Run(ALONE, {"zero_stage": 3}, frozen, clip=0.1),
+    "frozen, in stages": Run(STAGES, {"zero_stage": 0}, frozen, clip=0.1),
+    "accumulated, clipped, ZeRO 0": Run(STAGES, {"accumulate": 2, "zero_stage": 0}, clip=0.1),
+    "accumulated, clipped, ZeRO 3": Run(STAGES, {"accumulate": 2, "zero_stage": 3}, clip=0.1),
+    "remat": Run(ALONE, {"zero_stage": 3}, recomputed(lambda layer, x: fs.remat(layer)(x))),
+    "torch's checkpoint": Run(STAGES, {"zero_stage": 0}, recomputed(by_torch_checkpoint)),
+    "recomputed stages": Run(STAGES, {"recompute": "always", "zero_stage": 3}),
+    "recomputed stages but the last": Run(STAGES, {"recompute": "except_last", "zero_stage": 3}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_sharded_layers_equal_one_device(name):
+    run = RUNS[name]
+    found = planned(run.mesh, run.make, ids=token_ids(run.rows), clip=run.clip, **run.how)
+    assert len(found) == torch.Size(run.mesh.values()).numel()
+    assert_learnt(found, by_torch_alone(run.make, rows=run.rows, clip=run.clip))
+    for name, x in run.make().named_parameters():
+        assert x.requires_grad or name not in found[0] or torch.equal(found[0][name], x)
 
 
 def test_value_from_before_the_blocks_raises():
@@ -173,7 +187,39 @@ def test_value_from_before_the_blocks_raises():
         planned(STAGES, lambda: Blocks(skips=True), blocks="layers")
 
 
-# Precision.
+# -- equal bits -------------------------------------------------------------------------------------------------------
+
+
+def untied_with_dropout():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Words(),
+        Layer(dropout=0.2),
+        nn.Dropout(0.2),
+        Recomputed(Layer(dropout=0.2), by_torch_checkpoint),
+        nn.Linear(8, 12),
+    )
+
+
+@cache
+def in_bits(data, stages, zero_stage):
+    """Return what was learnt in reproducible mode, from 8 slices."""
+    mesh, microbatches = {"pipe": stages, "data": data, "model": 2}, 8 // data if stages > 1 else 1
+    how = {"microbatches": microbatches, "reproducible": True, "zero_stage": zero_stage, "sample": IDS[:1]}
+    return planned(mesh, untied_with_dropout, ids=token_ids(8), clip=0.5, **how)
+
+
+@pytest.mark.parametrize(
+    ("data", "stages", "zero_stage"), [(1, 1, 3), (2, 1, 1), (2, 1, 3), (1, 2, 3), (2, 2, 0), (2, 2, 3)]
+)
+def test_reproducible_mode_has_equal_bits_for_one_size_of_model(data, stages, zero_stage):
+    """With dropout, clipping and recomputation."""
+    expected = in_bits(1, 1, 0)[0]
+    for learnt in in_bits(data, stages, zero_stage):
+        assert [key for key, x in expected.items() if not torch.equal(x, learnt[key])] == []
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
 
 
 def sgd(model):
@@ -230,7 +276,7 @@ def test_overflow_of_one_shard_skips_the_step_of_all_devices(mesh, zero_stage):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-# Optimizers, and what is trained.
+# -- optimizers, and what is trained ----------------------------------------------------------------------------------
 
 
 def fused():
@@ -254,20 +300,20 @@ def lamb(model):
     return optim.lamb(0.02)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "optimizer", "zero_stage"),
-    [(ALONE, muon, 1), (STAGES, muon, 3), (STAGES, muon, 0), (ALONE, lamb, 3), (STAGES, lamb, 0)],
-    ids=lambda x: getattr(x, "__name__", str(x)),
-)
-def test_optimizers_of_matrices_equal_one_device(mesh, optimizer, zero_stage):
-    wanted = trained({"data": 1}, parts, optimizer)[0]
-    assert_learnt(planned(mesh, parts, optimizer, zero_stage=zero_stage), wanted)
+MATRICES = {
+    "muon, ZeRO 1": (ALONE, muon, {"zero_stage": 1}),
+    "muon, in stages": (STAGES, muon, {"zero_stage": 0}),
+    "muon, in stages, ZeRO 3": (STAGES, muon, {"zero_stage": 3}),
+    "muon, 2d": ({"pipe": 1, "data": 1, **MODES["2d"][0]}, muon, MODES["2d"][1]),
+    "lamb, ZeRO 3": (ALONE, lamb, {"zero_stage": 3}),
+    "lamb, in stages": (STAGES, lamb, {"zero_stage": 0}),
+}
 
 
-def test_muon_of_a_square_of_devices_equals_one_device():
-    axes, how = MODES["2d"]
-    found = planned({"pipe": 1, "data": 1, **axes}, parts, muon, **how)
-    assert_learnt(found, trained({"data": 1}, parts, muon)[0])
+@pytest.mark.parametrize("name", MATRICES)
+def test_optimizers_of_matrices_equal_one_device(name):
+    mesh, optimizer, how = MATRICES[name]
+    assert_learnt(planned(mesh, parts, optimizer, **how), trained({"data": 1}, parts, optimizer)[0])
 
 
 def test_parts_of_a_fused_weight_are_matrices_of_their_own():
@@ -278,21 +324,6 @@ def test_parts_of_a_fused_weight_are_matrices_of_their_own():
     assert_learnt(planned(ALONE, fused, muon, zero_stage=1), wanted)
 
 
-def frozen():
-    model = gpt()
-    for part in (model[1].up, model[3].qkv, model[0].places):
-        part.requires_grad_(False)
-    return model
-
-
-@pytest.mark.parametrize(("mesh", "zero_stage"), [(ALONE, 3), (STAGES, 0)])
-def test_frozen_parameters_stay(mesh, zero_stage):
-    found = planned(mesh, frozen, zero_stage=zero_stage, clip=0.1)
-    assert_learnt(found, by_torch_alone(frozen, clip=0.1))
-    start = dict(frozen().named_parameters())
-    assert all(torch.equal(found[0][key], x) for key, x in start.items() if not x.requires_grad)
-
-
 @pytest.mark.parametrize(("mesh", "zero_stage"), [(ALONE, 3), (STAGES, 0)])
 def test_lora_beside_a_plan_equals_one_device(mesh, zero_stage):
     lora = fs.nn.LoraConfig(r=2, target_modules=["qkv", "out", "up"], bias="lora_only")
@@ -301,36 +332,3 @@ def test_lora_beside_a_plan_equals_one_device(mesh, zero_stage):
     assert not torch.equal(wanted["1.qkv.base_layer.bias"], start["1.qkv.bias"])
     assert torch.equal(wanted["1.qkv.base_layer.weight"], start["1.qkv.weight"])
     assert_learnt(planned(mesh, gpt, lora=lora, steps=5, zero_stage=zero_stage), wanted)
-
-
-# Accumulation, clipping, recomputation.
-
-
-@pytest.mark.parametrize("zero_stage", [0, 3])
-def test_accumulation_and_clipping_in_stages_equal_one_device(zero_stage):
-    found = planned(STAGES, accumulate=2, clip=0.1, zero_stage=zero_stage)
-    assert_learnt(found, by_torch_alone(clip=0.1))
-
-
-def recomputed(checkpointed):
-    def make():
-        model = gpt()
-        model[1], model[3] = Recomputed(model[1], checkpointed), Recomputed(model[3], checkpointed)
-        return model
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("mesh", "zero_stage", "checkpointed"),
-    [(ALONE, 3, lambda layer, x: fs.remat(layer)(x)), (STAGES, 0, by_torch_checkpoint)],
-    ids=["remat", "torch"],
-)
-def test_recomputed_layers_equal_one_device(mesh, checkpointed, zero_stage):
-    wanted = {key.replace("1.", "1.layer.").replace("3.", "3.layer."): x for key, x in by_torch_alone().items()}
-    assert_learnt(planned(mesh, recomputed(checkpointed), zero_stage=zero_stage), wanted)
-
-
-@pytest.mark.parametrize("recompute", ["always", "except_last"])
-def test_recomputed_stages_equal_one_device(recompute):
-    assert_learnt(planned(STAGES, recompute=recompute, zero_stage=3), by_torch_alone())

@@ -15,14 +15,15 @@ from tests.tensor.serial import (
     GRIDS,
     SMALL,
     assert_equal_to_serial,
+    attend,
     derivatives,
     dropped,
     mapped,
     mode_of,
     randn,
+    shard_of,
     units,
 )
-from tests.tensor.transformer import attend, shard_of
 
 T = fs.tensor
 BOTH = [(name, flipped) for name in GRIDS for flipped in (False, True) if not flipped or name[0] in "13"]
@@ -219,29 +220,29 @@ def test_each_query_head_takes_its_own_kv_head(n, heads, group):
         assert [used[i] for i in repeats] == all_heads[index * heads : (index + 1) * heads]
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", SMALL)
-def test_gelu_mlp_equals_serial_to_the_second_derivative(name):
-    """That of swiglu is in the transformer's loss."""
+def test_mlp_equals_serial_to_the_second_derivative(name, gated):
     mode, mesh, batch, n = settled(name, False)
     shapes = (batch, 2, n), (3 * n, n), (n, 3 * n), (3 * n,), (n,)
     arguments = [randn(*shape, seed=i) / 2 for i, shape in enumerate(shapes)]
     specs = mode.activation(3), mode.weight, mode.next.weight, mode.bias, mode.next.bias
 
     def on_shards(x, up, down, b, c):
+        if gated:
+            return T.mlp(x, (2 * up, up), down, mode, up_bias=(None, b), down_bias=c, activation=F.silu)
         return T.mlp(x, up, down, mode, up_bias=b, down_bias=c)
 
     def serial(x, up, down, b, c):
-        return F.linear(F.gelu(F.linear(x, up, b)), down, c)
+        y = F.linear(x, up, b)
+        return F.linear(F.silu(F.linear(x, 2 * up)) * y if gated else F.gelu(y), down, c)
 
     assert_equal_to_serial(mapped(on_shards, mesh, specs, mode.activation(3)), serial, arguments)
 
 
 @pytest.mark.parametrize(
     ("heads", "message"),
-    [
-        ((4, 4), "heads must be a multiple of 3; got 4"),
-        ((6, 4), "kv_heads must divide heads, 6; got 4"),
-    ],
+    [((4, 4), "heads must be a multiple of 3; got 4"), ((6, 4), "kv_heads must divide heads, 6; got 4")],
 )
 def test_heads_that_devices_do_not_divide_raise(heads, message):
     mode, mesh = mode_of("2d-3x3")

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
-from tests.tensor.serial import GRIDS, SMALL, assert_equal_to_serial, examples, mapped, mode_of, randn, units
-from tests.tensor.transformer import shard_of
+from tests.tensor.serial import GRIDS, SMALL, assert_equal_to_serial, examples, mapped, mode_of, randn, shard_of, units
 
 # torch itself uses torch.jit.script in its first jvp
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
-from tests.tensor.serial import GRIDS, assert_equal_to_serial, examples, mapped, mode_of, randn, units
-from tests.tensor.transformer import shard_of
+from tests.tensor.serial import GRIDS, assert_equal_to_serial, examples, mapped, mode_of, randn, shard_of, units
 
 T = fs.tensor
 OPTIONS = st.fixed_dictionaries(

@@ -7,10 +7,7 @@ from fshard import P
 
 MESH = fs.make_mesh({"a": 2, "b": 3, "c": 3, "d": 3, "e": 2}, runtime="abstract")
 TABLE = {  # activations, weight, bias, norm, embedding of a mode and its next
-    ("1d", "b"): [
-        (P(), P("b"), P("b"), P(), P("b")),
-        (P(None, "b"), P(None, "b"), P(), P("b"), P(None, "b")),
-    ],
+    ("1d", "b"): [(P(), P("b"), P("b"), P(), P("b")), (P(None, "b"), P(None, "b"), P(), P("b"), P(None, "b"))],
     ("2d", ("b", "c")): 2 * [(P("b", "c"), P("c", "b"), P("c"), P("c"), P("b", "c"))],
     ("2.5d", ("a", "c", "d")): 2 * [(P(("a", "c"), "d"), P("d", "c"), P("d"), P("d"), P(("a", "c"), "d"))],
     ("3d", ("b", "c", "d")): [

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 import fshard as fs
 from fshard import P
 from fshard.errors import LayoutError
-from fshard.testing.processes import run_processes
 from tests.tensor.hugging_face import MODELS, block_weights, inputs_of, model_of
 from tests.tensor.small_gpt import Layer, Words, token_ids
 
@@ -237,160 +236,79 @@ def test_rules_replace_what_is_found():
         assert text in str(raised.value)
 
 
-def trained(steps=5):
-    """Return the parameters after some steps of AdamW on a planned model, and those of one device."""
-    model = model_of("GPT-NeoX")
-    plan = fs.tensor_parallel(model, axis="model", sample=inputs_of("GPT-NeoX")[0], check=False)
-    apply, params, buffers = fs.functionalize(model, plan=plan)
-    _, labels = inputs_of("GPT-NeoX")
-
-    def loss_fn(params, batch):
-        output, _ = apply(params, buffers, input_ids=batch)
-        return plan.cross_entropy(output.logits, batch)
-
-    found = []
-    for sizes, local in (({"data": 1}, ()), ({"data": 2, "model": 2}, plan.axes)):
-        mesh = fs.make_mesh(sizes, runtime=None if local else "virtual")
-        optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.optim.adamw(1e-2))
-        own = fs.shard_params(params, fs.fsdp("data", within=plan.rules if local else None), mesh=mesh)
-        state = optimizer.init(own)
-        step = fs.train_step(loss_fn, optimizer, mesh=mesh, batch=P("data"), local=local)
-        for _ in range(steps):
-            own, state, _ = step(own, state, labels)
-        found.append(fs.unshard(own))
-    return found
+# -- misuse -----------------------------------------------------------------------------------------------------------
 
 
-def test_training_equals_one_device():
-    one, many = trained()
-    torch.testing.assert_close(many, one, rtol=1e-8, atol=1e-9)
+def plan_of(name="Llama", **options):
+    return fs.tensor_parallel(model_of(name), axis="model", sample=inputs_of(name)[0], check=False, **options)
 
 
-def test_training_on_processes_equals_one_device():
-    for one, many in run_processes(trained, 4, timeout=170):
-        torch.testing.assert_close(many, one, rtol=1e-8, atol=1e-9)
+def plan_linear(**options):
+    """Plan a plan_linear layer."""
+    return fs.tensor_parallel(nn.Linear(2, 2), sample=torch.ones(2), **{"axis": "model", **options})
 
 
-def trained_bits(sizes, zero3):
-    """Return the parameters after two reproducible steps, with dropout."""
-    model = model_of("GPT-NeoX", hidden_dropout=0.2).train()
-    plan = fs.tensor_parallel(model, axis="model", sample=inputs_of("GPT-NeoX")[0], check=False)
-    apply, params, buffers = fs.functionalize(model, plan=plan)
-    mesh = fs.make_mesh(sizes)
-    own = fs.shard_params(params, fs.fsdp("data", within=plan.rules) if zero3 else plan.rules, mesh=mesh)
-    optimizer = fs.optim.adamw(1e-2)
-    options = {"mesh": mesh, "batch": P("data"), "local": plan.axes, "reproducible": True, "slices": 4}
-    step = fs.train_step(
-        lambda p, x: plan.cross_entropy(apply(p, buffers, input_ids=x)[0].logits, x), optimizer, **options
-    )
-    state = optimizer.init(own)
-    torch.manual_seed(0)
-    for _ in range(2):
-        own, state, _ = step(own, state, inputs_of("GPT-NeoX")[1])
-    return fs.unshard(own)
+def step(plan, sizes, name="Llama"):
+    return gradients(name, plan, fs.make_mesh({"data": 1, **sizes}))
 
 
-def test_reproducible_steps_have_equal_bits_on_any_data_axis():
-    one = trained_bits({"data": 1, "model": 2}, zero3=False)
-    for sizes, zero3 in (({"data": 2, "model": 2}, True), ({"data": 4, "model": 2}, False)):
-        other = trained_bits(sizes, zero3=zero3)
-        assert all(torch.equal(x, other[name]) for name, x in one.items())
-
-
-def test_dropout_does_not_depend_on_the_number_of_devices():
-    model = model_of("GPT-NeoX", hidden_dropout=0.2).train()
-    plan = fs.tensor_parallel(model, axis="model", sample=inputs_of("GPT-NeoX")[0], check=False)
-    apply, params, buffers = fs.functionalize(model, plan=plan)
-    found = []
-    for sizes, local in (({"data": 2}, ()), ({"data": 2, "model": 2}, "model")):
-        mesh = fs.make_mesh(sizes)
-        own = fs.shard_params(params, plan.rules if local else P(), mesh=mesh)
-        torch.manual_seed(0)
-        found.append(
-            fs.value_and_grad(
-                lambda p, x: plan.cross_entropy(apply(p, buffers, input_ids=x)[0].logits, x),
-                mesh=mesh,
-                batch=P("data"),
-                local=local,
-            )(own, inputs_of("GPT-NeoX")[1])
-        )
-    (loss, grads), (other, others) = found
-    torch.testing.assert_close(other, loss)
-    torch.testing.assert_close(fs.unshard(others), fs.unshard(grads))
-
-
-# Errors.
-
-
-def test_sizes_that_devices_cannot_share():
-    plan = fs.tensor_parallel(model_of("Llama"), axis="model", sample=inputs_of("Llama")[0], check=False)
-    with pytest.raises(
-        LayoutError, match=r'4 devices along "model" must divide .*k_proj.weight is shared by at most 2'
-    ):
-        gradients("Llama", plan, fs.make_mesh({"data": 1, "model": 4}))
-    plan = fs.tensor_parallel(model_of("Llama"), axis="model", size=4, sample=inputs_of("Llama")[0], check=False)
-    assert "4 devices do not divide 2" in str(plan)
-    assert_planned("Llama", plan, fs.make_mesh({"data": 1, "model": 4}))
-
-
-def test_mistakes_with_plans():
-    sample = inputs_of("Llama")[0]
-    plan = fs.tensor_parallel(model_of("Llama"), axis="model", sample=sample, check=False)
-    with pytest.raises(LayoutError, match="one of another model"):
-        fs.functionalize(nn.Linear(2, 2), plan=plan)
+def step_without_local():
+    plan, mesh = plan_of(), fs.make_mesh({"model": 2})
     apply, params, buffers = fs.functionalize(model_of("Llama"), plan=plan)
-    mesh = fs.make_mesh({"data": 1, "model": 2})
-    step = fs.value_and_grad(
-        lambda p, x: plan.full(apply(p, buffers, input_ids=x)[0].logits.mean()), mesh=mesh, batch=P("data")
-    )
-    with pytest.raises(
-        LayoutError, match=r"must have the shapes of a device.s shards; .*weight has .* give the step local="
-    ):
-        step(fs.shard_params(params, P(), mesh=mesh), sample["input_ids"])
-    for options, text in {
-        ("seq", "megatron"): 'sequence must be one of "model"',
-        ("model", "ring"): "sequence must be another axis",
-        (None, "ring"): "must have an axis of tokens",
-    }.items():
-        with pytest.raises(ValueError, match=text):
-            fs.tensor_parallel(
-                nn.Linear(2, 2), axis="model", sample=torch.ones(2), sequence=options[0], sequence_mode=options[1]
-            )
-    with pytest.raises(ValueError, match='"2d" with 2 axes'):
-        fs.tensor_parallel(nn.Linear(2, 2), axis="model", mode="2d", sample=torch.ones(2))
+    run = fs.grad(lambda p, x: plan.full(apply(p, buffers, input_ids=x)[0].logits.mean()), mesh=mesh, batch=P())
+    run(fs.shard_params(params, P(), mesh=mesh), inputs_of("Llama")[1])
 
 
-def test_planned_modules_that_write_buffers_raise():
+def step_that_writes_buffers(train=True):
     model, x = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(F64), torch.randn(8, 4, dtype=F64)
     plan = fs.tensor_parallel(model, axis="model", sample=x)
-    apply, params, buffers = fs.functionalize(model, plan=plan)
+    apply, params, buffers = fs.functionalize(model.train(train), plan=plan)
     mesh = fs.make_mesh({"data": 2, "model": 2})
-    step = fs.value_and_grad(
-        lambda p, x: plan.full(apply(p, buffers, x)[0].square().mean()), mesh=mesh, batch=P("data"), local="model"
-    )
-    own = fs.shard_params(params, plan.rules, mesh=mesh)
-    with pytest.raises(LayoutError, match="must not write buffers.*1.running_mean, 1.running_var"):
-        step(own, x)
-    model.eval()
-    step(own, x)
+    run = fs.grad(lambda p, x: plan.full(apply(p, buffers, x)[0].square().mean()), mesh=mesh, batch=P(), local="model")
+    run(fs.shard_params(params, plan.rules, mesh=mesh), x)
 
 
-@pytest.mark.parametrize(
-    ("name", "how", "text"),
-    [("T5", "ring", "got a mask"), ("T5", "zigzag", "got a mask")],
-)
-def test_what_sequences_do_not_take(name, how, text):
-    options = {"axis": "model", "sequence": "seq", "sequence_mode": how, "check": False}
-    plan = fs.tensor_parallel(model_of(name), sample=inputs_of(name)[0], **options)
-    with pytest.raises(LayoutError, match=text):
-        gradients(name, plan, fs.make_mesh({"data": 1, "seq": 2, "model": 2}))
+MISUSE = {
+    "devices": (
+        lambda: step(plan_of(), {"model": 4}),
+        r'4 devices along "model" must divide .*k_proj.weight is shared by at most 2',
+    ),
+    "tokens": (
+        lambda: step(plan_of(sequence="seq", sequence_mode="zigzag"), {"seq": 3, "model": 2}),
+        r"input_ids.*: .* 8 elements, which must be a multiple of 6",
+    ),
+    "masks": (
+        lambda: step(plan_of("T5", sequence="seq", sequence_mode="ring"), {"seq": 2, "model": 2}, "T5"),
+        "got a mask",
+    ),
+    "another model": (lambda: fs.functionalize(nn.Linear(2, 2), plan=plan_of()), "one of another model"),
+    "no local=": (
+        step_without_local,
+        r"must have the shapes of a device.s shards; .*weight has .* give the step local=",
+    ),
+    "buffers": (step_that_writes_buffers, "must not write buffers.*1.running_mean, 1.running_var"),
+    "megatron": (lambda: plan_linear(sequence="seq", sequence_mode="megatron"), 'sequence must be one of "model"'),
+    "ring": (lambda: plan_linear(sequence="model", sequence_mode="ring"), "sequence must be another axis"),
+    "no tokens": (lambda: plan_linear(sequence_mode="ring"), "must have an axis of tokens"),
+    "axes": (lambda: plan_linear(mode="2d"), '"2d" with 2 axes'),
+}
 
 
-def test_tokens_that_devices_do_not_divide():
-    options = {"axis": "model", "sequence": "seq", "sequence_mode": "zigzag", "check": False}
-    plan = fs.tensor_parallel(model_of("Llama"), sample=inputs_of("Llama")[0], **options)
-    with pytest.raises(LayoutError, match=r"input_ids.*: .* 8 elements, which must be a multiple of 6"):
-        gradients("Llama", plan, fs.make_mesh({"data": 1, "seq": 3, "model": 2}))
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_of_plans_raises(name):
+    call, words = MISUSE[name]
+    with pytest.raises((LayoutError, ValueError), match=words):
+        call()
+
+
+def test_planned_buffers_may_be_read():
+    step_that_writes_buffers(train=False)
+
+
+def test_layers_that_devices_do_not_divide_are_replicated():
+    plan = plan_of(size=4)
+    assert "4 devices do not divide 2" in str(plan)
+    assert_planned("Llama", plan, fs.make_mesh({"data": 1, "model": 4}))
 
 
 def test_a_wrong_plan_does_not_pass_its_check(monkeypatch):

@@ -8,7 +8,6 @@ from torch.autograd.function import Function
 import fshard as fs
 from fshard import P
 from fshard.errors import LayoutError
-from fshard.testing.processes import run_processes
 
 F64 = torch.float64
 
@@ -117,16 +116,6 @@ def train(case):
 def test_modules_on_unsharded_tensors_have_right_gradients(case):
     found, wanted = train(case)
     torch.testing.assert_close(found, wanted)
-
-
-def train_all():
-    return [train(case) for case in CASES]
-
-
-def test_modules_on_unsharded_tensors_on_processes():
-    for results in run_processes(train_all, 2, timeout=170):
-        for found, wanted in results:
-            torch.testing.assert_close(found, wanted)
 
 
 class Root(nn.Module):

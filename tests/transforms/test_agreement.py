@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fshard.transforms.agreement import StepAgreement, difference
+from fshard.transforms.agreement import difference
 
 
 def group_of(size, index, base=0):
@@ -41,23 +41,3 @@ def test_differences_are_exact_in_any_order_up_to_2_to_the_21_devices(size, exac
     row[0] = difference(SEED, group_of(size, 0))
     sums = [row.cumsum(0)[-1], row.flip(0).cumsum(0)[-1], row.sum(), row.roll(size // 3).view(1, -1).sum(1)[0]]
     assert all(total == 0 for total in sums) == exact
-
-
-rows = st.lists(st.integers(0, 9).map(float), min_size=2, max_size=2)
-
-
-@given(
-    st.lists(
-        st.builds(StepAgreement, st.just(1.0), st.builds(lambda x: {"params": x}, st.floats(0, 9)), rows, rows, rows),
-        min_size=1,
-    )
-)
-def test_unpack_returns_the_sums_of_packed_agreements(agreements):
-    sums = [sum(column) for column in zip(*(agreement.pack() for agreement in agreements), strict=True)]
-    total = agreements[0].unpack(sums)
-    assert total.weight == len(agreements)
-    assert total.differences == {"params": sum(agreement.differences["params"] for agreement in agreements)}
-    for field in ("written", "accumulated", "used"):
-        assert getattr(total, field) == [
-            sum(column) for column in zip(*(getattr(x, field) for x in agreements), strict=True)
-        ]

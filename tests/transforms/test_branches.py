@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
-from fshard.testing.processes import Processes, run_processes
+from fshard.testing.processes import run_processes
 
 EXPERTS = 4
 
@@ -109,19 +109,6 @@ def bits(x):
     return x.numpy().tobytes()
 
 
-STEPS = [[0b0011, 0b0101], [0b0011, 0b0101], [0b1000, 0b0000], [0b0110 + 16, 0b0110], [0b1111, 0b1111]]
-
-
-def on_processes(stage, options):
-    return gradients(stage, 2, STEPS, **options)
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_branches_on_processes_have_gradients_of_one_device(two, stage):
-    for found in two.run(on_processes, stage, {}):
-        assert_serial(found, STEPS)
-
-
 @pytest.mark.parametrize("options", [{"compute": torch.bfloat16}, {"reduce": torch.float64}], ids=str)
 def test_missing_gradient_is_sent_as_zeros_of_equal_dtype(options):
     (found,) = gradients(2, 2, [[0b0001, 0b0000]], **options)
@@ -180,13 +167,6 @@ def test_partial_all_gather_on_devices_raises_and_names_units(name):
 def test_partial_all_gather_after_prefetches_raises_and_names_units(codes):
     kind, notes = refused(codes, steps=[[0b1111, 0b1111]] * 2)
     assert kind in ("MismatchError", "DeadlockError") and "An all-gather needs all devices." in notes
-
-
-def test_partial_all_gather_on_processes_raises_and_names_units():
-    with Processes(2) as two:
-        for name, codes in CODES.items():
-            for (_, notes), own in zip(two.run(refused, codes), GATHERED[name], strict=True):
-                assert f"value_and_grad: {own}. An all-gather needs all devices." in notes
 
 
 def marked(params, batch):

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
+from tests.transforms.gradients import assert_equal, serial, sharded
 
 SIZES = {"w": (4, 6), "v": (6, 4), "b": (6,), "u": (4, 4)}
 
@@ -35,10 +36,6 @@ def errors(p, batch):
 # -- losses over the batch's axes: written for devices, and for one ----------------------------------------------------
 
 
-def ends_in_pmean(p, batch):
-    return fs.pmean(errors(p, batch).mean(), "data")
-
-
 def marked(p, batch):
     """As one writes it for shard_map."""
     return fs.pvary(fs.pmean(errors(fs.pvary(p, "data"), batch).mean(), "data"), "data")
@@ -61,16 +58,6 @@ def started(p, batch):
 def started_alone(p, batch):
     z = hidden(p, batch[0])
     return (z * z.sum(0)).mean() + (p["u"] * batch[0].mean(0)).sum()
-
-
-def centred(p, batch):
-    z = hidden(p, batch[0]) @ p["v"]
-    return ((z - fs.pmean(z.mean(0), "data") - batch[1]) ** 2).mean()
-
-
-def centred_alone(p, batch):
-    z = hidden(p, batch[0]) @ p["v"]
-    return ((z - z.mean(0) - batch[1]) ** 2).mean()
 
 
 def standardised(p, batch):
@@ -126,15 +113,6 @@ def neighbours_alone(p, batch):
     return (z * z.roll(1, 0)).mean()
 
 
-def broadcast(p, batch):
-    return (hidden(p, batch[0]) * fs.broadcast(hidden(p, batch[0])[:1], "data")).mean()
-
-
-def broadcast_alone(p, batch):
-    z = hidden(p, batch[0])
-    return (z * z[:1]).mean()
-
-
 def memory(p, batch):
     """A block that is run again in the backward."""
     z = fs.remat(lambda p, x: hidden(p, x) - fs.pmean(hidden(p, x).mean(0), "data"))(p, batch[0])
@@ -147,17 +125,14 @@ def remembered_alone(p, batch):
 
 
 LOSSES = {
-    "ends in pmean": (ends_in_pmean, errors, 4),
     "marked as for shard_map": (marked, errors, 4),
     "sums by counts": (sums_by_counts, errors, 1),
     "started": (started, started_alone, 4),
-    "centred": (centred, centred_alone, 4),
     "standardised": (standardised, standardised_alone, 1),
     "contrastive": (contrastive("varying"), contrastive_alone, 4),
     "contrastive, replicated": (contrastive("replicated"), contrastive_alone, 4),
     "softmax": (softmax_over_samples, softmax_alone, 1),
     "neighbours": (neighbours, neighbours_alone, 4),
-    "broadcast": (broadcast, broadcast_alone, 4),
     "remat": (memory, remembered_alone, 4),
 }
 """Written for devices, for one device, and whether any number of samples is right for it (1) or even parts only (4)."""
@@ -235,34 +210,12 @@ LAYOUTS = {
 }
 
 
-def serial(loss_fn, batch):
-    leaves = {name: x.clone().requires_grad_() for name, x in params().items()}
-    loss = loss_fn(leaves, batch).mean()
-    return loss.detach(), torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
+def alone_on(loss_fn, batch):
+    return serial(loss_fn, params(), batch)
 
 
-def on_mesh(loss_fn, batch, sizes, rules, spec=None, stage=0, **options):
-    """Return loss and gradients, and whether all devices hold the same bits of what is whole on them."""
-    mesh = fs.make_mesh(sizes)
-    own = fs.shard_params(params(), rules, mesh=mesh)
-    opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=stage)
-    run = fs.value_and_grad(
-        loss_fn, mesh=mesh, batch=P("data") if spec is None else spec, gradients=opt.gradients, **options
-    )
-    loss, grads = run(own, batch)
-    found = [g for g in grads.values() if g is not None]
-    for g in found:
-        if g.spec == P():
-            assert all(torch.equal(shard, g.shards[0]) for shard in g.shards)
-    return loss, [None if g is None else fs.unshard(g) for g in grads.values()]
-
-
-def assert_serial(found, expected):
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-13)
-    for ours, theirs in zip(found[1], expected[1], strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+def on_mesh(loss_fn, batch, sizes, rules=None, **options):
+    return sharded(loss_fn, params(), batch, sizes, rules=rules, **options)
 
 
 WAYS = [{}, {}, {"reshard_after_forward": False}, {"in_flight": 0, "bucket": 0}]
@@ -279,9 +232,8 @@ WAYS = [{}, {}, {"reshard_after_forward": False}, {"in_flight": 0, "bucket": 0}]
 def test_collective_over_batch_axis_has_gradient_of_one_device(name, n, stage, more, way):
     loss_fn, alone, even = LOSSES[name]
     size = 8 if even == 4 else 5 + more
-    rules = fs.fsdp("data") if stage == 3 else P()
-    found = on_mesh(loss_fn, batch_of(size), {"data": n}, rules, stage=stage, **way)
-    assert_serial(found, serial(alone, batch_of(size)))
+    found = on_mesh(loss_fn, batch_of(size), {"data": n}, stage=stage, **way)
+    assert_equal(found, alone_on(alone, batch_of(size)))
 
 
 @settings(max_examples=50)
@@ -297,26 +249,7 @@ def test_collective_over_batch_axis_has_gradient_of_one_device(name, n, stage, m
 def test_model_parallel_loss_has_gradient_of_one_device(name, sizes, layout, stage, way):
     loss_fn, alone = MODEL_LOSSES[name]
     found = on_mesh(loss_fn, batch_of(8), sizes, LAYOUTS[layout], stage=stage, **way)
-    assert_serial(found, serial(alone, batch_of(8)))
-
-
-def on_processes(n):
-    found = [on_mesh(LOSSES[name][0], batch_of(8), {"data": n}, fs.fsdp("data"), stage=3) for name in SOME]
-    sizes = {"data": n // 2, "model": 2}
-    found += [on_mesh(two_blocks, batch_of(8), sizes, LAYOUTS[name]) for name in ("whole", "fsdp of both", "tensor")]
-    return found
-
-
-SOME = ("started", "standardised", "contrastive", "softmax")  # they stand for the others
-
-
-def test_collective_losses_on_processes_equal_virtual_devices(two, four):
-    expected = [serial(LOSSES[name][1], batch_of(8)) for name in SOME]
-    expected += [serial(two_blocks_alone, batch_of(8))] * 3
-    for pool, n in ((two, 2), (four, 4)):
-        for found in pool.run(on_processes, n):
-            for ours, theirs in zip(found, expected, strict=True):
-                assert_serial(ours, theirs)
+    assert_equal(found, alone_on(alone, batch_of(8)))
 
 
 # -- what is particular ------------------------------------------------------------------------------------------------
@@ -337,7 +270,7 @@ def test_weight_zero_samples_count_in_collectives():
 
     batch = (*batch_of(8), mask)
     found = on_mesh(loss_fn, batch, {"data": 4}, fs.fsdp("data"), weight=lambda batch: batch[2].sum())
-    assert_serial(found, serial(lambda p, batch: losses(p, batch).sum() / mask.sum(), batch))
+    assert_equal(found, alone_on(lambda p, batch: losses(p, batch).sum() / mask.sum(), batch))
 
 
 def test_model_parallel_parts_have_their_gradients():
@@ -350,10 +283,10 @@ def test_model_parallel_parts_have_their_gradients():
     def alone(p, batch):
         return ((batch[0] @ p["u"] + batch[0] @ p["w"][:, :4]) @ p["v"][:4] - batch[1]).square().mean()
 
-    expected, (w, _, _, u) = serial(alone, batch_of(8))
+    expected, (_, u, _, w) = alone_on(alone, batch_of(8))
     for stage, accumulate in ((0, 1), (2, 1), (0, 2)):
         sizes, options = {"data": 2, "model": 2}, {"frozen": "v", "accumulate": accumulate}
-        assert_serial(on_mesh(loss_fn, batch_of(8), sizes, P(), stage=stage, **options), (expected, (w, None, None, u)))
+        assert_equal(on_mesh(loss_fn, batch_of(8), sizes, P(), stage=stage, **options), (expected, (None, u, None, w)))
 
 
 def test_unused_axis_has_no_messages():
@@ -371,42 +304,32 @@ def test_reproducible_model_parallel_loss_has_equal_bits():
         return on_mesh(two_blocks, batch_of(8), {"data": n, "model": 2}, LAYOUTS[layout], reproducible=True)
 
     loss, grads = run(1, "whole")
-    assert_serial((loss, grads), serial(two_blocks_alone, batch_of(8)))
+    assert_equal((loss, grads), alone_on(two_blocks_alone, batch_of(8)))
     for n, layout in ((2, "whole"), (4, "fsdp"), (2, "tensor"), (4, "fsdp of both")):
         other, others = run(n, layout)
         assert torch.equal(loss, other) and all(map(torch.equal, grads, others))
 
 
-def refused(call, error, match):
-    with pytest.raises(error, match=match):
-        call()
-
-
 REFUSED = {
-    "ends in pmean": r'fs.pmean over "data" in the loss function, at .*test_collectives_in_losses.py:\d+ in ends_in_pmean: with reproducible',
+    "marked as for shard_map": r'fs.pmean over "data" in the loss function, at .*losses.py:\d+ in marked: with reproducible',
     "contrastive": 'fs.all_gather over "data".*, or leave reproducible=True out',
     "softmax": 'fs.pmax over "data" in the loss function',
     "neighbours": 'fs.ppermute over "data" in the loss function',
+    "batch norm": 'sync_batchnorm over "data" in the loss function',
 }
 
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("name", REFUSED)
 def test_reproducible_collective_over_batch_axis_raises(name, n):
-    def run():
-        on_mesh(LOSSES[name][0], batch_of(8), {"data": n}, P(), reproducible=True)
+    apply, _, buffers = fs.functionalize(torch.nn.BatchNorm1d(4).double(), sync_batchnorm="data")
 
-    refused(run, ValueError, REFUSED[name])
+    def normalised(p, batch):
+        return apply({"weight": p["u"][0], "bias": p["u"][1]}, buffers, batch[0])[0].square().mean()
 
-
-def test_reproducible_synchronised_batchnorm_raises():
-    apply, own, buffers = fs.functionalize(torch.nn.BatchNorm1d(4), sync_batchnorm="data")
-    mesh = fs.make_mesh({"data": 2})
-    run = fs.value_and_grad(
-        lambda p, x: apply(p, buffers, x)[0].square().mean(), mesh=mesh, batch=P("data"), reproducible=True
-    )
-    own = fs.shard_params(own, P(), mesh=mesh)
-    refused(lambda: run(own, torch.randn(16, 4)), ValueError, 'sync_batchnorm over "data" in the loss function')
+    loss_fn = LOSSES[name][0] if name in LOSSES else normalised
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        on_mesh(loss_fn, batch_of(8), {"data": n}, P(), reproducible=True)
 
 
 # -- what processes must start from alike ---------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Trees of dataclasses, whoever has registered them, train as trees of dicts do."""
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard.mesh.layout import flatten, flatten_with_paths
+from fshard.mesh.layout import flatten
 
 optree_dataclasses: Any = optree.dataclasses
 
@@ -110,7 +109,7 @@ def trained(params, stage):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_dataclass_parameters_train_as_dicts(kind, stage):
     own, expected = trained(model(kind), stage), trained(model(Block, Block), stage)
     assert type(own) is Model and own.rate == 0.5
@@ -122,19 +121,14 @@ def test_dataclass_parameters_train_as_dicts(kind, stage):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rules_match_dataclass_fields(kind):
     mesh, params = fs.make_mesh({"data": 2}), model(kind)
-    paths = flatten_with_paths(params)[0]
-    if kind is not Pair:
-        assert paths[:2] == ['["blocks"][0]["w"]', '["blocks"][0]["b"]']
+    if kind is not Strict:  # which does not take specs
+        laid = fs.shard_params(params, Model([P("data"), P()], kind(w=P(None, "data"), b=P())), mesh=mesh)
+        assert [x.spec for x in flatten(laid)[0]] == [P("data"), P("data"), P(), P(None, "data"), P()]
+    if kind is not Pair:  # whose paths are numbers
         rules = {"blocks[*].w": P("data"), "head.**": P(None), "**": P()}
         laid = fs.shard_params(params, rules, mesh=mesh, frozen="blocks[0].b")
         assert [x.spec for x in (laid.blocks[0].w, laid.blocks[0].b, laid.head.w)] == [P("data"), P(), P(None)]
-        assert laid.blocks[0].b.layout.frozen
-        with pytest.raises(ValueError, match="no rule is for blocks\\[0\\].b; no rule is for head.w"):
-            fs.shard_params(params, {"blocks[*].w": P(), "head.b": P()}, mesh=mesh)
-    if kind is Strict:
-        return
-    laid = fs.shard_params(params, Model([P("data"), P()], kind(w=P(None, "data"), b=P())), mesh=mesh)
-    assert [x.spec for x in flatten(laid)[0]] == [P("data"), P("data"), P(), P(None, "data"), P()]
+        assert laid.blocks[0].b.layout.frozen and not laid.head.b.layout.frozen
 
 
 def test_batch_and_aux_may_be_dataclasses():
@@ -146,22 +140,3 @@ def test_batch_and_aux_may_be_dataclasses():
     params = fs.shard_params(torch.ones(3), P(), mesh=mesh)
     (loss, aux), gradient = run(params, Frozen(torch.ones(4, 3), torch.zeros(4)))
     assert fs.unshard(loss).item() == 3 and fs.unshard(gradient).tolist() == [1, 1, 1] and type(aux) is Plain
-
-
-@dataclass
-class Output(OrderedDict):
-    """One in the style of Hugging Face."""
-
-    loss: Any = None
-    logits: Any = None
-
-
-class Cache:
-    def __init__(self, keys):
-        self.keys = keys
-
-
-torch.utils._pytree.register_pytree_node(
-    Output, lambda x: (list(x.values()), list(x)), lambda xs, keys: Output(**dict(zip(keys, xs, strict=True)))
-)
-torch.utils._pytree.register_pytree_node(Cache, lambda x: (x.keys, len(x.keys)), lambda xs, n: Cache([*xs]))

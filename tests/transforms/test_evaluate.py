@@ -4,7 +4,6 @@ import weakref
 from dataclasses import fields
 from inspect import signature
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,10 +67,6 @@ def test_evaluate_of_any_batch_equals_one_device(n, stage, rows, options, mode):
 def test_evaluate_reproducible_has_bits_of_one_device():
     found = [evaluated(n, stage, 7, reproducible=True)[0] for n in (1, 2, 4) for stage in (0, 3)]
     assert len({x.item() for x in found}) == 1
-
-
-def test_evaluate_on_processes_equals_virtual_devices(two):
-    assert all(torch.equal(found[0], evaluated(2, 3, 5)[0]) for found in two.run(evaluated, 2, 3, 5))
 
 
 def test_evaluate_unshards_units_one_by_one():
@@ -155,95 +150,9 @@ def test_options_are_typed_and_validated():
     assert {*OF_LOSSES} | {*OF_STAGES} == {*Options.__annotations__}
 
 
-# -- a second tree -------------------------------------------------------------------------------------------------
-
-
-def generated(g, z):
-    return torch.tanh(z @ g["w"]) @ g["v"]
-
-
-def judged(d, x):
-    return torch.sigmoid(torch.tanh(x @ d["w"]) @ d["v"]).clamp(1e-3, 1 - 1e-3)
-
-
-def judge_loss(d, batch):
-    (x, z), g = batch
-    return -(judged(d, x).log() + (1 - judged(d, generated(g, z))).log()).mean()
-
-
-def forger_loss(g, batch):
-    z, d = batch
-    return -judged(d, generated(g, z)).log().mean()
-
-
-def gan():
-    draw = torch.Generator().manual_seed(0)
-    g, d = ({"w": torch.randn(3, 4, generator=draw), "v": torch.randn(4, n, generator=draw)} for n in (3, 1))
-    return g, d, [torch.randn(2, 8, 3, generator=draw) for _ in range(3)]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_two_adversarial_networks_train(stage):
-    mesh, (g, d, batches) = fs.make_mesh({"data": 2}), gan()
-    alone, serial = [dict(g), dict(d)], optim.adamw(0.05, fused=False)
-    states = [serial.init(tree) for tree in alone]
-    opt = fs.partition_optimizer(serial, mesh=mesh, axis="data", stage=stage)
-    trees = [fs.shard_params(tree, fs.fsdp("data") if stage == 3 else P(), mesh=mesh) for tree in (g, d)]
-    ours = [opt.init(tree) for tree in trees]
-    judge = fs.train_step(judge_loss, opt, mesh=mesh, batch=(P("data"), P()))
-    forger = fs.train_step(forger_loss, opt, mesh=mesh, batch=(P("data"), P()))
-    for x, z in batches:
-        trees[1], ours[1], _ = judge(trees[1], ours[1], ((x, z), trees[0]))
-        trees[0], ours[0], _ = forger(trees[0], ours[0], (z, trees[1]))
-        for place, loss_fn, batch in ((1, judge_loss, (x, z)), (0, forger_loss, z)):
-            moving = {name: p.clone().requires_grad_() for name, p in alone[place].items()}
-            loss = loss_fn(moving, (batch, alone[1 - place]))
-            grads = dict(zip(moving, torch.autograd.grad(loss, [*moving.values()]), strict=True))
-            alone[place], states[place] = optim.pure_step(serial)(grads, states[place], alone[place])
-    torch.testing.assert_close(fs.unshard(trees), alone, rtol=1e-4, atol=1e-5)
-
-
-# -- layers that are special ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True}], ids=str)
-def test_sparse_gradients_become_dense(stage, options):
-    mesh = fs.make_mesh({"data": 2})
-    torch.manual_seed(0)
-    table, head, words = torch.randn(9, 4), torch.randn(4, 2), torch.randint(0, 9, (8,))
-
-    def loss_fn(p, words):
-        return (torch.nn.functional.embedding(words, p["table"], sparse=True) @ p["head"]).square().mean()
-
-    params = fs.shard_params({"table": table, "head": head}, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
-    gradients = fs.partition_optimizer(optim.sgd(), mesh=mesh, axis="data", stage=stage).gradients
-    run = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), gradients=gradients, **options)
-    serial = {"table": table.clone().requires_grad_(), "head": head.clone().requires_grad_()}
-    loss_fn(serial, words).backward()
-    found = fs.unshard(run(params, words)[1])
-    torch.testing.assert_close(found["table"], serial["table"].grad.to_dense())
-    torch.testing.assert_close(found["head"], serial["head"].grad)
-
-
 def test_synchronised_batchnorm_outside_mesh_is_local():
     layer, x = torch.nn.BatchNorm1d(3), torch.randn(5, 3)
     apply, params, buffers = fs.functionalize(layer, sync_batchnorm="data")
     y, after = apply(params, buffers, x)
     assert torch.equal(y, layer(x))
     assert all(torch.equal(after[name], own) for name, own in layer.named_buffers())
-
-
-def test_evaluate_aux_equals_that_of_the_global_batch():
-    mesh, x = fs.make_mesh({"data": 4}), torch.randn(13, 3)
-    params = fs.shard_params({"w": torch.ones(3)}, fs.fsdp("data"), mesh=mesh)
-
-    def loss_fn(params, x):
-        rows = x @ params["w"]
-        return rows.mean(), {"rows": rows, "right": (rows > 0).sum(), "mean": rows.mean()}
-
-    aux = {"rows": "rows", "right": "sum", "mean": "mean"}
-    loss, beside = fs.evaluate(loss_fn, mesh=mesh, batch=P("data"), aux=aux)(params, x)
-    expected, serial = loss_fn({"w": torch.ones(3)}, x)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(fs.unshard(beside), serial)

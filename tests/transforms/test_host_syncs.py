@@ -138,20 +138,23 @@ def test_step_launches_without_host_sync(monkeypatch, stage, n, options):
     assert waits(monkeypatch, fs.optim.adamw(0.1), stage, n=n, **options) == [[]] * n
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lamb"])
-def test_optimizers_update_without_host_sync(monkeypatch, name):
-    assert waits(monkeypatch, getattr(fs.optim, name)(0.1)) == [[]]
+SCALED, ONE_READ = fs.optim.loss_scaled(fs.optim.adamw(0.1)), "_local_scalar_dense.default in all_finite"
+WAITS = {
+    **{name: (getattr(fs.optim, name)(0.1), {}, []) for name in ("sgd", "adam", "adamw", "lion", "lamb")},
+    "scaled": (SCALED, {}, [ONE_READ]),
+    "scaled, fp16": (SCALED, {"precision": "fp16"}, [ONE_READ]),
+    "weights on the device": (
+        fs.optim.adamw(0.1),
+        {"weight": lambda part: (part["y"] > 0).sum(), "accumulate": 2},
+        ["tolist in counts_of"],
+    ),
+}
 
 
-@pytest.mark.parametrize("precision", [None, "fp16"])
-def test_loss_scale_syncs_once_a_step(monkeypatch, precision):
-    found = waits(monkeypatch, fs.optim.loss_scaled(fs.optim.adamw(0.1)), precision=precision)
-    assert found == [["_local_scalar_dense.default in all_finite"] * 2]
-
-
-def test_device_weights_sync_once_a_step(monkeypatch):
-    found = waits(monkeypatch, fs.optim.adamw(0.1), weight=lambda part: (part["y"] > 0).sum(), accumulate=2)
-    assert found == [["tolist in counts_of"] * 2]
+@pytest.mark.parametrize("name", WAITS)
+def test_optimizers_and_weights_sync_at_most_once_a_step(monkeypatch, name):
+    opt, options, reads = WAITS[name]
+    assert waits(monkeypatch, opt, **options) == [reads * 2]
 
 
 def model(count=4):

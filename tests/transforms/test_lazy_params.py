@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
+from tests.transforms.gradients import assert_equal, serial, sharded
+from tests.transforms.module.zoo import MODULES, D
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
-STAGES = (0, 3)
+STAGES, N = (0, 3), {"data": 2}
 
 
 def rules(stage: int) -> Any:
@@ -25,23 +27,6 @@ def rules(stage: int) -> Any:
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def serial(loss_fn: Callable[..., Tensor], params: dict, batch: Tensor) -> list[Tensor]:
-    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
-    return list(torch.autograd.grad(loss_fn(leaves, batch), list(leaves.values())))
-
-
-def sharded(loss_fn, params, batch, stage, n=2, **options):
-    mesh = fs.make_mesh({"data": n})
-    own = fs.shard_params(params, rules(stage), mesh=mesh)
-    _, grads = fs.value_and_grad(loss_fn, mesh=mesh, batch=P("data"), **options)(own, batch)
-    return [fs.unshard(grads[name]) for name in params]
-
-
-def assert_all_close(found, expected):
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 # -- what a handle is --------------------------------------------------------------------------------------------------
@@ -108,8 +93,8 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_lazy_param_gets_gradients_by_every_path(name, stage, options):
     params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
-    found = sharded(LOSSES[name], params, x, stage, live_units=1, **options)
-    assert_all_close(found, serial(LOSSES[name], params, x))
+    found = sharded(LOSSES[name], params, x, N, stage, live_units=1, **options)
+    assert_equal(found, serial(LOSSES[name], params, x))
 
 
 # -- torch.func ------------------------------------------------------------------------------------------------------------
@@ -161,19 +146,7 @@ def test_torch_func_works_in_every_zero_stage(loss_fn, options):
             if stage == 3 and "reshard_after_forward" not in options
             else loss_fn
         )
-        assert_all_close(sharded(keeping, params, x, stage, live_units=1, **options), expected)
-
-
-def every_transform() -> list[list[Tensor]]:
-    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
-    return [sharded(fs.with_unsharded_params(loss_fn, keep=True), params, x, 3) for loss_fn in TRANSFORMED]
-
-
-def test_torch_func_works_on_processes(two):
-    params, x = {"w": draw(3, 3), "v": draw(3, 3, seed=1)}, draw(8, 3, seed=2)
-    for found in two.run(every_transform):
-        for loss_fn, grads in zip(TRANSFORMED, found, strict=True):
-            assert_all_close(grads, serial(loss_fn, params, x))
+        assert_equal(sharded(keeping, params, x, N, stage, live_units=1, **options), expected)
 
 
 def test_kept_part_inside_remat_still_recomputes():
@@ -190,7 +163,7 @@ def test_kept_part_inside_remat_still_recomputes():
         kept.append(kept[-1]() is None)
         return y.mean()
 
-    sharded(loss_fn, {"w": draw(3, 3)}, draw(8, 3, seed=2), 3, n=1)
+    sharded(loss_fn, {"w": draw(3, 3)}, draw(8, 3, seed=2), {"data": 1}, 3)
     assert kept[1] is True
 
 
@@ -208,13 +181,12 @@ def test_compiled_loss_gets_unsharded_parameters():
     part = torch.compile(lambda w, x: x @ w, backend="eager")
     marked = fs.with_unsharded_params(part)
     for stage in STAGES:
-        assert_all_close(sharded(whole, params, x, stage), expected)
-        assert_all_close(sharded(lambda p, x: ((marked(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage), expected)
+        assert_equal(sharded(whole, params, x, N, stage), expected)
+        assert_equal(sharded(lambda p, x: ((marked(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, N, stage), expected)
         with pytest.raises(
-            ValueError,
-            match=r"torch.compile cannot trace .* fs.with_unsharded_params\(torch.compile\(fn\)\)",
+            ValueError, match=r"torch.compile cannot trace .* fs.with_unsharded_params\(torch.compile\(fn\)\)"
         ):
-            sharded(lambda p, x: ((part(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, stage)
+            sharded(lambda p, x: ((part(p["w"], x) @ p["v"].T) ** 2).mean(), params, x, N, stage)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -228,88 +200,35 @@ def test_collective_accepts_lazy_param(stage):
     def same(p, x):
         return loss_fn({"w": p["w"] * 1}, x)
 
-    assert_all_close(sharded(loss_fn, {"w": x}, x, stage), sharded(same, {"w": x}, x, stage))
+    assert_equal(sharded(loss_fn, {"w": x}, x, N, stage), sharded(same, {"w": x}, x, N, stage))
 
 
 # -- functional_call ------------------------------------------------------------------------------------------------------
 
 
-class Words(nn.Module):
-    """An embedding tied to the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.norm, self.head = nn.Embedding(7, 6), nn.LayerNorm(6), nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.embedding((x.abs() * 5).long().clamp(max=6))))
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.unflatten(1, (3, 6))
-        return self.attention(x, x, x)[0]
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(6, 5, num_layers=2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x.unflatten(1, (3, 6)))[0]
-
-
-def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.Unflatten(1, (3, 6)), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
-
-
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Sequential(nn.Linear(18, 6), nn.Tanh(), nn.Linear(6, 3)),
-    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 9)), nn.Conv1d(2, 3, 2), nn.GroupNorm(3, 3), nn.PReLU(3)),
-    "tied": Words,
-    "attention": Attention,
-    "encoder": encoder,
-    "lstm": Recurrent,
-}
+NAMES = ["linear", "convolutions", "tied words", "attention", "lstm"]
 
 
 def by_functional_call(name: str, stage: int, n: int = 2, wrap: Callable[..., Any] = lambda fn: fn) -> list[Tensor]:
     """Return a module's gradients, minus those of the module itself on the whole batch."""
     torch.manual_seed(0)
-    module, x = MODULES[name]().double(), draw(8, 18, seed=1)
+    module, x = MODULES[name]().double(), draw(8, D, seed=1)
     params = {key: value.detach() for key, value in module.named_parameters()}
     called = wrap(lambda p, x: functional_call(module, p, (x,)))
-    found = sharded(lambda p, x: called(p, x).sin().square().mean(), params, x, stage, n, live_units=1)
+    _, found = sharded(lambda p, x: called(p, x).sin().square().mean(), params, x, {"data": n}, stage, live_units=1)
     module(x).sin().square().mean().backward()
-    return [ours - x.grad for ours, x in zip(found, module.parameters(), strict=True)]
+    return [g - module.get_parameter(key).grad for g, key in zip(found, sorted(params), strict=True)]
 
 
 def assert_zero(differences):
     assert differences and max(x.abs().max().item() for x in differences) < 1e-12
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_functional_call_accepts_lazy_params(name):
     assert_zero(by_functional_call(name, 0))
     assert_zero(by_functional_call(name, 3, n=1))
     assert_zero(by_functional_call(name, 3, wrap=fs.with_unsharded_params))
-
-
-def every_module() -> list[list[Tensor]]:
-    return [by_functional_call(name, stage) for name in MODULES for stage in STAGES]
-
-
-def test_functional_call_accepts_lazy_params_on_processes(two):
-    for found in two.run(every_module):
-        for differences in found:
-            assert_zero(differences)
 
 
 class Changing(nn.Module):

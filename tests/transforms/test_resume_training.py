@@ -84,19 +84,6 @@ def test_training_continues_in_any_stage_on_any_mesh(name, ways):
     assert all(map(torch.equal, moved_on(name, *ways), unmoved(name)))
 
 
-def between_processes(name):
-    return moved_on(name, ({"data": 2}, 3), ({"data": 2}, 1)), moved_on(
-        name, ({"data": 2}, 0), ({"rows": 1, "data": 2}, 3)
-    )
-
-
-@pytest.mark.parametrize("name", ["muon", "plain rows"])
-def test_training_continues_on_processes(name, two):
-    for results in two.run(between_processes, name):
-        for found in results:
-            assert all(map(torch.equal, found, unmoved(name)))
-
-
 def test_state_of_another_layout_raises_with_fix():
     params, state = go(*begun("adamw", {"data": 2}, 3), range(1))
     there = fs.shard_params(params, P(), mesh=params["a"].mesh)
@@ -125,20 +112,3 @@ def test_reshard_keeps_ties_units_and_frozen_leaves():
     assert whole["a"] is whole["b"][0] and torch.equal(whole["a"], w)
     put = fs.device_put({"a": w, "b": w}, fs.Layout(mesh))
     assert put["a"] is put["b"]
-
-
-def test_reshard_without_layout_keeps_leaves():
-    mesh = fs.make_mesh({"data": 2})
-    x, n = fs.device_put(torch.ones(4), fs.Layout(mesh)), torch.tensor(3)
-    tree = {"x": x, "n": n, "none": None, "number": 5}
-    moved = fs.reshard(tree, fs.Layout(mesh, P("data")))
-    assert (
-        str(fs.typeof(moved["x"])) == "f32[4@data]"
-        and moved["n"] is n
-        and moved["number"] == 5
-        and moved["none"] is None
-    )
-    assert fs.reshard(tree, {"x": fs.Layout(mesh, P("data")), "n": None, "none": None, "number": None})["n"] is n
-    assert fs.device_put(tree, fs.mesh.layouts(tree)) == tree
-    with pytest.raises(TypeError, match="a Sharded is needed; got Tensor"):
-        fs.reshard({"n": n}, fs.Layout(mesh))

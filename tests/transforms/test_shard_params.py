@@ -1,4 +1,4 @@
-"""`shard_params`: rules among rules, and units without a name. `init_params`: the values of the plain function, sharded."""
+"""`shard_params`: rules of every kind, rules among rules, and units. `init_params`: the values of the plain function, sharded."""
 
 import pytest
 import torch
@@ -44,15 +44,94 @@ def test_units_by_size_of_two_rules_differ():
     assert lying(TREE, rules) == [(FLAT, "unit 0"), (FLAT, "unit 1"), (FLAT, "unit 0 of rule 1")]
 
 
-def test_nested_rules_with_errors_raise():
-    with pytest.raises(
-        ValueError, match='fsdp: no leaf is in a unit "zz". The leaves are head; a pattern begins where'
-    ):
-        lying(TREE, {"blocks": P(), "head": fs.fsdp("data", unit="zz")})
-    with pytest.raises(ValueError) as error:
-        lying(TREE, {"blocks": fs.fsdp("nope"), "head": P()})
-    wrong = 'Layout with P.flat("nope"): Mesh(data=2; virtual, cpu) has no axis "nope". Its axes are "data".'
-    assert str(error.value) == f"shard_params: blocks[0].w, blocks[1].w: {wrong}"
+SMALL = {"emb": torch.ones(4, 4), "blocks": [{"w": torch.ones(4, 4), "b": torch.ones(4)} for _ in range(2)]}
+MESH = fs.make_mesh({"data": 2, "model": 2})
+
+
+def specs(rules, tree=SMALL):
+    return fs.mesh.layout.map_leaves(lambda x: x.spec, fs.shard_params(tree, rules, mesh=MESH))
+
+
+BLOCK = {"w": P(None, "model"), "b": P()}
+EXPECTED = {"emb": P("model"), "blocks": [BLOCK] * 2}
+RULES = {
+    "a tree": (EXPECTED, EXPECTED),
+    "patterns": ({"emb": P("model"), "blocks[*].w": P(None, "model"), "**.b": P()}, EXPECTED),
+    "the rest": ({"emb": P("model"), "blocks[*].w": P(None, "model"), "**": P()}, EXPECTED),
+    "a function": (lambda path, x: {"emb": P("model"), "w": P(None, "model")}.get(path.rsplit(".")[-1], P()), EXPECTED),
+    "one": (P(), {"emb": P(), "blocks": [{"w": P(), "b": P()}] * 2}),
+    "fsdp": (
+        fs.fsdp(("data", "model")),
+        {"emb": P.flat("data", "model"), "blocks": [dict.fromkeys("wb", P.flat("data", "model"))] * 2},
+    ),
+    "two stars first": ({"**": P(), "**.w": P(None, "model")}, {"emb": P(), "blocks": [BLOCK] * 2}),
+    "two stars in turns": (
+        {"blocks[*].w": P(None, "model"), "blocks.**": P(), "**": P("model")},
+        {"emb": P("model"), "blocks": [BLOCK] * 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_every_kind_give_layouts(name):
+    rules, expected = RULES[name]
+    assert specs(rules) == expected
+
+
+def test_units_may_be_blocks_sizes_or_patterns():
+    def units(unit):
+        return [unit for _, unit in lying(SMALL, fs.fsdp("data", unit=unit))]
+
+    assert units(None) == ["blocks[0]"] * 5
+    assert units("blocks[*]") == ["blocks[0]", "blocks[0]", "blocks[1]", "blocks[1]", "emb"]
+    assert units(80) == ["unit 0", "unit 0", "unit 1", "unit 1", "unit 2"]
+    assert units("blocks") == ["blocks"] * 4 + ["emb"]
+    assert units(["blocks", "blocks[1]", "*[*].b"]) == ["blocks[0].b", "blocks", "blocks[1].b", "blocks[1]", "emb"]
+
+
+ODD = {"a": torch.ones(3, 2), **dict.fromkeys("bcef", torch.ones(2)), "d": object()}
+MISUSE = {
+    "incomplete rules": (
+        lambda: specs({"emb": P("model"), "blocks[*].w": P(), "blocks[0].w": P("model"), "head.*": P()}),
+        r'no leaf is for the rule "head.\*"; no rule is for blocks\[0\].b; "blocks\[\*\].w" \(P\(\)\) and '
+        r'"blocks\[0\].w" \(P\("model"\)\) disagree about blocks\[0\].w; no rule is for blocks\[1\].b. The leaves are '
+        r'blocks\[0\].b, .*, emb; "\*\*": P\(\) replicates what no other rule is for.',
+    ),
+    "axes": (
+        lambda: specs({"emb": P("foo"), "blocks": P("bar")}),
+        r'(?s)blocks\[0\].b, blocks\[0\].w, blocks\[1\].b, blocks\[1\].w: .*has no axis "bar".*emb: .*has no axis "foo"',
+    ),
+    "leaves": (
+        lambda: specs({"a": P(None, None, "data"), "b": P("foo"), "d": P(), "e": P(unreduced="data"), "**": P()}, ODD),
+        r"(?s)shard_params: \n *a: .*\n *b: .*\n *d: .*\n *e: ",
+    ),
+    "two stars": (lambda: specs({"**.w": P("model"), "blocks.**": P(), "**": P()}), "disagree about"),
+    "unreduced": (lambda: specs(P(unreduced="data")), r'P\(unreduced="data"\) is a sum that is not made yet'),
+    "frozen": (lambda: fs.shard_params({"a": torch.ones(2)}, P(), mesh=MESH, frozen="g"), 'frozen: no leaf is for "g"'),
+    "no rule": (
+        lambda: fs.nn.init_params(lambda: {"a": torch.ones(2), "b": torch.ones(2)}, {"a": P()}, mesh=MESH),
+        "no rule is for b",
+    ),
+    "units": (
+        lambda: lying(SMALL, fs.fsdp("data", unit=["block", "emb", "w"])),
+        r'no leaf is in a unit "block" or "w"\. The leaves are blocks\[0\]\.b, ',
+    ),
+    "a unit of a rule": (
+        lambda: lying(TREE, {"blocks": P(), "head": fs.fsdp("data", unit="zz")}),
+        'fsdp: no leaf is in a unit "zz". The leaves are head; a pattern begins where',
+    ),
+    "an axis of a rule": (
+        lambda: lying(TREE, {"blocks": fs.fsdp("nope"), "head": P()}),
+        r'shard_params: blocks\[0\].w, blocks\[1\].w: Layout with P.flat\("nope"\): Mesh.* has no axis "nope".',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_of_rules_raises_all(name):
+    call, words = MISUSE[name]
+    with pytest.raises((fs.errors.FshardError, ValueError), match=words):
+        call()
 
 
 def test_default_unit_is_a_repeated_block(monkeypatch):

@@ -196,26 +196,3 @@ def test_docstring_drawing_equals_built_schedule(name):
 
 
 # What cannot be
-
-
-def test_unknown_schedule_name_raises_with_a_guess():
-    with pytest.raises(ValueError, match='There is no schedule "zb-v"; did you mean "zbv".*gpipe, 1f1b, interleaved'):
-        pipeline_schedule("zb-v", stages=4, microbatches=8)
-    with pytest.raises(ValueError, match=r'There is no schedule "xyz"\. name must be one of'):
-        pipeline_schedule("xyz", stages=4, microbatches=8)
-
-
-@pytest.mark.parametrize(
-    ("name", "numbers", "error", "text"),
-    [
-        ("1f1b", {"stages": 0}, ValueError, "stages must be at least 1; got 0"),
-        ("1f1b", {"microbatches": 2.5}, TypeError, "microbatches must be an integer; got 2.5"),
-        ("bfs", {"stages": True}, TypeError, "stages must be an integer; got True"),
-        ("1f1b", {"devices": 4}, ValueError, "devices must be equal to stages=8 for 1f1b.*got 4"),
-        ("zbv", {"devices": 3}, ValueError, "devices must be 4 for zbv.*got 3. For 3 devices give stages=5 or 6"),
-        ("interleaved", {"devices": 9}, ValueError, "devices must be at most stages=8 for interleaved; got 9"),
-    ],
-)
-def test_wrong_sizes_of_a_schedule_raise(name, numbers, error, text):
-    with pytest.raises(error, match=text):
-        pipeline_schedule(name, **({"stages": 8, "microbatches": 8} | numbers))

@@ -73,48 +73,6 @@ def test_verify_agrees_with_the_oracle_on_corrupted_schedules():
     assert verdicts[True] > 600 and verdicts[False] > 80
 
 
-def test_invalid_1f1b_rows_of_torch_raise():
-    reported = torch_1f1b(stages=4, microbatches=8)
-    text = "\n".join(",".join("" if action is None else str(action) for action in row) for row in reported.values())
-    assert refusal(Schedule.from_csv(text, name="torch's 1F1B", microbatches=8)) == (
-        """"torch's 1F1B" cannot run:
-- 3F8 (device 3, index 14) must not be there: microbatches are below 8
-- missing on device 3: 3F0"""
-    )
-
-
-def torch_1f1b(stages, microbatches):
-    schedule = object.__new__(torch_schedules.Schedule1F1B)
-    schedule._num_stages, schedule._n_microbatches = stages, microbatches
-    return schedule._get_pipeline_order()
-
-
-CIRCLE = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"
-TWICE = "0F0,0F1,0B0,0B0,0B1\n1F0,1B0,1F1,1B1"
-UNRECEIVED = "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0"
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            CIRCLE,
-            """
-- devices 0 -> 1 -> 0 wait for each other:
-    device 0: 0F0 [0B0] [0F1] 0B1   0B0 (index 1) waits for 1B0 (device 1, index 2)
-    device 1: 1F0 [1F1] [1B0] 1B1   1F1 (index 1) waits for 0F1 (device 0, index 2)""",
-        ),
-        (TWICE, "\n- 0B0 (device 0, index 3) repeats 0B0 (device 0, index 2)"),
-        (UNRECEIVED, "\n- missing on device 1: 1RECV_F0"),
-    ],
-    ids=["a circle", "a repetition", "no receive"],
-)
-def test_schedules_that_torch_validates_wrongly_raise(text, said):
-    rows = [[torch_schedules._Action.from_str(cell) for cell in line.split(",")] for line in text.split("\n")]
-    torch_schedules._validate_schedule(dict(enumerate(rows)), 2, 2, 1 + max(a.microbatch_index for a in rows[0]))
-    assert refusal(Schedule.from_csv(text)) == f'"csv" cannot run:{said}'
-
-
 def lowered_by_torch(schedule, *, deferred=False):
     rows = {d: [torch_schedules._Action.from_str(str(action)) for action in row] for d, row in enumerate(schedule.rows)}
     home = schedule.placement.__getitem__
@@ -136,83 +94,52 @@ def test_crossed_messages_of_torch_raise():
 
 
 SENT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1"
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            "0F0,1B0,0F1,0B0,0B1\n1F0,1F1,1B1,1F3,1B0",
-            """
+ERRORS = {
+    "other devices and microbatches": (
+        "0F0,1B0,0F1,0B0,0B1\n1F0,1F1,1B1,1F3,1B0",
+        """
 - 1B0 (device 0, index 1) must not be there: stage 1 is on device 1
 - 1F3 (device 1, index 3) must not be there: microbatches are below 2""",
-        ),
-        ("0F0\n1F0,1F1", "\n- missing on device 0: 0F1"),
-        ("0F0,0I0,0W0,0F1\n1F0,1I0,1W0,1F1,1I1", "\n- missing on device 0: 0B1\n- missing on device 1: 1W1"),
-        (
-            "0B0,0F1,0F0,0B1\n1F0,1B0,1F1,1W1,1I1",
-            """
-- device 0 waits for itself:
-    device 0: [0B0] 0F1 [0F0] 0B1   0B0 (index 0) waits for 0F0 (device 0, index 2)""",
-        ),
-        (
-            SENT.replace("1RECV_F0,1F0,1RECV_F1,1F1", "1RECV_F1,1F1,1RECV_F0,1F0"),
-            """
-- devices 0 -> 1 -> 0 wait for each other:
-    device 0: 0F0 [0SEND_F0] 0F1 [0SEND_F1] 0RECV_B0 …   0SEND_F0 (index 1) waits for 1RECV_F0 (device 1, index 2)
-    device 1: [1RECV_F1] 1F1 [1RECV_F0] 1F0 …            1RECV_F1 (index 0) waits for 0SEND_F1 (device 0, index 3)""",
-        ),
-        (
-            SENT.replace("1RECV_F1,1F1,1B0,1SEND_B0", "1B0,1SEND_B0,1RECV_F1,1F1"),
-            """
-- devices 0 -> 1 -> 0 wait for each other:
-    device 0: … 0F1 [0SEND_F1] [0RECV_B0] 0B0 …   0SEND_F1 (index 3) waits for 1RECV_F1 (device 1, index 4)
-    device 1: … 1B0 [1SEND_B0] [1RECV_F1] 1F1 …   1SEND_B0 (index 3) waits for 0RECV_B0 (device 0, index 4)""",
-        ),
-        (
-            SENT.replace("0SEND_F1,0RECV_B0", "0RECV_B0,0SEND_F1"),
-            """
-- devices 0 -> 1 -> 0 wait for each other:
-    device 0: … 0F1 [0RECV_B0] [0SEND_F1] 0B0 …           0RECV_B0 (index 3) waits for 1SEND_B0 (device 1, index 5)
-    device 1: … 1F0 [1RECV_F1] 1F1 1B0 [1SEND_B0] 1B1 …   1RECV_F1 (index 2) waits for 0SEND_F1 (device 0, index 4)""",
-        ),
-        (
-            "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1SEND_F0,1B0",
-            """
+    ),
+    "a repetition": ("0F0,0B0,0B0\n1F0,1B0", "\n- 0B0 (device 0, index 2) repeats 0B0 (device 0, index 1)"),
+    "no weight gradients": (
+        "0F0,0I0,0W0,0F1\n1F0,1I0,1W0,1F1,1I1",
+        "\n- missing on device 0: 0B1\n- missing on device 1: 1W1",
+    ),
+    "to nobody": (
+        "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1SEND_F0,1B0",
+        """
 - 1SEND_F0 (device 1, index 2) must not be there: nothing is to be sent, received or reduced
 - missing on device 0: 0RECV_B0
 - missing on device 1: 1SEND_B0""",
-        ),
-        (
-            "0F0,0UNSHARD,0B0,0F1,0UNSHARD,0B1,0RESHARD,0RESHARD\n1UNSHARD,1F0,1B0,1F1,1B1",
-            """
+    ),
+    "before what it needs": (
+        "0B0,0F1,0F0,0B1\n1F0,1B0,1F1,1W1,1I1",
+        """
+- device 0 waits for itself:
+    device 0: [0B0] 0F1 [0F0] 0B1   0B0 (index 0) waits for 0F0 (device 0, index 2)""",
+    ),
+    "crossed messages": (
+        SENT.replace("1RECV_F0,1F0,1RECV_F1,1F1", "1RECV_F1,1F1,1RECV_F0,1F0"),
+        """
+- devices 0 -> 1 -> 0 wait for each other:
+    device 0: 0F0 [0SEND_F0] 0F1 [0SEND_F1] 0RECV_B0 …   0SEND_F0 (index 1) waits for 1RECV_F0 (device 1, index 2)
+    device 1: [1RECV_F1] 1F1 [1RECV_F0] 1F0 …            1RECV_F1 (index 0) waits for 0SEND_F1 (device 0, index 3)""",
+    ),
+    "weights": (
+        "0F0,0UNSHARD,0B0,0F1,0UNSHARD,0B1,0RESHARD,0RESHARD\n1UNSHARD,1F0,1B0,1F1,1B1",
+        """
 - stage 0 is sharded at 0F0 (device 0, index 0)
 - stage 0 is unsharded already at 0UNSHARD (device 0, index 4)
 - stage 0 is sharded at 0RESHARD (device 0, index 7)
 - stage 1 is not resharded at the end of device 1""",
-        ),
-        (
-            "0F0,0REDUCE_GRAD,0B0\n1F0,1B0",
-            """
-- missing on device 1: 1REDUCE_GRAD
-- device 0 waits for itself:
-    device 0: 0F0 [0REDUCE_GRAD] [0B0]   0REDUCE_GRAD (index 1) waits for 0B0 (device 0, index 2)""",
-        ),
-    ],
-    ids=[
-        "other devices and microbatches",
-        "no forward",
-        "no weight gradients",
-        "before what it needs",
-        "crossed messages",
-        "both send",
-        "both receive",
-        "to nobody",
-        "weights",
-        "reduced early",
-    ],
-)
-def test_invalid_schedule_raises_and_draws_the_error(text, said):
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_invalid_schedule_raises_and_draws_the_error(name):
+    text, said = ERRORS[name]
     schedule = Schedule.from_csv(text, placement=[0, 1], microbatches=text.count("1F1") + 1)
     assert refusal(schedule) == f'"csv" cannot run:{said}'
 
@@ -239,13 +166,3 @@ def test_proof_prints_as_a_sentence():
 
 def test_forward_only_schedule_verifies():
     assert verify(Schedule.from_csv("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1")).peak_activations == (1, 1)
-
-
-def test_many_errors_are_truncated():
-    said = refusal(Schedule("nothing", range(30), 50, [[]] * 30))
-    assert said.count("\n") == 21
-    assert (
-        "- missing on device 0: 0F0, 0F1, " in said
-        and ", and 30 more\n" in said
-        and said.endswith("- and 10 more errors")
-    )

@@ -9,9 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import fshard as fs
-from fshard.pipeline.execution.pipelined import pipelined
-from fshard.pipeline.schedule.builders import pipeline_schedule
 from fshard.pipeline.split.balance import partition
 from fshard.pipeline.split.stages import split_stages
 
@@ -114,66 +111,3 @@ def test_measuring_balance_leaves_layers_unchanged(monkeypatch):
     assert all(torch.equal(before[name], x) for name, x in layers.state_dict().items())
     assert all(x.grad is None for x in [*layers.parameters(), *wide.parameters()])
     assert torch.equal(torch.get_rng_state(), state) and sample.eq(1).all()
-
-
-@pytest.mark.parametrize(
-    ("n", "balance", "text"),
-    [
-        (7, "uniform", "n must be from 1 to the number of layers, 6; got 7"),
-        (2, [6], r"balance must be a number of layers, at least 1, for each of 2 stages; got \[6\]"),
-        (2, [3, 2], r"balance must add up to 6 layers; got \[3, 2\]"),
-        (2, "size", "balance must be .*; got 'size'"),
-        (2, "time", "must have a microbatch to measure on. Give sample="),
-        (2, "type:Conv", "balance must match the class of a layer, Embedding, Linear, ReLU, Tanh; got 'type:Conv'"),
-    ],
-)
-def test_wrong_balance_raises_value_error(n, balance, text):
-    with pytest.raises(ValueError, match=text):
-        split_stages(model(), n, balance)
-
-
-class Halved(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x) / 2
-
-
-def with_hook(model):
-    model.register_forward_hook(lambda *_: None)
-    return model
-
-
-def with_gain(model):
-    model.gain = nn.Parameter(torch.ones(2))
-    return model
-
-
-@pytest.mark.parametrize(
-    ("layers", "text"),
-    [
-        ([nn.ReLU(), 3, "x"], r"got layers\[1\] is int, layers\[2\] is str"),
-        (nn.Bilinear(2, 2, 2), "got Bilinear .* sample=x, blocks="),
-        (Halved(nn.Linear(2, 2), nn.ReLU()), "got Halved with its own forward"),  # its division would be in no stage
-        (with_hook(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), "with its own hooks"),
-        (with_gain(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), "with its own gain"),
-    ],
-)
-def test_layers_of_a_wrong_type_raise(layers, text):
-    with pytest.raises(TypeError, match=text):
-        split_stages(layers, 2)
-
-
-def test_stages_in_a_pipeline_equal_the_model():
-    layers, tokens = model(), [TOKENS, TOKENS[:1] + 7]
-    stages = split_stages(layers, 3, "parameters")
-    step = pipelined(
-        [lambda params, x, stage=stage: torch.func.functional_call(stage, params, x) for stage in stages],
-        pipeline_schedule("zb-h1", stages=3, microbatches=2),
-        lambda y, x: nn.functional.cross_entropy(y.flatten(0, 1), x.flatten()),
-        mesh=fs.make_mesh({"pipe": 3}),
-    )
-    found = step([dict(stage.named_parameters()) for stage in stages], tokens)
-    loss = sum(nn.functional.cross_entropy(layers(x).flatten(0, 1), x.flatten()) * len(x) for x in tokens) / 3
-    loss.backward()
-    torch.testing.assert_close(found.loss, loss.detach())
-    for name, x in layers.named_parameters():
-        torch.testing.assert_close(next(own[name] for own in found.gradients if name in own), x.grad)

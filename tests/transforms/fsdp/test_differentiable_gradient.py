@@ -104,14 +104,3 @@ def test_options_that_a_transform_does_not_take():
     gradient = fs.grad(lambda p, x: (mean_loss(p, x), {}), mesh=mesh, batch=P("data"), has_aux=True)
     with pytest.raises(ValueError, match="must not have has_aux within a torch.func transform"):
         jvp(lambda p: gradient(p, BATCH), (params,), (tangent,))
-
-
-def second_derivative():
-    params, tangent = placed(fs.make_mesh({"data": 2}), fs.fsdp("data"))
-    gradient = fs.grad(mean_loss, mesh=fs.make_mesh({"data": 2}), batch=P("data"))
-    return fs.unshard(jvp(lambda p: gradient(p, BATCH), (params,), (tangent,))[1])
-
-
-def test_on_processes(two):
-    for found in two.run(second_derivative):
-        torch.testing.assert_close(found, jvp(serial(mean_loss), (SERIAL,), (TANGENT,))[1])

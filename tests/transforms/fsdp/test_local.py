@@ -89,24 +89,17 @@ def rules(stage):
 CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.optim.adamw(1e-2))
 
 
-def train(loss_fn, mesh, stage=0, opt=CLIPPED, steps=5, size=12, start=params, schedule=None, lay=None, **options):
+def train(loss_fn, sizes, stage=0, lay=None, steps=5, **options):
     """Return parameters, state, and the loss and the gradient's norm of each step."""
-    mesh, lay = fs.make_mesh(mesh), rules(stage) if lay is None else lay
-    if schedule is None:
-        own = fs.shard_params(start(), lay, mesh=mesh)
-    else:
-        options["schedule"] = schedule = fs.pipeline_schedule(schedule, stages=2, microbatches=3)
-        own = fs.shard_stages(start(), lay, mesh=mesh, schedule=schedule)
-    opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=stage)
-    step, state, found = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options), opt.init(own), []
+    mesh = fs.make_mesh(sizes)
+    params_of_mesh = fs.shard_params(params(), rules(stage) if lay is None else lay, mesh=mesh)
+    opt = fs.partition_optimizer(CLIPPED, mesh=mesh, axis="data", stage=stage)
+    step, numbers = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options), []
+    state = opt.init(params_of_mesh)
     for turn in range(steps):
-        own, state, metrics = step(own, state, batch_of(size + turn))
-        found.append((metrics["loss"].item(), metrics["grad_norm"].item()))
-    return own, state, found
-
-
-def serial(**how):
-    return train(alone, {"data": 1}, lay=P(), **how)
+        params_of_mesh, state, metrics = step(params_of_mesh, state, batch_of(12 + turn))
+        numbers.append((metrics["loss"].item(), metrics["grad_norm"].item()))
+    return params_of_mesh, state, numbers
 
 
 def assert_equal(found, expected, tolerance=1e-12):
@@ -118,7 +111,7 @@ def assert_equal(found, expected, tolerance=1e-12):
 
 @pytest.fixture(scope="module")
 def expected():
-    return serial()
+    return train(alone, {"data": 1}, lay=P())
 
 
 @settings(max_examples=10)
@@ -167,78 +160,6 @@ def test_sharded_parameters_send_nothing_over_local_axes(stage):
     assert large[False] > 50 * small[False]  # over "data", gradients are
 
 
-@pytest.mark.parametrize("model", [2, 3])
-def test_reproducible_bits_are_equal_on_one_size_of_local_axes(model):
-    kept = None
-    for data, stage in [(1, 0), (2, 1), (4, 2), (4, 3)]:
-        own, _, found = train(
-            local_loss, {"data": data, "model": model}, stage, steps=2, size=8, local="model", reproducible=True
-        )
-        kept = kept or (fs.unshard(own), found)
-        assert found == kept[1]
-        assert all(torch.equal(a[name], b[name]) for a, b in zip(fs.unshard(own), kept[0], strict=True) for name in a)
-
-
-MATRICES = fs.optim.by_label(
-    {"matrix": fs.optim.muon(1e-2), "rest": fs.optim.adamw(1e-2)},
-    lambda path, leaf: "matrix" if len(leaf.shape) == 2 else "rest",
-)
-
-
-@pytest.mark.parametrize(
-    "opt", [MATRICES, fs.optim.shampoo(1e-2), fs.optim.lamb(1e-2)], ids=["muon", "shampoo", "lamb"]
-)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_matrix_optimizers_update_full_matrices(opt, stage):
-    """An owner gets each matrix in full, from the devices along "model" too."""
-    found = train(local_loss, {"data": 2, "model": 2}, stage, opt, 3, local="model")
-    assert_equal(found, serial(opt=opt, steps=3), 1e-9)
-
-
-def test_fp16_loss_scaling_trains_as_on_one_device():
-    how = {
-        "opt": fs.optim.loss_scaled(fs.optim.sgd(0.1)),
-        "precision": "fp16",
-        "steps": 3,
-        "start": lambda: params(torch.float32),
-    }
-    assert_equal(train(local_loss, {"data": 2, "model": 2}, 3, local="model", **how), serial(**how), 3e-3)
-
-
-def test_frozen_local_parameters_stay():
-    how = {"opt": fs.optim.sgd(0.1), "steps": 3, "frozen": ["*.up", "*.norm"]}
-    assert_equal(train(local_loss, {"data": 2, "model": 2}, 3, local="model", **how), serial(**how))
-
-
-class Mlp(nn.Module):
-    def __init__(self, axis):
-        super().__init__()
-        self.axis, self.up, self.down = axis, nn.Linear(4, 6), nn.Linear(6, 4, bias=False)
-
-    def forward(self, x):
-        inner = fs.remat(lambda x: torch.tanh(self.up(x)))
-        return fs.psum(self.down(inner(x)), "model") if self.axis else self.down(inner(x))
-
-
-def mlp_trained(axis, mesh, lay, **options):
-    torch.manual_seed(0)
-    model = fs.nn.lora(Mlp(axis), fs.nn.LoraConfig(r=2, target_modules=["up"]))
-    apply, start, buffers = fs.functionalize(model.double())
-    own = fs.shard_params(start, lay, mesh=mesh)
-    opt, options = fs.optim.adamw(0.05), {"mesh": mesh, "batch": P("data"), **options}
-    step = fs.train_step(lambda p, x: (apply(p, buffers, x)[0] - 1).square().mean(), opt, **options)
-    state, x = opt.init(own), torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for _ in range(4):
-        own, state, metrics = step(own, state, x)
-    return fs.unshard(own), metrics["loss"]
-
-
-def test_functionalized_module_with_lora_and_remat():
-    lay = {"up.base_layer.*": ROW, "up.lora_A": P(), "up.lora_B": ROW, "down.weight": COLUMN}
-    ours = mlp_trained("model", fs.make_mesh({"data": 2, "model": 2}), fs.fsdp("data", within=lay), local="model")
-    torch.testing.assert_close(ours, mlp_trained(None, fs.make_mesh({"data": 1}), P()))
-
-
 def test_lazy_parameters_are_drawn_for_local_layouts():
     lay = {"**.weight": ROW, "**.bias": P()}
     model = nn.Sequential(fs.lazy(nn.Linear, 4, 7), fs.lazy(nn.Linear, 7, 5))
@@ -272,18 +193,6 @@ def test_certify_finds_forgotten_psum():
     assert not fs.testing.certify(wrong, tree, torch.randn(8, 4), CLIPPED, mesh, stages=[3], **how).ok
 
 
-def on_processes():
-    found = [train(local_loss, {"data": 2, "model": 2}, stage, steps=2, local="model") for stage in (0, 1, 3)]
-    return [(fs.unshard(own), None, numbers) for own, _, numbers in found]
-
-
-def test_local_parameters_on_processes_train_as_on_one_device(four):
-    expected = serial(steps=2)
-    for found in four.run(on_processes):
-        for one in found:
-            assert_equal(one, expected)
-
-
 def started_from_others(axis):
     """Return the error of a step where replicas differ along an axis; shards along "model" may."""
     mesh = fs.make_mesh({"data": 2, "model": 2})
@@ -302,15 +211,6 @@ def test_processes_with_different_replicas_of_a_shard_raise(four):
     assert four.run(started_from_others, "model") == [None] * 4
     for found in four.run(started_from_others, "data"):
         assert "replicated parameters must be the same" in found
-
-
-@pytest.mark.parametrize(
-    ("data", "model", "stage", "schedule"),
-    [(2, 2, 0, "1f1b"), (1, 3, 1, "gpipe"), (2, 2, 3, "1f1b"), (2, 2, 3, "zb-h1")],
-)
-def test_stages_with_local_parameters_train_as_on_one_device(expected, data, model, stage, schedule):
-    sizes = {"pipe": 2, "data": data, "model": model}
-    assert_equal(train([first, last], sizes, stage, schedule=schedule, loss=entropy, local="model"), expected)
 
 
 MESH = fs.make_mesh({"a": 2, "b": 3, "c": 2}, runtime="virtual")

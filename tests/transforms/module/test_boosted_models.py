@@ -88,7 +88,7 @@ def assert_equal(devices, name, mask=None):
         torch.testing.assert_close(found, {key: wanted[key] for key in found}, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [*MODELS, "UNet2D"])
+@pytest.mark.parametrize("name", ["BART", "UNet2D"])  # the others are in the tests below, and in those of plans
 def test_models_in_sharded_layers_equal_one_device(name):
     mesh = fs.make_mesh({"data": 1, "model": 2})
     assert_equal(fs.run(lambda: train(name, tensor=2, sample=batch_of(name)), mesh=mesh), name)
@@ -101,7 +101,7 @@ def test_lazy_models_are_planned_with_the_values_of_masks(name, mask):
     assert_equal(devices, name, mask)
 
 
-@pytest.mark.parametrize("name", ["BART", "Whisper", "UNet2D"])
+@pytest.mark.parametrize("name", ["Whisper", "UNet2D"])
 def test_models_in_stages_equal_one_device(name):
     blocks = BLOCKS.get(name, ["model.encoder.layers", "model.decoder.layers"])
     sample = {key: x[:2] if isinstance(x, torch.Tensor) else x for key, x in batch_of(name).items()}

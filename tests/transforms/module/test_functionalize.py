@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, jvp, vmap
-from torch.nn.utils import parametrizations, parametrize, prune
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fshard as fs
 from fshard import P
@@ -20,238 +19,16 @@ from fshard.errors import ModuleError
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.remat import remat
 from fshard.transforms.reproducible.randomness import keyed_random
+from tests.transforms.module.zoo import MODULES, D
 
-D = 4
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"),
 ]
 
 
-# -- modules that are hard ------------------------------------------------------------------------------------------
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(D, D)
-        self.head = nn.Linear(D, D, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x):
-        return self.head(self.embedding(x.argmax(-1)) + x)
-
-
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(D, D)
-        self.unused = nn.Linear(2, 2)
-        self.again = self.layer
-
-    def forward(self, x):
-        return self.again(self.layer(x).relu_())
-
-
-class Frozen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.backbone = nn.Linear(D, D).requires_grad_(False)
-        self.head = nn.Linear(D, D)
-
-    def forward(self, x):
-        return self.head(self.backbone(x))
-
-
-class Buffers(nn.Module):
-    """Integers, no saving, a new shape; and private ones: one that was None, and one that the forward registers."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(D))
-        self.register_buffer("count", torch.tensor(0))
-        self.register_buffer("mask", torch.ones(D, dtype=torch.bool), persistent=False)
-        self.register_buffer("seen", torch.zeros(0, D))
-        self.register_buffer("later", None)
-        self.register_buffer("tied", self.mask)
-
-    def forward(self, x):
-        self.count += 1
-        self.seen = torch.cat([self.seen, x.detach()])
-        self.later = self.seen.sum(0) if self.later is None else self.later * 0.5
-        self.mask.data[int(self.count) % D] = False
-        if not hasattr(self, "fresh"):
-            self.register_buffer("fresh", torch.ones(D))
-        self.fresh.add_(1)
-        return x * self.weight * self.tied + self.later + self.fresh
-
-
-class Lists(nn.Module):
-    """Parameters and submodules that stand in containers of the module's own, and in what points to it."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
-        self.ws = nn.ParameterList([torch.randn(D), torch.randn(D)])
-        self.named = nn.ParameterDict({"scale": torch.randn(D)})
-        self.plain = [self.a, (self.b, "name")]
-        self.act = partial(self.scaled, by=2.0)
-        self.helper = Helper(self.a)
-        self.constant = torch.full((D,), 3.0)
-
-    def scaled(self, x, by):
-        return x * by * self.ws[1]
-
-    def forward(self, x):
-        first, (second, _) = self.plain
-        x = self.act(second(first(x))) * self.ws[0] + self.named["scale"]
-        return self.helper.run(x) + self.constant
-
-
-class Helper:
-    def __init__(self, layer):
-        self.layer = layer
-
-    def run(self, x):
-        return self.layer(x)
-
-
-class Stateful(nn.Module):
-    """Remembers much in plain attributes, and reads it in the next call."""
-
-    steps = 1
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(D, D)
-        self.calls, self.mean, self.odd, self.table, self.seen = 0, 0.0, False, None, torch.zeros(D)
-        self.latest, self.smooth = None, None
-
-    def forward(self, x):
-        self.calls += 1
-        self.steps = self.steps * 2
-        self.odd = not self.odd
-        self.mean = 0.9 * self.mean + 0.1 * x.mean().item()
-        self.seen.mul_(0.5).add_(x.mean(0))
-        if self.table is None:
-            self.table = torch.linspace(0, 1, D)
-        if not hasattr(self, "first"):
-            self.first = x.detach()[0]
-        keep(self, x)
-        self.latest = self.layer(x)  # with its graph: nothing that another call could use
-        self.smooth = self.latest if self.smooth is None else 0.9 * self.smooth.detach() + 0.1 * self.latest
-        y = self.smooth.detach() + self.latest * self.calls + self.mean * self.seen + self.table * self.steps
-        return (y if self.odd else -y) + self.first + self.kept
-
-
-def keep(module, x):
-    module.kept = getattr(module, "kept", 0) + x.detach().sum()
-
-
-class Inner(nn.Module):
-    """Takes a gradient in its forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(D, D)
-
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            (g,) = torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)
-        return g + self.layer(x)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind, **options):
-        super().__init__()
-        self.rnn = kind(D, D, 2, **options)
-
-    def forward(self, x):
-        y, _ = self.rnn(x.unsqueeze(0))
-        return y.squeeze(0)[..., :D]
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
-        self.encoder = nn.TransformerEncoderLayer(D, 2, 8, dropout=0.0, batch_first=True)
-
-    def forward(self, x):
-        x = x.unsqueeze(0)
-        y, _ = self.attention(x, x, x, need_weights=False)
-        return self.encoder(y).squeeze(0)
-
-
-class Checkpointed(nn.Module):
-    """Runs its blocks again in backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
-        self.run = self.block
-
-    def block(self, x, place):
-        return self.blocks[place](x).tanh()
-
-    def forward(self, x):
-        x = checkpoint(self.run, x, 0, use_reentrant=False)
-        x = checkpoint(lambda x: self.block(x, 1), x, use_reentrant=False)
-        return checkpoint(self.blocks[0], x, use_reentrant=False)
-
-
-def hooked():
-    module = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
-    module[0].register_forward_pre_hook(lambda module, args: (args[0] + module.bias,))
-    module.register_forward_hook(lambda module, args, y: y + module[0].bias)
-    return module
-
-
-def pruned():
-    module = nn.Linear(D, D)
-    prune.l1_unstructured(module, "weight", 0.5)
-    return module
-
-
-def symmetric():
-    class Symmetric(nn.Module):
-        def forward(self, w):
-            return w.triu() + w.triu(1).T
-
-    module = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
-    parametrize.register_parametrization(module[0], "weight", Symmetric())
-    return module
-
-
-MODULES = {
-    "linear": lambda: nn.Linear(D, D),
-    "sequential with in-place relu": lambda: nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, D)),
-    "batch norm": lambda: nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, D)),
-    "batch norm, cumulative": lambda: nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D, momentum=None)),
-    "old weight norm": lambda: nn.utils.weight_norm(nn.Linear(D, D)),
-    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(D, D)),
-    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(D, D)),
-    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(D, D)),
-    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(D, D)),
-    "parametrized": symmetric,
-    "pruned": pruned,
-    "hooks": hooked,
-    "lstm": lambda: Recurrent(nn.LSTM, bidirectional=True),
-    "gru": lambda: Recurrent(nn.GRU),
-    "rnn with weight norm": lambda: Recurrent(nn.RNN),
-    "attention": Attention,
-    "tied": Tied,
-    "twice": Twice,
-    "frozen": Frozen,
-    "buffers": Buffers,
-    "lists": Lists,
-    "stateful": Stateful,
-    "gradient in forward": Inner,
-    "checkpoints in forward": Checkpointed,
-    "conv": lambda: nn.Sequential(nn.Unflatten(1, (1, D)), nn.Conv1d(1, D, D), nn.BatchNorm1d(D), nn.Flatten()),
-}
-each_module = pytest.mark.parametrize("kind", MODULES)
+KINDS = [kind for kind in MODULES if kind != "closing"]  # its function refers to the module that was given
+each_module = pytest.mark.parametrize("kind", KINDS)
 
 
 def made(kind, seed=0):
@@ -439,8 +216,11 @@ def test_checkpoint_recomputation_keeps_returned_buffers(again):
     assert all(torch.equal(after[name], x) for name, x in known.items()) and known["num_batches_tracked"] == 1
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODULES if kind != "stateful"])  # which counts the recomputation
-def test_remat_of_apply_has_equal_gradients(kind):
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "stateful"])  # which counts the recomputation
+def test_remat_of_apply_has_equal_gradients(kind, request):
+    if kind == "lstm with weight norm":
+        reason = "torch computes a list of weights that are no leaves by another kernel when it runs again"
+        request.applymarker(pytest.mark.xfail(strict=True, raises=CheckpointError, reason=reason))
     apply, params, buffers = functionalize(made(kind))
     x = torch.randn(3, D)
     wanted = [p for p in params.values() if p.requires_grad]
@@ -454,7 +234,9 @@ def test_remat_of_apply_has_equal_gradients(kind):
     close(functionalized, gradients(apply))
 
 
-@pytest.mark.parametrize("kind", ["linear", "tied", "twice", "lists", "batch norm", "parametrized", "weight norm"])
+@pytest.mark.parametrize(
+    "kind", ["tied words", "called three times", "lists", "batch norm", "parametrized", "weight norm"]
+)
 def test_torch_func_transforms_apply_to_the_function(kind):
     module = made(kind)
     apply, params, buffers = functionalize(module)
@@ -563,79 +345,14 @@ def test_keyed_draws_restore_the_generator():
     assert torch.equal(torch.rand(2), a)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_dropout_is_equal_on_any_number_of_devices(devices):
-    """Slices are spread over devices; each is keyed by its own number, and a collective stands in between."""
-    apply, params, buffers = functionalize(nn.Dropout(0.5))
-    x = torch.ones(4, 8)
-
-    def run_slices(x):
-        own = x.shape[0]
-        out = []
-        for place in range(own):
-            with keyed_random(7, 0, fs.axis_index("data") * own + place):
-                first = apply(params, buffers, x[place])[0]
-                fs.psum(first, "data")  # other devices run in the middle of it
-                out.append(first + apply(params, buffers, x[place])[0])
-        return torch.stack(out)
-
-    f = fs.shard_map(run_slices, mesh=fs.make_mesh({"data": devices}), in_specs=P("data"), out_specs=P("data"))
-    expected = []
-    for place in range(4):
-        with keyed_random(7, 0, place):
-            expected.append(sum(apply(params, buffers, x[place])[0] for _ in range(2)))
-    assert torch.equal(fs.unshard(f(x)), torch.stack(expected))
-    assert any(0 < mean < 4 for mean in torch.stack(expected).flatten().tolist())
-
-
 # -- on devices -----------------------------------------------------------------------------------------------------
-
-
-class Parallel(nn.Module):
-    """Has collectives in the middle of its forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-        self.norm = nn.BatchNorm1d(D)
-
-    def forward(self, x):
-        self.x = x
-        y = fs.psum(self.first(x), "data")
-        return self.second(self.norm(fs.pvary(y, "data") + self.x))
-
-
-def test_apply_on_several_devices_uses_own_parameters():
-    torch.manual_seed(0)
-    module = Parallel()
-    apply, params, buffers = functionalize(module)
-    before = snapshot(module)
-    x = torch.randn(3, D)
-
-    def main():
-        own = {name: (p.detach() * (1 + fs.axis_index("data"))).requires_grad_() for name, p in params.items()}
-        output, after = apply(own, buffers, x)
-        return output, after, torch.autograd.grad(output.sum(), list(own.values()))
-
-    results = fs.run(main, mesh=fs.make_mesh({"data": 4}))
-    total = sum((1 + i) * module.first(x) for i in range(4))
-    for i, (output, after, gradients) in enumerate(results):
-        norm = copy.deepcopy(module.norm)
-        with torch.no_grad():
-            norm.weight.mul_(1 + i)
-            norm.bias.mul_(1 + i)
-        close(output, (1 + i) * module.second(norm(total + x)))
-        close(after["norm.running_mean"], norm.running_mean)
-        assert all(torch.isfinite(g).all() for g in gradients)
-    assert_untouched(module, before)
 
 
 class Normed(nn.Module):
     def __init__(self, dims, **options):
         super().__init__()
         kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[dims]
-        self.first, self.norm = nn.Linear(D, D), kind(3, **options)
-        self.second = nn.Linear(D, 1)
+        self.first, self.norm, self.second = nn.Linear(4, 4), kind(3, **options), nn.Linear(4, 1)
 
     def forward(self, x):
         y = self.first(x)  # (batch, channels, ...) as they come
@@ -653,7 +370,7 @@ class Normed(nn.Module):
 def test_synchronised_batchnorm_equals_global_batch(dims, options, train):
     torch.manual_seed(0)
     module = Normed(dims, **options).double().train(train)
-    x = torch.randn(8, *{2: (D,), 3: (3, D), 4: (3, 2, D)}[dims], dtype=torch.float64) + 100
+    x = torch.randn(8, *{2: (4,), 3: (3, 4), 4: (3, 2, 4)}[dims], dtype=torch.float64) + 100
     apply, params, buffers = functionalize(module, sync_batchnorm="data")
 
     def device(params, x):

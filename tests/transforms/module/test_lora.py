@@ -1,7 +1,5 @@
 """Low rank: what is computed is W x + s B A x, what is trained is B and A, and all plugins train it alike."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -9,13 +7,7 @@ from torch import nn
 import fshard as fs
 from fshard.mesh.layout import flatten
 from fshard.transforms.module.lora import LowRank, lora
-
-PLUGINS = {
-    "ddp": fs.DDPPlugin,
-    "zero 1": partial(fs.ZeroPlugin, stage=1),
-    "zero 2": partial(fs.ZeroPlugin, stage=2),
-    "fsdp": fs.FSDPPlugin,
-}
+from tests.training import PLUGINS, Case, assert_trained_alike, boosted
 
 
 class Tied(nn.Module):
@@ -120,59 +112,16 @@ def test_lora_trains_selected_parameters(config, trained):
     assert {name for name, x in tuned.named_parameters() if x.requires_grad} == trained
 
 
-def test_lora_with_unknown_names_raises_all():
-    with pytest.raises(fs.errors.ModuleError) as caught:
-        lora(Tied(), fs.nn.LoraConfig(target_modules=["mix", "q_proj", "up"], modules_to_save=["classifier"]))
-    assert str(caught.value) == (
-        "lora: mix is a MultiheadAttention, which has no low rank; no layer is called 'q_proj'; no layer is called "
-        "'classifier'. Linear layers are: mix.out_proj, up, head."
-    )
-    with pytest.raises(fs.errors.ModuleError, match=r"no layer is called 'v_proj'. Linear layers are"):
-        lora(Tied(), fs.nn.LoraConfig(target_modules="v_proj"))
-    with pytest.raises(fs.errors.ModuleError, match=r"there is no linear layer. Linear layers are: none."):
-        lora(nn.BatchNorm1d(2))
-
-
 TOKENS, LABELS = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(1)), torch.arange(8)
 
 
-def model_and_optimizer(booster=None):
-    torch.manual_seed(0)
-    model = Tied().double()
-    config = fs.nn.LoraConfig(r=2, target_modules=["up", "head", "mix.out_proj"], bias="lora_only")
-    model = lora(model, config) if booster is None else booster.enable_lora(model, lora_config=config)
-    return learnt(model), torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=0.1)
+CONFIG = fs.nn.LoraConfig(r=2, target_modules=["up", "head", "mix.out_proj"], bias="lora_only")
+CASE = Case(lambda: learnt(lora(Tied(), CONFIG)), given=lambda x: (x.abs() * 9).long() % 11, width=4)
 
 
-def serial():
-    model, opt = model_and_optimizer()
-    for _ in range(3):
-        nn.functional.cross_entropy(model(TOKENS), LABELS).backward()
-        opt.step(), opt.zero_grad()
-    return dict(model.named_parameters())
-
-
-@pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
+@pytest.mark.parametrize("plugin", PLUGINS)
 def test_lora_trains_equally_under_every_plugin(plugin):
-    want = serial()
-
-    def main():
-        booster = fs.Booster(plugin=plugin())
-        model, opt = model_and_optimizer(booster)
-        model, opt, criterion, *_ = booster.boost(model, opt, nn.CrossEntropyLoss())
-        mine = slice(4 * fs.axis_index("data"), 4 * fs.axis_index("data") + 4)
-        for _ in range(3):
-            booster.backward(criterion(model(TOKENS[mine]), LABELS[mine]), opt)
-            opt.step(), opt.zero_grad()
-        return model.unwrap()
-
-    for model in fs.run(main, mesh=fs.make_mesh({"data": 2})):
-        found = dict(model.named_parameters())
-        assert found.keys() == want.keys()
-        for name, x in found.items():
-            torch.testing.assert_close(x, want[name], msg=name)
-            assert x.requires_grad == want[name].requires_grad
-        torch.testing.assert_close(fs.nn.merge_lora(model)(TOKENS), model(TOKENS))
+    assert_trained_alike(CASE, *boosted(CASE, PLUGINS[plugin](), 2))
 
 
 def test_lora_frozen_weights_have_no_state_nor_gradient():
@@ -193,45 +142,29 @@ def test_lora_frozen_weights_have_no_state_nor_gradient():
     assert comm.bytes() < 2 * 4 * 200  # their gradients, and what they become: nothing of 10,000 weights is sent
 
 
-def row_of_layers(booster=None):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    model = lora(model) if booster is None else booster.enable_lora(model)
-    return learnt(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+MISUSE = {
+    "numbers": (
+        lambda: fs.nn.LoraConfig(lora_alpha="8", lora_dropout="x"),
+        "lora_alpha must be a number, got '8'; lora_dropout must be .*'x'",
+    ),
+    "a pattern": (lambda: fs.nn.LoraConfig(target_modules="("), r"a regular expression; got .\(.: missing \)"),
+    "a dict": (lambda: lora(3, {"r": 2}), "got 3 and {'r': 2}"),
+    "twice": (lambda: lora(lora(nn.Linear(2, 2))), r"learns differences already.*merge_lora\(model\)"),
+    "names": (
+        lambda: lora(Tied(), fs.nn.LoraConfig(target_modules=["mix", "q_proj", "up"], modules_to_save=["classifier"])),
+        "lora: mix is a MultiheadAttention, which has no low rank; no layer is called 'q_proj'; no layer is called "
+        "'classifier'. Linear layers are: mix.out_proj, up, head.",
+    ),
+    "a name": (
+        lambda: lora(Tied(), fs.nn.LoraConfig(target_modules="v_proj")),
+        "no layer is called 'v_proj'. Linear layers are",
+    ),
+    "no layers": (lambda: lora(nn.BatchNorm1d(2)), "there is no linear layer. Linear layers are: none."),
+}
 
 
-def test_lora_in_stages_trains_as_unstaged():
-    model, opt = row_of_layers()
-    x, y = torch.randn(8, 4).double(), torch.arange(8) % 3
-    for _ in range(3):
-        nn.functional.cross_entropy(model(x), y).backward()
-        opt.step(), opt.zero_grad()
-
-    def main():
-        booster = fs.Booster(plugin=fs.HybridParallelPlugin(pipeline=2, zero_stage=1, microbatches=2))
-        model, opt = row_of_layers(booster)
-        model, opt, criterion, *_ = booster.boost(model, opt, nn.CrossEntropyLoss())
-        for _ in range(3):
-            booster.execute_pipeline(iter([(x, y)]), model, criterion, opt)
-            opt.step(), opt.zero_grad()
-        return model.unwrap()
-
-    for tuned in fs.run(main, mesh=fs.make_mesh({"data": 2, "pipe": 2})):
-        torch.testing.assert_close(dict(tuned.named_parameters()), dict(model.named_parameters()))
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (
-            lambda: fs.nn.LoraConfig(lora_alpha="8", lora_dropout="x"),
-            "lora_alpha must be a number, got '8'; lora_dropout must be .*'x'",
-        ),
-        (lambda: fs.nn.LoraConfig(target_modules="("), r"a regular expression; got .\(.: missing \)"),
-        (lambda: fs.nn.lora(3, {"r": 2}), "got 3 and {'r': 2}"),
-        (lambda: fs.nn.lora(fs.nn.lora(nn.Linear(2, 2))), r"learns differences already.*merge_lora\(model\)"),
-    ],
-)
-def test_lora_with_invalid_options_raises(call, words):
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_of_lora_raises(name):
+    call, words = MISUSE[name]
     with pytest.raises(fs.errors.ModuleError, match=words):
         call()

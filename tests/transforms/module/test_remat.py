@@ -5,11 +5,10 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
-from torch.func import grad, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, jacrev, jvp, vmap
 
 import fshard as fs
 from fshard import P
-from fshard.testing.processes import Processes
 from fshard.transforms.module.remat import PolicyError, checkpoint_name, offload, remat, save_names
 from fshard.transforms.reproducible.randomness import keyed_random
 
@@ -53,6 +52,16 @@ def test_remat_gradients_equal_the_function(policy):
 
 
 @each_policy
+def test_remat_of_results_that_are_written_to(policy, request):
+    """Unlike relu, sin gives something else if it runs twice."""
+    if "names" in request.node.callspec.id:
+        reason = "a name keeps what an operation in place has made, and the operation runs again on it"
+        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
+    (w, x), f = values((D, D), (3, D)), lambda w, x: checkpoint_name((x @ w).sin_(), "hidden").exp().sum()
+    close(torch.autograd.grad(remat(f, policy)(w, x), (w, x)), torch.autograd.grad(f(w, x), (w, x)))
+
+
+@each_policy
 def test_remat_supports_double_backward(policy):
     w, v, x = values((D, D), (D, D), (3, D))
 
@@ -73,8 +82,7 @@ def test_remat_nested_has_equal_gradients(policy, inner):
 
     nested = remat(twice(remat(mlp, inner)), policy)
     close(
-        torch.autograd.grad(loss(nested, w, v, x), (w, v, x)),
-        torch.autograd.grad(loss(twice(mlp), w, v, x), (w, v, x)),
+        torch.autograd.grad(loss(nested, w, v, x), (w, v, x)), torch.autograd.grad(loss(twice(mlp), w, v, x), (w, v, x))
     )
 
 
@@ -82,20 +90,12 @@ TRANSFORMS = {
     "grad": lambda f, w, v, x: grad(lambda w, v: loss(f, w, v, x), argnums=(0, 1))(w, v),
     "grad of grad": lambda f, w, v, x: grad(lambda w: grad(lambda w: loss(f, w, v, x))(w).square().sum())(w),
     "jvp": lambda f, w, v, x: jvp(lambda w: loss(f, w, v, x), (w,), (v,)),
-    "hvp": lambda f, w, v, x: jvp(lambda w: grad(lambda w: loss(f, w, v, x))(w), (w,), (v,)),
     "hessian": lambda f, w, v, x: jacrev(lambda w: grad(lambda w: loss(f, w, v, x))(w))(w),
-    "forward over reverse, mapped": lambda f, w, v, x: jacfwd(
-        lambda w: grad(lambda w: loss(f, w, v, x))(w), randomness="same"
-    )(w),
-    "jacrev": lambda f, w, v, x: jacrev(lambda w: f(w, v, x))(w),
     "vmap of grad": lambda f, w, v, x: vmap(grad(lambda w, x: loss(f, w, v, x)), (None, 0), randomness="same")(w, x),
-    "grad of vmap": lambda f, w, v, x: grad(
-        lambda w: vmap(lambda x: loss(f, w, v, x), randomness="same")(x).square().sum()
-    )(w),
 }
 
 
-@each_policy
+@pytest.mark.parametrize("policy", ["nothing", offload("dots")], ids=str)
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_torch_func_transforms_apply_to_the_function(kind, policy):
     w, v, x = (t.detach() for t in values((D, D), (D, D), (3, D)))
@@ -107,12 +107,6 @@ def test_torch_func_transforms_apply_to_the_function(kind, policy):
 
 def mlp_out_of_place(w, v, x):
     return (torch.nn.functional.dropout(checkpoint_name((x @ w).sigmoid(), "hidden").sin(), 0.3) @ v).tanh()
-
-
-def test_remat_under_torch_func_differentiates_captured_tensor():
-    w = torch.randn(D, D)
-    found = grad(lambda w: remat(lambda x: (x @ w).sum())(torch.ones(2, D)))(w)
-    close(found, torch.full((D, D), 2.0))
 
 
 # -- what is kept, and what runs again ------------------------------------------------------------------------------
@@ -261,10 +255,7 @@ def test_remat_of_shard_map_has_equal_gradients(policy):
         on_mesh = fs.shard_map(own, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
         return checkpoint_name(fs.unshard(on_mesh(w, x)), "hidden").sin()
 
-    close(
-        torch.autograd.grad(remat(f, policy)(w, x).sum(), (w, x)),
-        torch.autograd.grad(f(w, x).sum(), (w, x)),
-    )
+    close(torch.autograd.grad(remat(f, policy)(w, x).sum(), (w, x)), torch.autograd.grad(f(w, x).sum(), (w, x)))
 
 
 def gradient_and_ledger(policy, x, runtime=None):
@@ -290,20 +281,6 @@ def test_remat_repeats_collectives_on_any_mesh(policy):
     for runtime, device in (("virtual", "cpu"), ("abstract", "meta")):
         _, calls = gradient_and_ledger(policy, torch.ones(6, D, dtype=torch.float64, device=device), runtime)
         assert calls == expected, runtime
-
-
-def on_processes(policy):
-    result, calls = gradient_and_ledger(policy, torch.linspace(-1, 1, 6 * D, dtype=torch.float64).reshape(6, D))
-    return fs.unshard(result), calls
-
-
-def test_remat_on_processes_equals_virtual_devices():
-    with Processes(4) as four:
-        for policy in ("everything", "nothing", save_names("hidden")):
-            whole, calls = on_processes(policy)
-            for other, other_calls in four.run(on_processes, policy):
-                close(other, whole)
-                assert other_calls == calls
 
 
 INSIDE = {

@@ -1,10 +1,11 @@
-"""Models of timm, diffusers and torchrec train under every plugin as torch trains them on one device, or with equal bits."""
+"""Models of timm, diffusers, torchrec and transformers train under every plugin as in torch, or with equal bits."""
 
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from tests.sampled import in_pairs
 from tests.training import PLUGINS, Case, assert_trained_alike, bits, boosted, stepped
 from tests.transforms.module.third_party import (
     OfTensors,
@@ -12,8 +13,10 @@ from tests.transforms.module.third_party import (
     deepfm,
     dlrm,
     features,
+    gpt2,
     pictures,
     reachable,
+    token_ids,
     vqmodel,
 )
 
@@ -34,37 +37,26 @@ def of_torchrec(make):
 
 CONVIT = Case(convit_base, pictures)
 VQMODEL = Case(vqmodel, pictures, lambda y: y.sample.square().mean() + y.commit_loss)
+GPT2 = Case(gpt2, token_ids, lambda y: y.logits.square().mean() + y.mc_logits.square().mean())
 MODELS = {
     "convit_base": Model("timm", CONVIT, CONVIT),
     "dlrm": of_torchrec(dlrm),
     "deepfm": of_torchrec(deepfm),
     "vqmodel": Model("diffusers.models.autoencoders.vq_model", VQMODEL, VQMODEL),
+    "gpt2 with two heads": Model("transformers", GPT2, GPT2),
 }
 
 
-@pytest.fixture(params=MODELS)
-def model(request):
-    found = MODELS[request.param]
-    with reachable(found.module):
-        yield found
-
-
-each_plugin = pytest.mark.parametrize("plugin", PLUGINS)
-
-
-@each_plugin
-def test_third_party_models_train_as_in_torch(model, plugin):
-    found = [one for n in (2, 4) for one in boosted(model.case, PLUGINS[plugin](), n)]
-    assert_trained_alike(model.case, *found)
-
-
-@each_plugin
-def test_third_party_models_train_functionalized(model, plugin):
-    assert_trained_alike(model.of_tensors, stepped(model.of_tensors, plugin, 2))
-
-
-@each_plugin
-def test_third_party_models_have_equal_bits_on_any_mesh(model, plugin):
-    (expected,) = bits(model.of_tensors, "ddp", 1)
-    for found in bits(model.of_tensors, plugin, 2):
-        assert all(torch.equal(x, expected[key]) for key, x in found.items())
+@pytest.mark.filterwarnings("ignore")  # of transformers' own
+@pytest.mark.parametrize(("name", "plugin", "way"), in_pairs(MODELS, PLUGINS, ("loop", "step", "bits")))
+def test_third_party_model_trains_as_in_torch(name, plugin, way):
+    model = MODELS[name]
+    with reachable(model.module):
+        if way == "loop":
+            assert_trained_alike(model.case, *boosted(model.case, PLUGINS[plugin](), 2))
+        elif way == "step":
+            assert_trained_alike(model.of_tensors, stepped(model.of_tensors, plugin, 2))
+        else:
+            (expected,) = bits(model.of_tensors, "ddp", 1)
+            for found in bits(model.of_tensors, plugin, 2):
+                assert all(torch.equal(x, expected[key]) for key, x in found.items())

@@ -1,4 +1,4 @@
-"""Models of timm, diffusers and torchrec, made small.
+"""Models of timm, diffusers, torchrec and transformers, made small.
 
 `tests/third_party.txt` says how these packages are installed: beside the environment, in a folder that stands on the path
 only while a model is made or called, so that all else is as without them.
@@ -91,6 +91,20 @@ def deepfm() -> nn.Module:
     from torchrec.models.deepfm import SimpleDeepFMNN
 
     return SimpleDeepFMNN(3, tables(), hidden_layer_size=5, deep_fm_dimension=3)
+
+
+def gpt2() -> nn.Module:
+    """Return a model with two heads, of language and of choices."""
+    import transformers
+
+    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
+    return transformers.GPT2DoubleHeadsModel(transformers.GPT2Config(**sizes, **no_dropout))
+
+
+def token_ids(x: torch.Tensor) -> torch.Tensor:
+    """Return two choices of six tokens for each sample."""
+    return (x.repeat_interleave(2, 1) * 7).long().abs()[:, None].repeat(1, 2, 1) % 20
 
 
 def pictures(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,304 @@
+"""Arguments that users mix up raise errors that name the argument or leaf and the fix; configurations pass through."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P
+
+MESH = fs.make_mesh({"data": 2})
+SGD = fs.optim.sgd(0.1)
+PLAIN = {"w": torch.ones(4, 2)}
+X = torch.ones(4, 4)
+
+
+def loss_fn(params, x):
+    return (x @ params["w"]).square().mean()
+
+
+def sharded(params=PLAIN, stage=3, mesh=MESH):
+    return fs.shard_params(params, fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
+
+
+def gradient(loss_fn=loss_fn, params=PLAIN, batch=X, stage=3, spec=P("data"), mesh=MESH, **options):  # noqa: B008
+    """Return loss and gradient of parameters that are sharded, unless they are arrays already."""
+    plain = any(isinstance(x, torch.Tensor) for x in params.values()) if isinstance(params, dict) else False
+    arrays = sharded(params, stage, mesh) if plain else params
+    return fs.value_and_grad(loss_fn, mesh=mesh, batch=spec, **options)(arrays, batch)
+
+
+def step(loss_fn=loss_fn, opt=SGD, batch=X, stage=0, **options):
+    opt = fs.partition_optimizer(opt, mesh=MESH, axis="data", stage=stage) if isinstance(opt, tuple) else opt
+    params = sharded(stage=stage)
+    return fs.train_step(loss_fn, opt, mesh=MESH, batch=P("data"), **options)(params, opt.init(params), batch)
+
+
+def returning(*result):
+    return lambda params, x: result if len(result) > 1 else result[0]
+
+
+def with_aux(**aux):
+    return lambda params, x: (loss_fn(params, x), aux)
+
+
+def with_buffers(params, buffers, x):
+    return loss_fn(params, x), {**buffers, "other": x.sum()}
+
+
+def kept_parameter():
+    kept = []
+    gradient(lambda params, x: kept.append(params["w"]) or loss_fn(params, x))
+    return kept[0] + 1
+
+
+def writing(recorded):
+    def write(params, x):
+        with torch.set_grad_enabled(recorded):
+            params["w"].add_(1.0)
+        return loss_fn(params, x)
+
+    return write
+
+
+def of_weights(*weights):
+    """A step on samples of these weights."""
+    batch = {"x": X, "w": torch.tensor(weights)}
+    weight = {"weight": lambda part: part["w"].amax() + part["w"].amin()}
+    return lambda **options: step(lambda p, b: (b["x"] @ p["w"]).mean(), batch=batch, **weight, **options)
+
+
+ENTRANCES = {
+    "train_step": lambda given, **options: fs.train_step(given, SGD, **options),
+    "value_and_grad": fs.value_and_grad,
+    "evaluate": fs.evaluate,
+}
+STAGES = {"schedule": fs.pipeline_schedule("1f1b", stages=2, microbatches=2), "loss": loss_fn}
+PIPE = fs.make_mesh({"pipe": 2, "data": 2})
+UNEVEN = fs.make_mesh({"data": 3, "seq": 2})
+MISUSE = {
+    # options
+    "unknown options": (lambda: step(acumulate=2, wieght=3), "train_step has no option acumulate, wieght. .*weight, accumulate"),
+    "numbers": (
+        lambda: gradient(accumulate=2.0, prefetch=-1),
+        "accumulate must be an integer >= 1, got 2.0; prefetch must be an integer >= 0, got -1",
+    ),
+    "an optimizer of torch": (
+        lambda: step(opt=torch.optim.SGD([torch.ones(1)], lr=0.1)),
+        r"train_step: SGD is no pair of init and update. .*fs.optim.from_torch",
+    ),
+    "stage": (lambda: step(stage=4), "stage must be 0, 1, 2 or 3, as in ZeRO; got 4"),
+    "scale": (lambda: step(precision="fp16"), "needs a scaled loss"),
+    "slices": (lambda: gradient(reproducible=True, slices=3), "cuts the batch into 3 slices, which 2 devices do not share"),
+    "reduce": (
+        lambda: gradient(reproducible=True, reduce=torch.bfloat16),
+        "reduce=torch.bfloat16: sums in 16 bits are rounded differently",
+    ),
+    # parameters
+    "plain parameters": (
+        lambda: fs.value_and_grad(loss_fn, mesh=MESH, batch=P("data"))(PLAIN, X),
+        "w is Tensor. Put the parameters on that mesh",
+    ),
+    "swapped arguments": (
+        lambda: fs.value_and_grad(loss_fn, mesh=MESH, batch=P("data"))(X, sharded()),
+        r"params must be sharded parameters; got plain .* Swap the two",
+    ),
+    "integers": (
+        lambda: gradient(params={"w": torch.ones(4, 2, dtype=torch.int64)}),
+        r"parameters must be floating-point .*; w is int64. Shard x.float",
+    ),
+    "a parameter of another step": (kept_parameter, "w is a parameter of a step that is over"),
+    # losses
+    "a tensor": (lambda: gradient(returning(torch.ones(2, 2))), r"return one number, .*; got a tensor of shape \(2, 2\)"),
+    "a pair": (lambda: gradient(returning(torch.ones(()), {})), "one number, .*got tuple. Give has_aux=True"),
+    "no pair": (lambda: step(has_aux=True), r"must return \(loss, aux\); got a Tensor"),
+    "no buffers": (
+        lambda: fs.value_and_grad(lambda p, b, x: loss_fn(p, x), mesh=MESH, batch=P("data"), has_buffers=True)(
+            sharded(), {}, X
+        ),
+        r"must return \(loss, buffers\); got a Tensor",
+    ),
+    "another buffer": (
+        lambda: fs.value_and_grad(with_buffers, mesh=MESH, batch=P("data"), has_buffers=True)(sharded(), {}, X),
+        "must return the buffers that it was given; other was not given",
+    ),
+    "a complex loss": (lambda: step(lambda p, x: p["w"].sum() * 1j), "a number of torch.complex64, which has no gradient"),
+    "a detached loss": (lambda: step(lambda p, x: loss_fn(p, x).detach()), "depends on no parameter that is trained"),
+    "a loss of the batch": (lambda: step(lambda p, x: x.mean()), "value_and_grad: the loss depends on no parameter"),
+    # batches
+    "an array": (
+        lambda: step(batch={"x": X.numpy()}),
+        r'batch: \["x"\]: a ndarray is not sharded. Write torch.as_tensor',
+    ),
+    "no samples": (lambda: step(batch=torch.ones(0, 4)), "the batch has no samples"),
+    "two lengths": (
+        lambda: step(lambda p, b: loss_fn(p, b["x"]), batch={"x": X, "y": torch.arange(8.0)}),
+        "must have the same samples; got 4 over data, 8 over data. Replicate",
+    ),
+    "nothing to split": (
+        lambda: gradient(batch={"a": X, "b": torch.ones(2)}, spec=P(), accumulate=2),
+        "must be split into 2 slices, but has no tensor whose first dim is sharded",
+    ),
+    "another dim": (
+        lambda: gradient(batch=torch.ones(4, 3), mesh=UNEVEN, spec=P("data", "seq")),
+        "dim 1 has 3 elements, which 2 devices",
+    ),
+    # weights
+    "losses of samples": (
+        lambda: step(lambda p, x: (x @ p["w"]).sum(1), weight=len),
+        r"one number, or without weight= one for each sample; got .* \(2,\)\. Take its mean",
+    ),
+    "weights": (lambda: step(weight=lambda x: torch.ones(3)), r"one number for a part of the batch; got .* \(3,\)"),
+    # metrics
+    "rows": (lambda: gradient(with_aux(best=torch.ones(3)), aux="rows"), r"best is of shape \(3,\), but there are 2 samples"),
+    "words": (lambda: gradient(with_aux(best=torch.ones(3), name="x"), aux="mean"), "name is a str"),
+    "complex": (lambda: gradient(with_aux(fine=1, z=torch.tensor(1j)), aux="mean"), "z is complex"),
+    "prefix": (lambda: gradient(with_aux(best=1, fine=1), aux={"best": "mean"}), "must be a prefix of the metrics"),
+    "reduction": (lambda: gradient(with_aux(fine=1), aux="median"), 'aux must be "mean", "sum" or "rows", or .*median'),
+    "a matrix": (lambda: gradient(with_aux(mean=X), has_aux=True), r"in aux=; mean is of shape \(4, 4\). Give aux="),
+    # stages
+    "options of losses": (
+        lambda: fs.evaluate([loss_fn] * 2, mesh=PIPE, batch=P("data"), **STAGES, accumulate=2, slices=4),
+        "evaluate has no option accumulate, slices with schedule=",
+    ),
+    "options of stages": (
+        lambda: fs.evaluate(loss_fn, mesh=MESH, batch=P("data"), loss=loss_fn),
+        "evaluate has no option loss without schedule=",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_raises_and_names_the_fix(name):
+    call, words = MISUSE[name]
+    with pytest.raises((fs.errors.FshardError, ValueError, TypeError), match=words):
+        call()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reproducible": True, "slices": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ((0.0, 0.0, 0.0, 0.0), "weight= gave 0 for all of the batch"),
+        ((1.0, 2.0, -1.0, -1.0), "weight= must return finite numbers of at least 0; got "),
+        ((float("nan"), 1.0, 1.0, 1.0), "of at least 0; got nan"),
+        ((1.0, float("inf"), 1.0, 1.0), "of at least 0; got inf"),
+    ],
+)
+def test_weights_without_a_mean_raise(weights, words, options):
+    with pytest.raises(ValueError, match=words):
+        of_weights(*weights)(donate=True, **options)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "options"), [(0, {}), (1, {"compute": torch.bfloat16}), (2, {}), (3, {"live_units": 1})]
+)
+def test_inplace_parameter_write_in_loss_raises(stage, options, recorded):
+    with pytest.raises(fs.errors.ModuleError, match=r"writes to a parameter in place: w\. "):
+        step(writing(recorded), stage=stage, **options)
+
+
+@pytest.mark.parametrize("caller", ENTRANCES)
+def test_entrances_validate_their_arguments(caller):
+    call, options = ENTRANCES[caller], {"mesh": MESH, "batch": P("data")}
+    for spec in (None, "data"):
+        with pytest.raises(TypeError, match=f"{caller}: batch must be a P, .*; got {spec!r}. Write batch=P"):
+            call(loss_fn, mesh=MESH, batch=spec)
+    with pytest.raises(TypeError, match=r"the batch must be a tree of tensors, sharded by P\(.data.\); got None"):
+        call(loss_fn, **options)(sharded(), *([()] if caller == "train_step" else []), None)
+    with pytest.raises(TypeError, match=rf"{caller}: loss_fn must be a function .* module Linear. Write app"):
+        call(torch.nn.Linear(4, 2), **options)
+    for dtype in (torch.int8, torch.bool, torch.complex64, torch.float8_e5m2):
+        for name in ("reduce", "compute") if caller != "evaluate" else ():
+            words = f"{name} must be a floating dtype of at least 16 bits, got {dtype}"
+            with pytest.raises(ValueError, match=words):
+                call(loss_fn, **options, **{name: dtype})
+            with pytest.raises(ValueError, match=words):
+                call([loss_fn] * 2, mesh=PIPE, batch=P("data"), **{name: dtype}, **STAGES)
+
+
+def test_loss_with_swapped_arguments_names_the_order():
+    with pytest.raises((TypeError, IndexError)) as error:
+        gradient(lambda x, params: (x @ params["w"]).mean(), batch=[X])
+    assert "value_and_grad: The loss function is called as loss_fn(params, batch)." in error.value.__notes__
+    with pytest.raises(ValueError) as error:
+        gradient(lambda params, x: params["w"])
+    assert "is called as" not in "".join(getattr(error.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_torch_func_on_resharded_params_names_the_fix(transform):
+    def inner(params, x):
+        return transform(loss_fn)(params, x)["w"].square().sum()
+
+    with pytest.raises(RuntimeError, match=r"saved tensor hooks[\s\S]*fs.with_unsharded_params\(part, keep=True\)"):
+        gradient(inner)
+    loss, _ = gradient(fs.with_unsharded_params(inner, keep=True))
+    assert loss == inner(PLAIN, torch.ones(2, 4))
+
+
+# -- torch.compile, and configurations ------------------------------------------------------------------------------
+
+
+def test_compiled_module_is_functionalized_under_its_own_names():
+    module = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+    apply, params, buffers = fs.functionalize(torch.compile(module, backend="eager"))
+    assert list(params) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    x = torch.randn(3, 4)
+    assert torch.equal(apply(params, buffers, x)[0], module(x))
+
+
+def test_compiled_step_runs_as_the_step():
+    run = fs.train_step(loss_fn, SGD, mesh=MESH, batch=P("data"))
+    params, compiled = sharded(), torch.compile(run, backend="eager")
+    state = SGD.init(params)
+    plain = run(params, state, X)
+    with pytest.warns(UserWarning, match=r"torch.compile\(step\) has no effect"):
+        compiled(params, state, X)
+    again = compiled(params, state, X)  # a warning is an error: there is no second one
+    assert torch.equal(fs.unshard(plain[0]["w"]), fs.unshard(again[0]["w"]))
+
+
+@dataclasses.dataclass
+class Config:
+    """Parameters and their configuration in one tree."""
+
+    w: Any
+    act: Any
+    name: str
+    scale: float
+    layers: int
+    flags: dict[str, Any]
+
+
+def configured(params, x):
+    assert (params.name, params.layers, params.flags["bias"]) == ("mlp", 3, True)
+    return params.act(x @ params.w * params.scale).square().mean()
+
+
+def static(params):
+    return params.act, params.name, params.scale, params.layers, params.flags
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_static_leaves_pass_through_a_training_step(stage):
+    given = Config(torch.ones(4, 2), torch.relu, "mlp", 0.5, 3, {"bias": True})
+    params = sharded(given, stage)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=MESH, axis="data", stage=stage)
+    run, state = fs.train_step(configured, opt, mesh=MESH, batch=P("data")), opt.init(params)
+    w = torch.ones(4, 2, requires_grad=True)
+    plain = torch.optim.AdamW([w], lr=0.1)
+    for _ in range(2):
+        params, state, metrics = run(params, state, X)
+        assert static(params) == static(given)
+        plain.zero_grad()
+        loss = configured(dataclasses.replace(given, w=w), X)
+        loss.backward()
+        plain.step()
+        torch.testing.assert_close(metrics["loss"], loss.detach())
+    torch.testing.assert_close(fs.unshard(params.w), w.detach())
+    _, grads = gradient(configured, params)
+    assert static(grads) == (None, None, None, None, {"bias": None}) and fs.unshard(grads.w).shape == (4, 2)
