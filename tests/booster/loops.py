@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard.booster.plugins import Plugin
 from tests.training import momentum
 
 PLUGINS = {
@@ -23,7 +24,7 @@ class Loop:
 
     Args:
         make: returns the model; it draws by seed 1.
-        plugin: None: torch alone.
+        plugin: or a Booster; None: torch alone.
         optimizer, schedule: return the optimizer of a model, and the scheduler of an optimizer.
         loader: of torch.
         criterion: of the model's output and the labels.
@@ -35,8 +36,9 @@ class Loop:
         torch.manual_seed(1)
         self.module = self.model = make()
         self.opt, self.loader, self.criterion = optimizer(self.model), loader, criterion
-        self.schedule, self.booster = schedule and schedule(self.opt), plugin and fs.Booster(plugin)
-        self.is_staged = plugin is not None and plugin.in_stages()
+        self.schedule = schedule and schedule(self.opt)
+        self.booster = fs.Booster(plugin) if isinstance(plugin, Plugin) else plugin
+        self.is_staged = plugin is not None and self.booster.plugin.in_stages()
         if plugin is not None:
             five = self.booster.boost(self.model, self.opt, criterion, loader, self.schedule)
             self.model, self.opt, self.criterion, self.loader, self.schedule = five
