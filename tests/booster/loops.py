@@ -31,7 +31,14 @@ class Loop:
     """
 
     def __init__(
-        self, make, plugin=None, optimizer=momentum, *, schedule=None, loader=None, criterion=nn.functional.cross_entropy
+        self,
+        make,
+        plugin=None,
+        optimizer=momentum,
+        *,
+        schedule=None,
+        loader=None,
+        criterion=nn.functional.cross_entropy,
     ):
         torch.manual_seed(1)
         self.module = self.model = make()

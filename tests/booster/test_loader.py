@@ -65,7 +65,6 @@ def after_peek(loader):
     yield from copied(loader)
 
 
-
 FETCHES = {"in turn": iter, "ahead": list} | {f.__name__: f for f in (copied, half_copied, one_ahead, after_peek)}
 
 
@@ -256,7 +255,9 @@ def test_loop_continued_after_another_began_raises():
 
 
 @pytest.mark.parametrize(
-    ("options", "count"), [({}, 6), ({"drop_last": True}, 5), ({"num_workers": 1, "persistent_workers": True}, 6)], ids=str
+    ("options", "count"),
+    [({}, 6), ({"drop_last": True}, 5), ({"num_workers": 1, "persistent_workers": True}, 6)],
+    ids=str,
 )
 def test_loader_length_is_that_of_its_loop(options, count):
     """An iterator that yields nothing more has yielded as many batches as `len` has said."""

@@ -110,15 +110,24 @@ INVALID = {
     # of boost: no loop is needed
     "no optimizer": (lambda: boost(model(), "adamw"), "boost: str is no pair of init and update"),
     "a class": (lambda: boost(model(), torch.optim.SGD), "SGD is no pair of init and update"),
-    "another model's": (lambda: boost(model(), sgd(model())), r"param_groups\[0\] are tensors that are no parameters of"),
-    "a search": (lambda: boost_own(model(), lambda m: torch.optim.LBFGS(m.parameters())), "LBFGS.*calls the loss function"),
+    "another model's": (
+        lambda: boost(model(), sgd(model())),
+        r"param_groups\[0\] are tensors that are no parameters of",
+    ),
+    "a search": (
+        lambda: boost_own(model(), lambda m: torch.optim.LBFGS(m.parameters())),
+        "LBFGS.*calls the loss function",
+    ),
     "a function": (lambda: boost(model), "boost: the model is a module, not function: for a function there is"),
     "a number": (lambda: boost([nn.ReLU(), 3]), r"layers must be modules and functions; got layers\[1\] is int"),
     "no memory": (
         lambda: boost(nn.Sequential(*(nn.Linear(2, 2, device="meta") for _ in range(2)))),
         r"0.weight, 0.bias, 1.weight, 1.bias must be described; .* Make its layer by fs.lazy",
     ),
-    "a lazy module": (lambda: boost(nn.Sequential(nn.LazyLinear(3))), "0.weight, 0.bias must have a shape; .*Run it once"),
+    "a lazy module": (
+        lambda: boost(nn.Sequential(nn.LazyLinear(3))),
+        "0.weight, 0.bias must have a shape; .*Run it once",
+    ),
     "Adam has stepped": (lambda: boost(*stepped(torch.optim.Adam)), "has taken steps already.*before its first step"),
     "SGD has stepped": (lambda: boost(*stepped(torch.optim.SGD, momentum=0.9)), "has taken steps already"),
     "state without memory": (
@@ -127,7 +136,10 @@ INVALID = {
     ),
     "fully_shard": (lambda: boost_own(wrapped_by_fsdp("")), r"got FSDPPart at ''\. Give the module before fully_shard"),
     "fully_shard of a layer": (lambda: init(wrapped_by_fsdp("2")), r"got FSDPPart at '2'\."),
-    "DataParallel": (lambda: boost_own(nn.Sequential(nn.DataParallel(model()))), r"DataParallel at '0'\. .* model.module"),
+    "DataParallel": (
+        lambda: boost_own(nn.Sequential(nn.DataParallel(model()))),
+        r"DataParallel at '0'\. .* model.module",
+    ),
     # of a boosted model and its optimizer
     "boosted: both": (lambda loop: boost(loop.model, loop.opt), BOOSTED),
     "boosted: the model": (lambda loop: boost(loop.model), BOOSTED),
@@ -135,13 +147,22 @@ INVALID = {
     "boosted: the optimizer": (lambda loop: boost(model(), loop.opt), BOOSTED),
     "boosted: by init": (lambda loop: init(loop.model), BOOSTED),
     "optimizer of torch": (unboosted_optimizer, "optimizer must be what boost has returned; got SGD"),
-    "backward of torch": (after_a_step, r"loss.backward\(\) reached sharded parameters.* Call booster.backward\(loss, opt"),
-    "clipping of torch": (torch_clips, r"its parameters have no .grad. Clip them by booster.clip_grad_norm\(optimizer, m"),
+    "backward of torch": (
+        after_a_step,
+        r"loss.backward\(\) reached sharded parameters.* Call booster.backward\(loss, opt",
+    ),
+    "clipping of torch": (
+        torch_clips,
+        r"its parameters have no .grad. Clip them by booster.clip_grad_norm\(optimizer, m",
+    ),
     "no stages": (
         lambda loop: loop.booster.execute_pipeline(iter([]), loop.model, nn.MSELoss()),
         "the model must be cut into stages, by HybridParallelPlugin",
     ),
-    "no forward": (lambda loop: loop.backward(torch.ones((), requires_grad=True)), "must be called after the last step"),
+    "no forward": (
+        lambda loop: loop.backward(torch.ones((), requires_grad=True)),
+        "must be called after the last step",
+    ),
     "no graph": (lambda loop: (loop.model(X), loop.backward(torch.ones(()))), NUMBER),
     "many losses": (lambda loop: loop.backward(loop.model(X)), NUMBER),
     "a float": (lambda loop: (loop.model(X), loop.backward(1.0)), NUMBER),

@@ -102,7 +102,9 @@ class Half(nn.Module):
         return self.used(x)
 
 
-@pytest.mark.parametrize(("plugin", "unused"), [("ddp", "skip"), ("fsdp", "skip"), ("zero 2", "zero"), ("fsdp", "zero")])
+@pytest.mark.parametrize(
+    ("plugin", "unused"), [("ddp", "skip"), ("fsdp", "skip"), ("zero 2", "zero"), ("fsdp", "zero")]
+)
 def test_functional_step_skips_unused_or_gives_zeros(plugin, unused):
     model, batch = Half().double(), samples(8).tensors
     opt = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)

@@ -212,7 +212,14 @@ def squares(y, _=None):
 
 @pytest.mark.parametrize(
     ("plugin", "n", "order"),
-    [("ddp", 2, 1), ("zero 2", 4, 3), ("fsdp", 2, torch.inf), ("fsdp", 4, 2.0), ("stages", 4, 2.0), ("stages", 4, "inf")],
+    [
+        ("ddp", 2, 1),
+        ("zero 2", 4, 3),
+        ("fsdp", 2, torch.inf),
+        ("fsdp", 4, 2.0),
+        ("stages", 4, 2.0),
+        ("stages", 4, "inf"),
+    ],
 )
 def test_clip_grad_norm_equals_torch_for_any_norm(plugin, n, order):
     def body(loop):
