@@ -63,12 +63,12 @@ class Loop:
             with nullcontext() if sync else self.booster.no_sync(self.model, self.opt):
                 self.booster.backward(loss, self.opt)
 
-    def accumulate(self, x, y=None):
+    def accumulate(self, x, y=None, *, sync=True):
         """Add the gradient of a batch, of which this device has its part; return the loss."""
         if self.is_staged:
             return self.booster.execute_pipeline(iter([(x, y)]), self.model, self.criterion, self.opt)["loss"]
         loss = self.criterion(self.model(x), y)
-        self.backward(loss)
+        self.backward(loss, sync=sync)
         return loss.detach()
 
     def step(self, *batch, clip=None, set_to_none=True):
