@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
@@ -11,13 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fshard as fs
 from fshard.booster.full_state import full_leaves
-from fshard.errors import CheckpointError
+from fshard.errors import CheckpointError, OptimizerError
 from fshard.optim.torch_optim.classes import CLASSES
+from tests.booster.loops import Loop, on_devices
 
-DATA = TensorDataset(
-    torch.randn(40, 4, 8, generator=torch.Generator().manual_seed(1)).double(),
-    torch.randn(40, 4, 8, generator=torch.Generator().manual_seed(2)).double(),
-)
+DATA = TensorDataset(*(torch.randn(40, 4, 8, generator=torch.Generator().manual_seed(i)).double() for i in (1, 2)))
 
 
 class Block(nn.Module):
@@ -37,18 +36,25 @@ class Block(nn.Module):
 
 
 def network(counts=True, dropout=0.25):
+    """Return a row of layers whose first and last share a weight."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(8, 8), Block(counts, dropout), nn.Linear(8, 8), Block(counts, dropout), nn.Linear(8, 8)
-    )
-    model[4].weight = model[0].weight  # of the first and the last stage
+    blocks = [Block(counts, dropout), nn.Linear(8, 8), Block(counts, dropout)]
+    model = nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 8))
+    model[4].weight = model[0].weight
     return model.double()
+
+
+PLAIN = partial(network, counts=False, dropout=0.0)
 
 
 def adamw(model):
     decayed = [x for x in model.parameters() if x.ndim > 1]
-    others = [x for x in model.parameters() if x.ndim < 2]
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=0.01, betas=(0.8, 0.9))
+    rest = [x for x in model.parameters() if x.ndim < 2]
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], lr=0.01, betas=(0.8, 0.9))
+
+
+def schedule(opt):
+    return torch.optim.lr_scheduler.MultiStepLR(opt, [2, 5, 5, 9], gamma=0.5)
 
 
 HYBRID = partial(fs.HybridParallelPlugin, sample=torch.randn(2, 4, 8).double(), microbatches=1)
@@ -61,129 +67,138 @@ PLUGINS = {
     "tensor": (partial(HYBRID, tensor=2, zero_stage=3), {"data": 2, "model": 2}),
     "both": (partial(HYBRID, tensor=2, pipeline=2, zero_stage=2), {"pipe": 2, "data": 1, "model": 2}),
 }
+EXACT = {"ddp", "zero1", "zero2", "fsdp"}
+"""Plugins under which the next steps have equal bits."""
 
 
-def options_of(plugin):
-    return getattr(plugin, "keywords", {})
+def loop_of(name, make=None, **options):
+    """Return a loop over a loader, with a scheduler, in reproducible mode."""
+    plugin = PLUGINS[name][0](reproducible=True, **({} if name in ("stages", "both") else {"slices": 4}), **options)
+    make = make or partial(network, counts=name in EXACT or name == "stages")
+    loader = DataLoader(DATA, 8, shuffle=True)
+    return Loop(make, plugin, adamw, schedule=schedule, loader=loader, criterion=nn.MSELoss())
 
 
-class Loop:
-    """The boosted parts of a loop on one device."""
-
-    def __init__(self, plugin, make=network, optimizer=adamw, reproducible=True, **options):
-        staged = options_of(plugin).get("pipeline", 1) > 1
-        self.booster = fs.Booster(plugin(reproducible=reproducible, **({} if staged else {"slices": 4}), **options))
-        model = make() if options_of(plugin).get("tensor", 1) == 1 else make(counts=False)
-        opt = optimizer(model)
-        self.schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 5, 5, 9], gamma=0.5)
-        loader = DataLoader(DATA, 8, shuffle=True)
-        self.model, self.opt, _, self.loader, _ = self.booster.boost(model, opt, None, loader)
-        self.parts = (self.model, self.opt, self.schedule, self.loader)
-        self.staged = staged
-
-    def step(self, batches):
-        if self.staged:
-            loss = self.booster.execute_pipeline(batches, self.model, nn.MSELoss(), self.opt)["loss"]
-        else:
-            x, y = next(batches)
-            loss = nn.functional.mse_loss(self.model(x), y)
-            self.booster.backward(loss, self.opt)
-        self.booster.clip_grad_norm(self.opt, 1.0)
-        self.opt.step()
-        self.opt.zero_grad()
-        self.schedule.step()
-        return loss.detach()
-
-    def steps(self, count):
-        """Take steps on the loader's batches, in as many epochs as that takes; return losses and what is left."""
-        losses = []
-        while len(losses) < count:
-            batches = iter(self.loader)
-            losses += [self.step(batches) for _ in range(min(count - len(losses), len(self.loader)))]
-        state = {name: x.detach().clone() for name, x in self.model.unwrap().state_dict().items()}
-        return losses, state, torch.rand(2), self.schedule.get_last_lr(), self.loader.state_dict()
+def parts(loop):
+    return loop.model, loop.opt, loop.schedule, loop.loader
 
 
-def saved(folder, plugin, before=3, after=3, **options):
-    """Return the steps after a save, by the loop that saves."""
-
-    def main():
-        loop = Loop(plugin, **options)
-        loop.steps(before)
-        loop.booster.save(folder, *loop.parts)
-        return loop.steps(after)
-
-    return main
+def steps(loop, count):
+    """Take steps, in as many epochs as needed; return losses, state, draws, learning rates and the loader's position."""
+    losses = []
+    while len(losses) < count:
+        for batch in islice(loop.loader, count - len(losses)):
+            losses.append(loop.step(*batch, clip=1.0))
+            loop.schedule.step()
+    return losses, loop.state(), torch.rand(2), loop.schedule.get_last_lr(), loop.loader.state_dict()
 
 
-def loaded(folder, plugin, after=3, **options):
-    def main():
-        torch.manual_seed(100)
-        loop = Loop(plugin, **{"seed": 5, **options})
-        loop.booster.load(folder, *loop.parts)
-        return loop.steps(after)
-
-    return main
+def run(name, body, *args):
+    return fs.run(body, *args, mesh=fs.make_mesh(PLUGINS[name][1]))
 
 
-def equal(found, wanted, what=range(5)):
-    for place in what:
-        torch.testing.assert_close(found[place], wanted[place], rtol=0, atol=0)
+def full_state(model, opt):
+    return copy.deepcopy((model.state_dict(), opt.state_dict()))
+
+
+def assert_equal(tree, expected):
+    torch.testing.assert_close(tree, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_loop_continues_with_equal_bits(name, tmp_path):
-    plugin, axes = PLUGINS[name]
-    mesh = fs.make_mesh(axes)
-    wanted = fs.run(saved(tmp_path, plugin), mesh=mesh)
-    for one, other in zip(fs.run(loaded(tmp_path, plugin), mesh=mesh), wanted, strict=True):
-        equal(one, other)
+    def saved():
+        loop = loop_of(name)
+        steps(loop, 3)
+        loop.booster.save(tmp_path, *parts(loop))
+        return steps(loop, 3)
 
+    def loaded():
+        torch.manual_seed(100)
+        loop = loop_of(name, seed=5)
+        loop.booster.load(tmp_path, *parts(loop))
+        return steps(loop, 3)
 
-PLAIN = partial(network, counts=False, dropout=0.0)
-PAIRS = [pair for name in PLUGINS if name != "both" for pair in ((name, "both"), ("both", name))]
-PAIRS += [("ddp", "fsdp"), ("fsdp", "zero2"), ("zero1", "stages"), ("tensor", "stages")]
-EXACT = {"ddp", "zero1", "zero2", "fsdp"}
+    expected = run(name, saved)
+    assert_equal(run(name, loaded), expected)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Return a function that returns the checkpoint of a plugin, its state, and the three steps after it."""
-    made = {}
+    results = {}
 
     def folder(name):
-        if name not in made:
-            path, (plugin, axes) = tmp_path_factory.mktemp(name), PLUGINS[name]
+        if name not in results:
+            path = tmp_path_factory.mktemp(name)
 
             def main():
-                loop = Loop(plugin, PLAIN)
-                loop.steps(3)
-                loop.booster.save(path, *loop.parts)
-                state = copy.deepcopy((loop.model.state_dict(), loop.opt.state_dict()))
-                return state, loop.steps(3)
+                loop = loop_of(name, PLAIN)
+                steps(loop, 3)
+                loop.booster.save(path, *parts(loop))
+                return full_state(loop.model, loop.opt), steps(loop, 3)
 
-            made[name] = path, fs.run(main, mesh=fs.make_mesh(axes))[0]
-        return made[name]
+            results[name] = path, *run(name, main)[0]
+        return results[name]
 
     return folder
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_checkpoint_of_one_plugin_loads_into_another(one, other, folders):
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        *((name, "both") for name in PLUGINS if name != "both"),
+        *(("both", name) for name in ("ddp", "fsdp", "tensor")),
+        *(("ddp", "fsdp"), ("fsdp", "zero2"), ("zero1", "stages"), ("tensor", "stages")),
+    ],
+)
+def test_checkpoint_of_one_plugin_loads_into_another(source, target, folders):
     """State is equal to the bit; the next steps too, where both plugins compute the same bits."""
-    (path, (state, wanted)), (plugin, axes) = folders(one), PLUGINS[other]
+    path, state, (_, learnt, _, rates, position) = folders(source)
+    tolerance = 0 if {source, target} <= EXACT else 1e-9
 
     def main():
-        loop = Loop(plugin, PLAIN, seed=5)
-        loop.booster.load(path, *loop.parts)
-        equal((loop.model.state_dict(), loop.opt.state_dict()), state, [0, 1])
-        return loop.steps(3)
+        loop = loop_of(target, PLAIN, seed=5)
+        loop.booster.load(path, *parts(loop))
+        assert_equal(full_state(loop.model, loop.opt), state)
+        return steps(loop, 3)
 
-    exact = {one, other} <= EXACT
-    for _, learnt, _, rates, position in fs.run(main, mesh=fs.make_mesh(axes)):
-        tolerance = 0 if exact else 1e-9
-        torch.testing.assert_close(learnt, wanted[1], rtol=tolerance, atol=tolerance)
-        assert (rates, position) == wanted[3:]
+    for _, found, _, *rest in run(target, main):
+        torch.testing.assert_close(found, learnt, rtol=tolerance, atol=tolerance)
+        assert rest == [rates, position]
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_full_state_of_one_plugin_loads_into_another(name, folders):
+    _, state, _ = folders("ddp" if name != "ddp" else "both")
+
+    def main():
+        loop = loop_of(name, PLAIN)
+        loop.model.load_state_dict(state[0])
+        loop.opt.load_state_dict(state[1])
+        return full_state(loop.model, loop.opt)
+
+    for found in run(name, main):
+        assert_equal(found, state)
+
+
+def of_processes(path, plugin, before):
+    """Save after three steps, or load; return three more steps, and draws of the device."""
+    loop = loop_of(plugin)
+    torch.manual_seed(fs.mesh.process_index())
+    if before:
+        steps(loop, 3)
+        loop.booster.save(path, *parts(loop))
+    else:
+        loop.booster.load(path, *parts(loop))
+    return steps(loop, 3)[1:]
+
+
+def test_processes_continue_on_fewer_with_equal_bits(tmp_path):
+    expected = fs.launch(of_processes, tmp_path, "fsdp", True, processes=2)
+    assert_equal(fs.launch(of_processes, tmp_path, "zero2", False, processes=1), expected[:1])
+    assert_equal(fs.launch(of_processes, tmp_path, "zero2", False, processes=2), expected)
+    assert not torch.equal(expected[0][1], expected[1][1])
 
 
 # -- full state, in the form of torch ---------------------------------------------------------------------------------
@@ -194,82 +209,88 @@ def batch(step):
 
 
 def small():
-    torch.manual_seed(0)
     return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2, bias=False)).double()
 
 
 def two_groups(kind, model):
-    options = {torch.optim.SGD: {"momentum": 0.9}, torch.optim.RMSprop: {"momentum": 0.5, "centered": True}}.get(
-        kind, {}
-    )
+    options = {torch.optim.SGD: {"momentum": 0.9}, torch.optim.RMSprop: {"momentum": 0.5, "centered": True}}
     matrices = [x for x in model.parameters() if x.ndim == 2]
-    others = [] if kind is torch.optim.Muon else [{"params": [x for x in model.parameters() if x.ndim < 2], "lr": 0.02}]
-    return kind([{"params": matrices}, *others], lr=0.01, **options)
+    rest = [] if kind is torch.optim.Muon else [{"params": [x for x in model.parameters() if x.ndim < 2], "lr": 0.02}]
+    return kind([{"params": matrices}, *rest], lr=0.01, **options.get(kind, {}))
 
 
-def by_torch(kind, steps, load=None):
-    model = small()
-    opt = two_groups(kind, model)
-    if load is not None:
-        model.load_state_dict(load[0])
-        opt.load_state_dict(load[1])
-    for step in steps:
-        model(batch(step)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
-    return copy.deepcopy((model.state_dict(), opt.state_dict()))
+def trained(kind, plugin, numbers, load=None):
+    """Return the full state after some steps by torch alone, or on each of two devices, from a state or the beginning."""
 
-
-def by_booster(kind, plugin, steps, load=None, precision=None):
-    def main():
-        module = small()
-        booster = fs.Booster(plugin(precision=precision, sync_batchnorm=True))
-        model, opt, *_ = booster.boost(module, two_groups(kind, module))
+    def body(loop):
         if load is not None:
-            assert not any(model.load_state_dict(load[0]))
-            opt.load_state_dict(load[1])
-        for step in steps:
-            own = batch(step).chunk(2)[fs.axis_index("data")]
-            booster.backward(model(own).square().mean(), opt)
-            opt.step()
-            opt.zero_grad()
-        return copy.deepcopy((model.state_dict(), opt.state_dict()))
+            assert not any(loop.model.load_state_dict(load[0]))
+            loop.opt.load_state_dict(load[1])
+        for number in numbers:
+            loop.step(loop.part(batch(number)))
+        return full_state(loop.model, loop.opt)
 
-    return fs.run(main, mesh=fs.make_mesh({"data": 2}))
+    options = {"optimizer": partial(two_groups, kind), "criterion": lambda y, _: y.square().mean()}
+    return [body(Loop(small, **options))] if plugin is None else on_devices(body, plugin, 2, small, **options)
+
+
+def assert_close(state, expected):
+    """Compare model and optimizer state, whose rounding Muon magnifies: keys, order, shapes and values."""
+    assert [*state[0]] == [*expected[0]] and state[1].keys() == expected[1].keys()
+    torch.testing.assert_close(dict(state[0]), dict(expected[0]), rtol=1e-3, atol=1e-6)
+    assert state[1]["param_groups"] == expected[1]["param_groups"]
+    torch.testing.assert_close(state[1]["state"], expected[1]["state"], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("plugin", [fs.DDPPlugin, fs.FSDPPlugin])
 def test_state_dicts_are_those_of_torch_on_one_device(kind, plugin):
-    """Keys, order, shapes and values; and each continues from the other's."""
-    wanted = by_torch(kind, range(2))
-    for found in by_booster(kind, plugin, range(2)):
-        assert list(found[0]) == list(wanted[0])
-        close(found, wanted)
-    close(by_booster(kind, plugin, range(2, 4), wanted)[0], by_torch(kind, range(4)))
-    close(by_torch(kind, range(2, 4), found), by_torch(kind, range(2, 4), by_torch(kind, range(2))))
+    """Before the first step and after two; and each continues from the other's."""
+    plugin = plugin(sync_batchnorm=True)
+    for numbers in (range(0), range(2)):
+        (expected,) = trained(kind, None, numbers)
+        for state in trained(kind, plugin, numbers):
+            assert_close(state, expected)
+    assert_close(trained(kind, plugin, range(2, 4), expected)[0], trained(kind, None, range(4))[0])
+    assert_close(trained(kind, None, range(2, 4), state)[0], trained(kind, None, range(2, 4), expected)[0])
 
 
-def close(found, wanted):
-    """Compare model and optimizer state, whose rounding Muon magnifies."""
-    torch.testing.assert_close(dict(found[0]), dict(wanted[0]), rtol=1e-3, atol=1e-6)
-    assert found[1].keys() == wanted[1].keys()
-    assert found[1]["param_groups"] == wanted[1]["param_groups"]
-    torch.testing.assert_close(found[1]["state"], wanted[1]["state"], rtol=1e-3, atol=1e-6)
+def test_state_of_another_optimizer_raises():
+    ((model, opt),) = trained(torch.optim.SGD, None, range(1))
+    ((_, expected),) = trained(torch.optim.Adam, None, [])
+    with pytest.raises(OptimizerError, match=r"parameter 0 must have exp_avg, exp_avg_sq, step; got momentum_b"):
+        trained(torch.optim.Adam, fs.DDPPlugin(), [], (model, {**expected, **opt}))
+    model.pop("1.weight")
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "1.weight"'):
+        trained(torch.optim.SGD, fs.DDPPlugin(), [], (model, opt))
 
 
-@pytest.mark.parametrize("name", PLUGINS)
-def test_full_state_of_one_plugin_loads_into_another(name, folders):
-    (_, (state, _)), (plugin, axes) = folders("ddp" if name != "ddp" else "both"), PLUGINS[name]
+PURE = {
+    "adamw": fs.optim.adamw(0.1),
+    "shampoo": fs.optim.shampoo(0.1),
+    "chain": fs.optim.chain(fs.optim.clip_by_value(0.1), fs.optim.lion(0.1)),
+}
 
-    def main():
-        loop = Loop(plugin, PLAIN)
-        loop.model.load_state_dict(state[0])
-        loop.opt.load_state_dict(state[1])
-        return copy.deepcopy((loop.model.state_dict(), loop.opt.state_dict()))
 
-    for found in fs.run(main, mesh=fs.make_mesh(axes)):
-        equal(found, state, [0, 1])
+@pytest.mark.parametrize("name", PURE)
+def test_pure_optimizers_in_full_form(name):
+    def body(loop, load=None):
+        if load is None:
+            loop.step(batch(7))
+            load = full_state(loop.model, loop.opt)
+        else:
+            loop.model.load_state_dict(load[0])
+            loop.opt.load_state_dict(load[1])
+        loop.step(batch(7))
+        return load, full_state(loop.model, loop.opt)
+
+    options = {"optimizer": lambda _: PURE[name], "criterion": lambda y, _: y.square().mean()}
+    (state, expected), _ = on_devices(body, fs.ZeroPlugin(stage=2), 2, small, **options)
+    for _, found in on_devices(partial(body, load=state), fs.ZeroPlugin(stage=2), 2, small, **options):
+        assert_equal(found, expected)
+
+
+# -- what else is saved ---------------------------------------------------------------------------------------------------
 
 
 class Recorder(nn.Linear):
@@ -287,257 +308,163 @@ class Recorder(nn.Linear):
         self.seen = state["seen"]
 
 
-@pytest.mark.parametrize("by", ["folder", "state_dict"])
-def test_extra_state_is_saved(by, tmp_path):
+def test_extra_state_is_saved(tmp_path):
     def main():
-        one, other = Recorder(), Recorder()
-        booster = fs.Booster()
-        (model, *_), (again, *_) = booster.boost(one), booster.boost(other)
-        one.seen = 3
-        assert list(model.state_dict()) == ["weight", "bias", "_extra_state"]
-        if by == "folder":
-            booster.save_model(model, tmp_path)
-            booster.load_model(again, tmp_path)
-        else:
-            again.load_state_dict(model.state_dict())
-        return other.seen, torch.equal(again.unwrap().weight, model.unwrap().weight)
+        modules, booster = [Recorder() for _ in "abc"], fs.Booster()
+        model, by_folder, by_state = (booster.boost(module)[0] for module in modules)
+        modules[0].seen = 3
+        booster.save_model(model, tmp_path)
+        booster.load_model(by_folder, tmp_path)
+        by_state.load_state_dict(model.state_dict())
+        equal = [torch.equal(x.unwrap().weight, model.unwrap().weight) for x in (by_folder, by_state)]
+        return [*model.state_dict()], [module.seen for module in modules], equal
 
-    assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [(3, True)] * 2
+    expected = ["weight", "bias", "_extra_state"], [3, 3, 3], [True, True]
+    assert fs.run(main, mesh=fs.make_mesh({"data": 2})) == [expected] * 2
 
 
-def test_model_with_low_rank_differences(tmp_path):
-    def main(plugin, load):
-        booster = fs.Booster(plugin())
-        module = booster.enable_lora(network())
-        model, opt, *_ = booster.boost(module, torch.optim.AdamW([x for x in module.parameters() if x.requires_grad]))
-        if load:
-            booster.load(tmp_path, model, opt)
-        else:
-            booster.backward(model(DATA[:4][0]).square().mean(), opt)
-            opt.step()
-            booster.save(tmp_path, model, opt)
-        return copy.deepcopy((model.state_dict(), opt.state_dict()))
-
-    wanted = fs.run(main, fs.DDPPlugin, False, mesh=fs.make_mesh({"data": 2}))[0]
-    assert any("lora_A" in name for name in wanted[0])
-    for found in fs.run(main, fs.FSDPPlugin, True, mesh=fs.make_mesh({"data": 4})):
-        equal(found, wanted, range(2))
-
-
-def test_state_before_the_first_step_is_that_of_torch():
-    for kind in CLASSES:
-        wanted, (found, _) = by_torch(kind, []), by_booster(kind, fs.FSDPPlugin, [])
-        close(found, wanted)
-
-
-def test_state_of_another_optimizer_raises():
-    given = by_torch(torch.optim.SGD, range(1))
-    with pytest.raises(
-        fs.errors.OptimizerError, match=r"parameter 0 must have exp_avg, exp_avg_sq, step; got momentum_b"
-    ):
-        by_booster(torch.optim.Adam, fs.DDPPlugin, [], (given[0], {**by_torch(torch.optim.Adam, [])[1], **given[1]}))
-    given[0].pop("1.weight")
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "1.weight"'):
-        by_booster(torch.optim.SGD, fs.DDPPlugin, [], given)
-
-
-# -- other parts ------------------------------------------------------------------------------------------------------
-
-
-def test_loss_scale_is_saved(tmp_path):
-    def main(path=None):
-        module = nn.Linear(3, 2)
-        booster = fs.Booster(fs.FSDPPlugin(precision="fp16"))
-        model, opt, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
-        if path is not None:
-            booster.load(path, model, opt)
-            return opt.scale, opt.state_dict()
-        for _ in range(3):
-            booster.backward(model(torch.full((4, 3), 6e4)).square().mean(), opt)
-            opt.step()
-        booster.save(tmp_path, model, opt)
-        return opt.scale, opt.state_dict()
-
-    wanted = fs.run(main, mesh=fs.make_mesh({"data": 2}))[0]
-    assert wanted[0] < 2.0**15
-    assert wanted[1]["loss_scale"]["scale"] == wanted[0]
-    assert fs.run(main, tmp_path, mesh=fs.make_mesh({"data": 4})) == [wanted] * 4
+def trainable(model, kind=torch.optim.AdamW):
+    return kind([x for x in model.parameters() if x.requires_grad], lr=0.1)
 
 
 class Branches(nn.Module):
-    """Uses one branch or the other, so that their counts of steps differ."""
+    """Uses one branch in a step, so that their counts of steps differ."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.which = nn.Linear(3, 3), nn.Linear(3, 3), "a"
+        self.a, self.b, self.step = nn.Linear(3, 3), nn.Linear(3, 3), 0
 
     def forward(self, x):
-        return getattr(self, self.which)(x)
+        self.step += 1
+        return self.a(x) if self.step < 3 else self.b(x)
 
 
-def test_counts_of_unused_parameters_are_saved(tmp_path):
-    def main(load):
+X = torch.full((4, 3), 6e4)  # whose squares overflow in 16 bits
+SAVED = {
+    "low-rank differences": (
+        lambda: fs.Booster().enable_lora(network()),
+        {},
+        DATA[:4][0],
+        lambda model, opt: "lora_A" in str([*model]),
+    ),
+    "loss scale": (
+        lambda: nn.Linear(3, 2),
+        {"precision": "fp16"},
+        X,
+        lambda model, opt: opt["loss_scale"]["scale"] < 2.0**15,
+    ),
+    "counts of steps": (
+        Branches,
+        {},
+        X,
+        lambda model, opt: [int(x["step"]) for x in opt["state"].values()] == [2, 2, 1, 1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_state_of_steps_is_saved(name, tmp_path):
+    make, options, x, is_expected = SAVED[name]
+
+    def main(plugin, load):
         torch.manual_seed(0)
-        module = Branches()
-        booster = fs.Booster()
-        model, opt, *_ = booster.boost(module, torch.optim.Adam(module.parameters()))
+        booster, module = fs.Booster(plugin(**options)), make()
+        model, opt, *_ = booster.boost(module, trainable(module))
         if load:
             booster.load(tmp_path, model, opt)
-        for which in "b" if load else "aabb":
-            if which == "b" and module.which == "a" and not load:
-                booster.save(tmp_path, model, opt)
-            module.which = which
-            booster.backward(model(torch.ones(2, 3)).square().mean(), opt)
+            return full_state(model, opt)
+        for _ in range(3):
+            booster.backward(model(x).square().mean(), opt)
             opt.step(), opt.zero_grad()
-        return model.state_dict(), opt.state_dict()
+        booster.save(tmp_path, model, opt)
+        return full_state(model, opt)
 
-    mesh = fs.make_mesh({"data": 2})
-    fs.run(main, False, mesh=mesh)
-    (_, opt), _ = fs.run(main, True, mesh=mesh)
-    assert [int(opt["state"][i]["step"]) for i in range(4)] == [2, 2, 1, 1]
-
-
-@pytest.mark.parametrize(
-    "opt", [fs.optim.adamw(0.1), fs.optim.shampoo(0.1), fs.optim.chain(fs.optim.clip_by_value(0.1), fs.optim.lion(0.1))]
-)
-def test_pure_optimizers_in_full_form(opt):
-    def main(load=None):
-        module = small()
-        booster = fs.Booster(fs.ZeroPlugin(stage=2))
-        model, own, *_ = booster.boost(module, opt)
-        if load is not None:
-            model.load_state_dict(load[0])
-            own.load_state_dict(load[1])
-        for step in range(2) if load is None else range(1):
-            if step == 1:
-                state = copy.deepcopy((model.state_dict(), own.state_dict()))
-            booster.backward(model(batch(7)).square().mean(), own)
-            own.step()
-            own.zero_grad()
-        return state if load is None else None, copy.deepcopy((model.state_dict(), own.state_dict()))
-
-    mesh = fs.make_mesh({"data": 2})
-    state, wanted = fs.run(main, mesh=mesh)[0]
-    for _, found in fs.run(main, state, mesh=mesh):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    expected = fs.run(main, fs.DDPPlugin, False, mesh=fs.make_mesh({"data": 2}))[0]
+    assert is_expected(*expected)
+    for state in fs.run(main, fs.FSDPPlugin, True, mesh=fs.make_mesh({"data": 4})):
+        assert_equal(state, expected)
 
 
 def test_names_of_colossal_ai(tmp_path):
-    def main(load):
-        loop = Loop(fs.FSDPPlugin)
-        booster, (model, opt, schedule, _) = loop.booster, loop.parts
-        for name, x in (("model", model), ("optimizer", opt), ("lr_scheduler", schedule)):
-            if load:
-                getattr(booster, f"load_{name}")(x, tmp_path / name)
-        if not load:
-            loop.steps(3)
-            for name, x in (("model", model), ("optimizer", opt), ("lr_scheduler", schedule)):
-                getattr(booster, f"save_{name}")(x, tmp_path / name)
-        return copy.deepcopy((model.state_dict(), opt.state_dict(), schedule.state_dict()))
+    def main(verb):
+        loop = loop_of("fsdp")
+        if verb == "save":
+            steps(loop, 3)
+        for name, x in (("model", loop.model), ("optimizer", loop.opt), ("lr_scheduler", loop.schedule)):
+            getattr(loop.booster, f"{verb}_{name}")(x, tmp_path / name)
+        return *full_state(loop.model, loop.opt), copy.deepcopy(loop.schedule.state_dict())
 
-    mesh = fs.make_mesh({"data": 2})
-    wanted = fs.run(main, False, mesh=mesh)[0]
-    for found in fs.run(main, True, mesh=mesh):
-        equal(found, wanted, range(3))
-    names = [*fs.restore(tmp_path / "model")]
-    assert set(names) == set(wanted[0])
+    expected = run("fsdp", main, "save")
+    assert_equal(run("fsdp", main, "load"), expected)
+    assert {*fs.restore(tmp_path / "model")} == {*expected[0][0]}
 
 
 @pytest.mark.parametrize("name", ["fsdp", "both"])
 def test_low_rank_differences_are_saved_for_peft(name, tmp_path):
-    """As from the model in one, under any plugin."""
-    plugin, axes = PLUGINS[name]
+    """As from the unsharded model, under any plugin."""
 
-    def adapted():
-        booster = fs.Booster(plugin())
-        return booster, booster.enable_lora(network(counts=False), fs.nn.LoraConfig(r=2, target_modules=["qkv", "out"]))
+    def main(export):
+        booster = fs.Booster(PLUGINS[name][0]())
+        config = fs.nn.LoraConfig(r=2, target_modules=["qkv", "out"])
+        module = booster.enable_lora(network(counts=False), config)
+        if export:
+            fs.export(tmp_path / "plain", dict(module.named_parameters()), to="peft", model=module)
+        else:
+            booster.save_lora_as_pretrained(booster.boost(module, trainable(module))[0], tmp_path / "boosted")
 
-    def main():
-        booster, module = adapted()
-        model, *_ = booster.boost(module, torch.optim.SGD([x for x in module.parameters() if x.requires_grad]))
-        booster.save_lora_as_pretrained(model, tmp_path / "boosted")
-
-    fs.run(main, mesh=fs.make_mesh(axes))
-    module = adapted()[1]
-    fs.export(tmp_path / "plain", dict(module.named_parameters()), to="peft", model=module)
+    run(name, main, False)
+    main(True)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         assert (tmp_path / "boosted" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
 
 
 def test_what_cannot_be_saved_or_loaded_raises(tmp_path):
     def main(act):
-        act(Loop(fs.DDPPlugin))
-
-    def run(act):
-        fs.run(main, act, mesh=fs.make_mesh({"data": 1}))
+        loop = loop_of("ddp")
+        act(loop.booster, loop)
 
     with pytest.raises(
-        TypeError, match="model must be as boost has returned it; got a Linear; dataloader must be .* got a Data"
+        TypeError, match="model must be as boost .*; got a Linear; dataloader must be .* got a DataLoader"
     ):
-        run(lambda loop: loop.booster.save(tmp_path, nn.Linear(1, 1), None, None, DataLoader(DATA)))
-    run(lambda loop: loop.booster.save(tmp_path, loop.model))
+        run("ddp", main, lambda booster, _: booster.save(tmp_path, nn.Linear(1, 1), None, None, DataLoader(DATA)))
+    run("ddp", main, lambda booster, loop: booster.save(tmp_path, loop.model))
     with pytest.raises(CheckpointError, match="only='lr_scheduler' matches no leaf"):
-        run(lambda loop: loop.booster.load(tmp_path, loop.model, None, loop.schedule))
+        run("ddp", main, lambda booster, loop: booster.load(tmp_path, loop.model, None, loop.schedule))
+
+
+# -- the functional form --------------------------------------------------------------------------------------------------
+
+
+def stepped(name, state=None, make=network, numbers=range(0), **options):
+    """Return the state after some steps, from a state that a function returns for the initial one."""
+    plugin, axes = PLUGINS[name]
+    booster, module = fs.Booster(plugin(mesh=fs.make_mesh(axes), **options)), make()
+    first = booster.init(module, adamw(module), nn.MSELoss())
+    state = first if state is None else state(first)
+    for number in numbers:
+        state, _ = booster.step(state, DATA[8 * number : 8 * number + 8])
+    return state
 
 
 def test_functional_state_is_a_tree(tmp_path):
-    def made(axes, plugin):
-        booster = fs.Booster(plugin(mesh=fs.make_mesh(axes), reproducible=True))
-        module = network()
-        return booster, booster.init(module, adamw(module), nn.MSELoss())
-
-    booster, state = made({"data": 2}, fs.FSDPPlugin)
-    for step in range(5):
-        if step == 3:
-            fs.save(tmp_path, state)
-        state, _ = booster.step(state, DATA[8 * step : 8 * step + 8])
-    booster, other = made({"data": 4}, partial(fs.ZeroPlugin, stage=1))
-    other = fs.restore(tmp_path, other)
-    assert other.steps == 3
-    for step in (3, 4):
-        other, _ = booster.step(other, DATA[8 * step : 8 * step + 8])
-    torch.testing.assert_close(fs.unshard(tuple(other)), fs.unshard(tuple(state)), rtol=0, atol=0)
+    fs.save(tmp_path, stepped("ddp", numbers=range(3), reproducible=True))
+    expected = stepped("ddp", numbers=range(5), reproducible=True)
+    state = stepped("zero1", partial(fs.restore, tmp_path), numbers=(3, 4), reproducible=True)
+    assert state.steps == 5
+    assert_equal(fs.unshard(tuple(state)), fs.unshard(tuple(expected)))
 
 
-@pytest.mark.parametrize(("one", "other"), [("both", "ddp"), ("ddp", "both"), ("both", "tensor"), ("tensor", "stages")])
-def test_functional_state_loads_under_another_plan(one, other, tmp_path):
+@pytest.mark.parametrize(
+    ("source", "target"), [("both", "ddp"), ("ddp", "both"), ("both", "tensor"), ("tensor", "stages")]
+)
+def test_functional_state_loads_under_another_plan(source, target, tmp_path):
     """Without stages and parts of fused weights in names; a tied weight has a second one in stages."""
-
-    def trained(name, steps):
-        plugin, axes = PLUGINS[name]
-        booster, module = fs.Booster(plugin(mesh=fs.make_mesh(axes))), PLAIN()
-        state = booster.init(module, adamw(module), nn.MSELoss())
-        for step in range(steps):
-            state, _ = booster.step(state, DATA[8 * step : 8 * step + 8])
-        return state
 
     def by_name(state):
         return {leaf.name: leaf.value for leaf in full_leaves(tuple(state)) if "4.weight" not in leaf.name}
 
-    saved = trained(one, 2)
+    saved = stepped(source, make=PLAIN, numbers=range(2))
     fs.save(tmp_path, saved)
-    found = by_name(fs.restore(tmp_path, trained(other, 0)))
-    torch.testing.assert_close(found, by_name(saved), rtol=0, atol=0)
-    assert found["0.1.qkv.weight"].shape == (24, 8) and found["1.0.step.1.qkv.weight"] == 2
-
-
-def of_processes(path, before, after):
-    """Train under ZeRO 2 on processes; return what was learnt, and the draws of the device."""
-    loop = Loop(fs.FSDPPlugin if before else partial(fs.ZeroPlugin, stage=2))
-    torch.manual_seed(fs.mesh.process_index())
-    if before:
-        loop.steps(before)
-        loop.booster.save(path, *loop.parts)
-    else:
-        loop.booster.load(path, *loop.parts)
-    return loop.steps(after)
-
-
-def test_processes_continue_on_fewer_with_equal_bits(tmp_path):
-    wanted = fs.launch(of_processes, tmp_path, 3, 3, processes=2)
-    (one,) = fs.launch(of_processes, tmp_path, 0, 3, processes=1)
-    equal(one, wanted[0], [1, 2, 3, 4])
-    again = fs.launch(of_processes, tmp_path, 0, 3, processes=2)
-    for found, known in zip(again, wanted, strict=True):
-        equal(found, known, [1, 2, 3, 4])
-    assert not torch.equal(wanted[0][2], wanted[1][2])
+    restored = by_name(stepped(target, partial(fs.restore, tmp_path), PLAIN))
+    assert_equal(restored, by_name(saved))
+    assert restored["0.1.qkv.weight"].shape == (24, 8) and restored["1.0.step.1.qkv.weight"] == 2

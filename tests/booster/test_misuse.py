@@ -3,182 +3,29 @@
 import copy
 import pickle
 import re
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import distribute_module
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-
-MESH = fs.make_mesh({"data": 2, "pipe": 2}, runtime="virtual")
+from fshard.errors import FshardError, MismatchError, ModuleError, OptimizerError
+from tests.booster.loops import PLUGINS, Loop, mesh_of, on_devices
 
 
 def model():
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
-BAD = {
-    "outside": (
-        lambda: fs.Booster(fs.DDPPlugin(mesh=MESH)).boost(model()),
-        r"a loop must run as one device of .*\. Call it inside of fs.run\(main, mesh=mesh\), or under torchrun",
-    ),
-    "no optimizer": (lambda: fs.Booster().boost(model(), "adamw"), "boost: str is no pair of init and update"),
-    "a class": (lambda: fs.Booster().boost(model(), torch.optim.SGD), "SGD is no pair of init and update"),
-    "another model's optimizer": (
-        lambda: fs.Booster().boost(model(), torch.optim.SGD(model().parameters(), lr=0.1)),
-        r"SGD: in param_groups\[0\] are tensors that are no parameters of the model",
-    ),
-    "an optimizer with a search": (lambda: boosted(torch.optim.LBFGS), "LBFGS.*calls the loss function several times"),
-    "a function": (
-        lambda: fs.Booster().boost(model),
-        "boost: the model is a module, not function: for a function there is",
-    ),
-    "the optimizer that was": (lambda: not_boosted(), "optimizer must be what boost has returned; got SGD"),
-    "torch's backward": (
-        lambda: by_torch(),
-        r"loss.backward\(\) reached sharded parameters.* Call booster.backward\(loss, optimizer\).",
-    ),
-    "torch's clipping": (
-        lambda: clipped_by_torch(),
-        r"its parameters have no .grad. Clip them by booster.clip_grad_norm\(optimizer, max_norm\)",
-    ),
-    "no pipeline": (lambda: piped(), "the model must be cut into stages, by HybridParallelPlugin"),
-    "no memory": (
-        lambda: fs.Booster().boost(nn.Sequential(*(nn.Linear(2, 2, device="meta") for _ in range(2)))),
-        r"0.weight, 0.bias, 1.weight, 1.bias must be described; .* Make its layer by fs.lazy",
-    ),
-    "no forward": (lambda: unforwarded(), "the model must be called after the last step"),
-    "no loss": (lambda: losing(torch.ones(())), "the loss must be a tensor of one number"),
-    "many losses": (lambda: losing(None), "the loss must be a tensor of one number"),
-    "a loss that is no tensor": (lambda: losing(1.0), "the loss must be a tensor of one number"),
-    "no gradients": (lambda: unstepped(), "there are no gradients. Call the model, then booster.backward"),
-}
-
-
-def boosted(cls):
-    one = model()
-    return fs.Booster().boost(one, cls(one.parameters()))
-
-
-def piped():
-    one, *_ = fs.Booster().boost(model())
-    fs.Booster().execute_pipeline(iter([]), one, nn.MSELoss())
-
-
-def with_optimizer():
-    one = model()
-    booster = fs.Booster()
-    one, opt, *_ = booster.boost(one, torch.optim.SGD(one.parameters(), lr=0.1))
-    return booster, one, opt
-
-
-def not_boosted():
-    one = model()
-    opt = torch.optim.SGD(one.parameters(), lr=0.1)
-    booster = fs.Booster()
-    one, *_ = booster.boost(one, opt)
-    booster.backward(one(torch.ones(5, 3)).mean(), opt)
-
-
-def by_torch():
-    booster, one, opt = with_optimizer()
-    booster.backward(one(torch.ones(5, 3)).mean(), opt)
-    opt.step()
-    one(torch.ones(5, 3)).mean().backward()
-    opt.step()
-
-
-def clipped_by_torch():
-    booster, one, opt = with_optimizer()
-    booster.backward(one(torch.ones(5, 3)).mean(), opt)
-    nn.utils.clip_grad_norm_(one.parameters(), 1.0)
-
-
-def unforwarded():
-    booster, _, opt = with_optimizer()
-    booster.backward(torch.ones((), requires_grad=True), opt)
-
-
-def losing(loss):
-    booster, one, opt = with_optimizer()
-    output = one(torch.ones(5, 3))
-    booster.backward(output if loss is None else loss, opt)
-
-
-def unstepped():
-    with_optimizer()[2].step()
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_booster_misuse_raises(name):
-    bad, message = BAD[name]
-    with pytest.raises((fs.errors.FshardError, ValueError, TypeError), match=message):
-        fs.run(bad, mesh=fs.make_mesh({"data": 1})) if name in INSIDE else bad()
-
-
-INSIDE = {*[*BAD][[*BAD].index("no optimizer") :]}
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
-def test_copying_boosted_optimizer_raises(copied):
-    def main(act):
-        booster, one, opt = with_optimizer()
-        act(opt)
-        booster.backward(one(torch.ones(5, 3)).mean(), opt)
-        opt.step()
-
-    mesh = fs.make_mesh({"data": 1})
-    with pytest.raises(
-        fs.errors.OptimizerError, match=r"a boosted optimizer is sharded, so it cannot be copied or pickled"
-    ):
-        fs.run(main, copied, mesh=mesh)
-    fs.run(main, lambda opt: None, mesh=mesh)
-
-
-def sgd(one):
-    return torch.optim.SGD(one.parameters(), lr=0.1)
-
-
-BOOSTED = "has been boosted already"
-TWICE = {
-    "both": (lambda b, m, o: b.boost(m, o), BOOSTED),
-    "the model": (lambda b, m, o: fs.Booster(fs.FSDPPlugin()).boost(m), BOOSTED),
-    "its structure": (lambda b, m, o: b.boost(m.module), BOOSTED),
-    "the optimizer": (lambda b, m, o: b.boost(model(), o), BOOSTED),
-    "to begin with": (lambda b, m, o: b.init(m, sgd(m), nn.MSELoss()), BOOSTED),
-    "a lazy one": (
-        lambda b, m, o: b.boost(nn.Sequential(nn.LazyLinear(3))),
-        "0.weight, 0.bias must have a shape; the module is lazy. Run it once on an example first",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TWICE)
-def test_boosting_twice_or_uninitialized_module_raises(name):
-    act, message = TWICE[name]
-    with pytest.raises(fs.errors.ModuleError, match=re.escape(message)):
-        fs.run(lambda: act(*with_optimizer()), mesh=fs.make_mesh({"data": 1}))
-
-
-def test_module_boosted_twice_or_by_two_devices_raises():
-    shared = nn.Linear(2, 2)
-    with pytest.raises(fs.errors.ModuleError, match="has been boosted already"):
-        fs.run(lambda: fs.Booster().boost(shared), mesh=fs.make_mesh({"data": 2}))
-
-    def twice():
-        module = nn.Linear(2, 2)
-        fs.Booster().boost(module)
-        fs.Booster().boost(module)
-
-    with pytest.raises(fs.errors.ModuleError, match="has been boosted already"):
-        fs.run(twice, mesh=fs.make_mesh({"data": 1}))
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
 class Sign(torch.optim.Optimizer):
-    """An optimizer of one's own class, which steps itself."""
+    """An optimizer of the user's own class, which steps itself."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -190,114 +37,220 @@ class Sign(torch.optim.Optimizer):
                 x.add_(x.grad.sign(), alpha=-0.1)
 
 
-def two_linears():
-    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+def own_class(module):
+    return Sign(module.parameters())
 
 
-def fsdp_by_torch(path):
+def stepped(cls, **options):
+    """Return a module and its optimizer, which has taken a step."""
+    module = model()
+    opt = cls(module.parameters(), lr=0.1, **options)
+    module(torch.ones(2, 3)).sum().backward()
+    opt.step()
+    return module, opt
+
+
+class Reentrant(nn.Linear):
+    def forward(self, x):
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+
+
+class Eager(torch.optim.SGD):
+    """Makes its state in the constructor."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["mean"] = torch.zeros_like(p)
+
+
+def wrapped_by_fsdp(path):
     """Return a module as `fully_shard` leaves it: with another class."""
-    wrapped = two_linears()
-    part = wrapped.get_submodule(path)
-    part.__class__ = type("FSDPPart", (FSDPModule, type(part)), {})
-    return wrapped
+    module = model()
+    layer = module.get_submodule(path)
+    layer.__class__ = type("FSDPPart", (FSDPModule, type(layer)), {})
+    return module
 
 
-def by_data_parallel():
-    return nn.Sequential(nn.DataParallel(two_linears()))
+def boost(*args):
+    return fs.Booster().boost(*args)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (partial(fsdp_by_torch, ""), r"got FSDPPart at ''\. Give the module before fully_shard"),
-        (partial(fsdp_by_torch, "1"), r"got FSDPPart at '1'\."),
-        (by_data_parallel, r"got DataParallel at '0'\. .* model.module"),
-    ],
-    ids=["fully_shard", "fully_shard of a layer", "parallel"],
-)
-def test_boosting_a_module_wrapped_by_torch_raises(make, message):
-    for act in (fs.Booster().boost, lambda one: fs.Booster().init(one, sgd(one), nn.MSELoss())):
-        with pytest.raises(fs.errors.ModuleError, match=message):
-            fs.run(lambda act=act: act(make()), mesh=fs.make_mesh({"data": 1}))
+def boost_own(module, make=sgd):
+    return boost(module, make(module))
 
 
-def wrapped_on_processes():
+def init(module):
+    return fs.Booster().init(module, sgd(module), nn.MSELoss())
+
+
+def unboosted_optimizer(loop):
+    module = model()
+    opt = sgd(module)
+    boosted, *_ = boost(module, opt)
+    loop.booster.backward(boosted(X).mean(), opt)
+
+
+def after_a_step(loop):
+    loop.backward(loop.model(X).mean())
+    loop.step()
+    loop.model(X).mean().backward()
+
+
+def torch_clips(loop):
+    loop.backward(loop.model(X).mean())
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+
+
+X = torch.ones(5, 3)
+BOOSTED = "has been boosted already"
+NUMBER = "the loss must be a tensor of one number"
+COPY = "a boosted optimizer is sharded, so it cannot be copied or pickled"
+INVALID = {
+    # of boost: no loop is needed
+    "no optimizer": (lambda: boost(model(), "adamw"), "boost: str is no pair of init and update"),
+    "a class": (lambda: boost(model(), torch.optim.SGD), "SGD is no pair of init and update"),
+    "another model's": (
+        lambda: boost(model(), sgd(model())),
+        r"param_groups\[0\] are tensors that are no parameters of",
+    ),
+    "a search": (
+        lambda: boost_own(model(), lambda m: torch.optim.LBFGS(m.parameters())),
+        "LBFGS.*calls the loss function",
+    ),
+    "a function": (lambda: boost(model), "boost: the model is a module, not function: for a function there is"),
+    "a number": (lambda: boost([nn.ReLU(), 3]), r"layers must be modules and functions; got layers\[1\] is int"),
+    "no memory": (
+        lambda: boost(nn.Sequential(*(nn.Linear(2, 2, device="meta") for _ in range(2)))),
+        r"0.weight, 0.bias, 1.weight, 1.bias must be described; .* Make its layer by fs.lazy",
+    ),
+    "a lazy module": (
+        lambda: boost(nn.Sequential(nn.LazyLinear(3))),
+        "0.weight, 0.bias must have a shape; .*Run it once",
+    ),
+    "Adam has stepped": (lambda: boost(*stepped(torch.optim.Adam)), "has taken steps already.*before its first step"),
+    "SGD has stepped": (lambda: boost(*stepped(torch.optim.SGD, momentum=0.9)), "has taken steps already"),
+    "state without memory": (
+        lambda: boost_own(nn.Sequential(fs.lazy(nn.Linear, 4, 4)), lambda m: Eager(m.parameters())),
+        r"Eager: state of a lazy parameter must be made in step\(\), .* got 'mean' without memory",
+    ),
+    "fully_shard": (lambda: boost_own(wrapped_by_fsdp("")), r"got FSDPPart at ''\. Give the module before fully_shard"),
+    "fully_shard of a layer": (lambda: init(wrapped_by_fsdp("2")), r"got FSDPPart at '2'\."),
+    "DataParallel": (
+        lambda: boost_own(nn.Sequential(nn.DataParallel(model()))),
+        r"DataParallel at '0'\. .* model.module",
+    ),
+    # of a boosted model and its optimizer
+    "boosted: both": (lambda loop: boost(loop.model, loop.opt), BOOSTED),
+    "boosted: the model": (lambda loop: boost(loop.model), BOOSTED),
+    "boosted: its module": (lambda loop: boost(loop.model.module), BOOSTED),
+    "boosted: the optimizer": (lambda loop: boost(model(), loop.opt), BOOSTED),
+    "boosted: by init": (lambda loop: init(loop.model), BOOSTED),
+    "optimizer of torch": (unboosted_optimizer, "optimizer must be what boost has returned; got SGD"),
+    "backward of torch": (
+        after_a_step,
+        r"loss.backward\(\) reached sharded parameters.* Call booster.backward\(loss, opt",
+    ),
+    "clipping of torch": (
+        torch_clips,
+        r"its parameters have no .grad. Clip them by booster.clip_grad_norm\(optimizer, m",
+    ),
+    "no stages": (
+        lambda loop: loop.booster.execute_pipeline(iter([]), loop.model, nn.MSELoss()),
+        "the model must be cut into stages, by HybridParallelPlugin",
+    ),
+    "no forward": (
+        lambda loop: loop.backward(torch.ones((), requires_grad=True)),
+        "must be called after the last step",
+    ),
+    "no graph": (lambda loop: (loop.model(X), loop.backward(torch.ones(()))), NUMBER),
+    "many losses": (lambda loop: loop.backward(loop.model(X)), NUMBER),
+    "a float": (lambda loop: (loop.model(X), loop.backward(1.0)), NUMBER),
+    "no gradients": (lambda loop: loop.opt.step(), "there are no gradients. Call the model, then booster.backward"),
+    "deepcopy": (lambda loop: copy.deepcopy(loop.opt), COPY),
+    "copy": (lambda loop: copy.copy(loop.opt), COPY),
+    "pickle": (lambda loop: pickle.dumps(loop.opt), COPY),
+    "reentrant": (lambda loop: boost(Reentrant(3, 3))[0](X), r"reentrant checkpoint.*use_reentrant=False"),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_misuse_raises(name):
+    act, message = INVALID[name]
+    needs_loop = act.__code__.co_argcount == 1
+    with pytest.raises((FshardError, ValueError, TypeError), match=message):
+        fs.run(lambda: act(Loop(model, fs.DDPPlugin(), sgd)) if needs_loop else act(), mesh=fs.make_mesh({"data": 1}))
+
+
+def test_boost_outside_or_of_a_shared_module_raises():
+    mesh, shared = fs.make_mesh({"data": 2}), model()
+    message = r"a loop must run as one device of .*\. Call it inside of fs.run\(main, mesh=mesh\), or under torchrun"
+    for call in (lambda booster: booster.boost(model()), lambda booster: booster.mean(torch.ones(()))):
+        with pytest.raises(fs.errors.ScopeError, match=message):
+            call(fs.Booster(fs.DDPPlugin(mesh=mesh)))
+    with pytest.raises(ModuleError, match=BOOSTED):
+        fs.run(lambda: boost(shared), mesh=mesh)
+
+
+def errors_on_processes():
     """Return the errors of modules that torch has wrapped by its own process group."""
     mesh = fs.mesh.to_device_mesh(fs.make_mesh({"data": 2}))
-    sharded = two_linears()
+    sharded, distributed = model(), model()
     fully_shard(sharded[0], mesh=mesh)
-    modules = [nn.parallel.DistributedDataParallel(two_linears()), sharded, two_linears()]
-    distribute_module(modules[2], mesh)
-    return [text_of(lambda one=one: fs.Booster().boost(one)) for one in modules]
-
-
-def text_of(act):
-    with pytest.raises(fs.errors.ModuleError) as error:
-        act()
-    return str(error.value)
+    distribute_module(distributed, mesh)
+    texts = []
+    for module in (nn.parallel.DistributedDataParallel(model()), sharded, distributed):
+        with pytest.raises(ModuleError) as error:
+            boost(module)
+        texts.append(str(error.value))
+    return texts
 
 
 def test_boosting_a_module_wrapped_on_processes_raises(two):
     expected = "DistributedDataParallel at ''", "FSDPLinear at '0'", "Linear at '0'"
-    for texts in two.run(wrapped_on_processes):
-        assert all(f"got {part}. Give" in text for part, text in zip(expected, texts, strict=True))
+    for texts in two.run(errors_on_processes):
+        assert all(f"got {kind}. Give" in text for kind, text in zip(expected, texts, strict=True))
+
+
+# -- the values given to boost, used afterwards -------------------------------------------------------------------------
 
 
 STALE = {
-    "call": (lambda old, opt: old(torch.ones(2, 3)), fs.errors.ModuleError, "the first value that boost returned"),
-    "layer": (lambda old, opt: old[2](torch.ones(2, 4)), fs.errors.ModuleError, "the first value that boost returned"),
-    "copy": (lambda old, opt: copy.deepcopy(old), fs.errors.ModuleError, "model.unwrap() is a copy"),
-    "save": (lambda old, opt: pickle.dumps(old.state_dict()), fs.errors.ModuleError, "model.unwrap() is a copy"),
-    "write": (lambda old, opt: nn.init.zeros_(old[0].weight), fs.errors.ModuleError, "the first value that boost"),
-    "step": (lambda old, opt: opt.step(), fs.errors.OptimizerError, "the second value that boost returned"),
+    "call": (lambda old, opt: old(torch.ones(2, 3)), ModuleError, "the first value that boost returned"),
+    "layer": (lambda old, opt: old[2](torch.ones(2, 4)), ModuleError, "the first value that boost returned"),
+    "copy": (lambda old, opt: copy.deepcopy(old), ModuleError, "model.unwrap() is a copy"),
+    "save": (lambda old, opt: pickle.dumps(old.state_dict()), ModuleError, "model.unwrap() is a copy"),
+    "write": (lambda old, opt: nn.init.zeros_(old[0].weight), ModuleError, "the first value that boost"),
+    "step": (lambda old, opt: opt.step(), OptimizerError, "the second value that boost returned"),
 }
 
 
-def use_stale_values(plugin, kind):
-    """Return the errors of the values given to `boost`, before the first step and after two."""
-    old = model()
-    before = copy.deepcopy(old)
-    old_opt = kind(old.parameters())
-    schedule = torch.optim.lr_scheduler.StepLR(old_opt, 1)
-    booster = fs.Booster(plugin)
-    boosted, opt, *_ = booster.boost(old, old_opt)
-    found = [errors_of_stale(old, old_opt)]
-    for _ in range(2):
-        if plugin.in_stages():
-            booster.execute_pipeline(iter([(torch.ones(4, 3), None)]), boosted, lambda y, _: y.mean(), opt)
-        else:
-            booster.backward(boosted(torch.ones(2, 3)).mean(), opt)
-        opt.step(), opt.zero_grad(), schedule.step()
-    assert [*old.state_dict()] == [*before.state_dict()]
-    assert "Placeholder(float32[4, 3])" in repr(old[0].weight)
-    assert sum(x.numel() for x in old.parameters()) == sum(x.numel() for x in before.parameters())
-    assert not torch.equal(boosted.unwrap()[2].bias, before[2].bias)
-    return [*found, errors_of_stale(old, old_opt)]
+@pytest.mark.parametrize("optimizer", [sgd, own_class])
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "stages"])
+def test_values_given_to_boost_raise_and_name_those_returned(plugin, optimizer):
+    """Before the first step and after two; schedulers of the optimizer work."""
+
+    def main():
+        old = model()
+        before, old_opt = copy.deepcopy(old), optimizer(old)
+        schedule = torch.optim.lr_scheduler.StepLR(old_opt, 1)
+        loop = Loop(lambda: old, PLUGINS[plugin](), lambda _: old_opt, criterion=lambda y, _: y.mean())
+        for steps in (0, 2):
+            for _ in range(steps):
+                loop.step(torch.ones(4, 3))
+                schedule.step()
+            for use, kind, message in STALE.values():
+                with pytest.raises(kind, match=re.escape(message)):
+                    use(old, old_opt)
+        assert [*old.state_dict()] == [*before.state_dict()]
+        assert "Placeholder(float32[4, 3])" in repr(old[0].weight)
+        assert sum(x.numel() for x in old.parameters()) == sum(x.numel() for x in before.parameters())
+        return torch.equal(loop.state()["2.bias"], before[2].bias)
+
+    assert fs.run(main, mesh=mesh_of(PLUGINS[plugin](), 2)) == [False, False]
 
 
-def errors_of_stale(old, opt):
-    found = {}
-    for name, (use, kind, message) in STALE.items():
-        with pytest.raises(kind, match=re.escape(message)):
-            use(old, opt)
-        found[name] = True
-    return found
-
-
-@pytest.mark.parametrize("kind", [partial(torch.optim.SGD, lr=0.1), Sign], ids=["torch", "own class"])
-@pytest.mark.parametrize(
-    "plugin",
-    [fs.DDPPlugin(), fs.FSDPPlugin(), fs.HybridParallelPlugin(pipeline=2, microbatches=2)],
-    ids=["ddp", "fsdp", "stages"],
-)
-def test_values_given_to_boost_raise_and_name_those_returned(plugin, kind):
-    mesh = fs.make_mesh({"data": 1, "pipe": 2} if plugin.in_stages() else {"data": 2})
-    found = fs.run(use_stale_values, plugin, kind, mesh=mesh)
-    assert found == [[dict.fromkeys(STALE, True)] * 2] * 2
-
-
-def test_values_given_to_boost_raise_on_processes(two):
-    assert two.run(use_stale_values, fs.FSDPPlugin(), Sign) == [[dict.fromkeys(STALE, True)] * 2] * 2
+# -- devices that run other layers --------------------------------------------------------------------------------------
 
 
 class Ordered(nn.Module):
@@ -311,23 +264,19 @@ class Ordered(nn.Module):
         return x
 
 
-def evaluate_in_orders(orders):
-    """Evaluate with the layers in one order on each device; return the error of the next step."""
-    booster = fs.Booster(fs.FSDPPlugin(mesh=fs.make_mesh({"data": 2}), unit="layers[*]"))
-    net = Ordered()
-    net, opt, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with torch.no_grad():
-        net(torch.ones(2, 3), orders[fs.axis_index("data")])
-    booster.backward(net(torch.ones(2, 3)).mean(), opt)
-    try:
-        opt.step()
-    except fs.errors.MismatchError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("orders", [[(1, 2), (1, 2)], [(1, 2), (2, 1)], [(1,), (2,)]], ids=str)
 def test_evaluation_of_other_layers_on_one_device_raises_in_the_next_step(orders):
     """Layers of one size would be mixed up in silence: their all-gathers are paired by order."""
-    for text in fs.run(evaluate_in_orders, orders, mesh=fs.make_mesh({"data": 2})):
-        assert ("devices gathered different units" in text) == (orders[0] != orders[1])
+
+    def body(loop):
+        with torch.no_grad():
+            loop.model(torch.ones(2, 3), orders[fs.axis_index("data")])
+        loop.backward(loop.model(torch.ones(2, 3)).mean())
+        try:
+            loop.step()
+        except MismatchError as error:
+            return "devices gathered different units" in str(error)
+        return False
+
+    results = on_devices(body, fs.FSDPPlugin(unit="layers[*]"), 2, Ordered)
+    assert results == [orders[0] != orders[1]] * 2

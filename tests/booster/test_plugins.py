@@ -1,8 +1,8 @@
-"""Fields of plugins: one error that names all that are wrong; and the words for names of other libraries."""
+"""Fields of plugins and the parallel configuration: one error names all invalid ones; words for names of other libraries."""
 
 import inspect
 import re
-from contextlib import nullcontext
+from math import prod
 from operator import attrgetter
 from pathlib import Path
 
@@ -12,43 +12,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fshard as fs
+from fshard.booster.hybrid import model_axes
 from fshard.foreign_names import NAMES
 
-MESH = fs.make_mesh({"data": 2, "pipe": 2})
+DATA, PIPE = fs.make_mesh({"data": 2}), fs.make_mesh({"data": 2, "pipe": 2})
+SAVED = torch.nn.Linear(1, 1)
 
 
 def staged(**options):
     return fs.HybridParallelPlugin(**{"pipeline": 2, "microbatches": 2, **options})
 
 
+def parallel(**config):
+    return fs.parallel(config)
+
+
+def tensor(size, mode, **config):
+    return fs.parallel({"tensor": {"size": size, "mode": mode, **config}})
+
+
 INVALID = {
+    # fields of plugins
     "precision": (
         lambda: fs.DDPPlugin(precision="fp8"),
         "DDPPlugin: precision must be 'bf16', 'fp16' or None, got 'fp8'",
     ),
-    "dtype of precision": (
-        lambda: fs.DDPPlugin(precision=torch.float32),
-        "must be 'bf16', 'fp16' or None, got torch.f",
-    ),
+    "its dtype": (lambda: fs.DDPPlugin(precision=torch.float32), "must be 'bf16', 'fp16' or None, got torch.f"),
     "unused": (lambda: fs.DDPPlugin(unused="none"), "unused must be 'skip' or 'zero', got 'none'"),
     "mesh": (
         lambda: fs.FSDPPlugin(mesh={"data": 2}, shard_axis="data"),
         "mesh must be a Mesh or None, got {'data': 2}",
     ),
-    "axis": (lambda: fs.DDPPlugin(mesh=MESH, axis="rows"), 'axis=: .* has no axis "rows"'),
+    "axis": (lambda: fs.DDPPlugin(mesh=PIPE, axis="rows"), 'axis=: .* has no axis "rows"'),
     "seed": (lambda: fs.DDPPlugin(seed=-1), "seed must be an integer >= 0, got -1"),
     "slices": (lambda: fs.DDPPlugin(reproducible=True, slices=True), "slices must be an integer >= 1, got True"),
     "flag": (lambda: fs.DDPPlugin(sync_batchnorm="no"), "sync_batchnorm must be True or False, got 'no'"),
-    "unknown option": (lambda: fs.DDPPlugin(options={"buckt": 1}), "options has no 'buckt'; legal: bucket, in_flight"),
+    "option": (lambda: fs.DDPPlugin(options={"buckt": 1}), "options has no 'buckt'; legal: bucket, in_flight"),
     "bucket": (lambda: fs.ZeroPlugin(options={"bucket": -1}), "bucket must be an integer >= 0, got -1"),
-    "dtype": (lambda: fs.DDPPlugin(options={"reduce": "fp32"}), "reduce must be a torch.dtype or None, got 'fp32'"),
-    "integers": (
-        lambda: fs.DDPPlugin(options={"reduce": torch.int8}),
-        "reduce must be a floating dtype .*, got torch.int8",
-    ),
+    "reduce": (lambda: fs.DDPPlugin(options={"reduce": "fp32"}), "reduce must be a torch.dtype or None, got 'fp32'"),
+    "integers": (lambda: fs.DDPPlugin(options={"reduce": torch.int8}), "must be a floating dtype .*, got torch.int8"),
     "stage": (lambda: fs.ZeroPlugin(stage=3), "stage must be 1 or 2, got 3"),
     "unit": (lambda: fs.FSDPPlugin(unit=0), "unit must be a path pattern"),
-    "shard axis": (lambda: fs.FSDPPlugin(mesh=MESH, shard_axis="rows"), 'shard_axis=: .* has no axis "rows"'),
+    "shard axis": (lambda: fs.FSDPPlugin(mesh=PIPE, shard_axis="rows"), 'shard_axis=: .* has no axis "rows"'),
     "zero stage": (lambda: staged(zero_stage=4), "zero_stage must be 0, 1, 2 or 3, got 4"),
     "pipeline": (lambda: staged(pipeline=0), "pipeline must be an integer >= 1, got 0"),
     "microbatches": (lambda: staged(microbatches="4"), "microbatches must be an integer >= 1, got '4'"),
@@ -57,31 +62,91 @@ INVALID = {
     "schedule": (lambda: staged(schedule="1b1f"), "There is no schedule .1b1f."),
     "balance": (lambda: staged(balance="even"), "got 'even'"),
     "sizes": (lambda: staged(balance=[1, 2, 3]), "a number of layers, at least 1, for each of 2 stages; got"),
-    "measured balance": (lambda: staged(balance="time"), 'balance="time" must have a microbatch'),
+    "measured": (lambda: staged(balance="time"), 'balance="time" must have a microbatch'),
     "recompute": (lambda: staged(recompute="sometimes"), "recompute must be .* or an integer >= 1, got 'sometimes'"),
-    "reproducible and batchnorm": (
+    "several": (
+        lambda: fs.FSDPPlugin(precision="fp8", unused="no", seed=-1),
+        "precision must .*; unused .*; seed must .*",
+    ),
+    "several of stages": (
+        lambda: staged(pipeline="2", zero_stage=5, chunks=-1),
+        "pipeline must .*; zero_stage must .*; chunks must .*",
+    ),
+    # valid fields that contradict each other
+    "batchnorm by slices": (
         lambda: fs.DDPPlugin(reproducible=True, sync_batchnorm=True),
         "sync_batchnorm=True needs all devices together, reproducible=True computes slices one by one",
     ),
-    "reduction in 16 bits": (
+    "sums in 16 bits": (
         lambda: fs.DDPPlugin(reproducible=True, options={"reduce": torch.bfloat16}),
         "sums in 16 bits are rounded differently on other meshes",
     ),
-    "shard axis elsewhere": (
-        lambda: fs.FSDPPlugin(mesh=MESH, axis="data", shard_axis="pipe"),
-        "shard_axis must be among axis=, got 'pipe'",
+    "axes": (lambda: fs.FSDPPlugin(mesh=PIPE, axis="data", shard_axis="pipe"), "must be among axis=, got 'pipe'"),
+    "several contradictions": (
+        lambda: fs.FSDPPlugin(mesh=PIPE, shard_axis="rows", options={"a": 1}),
+        r"options has no 'a'.*; .* has no axis \"rows\"",
     ),
-    "pipeline of another size": (lambda: staged(mesh=MESH, pipeline=4), '"pipe" of .* must have size 4, got 2'),
-    "no pipeline axis": (lambda: staged(mesh=fs.make_mesh({"data": 2})), '"pipe" of .* must have size 2, got 1'),
-    "stages and batchnorm": (lambda: staged(sync_batchnorm=True), "sync_batchnorm=True must have pipeline=1"),
-    "option of losses": (lambda: staged(options={"bucket": 1}), "options has no 'bucket'; legal: dynamic, inputs"),
+    "pipe axis": (lambda: staged(mesh=PIPE, pipeline=4), '"pipe" of .* must have size 4, got 2'),
+    "no pipe axis": (lambda: staged(mesh=DATA), '"pipe" of .* must have size 2, got 1'),
+    "no model axis": (lambda: fs.HybridParallelPlugin(tensor=2, mesh=DATA), '"model" of .* must have size 2'),
+    "data": (lambda: fs.HybridParallelPlugin(data=3, mesh=DATA), "data must be that of .*, 2, got 3"),
+    "batchnorm of stages": (lambda: staged(sync_batchnorm=True), "sync_batchnorm=True must have pipeline=1"),
+    "batchnorm of tensor": (
+        lambda: staged(pipeline=1, tensor=2, sync_batchnorm=True),
+        "must have pipeline=1, tensor=1",
+    ),
+    "options of losses": (lambda: staged(options={"bucket": 1}), "options has no 'bucket'; legal: dynamic, inputs"),
+    "square": (lambda: staged(tensor=6, tensor_mode="2d"), "must be a square .* got 6: the nearest are 4 and 9"),
+    "cube": (lambda: staged(tensor=9, tensor_mode="3d"), "tensor must be a cube .* 8 and 27"),
+    "modes": (lambda: staged(tensor=0, sequence_mode="rings"), "tensor must be an integer .*; sequence_mode must be "),
+    "depth": (lambda: staged(tensor=2, tensor_depth=2), 'tensor_depth=2 has no meaning for tensor_mode="1d"'),
+    "megatron": (lambda: staged(sequence=2, sequence_mode="megatron"), 'must have tensor > 1, .* got 1, "1d" and 2'),
+    # the parallel configuration
+    "no mode": (
+        lambda: parallel(tensor=4),
+        r"must have a mode: write tensor=dict\(size=4, mode=...\), .*'3d', 'sequence'",
+    ),
+    "no mode of a dict": (lambda: parallel(tensor={"size": 2}), "must have a mode: write .*size=2, mode="),
+    "no size": (lambda: parallel(tensor={"mode": "2d"}), "tensor must be an integer >= 1, got None"),
+    "mode": (lambda: tensor(4, "4d"), "the mode of tensor must be '1d', .* or 'sequence', got '4d'"),
+    "depth of 2.5d": (lambda: tensor(9, "2.5d", depth=2), "tensor_depth=2 times a square .* 8 and 18"),
+    "depth of a sequence": (lambda: tensor(4, "sequence", depth=2), "tensor_depth=2 has no meaning for"),
+    "no microbatches of a configuration": (
+        lambda: parallel(pipeline=2),
+        "microbatches must be an integer >= 1, got None",
+    ),
+    "no table": (lambda: parallel(parallel=2), "must be a dict of data, experts, pipeline and tensor, got 2"),
+    "Python file": (
+        lambda: fs.parallel("config.py"),
+        r"must be a dict or a TOML file; got .*config.py.*Use fs.parallel\(dict\(",
+    ),
+    "many": (
+        lambda: parallel(pipe=2, data=0, pipeline={"size": "2", "n": 1}, tensor={"size": 6, "mode": "2d", "rows": 2}),
+        "^parallel: tensor has no 'rows'; .*; parallel has no 'pipe'; .*; pipeline has no 'n'; .*"
+        "data must be an integer >= 1, got 0; pipeline must be .* got '2'",
+    ),
+    # names of other libraries
+    "plugin": (lambda: fs.LowLevelZeroPlugin, r"no attribute 'LowLevelZeroPlugin'. Use fs.ZeroPlugin\("),
+    "jax": (lambda: fs.pcast, "Use fs.pvary"),
+    "no name": (lambda: fs.nothing, "no attribute 'nothing'.$"),
+    "optimizer": (lambda: fs.optim.HybridAdam, "Use fs.optim.adamw"),
+    "learning rate": (lambda: fs.optim.CosineAnnealingWarmupLR, "Use fs.optim.schedules.warmup_cosine"),
+    "keywords": (
+        lambda: fs.HybridParallelPlugin(tp_size=2, pp_size=2),
+        r"HybridParallelPlugin has no 'tp_size' \(use tensor=2, sample=batch\), 'pp_size' \(use pipeline=2\); legal: mesh",
+    ),
+    "clipping": (lambda: fs.FSDPPlugin(max_norm=1.0), r"use booster.clip_grad_norm\(optimizer, max_norm\)"),
+    "saving": (lambda: fs.Booster().save_optimizer(SAVED, "x", shard=True), r"no 'shard' \(use fs.export\("),
+    "offload": (lambda: fs.ZeroPlugin(cpu_offload=True), "no 'cpu_offload' .use offload=\"host\""),
+    "no keyword": (lambda: fs.FSDPPlugin(nothing=1), "unexpected keyword argument 'nothing'"),
+    "option of others": (lambda: fs.DDPPlugin(options={"max_norm": 1.0}), "'max_norm' .use booster.clip_grad_norm"),
 }
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_invalid_plugin_raises(name):
+def test_invalid_options_raise(name):
     make, message = INVALID[name]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError, AttributeError), match=message):
         make()
 
 
@@ -91,30 +156,72 @@ def test_precision_may_be_a_dtype(dtype, name):
     assert fs.FSDPPlugin(precision=dtype).gradient_options()["compute"] is dtype
 
 
-def test_plugin_error_lists_all_invalid_fields():
-    with pytest.raises(ValueError, match="precision must .*; unused must .*; seed must .*"):
-        fs.FSDPPlugin(precision="fp8", unused="no", seed=-1)
-    with pytest.raises(ValueError, match=r"options has no 'a'.*; .* has no axis \"rows\""):
-        fs.FSDPPlugin(mesh=MESH, shard_axis="rows", options={"a": 1})
-    with pytest.raises(ValueError, match="pipeline must .*; zero_stage must .*; chunks must .*"):
-        staged(pipeline="2", zero_stage=5, chunks=-1)
+CONFIGURATIONS = {
+    "nothing": ({}, (1, 1, "1d", 1)),
+    "both": ({"pipeline": {"size": 2}, "tensor": {"size": 4, "mode": "2d"}}, (2, 4, "2d", 1)),
+    "a number": ({"pipeline": 2, "tensor": {"size": 4, "mode": "1d"}}, (2, 4, "1d", 1)),
+    "2.5d": ({"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}, (1, 8, "2.5d", 1)),
+    "3d": ({"tensor": {"size": 8, "mode": "3d"}}, (1, 8, "3d", 1)),
+    "sequence": ({"tensor": {"size": 4, "mode": "sequence"}}, (1, 1, "1d", 4)),
+    "named": ({"parallel": {"pipeline": 2, "tensor": 1}}, (2, 1, "1d", 1)),
+}
+"""Samples of Colossal-AI's page: sizes of pipeline and tensor, the mode, and the size of sequence."""
 
 
-@given(
-    precision=st.sampled_from([None, "bf16", "fp8"]),
-    stage=st.integers(-1, 4),
-    seed=st.integers(-2, 2),
-    slices=st.integers(-1, 9),
-    reproducible=st.booleans(),
-    sync=st.booleans(),
-)
-def test_any_plugin_is_valid_or_lists_its_errors(precision, stage, seed, slices, reproducible, sync):
-    mesh = fs.make_mesh({"data": 2})
-    count = sum([precision == "fp8", seed < 0, slices < 1, stage not in (1, 2)]) or int(reproducible and sync)
-    how = {"precision": precision, "stage": stage, "seed": seed, "slices": slices, "reproducible": reproducible}
-    with pytest.raises(ValueError) if count else nullcontext() as found:
-        fs.ZeroPlugin(mesh=mesh, sync_batchnorm=sync, **how)
-    assert not count or str(found.value).count(";") + 1 == count
+def sizes_of(plugin):
+    return plugin.pipeline, plugin.tensor, plugin.tensor_mode, plugin.sequence
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_parallel_configuration(name):
+    config, expected = CONFIGURATIONS[name]
+    plugin = fs.parallel(config, zero_stage=1, microbatches=4)
+    assert (sizes_of(plugin), plugin.zero_stage) == (expected, 1)
+    assert plugin.sequence_mode == ("rsa" if plugin.sequence > 1 else "gather")
+
+
+@pytest.mark.parametrize("table", ["", "parallel"])
+def test_parallel_configuration_of_toml(tmp_path, table):
+    path, (head, prefix) = tmp_path / "config.toml", (f"[{table}]\n", f"{table}.") if table else ("", "")
+    path.write_text(f'{head}data = 1\npipeline = 2\n[{prefix}tensor]\nsize = 8\nmode = "2.5d"\ndepth = 2\n')
+    for file in (path, str(path)):
+        plugin = fs.parallel(file, microbatches=2)
+        assert (sizes_of(plugin), plugin.tensor_depth, plugin.data) == ((2, 8, "2.5d", 1), 2, 1)
+
+
+def test_data_is_inferred_from_the_devices():
+    def axes_of(**config):
+        mesh = fs.make_mesh({"all": 16})
+        return fs.run(lambda: fs.parallel(config, microbatches=4).default_mesh(), mesh=mesh)[0].axes
+
+    assert axes_of(pipeline=2, tensor={"size": 4, "mode": "2d"}) == (
+        ("pipe", 2),
+        ("data", 2),
+        ("model_i", 2),
+        ("model_j", 2),
+    )
+    assert axes_of(tensor={"size": 4, "mode": "sequence"}) == (("pipe", 1), ("data", 4), ("seq", 4), ("model", 1))
+    with pytest.raises(ValueError, match=r"data \* .* the number of devices, 16; got 3 \* 2 \* 1 \* 1 \* 1 = 6"):
+        axes_of(data=3, pipeline=2)
+    with pytest.raises(ValueError, match=r"must be the number of devices, 16; got 1 \* 1 \* 1 \* 1 \* 9 = 9"):
+        axes_of(tensor={"size": 9, "mode": "2d"})
+    fs.parallel({"data": 3})  # the devices are not known yet
+
+
+@given(size=st.integers(1, 200), mode=st.sampled_from(["1d", "2d", "2.5d", "3d"]), depth=st.integers(1, 5))
+def test_sizes_are_legal_or_between_the_nearest(size, mode, depth):
+    depth = depth if mode == "2.5d" else 1
+    power = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}[mode]
+    legal = [depth * q**power for q in range(1, 201)]
+    if size in legal:
+        axes = model_axes(size, mode, depth)
+        assert prod(axes.values()) == size
+        assert len({*axes.values()} - {depth}) <= 1
+        return
+    nearest = [max((n for n in legal if n < size), default=legal[0]), min(n for n in legal if n > size)]
+    second = legal[1] if size < legal[0] else nearest[1]
+    with pytest.raises(ValueError, match=f"got {size}: the nearest are {nearest[0]} and {second}"):
+        model_axes(size, mode, depth)
 
 
 # -- names of other libraries -------------------------------------------------------------------------------------------
@@ -142,38 +249,3 @@ def test_foreign_name_is_in_the_page_and_its_word_exists(name):
 def test_names_of_jax_are_in_its_table(name):
     table = PAGE.read_text(encoding="utf-8").partition("## JAX")[2]
     assert [row for row in table.splitlines() if re.search(rf"\b{name}\b", row.split(" | ")[0])]
-
-
-SAVED = torch.nn.Linear(1, 1)
-ERRORS = {
-    "plugin": (
-        lambda: fs.LowLevelZeroPlugin,
-        AttributeError,
-        r"no attribute 'LowLevelZeroPlugin'. Use fs.ZeroPlugin\(",
-    ),
-    "jax": (lambda: fs.pcast, AttributeError, "Use fs.pvary"),
-    "no name": (lambda: fs.nothing, AttributeError, "no attribute 'nothing'.$"),
-    "optimizer": (lambda: fs.optim.HybridAdam, AttributeError, "Use fs.optim.adamw"),
-    "schedule": (lambda: fs.optim.CosineAnnealingWarmupLR, AttributeError, "Use fs.optim.schedules.warmup_cosine"),
-    "keywords": (
-        lambda: fs.HybridParallelPlugin(tp_size=2, pp_size=2),
-        TypeError,
-        r"HybridParallelPlugin has no 'tp_size' \(use tensor=2, sample=batch\), 'pp_size' \(use pipeline=2\); legal: mesh",
-    ),
-    "clipping": (lambda: fs.FSDPPlugin(max_norm=1.0), TypeError, r"use booster.clip_grad_norm\(optimizer, max_norm\)"),
-    "saving": (lambda: fs.Booster().save_optimizer(SAVED, "x", shard=True), TypeError, r"no 'shard' \(use fs.export\("),
-    "offload": (lambda: fs.ZeroPlugin(cpu_offload=True), TypeError, "no 'cpu_offload' .use offload=\"host\""),
-    "no keyword": (lambda: fs.FSDPPlugin(nothing=1), TypeError, "unexpected keyword argument 'nothing'"),
-    "an option": (
-        lambda: fs.DDPPlugin(options={"max_norm": 1.0}),
-        ValueError,
-        "'max_norm' .use booster.clip_grad_norm",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_error_of_a_foreign_name_names_the_word(case):
-    act, kind, message = ERRORS[case]
-    with pytest.raises(kind, match=message):
-        act()

@@ -107,20 +107,6 @@ def test_copies_end_with_their_graph():
         assert used.now("host") == 0
 
 
-def of_process():
-    result, comm, used = trained(save_names(*NAMES, offload=NAMES))
-    return (
-        all(map(torch.equal, result, trained(save_names(*NAMES))[0])),
-        comm.moved("host", "device"),
-        used.peak("host"),
-    )
-
-
-def test_in_processes(two):
-    size = 2 * LAYERS * 4 * ROWS // 2 * WIDTH
-    assert two.run(of_process) == [(True, size, size)] * 2
-
-
 def test_in_stages():
     mesh, schedule = fs.make_mesh({"pipe": 2, "data": 2}), fs.pipeline_schedule("1f1b", stages=2, microbatches=4)
     stages = [torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(2)]

@@ -2,7 +2,6 @@
 
 import gc
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch
 from fshard.errors import DiskError
 from fshard.memory import disk
 from fshard.memory.disk import copy, empty_on_disk, file_of, is_on_disk
-from fshard.testing import run_processes
 
 
 def descriptors():
@@ -118,40 +116,3 @@ def test_partial_reads_and_writes_go_on(disk_folder, monkeypatch):
     copy(y, x)
     copy(x, result)
     assert torch.equal(result, y)
-
-
-def resident():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
-
-
-def growth(folder):
-    """Return the growth of resident memory by state of 16 MB after steps 1, 5 and 200; the 4th step reads it as memory."""
-    os.environ["FSHARD_DISK"] = folder
-
-    def steps(make, n):
-        buffer, before, sizes = torch.ones(n), resident(), []
-        state = [make((n,), torch.float32) for _ in range(16)]
-        for step in range(200):
-            for x in state[:: 1 if step < 5 else 16]:
-                copy(x, buffer)
-                buffer += 1
-                copy(buffer, x)
-                if step == 3:
-                    x.sum()  # the next step drops these pages
-            if step in (0, 4, 199):
-                sizes.append(resident() - before)
-        return sizes
-
-    makers = {"disk": empty_on_disk, "memory": lambda shape, dtype: torch.zeros(shape, dtype=dtype)}
-    for make in makers.values():
-        steps(make, 1)  # code that is used for the first time becomes resident
-    return {kind: steps(make, 1 << 18) for kind, make in makers.items()}
-
-
-def test_state_on_disk_is_not_resident(disk_folder):
-    (sizes,) = run_processes(growth, 1, str(disk_folder))
-    assert (
-        max(sizes["disk"]) < 0.1 * (16 << 20) < 0.8 * (16 << 20) < sizes["memory"][0]
-    )  # some of it reuses freed pages
-    assert sizes["disk"][2] - sizes["disk"][0] < 1 << 18

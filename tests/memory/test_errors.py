@@ -60,6 +60,27 @@ ERRORS = {  # the call, the error, and what it says: the offenders, what they mu
         'update_on "device" or "host"; got \'host\' and \'disk\'',
     ),
     "kind of a plugin": (lambda: fs.ZeroPlugin(offload="nvme"), ValueError, "'host', 'disk' or None, got 'nvme'"),
+    "plugin of stage 3": (
+        lambda: fs.FSDPPlugin(offload="cpu"), ValueError, "offload must be False, True, 'host' or 'disk', got 'cpu'",
+    ),
+    "flag of a plugin": (lambda: fs.ZeroPlugin(offload=True), ValueError, "offload must be 'host', 'disk' or None, got True"),
+    "exact plugin": (lambda: fs.FSDPPlugin(offload="disk", reproducible=True), ValueError, 'use offload="host"'),
+    "fractions": (
+        lambda: fs.GeminiPlugin(placement="static", offload_optim_frac=1.5, offload_param_frac=-1),
+        ValueError,
+        "offload_optim_frac must be from 0 to 1; got 1.5; offload_param_frac must",
+    ),
+    "fractions of auto": (lambda: fs.GeminiPlugin(offload_optim_frac=0.5), ValueError, 'are for placement="static"'),
+    "limits of static": (lambda: fs.GeminiPlugin(placement="static", device=1), ValueError, "device= and host= are for"),
+    "both fractions": (
+        lambda: fs.GeminiPlugin(placement="static", offload_param_frac=0.5, shard_param_frac=0.5),
+        ValueError,
+        "shard_param_frac must be 1",
+    ),
+    "placement": (lambda: fs.GeminiPlugin(placement="cpu"), ValueError, "placement must be"),
+    "state on the device": (
+        lambda: partitioned(update_on="host"), OptimizerError, 'got state_memory="device". Write state_memory="host"',
+    ),
     "stage": (
         lambda: partitioned(stage=2).init(sharded({"blocks.**": "host", "**": "device"}, P())),
         OptimizerError,

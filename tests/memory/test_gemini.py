@@ -1,6 +1,5 @@
 """`GeminiPlugin`: bits of a run without offload, limits that hold from the first step on, fractions, checkpoints."""
 
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -10,7 +9,8 @@ from torch import nn
 import fshard as fs
 from fshard import P, optim
 from fshard.mesh.layout import flatten
-from tests.memory.test_plugins import OPTIMIZERS, batch, is_same, network, share
+from tests.booster.loops import Loop, on_devices
+from tests.memory.test_plugins import OPTIMIZERS, batch, is_same, network, steps
 
 GEMINI = partial(fs.GeminiPlugin, unit="*")
 RESIDENT = partial(fs.FSDPPlugin, unit="*")
@@ -37,28 +37,14 @@ def stepped(plugin, n, limit=None, model=network, optimizer="adamw", steps=3):
 def looped(plugin, n, limit=None, model=network, optimizer="adamw", evaluates=False):
     """Return what each device has after a loop with two backwards a step: losses, full parameters and state; memories."""
 
-    def main():
-        module = model()
-        booster = fs.Booster(plugin())
-        boosted, opt, *_ = booster.boost(module, OPTIMIZERS.get(optimizer, optimizer)(module))
-        losses = []
+    def body(loop):
         with fs.memory.limit(device=limit) as used:
-            if evaluates:
-                with torch.no_grad():
-                    losses.append(boosted(share(batch(9)[0])).sum())
-            for step in range(3):
-                for part in range(2):
-                    x, y = batch(step, part)
-                    with nullcontext() if part else booster.no_sync(boosted, opt):
-                        loss = square(boosted(share(x)), share(y))
-                        booster.backward(loss, opt)
-                    losses.append(loss.detach())
-                losses.append(booster.clip_grad_norm(opt, 0.1))
-                opt.step()
-                opt.zero_grad()
-        return (losses, boosted.unwrap().state_dict(), opt.state_dict()), (boosted.params, opt.state), used
+            with torch.no_grad():
+                losses = [loop.model(loop.part(batch(9)[0])).sum()] if evaluates else []
+            losses += steps(loop)
+        return (losses, loop.state(), loop.opt.state_dict()), (loop.model.params, loop.opt.state), used
 
-    return fs.run(main, mesh=fs.make_mesh({"data": n}))
+    return on_devices(body, plugin(), n, model, OPTIMIZERS.get(optimizer, optimizer), criterion=square)
 
 
 def by_functions(n, limit, model, steps=3):
@@ -217,24 +203,6 @@ def test_fractions_of_whole_units(run, unit, fractions):
         assert on_device or fraction == 1 or unit != "*"
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (
-            {"placement": "static", "offload_optim_frac": 1.5, "offload_param_frac": -1},
-            "offload_optim_frac must be from 0",
-        ),
-        ({"offload_optim_frac": 0.5}, 'fractions are for placement="static"'),
-        ({"placement": "static", "device": 1}, 'device= and host= are for placement="auto"'),
-        ({"placement": "static", "offload_param_frac": 0.5, "shard_param_frac": 0.5}, "shard_param_frac must be 1"),
-        ({"placement": "cpu"}, "placement must be"),
-    ],
-)
-def test_invalid_options_raise(options, text):
-    with pytest.raises(ValueError, match=text):
-        fs.GeminiPlugin(**options)
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 OTHERS = {"ddp": fs.DDPPlugin, "zero": partial(fs.ZeroPlugin, stage=1), "fsdp": fs.FSDPPlugin, "gemini": GEMINI}
@@ -246,33 +214,16 @@ def test_checkpoints_are_those_of_other_plugins(other, tmp_path):
 
     def main(first, second):
         folder = tmp_path / f"{fs.mesh.process_index()}"
-        results = []
-        for plugin, loads in ((first, False), (second, True)):
-            module, booster = network(), fs.Booster(plugin)
-            model, opt, *_ = booster.boost(module, torch.optim.AdamW(module.parameters(), lr=0.1))
-            if loads:
-                booster.load(folder, model, opt)
-            for step in range(1 + loads):
-                x, y = batch(step)
-                booster.backward(square(model(share(x)), share(y)), opt)
-                opt.step()
-                opt.zero_grad()
-            if not loads:
-                booster.save(folder, model, opt)
-            results.append(model.unwrap().state_dict())
-        return results
+        saved, loaded = (Loop(network, plugin, OPTIMIZERS["adamw"], criterion=square) for plugin in (first, second))
+        saved.step(*map(saved.part, batch(0)))
+        saved.booster.save(folder, saved.model, saved.opt)
+        loaded.booster.load(folder, loaded.model, loaded.opt)
+        for step in range(2):
+            loaded.step(*map(loaded.part, batch(step)))
+        return saved.state(), loaded.state()
 
     for plugins in ((GEMINI(device=2000), OTHERS[other]()), (OTHERS[other](), GEMINI(device=2000))):
         expected = fs.run(main, fs.DDPPlugin(), fs.DDPPlugin(), mesh=fs.make_mesh({"data": 2}))
         result = fs.run(main, *plugins, mesh=fs.make_mesh({"data": 2}))
         for x, y in zip(flatten(result)[0], flatten(expected)[0], strict=True):
             torch.testing.assert_close(x, y)
-
-
-def of_process():
-    result = looped(partial(GEMINI, device=2500), 2, 40_000)
-    return equal(result, looped(RESIDENT, 2)), in_memory(result[0][1], "host") > 0
-
-
-def test_in_processes(two):
-    assert two.run(of_process) == [(True, True)] * 2

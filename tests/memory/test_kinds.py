@@ -109,19 +109,6 @@ def test_lazy_layers_are_drawn_into_their_memory():
     assert torch.equal(*[fs.unshard(params["weight"]) for params in drawn])
 
 
-def test_all_unknown_kinds_and_patterns_raise_one_error():
-    mesh = fs.make_mesh({"data": 2})
-    memory = {"w": "gpu", "x": "host", "b": "pinned"}
-    with pytest.raises(fs.errors.LayoutError) as caught:
-        fs.shard_params({"w": torch.ones(2), "b": torch.ones(2)}, P(), mesh=mesh, memory=memory)
-    parts = ("got 'gpu'", "got 'pinned'", 'no leaf is for the rule "x"', "The leaves are b, w")
-    assert all(part in str(caught.value) for part in parts)
-    with pytest.raises(fs.errors.LayoutError, match='no rule is for b.*"device" is for what no other pattern'):
-        fs.shard_params({"w": torch.ones(2), "b": torch.ones(2)}, P(), mesh=mesh, memory={"w": "host"})
-    with pytest.raises(ValueError, match="memory must be .* got 'gpu'"):
-        fs.Layout(mesh, P()).with_memory("gpu")
-
-
 def test_pictures_show_the_kind(capsys):
     mesh = fs.make_mesh({"data": 2})
     x = fs.device_put(torch.ones(4), fs.Layout(mesh, P("data"), "disk"))

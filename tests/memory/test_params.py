@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P, optim
-from fshard.errors import OptimizerError
 from fshard.memory.transfers import Transfer, stress
 from fshard.transforms.fsdp import units
 
@@ -157,26 +156,6 @@ def test_units_are_fetched_before_they_are_used(monkeypatch):
     forward += [f"use {i}" for i in (3, 4, 5)]
     backward = ["fetch 3", "fetch 2", "backward 5", "backward 4", "backward 3", "fetch 1"]  # 5, 4 and 0 need no copy
     assert events == [*forward, *backward, *(f"backward {i}" for i in (2, 1, 0))]
-
-
-def in_process(rate, case):
-    expected, _ = trained("device", **case)
-    with stress(poison=True, rate=rate):
-        result, _ = trained("host", **case)
-    return same_bits(result, expected)
-
-
-@pytest.mark.parametrize(("rate", "more"), [(None, {}), (1e6, {"microbatches": 3, "update_on": "device"})])
-def test_bits_are_equal_in_processes(two, rate, more):
-    assert two.run(in_process, rate, FIXED | more) == [True, True]
-
-
-def test_parameters_in_other_memory_need_stage_3():
-    mesh = fs.make_mesh({"data": 2})
-    params = fs.shard_params({"w": torch.ones(4)}, P(), mesh=mesh, memory="host")
-    opt = fs.partition_optimizer(optim.adamw(), mesh=mesh, axis="data", stage=2)
-    with pytest.raises(OptimizerError, match="stage must be 3 .* got 2, and .*w"):
-        opt.init(params)
 
 
 def test_tied_parameters_are_in_one_memory():

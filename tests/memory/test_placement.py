@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 import warnings
 from dataclasses import replace
@@ -19,10 +18,8 @@ from fshard import P, optim
 from fshard.errors import MemoryLimitError
 from fshard.memory.choice import NotEnoughError, Option, choose
 from fshard.memory.placement import MemoryGroup, Rates
-from fshard.memory.transfers import stress
 from fshard.mesh.layout import flatten
 from tests.memory.training import OPTIMIZERS, same_bits
-from tests.sampled import THOROUGH
 
 LIMITS = st.integers(5, 10)
 
@@ -108,11 +105,6 @@ def test_the_plan_is_the_run(n, update_on):
     chooses=st.lists(st.booleans(), min_size=10, max_size=10),
 )
 def test_bits_of_drawn_placements_equal_those_on_the_device(name, n, options, chooses):
-    assert bits_are_equal(n, name, options, chooses)
-
-
-def bits_are_equal(n, name, options, chooses):
-    """Place groups as drawn; return whether three steps have the bits of those with all on the device."""
     made = program(n, name=name, **options)
     expected = trained(program(n, name=name, **{**options, "update_on": "device"}, memory="device"))[0]
     plan = fs.memory.place(*made, device=1 << 30)
@@ -126,27 +118,7 @@ def bits_are_equal(n, name, options, chooses):
     for role, x in arrays:
         if isinstance(x, fs.Sharded) and x.ndim:
             assert x.layout.memory == memories[MemoryGroup(role, x.layout.unit)]
-    return same_bits(trained([step, params, state, batch])[0], expected)
-
-
-def drawn_in_process(seed):
-    """Return the drawn placements whose bits differ: options are drawn alike in both processes."""
-    draw, errors = random.Random(seed), []
-    names = [name for name in OPTIMIZERS if "plain" not in name]
-    for _ in range(6):
-        flags = {name: draw.random() < 0.5 for name in ("clips", "fp16")}
-        options = flags | {"update_on": draw.choice(["device", "host"]), "microbatches": draw.choice([1, 2])}
-        case = 2, draw.choice(names), options, [draw.random() < 0.5 for _ in range(10)]
-        with stress(poison=True, rate=draw.choice([None, 1e6])):
-            if not bits_are_equal(*case):
-                errors.append(case)
-    return errors
-
-
-def test_bits_of_drawn_placements_are_equal_in_processes(two):
-    """With late copies, whose buffers have no values before."""
-    for seed in range(50 if THOROUGH else 1):
-        assert two.run(drawn_in_process, seed) == [[], []]
+    assert same_bits(trained([step, params, state, batch])[0], expected)
 
 
 def test_only_the_excess_leaves():

@@ -1,7 +1,5 @@
 """`offload=` of plugins: bits of the functional step and of torch's loop equal those without it, and less is on the device."""
 
-import os
-from contextlib import nullcontext
 from functools import cache, partial
 
 import pytest
@@ -13,6 +11,7 @@ from fshard import optim
 from fshard.memory.transfers import stress
 from fshard.mesh.layout import flatten
 from fshard.mesh.layout.kinds import memory_of
+from tests.booster.loops import Loop, on_devices
 from tests.sampled import in_pairs
 
 HYBRID = partial(fs.HybridParallelPlugin, microbatches=2, sample=torch.zeros(2, 6))
@@ -72,37 +71,34 @@ def batch(step, part=0):
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + part)), torch.zeros(8, 6)
 
 
-def share(x):
-    """Return a device's part of a batch."""
-    return x.chunk(fs.axis_size("data"))[fs.axis_index("data")]
+def steps(loop, count=3):
+    """Take steps of two backwards each; return losses and norms."""
+    numbers = []
+    for step in range(count):
+        numbers += [loop.accumulate(*map(loop.part, batch(step, part)), sync=part > 0) for part in range(2)]
+        numbers.append(loop.booster.clip_grad_norm(loop.opt, 0.1, 2.0 if step else float("inf")))
+        loop.step()
+    return numbers
+
+
+def loop_of(name, optimizer="adamw", **options):
+    model = partial(network, norm_of(name))
+    return Loop(model, PLUGINS[name][0](**options), OPTIMIZERS[optimizer], criterion=nn.functional.mse_loss)
+
+
+def arrays_of(loop):
+    """Return the arrays of parameters and state."""
+    return loop.model.params, loop.opt.state.state_dict() if isinstance(loop.opt.optim, Signs) else loop.opt.state
 
 
 def looped(name, optimizer="adamw", **options):
-    """Return what each device has after steps of two backwards each: losses, norms, full state; and its arrays."""
-    make, axes, _ = PLUGINS[name]
+    """Return what each device has after steps: losses, norms, full state; and its arrays."""
 
     def main():
-        plugin, model = make(**options), network(norm_of(name))
-        booster = fs.Booster(plugin)
-        model, opt, *_ = booster.boost(model, OPTIMIZERS[optimizer](model))
-        numbers = []
-        for step in range(3):
-            for part in range(2):
-                x, y = batch(step, part)
-                if plugin.in_stages():
-                    numbers.append(booster.execute_pipeline(iter([(x, y)]), model, nn.MSELoss(), opt)["loss"])
-                    continue
-                with nullcontext() if part else booster.no_sync(model, opt):
-                    loss = nn.functional.mse_loss(model(share(x)), share(y))
-                    booster.backward(loss, opt)
-                numbers.append(loss.detach())
-            numbers.append(booster.clip_grad_norm(opt, 0.1, 2.0 if step else float("inf")))
-            opt.step()
-            opt.zero_grad()
-        state = opt.state.state_dict() if optimizer == "own class" else opt.state
-        return (numbers, model.unwrap().state_dict(), opt.state_dict()), (model.params, state)
+        loop = loop_of(name, optimizer, **options)
+        return (steps(loop), loop.state(), loop.opt.state_dict()), arrays_of(loop)
 
-    return fs.run(main, mesh=fs.make_mesh(axes))
+    return fs.run(main, mesh=fs.make_mesh(PLUGINS[name][1]))
 
 
 def stepped(name, optimizer="adamw", **options):
@@ -201,53 +197,19 @@ def test_peak_of_the_device_is_lower_by_what_is_elsewhere(disk_folder, name, off
 @pytest.mark.parametrize("name", ["zero 2", "fsdp"])
 def test_memory_of_a_loop_is_counted_by_purpose(name):
     """What was made before the limit, too; and each purpose in its memory."""
-    make, axes, _ = PLUGINS[name]
 
-    def main():
-        model = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)])
-        booster = fs.Booster(make(offload="host"))
-        model, opt, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    def body(loop):
         with fs.memory.limit() as used:
             for step in range(2):
-                booster.backward(model(share(batch(step)[0])).square().mean(), opt)
-                opt.step()
+                loop.step(*map(loop.part, batch(step)))
         return used
 
-    used, *_ = fs.run(main, mesh=fs.make_mesh(axes))
+    def matrices():
+        return nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)])
+
+    options = {"optimizer": OPTIMIZERS["adamw"], "criterion": nn.functional.mse_loss}
+    used, *_ = on_devices(body, PLUGINS[name][0](offload="host"), 2, matrices, **options)
     whole, half = 4 * 4 * 36, 4 * 2 * 36  # bytes of four matrices, and of a device's shards
     assert used.peak("device", "parameters") == (whole if name == "zero 2" else 0)
     assert used.peak("host", "parameters") == used.peak("host", "gradients") == half <= used.peak("host", "state") / 2
     assert used.peak("device", "state") < 50 and used.peak("device", "activations")
-
-
-def is_same_in_process(folder, name, offload):
-    os.environ["FSHARD_DISK"] = folder
-    resident = looped(name)
-    with stress(poison=True, rate=1e6):
-        return is_same(looped(name, offload=offload), resident)
-
-
-@pytest.mark.parametrize(("name", "offload"), [("zero 2", "disk"), ("fsdp", "host")])
-def test_bits_are_equal_in_processes(two, disk_folder, name, offload):
-    assert two.run(is_same_in_process, str(disk_folder), name, offload) == [True, True]
-
-
-INVALID = {
-    "zero": (lambda: fs.ZeroPlugin(offload=True), "offload must be 'host', 'disk' or None, got True"),
-    "fsdp": (lambda: fs.FSDPPlugin(offload="cpu"), "offload must be False, True, 'host' or 'disk', got 'cpu'"),
-    "hybrid": (lambda: HYBRID(offload="device"), "offload must be 'host', 'disk' or None, got 'device'"),
-    "reproducible": (lambda: fs.FSDPPlugin(offload="disk", reproducible=True), 'use offload="host"'),
-}
-
-
-@pytest.mark.parametrize("case", INVALID)
-def test_invalid_offload_raises(case):
-    make, message = INVALID[case]
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_true_means_host():
-    """As FSDP's CPUOffload(True)."""
-    plugin = fs.FSDPPlugin(offload=True)
-    assert plugin.state_memory() == plugin.param_memory() == "host"

@@ -167,19 +167,6 @@ def test_state_on_disk_is_not_copied(disk_folder):
         optim.pure_step(opt)(params, opt.init(params), params)
 
 
-@pytest.mark.parametrize(
-    ("place", "complaint"),
-    [
-        (("memory", "device"), "state_memory must be .*; got 'memory' and 'device'"),
-        (("host", "disk"), "update_on .*; got 'host' and 'disk'"),
-        (("device", "host"), 'got state_memory="device". Write state_memory="host"'),
-    ],
-)
-def test_unknown_memories_raise(place, complaint):
-    with pytest.raises(OptimizerError, match=complaint):
-        trained(*place, **CASE)
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("cls", [Lion, Factored], ids=lambda cls: cls.__name__)
 def test_state_of_an_instance_is_moved_to_its_step(disk_folder, cls, place):

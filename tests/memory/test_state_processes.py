@@ -2,16 +2,14 @@
 
 import ctypes
 import os
-from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 import fshard as fs
 from fshard import optim
-from fshard.errors import DiskError
 from fshard.memory.transfers import stress
-from tests.memory.test_disk import resident
 from tests.memory.training import CASE, away, same_bits, trained
 
 
@@ -37,27 +35,10 @@ def test_bits_are_equal_in_processes(two, disk_folder, name, place, rate, more):
     assert two.run(is_same_in_process, str(disk_folder), place, rate, case) == [True, True]
 
 
-def test_a_disk_error_in_a_step_is_raised(two, disk_folder):
-    """Of virtual devices, and of a process that fails: the other one does not wait for it."""
-    for run in (failing_step, partial(two.run, failing_step)):
-        with pytest.raises(DiskError, match=f"Reading the unlinked file .* in FSHARD_DISK={disk_folder}"):
-            run(str(disk_folder))
-
-
-def failing_step(folder):
-    os.environ["FSHARD_DISK"] = folder
-    read = os.preadv
-
-    def broken(*args):
-        if fs.mesh.process_index() == 0:
-            raise OSError(5, "Input/output error")
-        return read(*args)
-
-    os.preadv = broken
-    try:
-        trained("disk", "device", **CASE)
-    finally:
-        os.preadv = read
+def resident():
+    """Return the bytes of memory that this process has."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
 
 
 M_MMAP_THRESHOLD = -3
