@@ -3,6 +3,7 @@
 fshard run train.py                   start a file in several processes (`fshard.launching.torchrun`)
 fshard doctor                         the installation: devices, features, correctness (`fshard.doctor`)
 fshard certify FILE:NAME --mesh ...   a program of torch.distributed against one process (`fshard.testing.programs`)
+fshard plan config.json --devices N   layouts of a model of Hugging Face, ranked (`fshard.plan.command`)
 fshard calibrate -o FILE              the numbers of this machine, for `fs.plan` (`fshard.plan.command`)
 fshard checkpoint inspect PATH        what a checkpoint has; verify it; convert it (`fshard.checkpoint.command`)
 """
@@ -17,12 +18,13 @@ from fshard.checkpoint import command as checkpoint
 from fshard.doctor.visit import visit
 from fshard.errors import FshardError
 from fshard.launching.torchrun import run
-from fshard.plan.command import run_calibrate
+from fshard.plan.command import run_calibrate, run_plan
 from fshard.testing.programs import command as certify
 
 USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard doctor [--processes N] [--device cpu|cuda] [--json]
        fshard certify FILE:NAME --mesh data=4 [--mesh data=2,model=2] [--steps N] [--json OUT]
+       fshard plan CONFIG --devices N --gpu NAME --global-batch N [--sequence N] [-o FILE]
        fshard calibrate [--processes N] [-o FILE]
        fshard checkpoint inspect|verify PATH
        fshard checkpoint convert --to hf|dcp|torch|safetensors [--only NAME] PATH OUT
@@ -31,12 +33,19 @@ USAGE = """usage: fshard run [options] [-m] FILE ...
 run      start a file in several processes: fshard run train.py (options: fshard run --help)
 doctor   show versions, devices and the speed between processes, and check every collective
 certify  compare a program of torch.distributed in processes with one process, gradient by gradient
+plan     rank meshes and options of training a model of Hugging Face, by its config.json
 calibrate    measure this machine, and write its numbers into a file, for fs.plan
 checkpoint   show what a checkpoint has, compare it with its digests, write it in another format
 """
 
 
-COMMANDS = {"doctor": visit, "certify": certify.run, "calibrate": run_calibrate, "checkpoint": checkpoint.run}
+COMMANDS = {
+    "doctor": visit,
+    "certify": certify.run,
+    "plan": run_plan,
+    "calibrate": run_calibrate,
+    "checkpoint": checkpoint.run,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         match words:
             case ["run", *rest]:
                 run(rest)
-            case [("doctor" | "certify" | "calibrate" | "checkpoint") as name, *rest]:
+            case [("doctor" | "certify" | "plan" | "calibrate" | "checkpoint") as name, *rest]:
                 return COMMANDS[name](rest)
             case ["--version"]:
                 sys.stdout.write(f"fshard {version('fshard')}\n")

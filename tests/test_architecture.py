@@ -50,7 +50,17 @@ MAY_IMPORT = {
     "report": GROUND | {"mesh"},
     "testing": GROUND | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it uses the public API
     "doctor": GROUND | {"mesh", "memory", "launching", "testing", "fshard"},
-    "plan": GROUND | {"mesh", "memory", "transforms", "launching"},  # calibration times a gradient
+    "plan": GROUND
+    | {
+        "mesh",
+        "memory",
+        "optim",
+        "transforms",
+        "pipeline",
+        "tensor",
+        "booster",
+        "launching",
+    },  # plans are of all of these
     "command": {"errors", "launching", "doctor", "checkpoint", "testing", "plan"},  # the command line
     "__main__": {"command"},
     "fshard": GROUND

@@ -1,8 +1,8 @@
 """Plans: the needs of a training step on a mesh, and how long it takes, without its devices.
 
-`cost` runs the step itself on the abstract mesh, so operations, bytes and peaks of memory are exact, on any number of devices;
-time is a model with the numbers of a machine, a `Cluster`. `fshard calibrate` measures those of this one. `search` ranks layouts of
-a model with repeated layers; `rank` meshes and options of any program.
+`cost` runs the step itself on the abstract mesh, so operations, bytes and peaks of memory are exact, on any number of
+devices; time is a model with the numbers of a machine, a `Cluster`. `fshard calibrate` measures those of this one. `search`
+ranks layouts of a model with repeated layers; `rank` meshes and options of any program.
 """
 
 from fshard.plan.calibrate import calibrate

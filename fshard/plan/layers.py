@@ -9,8 +9,8 @@ trains. Repeated layers are traced once and multiplied.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,7 @@ class LayeredModel:
         batch: of one sample.
         loss: of the output and the batch; None: the cross-entropy of logits and the second part of the batch.
         optimizer: of `fs.optim`.
+        ends: costs of the model without layers, as they are known.
     """
 
     build: Callable[[int], nn.Module]
@@ -114,6 +115,7 @@ class LayeredModel:
     batch: PyTree
     loss: Loss | None
     optimizer: Optimizer
+    ends: dict[tuple[Any, ...], LayerCost] = field(default_factory=dict[tuple[Any, ...], LayerCost], compare=False)
 
     def rows(self, count: int) -> PyTree:
         """Return a batch of a number of samples."""
@@ -133,12 +135,17 @@ class LayeredModel:
             recompute: True if each layer keeps its input alone.
             sequence: True if these devices share the tokens between the layers, too.
         """
-        (ends, _), (both, below) = (self._traced(n, cluster, tensor, rows, recompute, sequence) for n in (0, 1))
+        key = cluster.name, tensor, rows, sequence
+        if key not in self.ends:  # recomputation changes nothing of them
+            self.ends[key] = self._traced(0, cluster, tensor, rows, False, sequence)[0]
+        ends, (both, below) = self.ends[key], self._traced(1, cluster, tensor, rows, recompute, sequence)
         layer = {name: x - getattr(ends, name) for name, x in vars(both).items()}
         layer["workspace"] = max(below - layer["saved"], 0)
         first = self._first_part(ends)
         last = {name: x - getattr(first, name) for name, x in vars(ends).items()}
-        return ModelCost(first, LayerCost(**layer), LayerCost(**last), self._message(rows) // (tensor if sequence else 1))
+        return ModelCost(
+            first, LayerCost(**layer), LayerCost(**last), self._message(rows) // (tensor if sequence else 1)
+        )
 
     def _traced(
         self, layers: int, cluster: Cluster, tensor: int, rows: int, recompute: bool, sequence: bool
@@ -147,7 +154,8 @@ class LayeredModel:
         model, batch = self.build(layers), self.rows(rows)
         if recompute:
             parent, _, name = self.blocks.rpartition(".")
-            setattr(model.get_submodule(parent), name, nn.ModuleList(map(Recomputed, model.get_submodule(self.blocks))))
+            layers_of = cast(nn.ModuleList, model.get_submodule(self.blocks))
+            setattr(model.get_submodule(parent), name, nn.ModuleList(Recomputed(layer) for layer in layers_of))
         mesh, plan = make_mesh({"data": 1, "model": tensor}, runtime="abstract"), None
         if tensor > 1:
             mode: Any = {"sequence": "model", "sequence_mode": "megatron"} if sequence else {}
@@ -179,7 +187,10 @@ class LayeredModel:
     def _first_part(self, ends: LayerCost) -> LayerCost:
         """Return the cost of what is before the layers: its memory, by the parameters that are registered before them."""
         model = self.build(1)
-        names, size = [name for name, _ in model.named_parameters()], {name: x.nbytes for name, x in model.named_parameters()}
+        names, size = (
+            [name for name, _ in model.named_parameters()],
+            {name: x.nbytes for name, x in model.named_parameters()},
+        )
         begin = next(index for index, name in enumerate(names) if name.startswith(f"{self.blocks}."))
         outside = [name for name in names if not name.startswith(f"{self.blocks}.")]
         part = sum(size[name] for name in names[:begin]) / max(sum(size[name] for name in outside), 1)
@@ -190,7 +201,9 @@ class LayeredModel:
         """Return the bytes that a layer is called with."""
         model, sizes = self.build(1), list[int]()
         layer = model.get_submodule(f"{self.blocks}.0")
-        layer.register_forward_pre_hook(lambda _, args: sizes.append(sum(x.nbytes for x in args if isinstance(x, Tensor))))
+        layer.register_forward_pre_hook(
+            lambda _, args: sizes.append(sum(x.nbytes for x in args if isinstance(x, Tensor)))
+        )
         inputs = self.inputs(self.rows(rows))
         with torch.no_grad():
             model(**inputs) if isinstance(inputs, dict) else model(inputs)
@@ -209,7 +222,11 @@ def _cost_of(step: Callable[..., Any], trees: Sequence[PyTree], cluster: Cluster
     operations = [event for event in events if isinstance(event, Operation)]
     backward = next(index for index, event in enumerate(operations) if event.unit == "backward")
     alive = [_bytes(event, "activations", "other") for event in operations]
-    below = [size for size, event in zip(alive, operations, strict=True) if event.unit != "update" and _bytes(event, "gradients")]
+    below = [
+        size
+        for size, event in zip(alive, operations, strict=True)
+        if event.unit != "update" and _bytes(event, "gradients")
+    ]
     gradients = max(_bytes(event, "gradients") for event in operations if event.unit != "update")
     begins, static = times.begins, _shards(trees[0]) + _shards(trees[1])
     total = LayerCost(

@@ -81,7 +81,7 @@ class ModelPlan:
             )
         stages: dict[str, Any] = {"microbatches": self.microbatches, "schedule": self.schedule, "chunks": self.chunks}
         stages |= {"blocks": blocks, "recompute": 1 if self.recompute else "never"}
-        accumulate = {"options": {"accumulate": self.microbatches}} if self.microbatches > 1 else {}
+        accumulate: dict[str, Any] = {"options": {"accumulate": self.microbatches}} if self.microbatches > 1 else {}
         return HybridParallelPlugin(
             data=self.data,
             pipeline=self.pipeline,
@@ -213,7 +213,9 @@ class PlanEstimate:
     @cached_property
     def _simulation(self) -> Any:
         """The run of the schedule, with gathers and reductions of ZeRO-3 beside the computation."""
-        gather, reduce = (self._exchange(stage.parameters) if self.plan.zero_stage == 3 else 0.0 for stage in (self.model.layer,) * 2)
+        gather, reduce = (
+            self._exchange(stage.parameters) if self.plan.zero_stage == 3 else 0.0 for stage in (self.model.layer,) * 2
+        )
         scale = [stage.parameters / max(self.model.layer.parameters, 1) for stage in self.stages]
         forward = [max(stage.forward, gather * x) for stage, x in zip(self.stages, scale, strict=True)]
         backward = [max(stage.backward, (gather + reduce) * x) for stage, x in zip(self.stages, scale, strict=True)]
@@ -223,7 +225,7 @@ class PlanEstimate:
 
     @property
     def _message(self) -> float:
-        """The seconds in which a message goes from one stage to the next."""
+        """The seconds of a message from one stage to the next."""
         if self.plan.pipeline == 1:
             return 0.0
         _, bandwidth, latency = self.cluster.level_between(0, self.plan.data * self.plan.tensor)
@@ -244,7 +246,14 @@ class PlanEstimate:
     def bound(self) -> float:
         """Return the seconds of a step by a formula: the work of the slowest device, and the bubble of its schedule."""
         plan, slowest = self.plan, max(cost.forward + cost.backward for cost in self.by_device)
-        bubble = {"zb-h1": 1 / 3, "zb-h2": 0.0, "zbv": 1 / 6, "dualpipe-v": 1 / 6, "interleaved": 1 / plan.chunks, "bfs": 1 / plan.chunks}
+        bubble = {
+            "zb-h1": 1 / 3,
+            "zb-h2": 0.0,
+            "zbv": 1 / 6,
+            "dualpipe-v": 1 / 6,
+            "interleaved": 1 / plan.chunks,
+            "bfs": 1 / plan.chunks,
+        }
         idle = (plan.pipeline - 1) * bubble.get(plan.schedule, 1.0)
         return slowest * (plan.microbatches + idle) + sum(self._after().values())
 
@@ -266,7 +275,7 @@ class PlanEstimate:
         """The seconds of a step, by what they are for."""
         work = max(cost.forward + cost.backward for cost in self.by_device) * self.plan.microbatches
         total = work if self.plan.pipeline == 1 and self.plan.zero_stage < 3 else float(self._total)
-        return {"layers": work, "bubble and messages": total - work, **self._after()}
+        return {"layers": work, "bubble and messages": max(total - work, 0.0), **self._after()}
 
     @property
     def _total(self) -> float:
@@ -299,4 +308,3 @@ class PlanEstimate:
         over = self.peak - self.cluster.memory
         name, size = max(self.memory().items(), key=lambda pair: pair[1])
         return "" if over <= 0 else f"{over / 1e9:,.2f} GB over the memory; {size / 1e9:,.2f} are for {name}"
-

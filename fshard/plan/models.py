@@ -93,9 +93,13 @@ class Transformer:
         """
         if isinstance(source, str | Path):
             path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
-            source = json.loads(path.read_text(encoding="utf-8"))
-        config = {**source, **source.get("text_config", {})}
-        sizes = {name: next((config[key] for key in keys if config.get(key)), None) for name, keys in _KEYS.items()}
+            config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            config = {**source}
+        config |= config.get("text_config", {})
+        sizes: dict[str, Any] = {
+            name: next((config[key] for key in keys if config.get(key)), None) for name, keys in _KEYS.items()
+        }
         sizes["sequence"] = sequence or sizes["sequence"]
         sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
         is_gpt2 = config.get("model_type") == "gpt2"
@@ -103,8 +107,11 @@ class Transformer:
         if missing := [" or ".join(_KEYS[name]) for name, size in sizes.items() if not size]:
             raise PlanError(f"plan: config.json must have {', '.join(missing)}; it has {', '.join(sorted(config))}.")
         if experts := [key for key in config if "expert" in key and config[key]]:
-            raise PlanError(f"plan: config.json must be of a dense model; got {experts[0]}. Build the model, and give it.")
-        return cls(**sizes, gated=not is_gpt2, tied=bool(config.get("tie_word_embeddings", is_gpt2)))
+            raise PlanError(
+                f"plan: config.json must be of a dense model; got {experts[0]}. Build the model, and give it."
+            )
+        tied, dropout = bool(config.get("tie_word_embeddings", is_gpt2)), config.get("resid_pdrop", 0.0)
+        return cls(**sizes, gated=not is_gpt2, tied=tied, bias=is_gpt2, dropout=dropout)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
@@ -155,7 +162,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocab, sizes.hidden)
         self.layers = nn.ModuleList(DecoderBlock(sizes) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(sizes.hidden, bias=sizes.bias), nn.Linear(sizes.hidden, sizes.vocab, bias=False)
+        self.norm, self.head = (
+            nn.LayerNorm(sizes.hidden, bias=sizes.bias),
+            nn.Linear(sizes.hidden, sizes.vocab, bias=False),
+        )
         if sizes.tied:
             self.head.weight = self.embedding.weight
 

@@ -6,11 +6,11 @@ all sizes and options ──divide?──> ──memory of parameters──> ─
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import nn
 
@@ -78,11 +78,17 @@ class Plans(Tabular):
         """Return the ten best plans and those that were rejected as a rich table."""
         from rich.table import Table
 
-        table = Table("data", "pipe", "model", "ZeRO", "microbatches", "schedule", "recompute", "step, s", "MFU", "GB", "why not")
+        table = Table(
+            "data", "pipe", "model", "ZeRO", "microbatches", "schedule", "recompute", "step, s", "MFU", "GB", "why not"
+        )
         for column in (0, 1, 2, 3, 7, 8, 9):
             table.columns[column].justify = "right"
         for estimate in self.estimates[:10]:
-            numbers = f"{estimate.seconds:.3g}", f"{100 * estimate.utilization(self.model_flops):.0f} %", f"{estimate.peak / 1e9:.1f}"
+            numbers = (
+                f"{estimate.seconds:.3g}",
+                f"{100 * estimate.utilization(self.model_flops):.0f} %",
+                f"{estimate.peak / 1e9:.1f}",
+            )
             table.add_row(*_row(estimate.plan), *numbers, self.slower(estimate))
         table.add_section()
         for rejected in self.rejected:
@@ -148,7 +154,11 @@ def search(
     """
     layered = _layered(model, batch, optimizer, loss, blocks)
     choices = _choices(constraints)
-    costs, rejected, fitting = dict[tuple[Any, ...], ModelCost | str](), list[tuple[float, RejectedPlan]](), list[tuple[float, PlanEstimate]]()
+    costs, rejected, fitting = (
+        dict[tuple[Any, ...], ModelCost | str](),
+        list[tuple[float, RejectedPlan]](),
+        list[tuple[float, PlanEstimate]](),
+    )
     tried = 0
     for plan in _plans(layered.layers, devices, global_batch, choices, cluster):
         tried += 1
@@ -164,9 +174,10 @@ def search(
         else:
             fitting.append((estimate.bound(), estimate))
     if not tried:
+        given = ", ".join(f"{name}={x!r}" for name, x in constraints.items()) or "any option"
         raise PlanError(
-            f"plan.search: sizes must divide {devices} devices, {layered.layers} layers and a global batch of {global_batch}; no plan "
-            f"with {', '.join(f'{name}={x!r}' for name, x in constraints.items()) or 'any option'} does."
+            f"plan.search: sizes must divide {devices} devices, {layered.layers} layers and a global batch of {global_batch}; "
+            f"no plan with {given} does."
         )
     estimates = list[PlanEstimate]()
     for _, estimate in sorted(fitting, key=lambda pair: pair[0]):
@@ -180,10 +191,10 @@ def search(
     if not estimates:
         nearest = rejected[0][1]
         raise PlanError(
-            f"plan.search: no plan of {devices} devices fits; the nearest is {nearest.plan}: {nearest.reason}. Take more devices, or "
-            "a device with more memory."
+            f"plan.search: no plan of {devices} devices fits; the nearest is {nearest.plan}: {nearest.reason}. "
+            "Take more devices, or those with more memory."
         )
-    key = (lambda x: x.seconds) if goal == "time" else (lambda x: x.peak)
+    key: Callable[[PlanEstimate], float] = (lambda x: x.seconds) if goal == "time" else (lambda x: x.peak)
     flops = model.flops(global_batch) if isinstance(model, Transformer) else None
     return Plans(sorted(estimates, key=key), [plan for _, plan in rejected[:LISTED]], flops, tried)
 
@@ -241,7 +252,9 @@ def _plans(
 
 def _chunks(schedule: str, pipeline: int, layers: int, choices: Mapping[str, Collection[Any]]) -> Iterator[int]:
     """Yield the numbers of stages of a device."""
-    legal = (1,) if pipeline == 1 or schedule in ONE_STAGE else (2, 4, 8) if schedule in ("interleaved", "bfs") else (2,)
+    legal = (
+        (1,) if pipeline == 1 or schedule in ONE_STAGE else (2, 4, 8) if schedule in ("interleaved", "bfs") else (2,)
+    )
     for chunks in choices.get("chunks", legal):
         if chunks in legal and chunks * pipeline <= layers:
             yield chunks
@@ -252,9 +265,11 @@ def _choices(constraints: Mapping[str, Any]) -> dict[str, Collection[Any]]:
     fields = ("data", "pipeline", "tensor", "microbatches", "chunks", *_CHOICES)
     if unknown := [name for name in constraints if name not in fields]:
         raise PlanError(f"plan.search: {', '.join(unknown)} must be among {', '.join(fields)}.")
-    return _CHOICES | {
-        name: tuple(x) if isinstance(x, Collection) and not isinstance(x, str) else (x,) for name, x in constraints.items()
+    given: dict[str, Collection[Any]] = {
+        name: tuple(x) if isinstance(x, Collection) and not isinstance(x, str) else (x,)
+        for name, x in constraints.items()
     }
+    return {**_CHOICES, **given}
 
 
 def _layered(
@@ -267,10 +282,14 @@ def _layered(
         ids = torch.empty(1, model.sequence, dtype=torch.int64, device="meta")
         return LayeredModel(model.build, "layers", model.layers, (ids, ids), loss, optimizer)
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise PlanError(f"plan.search: model must be a module or a Transformer; got {type(model).__name__}. Programs: plan.rank.")
+        raise PlanError(
+            f"plan.search: model must be a module or a Transformer; got {type(model).__name__}. Programs: plan.rank."
+        )
     lists = {name: len(child) for name, child in model.named_modules() if isinstance(child, nn.ModuleList)}
     if blocks is None and not lists:
-        raise PlanError("plan.search: the model must have its repeated layers in a ModuleList; got none. Name one: blocks=.")
+        raise PlanError(
+            "plan.search: the model must have its repeated layers in a ModuleList; got none. Name one: blocks=."
+        )
     path = blocks or max(lists, key=lambda name: lists[name])
     if path not in lists:
         raise PlanError(f"plan.search: blocks must be a ModuleList of the model, {', '.join(lists)}; got {path!r}.")
@@ -282,5 +301,6 @@ def _shortened(model: nn.Module, path: str, layers: int) -> nn.Module:
     """Return a copy of a model with its first layers, without values."""
     copy = copy_on_meta(model)
     parent, _, name = path.rpartition(".")
-    setattr(copy.get_submodule(parent), name, copy.get_submodule(path)[:layers])
+    blocks = cast(nn.ModuleList, copy.get_submodule(path))
+    setattr(copy.get_submodule(parent), name, blocks[:layers])
     return copy

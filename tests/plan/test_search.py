@@ -1,0 +1,179 @@
+"""`fs.plan.search`: costs of layers are those of the program that is traced in full; plans are ranked, or rejected."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard import P, optim
+from fshard.command import main
+from fshard.errors import PlanError
+from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster, cost, search
+from fshard.plan.search import _layered
+
+H100, ROWS = cluster("h100", node=8), 4
+SMALL = Transformer(layers=4, hidden=512, ffn=2048, heads=8, kv_heads=8, vocab=1024, sequence=128)
+LARGE = replace(SMALL, hidden=4096, ffn=11008, heads=32, kv_heads=8, vocab=32000, sequence=4096)
+ADAMW = optim.with_master_weights(optim.adamw(3e-4))
+
+
+def estimate(plan, model=SMALL, machine=H100):
+    layered = _layered(model, None, ADAMW, None, None)
+    options = {"tensor": plan.tensor, "rows": plan.rows, "recompute": plan.recompute, "sequence": plan.sequence}
+    return PlanEstimate(plan, machine, layered.trace(machine, **options), model.layers)
+
+
+def traced(plan, model):
+    """Return the cost of all layers and microbatches, by the program that trains."""
+    mesh = fs.make_mesh({"data": plan.data, "model": plan.tensor}, runtime="abstract")
+    module, ids = model.build(), torch.empty(plan.data * plan.rows, model.sequence, dtype=torch.int64, device="meta")
+    tp = fs.tensor_parallel(module, axis="model", sample=(ids,), check=False) if plan.tensor > 1 else None
+    apply, params, buffers = fs.functionalize(module, plan=tp)
+    within = None if tp is None else tp.rules
+    rules = fs.fsdp("data", unit="layers.*", within=within) if plan.zero_stage == 3 else within or P()
+    params = fs.shard_params(params, rules, mesh=mesh)
+    opt = fs.partition_optimizer(ADAMW, mesh=mesh, axis="data", stage=plan.zero_stage)
+
+    def loss_fn(params, ids):
+        logits, _ = apply(params, buffers, ids)
+        if tp is not None:
+            return tp.cross_entropy(logits, ids)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    options = {"local": () if tp is None else tp.axes, "donate": True}
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), **options)
+    return cost(step, params, opt.init(params), ids, cluster=H100)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_layers_that_are_multiplied_are_those_of_the_program(tensor, stage):
+    """Operations are equal; seconds and bytes are near, since the formulas leave out units of uneven sizes."""
+    plan = ModelPlan(data=4, tensor=tensor, zero_stage=stage, rows=ROWS)
+    small, full = estimate(plan, LARGE), traced(plan, LARGE)
+    assert small.flops == full.flops() * plan.devices
+    assert small.seconds == pytest.approx(full.seconds, rel=0.05)
+    assert small.peak == pytest.approx(full.peak(), rel=0.15)
+
+
+def test_stages_have_the_operations_of_the_model_and_wait_for_each_other():
+    alone = estimate(ModelPlan(microbatches=8))
+    for schedule, chunks in [("1f1b", 1), ("interleaved", 2), ("zbv", 2)]:
+        plan = ModelPlan(pipeline=2, microbatches=8, schedule=schedule, chunks=chunks)
+        staged = estimate(plan)
+        assert staged.flops == alone.flops and plan.devices == 2
+        assert alone.seconds / 2 < staged.seconds < alone.seconds and staged.terms["bubble and messages"] > 0
+    assert sum(staged.memory().values()) == staged.peak < alone.peak
+
+
+def test_recomputation_has_less_memory_and_more_operations():
+    kept, again = (estimate(ModelPlan(rows=ROWS, recompute=flag)) for flag in (False, True))
+    assert again.flops > kept.flops and again.model.layer.saved < kept.model.layer.saved / 4
+
+
+def test_plans_are_ranked_with_reasons():
+    options = {"devices": 8, "global_batch": 64, "optimizer": ADAMW, "tensor": (1, 2)}
+    chosen = options | {"rows": 8, "schedule": "1f1b"}
+    plans = search(SMALL, cluster=H100, **chosen)
+    assert [x.seconds for x in plans] == sorted(x.seconds for x in plans)
+    assert all(x.plan.devices == 8 and x.plan.data * x.plan.rows * x.plan.microbatches == 64 for x in plans)
+    assert "ms more" in plans.slower(plans[1]) or plans[1].seconds == plans[0].seconds
+    assert "MFU" in str(plans) and "peak" in plans[0].explain()
+    only = search(SMALL, cluster=H100, pipeline=4, zero_stage=1, rows=1, **options)
+    assert {(x.plan.pipeline, x.plan.zero_stage) for x in only} == {(4, 1)}
+    least = search(SMALL, cluster=H100, goal="memory", **chosen)
+    assert least[0].peak == min(x.peak for x in plans) <= plans[0].peak
+    tight = replace(H100, memory=float(least[0].peak + 1))
+    fits = search(SMALL, cluster=tight, **chosen)
+    assert all(x.peak <= tight.memory for x in fits) and "GB over the memory" in fits.rejected[0].reason
+
+
+class Model(nn.Module):
+    """Layers under a path, between two ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Module()
+        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.inner.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.inner.layers:
+            x = torch.relu(layer(x))
+        return self.last(x)
+
+
+def test_any_module_with_a_list_of_layers_is_planned():
+    batch = torch.ones(2, 8), torch.zeros(2, 4)
+    options = {"devices": 2, "cluster": H100, "global_batch": 8, "optimizer": optim.sgd(0.1)}
+    plans = search(Model(), batch, loss=lambda y, batch: (y - batch[1]).square().mean(), tensor=1, **options)
+    assert {x.plan.pipeline for x in plans} == {1, 2} and plans[0].layers == 6
+    with pytest.raises(PlanError, match=r"blocks must be a ModuleList of the model, inner.layers; got 'layers'"):
+        search(Model(), batch, blocks="layers", **options)
+    with pytest.raises(PlanError, match=r"must have its repeated layers in a ModuleList; got none"):
+        search(nn.Linear(2, 2), batch, **options)
+    with pytest.raises(PlanError, match=r"speed must be among data, pipeline, tensor, .*; got|speed must be among"):
+        search(Model(), batch, speed=3, **options)
+    with pytest.raises(
+        PlanError, match=r"sizes must divide 2 devices, 6 layers and a global batch of 8; no plan with tensor=3"
+    ):
+        search(Model(), batch, tensor=3, **options)
+    with pytest.raises(PlanError, match=r"no plan of 2 devices fits; the nearest is ModelPlan.* GB over the memory"):
+        search(SMALL, **options | {"cluster": replace(H100, memory=1e6)})
+
+
+def test_plans_are_saved_scaled_and_boosted(tmp_path):
+    plan = ModelPlan(data=8, pipeline=4, zero_stage=1, rows=2, microbatches=4, recompute=True)
+    plan.save(tmp_path / "plan.toml")
+    assert ModelPlan.load(tmp_path / "plan.toml") == plan
+    (tmp_path / "wrong.toml").write_text('data = "8"\npipe = 4\n')
+    with pytest.raises(PlanError, match=r"pipe is unknown; data must be of type int; got '8'. Keys are data, pipeline"):
+        ModelPlan.load(tmp_path / "wrong.toml")
+    small = plan.scaled(4)
+    assert (small.data, small.pipeline) == (2, 2)
+    batch = torch.randn(16, 8), torch.randn(16, 4)
+    plugin = replace(small.plugin(blocks="inner.layers", sample=batch[0]), mesh=fs.make_mesh({"pipe": 2, "data": 2}))
+    booster = fs.Booster(plugin)
+    state = booster.init(Model(), optim.sgd(0.1), lambda y, target: (y - target).square().mean())
+    state, first = booster.step(state, batch)
+    assert booster.step(state, batch)[1]["loss"] < first["loss"]
+    with pytest.raises(PlanError, match="must have recompute=False"):
+        replace(plan, pipeline=1).plugin(blocks="inner.layers")
+
+
+CONFIG = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+    "vocab_size": 100, "max_position_embeddings": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_sizes_are_read_from_a_config_of_hugging_face(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": "llama"}))
+    sizes = Transformer.from_config(tmp_path)
+    assert sizes == Transformer(3, 64, 128, 4, 2, 100, 32)
+    out = tmp_path / "plan.toml"
+    words = ["--devices", "2", "--gpu", "h100", "--global-batch", "8", "-o", str(out)]
+    assert main(["plan", str(tmp_path), *words]) == 0
+    assert "MFU" in capsys.readouterr().out and ModelPlan.load(out).devices == 2
+    gpt2 = {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 2,
+        "vocab_size": 50,
+        "n_positions": 16,
+        "resid_pdrop": 0.1,
+    }
+    assert Transformer.from_config(gpt2) == Transformer(
+        2, 64, 256, 4, 4, 50, 16, gated=False, tied=True, bias=True, dropout=0.1
+    )
+    for each in (sizes, Transformer.from_config(gpt2)):
+        assert each.parameters == sum(x.numel() for x in each.build().parameters())
+    with pytest.raises(PlanError, match="must have hidden_size or n_embd, intermediate_size or n_inner, num_attention"):
+        Transformer.from_config({"num_hidden_layers": 3})
+    with pytest.raises(PlanError, match="must be of a dense model; got num_local_experts"):
+        Transformer.from_config({**CONFIG, "num_local_experts": 8})
