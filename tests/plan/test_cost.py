@@ -180,6 +180,29 @@ def test_plans_have_the_bytes_and_the_peak_of_processes(two, stage):
         assert planned == found
 
 
+def stages_in_process(stage, schedule):
+    options = {
+        "schedule": schedule,
+        "microbatches": 4,
+        "stage": stage,
+        "name": "adamw",
+        "tied": True,
+        "recompute": "never",
+    }
+    step, trees = staged({"pipe": 2, "data": 2}, **options)
+    report = cost(step, *trees, cluster=H100)
+    return (report.peak(), {axis: report.sent(axis) for axis in ("pipe", "data")}), counted(step, trees)
+
+
+@pytest.mark.parametrize(("stage", "schedule"), [(1, "1f1b"), (3, "zbv")])
+def test_plans_of_stages_have_the_bytes_and_the_peak_of_four_processes(four, stage, schedule):
+    """A process counts itself: the plan has the numbers of the one that has most."""
+    results = four.run(stages_in_process, stage, schedule)
+    ((peak, sent),) = {(planned[0], tuple(planned[1].items())) for planned, _ in results}
+    assert peak == max(found[0] for _, found in results)
+    assert dict(sent) == {axis: max(found[1][axis] for _, found in results) for axis in ("pipe", "data")}
+
+
 def test_operations_are_those_of_the_formula_and_recomputation_adds_a_forward():
     """2 operations for a weight and a token in the forward and 4 in the backward; attention sees all pairs of tokens."""
     layers, tokens = 2, ROWS * TOKENS
