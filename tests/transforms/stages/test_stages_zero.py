@@ -560,7 +560,7 @@ def test_failed_process_is_named_by_waiting_processes(who):
 
 # -- misuse -------------------------------------------------------------------------------------------------------
 
-MESH = fs.make_mesh({"pipe": 2, "data": 2})
+MESH = fs.make_mesh({"pipe": 2, "data": 2}, runtime="virtual")  # the module is imported in processes too
 GPIPE = fs.pipeline_schedule("gpipe", stages=3, microbatches=1)
 ONE_F = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
 ENTRANCES = {
