@@ -201,13 +201,14 @@ class KeptResult(NamedTuple):
 
 
 class Producer(NamedTuple):
-    """The operation that allocated some memory, and the strides of its result.
+    """The operation that allocated some memory, the version and the strides of its result.
 
     A weak reference: the memory can be freed, and its identity is not reused.
     """
 
     memory: StorageWeakRef
     number: int
+    version: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -257,7 +258,9 @@ class Region(TorchDispatchMode):
             memory = _memory(result)
             if not any(isinstance(x, Tensor) and _memory(x) == memory for x in args):  # else it is a view, or in place
                 strides = tuple(result.shape), result.stride(), int(result.storage_offset())
-                self._producers[memory] = Producer(StorageWeakRef(result.untyped_storage()), number, *strides)
+                self._producers[memory] = Producer(
+                    StorageWeakRef(result.untyped_storage()), number, result._version, *strides
+                )
         return result
 
     def _keep(self, number: int, x: Tensor, name: str | None, *, on_host: bool) -> None:
@@ -269,9 +272,12 @@ class Region(TorchDispatchMode):
             note_kept(name, x.nbytes)
 
     def mark(self, x: Tensor, label: str) -> None:
-        """Keep the result that x is a view of, if its name is one of the region's."""
+        """Keep the result that x is a view of, if its name is one of the region's.
+
+        One that has been written to in place is recomputed: the write would be repeated on what is kept.
+        """
         producer = self._producers.get(_memory(x)) if self.names and label in self.names else None
-        if producer is not None:
+        if producer is not None and x._version == producer.version:
             with torch.no_grad():  # so that these two are not numbered
                 result = x.detach().as_strided(producer.size, producer.stride, producer.offset)
                 self._keep(producer.number, result, label, on_host=label in self._offloaded)
