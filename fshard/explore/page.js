@@ -264,7 +264,7 @@ function drawLane(g, { plan, device, lane, name, y, h }, width, text, shades) {
   });
   g.restore();
 }
-/** Return 1, 2 or 5 times a power of ten, of which at most so many are in a range. */
+/** Return 1, 2 or 5 times a power of ten, of which a range has at most a number. */
 function tick(range, count) {
   const ten = 10 ** Math.floor(Math.log10(range / count));
   return ten * [1, 2, 5, 10].find((n) => n * ten >= range / count * 0.999);

@@ -150,7 +150,7 @@ class LayeredModel:
     def _traced(
         self, layers: int, cluster: Cluster, tensor: int, rows: int, recompute: bool, sequence: bool
     ) -> tuple[LayerCost, int]:
-        """Return the cost of the model with so many layers, and the most activations in the backward below the head."""
+        """Return the cost of the model with a number of layers, and the most activations in the backward below the head."""
         model, batch = self.build(layers), self.rows(rows)
         if recompute:
             parent, _, name = self.blocks.rpartition(".")

@@ -212,13 +212,11 @@ class PlanEstimate:
 
     @cached_property
     def _simulation(self) -> Any:
-        """The run of the schedule, with gathers and reductions of ZeRO-3 beside the computation."""
-        gather, reduce = (
-            self._exchange(stage.parameters) if self.plan.zero_stage == 3 else 0.0 for stage in (self.model.layer,) * 2
-        )
-        scale = [stage.parameters / max(self.model.layer.parameters, 1) for stage in self.stages]
-        forward = [max(stage.forward, gather * x) for stage, x in zip(self.stages, scale, strict=True)]
-        backward = [max(stage.backward, (gather + reduce) * x) for stage, x in zip(self.stages, scale, strict=True)]
+        """The run of the schedule, with the gathers and reductions of ZeRO-3 beside the computation."""
+        is_sharded = self.plan.zero_stage == 3
+        exchanges = [self._exchange(stage.parameters) if is_sharded else 0.0 for stage in self.stages]
+        forward = [max(stage.forward, gather) for stage, gather in zip(self.stages, exchanges, strict=True)]
+        backward = [max(stage.backward, 2 * gather) for stage, gather in zip(self.stages, exchanges, strict=True)]
         halves = [x / 2 for x in backward]
         costs: dict[str, Any] = {"forward": forward, "backward_input": halves, "backward_weight": halves}
         return self._schedule.simulate(**costs, send=self._message, activation=[stage.saved for stage in self.stages])

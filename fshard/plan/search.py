@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # it is imported where a table is shown
     from rich.table import Table
 
 SIMULATED = 48
-"""The plans, the best by a formula, whose schedules are simulated."""
+"""The plans, the best by a formula of time or memory, whose schedules are simulated."""
 LISTED = 12
 """The rejected plans that are listed."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -152,6 +152,8 @@ def search(
     >>> plans[0].plan.devices, plans[0].seconds <= plans[1].seconds
     (8, True)
     """
+    if goal not in ("time", "memory"):
+        raise PlanError(f'plan.search: goal must be "time" or "memory"; got {goal!r}.')
     layered = _layered(model, batch, optimizer, loss, blocks)
     choices = _choices(constraints)
     costs, rejected, fitting = (
@@ -172,7 +174,7 @@ def search(
             reason = f"{(least - cluster.memory) / 1e9:,.2f} GB over the memory, with one microbatch in flight"
             rejected.append((least, RejectedPlan(plan, reason)))
         else:
-            fitting.append((estimate.bound(), estimate))
+            fitting.append((estimate.bound() if goal == "time" else least, estimate))
     if not tried:
         given = ", ".join(f"{name}={x!r}" for name, x in constraints.items()) or "any option"
         raise PlanError(

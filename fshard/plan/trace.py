@@ -80,7 +80,7 @@ class Copy(NamedTuple):
 
 
 class MessageSend(NamedTuple):
-    """A message of a stage to another device, of so many bytes."""
+    """A message of a stage to another device, and its bytes."""
 
     to: int
     sent: float

@@ -178,7 +178,7 @@ def alone(body):
 
 
 def taken(n, count=11, size=4, state=None, stop=100, **options):
-    """Return the samples of each batch, joined from all devices, and the position after so many batches."""
+    """Return the samples of each batch, joined from all devices, and the position after a number of batches."""
 
     def main():
         loader = fs.Booster().prepare_dataloader(TensorDataset(torch.arange(count)), size, **options)

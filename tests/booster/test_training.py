@@ -344,7 +344,7 @@ def test_boosted_module_keeps_shapes_without_memory(kind):
     ("norm", "zero_stage", "inside"), [(nn.LayerNorm, 3, True), (nn.BatchNorm1d, 0, False), (nn.BatchNorm1d, 3, True)]
 )
 def test_functional_step_trains_stages_as_torch(inside, zero_stage, norm):
-    """Each microbatch has its own mean of BatchNorm: compared with are two microbatches of two devices, by hand."""
+    """Each microbatch has its own mean of BatchNorm: compared with are two microbatches of two devices, in plain torch."""
 
     def make():
         return nn.Sequential(nn.Linear(3, 6), norm(6), nn.Tanh(), nn.Linear(6, 11)).double()

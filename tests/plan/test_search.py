@@ -12,7 +12,7 @@ from fshard import P, optim
 from fshard.command import main
 from fshard.errors import PlanError
 from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster, cost, search
-from fshard.plan.search import _layered
+from fshard.plan.search import SIMULATED, _choices, _layered, _plans
 
 H100, ROWS = cluster("h100", node=8), 4
 SMALL = Transformer(layers=4, hidden=512, ffn=2048, heads=8, kv_heads=8, vocab=1024, sequence=128)
@@ -85,10 +85,19 @@ def test_plans_are_ranked_with_reasons():
     only = search(SMALL, cluster=H100, pipeline=4, zero_stage=1, rows=1, **options)
     assert {(x.plan.pipeline, x.plan.zero_stage) for x in only} == {(4, 1)}
     least = search(SMALL, cluster=H100, goal="memory", **chosen)
-    assert least[0].peak == min(x.peak for x in plans) <= plans[0].peak
+    assert least[0].peak <= min(x.peak for x in plans)
     tight = replace(H100, memory=float(least[0].peak + 1))
     fits = search(SMALL, cluster=tight, **chosen)
     assert all(x.peak <= tight.memory for x in fits) and "GB over the memory" in fits.rejected[0].reason
+
+
+def test_the_plan_with_the_least_memory_is_that_of_all_plans():
+    """There are more plans than are simulated, so those with the least time are not enough."""
+    layered, choices = _layered(SMALL, None, ADAMW, None, None), _choices({"rows": (1, 2), "tensor": 1})
+    peaks = [estimate(plan).peak for plan in _plans(layered.layers, 8, 64, choices, H100)]
+    options = {"devices": 8, "global_batch": 64, "optimizer": ADAMW, "rows": (1, 2), "tensor": 1}
+    plans = search(SMALL, cluster=H100, goal="memory", **options)
+    assert len(peaks) > SIMULATED and plans[0].peak == min(peaks)
 
 
 class Model(nn.Module):
@@ -116,7 +125,9 @@ def test_any_module_with_a_list_of_layers_is_planned():
         search(Model(), batch, blocks="layers", **options)
     with pytest.raises(PlanError, match=r"must have its repeated layers in a ModuleList; got none"):
         search(nn.Linear(2, 2), batch, **options)
-    with pytest.raises(PlanError, match=r"speed must be among data, pipeline, tensor, .*; got|speed must be among"):
+    with pytest.raises(PlanError, match=r'goal must be "time" or "memory"; got \'cost\''):
+        search(Model(), batch, goal="cost", **options)
+    with pytest.raises(PlanError, match=r"speed must be among data, pipeline, tensor"):
         search(Model(), batch, speed=3, **options)
     with pytest.raises(
         PlanError, match=r"sizes must divide 2 devices, 6 layers and a global batch of 8; no plan with tensor=3"

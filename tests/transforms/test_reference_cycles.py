@@ -74,7 +74,7 @@ def test_staged_step_frees_all_tensors():
     assert kept_in_cycles(lambda: step(params, state, torch.ones(4 * SIZE, SIZE))) == ([], [])
 
 
-# -- forwards that end in an error, and outputs that nobody goes back through ---------------------------------------------
+# -- forwards that end in an error, and outputs without a backward ---------------------------------------------
 
 PLUGINS = {"ddp": fs.DDPPlugin, "zero 2": lambda: fs.ZeroPlugin(stage=2), "fsdp": fs.FSDPPlugin}
 WIDE, ROWS = 37, 3

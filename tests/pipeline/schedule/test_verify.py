@@ -106,7 +106,7 @@ ERRORS = {
         "0F0,0I0,0W0,0F1\n1F0,1I0,1W0,1F1,1I1",
         "\n- missing on device 0: 0B1\n- missing on device 1: 1W1",
     ),
-    "to nobody": (
+    "to no device": (
         "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1SEND_F0,1B0",
         """
 - 1SEND_F0 (device 1, index 2) must not be there: nothing is to be sent, received or reduced

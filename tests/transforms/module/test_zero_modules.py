@@ -374,7 +374,7 @@ def test_unwritten_buffers_are_not_sent():
 
 
 def test_frozen_option_applies_to_one_step():
-    """Two programs that take turns on one tree: what one freezes, the other trains."""
+    """Two programs on one tree: what one freezes, the other trains."""
     mesh = fs.make_mesh({"data": 2})
     own = fs.shard_params({"left": torch.ones(2), "right": torch.ones(2)}, P(), mesh=mesh)
     opt = fs.partition_optimizer(fs.optim.sgd(1.0), mesh=mesh, axis="data", stage=1)
