@@ -1,8 +1,8 @@
-"""The cost of one layer of a model, and of what is before and after the layers, from two small programs.
+"""The costs of one layer of a model, and of what is before and after the layers, from a model with one layer.
 
-    model with no layer  ──trace──> the ends       model with one layer ──trace──> the ends and a layer
+    forward    first ──> layer ──> last, loss        backward    last ──> layer ──> first        update
 
-Each is a step of `train_step` on one device, or on those that share the layers, for one microbatch: the same code that
+It is a step of `train_step` on one device, or on those that share the layers, for one microbatch: the same code that
 trains. Repeated layers are traced once and multiplied.
 """
 
@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fshard.memory.kinds import Purpose, mark
+from fshard.ambient import ambient
+from fshard.memory.kinds import Purpose
 from fshard.memory.placement import abstract_like
-from fshard.mesh.layout import P, PyTree, flatten, map_leaves
+from fshard.mesh.layout import Mesh, P, PyTree, flatten, map_leaves
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.runtimes.abstract import represented
@@ -27,7 +30,7 @@ from fshard.plan.cluster import Cluster
 from fshard.plan.cost import recorded
 from fshard.plan.timing import times_of
 from fshard.plan.trace import PURPOSES, Event, Operation, TracedMail
-from fshard.tensor.plan import Plan, tensor_parallel
+from fshard.tensor.plan import tensor_parallel
 from fshard.transforms.module.functionalize import functionalize
 from fshard.transforms.module.remat import remat
 from fshard.transforms.shard_params import shard_params
@@ -70,8 +73,7 @@ class LayerCost:
         return LayerCost(**{name: x if name == "workspace" else x * count for name, x in vars(self).items()})
 
 
-@dataclass(frozen=True)
-class ModelCost:
+class ModelCost(NamedTuple):
     """The costs of what is before the layers, of one layer, and of what is after them, with the loss.
 
     `message` is the size of what one layer sends to the next.
@@ -83,16 +85,112 @@ class ModelCost:
     message: int
 
 
-class Recomputed(nn.Module):
-    """A layer whose activations are recomputed in the backward."""
+class TracedStep(NamedTuple):
+    """What one device does in a step.
 
-    def __init__(self, layer: nn.Module) -> None:
+    Args:
+        events: the unit of each operation is its part: "first", "layer", "last", then "backward" (of the last),
+            "layer backward", "first backward", "update".
+        active: the bytes of activations at the begin of each part.
+        parameters: the bytes of "first", "layer" and "last".
+        state: the bytes of the optimizer's state.
+    """
+
+    events: list[Event]
+    active: dict[str, int]
+    parameters: dict[str, int]
+    state: int
+
+
+class WatchedLayer(nn.Module):
+    """A layer that is called by another function."""
+
+    def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.call = layer, call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer."""
-        return remat(self.layer)(*args, **kwargs)
+        """Call the layer."""
+        return self.call(self.layer, *args, **kwargs)
+
+
+class LayerProgram:
+    """The training step of a model with one layer, on devices that share it, and where its parts begin."""
+
+    def __init__(self, model: LayeredModel, tensor: int, sequence: bool) -> None:
+        self.model, self.mesh = model, make_mesh({"data": 1, "model": tensor}, runtime="abstract")
+        self.events, self.recompute = list[Event](), False
+        self.begins, self.active = dict[str, int](), dict[str, int]()
+        module, self.plan = model.build(1), None
+        layers = cast(nn.ModuleList, module.get_submodule(model.blocks))
+        layers[0] = WatchedLayer(layers[0], lambda *args, **kwargs: self.call_layer(*args, **kwargs))
+        if tensor > 1:
+            mode: Any = {"sequence": "model", "sequence_mode": "megatron"} if sequence else {}
+            sample = model.inputs(model.batch)
+            sample = sample if isinstance(sample, dict) else (sample,)
+            self.plan = tensor_parallel(module.eval(), axis="model", size=tensor, sample=sample, check=False, **mode)
+        self.apply, params, self.buffers = functionalize(module.train(), plan=self.plan)  # planned without draws
+        self.params = shard_params(params, P() if self.plan is None else self.plan.rules, mesh=self.mesh)
+        local = () if self.plan is None else self.plan.axes
+        self.step = train_step(self.loss, model.optimizer, mesh=self.mesh, batch=P("data"), local=local, donate=True)
+        self.state = model.optimizer.init(self.params)
+        self.trace(rows=1, recompute=False)  # the first step checks what later ones do not
+
+    def begin(self, part: str) -> None:
+        """Begin a part of the step."""
+        for counter in ambient.counters:
+            counter.usage.free_dead()
+            self.begins[part], self.active[part] = len(self.events), counter.usage.purposes["activations"]
+
+    def call_layer(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer: a part of the forward, and of the backward."""
+        self.begin("layer")
+        for x in _differentiable((args, kwargs))[:1]:
+            x.register_hook(lambda _: self.begin("first backward"))
+        output = (remat(layer) if self.recompute else layer)(*args, **kwargs)
+        self.begin("last")
+        for x in _differentiable(output)[:1]:
+            x.register_hook(lambda _: self.begin("layer backward"))
+        return output
+
+    def loss(self, params: PyTree, batch: PyTree) -> Tensor:
+        """Return the loss."""
+        model, plan = self.model, self.plan
+        output, _ = self.apply(params, self.buffers, model.inputs(batch))
+        if model.loss is not None:
+            loss = model.loss(output if plan is None else map_leaves(plan.full, output), batch)
+        elif plan is not None:
+            loss = plan.cross_entropy(output, batch[1])
+        else:
+            loss = functional.cross_entropy(output.flatten(0, -2), batch[1].flatten())
+        self.begin("backward")
+        return loss
+
+    def trace(self, *, rows: int, recompute: bool) -> TracedStep:
+        """Return what a device does with a number of samples."""
+        batch = map_leaves(lambda x: x.new_empty((rows, *x.shape[1:])), self.model.batch)
+        self.begins, self.active, self.recompute = {"first": 0}, {"first": 0}, recompute
+
+        def run(_: int) -> None:
+            trees = [abstract_like(x, self.mesh, lambda x: x.layout.memory) for x in (self.params, self.state, batch)]
+            recorded(self.step, trees, self.events)
+
+        represented([0], None, run, TracedMail({0: self.events}))
+        events = list[Event]()
+        for (part, begin), (_, end) in pairwise([*self.begins.items(), ("", len(self.events))]):
+            for event in self.events[begin:end]:
+                is_of_part = isinstance(event, Operation) and event.unit != "update"
+                events.append(event._replace(unit=part) if is_of_part else event)
+        return TracedStep(events, self.active, self.bytes_of_parts(), _bytes_of(self.state))
+
+    def bytes_of_parts(self) -> dict[str, int]:
+        """Return the bytes of the parameters of each part; those that are registered before the layers are of the first."""
+        sizes, part = {"first": 0, "layer": 0, "last": 0}, "first"
+        for name, x in self.params.items():
+            is_of_layer = name.startswith(f"{self.model.blocks}.")
+            part = "layer" if is_of_layer else "first" if part == "first" else "last"
+            sizes[part] += _bytes_of(x)
+        return sizes
 
 
 @dataclass(frozen=True)
@@ -103,10 +201,10 @@ class LayeredModel:
         build: returns the module on the meta device with a number of layers.
         blocks: the path of the layers in it.
         layers: their number.
-        batch: of one sample.
+        batch: of one sample, on the meta device.
         loss: of the output and the batch; None: the cross-entropy of logits and the second part of the batch.
         optimizer: of `fs.optim`.
-        ends: costs of the model without layers, as they are known.
+        programs, steps: those that exist, by their options.
     """
 
     build: Callable[[int], nn.Module]
@@ -115,11 +213,8 @@ class LayeredModel:
     batch: PyTree
     loss: Loss | None
     optimizer: Optimizer
-    ends: dict[tuple[Any, ...], LayerCost] = field(default_factory=dict[tuple[Any, ...], LayerCost], compare=False)
-
-    def rows(self, count: int) -> PyTree:
-        """Return a batch of a number of samples."""
-        return map_leaves(lambda x: x.new_empty((count, *x.shape[1:]), device="meta"), self.batch)
+    programs: dict[Any, LayerProgram] = field(default_factory=dict[Any, LayerProgram], compare=False)
+    steps: dict[Any, TracedStep] = field(default_factory=dict[Any, TracedStep], compare=False)
 
     def inputs(self, batch: PyTree) -> Any:
         """Return the model's input in a batch."""
@@ -128,6 +223,8 @@ class LayeredModel:
     def trace(self, cluster: Cluster, *, tensor: int, rows: int, recompute: bool, sequence: bool) -> ModelCost:
         """Return the costs of a microbatch.
 
+        A step is traced with two samples and with four, and derived for other numbers: its sizes are linear in them.
+
         Args:
             cluster: the machine.
             tensor: devices that share the layers.
@@ -135,119 +232,87 @@ class LayeredModel:
             recompute: True if each layer keeps its input alone.
             sequence: True if these devices share the tokens between the layers, too.
         """
-        key = cluster.name, tensor, rows, sequence
-        if key not in self.ends:  # recomputation changes nothing of them
-            self.ends[key] = self._traced(0, cluster, tensor, rows, False, sequence)[0]
-        ends, (both, below) = self.ends[key], self._traced(1, cluster, tensor, rows, recompute, sequence)
-        layer = {name: x - getattr(ends, name) for name, x in vars(both).items()}
-        layer["workspace"] = max(below - layer["saved"], 0)
-        first = self._first_part(ends)
-        last = {name: x - getattr(first, name) for name, x in vars(ends).items()}
-        return ModelCost(
-            first, LayerCost(**layer), LayerCost(**last), self._message(rows) // (tensor if sequence else 1)
-        )
+        if (tensor, sequence) not in self.programs:
+            self.programs[tensor, sequence] = LayerProgram(self, tensor, sequence)
+        program = self.programs[tensor, sequence]
+        for count in (2, 4):
+            if (tensor, sequence, recompute, count) not in self.steps:
+                self.steps[tensor, sequence, recompute, count] = program.trace(rows=count, recompute=recompute)
+        two, four = (self.steps[tensor, sequence, recompute, count] for count in (2, 4))
+        step = {2: two, 4: four}.get(rows) or _between(two, four, (rows - 2) / 2)
+        message = self._message * rows // (tensor if sequence else 1)
+        return ModelCost(*_costs_of(step, cluster, program.mesh), message)
 
-    def _traced(
-        self, layers: int, cluster: Cluster, tensor: int, rows: int, recompute: bool, sequence: bool
-    ) -> tuple[LayerCost, int]:
-        """Return the cost of the model with a number of layers, and the most activations in the backward below the head."""
-        model, batch = self.build(layers), self.rows(rows)
-        if recompute:
-            parent, _, name = self.blocks.rpartition(".")
-            layers_of = cast(nn.ModuleList, model.get_submodule(self.blocks))
-            setattr(model.get_submodule(parent), name, nn.ModuleList(Recomputed(layer) for layer in layers_of))
-        mesh, plan = make_mesh({"data": 1, "model": tensor}, runtime="abstract"), None
-        if tensor > 1:
-            mode: Any = {"sequence": "model", "sequence_mode": "megatron"} if sequence else {}
-            sample = self.inputs(batch)
-            sample = sample if isinstance(sample, dict) else (sample,)
-            plan = tensor_parallel(model.eval(), axis="model", size=tensor, sample=sample, check=False, **mode)
-        apply, params, buffers = functionalize(model.train(), plan=plan)  # planned without draws
-
-        def loss_fn(params: PyTree, batch: PyTree) -> Tensor:
-            output, _ = apply(params, buffers, self.inputs(batch))
-            mark("loss")
-            loss = self._loss(plan, output, batch)
-            mark("backward")
-            return loss
-
-        params = shard_params(params, P() if plan is None else plan.rules, mesh=mesh)
-        local = () if plan is None else plan.axes
-        step = train_step(loss_fn, self.optimizer, mesh=mesh, batch=P("data"), local=local, donate=True)
-        state = self.optimizer.init(params)
-        return _cost_of(step, [params, state, batch], cluster)
-
-    def _loss(self, plan: Plan | None, output: Any, batch: PyTree) -> Tensor:
-        if self.loss is not None:
-            return self.loss(output if plan is None else map_leaves(plan.full, output), batch)
-        if plan is not None:
-            return plan.cross_entropy(output, batch[1])
-        return functional.cross_entropy(output.flatten(0, -2), batch[1].flatten())
-
-    def _first_part(self, ends: LayerCost) -> LayerCost:
-        """Return the cost of what is before the layers: its memory, by the parameters that are registered before them."""
-        model = self.build(1)
-        names, size = (
-            [name for name, _ in model.named_parameters()],
-            {name: x.nbytes for name, x in model.named_parameters()},
-        )
-        begin = next(index for index, name in enumerate(names) if name.startswith(f"{self.blocks}."))
-        outside = [name for name in names if not name.startswith(f"{self.blocks}.")]
-        part = sum(size[name] for name in names[:begin]) / max(sum(size[name] for name in outside), 1)
-        shares = {name: getattr(ends, name) * part for name in ("update", "parameters", "gradients", "state", "casts")}
-        return LayerCost(**{name: x if name == "update" else int(x) for name, x in shares.items()})
-
-    def _message(self, rows: int) -> int:
-        """Return the bytes that a layer is called with."""
+    @cached_property
+    def _message(self) -> int:
+        """The bytes that a layer is called with, for a sample."""
         model, sizes = self.build(1), list[int]()
         layer = model.get_submodule(f"{self.blocks}.0")
         layer.register_forward_pre_hook(
             lambda _, args: sizes.append(sum(x.nbytes for x in args if isinstance(x, Tensor)))
         )
-        inputs = self.inputs(self.rows(rows))
+        inputs = self.inputs(self.batch)
         with torch.no_grad():
             model(**inputs) if isinstance(inputs, dict) else model(inputs)
         return sizes[0]
 
 
-def _cost_of(step: Callable[..., Any], trees: Sequence[PyTree], cluster: Cluster) -> tuple[LayerCost, int]:
-    """Return the cost of a step, and the most activations after its first gradient of a parameter."""
-    events, mesh = list[Event](), step.mesh  # pyright: ignore[reportFunctionMemberAccess]
+def _between(x: Any, y: Any, part: float) -> Any:
+    """Return a value, or a tree of them, on the line through two: x is at 0, y at 1."""
+    if isinstance(x, dict):
+        return {key: _between(value, y[key], part) for key, value in cast(dict[str, Any], x).items()}
+    if isinstance(x, list | tuple):
+        values = [_between(a, b, part) for a, b in zip(cast(Sequence[Any], x), y, strict=True)]
+        return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
+    return x if x == y else type(x)(x + (y - x) * part)
 
-    def run(_: int) -> None:
-        recorded(step, [abstract_like(tree, mesh, lambda x: x.layout.memory) for tree in trees], events)
 
-    represented([0], None, run, TracedMail({0: events}))
-    times = times_of({0: events}, cluster, mesh)[0]
-    operations = [event for event in events if isinstance(event, Operation)]
-    backward = next(index for index, event in enumerate(operations) if event.unit == "backward")
-    alive = [_bytes(event, "activations", "other") for event in operations]
-    below = [
-        size
-        for size, event in zip(alive, operations, strict=True)
-        if event.unit != "update" and _bytes(event, "gradients")
-    ]
-    gradients = max(_bytes(event, "gradients") for event in operations if event.unit != "update")
-    begins, static = times.begins, _shards(trees[0]) + _shards(trees[1])
-    total = LayerCost(
-        forward=begins["backward"],
-        backward=begins["update"] - begins["backward"],
-        update=times.step - begins["update"],
-        flops=sum(event.flops for event in operations),
-        parameters=_shards(trees[0]),
-        gradients=gradients,
-        state=_shards(trees[1]),
-        casts=max(sum(event.memory) for event in operations if event.unit == "update") - static - gradients,
-        saved=alive[backward],
-        workspace=max(alive) - alive[backward],
-    )
-    return total, max(below)
+def _costs_of(step: TracedStep, cluster: Cluster, mesh: Mesh) -> list[LayerCost]:
+    """Return the costs of the parts "first", "layer" and "last"."""
+    times = times_of({0: step.events}, cluster, mesh)[0]
+    operations = [event for event in step.events if isinstance(event, Operation)]
+    parts = [*dict.fromkeys(event.unit for event in operations)]
+    begins = [*map(times.begins.__getitem__, parts), times.step]
+    seconds = {part: end - begin for part, (begin, end) in zip(parts, pairwise(begins), strict=True)}
+    most = dict[str, int]()
+    for event in operations:
+        most[event.unit] = max(_bytes(event, "activations"), most.get(event.unit, 0))
+    gradients = [_bytes(event, "gradients") for event in operations if event.unit != "update"]
+    total = sum(step.parameters.values())
+    casts = max(sum(event.memory) for event in operations if event.unit == "update") - total - step.state
+    costs, later, ends = list[LayerCost](), total, ("layer", "last", "backward")
+    for part, end, backward in zip(
+        step.parameters, ends, ("first backward", "layer backward", "backward"), strict=True
+    ):
+        size, saved = step.parameters[part], step.active[end]
+        share, later = size / max(total, 1), later - size
+        held = saved + (0 if any(gradients[:-2]) else later)  # gradients are activations until all are there
+        costs.append(
+            LayerCost(
+                forward=seconds[part],
+                backward=seconds.get(backward, 0.0),
+                update=seconds["update"] * share,
+                flops=sum(event.flops for event in operations if event.unit in (part, backward)),
+                parameters=size,
+                gradients=round(max(gradients) * share),
+                state=round(step.state * share),
+                casts=round((casts - max(gradients)) * share),
+                saved=saved - step.active[part],
+                workspace=max(most[part] - saved, most.get(backward, 0) - held, 0),
+            )
+        )
+    return costs
+
+
+def _differentiable(tree: PyTree) -> list[Any]:
+    return [x for x in flatten(tree)[0] if getattr(x, "requires_grad", False)]
 
 
 def _bytes(event: Operation, *purposes: Purpose) -> int:
     return sum(event.memory[PURPOSES.index(purpose)] for purpose in purposes)
 
 
-def _shards(tree: PyTree) -> int:
+def _bytes_of(tree: PyTree) -> int:
+    """Return the bytes of a device's shards."""
     leaves = {key_of(x): x for x in flatten(tree)[0] if isinstance(x, Sharded)}
     return sum(x.shards[0].nbytes for x in leaves.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,9 +63,7 @@ class ModelPlan:
 
     def of_stages(self) -> Schedule:
         """Return the schedule of the stages."""
-        devices = self.pipeline if self.schedule in ("interleaved", "bfs") else None
-        stages = self.chunks * self.pipeline
-        return pipeline_schedule(self.schedule, stages=stages, microbatches=self.microbatches, devices=devices)
+        return _schedule(self.schedule, self.chunks * self.pipeline, self.microbatches, self.pipeline)
 
     def plugin(self, *, blocks: str, sample: Any = None) -> HybridParallelPlugin:
         """Return the plugin of a Booster.
@@ -133,6 +131,14 @@ class ModelPlan:
         return cls(**table)
 
 
+@cache
+def _schedule(name: str, stages: int, microbatches: int, devices: int) -> Schedule:
+    """Return the schedule, which many plans have."""
+    return pipeline_schedule(
+        name, stages=stages, microbatches=microbatches, devices=devices if name in ("interleaved", "bfs") else None
+    )
+
+
 @dataclass(frozen=True)
 class PlanEstimate:
     """The time and the memory of a plan.
@@ -172,6 +178,14 @@ class PlanEstimate:
     @cached_property
     def _schedule(self) -> Schedule:
         return self.plan.of_stages()
+
+    @property
+    def in_flight(self) -> int:
+        """The microbatches whose activations the first device has at once, at least: see `pipeline_schedule`."""
+        stages, count = self.plan.pipeline, self.plan.microbatches
+        if stages == 1 or self.plan.schedule in ("v-half", "v-min", "dualpipe-v"):
+            return 1
+        return count if self.plan.schedule in ("gpipe", "bfs") else min(stages, count)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

@@ -171,7 +171,8 @@ def search(
         estimate = PlanEstimate(plan, cluster, cost, layered.layers)
         least = least_memory(estimate)
         if least > cluster.memory:
-            reason = f"{(least - cluster.memory) / 1e9:,.2f} GB over the memory, with one microbatch in flight"
+            over = f"{(least - cluster.memory) / 1e9:,.2f} GB over the memory"
+            reason = f"{over}, with {estimate.in_flight} microbatches in flight"
             rejected.append((least, RejectedPlan(plan, reason)))
         else:
             fitting.append((estimate.bound() if goal == "time" else least, estimate))
@@ -202,12 +203,14 @@ def search(
 
 
 def least_memory(estimate: PlanEstimate) -> int:
-    """Return bytes that the fullest device has at least: one microbatch is in flight."""
+    """Return bytes that the fullest device has at least: the first one has most microbatches in flight."""
     plan, sizes = estimate.plan, list[int]()
-    for cost in estimate.by_device:
+    for coordinate, cost in enumerate(estimate.by_device):
         shares = (cost.parameters, 3), (cost.gradients, 2), (cost.state, 1)
         static = sum(size // plan.data if plan.zero_stage >= stage else size for size, stage in shares)
-        sizes.append(static + cost.saved // plan.chunks + cost.workspace)
+        layers = estimate.layers // (plan.pipeline * plan.chunks) * plan.chunks
+        saved = cost.saved // plan.chunks if coordinate else estimate.model.layer.saved * layers * estimate.in_flight
+        sizes.append(static + saved + cost.workspace)
     return max(sizes)
 
 
@@ -295,8 +298,8 @@ def _layered(
     path = blocks or max(lists, key=lambda name: lists[name])
     if path not in lists:
         raise PlanError(f"plan.search: blocks must be a ModuleList of the model, {', '.join(lists)}; got {path!r}.")
-    one = map_leaves(lambda x: x[:1], batch)
-    return LayeredModel(partial(_shortened, model, path), path, lists[path], one, loss, optimizer)
+    sample = map_leaves(lambda x: x[:1].to("meta"), batch)
+    return LayeredModel(partial(_shortened, model, path), path, lists[path], sample, loss, optimizer)
 
 
 def _shortened(model: nn.Module, path: str, layers: int) -> nn.Module:

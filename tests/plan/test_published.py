@@ -1,4 +1,4 @@
-"""Published runs: model flops utilization by one set of constants, against the papers' numbers."""
+"""Published runs: model flops utilization by one set of constants is within 3 points of the papers' numbers."""
 
 from dataclasses import replace
 
@@ -9,36 +9,36 @@ from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster
 from fshard.plan.search import _layered
 
 GPT = {"gated": False, "tied": True, "bias": True, "dropout": 0.1, "vocab": 51200, "sequence": 2048}
-# The model, the machine, the layout, samples of a step, published utilization in percent, and how far the estimate may be from it.
+# The model, the machine, the layout, samples of a step, and published utilization in percent.
 # Microbatches that are not published (rows=0) are the fastest that fit.
 RUNS = {
     "Llama 3 405B": (  # arXiv 2407.21783, table 4
         Transformer(126, 16384, 53248, 128, 8, 128256, 8192),
-        "h100", ModelPlan(128, 16, 8, 2, 1, schedule="interleaved", chunks=4, sequence=True), 2048, 41.0, 3,
+        "h100", ModelPlan(128, 16, 8, 2, 1, schedule="interleaved", chunks=4, sequence=True), 2048, 41.0,
     ),
     "GPT 22B": (  # arXiv 2205.05198, table 5: selective recomputation
         Transformer(48, 6144, 24576, 64, 64, attention="recomputed", **GPT),
-        "a100", ModelPlan(1, 1, 8, 0, 4, sequence=True), 4, 41.5, 3,
+        "a100", ModelPlan(1, 1, 8, 0, 4, sequence=True), 4, 41.5,
     ),
     "GPT 1T": (
         Transformer(128, 25600, 102400, 160, 160, attention="recomputed", **GPT),
-        "a100", ModelPlan(1, 64, 8, 0, 1, sequence=True), 512, 56.3, 5,
+        "a100", ModelPlan(1, 64, 8, 0, 1, sequence=True), 512, 56.3,
     ),
     "GPT 1.7B": (  # arXiv 2104.04473, table 1: with recomputation, which is counted
         Transformer(24, 2304, 9216, 24, 24, attention="formula", **GPT),
-        "a100", ModelPlan(32, 1, 1, 0, 0, recompute=True), 512, 44.0, 3,
+        "a100", ModelPlan(32, 1, 1, 0, 0, recompute=True), 512, 44.0,
     ),
     "GPT 18.4B": (
         Transformer(40, 6144, 24576, 48, 48, attention="formula", **GPT),
-        "a100", ModelPlan(32, 1, 8, 0, 0, recompute=True), 1024, 43.0, 3,
+        "a100", ModelPlan(32, 1, 8, 0, 0, recompute=True), 1024, 43.0,
     ),
     "GPT 76.1B": (
         Transformer(60, 10240, 40960, 80, 80, attention="formula", **GPT),
-        "a100", ModelPlan(32, 4, 8, 0, 0, recompute=True), 1792, 45.0, 3,
+        "a100", ModelPlan(32, 4, 8, 0, 0, recompute=True), 1792, 45.0,
     ),
     "Llama 2 7B": (  # PyTorch FSDP, IBM research 2023
         Transformer(32, 4096, 11008, 32, 32, 32000, 4096),
-        "a100", ModelPlan(128, 1, 1, 3, 2), 256, 57.0, 3,
+        "a100", ModelPlan(128, 1, 1, 3, 2), 256, 57.0,
     ),
 }  # fmt: skip
 
@@ -53,7 +53,7 @@ def flops(model, plan, batch):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_utilization_of_published_runs(name):
-    model, gpu, layout, batch, published, allowed = RUNS[name]
+    model, gpu, layout, batch, published = RUNS[name]
     machine, estimates = cluster(gpu, node=8), []
     layered = _layered(model, None, optim.with_master_weights(optim.adamw(3e-4)), None, None)
     for rows in [layout.rows] if layout.rows else [1, 2, 4, 8, 16]:
@@ -63,4 +63,4 @@ def test_utilization_of_published_runs(name):
             estimates.append(PlanEstimate(plan, machine, layered.trace(machine, **options), model.layers))
     fitting = [x for x in estimates if layout.rows or not x.excess()]
     utilization = [100 * x.utilization(flops(model, x.plan, batch)) for x in fitting]
-    assert max(utilization) == pytest.approx(published, abs=allowed)
+    assert max(utilization) == pytest.approx(published, abs=3)

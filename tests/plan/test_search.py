@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from fshard import P, optim
 from fshard.command import main
 from fshard.errors import PlanError
 from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster, cost, search
-from fshard.plan.search import SIMULATED, _choices, _layered, _plans
+from fshard.plan.search import SIMULATED, _choices, _layered, _plans, least_memory
 
 H100, ROWS = cluster("h100", node=8), 4
 SMALL = Transformer(layers=4, hidden=512, ffn=2048, heads=8, kv_heads=8, vocab=1024, sequence=128)
@@ -20,8 +21,13 @@ LARGE = replace(SMALL, hidden=4096, ffn=11008, heads=32, kv_heads=8, vocab=32000
 ADAMW = optim.with_master_weights(optim.adamw(3e-4))
 
 
+@cache
+def layered_model(model):
+    return _layered(model, None, ADAMW, None, None)
+
+
 def estimate(plan, model=SMALL, machine=H100):
-    layered = _layered(model, None, ADAMW, None, None)
+    layered = layered_model(model)
     options = {"tensor": plan.tensor, "rows": plan.rows, "recompute": plan.recompute, "sequence": plan.sequence}
     return PlanEstimate(plan, machine, layered.trace(machine, **options), model.layers)
 
@@ -57,6 +63,31 @@ def test_layers_that_are_multiplied_are_those_of_the_program(tensor, stage):
     assert small.flops == full.flops() * plan.devices
     assert small.seconds == pytest.approx(full.seconds, rel=0.05)
     assert small.peak == pytest.approx(full.peak(), rel=0.15)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_costs_of_other_microbatches_are_derived(tensor, recompute):
+    """Sizes are linear in the samples: a derived step is the traced one."""
+    model, options = (
+        _layered(SMALL, None, ADAMW, None, None),
+        {"tensor": tensor, "recompute": recompute, "sequence": tensor > 1},
+    )
+    derived = model.trace(H100, rows=8, **options)
+    model.steps.update(
+        {(tensor, tensor > 1, recompute, 2): model.programs[tensor, tensor > 1].trace(rows=8, recompute=recompute)}
+    )
+    assert derived[:3] == model.trace(H100, rows=2, **options)[:3]
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v"]
+)
+def test_the_least_memory_is_at_most_the_peak(schedule):
+    choices = _choices({"rows": (1, 2), "tensor": 1, "schedule": schedule, "zero_stage": (0, 1)})
+    plans = [plan for batch in (4, 12, 64) for plan in _plans(SMALL.layers, 4, batch, choices, H100)]
+    estimates = [estimate(plan) for plan in plans]
+    assert len(estimates) > 10 and all(least_memory(x) <= x.peak for x in estimates)
 
 
 def test_stages_have_the_operations_of_the_model_and_wait_for_each_other():
