@@ -243,7 +243,7 @@ class Region(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        is_numbered = func in DOTS if self.names is None else torch.is_grad_enabled()
+        is_numbered = torch.is_grad_enabled() and (self.names is not None or func in DOTS)
         if not is_numbered:
             return func(*args, **(kwargs or {}))
         number, self._number = self._number, self._number + 1

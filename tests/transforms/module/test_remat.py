@@ -328,3 +328,34 @@ def test_remat_with_torch_func_inside_has_equal_gradients(kind, policy):
             close(got, expected)
     for got, expected in zip(derivatives(nested), derivatives(lambda w, v, x: f(w, v, f(w, v, x))), strict=True):
         close(got, expected)
+
+
+class Residual(nn.Module):
+    """Two square layers, so that results that are taken for others have their shapes."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.up, self.down, self.policy = nn.Linear(4, 4), nn.Linear(4, 4), policy
+
+    def forward(self, x):
+        layer = remat(lambda x: x + self.down(torch.sin(checkpoint_name(self.up(x), "hidden"))), self.policy)
+        return layer(layer(x))
+
+
+@each_policy
+def test_remat_of_sharded_layers_has_equal_gradients(policy):
+    """The first step finds how results are sharded: the operations for this are not those of the function."""
+    x, results = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.manual_seed(0)), []
+    for kept in ("everything", policy):
+        torch.manual_seed(1)
+        model = Residual(kept).double()
+        plan = fs.tensor_parallel(model, axis="model", sample=x, check=False)
+        apply, params, buffers = fs.functionalize(model, plan=plan)
+        params = fs.shard_params(params, plan.rules, mesh=fs.make_mesh({"model": 2}))
+
+        def loss(params, x, apply=apply, buffers=buffers, plan=plan):
+            return plan.full(apply(params, buffers, x)[0]).square().mean()
+
+        gradient = fs.value_and_grad(loss, mesh=fs.make_mesh({"model": 2}), batch=P(), local="model")
+        results.append([*map(fs.unshard, gradient(params, x)[1].values())])
+    close(*results)
