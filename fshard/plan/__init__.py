@@ -8,7 +8,8 @@ ranks layouts of a model with repeated layers; `rank` meshes and options of any 
 from fshard.plan.calibrate import calibrate
 from fshard.plan.cluster import Cluster, Efficiency, NetworkLink, cluster
 from fshard.plan.cost import Cost, OperationCost, cost
-from fshard.plan.layouts import ModelPlan, PlanEstimate
+from fshard.plan.estimate import PlanEstimate
+from fshard.plan.model_plan import ModelPlan
 from fshard.plan.models import Transformer
 from fshard.plan.rank import RankedPlan, Ranking, rank
 from fshard.plan.search import Plans, search

@@ -1,142 +1,28 @@
-"""`ModelPlan`: how a model with repeated layers is trained on a mesh, and what it needs, from the costs of its layers.
+"""`PlanEstimate`: what a plan of a model needs, and how long it takes, from the costs of its layers.
 
-mesh      pipe (stages)  >  data (batch, ZeRO)  >  model (layers), innermost
+mesh      pipe (stages)  >  data (batch, ZeRO)  >  expert, seq, model (layers), innermost
 memory    of the fullest device: parameters, gradients, state, and the larger of activations in flight and the update's casts
 time      the schedule of stages, which waits for messages and gathers; then reductions, the update and gathers
 """
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from torch import nn
 
 from fshard.booster.hybrid import HybridParallelPlugin
+from fshard.copying import copied
 from fshard.errors import PlanError
+from fshard.mesh.layout import Mesh
 from fshard.mesh.layout.make import make_mesh
-from fshard.pipeline.schedule.builders import pipeline_schedule
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.plan.cluster import Cluster
-from fshard.plan.layers import LayerCost, ModelCost
-
-ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
-"""The schedules with one stage on a device."""
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """Sizes of a mesh, and options of training.
-
-    Args:
-        data, pipeline, tensor: sizes of the axes.
-        zero_stage: of ZeRO, along "data".
-        rows: samples of a microbatch on a device.
-        microbatches: of a device in a step.
-        schedule: of the stages.
-        chunks: stages of a device.
-        recompute: True if each layer keeps its input alone.
-        sequence: True if devices that share layers share tokens between them, too.
-    """
-
-    data: int = 1
-    pipeline: int = 1
-    tensor: int = 1
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    rows: int = 1
-    microbatches: int = 1
-    schedule: str = "1f1b"
-    chunks: int = 1
-    recompute: bool = False
-    sequence: bool = False
-
-    @property
-    def devices(self) -> int:
-        """The number of devices."""
-        return self.data * self.pipeline * self.tensor
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """The sizes of the mesh, for `make_mesh`."""
-        return {"pipe": self.pipeline, "data": self.data, "model": self.tensor}
-
-    def of_stages(self) -> Schedule:
-        """Return the schedule of the stages."""
-        return _schedule(self.schedule, self.chunks * self.pipeline, self.microbatches, self.pipeline)
-
-    def plugin(self, *, blocks: str, sample: Any = None) -> HybridParallelPlugin:
-        """Return the plugin of a Booster.
-
-        Args:
-            blocks: path of the layers in the model.
-            sample: a microbatch, by which stages and layers are planned: see `HybridParallelPlugin`.
-        """
-        if self.pipeline == 1 and self.recompute:
-            raise PlanError(
-                "plan.plugin: a plan without stages must have recompute=False, since the plugin recomputes in stages alone; "
-                "got True. Wrap the layers in fs.remat, and take replace(plan, recompute=False)."
-            )
-        stages: dict[str, Any] = {"microbatches": self.microbatches, "schedule": self.schedule, "chunks": self.chunks}
-        stages |= {"blocks": blocks, "recompute": 1 if self.recompute else "never"}
-        accumulate: dict[str, Any] = {"options": {"accumulate": self.microbatches}} if self.microbatches > 1 else {}
-        return HybridParallelPlugin(
-            data=self.data,
-            pipeline=self.pipeline,
-            tensor=self.tensor,
-            sequence_mode="megatron" if self.sequence else "gather",
-            zero_stage=self.zero_stage,
-            sample=sample,
-            **(stages if self.pipeline > 1 else accumulate),
-        )
-
-    def scaled(self, devices: int) -> ModelPlan:
-        """Return the same plan on fewer devices: the largest axes are halved, the batch with them."""
-        plan = self
-        while plan.devices > devices:
-            axis = max(("data", "pipeline", "tensor"), key=lambda name: getattr(plan, name))
-            if getattr(plan, axis) % 2:
-                raise PlanError(f"plan.scaled: {axis} must be a multiple of two; got {getattr(plan, axis)}.")
-            plan = replace(plan, **{axis: getattr(plan, axis) // 2})
-        return plan
-
-    def save(self, path: str | Path) -> None:
-        """Write a TOML file, which `load` reads."""
-        lines = [f"{name} = {str(x).lower() if type(x) is bool else repr(x)}" for name, x in asdict(self).items()]
-        Path(path).write_text("\n".join(lines).replace("'", '"') + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> ModelPlan:
-        """Read a TOML file; raise naming all keys that are unknown or of another type.
-
-        >>> import tempfile, os
-        >>> path = os.path.join(tempfile.mkdtemp(), "plan.toml")
-        >>> ModelPlan(data=4, recompute=True).save(path)
-        >>> ModelPlan.load(path)
-        ModelPlan(data=4, pipeline=1, tensor=1, zero_stage=0, rows=1, microbatches=1, schedule='1f1b', chunks=1, ...
-        """
-        try:
-            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
-            raise PlanError(f"plan.load: {path} must be a TOML file: {error}.") from None
-        kinds = {field.name: type(field.default) for field in fields(cls)}
-        errors = [f"{key} is unknown" for key in table if key not in kinds]
-        errors += [
-            f"{key} must be of type {kinds[key].__name__}; got {x!r}"
-            for key, x in table.items()
-            if key in kinds and type(x) is not kinds[key]
-        ]
-        if errors:
-            raise PlanError(f"plan.load: {path}: {'; '.join(errors)}. Keys are {', '.join(kinds)}.")
-        return cls(**table)
-
-
-@cache
-def _schedule(name: str, stages: int, microbatches: int, devices: int) -> Schedule:
-    """Return the schedule, which many plans have."""
-    return pipeline_schedule(
-        name, stages=stages, microbatches=microbatches, devices=devices if name in ("interleaved", "bfs") else None
-    )
+from fshard.plan.layers import LayerCost, LayerTracer, ModelCost
+from fshard.plan.model_plan import ModelPlan
 
 
 @dataclass(frozen=True)
@@ -146,14 +32,22 @@ class PlanEstimate:
     Args:
         plan: it.
         cluster: the machine.
-        model: the costs of its layers for a microbatch.
-        layers: their number.
+        tracer: of the model's layers.
     """
 
     plan: ModelPlan
     cluster: Cluster
-    model: ModelCost
-    layers: int
+    tracer: LayerTracer
+
+    @property
+    def model(self) -> ModelCost:
+        """The costs of the layers, and of what is around them, for a microbatch."""
+        return self.tracer.cost(self.plan, self.cluster)
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.tracer.model.layers
 
     @cached_property
     def stages(self) -> list[LayerCost]:
@@ -240,7 +134,7 @@ class PlanEstimate:
         """The seconds of a message from one stage to the next."""
         if self.plan.pipeline == 1:
             return 0.0
-        _, bandwidth, latency = self.cluster.level_between(0, self.plan.data * self.plan.tensor)
+        _, bandwidth, latency = self.cluster.level_between(0, self.plan.devices // self.plan.pipeline)
         return latency + self.model.message / bandwidth
 
     def _exchange(self, size: float) -> float:
@@ -301,7 +195,8 @@ class PlanEstimate:
     @property
     def flops(self) -> float:
         """The operations of all devices in a step, with those that are recomputed."""
-        return sum(cost.flops for cost in self.by_device) * self.plan.microbatches * self.plan.data * self.plan.tensor
+        devices = self.plan.devices // self.plan.pipeline
+        return sum(cost.flops for cost in self.by_device) * self.plan.microbatches * devices
 
     def utilization(self, flops: float | None = None, dtype: str = "bf16") -> float:
         """Return the part of peak operations that are done; of the model's alone, if their number is given."""
@@ -314,6 +209,42 @@ class PlanEstimate:
         rows += [f"{name:22}{x / 1e9:12,.2f} GB" for name, x in sizes.items()]
         total = f"{'step':22}{1e3 * self.seconds:12,.1f} ms", f"{'peak':22}{self.peak / 1e9:12,.2f} GB"
         return "\n".join((*rows[: len(times)], total[0], *rows[len(times) :], total[1]))
+
+    # -- the program ----------------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of the mesh, for `make_mesh`."""
+        return self.plan.mesh
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a TOML file: see `ModelPlan.load`."""
+        self.plan.save(path)
+
+    def plugin(self, sample: Any = None) -> HybridParallelPlugin:
+        """Return the plugin of a Booster: see `ModelPlan.plugin`."""
+        return self.plan.plugin(blocks=self.tracer.model.blocks, sample=sample)
+
+    def build(self, model: nn.Module, *, mesh: Mesh | None = None) -> tuple[Any, ...]:
+        """Return the step that trains a model by the plan, with the optimizer and the loss of the search; and its arguments.
+
+        These are the parameters, the state, and buffers if the model has any: see `train_step`.
+
+        Args:
+            model: the module, with values; it is not changed.
+            mesh: with the sizes of the plan; default: `make_mesh(plan.mesh)`.
+        """
+        mesh = make_mesh(self.mesh) if mesh is None else mesh
+        if dict(mesh.shape) != self.mesh:
+            raise PlanError(f"plan.build: mesh must have the sizes of the plan, {self.mesh}; got {mesh}.")
+        layered, module = self.tracer.model, copied(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
+        make = layered.program if self.plan.pipeline == 1 else layered.staged_program
+        step, arguments = make(module, self.plan, mesh)
+        return step, *arguments
+
+    def scaled(self, devices: int) -> PlanEstimate:
+        """Return the plan on fewer devices: see `ModelPlan.scaled`."""
+        return replace(self, plan=self.plan.scaled(devices))
 
     def excess(self) -> str:
         """Return by how much memory is passed, and for what; "" if the plan fits."""

@@ -9,35 +9,28 @@ trains. Repeated layers are traced once and multiplied.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from fshard.ambient import ambient
 from fshard.memory.kinds import Purpose
 from fshard.memory.placement import abstract_like
-from fshard.mesh.layout import Mesh, P, PyTree, flatten, map_leaves
+from fshard.mesh.layout import Mesh, PyTree, flatten, map_leaves
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.runtimes.abstract import represented
-from fshard.optim.contract import Optimizer
 from fshard.plan.cluster import Cluster
 from fshard.plan.cost import recorded
+from fshard.plan.model_plan import ModelPlan, Recompute
+from fshard.plan.program import LayeredModel, RecomputedLayer
 from fshard.plan.timing import times_of
 from fshard.plan.trace import PURPOSES, Event, Operation, TracedMail
-from fshard.tensor.plan import tensor_parallel
-from fshard.transforms.module.functionalize import functionalize
-from fshard.transforms.module.remat import remat
-from fshard.transforms.shard_params import shard_params
-from fshard.transforms.train_step import train_step
-
-Loss = Callable[[Any, Any], Tensor]
-"""A function of the model's output and the batch."""
 
 
 @dataclass(frozen=True)
@@ -114,27 +107,18 @@ class WatchedLayer(nn.Module):
         return self.call(self.layer, *args, **kwargs)
 
 
-class LayerProgram:
+class LayerTrace:
     """The training step of a model with one layer, on devices that share it, and where its parts begin."""
 
-    def __init__(self, model: LayeredModel, tensor: int, sequence: bool) -> None:
-        self.model, self.mesh = model, make_mesh({"data": 1, "model": tensor}, runtime="abstract")
-        self.events, self.recompute = list[Event](), False
+    def __init__(self, model: LayeredModel, plan: ModelPlan) -> None:
+        self.model, self.mesh = model, make_mesh(plan.mesh, runtime="abstract")
+        self.events, self.recompute = list[Event](), plan.recompute
         self.begins, self.active = dict[str, int](), dict[str, int]()
-        module, self.plan = model.build(1), None
+        module = model.build(1)
         layers = cast(nn.ModuleList, module.get_submodule(model.blocks))
         layers[0] = WatchedLayer(layers[0], lambda *args, **kwargs: self.call_layer(*args, **kwargs))
-        if tensor > 1:
-            mode: Any = {"sequence": "model", "sequence_mode": "megatron"} if sequence else {}
-            sample = model.inputs(model.batch)
-            sample = sample if isinstance(sample, dict) else (sample,)
-            self.plan = tensor_parallel(module.eval(), axis="model", size=tensor, sample=sample, check=False, **mode)
-        self.apply, params, self.buffers = functionalize(module.train(), plan=self.plan)  # planned without draws
-        self.params = shard_params(params, P() if self.plan is None else self.plan.rules, mesh=self.mesh)
-        local = () if self.plan is None else self.plan.axes
-        self.step = train_step(self.loss, model.optimizer, mesh=self.mesh, batch=P("data"), local=local, donate=True)
-        self.state = model.optimizer.init(self.params)
-        self.trace(rows=1, recompute=False)  # the first step checks what later ones do not
+        self.step, self.arguments = model.program(module, replace(plan, recompute="never"), self.mesh, self.loss)
+        self.record(rows=1, recompute="never")  # the first step checks what later ones do not
 
     def begin(self, part: str) -> None:
         """Begin a part of the step."""
@@ -147,32 +131,27 @@ class LayerProgram:
         self.begin("layer")
         for x in _differentiable((args, kwargs))[:1]:
             x.register_hook(lambda _: self.begin("first backward"))
-        output = (remat(layer) if self.recompute else layer)(*args, **kwargs)
+        run = layer if self.recompute == "never" else RecomputedLayer(layer, self.recompute)
+        output = run(*args, **kwargs)
         self.begin("last")
         for x in _differentiable(output)[:1]:
             x.register_hook(lambda _: self.begin("layer backward"))
         return output
 
-    def loss(self, params: PyTree, batch: PyTree) -> Tensor:
+    def loss(self, *arguments: Any) -> Tensor:
         """Return the loss."""
-        model, plan = self.model, self.plan
-        output, _ = self.apply(params, self.buffers, model.inputs(batch))
-        if model.loss is not None:
-            loss = model.loss(output if plan is None else map_leaves(plan.full, output), batch)
-        elif plan is not None:
-            loss = plan.cross_entropy(output, batch[1])
-        else:
-            loss = functional.cross_entropy(output.flatten(0, -2), batch[1].flatten())
+        loss = self.model.loss_of(*arguments)
         self.begin("backward")
         return loss
 
-    def trace(self, *, rows: int, recompute: bool) -> TracedStep:
+    def record(self, *, rows: int, recompute: Recompute) -> TracedStep:
         """Return what a device does with a number of samples."""
-        batch = map_leaves(lambda x: x.new_empty((rows, *x.shape[1:])), self.model.batch)
+        devices = prod(size for axis, size in self.mesh.axes if axis in ("data", "expert"))
+        batch = map_leaves(lambda x: x.new_empty((rows * devices, *x.shape[1:])), self.model.batch)
         self.begins, self.active, self.recompute = {"first": 0}, {"first": 0}, recompute
 
         def run(_: int) -> None:
-            trees = [abstract_like(x, self.mesh, lambda x: x.layout.memory) for x in (self.params, self.state, batch)]
+            trees = [abstract_like(x, self.mesh, lambda x: x.layout.memory) for x in (*self.arguments, batch)]
             recorded(self.step, trees, self.events)
 
         represented([0], None, run, TracedMail({0: self.events}))
@@ -181,77 +160,59 @@ class LayerProgram:
             for event in self.events[begin:end]:
                 is_of_part = isinstance(event, Operation) and event.unit != "update"
                 events.append(event._replace(unit=part) if is_of_part else event)
-        return TracedStep(events, self.active, self.bytes_of_parts(), _bytes_of(self.state))
+        return TracedStep(events, self.active, self.bytes_of_parts(), _bytes_of(self.arguments[1]))
 
     def bytes_of_parts(self) -> dict[str, int]:
         """Return the bytes of the parameters of each part; those that are registered before the layers are of the first."""
         sizes, part = {"first": 0, "layer": 0, "last": 0}, "first"
-        for name, x in self.params.items():
+        for name, x in self.arguments[0].items():
             is_of_layer = name.startswith(f"{self.model.blocks}.")
             part = "layer" if is_of_layer else "first" if part == "first" else "last"
             sizes[part] += _bytes_of(x)
         return sizes
 
 
-@dataclass(frozen=True)
-class LayeredModel:
-    """A model with repeated layers, and how it is trained.
+class LayerTracer:
+    """The costs of a model's layers in all plans. Each step is traced once.
 
-    Args:
-        build: returns the module on the meta device with a number of layers.
-        blocks: the path of the layers in it.
-        layers: their number.
-        batch: of one sample, on the meta device.
-        loss: of the output and the batch; None: the cross-entropy of logits and the second part of the batch.
-        optimizer: of `fs.optim`.
-        programs, steps: those that exist, by their options.
+    A step is traced with two samples and with four, and derived for other numbers: its sizes are linear in them.
     """
 
-    build: Callable[[int], nn.Module]
-    blocks: str
-    layers: int
-    batch: PyTree
-    loss: Loss | None
-    optimizer: Optimizer
-    programs: dict[Any, LayerProgram] = field(default_factory=dict[Any, LayerProgram], compare=False)
-    steps: dict[Any, TracedStep] = field(default_factory=dict[Any, TracedStep], compare=False)
+    def __init__(self, model: LayeredModel) -> None:
+        self.model = model
+        self.traces, self.steps = dict[ModelPlan, LayerTrace](), dict[tuple[ModelPlan, int], TracedStep]()
+        self.costs = dict[tuple[ModelPlan, str], ModelCost]()
 
-    def inputs(self, batch: PyTree) -> Any:
-        """Return the model's input in a batch."""
-        return batch[0] if isinstance(batch, tuple | list) else batch
+    def cost(self, plan: ModelPlan, cluster: Cluster) -> ModelCost:
+        """Return the costs of a microbatch, on the devices that share it."""
+        shared = {name: getattr(plan, name) for name in ("tensor", "sequence", "sequence_mode", "experts")}
+        plan = ModelPlan(**shared, recompute=plan.recompute, rows=plan.rows)
+        if (plan, cluster.name) not in self.costs:
+            trace, recompute = ModelPlan(**shared), plan.recompute
+            if trace not in self.traces:
+                self.traces[trace] = LayerTrace(self.model, trace)
+            two, four = (self._traced(trace, recompute, rows) for rows in (2, 4))
+            step = {2: two, 4: four}.get(plan.rows) or _between(two, four, (plan.rows - 2) / 2)
+            tokens = plan.tensor if plan.sequence_mode == "megatron" else plan.sequence
+            message = self._message * plan.rows // tokens
+            self.costs[plan, cluster.name] = ModelCost(*_costs_of(step, cluster, self.traces[trace].mesh), message)
+        return self.costs[plan, cluster.name]
 
-    def trace(self, cluster: Cluster, *, tensor: int, rows: int, recompute: bool, sequence: bool) -> ModelCost:
-        """Return the costs of a microbatch.
-
-        A step is traced with two samples and with four, and derived for other numbers: its sizes are linear in them.
-
-        Args:
-            cluster: the machine.
-            tensor: devices that share the layers.
-            rows: samples of a microbatch.
-            recompute: True if each layer keeps its input alone.
-            sequence: True if these devices share the tokens between the layers, too.
-        """
-        if (tensor, sequence) not in self.programs:
-            self.programs[tensor, sequence] = LayerProgram(self, tensor, sequence)
-        program = self.programs[tensor, sequence]
-        for count in (2, 4):
-            if (tensor, sequence, recompute, count) not in self.steps:
-                self.steps[tensor, sequence, recompute, count] = program.trace(rows=count, recompute=recompute)
-        two, four = (self.steps[tensor, sequence, recompute, count] for count in (2, 4))
-        step = {2: two, 4: four}.get(rows) or _between(two, four, (rows - 2) / 2)
-        message = self._message * rows // (tensor if sequence else 1)
-        return ModelCost(*_costs_of(step, cluster, program.mesh), message)
+    def _traced(self, plan: ModelPlan, recompute: Recompute, rows: int) -> TracedStep:
+        key = replace(plan, recompute=recompute), rows
+        if key not in self.steps:
+            self.steps[key] = self.traces[plan].record(rows=rows, recompute=recompute)
+        return self.steps[key]
 
     @cached_property
     def _message(self) -> int:
         """The bytes that a layer is called with, for a sample."""
-        model, sizes = self.build(1), list[int]()
-        layer = model.get_submodule(f"{self.blocks}.0")
+        model, sizes = self.model.build(1), list[int]()
+        layer = model.get_submodule(f"{self.model.blocks}.0")
         layer.register_forward_pre_hook(
             lambda _, args: sizes.append(sum(x.nbytes for x in args if isinstance(x, Tensor)))
         )
-        inputs = self.inputs(self.batch)
+        inputs = self.model.inputs(self.model.batch)
         with torch.no_grad():
             model(**inputs) if isinstance(inputs, dict) else model(inputs)
         return sizes[0]

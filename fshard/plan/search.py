@@ -7,7 +7,7 @@ all sizes and options ──divide?──> ──memory of parameters──> ─
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from torch import nn
 
 from fshard.errors import FshardError, PlanError
+from fshard.experts.module import MoE
 from fshard.mesh.layout import PyTree, map_leaves
 from fshard.optim.contract import Optimizer
 from fshard.plan.cluster import Cluster
-from fshard.plan.layers import LayeredModel, Loss, ModelCost
-from fshard.plan.layouts import ONE_STAGE, ModelPlan, PlanEstimate
+from fshard.plan.estimate import PlanEstimate
+from fshard.plan.layers import LayerTracer
+from fshard.plan.model_plan import IN_LOOPS, ONE_STAGE, ModelPlan
 from fshard.plan.models import Transformer
+from fshard.plan.program import LayeredModel, Loss
 from fshard.tables import Tabular
 from fshard.transforms.module.replica import copy_on_meta
 
@@ -32,13 +35,14 @@ SIMULATED = 48
 LISTED = 12
 """The rejected plans that are listed."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
+    "sequence": (1,),
+    "experts": (1,),
     "zero_stage": (0, 1, 2, 3),
     "rows": (1, 2, 4, 8),
-    "recompute": (False, True),
-    "sequence": (True,),
+    "recompute": ("never", "full"),
     "schedule": ("1f1b", "interleaved", "zb-h1", "zbv"),
 }
-"""The values of options that are tried."""
+"""The values that are tried; `data`, `pipeline` and `tensor` are all that divide the devices."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def _row(plan: ModelPlan) -> tuple[str, ...]:
         *map(str, (plan.data, plan.pipeline, plan.tensor, plan.zero_stage)),
         f"{plan.microbatches} x {plan.rows}",
         schedule if plan.pipeline > 1 else "",
-        "layers" if plan.recompute else "",
+        "" if plan.recompute == "never" else plan.recompute,
     )
 
 
@@ -156,19 +160,18 @@ def search(
         raise PlanError(f'plan.search: goal must be "time" or "memory"; got {goal!r}.')
     layered = _layered(model, batch, optimizer, loss, blocks)
     choices = _choices(constraints)
-    costs, rejected, fitting = (
-        dict[tuple[Any, ...], ModelCost | str](),
-        list[tuple[float, RejectedPlan]](),
-        list[tuple[float, PlanEstimate]](),
-    )
-    tried = 0
+    if "experts" not in constraints:
+        choices["experts"] = tuple(
+            [size for size in (1, 8, 64) if size == 1 or layered.experts % size == 0 < layered.experts]
+        )
+    tracer, errors, tried = LayerTracer(layered), dict[str, str](), 0
+    rejected, fitting = list[tuple[float, RejectedPlan]](), list[tuple[float, PlanEstimate]]()
     for plan in _plans(layered.layers, devices, global_batch, choices, cluster):
         tried += 1
-        cost = _cached(costs, layered, cluster, plan)
-        if isinstance(cost, str):
-            rejected.append((float("inf"), RejectedPlan(plan, cost)))
+        estimate = PlanEstimate(plan, cluster, tracer)
+        if error := _cost_errors(estimate, errors):
+            rejected.append((float("inf"), RejectedPlan(plan, error)))
             continue
-        estimate = PlanEstimate(plan, cluster, cost, layered.layers)
         least = least_memory(estimate)
         if least > cluster.memory:
             over = f"{(least - cluster.memory) / 1e9:,.2f} GB over the memory"
@@ -214,18 +217,16 @@ def least_memory(estimate: PlanEstimate) -> int:
     return max(sizes)
 
 
-def _cached(
-    costs: dict[tuple[Any, ...], ModelCost | str], layered: LayeredModel, cluster: Cluster, plan: ModelPlan
-) -> ModelCost | str:
-    """Return the costs of a plan's layers, or why they cannot run."""
-    key = plan.tensor, plan.rows, plan.recompute, plan.sequence
-    if key not in costs:
-        options: Any = dict(zip(("tensor", "rows", "recompute", "sequence"), key, strict=True))
+def _cost_errors(estimate: PlanEstimate, errors: dict[str, str]) -> str:
+    """Return why the layers of a plan cannot run; "" if they can."""
+    key = repr([getattr(estimate.plan, name) for name in ("tensor", "sequence", "sequence_mode", "experts")])
+    if key not in errors:
         try:
-            costs[key] = layered.trace(cluster, **options)
+            errors[key] = ""
+            estimate.tracer.cost(estimate.plan, estimate.cluster)
         except (FshardError, ValueError) as error:
-            costs[key] = str(error).partition("\n")[0]
-    return costs[key]
+            errors[key] = str(error).partition("\n")[0]
+    return errors[key]
 
 
 def _plans(
@@ -234,32 +235,39 @@ def _plans(
     """Yield all plans whose sizes divide, with the values that are chosen."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     node = cluster.links[0].devices or devices
-    for tensor, pipeline in product(divisors, divisors):
-        data = devices // (tensor * pipeline)
-        is_legal = tensor <= node and pipeline <= layers and data * tensor * pipeline == devices
-        sizes = {"tensor": tensor, "pipeline": pipeline, "data": data}
+    options = [choices[name] for name in ("zero_stage", "rows", "recompute", "schedule")]
+    for tensor, pipeline, sequence, experts in product(divisors, divisors, choices["sequence"], choices["experts"]):
+        data, rest = divmod(devices, tensor * pipeline * sequence * experts)
+        sizes = {"data": data, "pipeline": pipeline, "tensor": tensor, "sequence": sequence, "experts": experts}
+        is_legal = not rest and tensor <= node and pipeline <= layers
         if not is_legal or any(size not in choices.get(name, (size,)) for name, size in sizes.items()):
             continue
-        names = ("zero_stage", "rows", "recompute", "sequence", "schedule")
-        for values in product(*(choices[name] for name in names)):
-            options: Any = dict(zip(names, values, strict=True))
-            microbatches, rest = divmod(global_batch, data * options["rows"])
-            is_sharded = data > 1 or options["zero_stage"] == min(choices["zero_stage"])
-            is_first = pipeline > 1 or options["schedule"] == next(iter(choices["schedule"]))
+        mode = choices.get("sequence_mode", ("megatron",) if tensor > 1 and sequence == 1 else ("gather",))
+        for zero_stage, rows, recompute, schedule, sequence_mode in product(*options, mode):
+            microbatches, rest = divmod(global_batch, data * experts * rows)
+            is_sharded = data > 1 or zero_stage == min(choices["zero_stage"])
+            is_first = pipeline > 1 or schedule == next(iter(choices["schedule"]))
             if rest or not microbatches or not is_sharded or not is_first:
                 continue
-            options["sequence"] = options["sequence"] and tensor > 1
-            for chunks in _chunks(options["schedule"], pipeline, layers, choices):
-                plan = ModelPlan(**sizes, **options, microbatches=microbatches, chunks=chunks)
+            if sequence_mode == "megatron" and (tensor == 1 or sequence > 1):
+                continue
+            for chunks in _chunks(schedule, pipeline, layers, choices):
                 if microbatches in choices.get("microbatches", (microbatches,)):
-                    yield plan
+                    yield ModelPlan(
+                        **sizes,
+                        zero_stage=zero_stage,
+                        rows=rows,
+                        microbatches=microbatches,
+                        schedule=schedule,
+                        chunks=chunks,
+                        recompute=recompute,
+                        sequence_mode=sequence_mode,
+                    )
 
 
 def _chunks(schedule: str, pipeline: int, layers: int, choices: Mapping[str, Collection[Any]]) -> Iterator[int]:
     """Yield the numbers of stages of a device."""
-    legal = (
-        (1,) if pipeline == 1 or schedule in ONE_STAGE else (2, 4, 8) if schedule in ("interleaved", "bfs") else (2,)
-    )
+    legal = (1,) if pipeline == 1 or schedule in ONE_STAGE else (2, 4, 8) if schedule in IN_LOOPS else (2,)
     for chunks in choices.get("chunks", legal):
         if chunks in legal and chunks * pipeline <= layers:
             yield chunks
@@ -267,9 +275,9 @@ def _chunks(schedule: str, pipeline: int, layers: int, choices: Mapping[str, Col
 
 def _choices(constraints: Mapping[str, Any]) -> dict[str, Collection[Any]]:
     """Return the values of each option; raise naming all that are unknown."""
-    fields = ("data", "pipeline", "tensor", "microbatches", "chunks", *_CHOICES)
-    if unknown := [name for name in constraints if name not in fields]:
-        raise PlanError(f"plan.search: {', '.join(unknown)} must be among {', '.join(fields)}.")
+    names = [field.name for field in fields(ModelPlan)]
+    if unknown := [name for name in constraints if name not in names]:
+        raise PlanError(f"plan.search: {', '.join(unknown)} must be among {', '.join(names)}.")
     given: dict[str, Collection[Any]] = {
         name: tuple(x) if isinstance(x, Collection) and not isinstance(x, str) else (x,)
         for name, x in constraints.items()
@@ -299,7 +307,11 @@ def _layered(
     if path not in lists:
         raise PlanError(f"plan.search: blocks must be a ModuleList of the model, {', '.join(lists)}; got {path!r}.")
     sample = map_leaves(lambda x: x[:1].to("meta"), batch)
-    return LayeredModel(partial(_shortened, model, path), path, lists[path], sample, loss, optimizer)
+    experts = [x.router.out_features for x in model.modules() if isinstance(x, MoE)]
+    experts += [int(x.num_experts) for x in cast(Any, model).modules() if hasattr(x, "_is_expert_parallel")]
+    return LayeredModel(
+        partial(_shortened, model, path), path, lists[path], sample, loss, optimizer, max(experts, default=0)
+    )
 
 
 def _shortened(model: nn.Module, path: str, layers: int) -> nn.Module:

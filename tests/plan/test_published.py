@@ -6,6 +6,7 @@ import pytest
 
 from fshard import optim
 from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster
+from fshard.plan.layers import LayerTracer
 from fshard.plan.search import _layered
 
 GPT = {"gated": False, "tied": True, "bias": True, "dropout": 0.1, "vocab": 51200, "sequence": 2048}
@@ -14,27 +15,27 @@ GPT = {"gated": False, "tied": True, "bias": True, "dropout": 0.1, "vocab": 5120
 RUNS = {
     "Llama 3 405B": (  # arXiv 2407.21783, table 4
         Transformer(126, 16384, 53248, 128, 8, 128256, 8192),
-        "h100", ModelPlan(128, 16, 8, 2, 1, schedule="interleaved", chunks=4, sequence=True), 2048, 41.0,
+        "h100", ModelPlan(128, 16, 8, 2, 1, schedule="interleaved", chunks=4, sequence_mode="megatron"), 2048, 41.0,
     ),
     "GPT 22B": (  # arXiv 2205.05198, table 5: selective recomputation
         Transformer(48, 6144, 24576, 64, 64, attention="recomputed", **GPT),
-        "a100", ModelPlan(1, 1, 8, 0, 4, sequence=True), 4, 41.5,
+        "a100", ModelPlan(1, 1, 8, 0, 4, sequence_mode="megatron"), 4, 41.5,
     ),
     "GPT 1T": (
         Transformer(128, 25600, 102400, 160, 160, attention="recomputed", **GPT),
-        "a100", ModelPlan(1, 64, 8, 0, 1, sequence=True), 512, 56.3,
+        "a100", ModelPlan(1, 64, 8, 0, 1, sequence_mode="megatron"), 512, 56.3,
     ),
     "GPT 1.7B": (  # arXiv 2104.04473, table 1: with recomputation, which is counted
         Transformer(24, 2304, 9216, 24, 24, attention="formula", **GPT),
-        "a100", ModelPlan(32, 1, 1, 0, 0, recompute=True), 512, 44.0,
+        "a100", ModelPlan(32, 1, 1, 0, 0, recompute="full"), 512, 44.0,
     ),
     "GPT 18.4B": (
         Transformer(40, 6144, 24576, 48, 48, attention="formula", **GPT),
-        "a100", ModelPlan(32, 1, 8, 0, 0, recompute=True), 1024, 43.0,
+        "a100", ModelPlan(32, 1, 8, 0, 0, recompute="full"), 1024, 43.0,
     ),
     "GPT 76.1B": (
         Transformer(60, 10240, 40960, 80, 80, attention="formula", **GPT),
-        "a100", ModelPlan(32, 4, 8, 0, 0, recompute=True), 1792, 45.0,
+        "a100", ModelPlan(32, 4, 8, 0, 0, recompute="full"), 1792, 45.0,
     ),
     "Llama 2 7B": (  # PyTorch FSDP, IBM research 2023
         Transformer(32, 4096, 11008, 32, 32, 32000, 4096),
@@ -45,7 +46,7 @@ RUNS = {
 
 def flops(model, plan, batch):
     """Return the operations that the papers count: without recomputation, or by the formula of arXiv 2104.04473."""
-    if not plan.recompute:
+    if plan.recompute == "never":
         return model.flops(batch, attention=not model.gated)
     s, h = model.sequence, model.hidden
     return 96 * batch * s * model.layers * h * h * (1 + s / (6 * h) + model.vocab / (16 * model.layers * h))
@@ -55,12 +56,11 @@ def flops(model, plan, batch):
 def test_utilization_of_published_runs(name):
     model, gpu, layout, batch, published = RUNS[name]
     machine, estimates = cluster(gpu, node=8), []
-    layered = _layered(model, None, optim.with_master_weights(optim.adamw(3e-4)), None, None)
+    tracer = LayerTracer(_layered(model, None, optim.with_master_weights(optim.adamw(3e-4)), None, None))
     for rows in [layout.rows] if layout.rows else [1, 2, 4, 8, 16]:
         plan = replace(layout, rows=rows, microbatches=batch // (layout.data * rows))
         if plan.microbatches >= plan.pipeline:
-            options = {"tensor": plan.tensor, "rows": rows, "recompute": plan.recompute, "sequence": plan.sequence}
-            estimates.append(PlanEstimate(plan, machine, layered.trace(machine, **options), model.layers))
+            estimates.append(PlanEstimate(plan, machine, tracer))
     fitting = [x for x in estimates if layout.rows or not x.excess()]
     utilization = [100 * x.utilization(flops(model, x.plan, batch)) for x in fitting]
     assert max(utilization) == pytest.approx(published, abs=3)

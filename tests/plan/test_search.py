@@ -13,6 +13,7 @@ from fshard import P, optim
 from fshard.command import main
 from fshard.errors import PlanError
 from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster, cost, search
+from fshard.plan.layers import LayerTracer
 from fshard.plan.search import SIMULATED, _choices, _layered, _plans, least_memory
 
 H100, ROWS = cluster("h100", node=8), 4
@@ -22,14 +23,12 @@ ADAMW = optim.with_master_weights(optim.adamw(3e-4))
 
 
 @cache
-def layered_model(model):
-    return _layered(model, None, ADAMW, None, None)
+def tracer(model):
+    return LayerTracer(_layered(model, None, ADAMW, None, None))
 
 
 def estimate(plan, model=SMALL, machine=H100):
-    layered = layered_model(model)
-    options = {"tensor": plan.tensor, "rows": plan.rows, "recompute": plan.recompute, "sequence": plan.sequence}
-    return PlanEstimate(plan, machine, layered.trace(machine, **options), model.layers)
+    return PlanEstimate(plan, machine, tracer(model))
 
 
 def traced(plan, model):
@@ -66,18 +65,15 @@ def test_layers_that_are_multiplied_are_those_of_the_program(tensor, stage):
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["never", "selective", "full"])
 def test_costs_of_other_microbatches_are_derived(tensor, recompute):
     """Sizes are linear in the samples: a derived step is the traced one."""
-    model, options = (
-        _layered(SMALL, None, ADAMW, None, None),
-        {"tensor": tensor, "recompute": recompute, "sequence": tensor > 1},
-    )
-    derived = model.trace(H100, rows=8, **options)
-    model.steps.update(
-        {(tensor, tensor > 1, recompute, 2): model.programs[tensor, tensor > 1].trace(rows=8, recompute=recompute)}
-    )
-    assert derived[:3] == model.trace(H100, rows=2, **options)[:3]
+    plan = ModelPlan(tensor=tensor, recompute=recompute, sequence_mode="megatron" if tensor > 1 else "gather")
+    derived = tracer(SMALL).cost(replace(plan, rows=8), H100)
+    trace = LayerTracer(tracer(SMALL).model)
+    trace.cost(plan, H100)
+    trace.steps[plan, 2] = trace.traces[replace(plan, recompute="never")].record(rows=8, recompute=recompute)
+    assert derived[:3] == trace.cost(replace(plan, rows=2), H100)[:3]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +97,7 @@ def test_stages_have_the_operations_of_the_model_and_wait_for_each_other():
 
 
 def test_recomputation_has_less_memory_and_more_operations():
-    kept, again = (estimate(ModelPlan(rows=ROWS, recompute=flag)) for flag in (False, True))
+    kept, again = (estimate(ModelPlan(rows=ROWS, recompute=name)) for name in ("never", "full"))
     assert again.flops > kept.flops and again.model.layer.saved < kept.model.layer.saved / 4
 
 
@@ -169,7 +165,7 @@ def test_any_module_with_a_list_of_layers_is_planned():
 
 
 def test_plans_are_saved_scaled_and_boosted(tmp_path):
-    plan = ModelPlan(data=8, pipeline=4, zero_stage=1, rows=2, microbatches=4, recompute=True)
+    plan = ModelPlan(data=8, pipeline=4, zero_stage=1, rows=2, microbatches=4, recompute="full")
     plan.save(tmp_path / "plan.toml")
     assert ModelPlan.load(tmp_path / "plan.toml") == plan
     (tmp_path / "wrong.toml").write_text('data = "8"\npipe = 4\n')
@@ -183,7 +179,7 @@ def test_plans_are_saved_scaled_and_boosted(tmp_path):
     state = booster.init(Model(), optim.sgd(0.1), lambda y, target: (y - target).square().mean())
     state, first = booster.step(state, batch)
     assert booster.step(state, batch)[1]["loss"] < first["loss"]
-    with pytest.raises(PlanError, match="must have recompute=False"):
+    with pytest.raises(PlanError, match='recompute must be "never", or "full" in stages'):
         replace(plan, pipeline=1).plugin(blocks="inner.layers")
 
 

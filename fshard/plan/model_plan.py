@@ -1,0 +1,144 @@
+"""`ModelPlan`: sizes of a mesh and options of training, by which a model with repeated layers is trained."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from fshard.booster.hybrid import HybridParallelPlugin
+from fshard.errors import PlanError
+from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.pipeline.schedule.schedule import Schedule
+from fshard.tensor.layer_plans import SequenceMode
+
+Recompute = Literal["never", "selective", "full"]
+"""What a layer keeps for the backward: everything; the results of matrix products; its input alone."""
+IN_LOOPS = ("interleaved", "bfs")
+"""The schedules with any number of stages on a device."""
+ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+"""The schedules with one stage on a device; those that remain have two."""
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Sizes of a mesh, and options of training.
+
+    Args:
+        data, pipeline, tensor: sizes of the axes of samples, stages and layers.
+        zero_stage: of ZeRO, along "data".
+        rows: samples of a microbatch on a device.
+        microbatches: of a device in a step.
+        schedule: of the stages.
+        chunks: stages of a device.
+        recompute: what each layer computes again in the backward.
+        sequence: size of the axis of tokens.
+        sequence_mode: the algorithm of attention on it; or "megatron": devices that share layers share tokens between them.
+        experts: size of the axis of experts, whose devices have other samples.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    rows: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    recompute: Recompute = "never"
+    sequence: int = 1
+    sequence_mode: SequenceMode = "gather"
+    experts: int = 1
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of the mesh, for `make_mesh`."""
+        inner = {name: size for name, size in (("expert", self.experts), ("seq", self.sequence)) if size > 1}
+        return {"pipe": self.pipeline, "data": self.data, **inner, "model": self.tensor}
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return prod(self.mesh.values())
+
+    def of_stages(self) -> Schedule:
+        """Return the schedule of the stages."""
+        return _schedule(self.schedule, self.chunks * self.pipeline, self.microbatches, self.pipeline)
+
+    def plugin(self, *, blocks: str, sample: Any = None) -> HybridParallelPlugin:
+        """Return the plugin of a Booster.
+
+        Args:
+            blocks: path of the layers in the model.
+            sample: a microbatch, by which stages and layers are planned: see `HybridParallelPlugin`.
+        """
+        if self.recompute == "selective" or (self.recompute == "full" and self.pipeline == 1):
+            raise PlanError(
+                f'plan.plugin: recompute must be "never", or "full" in stages, where the plugin recomputes; got '
+                f'"{self.recompute}". Wrap the layers in fs.remat, and take replace(plan, recompute="never").'
+            )
+        stages: dict[str, Any] = {"microbatches": self.microbatches, "schedule": self.schedule, "chunks": self.chunks}
+        stages |= {"blocks": blocks, "recompute": 1 if self.recompute == "full" else "never"}
+        accumulate: dict[str, Any] = {"options": {"accumulate": self.microbatches}} if self.microbatches > 1 else {}
+        return HybridParallelPlugin(
+            data=self.data,
+            pipeline=self.pipeline,
+            tensor=self.tensor,
+            sequence=self.sequence,
+            sequence_mode=self.sequence_mode,
+            experts=self.experts,
+            zero_stage=self.zero_stage,
+            sample=sample,
+            **(stages if self.pipeline > 1 else accumulate),
+        )
+
+    def scaled(self, devices: int) -> ModelPlan:
+        """Return the same plan on fewer devices: the largest axes are halved, the batch with them."""
+        plan = self
+        while plan.devices > devices:
+            axis = max(("data", "pipeline", "tensor", "sequence", "experts"), key=lambda name: getattr(plan, name))
+            if getattr(plan, axis) % 2:
+                raise PlanError(f"plan.scaled: {axis} must be a multiple of two; got {getattr(plan, axis)}.")
+            plan = replace(plan, **{axis: getattr(plan, axis) // 2})
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write a TOML file, which `load` reads."""
+        lines = [f"{name} = {x!r}".replace("'", '"') for name, x in asdict(self).items()]
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelPlan:
+        """Read a TOML file; raise naming all keys that are unknown or of another type.
+
+        >>> import tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "plan.toml")
+        >>> ModelPlan(data=4, recompute="full").save(path)
+        >>> ModelPlan.load(path)
+        ModelPlan(data=4, pipeline=1, tensor=1, zero_stage=0, rows=1, microbatches=1, schedule='1f1b', chunks=1, ...
+        """
+        try:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise PlanError(f"plan.load: {path} must be a TOML file: {error}.") from None
+        kinds = {field.name: type(field.default) for field in fields(cls)}
+        errors = [f"{key} is unknown" for key in table if key not in kinds]
+        errors += [
+            f"{key} must be of type {kinds[key].__name__}; got {x!r}"
+            for key, x in table.items()
+            if key in kinds and type(x) is not kinds[key]
+        ]
+        if errors:
+            raise PlanError(f"plan.load: {path}: {'; '.join(errors)}. Keys are {', '.join(kinds)}.")
+        return cls(**table)
+
+
+@cache
+def _schedule(name: str, stages: int, microbatches: int, devices: int) -> Schedule:
+    """Return the schedule, which many plans have."""
+    return pipeline_schedule(
+        name, stages=stages, microbatches=microbatches, devices=devices if name in IN_LOOPS else None
+    )
