@@ -130,7 +130,7 @@ class HybridParallelPlugin(Plugin):
                 for axis, size in expected.items()
                 if sizes.get(axis) != size
             ]
-            data = prod(sizes[axis] for axis in self.axes())
+            data = prod(sizes[axis] for axis in self.axes() if axis not in self._expert_axis())
             errors += [f"data must be that of {self.mesh}, {data}, got {self.data}"] * (self.data not in (None, data))
         return super().contradictions() + errors
 

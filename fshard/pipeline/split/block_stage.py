@@ -20,7 +20,14 @@ from torch.overrides import _pop_mode_temporarily  # pyright: ignore[reportPriva
 
 from fshard.mesh.layout import PyTree, flatten, flatten_with_paths, map_leaves, unflatten
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
-from fshard.pipeline.split.valueless import Described, MissingValueError, ValuelessMode, as_meta, is_valueless
+from fshard.pipeline.split.valueless import (
+    Described,
+    MissingValueError,
+    ValuelessMode,
+    as_meta,
+    has_values,
+    is_valueless,
+)
 from fshard.source import locate
 
 _VALUES = (Tensor, Sharded, Described, str, bytes, int, float, complex, type(None))
@@ -182,7 +189,7 @@ def _check_values(where: str, tree: PyTree) -> None:
     missing = [
         f"{path or 'a tensor'}: {Described.of(x)}" for path, x in leaves_by_path(tree).items() if is_valueless(x)
     ]
-    if missing:
+    if missing and has_values():
         raise MissingValueError(f"{where} {', '.join(missing)}")
 
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fshard.mesh.layout import map_leaves
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
+from fshard.mesh.spmd.scope import here
 
 _tensor: Any = Tensor
 _DEVICE = _tensor.device.__get__
@@ -54,6 +55,12 @@ def is_valueless(x: object) -> bool:
     return isinstance(x, Tensor) and x.is_meta
 
 
+def has_values() -> bool:
+    """Return False on an abstract mesh, where no tensor has values: those of other stages are not told apart."""
+    scope = here()
+    return scope is None or scope.mesh.runtime != "abstract"
+
+
 class ValuelessMode(TorchFunctionMode):
     """Propagates meta tensors until values have `arrived`; from then on raises where the two meet.
 
@@ -85,7 +92,7 @@ class ValuelessMode(TorchFunctionMode):
             args, named = map_leaves(_as_meta_argument, (args, named))
             named |= {"device": _META} if "device" in named else {}
             args = tuple([_META if func == Tensor.to and isinstance(x, str) else x for x in args])
-        elif 0 < len(valueless) < len(tensors):
+        elif 0 < len(valueless) < len(tensors) and has_values():
             shapes = " and ".join(str(Described.of(x)) for x in valueless)
             raise MissingValueError(
                 f"{getattr(func, '__name__', func)} must be given values; got {shapes} without. A value that a later stage "
