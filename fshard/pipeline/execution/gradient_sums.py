@@ -16,7 +16,7 @@ Gradients = Sequence[Tensor | None]
 
 
 class RunningSum:
-    """The sum in the order of arrival; it takes the memory of one summand.
+    """The sum in the order of arrival, in its own memory.
 
     >>> total = RunningSum()
     >>> w = torch.zeros(2, requires_grad=True)
@@ -41,9 +41,10 @@ class RunningSum:
             self._accumulators = [weight.grad for weight in weights if weight.grad is not None]
         return True
 
-    def add(self, microbatch: int, gs: Gradients) -> None:
-        """Add the gradients of a microbatch."""
-        self._sums = [_add(total, g) for total, g in zip(self._sums or [None] * len(gs), gs, strict=True)]
+    def add(self, microbatch: int, gs: Gradients, dtypes: Sequence[torch.dtype] | None = None) -> None:
+        """Add the gradients of a microbatch, to sums of these dtypes; by default their own."""
+        totals, dtypes = self._sums or [None] * len(gs), dtypes or [None if g is None else g.dtype for g in gs]
+        self._sums = [_added(total, g, dtype) for total, g, dtype in zip(totals, gs, dtypes, strict=True)]
 
     def result(self) -> list[Tensor | None]:
         """Return the sum; None where nothing was added."""
@@ -101,6 +102,13 @@ class OrderedSum:
             return None
         g = g if g.is_complex() else g.to(torch.promote_types(g.dtype, torch.float32))
         return g if weight == 1.0 else g * weight
+
+
+def _added(total: Tensor | None, g: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """Add a gradient to a sum, in place; the first one is copied, since its memory may be another's too."""
+    if g is None:
+        return total
+    return g.to(dtype, copy=True) if total is None else total.add_(g)
 
 
 def _add(a: Tensor | None, b: Tensor | None, zero: float | None = None) -> Tensor | None:

@@ -96,9 +96,13 @@ class GradientSums:
             self.used[index] |= g is not None
         return [None if is_idle else g.to_dense() if g is not None and g.is_sparse else g for g in gs]
 
+    def reduced_in(self, index: int) -> torch.dtype:
+        """Return the dtype that the gradient of a parameter is reduced in."""
+        return self.options.reduced_in(self.leaves[index].dtype, wide=self.wide)
+
     def cast(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> Gradients:
         """Cast gradients to the dtypes that they are reduced in."""
-        dtypes = [self.options.reduced_in(self.leaves[index].dtype, wide=self.wide) for index in indices]
+        dtypes = map(self.reduced_in, indices)
         return [g if g is None or g.dtype is dtype else g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)]
 
     @made_for("gradients")
@@ -107,8 +111,7 @@ class GradientSums:
         for index, g in zip(indices, self.cast(indices, gs), strict=True):
             leaf = self.leaves[index]
             if leaf.trained:
-                dtype = self.options.reduced_in(leaf.dtype, wide=self.wide)
-                g = torch.zeros(leaf.shape, dtype=dtype, device=self.device) if g is None else g
+                g = torch.zeros(leaf.shape, dtype=self.reduced_in(index), device=self.device) if g is None else g
                 self._bucket.append((index, g))
                 self._size += g.nbytes
         claim([g for _, g in self._bucket], "gradients")

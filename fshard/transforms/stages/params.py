@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fshard.errors import ModuleError
-from fshard.memory.kinds import claim
+from fshard.memory.kinds import claim, made_for
 from fshard.mesh.layout import PyTree
 from fshard.mesh.reshard.execute import go
 from fshard.pipeline.execution.gradient_sums import OrderedSum, RunningSum
@@ -185,6 +185,7 @@ class StageSums(GradientSums):
     def _total(self) -> RunningSum | OrderedSum:
         return RunningSum() if self._weights is None else OrderedSum(self._weights)
 
+    @made_for("gradients")
     def add(self, stage: int, microbatch: int, gs: Sequence[Tensor | None], *, is_idle: bool) -> None:
         """Add the gradients of one microbatch; an idle one counts as zero."""
         indices = self._trained[stage]
@@ -193,7 +194,11 @@ class StageSums(GradientSums):
             if index in self._tied:
                 self._keep(stage, index, microbatch, row[number])
                 row[number] = None
-        self._totals[stage].add(microbatch, self.cast(indices, row))
+        total = self._totals[stage]
+        if isinstance(total, RunningSum):
+            total.add(microbatch, row, [self.reduced_in(index) for index in indices])
+        else:
+            total.add(microbatch, self.cast(indices, row))
 
     def _keep(self, stage: int, index: int, microbatch: int, g: Tensor | None) -> None:
         """Add to the gradient of a tied parameter in one stage, in reproducible mode for each microbatch."""
