@@ -31,18 +31,21 @@ class PlanEstimate:
 
     Args:
         plan: it.
-        cluster: the machine.
-        tracer: of the model's layers.
+        tracer: of the model's layers, on a machine.
     """
 
     plan: ModelPlan
-    cluster: Cluster
     tracer: LayerTracer
 
     @property
     def model(self) -> ModelCost:
         """The costs of the layers, and of what is around them, for a microbatch."""
-        return self.tracer.cost(self.plan, self.cluster)
+        return self.tracer.cost(self.plan)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machine."""
+        return self.tracer.cluster
 
     @property
     def layers(self) -> int:
@@ -95,13 +98,13 @@ class PlanEstimate:
     def _memory_of(self, coordinate: int) -> dict[str, int]:
         plan, cost = self.plan, self.by_device[coordinate]
         sharded = [plan.zero_stage >= stage for stage in (3, 2, 1)]  # parameters, gradients, state
-        sizes = (cost.parameters, cost.gradients, cost.state)
+        sizes = (cost.parameters, cost.sums if plan.microbatches > 1 else cost.gradients, cost.state)
         parameters, gradients, state = (
             size // plan.data if is_sharded else size for size, is_sharded in zip(sizes, sharded, strict=True)
         )
         unit = max(stage.parameters for stage in self.stages) if plan.pipeline > 1 else self.model.layer.parameters
         casts = cost.casts // (plan.data if sharded[2] else 1)
-        activations = int(self._activations[coordinate]) + cost.workspace
+        activations = int(self._activations[coordinate]) + self.workspace(coordinate)
         return {
             "parameters": parameters,
             "gradients": gradients,
@@ -109,6 +112,12 @@ class PlanEstimate:
             "unsharded": 2 * unit if sharded[0] and plan.data > 1 else 0,
             **({"activations": activations} if activations >= casts else {"update": casts}),
         }
+
+    def workspace(self, coordinate: int) -> int:
+        """Return the bytes beside the activations in flight, of which those after the layers are freed before a layer runs."""
+        layer, last = self.model.layer, self.model.last
+        is_last = coordinate == self._schedule.placement[-1]
+        return max(layer.workspace - last.saved, last.workspace, 0) if is_last else layer.workspace
 
     @cached_property
     def _activations(self) -> tuple[Any, ...]:
@@ -164,13 +173,17 @@ class PlanEstimate:
         return slowest * (plan.microbatches + idle) + sum(self._after().values())
 
     def _after(self) -> dict[str, float]:
-        """Return the seconds after the last backward."""
-        plan = self.plan
+        """Return the seconds of sums over microbatches, and those after the last backward."""
+        plan, part = self.plan, self.cluster.efficiency.memory
         slowest = max(self.by_device, key=lambda cost: cost.parameters)
-        reduce = self._exchange(slowest.gradients) if plan.zero_stage < 3 else 0.0
+        has_sums = plan.microbatches > 1
+        added = (slowest.gradients + 2 * slowest.sums) * plan.microbatches / (self.cluster.bandwidth * part)
+        gradients = slowest.sums if has_sums else slowest.gradients
+        reduce = self._exchange(gradients) if plan.zero_stage < 3 else 0.0
         gather = self._exchange(slowest.parameters) if plan.zero_stage in (1, 2) else 0.0
         beside = min(stage.backward for stage in self.stages)  # the last microbatch's
         return {
+            "sums of gradients": added if has_sums else 0.0,
             "reduction": max(reduce * (2 if plan.zero_stage == 0 else 1) - beside, 0.0),
             "update": slowest.update / (plan.data if plan.zero_stage else 1),
             "gather": gather,

@@ -41,6 +41,7 @@ class LayerCost:
         forward, backward, update: seconds; the update is that of all their parameters.
         flops: operations of matrix products, with those that are recomputed.
         parameters, gradients, state: bytes.
+        sums: bytes of gradients that are added over microbatches, in at least 32 bits.
         casts: bytes that the update has for a while, such as gradients in 32 bits.
         saved: bytes of activations, from the forward to the backward.
         workspace: bytes besides these while the layers run.
@@ -52,6 +53,7 @@ class LayerCost:
     flops: int = 0
     parameters: int = 0
     gradients: int = 0
+    sums: int = 0
     state: int = 0
     casts: int = 0
     saved: int = 0
@@ -85,13 +87,14 @@ class TracedStep(NamedTuple):
         events: the unit of each operation is its part: "first", "layer", "last", then "backward" (of the last),
             "layer backward", "first backward", "update".
         active: the bytes of activations at the begin of each part.
-        parameters: the bytes of "first", "layer" and "last".
+        parameters, sums: the bytes of "first", "layer" and "last", and of sums of their gradients.
         state: the bytes of the optimizer's state.
     """
 
     events: list[Event]
     active: dict[str, int]
     parameters: dict[str, int]
+    sums: dict[str, int]
     state: int
 
 
@@ -112,12 +115,13 @@ class LayerTrace:
 
     def __init__(self, model: LayeredModel, plan: ModelPlan) -> None:
         self.model, self.mesh = model, make_mesh(plan.mesh, runtime="abstract")
-        self.events, self.recompute = list[Event](), plan.recompute
+        self.events = list[Event]()
+        self.recompute: Recompute = "never"
         self.begins, self.active = dict[str, int](), dict[str, int]()
         module = model.build(1)
         layers = cast(nn.ModuleList, module.get_submodule(model.blocks))
         layers[0] = WatchedLayer(layers[0], lambda *args, **kwargs: self.call_layer(*args, **kwargs))
-        self.step, self.arguments = model.program(module, replace(plan, recompute="never"), self.mesh, self.loss)
+        self.step, self.arguments = model.program(module, plan, self.mesh, self.loss)
         self.record(rows=1, recompute="never")  # the first step checks what later ones do not
 
     def begin(self, part: str) -> None:
@@ -160,49 +164,52 @@ class LayerTrace:
             for event in self.events[begin:end]:
                 is_of_part = isinstance(event, Operation) and event.unit != "update"
                 events.append(event._replace(unit=part) if is_of_part else event)
-        return TracedStep(events, self.active, self.bytes_of_parts(), _bytes_of(self.arguments[1]))
+        sizes = self.bytes_of_parts(1), self.bytes_of_parts(4)
+        return TracedStep(events, self.active, *sizes, _bytes_of(self.arguments[1]))
 
-    def bytes_of_parts(self) -> dict[str, int]:
-        """Return the bytes of the parameters of each part; those that are registered before the layers are of the first."""
+    def bytes_of_parts(self, least: int) -> dict[str, int]:
+        """Return the bytes of each part's parameters, at least so many a number.
+
+        Those that are registered before the layers are of the first part.
+        """
         sizes, part = {"first": 0, "layer": 0, "last": 0}, "first"
         for name, x in self.arguments[0].items():
             is_of_layer = name.startswith(f"{self.model.blocks}.")
             part = "layer" if is_of_layer else "first" if part == "first" else "last"
-            sizes[part] += _bytes_of(x)
+            sizes[part] += _bytes_of(x) * max(least, x.dtype.itemsize) // x.dtype.itemsize
         return sizes
 
 
 class LayerTracer:
-    """The costs of a model's layers in all plans. Each step is traced once.
+    """The costs of a model's layers on a machine, in all plans. Each step is traced once.
 
     A step is traced with two samples and with four, and derived for other numbers: its sizes are linear in them.
     """
 
-    def __init__(self, model: LayeredModel) -> None:
-        self.model = model
-        self.traces, self.steps = dict[ModelPlan, LayerTrace](), dict[tuple[ModelPlan, int], TracedStep]()
-        self.costs = dict[tuple[ModelPlan, str], ModelCost]()
+    def __init__(self, model: LayeredModel, cluster: Cluster) -> None:
+        self.model, self.cluster = model, cluster
+        self.traces, self.steps = dict[ModelPlan, LayerTrace](), dict[ModelPlan, TracedStep]()
+        self.costs = dict[ModelPlan, ModelCost]()
 
-    def cost(self, plan: ModelPlan, cluster: Cluster) -> ModelCost:
+    def cost(self, plan: ModelPlan) -> ModelCost:
         """Return the costs of a microbatch, on the devices that share it."""
         shared = {name: getattr(plan, name) for name in ("tensor", "sequence", "sequence_mode", "experts")}
-        plan = ModelPlan(**shared, recompute=plan.recompute, rows=plan.rows)
-        if (plan, cluster.name) not in self.costs:
-            trace, recompute = ModelPlan(**shared), plan.recompute
-            if trace not in self.traces:
-                self.traces[trace] = LayerTrace(self.model, trace)
-            two, four = (self._traced(trace, recompute, rows) for rows in (2, 4))
-            step = {2: two, 4: four}.get(plan.rows) or _between(two, four, (plan.rows - 2) / 2)
+        key = ModelPlan(**shared, recompute=plan.recompute, rows=plan.rows)
+        if key not in self.costs:
+            two, four = (self._traced(replace(key, rows=rows)) for rows in (2, 4))
+            step: TracedStep = {2: two, 4: four}.get(plan.rows) or _between(two, four, (plan.rows - 2) / 2)
             tokens = plan.tensor if plan.sequence_mode == "megatron" else plan.sequence
-            message = self._message * plan.rows // tokens
-            self.costs[plan, cluster.name] = ModelCost(*_costs_of(step, cluster, self.traces[trace].mesh), message)
-        return self.costs[plan, cluster.name]
+            first, layer, last = _costs_of(step, self.cluster, make_mesh(key.mesh, runtime="abstract"))
+            self.costs[key] = ModelCost(first, layer, last, self._message * plan.rows // tokens)
+        return self.costs[key]
 
-    def _traced(self, plan: ModelPlan, recompute: Recompute, rows: int) -> TracedStep:
-        key = replace(plan, recompute=recompute), rows
-        if key not in self.steps:
-            self.steps[key] = self.traces[plan].record(rows=rows, recompute=recompute)
-        return self.steps[key]
+    def _traced(self, plan: ModelPlan) -> TracedStep:
+        shared = replace(plan, recompute="never", rows=1)
+        if shared not in self.traces:
+            self.traces[shared] = LayerTrace(self.model, shared)
+        if plan not in self.steps:
+            self.steps[plan] = self.traces[shared].record(rows=plan.rows, recompute=plan.recompute)
+        return self.steps[plan]
 
     @cached_property
     def _message(self) -> int:
@@ -256,6 +263,7 @@ def _costs_of(step: TracedStep, cluster: Cluster, mesh: Mesh) -> list[LayerCost]
                 flops=sum(event.flops for event in operations if event.unit in (part, backward)),
                 parameters=size,
                 gradients=round(max(gradients) * share),
+                sums=step.sums[part],
                 state=round(step.state * share),
                 casts=round((casts - max(gradients)) * share),
                 saved=saved - step.active[part],

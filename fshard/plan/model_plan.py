@@ -75,14 +75,17 @@ class ModelPlan:
             blocks: path of the layers in the model.
             sample: a microbatch, by which stages and layers are planned: see `HybridParallelPlugin`.
         """
+        errors = list[str]()
         if self.recompute == "selective" or (self.recompute == "full" and self.pipeline == 1):
-            raise PlanError(
-                f'plan.plugin: recompute must be "never", or "full" in stages, where the plugin recomputes; got '
-                f'"{self.recompute}". Wrap the layers in fs.remat, and take replace(plan, recompute="never").'
+            errors.append(
+                f'recompute must be "never", or "full" in stages; got "{self.recompute}": wrap the layers in fs.remat'
             )
+        if self.microbatches > 1 and self.pipeline == 1:
+            errors.append(f"microbatches must be 1 without stages; got {self.microbatches}: accumulate in the loop")
+        if errors:
+            raise PlanError(f"plan.plugin: {'; '.join(errors)}, and take fs.Booster(replace(plan, ...).plugin(...)).")
         stages: dict[str, Any] = {"microbatches": self.microbatches, "schedule": self.schedule, "chunks": self.chunks}
         stages |= {"blocks": blocks, "recompute": 1 if self.recompute == "full" else "never"}
-        accumulate: dict[str, Any] = {"options": {"accumulate": self.microbatches}} if self.microbatches > 1 else {}
         return HybridParallelPlugin(
             data=self.data,
             pipeline=self.pipeline,
@@ -92,7 +95,7 @@ class ModelPlan:
             experts=self.experts,
             zero_stage=self.zero_stage,
             sample=sample,
-            **(stages if self.pipeline > 1 else accumulate),
+            **(stages if self.pipeline > 1 else {}),
         )
 
     def scaled(self, devices: int) -> ModelPlan:

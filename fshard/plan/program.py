@@ -139,7 +139,8 @@ class LayeredModel:
         module = self.recomputed(module, plan.recompute)
         source = optimizer_source(self.optimizer, dict(module.named_parameters()), "plan.build")
         stages, params, buffers = shard_model(plugin, module, source)
-        options, opt = {**plugin.gradient_options(), "loss": self.loss_of}, partitioned(plugin, source)()
+        options: Any = {**plugin.gradient_options(), "loss": self.loss_of}
+        opt = partitioned(plugin, source)()
         if not any(buffers):
             options["has_buffers"] = False
             stages = [x if isinstance(x, nn.Module) else partial(_without_buffers, x) for x in stages]

@@ -164,11 +164,11 @@ def search(
         choices["experts"] = tuple(
             [size for size in (1, 8, 64) if size == 1 or layered.experts % size == 0 < layered.experts]
         )
-    tracer, errors, tried = LayerTracer(layered), dict[str, str](), 0
+    tracer, errors, tried = LayerTracer(layered, cluster), dict[str, str](), 0
     rejected, fitting = list[tuple[float, RejectedPlan]](), list[tuple[float, PlanEstimate]]()
     for plan in _plans(layered.layers, devices, global_batch, choices, cluster):
         tried += 1
-        estimate = PlanEstimate(plan, cluster, tracer)
+        estimate = PlanEstimate(plan, tracer)
         if error := _cost_errors(estimate, errors):
             rejected.append((float("inf"), RejectedPlan(plan, error)))
             continue
@@ -213,7 +213,7 @@ def least_memory(estimate: PlanEstimate) -> int:
         static = sum(size // plan.data if plan.zero_stage >= stage else size for size, stage in shares)
         layers = estimate.layers // (plan.pipeline * plan.chunks) * plan.chunks
         saved = cost.saved // plan.chunks if coordinate else estimate.model.layer.saved * layers * estimate.in_flight
-        sizes.append(static + saved + cost.workspace)
+        sizes.append(static + saved + estimate.workspace(coordinate))
     return max(sizes)
 
 
@@ -223,7 +223,7 @@ def _cost_errors(estimate: PlanEstimate, errors: dict[str, str]) -> str:
     if key not in errors:
         try:
             errors[key] = ""
-            estimate.tracer.cost(estimate.plan, estimate.cluster)
+            estimate.tracer.cost(estimate.plan)
         except (FshardError, ValueError) as error:
             errors[key] = str(error).partition("\n")[0]
     return errors[key]

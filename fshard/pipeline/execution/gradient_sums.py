@@ -43,8 +43,8 @@ class RunningSum:
 
     def add(self, microbatch: int, gs: Gradients, dtypes: Sequence[torch.dtype] | None = None) -> None:
         """Add the gradients of a microbatch, to sums of these dtypes; by default their own."""
-        totals, dtypes = self._sums or [None] * len(gs), dtypes or [None if g is None else g.dtype for g in gs]
-        self._sums = [_added(total, g, dtype) for total, g, dtype in zip(totals, gs, dtypes, strict=True)]
+        totals, dtypes_of_sums = self._sums or [None] * len(gs), dtypes or [None] * len(gs)
+        self._sums = [_added(total, g, dtype) for total, g, dtype in zip(totals, gs, dtypes_of_sums, strict=True)]
 
     def result(self) -> list[Tensor | None]:
         """Return the sum; None where nothing was added."""
@@ -108,7 +108,7 @@ def _added(total: Tensor | None, g: Tensor | None, dtype: torch.dtype | None) ->
     """Add a gradient to a sum, in place; the first one is copied, since its memory may be another's too."""
     if g is None:
         return total
-    return g.to(dtype, copy=True) if total is None else total.add_(g)
+    return g.to(dtype or g.dtype, copy=True) if total is None else total.add_(g)
 
 
 def _add(a: Tensor | None, b: Tensor | None, zero: float | None = None) -> Tensor | None:

@@ -1,0 +1,152 @@
+"""A plan is a program: what it builds trains as on one device, and has the needs that were estimated."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import fshard as fs
+from fshard import optim
+from fshard.errors import PlanError
+from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster, cost, search
+from fshard.plan.layers import LayerTracer
+from fshard.plan.search import _layered
+
+H100 = cluster("h100", node=8)
+SMALL = Transformer(4, 32, 64, 4, 2, 60, 16, dtype=torch.float32)
+LARGE = Transformer(4, 4096, 11008, 32, 8, 32000, 4096)
+MEGATRON = {"sequence_mode": "megatron"}
+
+
+class ExpertLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.moe = nn.Linear(32, 32), fs.nn.MoE(32, 16, experts=8, top_k=2, axis="expert")
+
+    def forward(self, x):
+        x = x + self.inner(functional.layer_norm(x, (32,)))
+        return x + self.moe(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+class ExpertModel(nn.Module):
+    """Layers of experts, and a buffer that each forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(60, 32), nn.Linear(32, 60)
+        self.layers = nn.ModuleList(ExpertLayer() for _ in range(4))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class CountingModel(ExpertModel):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids):
+        self.calls += 1
+        return super().forward(ids)
+
+
+def dense():
+    return SMALL.build().to_empty(device="cpu")
+
+
+IDS = torch.randint(0, 60, (8, 16), generator=torch.manual_seed(1))
+TRAINED = [
+    (dense, {"data": 2, "zero_stage": 3, "rows": 2, "microbatches": 2}),
+    (dense, {"data": 2, "tensor": 2, "zero_stage": 1, "rows": 4, "recompute": "full", **MEGATRON}),
+    (dense, {"data": 2, "sequence": 2, "rows": 4, "zero_stage": 2}),
+    (dense, {"sequence": 2, "tensor": 2, "rows": 8, "sequence_mode": "ring", "recompute": "selective"}),
+    (dense, {"data": 2, "pipeline": 2, "zero_stage": 1, "microbatches": 4, "schedule": "zb-h1", "recompute": "selective"}),
+    (dense, {"pipeline": 2, "tensor": 2, "microbatches": 8, "schedule": "interleaved", "chunks": 2, **MEGATRON}),
+    (dense, {"data": 2, "sequence": 2, "pipeline": 2, "rows": 2, "microbatches": 2, "sequence_mode": "ulysses"}),
+    (ExpertModel, {"data": 2, "experts": 2, "zero_stage": 1, "rows": 2}),
+    (ExpertModel, {"experts": 2, "tensor": 2, "rows": 4, **MEGATRON}),
+    (ExpertModel, {"data": 2, "experts": 2, "zero_stage": 3, "rows": 2, "recompute": "full"}),
+    (ExpertModel, {"experts": 2, "pipeline": 2, "rows": 2, "microbatches": 2}),
+    (CountingModel, {"data": 2, "rows": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "options"), TRAINED)
+def test_what_a_plan_builds_trains_as_on_one_device(build, options):
+    def model():
+        module = build()
+        torch.manual_seed(0)
+        for x in module.parameters():
+            nn.init.normal_(x, std=0.2)
+        return module
+
+    plan, module = ModelPlan(**options), model()
+    torch_optimizer, losses = torch.optim.AdamW(module.parameters(), lr=3e-3), []
+    for _ in range(3):
+        loss = functional.cross_entropy(module(IDS).flatten(0, 1), IDS.flatten())
+        torch_optimizer.zero_grad()
+        loss.backward()
+        torch_optimizer.step()
+        losses.append(loss.item())
+    layered = _layered(model(), (IDS, IDS), optim.adamw(3e-3), None, None)
+    step, *trees = PlanEstimate(plan, LayerTracer(layered, H100)).build(model(), mesh=fs.make_mesh(plan.mesh))
+    for expected in losses:
+        *trees, metrics = step(*trees, (IDS, IDS))
+        assert metrics["loss"].item() == pytest.approx(expected, rel=1e-4)
+    if build is CountingModel:
+        assert trees[2]["calls"] == 3
+
+
+NEAR = [
+    *({"data": 4, "zero_stage": stage, "rows": 4} for stage in range(4)),
+    *({"data": 2, "tensor": 2, "zero_stage": stage, "rows": 4, **MEGATRON} for stage in (0, 1, 3)),
+    {"data": 4, "zero_stage": 1, "rows": 4, "recompute": "full"},
+    {"data": 2, "tensor": 2, "rows": 2, "recompute": "selective", **MEGATRON},
+    {"data": 2, "sequence": 2, "zero_stage": 2, "rows": 2},
+    {"tensor": 2, "sequence": 2, "rows": 2, "sequence_mode": "ring"},
+    {"data": 2, "zero_stage": 2, "rows": 2, "microbatches": 4},
+    {"data": 2, "pipeline": 4, "zero_stage": 1, "microbatches": 8},
+    {"pipeline": 2, "tensor": 2, "microbatches": 4, **MEGATRON},
+    {"pipeline": 2, "rows": 2, "microbatches": 4, "schedule": "zbv", "chunks": 2},
+    {"pipeline": 2, "rows": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 2, "recompute": "full"},
+]
+TRACER = LayerTracer(_layered(LARGE, None, optim.with_master_weights(optim.adamw(3e-4)), None, None), H100)
+
+
+@pytest.mark.parametrize("options", NEAR)
+def test_estimates_are_near_the_cost_of_the_program(options):
+    """Operations are equal; seconds and bytes are near, since layers are multiplied and the ends differ."""
+    plan = ModelPlan(**options)
+    estimate, batch = PlanEstimate(plan, TRACER), plan.data * plan.rows * plan.microbatches
+    step, *trees = estimate.build(LARGE.build(), mesh=fs.make_mesh(plan.mesh, runtime="abstract"))
+    ids = torch.empty(batch, LARGE.sequence, dtype=torch.int64, device="meta")
+    report = cost(step, *trees, (ids, ids), cluster=H100)
+    flops = sum(event.flops for device in report.devices.values() for event in device.operations)
+    assert estimate.flops == flops * plan.devices / len(report.devices)
+    assert estimate.seconds == pytest.approx(report.seconds, rel=0.06)
+    assert 0.94 < estimate.peak / report.peak() < 1.18
+
+
+def test_the_best_plan_is_saved_scaled_and_built(tmp_path):
+    model = Transformer(4, 64, 128, 4, 4, 60, 16, dtype=torch.float32)
+    plans = search(model, devices=8, cluster=H100, global_batch=32, optimizer=optim.sgd(0.1), tensor=2, rows=2)
+    best = plans[0]
+    best.save(tmp_path / "plan.toml")
+    assert ModelPlan.load(tmp_path / "plan.toml") == best.plan and best.mesh == best.plan.mesh
+    small = best.scaled(4)
+    step, params, state = small.build(model.build().to_empty(device="cpu"))
+    _, _, metrics = step(params, state, (torch.zeros(32, 16, dtype=torch.int64),) * 2)
+    assert metrics["samples"] == 32 and step.mesh.size == 4
+    with pytest.raises(PlanError, match=r"mesh must have the sizes of the plan, .*; got Mesh\(data=4"):
+        small.build(model.build(), mesh=fs.make_mesh({"data": 4}))
+    staged = replace(small, plan=ModelPlan(pipeline=2, tensor=2, microbatches=4, recompute="full", **MEGATRON))
+    plugin = staged.plugin()
+    assert (plugin.pipeline, plugin.blocks, plugin.sequence_mode) == (2, "layers", "megatron")
+    with pytest.raises(PlanError, match=r'recompute must be "never", .*; microbatches must be 1 without stages; got 2'):
+        replace(staged.plan, pipeline=1, microbatches=2).plugin(blocks="layers")
