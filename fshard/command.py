@@ -4,12 +4,14 @@ fshard run train.py                   start a file in several processes (`fshard
 fshard doctor                         the installation: devices, features, correctness (`fshard.doctor`)
 fshard certify FILE:NAME --mesh ...   a program of torch.distributed against one process (`fshard.testing.programs`)
 fshard plan config.json --devices N   layouts of a model of Hugging Face, ranked (`fshard.plan.command`)
+fshard explore plan.toml -o plan.html the step of a plan as a page (`fshard.explore.page`)
 fshard calibrate -o FILE              the numbers of this machine, for `fs.plan` (`fshard.plan.command`)
 fshard checkpoint inspect PATH        what a checkpoint has; verify it; convert it (`fshard.checkpoint.command`)
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -17,14 +19,16 @@ from importlib.metadata import version
 from fshard.checkpoint import command as checkpoint
 from fshard.doctor.visit import visit
 from fshard.errors import FshardError
+from fshard.explore.page import page
 from fshard.launching.torchrun import run
-from fshard.plan.command import run_calibrate, run_plan
+from fshard.plan.command import cost_of_plan, run_calibrate, run_plan
 from fshard.testing.programs import command as certify
 
 USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard doctor [--processes N] [--device cpu|cuda] [--json]
        fshard certify FILE:NAME --mesh data=4 [--mesh data=2,model=2] [--steps N] [--json OUT]
        fshard plan CONFIG --devices N --gpu NAME --global-batch N [--sequence N] [-o FILE]
+       fshard explore PLAN -o PAGE
        fshard calibrate [--processes N] [-o FILE]
        fshard checkpoint inspect|verify PATH
        fshard checkpoint convert --to hf|dcp|torch|safetensors [--only NAME] PATH OUT
@@ -34,15 +38,27 @@ run      start a file in several processes: fshard run train.py (options: fshard
 doctor   show versions, devices and the speed between processes, and check every collective
 certify  compare a program of torch.distributed in processes with one process, gradient by gradient
 plan     rank meshes and options of training a model of Hugging Face, by its config.json
+explore  write the step of a plan, which fshard plan -o has written, as one HTML file
 calibrate    measure this machine, and write its numbers into a file, for fs.plan
 checkpoint   show what a checkpoint has, compare it with its digests, write it in another format
 """
+
+
+def explore(arguments: Sequence[str]) -> int:
+    """Write the page of a plan; return the exit status."""
+    parser = argparse.ArgumentParser(prog="fshard explore", description="Write the step of a plan as one HTML file.")
+    parser.add_argument("plan", help="the file of fshard plan -o")
+    parser.add_argument("-o", "--out", default="plan.html", help="the page to write (%(default)s)")
+    options = parser.parse_args(arguments)
+    sys.stdout.write(f"{page(cost_of_plan(options.plan), options.out)}\n")
+    return 0
 
 
 COMMANDS = {
     "doctor": visit,
     "certify": certify.run,
     "plan": run_plan,
+    "explore": explore,
     "calibrate": run_calibrate,
     "checkpoint": checkpoint.run,
 }
@@ -55,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         match words:
             case ["run", *rest]:
                 run(rest)
-            case [("doctor" | "certify" | "plan" | "calibrate" | "checkpoint") as name, *rest]:
+            case [("doctor" | "certify" | "plan" | "explore" | "calibrate" | "checkpoint") as name, *rest]:
                 return COMMANDS[name](rest)
             case ["--version"]:
                 sys.stdout.write(f"fshard {version('fshard')}\n")

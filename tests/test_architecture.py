@@ -61,7 +61,7 @@ MAY_IMPORT = {
         "booster",
         "launching",
     },  # plans are of all of these
-    "command": {"errors", "launching", "doctor", "checkpoint", "testing", "plan"},  # the command line
+    "command": {"errors", "launching", "doctor", "checkpoint", "testing", "plan", "explore"},  # the command line
     "__main__": {"command"},
     "fshard": GROUND
     | {

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from fshard.errors import PlanError
 from fshard.launching.launch import launch
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.launchers import process_count
@@ -16,8 +20,15 @@ from fshard.optim.rules.adam import adamw
 from fshard.optim.wrappers import with_master_weights
 from fshard.plan.calibrate import calibrate
 from fshard.plan.cluster import PRESETS, Cluster, cluster
+from fshard.plan.cost import Cost
+from fshard.plan.estimate import PlanEstimate
+from fshard.plan.layers import LayerTracer
+from fshard.plan.model_plan import ModelPlan, table_of
 from fshard.plan.models import Transformer
-from fshard.plan.search import search
+from fshard.plan.search import layered_model, search
+
+OPTIMIZER = with_master_weights(adamw(3e-4))
+"""The optimizer of a search."""
 
 
 def run_plan(arguments: Sequence[str]) -> int:
@@ -29,19 +40,39 @@ def run_plan(arguments: Sequence[str]) -> int:
     parser.add_argument("--node", type=int, help="devices of a node")
     parser.add_argument("--global-batch", type=int, required=True, help="samples of a step")
     parser.add_argument("--sequence", type=int, help="tokens of a sample; default: the most that the model takes")
-    parser.add_argument("-o", "--out", help="a TOML file for the best plan: fs.plan.ModelPlan.load")
+    parser.add_argument("-o", "--out", help="a TOML file for the best plan: fs.plan.ModelPlan.load, fshard explore")
     options = parser.parse_args(arguments)
-    plans = search(
-        Transformer.from_config(options.config, sequence=options.sequence),
-        devices=options.devices,
-        cluster=cluster(options.gpu, node=options.node),
-        global_batch=options.global_batch,
-        optimizer=with_master_weights(adamw(3e-4)),
-    )
+    run = {name: getattr(options, name) for name in ("config", "gpu", "node", "sequence")}
+    model, machine = model_and_machine(run)
+    counts = {"devices": options.devices, "global_batch": options.global_batch}
+    plans = search(model, cluster=machine, optimizer=OPTIMIZER, **counts)
     sys.stdout.write(f"{plans}\n")
     if options.out is not None:
-        plans[0].plan.save(options.out)
+        plans[0].save(options.out)
+        run |= {"config": str(Path(options.config).resolve())}
+        lines = [f"{name} = {json.dumps(x)}" for name, x in run.items() if x is not None]
+        with Path(options.out).open("a", encoding="utf-8") as file:
+            file.write("\n".join(["", "[run]", *lines, ""]))
     return 0
+
+
+def model_and_machine(run: Mapping[str, Any]) -> tuple[Transformer, Cluster]:
+    """Return the model and the machine of a search."""
+    return Transformer.from_config(run["config"], sequence=run.get("sequence")), cluster(
+        run["gpu"], node=run.get("node")
+    )
+
+
+def cost_of_plan(path: str) -> Cost:
+    """Return the cost of the program of a plan that `fshard plan -o` has written."""
+    run = table_of(path).get("run", {})
+    if not {"config", "gpu"} <= run.keys():
+        raise PlanError(
+            f"explore: {path} must be a file of `fshard plan -o`, with config and gpu in a table run; got {run}."
+        )
+    model, machine = model_and_machine(run)
+    tracer = LayerTracer(layered_model(model, None, OPTIMIZER, None, None), machine)
+    return PlanEstimate(ModelPlan.load(path), tracer).cost(model.build())
 
 
 def run_calibrate(arguments: Sequence[str]) -> int:

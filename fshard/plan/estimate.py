@@ -17,10 +17,11 @@ from torch import nn
 from fshard.booster.hybrid import HybridParallelPlugin
 from fshard.copying import copied
 from fshard.errors import PlanError
-from fshard.mesh.layout import Mesh
+from fshard.mesh.layout import Mesh, map_leaves
 from fshard.mesh.layout.make import make_mesh
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.plan.cluster import Cluster
+from fshard.plan.cost import Cost, cost
 from fshard.plan.layers import LayerCost, LayerTracer, ModelCost
 from fshard.plan.model_plan import ModelPlan
 
@@ -254,6 +255,14 @@ class PlanEstimate:
         make = layered.program if self.plan.pipeline == 1 else layered.staged_program
         step, arguments = make(module, self.plan, mesh)
         return step, *arguments
+
+    def cost(self, model: nn.Module) -> Cost:
+        """Return the cost of the program of all layers: see `fs.plan.cost`. The values of the model do not matter."""
+        plan = self.plan
+        step, *arguments = self.build(model, mesh=make_mesh(self.mesh, runtime="abstract"))
+        rows = plan.rows * plan.microbatches * plan.data * plan.experts
+        batch = map_leaves(lambda x: x.new_empty((rows, *x.shape[1:])), self.tracer.model.batch)
+        return cost(step, *arguments, batch, cluster=self.cluster)
 
     def scaled(self, devices: int) -> PlanEstimate:
         """Return the plan on fewer devices: see `ModelPlan.scaled`."""

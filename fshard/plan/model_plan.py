@@ -115,7 +115,7 @@ class ModelPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> ModelPlan:
-        """Read a TOML file; raise naming all keys that are unknown or of another type.
+        """Read a TOML file; raise naming all keys that are unknown or of another type. A table `run` is not read.
 
         >>> import tempfile, os
         >>> path = os.path.join(tempfile.mkdtemp(), "plan.toml")
@@ -123,10 +123,8 @@ class ModelPlan:
         >>> ModelPlan.load(path)
         ModelPlan(data=4, pipeline=1, tensor=1, zero_stage=0, rows=1, microbatches=1, schedule='1f1b', chunks=1, ...
         """
-        try:
-            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
-            raise PlanError(f"plan.load: {path} must be a TOML file: {error}.") from None
+        table = table_of(path)
+        table.pop("run", None)
         kinds = {field.name: type(field.default) for field in fields(cls)}
         errors = [f"{key} is unknown" for key in table if key not in kinds]
         errors += [
@@ -137,6 +135,14 @@ class ModelPlan:
         if errors:
             raise PlanError(f"plan.load: {path}: {'; '.join(errors)}. Keys are {', '.join(kinds)}.")
         return cls(**table)
+
+
+def table_of(path: str | Path) -> dict[str, Any]:
+    """Return what a TOML file has; raise if it is none."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise PlanError(f"plan.load: {path} must be a TOML file: {error}.") from None
 
 
 @cache

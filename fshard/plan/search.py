@@ -158,7 +158,7 @@ def search(
     """
     if goal not in ("time", "memory"):
         raise PlanError(f'plan.search: goal must be "time" or "memory"; got {goal!r}.')
-    layered = _layered(model, batch, optimizer, loss, blocks)
+    layered = layered_model(model, batch, optimizer, loss, blocks)
     choices = _choices(constraints)
     if "experts" not in constraints:
         choices["experts"] = tuple(
@@ -285,7 +285,7 @@ def _choices(constraints: Mapping[str, Any]) -> dict[str, Collection[Any]]:
     return {**_CHOICES, **given}
 
 
-def _layered(
+def layered_model(
     model: nn.Module | Transformer, batch: PyTree, optimizer: Optimizer, loss: Loss | None, blocks: str | None
 ) -> LayeredModel:
     """Return the model as one with a number of layers."""

@@ -10,9 +10,9 @@ from torch.nn import functional
 import fshard as fs
 from fshard import optim
 from fshard.errors import PlanError
-from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster, cost, search
+from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster, search
 from fshard.plan.layers import LayerTracer
-from fshard.plan.search import _layered
+from fshard.plan.search import layered_model
 
 H100 = cluster("h100", node=8)
 SMALL = Transformer(4, 32, 64, 4, 2, 60, 16, dtype=torch.float32)
@@ -94,7 +94,7 @@ def test_what_a_plan_builds_trains_as_on_one_device(build, options):
         loss.backward()
         torch_optimizer.step()
         losses.append(loss.item())
-    layered = _layered(model(), (IDS, IDS), optim.adamw(3e-3), None, None)
+    layered = layered_model(model(), (IDS, IDS), optim.adamw(3e-3), None, None)
     step, *trees = PlanEstimate(plan, LayerTracer(layered, H100)).build(model(), mesh=fs.make_mesh(plan.mesh))
     for expected in losses:
         *trees, metrics = step(*trees, (IDS, IDS))
@@ -116,17 +116,15 @@ NEAR = [
     {"pipeline": 2, "rows": 2, "microbatches": 4, "schedule": "zbv", "chunks": 2},
     {"pipeline": 2, "rows": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 2, "recompute": "full"},
 ]
-TRACER = LayerTracer(_layered(LARGE, None, optim.with_master_weights(optim.adamw(3e-4)), None, None), H100)
+TRACER = LayerTracer(layered_model(LARGE, None, optim.with_master_weights(optim.adamw(3e-4)), None, None), H100)
 
 
 @pytest.mark.parametrize("options", NEAR)
 def test_estimates_are_near_the_cost_of_the_program(options):
     """Operations are equal; seconds and bytes are near, since layers are multiplied and the ends differ."""
     plan = ModelPlan(**options)
-    estimate, batch = PlanEstimate(plan, TRACER), plan.data * plan.rows * plan.microbatches
-    step, *trees = estimate.build(LARGE.build(), mesh=fs.make_mesh(plan.mesh, runtime="abstract"))
-    ids = torch.empty(batch, LARGE.sequence, dtype=torch.int64, device="meta")
-    report = cost(step, *trees, (ids, ids), cluster=H100)
+    estimate = PlanEstimate(plan, TRACER)
+    report = estimate.cost(LARGE.build())
     flops = sum(event.flops for device in report.devices.values() for event in device.operations)
     assert estimate.flops == flops * plan.devices / len(report.devices)
     assert estimate.seconds == pytest.approx(report.seconds, rel=0.06)

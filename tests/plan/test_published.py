@@ -7,7 +7,7 @@ import pytest
 from fshard import optim
 from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster
 from fshard.plan.layers import LayerTracer
-from fshard.plan.search import _layered
+from fshard.plan.search import layered_model
 
 GPT = {"gated": False, "tied": True, "bias": True, "dropout": 0.1, "vocab": 51200, "sequence": 2048}
 # The model, the machine, the layout, samples of a step, and published utilization in percent.
@@ -56,7 +56,7 @@ def flops(model, plan, batch):
 def test_utilization_of_published_runs(name):
     model, gpu, layout, batch, published = RUNS[name]
     machine, estimates = cluster(gpu, node=8), []
-    layered = _layered(model, None, optim.with_master_weights(optim.adamw(3e-4)), None, None)
+    layered = layered_model(model, None, optim.with_master_weights(optim.adamw(3e-4)), None, None)
     tracer = LayerTracer(layered, machine)
     for rows in [layout.rows] if layout.rows else [1, 2, 4, 8, 16]:
         plan = replace(layout, rows=rows, microbatches=batch // (layout.data * rows))

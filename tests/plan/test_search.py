@@ -14,7 +14,7 @@ from fshard.command import main
 from fshard.errors import PlanError
 from fshard.plan import ModelPlan, PlanEstimate, Transformer, cluster, search
 from fshard.plan.layers import LayerTracer
-from fshard.plan.search import SIMULATED, _choices, _layered, _plans, least_memory
+from fshard.plan.search import SIMULATED, _choices, _plans, layered_model, least_memory
 
 H100, ROWS = cluster("h100", node=8), 4
 SMALL = Transformer(layers=4, hidden=512, ffn=2048, heads=8, kv_heads=8, vocab=1024, sequence=128)
@@ -24,7 +24,7 @@ ADAMW = optim.with_master_weights(optim.adamw(3e-4))
 
 @cache
 def tracer(model):
-    return LayerTracer(_layered(model, None, ADAMW, None, None), H100)
+    return LayerTracer(layered_model(model, None, ADAMW, None, None), H100)
 
 
 def estimate(plan, model=SMALL):
@@ -87,7 +87,7 @@ def test_plans_are_ranked_with_reasons():
 
 def test_the_plan_with_the_least_memory_is_that_of_all_plans():
     """There are more plans than are simulated, so those with the least time are not enough."""
-    layered, choices = _layered(SMALL, None, ADAMW, None, None), _choices({"rows": (1, 2), "tensor": 1})
+    layered, choices = layered_model(SMALL, None, ADAMW, None, None), _choices({"rows": (1, 2), "tensor": 1})
     peaks = [estimate(plan).peak for plan in _plans(layered.layers, 8, 64, choices, H100)]
     options = {"devices": 8, "global_batch": 64, "optimizer": ADAMW, "rows": (1, 2), "tensor": 1}
     plans = search(SMALL, cluster=H100, goal="memory", **options)
@@ -164,6 +164,11 @@ def test_sizes_are_read_from_a_config_of_hugging_face(tmp_path, capsys):
     words = ["--devices", "2", "--gpu", "h100", "--global-batch", "8", "-o", str(out)]
     assert main(["plan", str(tmp_path), *words]) == 0
     assert "MFU" in capsys.readouterr().out and ModelPlan.load(out).devices == 2
+    page = tmp_path / "plan.html"
+    assert main(["explore", str(out), "-o", str(page)]) == 0 and "A step on 2" in page.read_text()
+    (tmp_path / "bare.toml").write_text("data = 2\n")
+    for wrong, message in (("bare.toml", "must be a file of `fshard plan -o`"), ("plan.html", "must be a TOML file")):
+        assert main(["explore", str(tmp_path / wrong)]) == 2 and message in capsys.readouterr().err
     gpt2 = {
         "model_type": "gpt2",
         "n_embd": 64,
