@@ -59,6 +59,7 @@ MAY_IMPORT = {
         "pipeline",
         "tensor",
         "booster",
+        "experts",
         "launching",
     },  # plans are of all of these
     "command": {"errors", "launching", "doctor", "checkpoint", "testing", "plan", "explore"},  # the command line
