@@ -81,7 +81,7 @@ class ModelCost(NamedTuple):
 
 
 class TracedStep(NamedTuple):
-    """What one device does in a step.
+    """The events of one device in a step.
 
     Args:
         events: the unit of each operation is its part: "first", "layer", "last", then "backward" (of the last),

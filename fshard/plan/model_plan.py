@@ -16,7 +16,7 @@ from fshard.pipeline.schedule.schedule import Schedule
 from fshard.tensor.layer_plans import SequenceMode
 
 Recompute = Literal["never", "selective", "full"]
-"""What a layer keeps for the backward: everything; the results of matrix products; its input alone."""
+"""A layer keeps for its backward: everything; the results of matrix products; its input alone."""
 IN_LOOPS = ("interleaved", "bfs")
 """The schedules with any number of stages on a device."""
 ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")

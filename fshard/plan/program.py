@@ -33,7 +33,7 @@ from fshard.transforms.train_step import train_step
 Loss = Callable[[Any, Any], Tensor]
 """A function of the model's output and the batch."""
 _KEPT = {"selective": "dots", "full": "nothing"}
-"""What `remat` keeps."""
+"""The policies of `remat`."""
 
 
 class RecomputedLayer(nn.Module):

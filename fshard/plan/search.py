@@ -82,10 +82,8 @@ class Plans(Tabular):
         """Return the ten best plans and those that were rejected as a rich table."""
         from rich.table import Table
 
-        table = Table(
-            "data", "pipe", "model", "ZeRO", "microbatches", "schedule", "recompute", "step, s", "MFU", "GB", "why not"
-        )
-        for column in (0, 1, 2, 3, 7, 8, 9):
+        table = Table("mesh", "ZeRO", "microbatches", "schedule", "recompute", "step, s", "MFU", "GB", "why not")
+        for column in (1, 5, 6, 7):
             table.columns[column].justify = "right"
         for estimate in self.estimates[:10]:
             numbers = (
@@ -112,7 +110,8 @@ class Plans(Tabular):
 def _row(plan: ModelPlan) -> tuple[str, ...]:
     schedule = f"{plan.schedule} x {plan.chunks}" if plan.chunks > 1 else plan.schedule
     return (
-        *map(str, (plan.data, plan.pipeline, plan.tensor, plan.zero_stage)),
+        " ".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1),
+        str(plan.zero_stage),
         f"{plan.microbatches} x {plan.rows}",
         schedule if plan.pipeline > 1 else "",
         "" if plan.recompute == "never" else plan.recompute,
@@ -175,7 +174,7 @@ def search(
         least = least_memory(estimate)
         if least > cluster.memory:
             over = f"{(least - cluster.memory) / 1e9:,.2f} GB over the memory"
-            reason = f"{over}, with {estimate.in_flight} microbatches in flight"
+            reason = f"{over}, {estimate.in_flight} microbatches in flight"
             rejected.append((least, RejectedPlan(plan, reason)))
         else:
             fitting.append((estimate.bound() if goal == "time" else least, estimate))
@@ -195,14 +194,15 @@ def search(
             estimates.append(estimate)
     rejected.sort(key=lambda pair: pair[0])
     if not estimates:
-        nearest = rejected[0][1]
+        plan, reason = rejected[0][1].plan, rejected[0][1].reason
         raise PlanError(
-            f"plan.search: no plan of {devices} devices fits; the nearest is {nearest.plan}: {nearest.reason}. "
+            f"plan.search: no plan of {devices} devices fits; the nearest is {plan}: {reason}. "
             "Take more devices, or those with more memory."
         )
     key: Callable[[PlanEstimate], float] = (lambda x: x.seconds) if goal == "time" else (lambda x: x.peak)
     flops = model.flops(global_batch) if isinstance(model, Transformer) else None
-    return Plans(sorted(estimates, key=key), [plan for _, plan in rejected[:LISTED]], flops, tried)
+    nearest = {plan.reason: plan for _, plan in reversed(rejected)}  # one for each reason
+    return Plans(sorted(estimates, key=key), [*reversed(nearest.values())][:LISTED], flops, tried)
 
 
 def least_memory(estimate: PlanEstimate) -> int:

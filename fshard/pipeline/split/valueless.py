@@ -56,7 +56,7 @@ def is_valueless(x: object) -> bool:
 
 
 def has_values() -> bool:
-    """Return False on an abstract mesh, where no tensor has values: those of other stages are not told apart."""
+    """Return False on an abstract mesh, where no tensor has values, of this stage or another."""
     scope = here()
     return scope is None or scope.mesh.runtime != "abstract"
 
