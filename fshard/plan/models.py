@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fshard.errors import PlanError
+from fshard.experts.module import MoE
 from fshard.transforms.module.remat import remat
 
-_KEYS = {
+_KEYS = {  # of config.json
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
     "ffn": ("intermediate_size", "n_inner"),
@@ -23,6 +24,12 @@ _KEYS = {
     "kv_heads": ("num_key_value_heads",),
     "vocab": ("vocab_size",),
     "sequence": ("max_position_embeddings", "n_positions"),
+}
+_EXPERT_KEYS = {
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
+    "shared": ("shared_expert_intermediate_size",),
 }
 
 
@@ -39,6 +46,8 @@ class Transformer:
         bias: True if linear layers and norms have one.
         dropout: the part of attention's scores and of each branch's result that is dropped.
         dtype: of its parameters.
+        experts, top_k, expert_ffn: of each layer, instead of an MLP; those of a token; their width. 0: an MLP.
+        shared: width of the network beside the experts.
 
     Norms are torch's fused layer norms, which cost as much as RMSNorm.
 
@@ -60,20 +69,35 @@ class Transformer:
     bias: bool = False
     dropout: float = 0.0
     dtype: torch.dtype = torch.bfloat16
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
+    shared: int = 0
 
     @property
     def parameters(self) -> int:
         """The number of parameters."""
+        return self._parameters(self.experts)
+
+    def _parameters(self, experts: int) -> int:
+        """Return the number of parameters with a number of experts."""
         h, kv = self.hidden, self.hidden // self.heads * self.kv_heads
-        block = 2 * h * (h + kv) + (3 if self.gated else 2) * h * self.ffn + 2 * h
+        mlp = (3 if self.gated else 2) * h * self.ffn
+        if self.experts:
+            mlp = 3 * h * self.expert_ffn * experts + h * self.experts + 2 * h * self.shared
+            mlp += h + self.shared if self.shared else 0  # biases
         biases = self.layers * (5 * h + 2 * kv + (2 if self.gated else 1) * self.ffn) + h
-        return self.layers * block + (1 if self.tied else 2) * self.vocab * h + h + (biases if self.bias else 0)
+        block, ends = 2 * h * (h + kv) + mlp + 2 * h, (1 if self.tied else 2) * self.vocab * h + h
+        return self.layers * block + ends + (biases if self.bias else 0)
 
     def flops(self, samples: int, *, attention: bool = False) -> float:
-        """Return the operations of a step: 6 for a parameter and a token; with those of attention, of all pairs."""
+        """Return the operations of a step: 6 for a parameter and a token; with those of attention, of all pairs.
+
+        Experts count as often as tokens use them.
+        """
         tokens = samples * self.sequence
         pairs = 12 * self.layers * self.hidden * self.sequence * tokens if attention else 0
-        return 6 * self.parameters * tokens + pairs
+        return 6 * self._parameters(self.top_k) * tokens + pairs
 
     def build(self, layers: int | None = None) -> Decoder:
         """Return the module on the meta device, with fewer layers if a number is given."""
@@ -82,7 +106,7 @@ class Transformer:
 
     @classmethod
     def from_config(cls, source: str | Path | Mapping[str, Any], *, sequence: int | None = None) -> Transformer:
-        """Return the sizes in a `config.json` of Hugging Face, of a Llama, Mistral, Qwen or GPT-2.
+        """Return the sizes in a `config.json` of Hugging Face, of a Llama, Mistral, Mixtral, Qwen or GPT-2.
 
         Args:
             source: path of the file or its folder, or its content.
@@ -97,21 +121,27 @@ class Transformer:
         else:
             config = {**source}
         config |= config.get("text_config", {})
-        sizes: dict[str, Any] = {
-            name: next((config[key] for key in keys if config.get(key)), None) for name, keys in _KEYS.items()
-        }
+        sizes = _found(config, _KEYS)
         sizes["sequence"] = sequence or sizes["sequence"]
         sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
         is_gpt2 = config.get("model_type") == "gpt2"
         sizes["ffn"] = sizes["ffn"] or (4 * (sizes["hidden"] or 0) if is_gpt2 else None)
         if missing := [" or ".join(_KEYS[name]) for name, size in sizes.items() if not size]:
             raise PlanError(f"plan: config.json must have {', '.join(missing)}; it has {', '.join(sorted(config))}.")
-        if experts := [key for key in config if "expert" in key and config[key]]:
+        if other := [key for key in ("kv_lora_rank", "n_shared_experts", "first_k_dense_replace") if config.get(key)]:
             raise PlanError(
-                f"plan: config.json must be of a dense model; got {experts[0]}. Build the model, and give it."
+                f"plan: config.json must be of equal layers with usual attention; got {', '.join(other)}. "
+                "Build the model, and give it."
             )
+        experts = _found(config, _EXPERT_KEYS)
+        sizes |= {name: size or 0 for name, size in experts.items()} if experts["experts"] else {}
         tied, dropout = bool(config.get("tie_word_embeddings", is_gpt2)), config.get("resid_pdrop", 0.0)
         return cls(**sizes, gated=not is_gpt2, tied=tied, bias=is_gpt2, dropout=dropout)
+
+
+def _found(config: Mapping[str, Any], keys: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Return the values of the first key that a configuration has, None if it has none."""
+    return {name: next((config[key] for key in legal if config.get(key)), None) for name, legal in keys.items()}
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
@@ -138,6 +168,11 @@ class DecoderBlock(nn.Module):
         self.norm, self.norm2 = nn.LayerNorm(h, bias=bias), nn.LayerNorm(h, bias=bias)
         self.q, self.out = nn.Linear(h, h, bias=bias), nn.Linear(h, h, bias=bias)
         self.k, self.v = nn.Linear(h, kv, bias=bias), nn.Linear(h, kv, bias=bias)
+        self.experts = None
+        if sizes.experts:
+            counts: Any = {"experts": sizes.experts, "top_k": sizes.top_k, "shared": sizes.shared}
+            self.experts = MoE(h, sizes.expert_ffn, axis="expert", **counts)
+            return
         self.up, self.down = nn.Linear(h, sizes.ffn, bias=bias), nn.Linear(sizes.ffn, h, bias=bias)
         self.gate = nn.Linear(h, sizes.ffn, bias=bias) if sizes.gated else None
 
@@ -147,7 +182,10 @@ class DecoderBlock(nn.Module):
         q, k, v = (layer(y).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         y = self.attention(q, k, v, self.dropout if self.training else 0.0)
         x = x + self._dropped(self.out(y.transpose(1, 2).flatten(2)))
-        y, up = self.norm2(x), self.up
+        y = self.norm2(x)
+        if self.experts is not None:
+            return x + self._dropped(self.experts(y.flatten(0, 1)).unflatten(0, y.shape[:2]))
+        up = self.up
         y = functional.gelu(up(y)) if self.gate is None else functional.silu(self.gate(y)) * up(y)
         return x + self._dropped(self.down(y))
 

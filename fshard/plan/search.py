@@ -12,6 +12,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
 from torch import nn
 
 from fshard.errors import FshardError, PlanError
@@ -290,10 +291,8 @@ def layered_model(
 ) -> LayeredModel:
     """Return the model as one with a number of layers."""
     if isinstance(model, Transformer):
-        import torch
-
         ids = torch.empty(1, model.sequence, dtype=torch.int64, device="meta")
-        return LayeredModel(model.build, "layers", model.layers, (ids, ids), loss, optimizer)
+        return LayeredModel(model.build, "layers", model.layers, (ids, ids), loss, optimizer, model.experts)
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PlanError(
             f"plan.search: model must be a module or a Transformer; got {type(model).__name__}. Programs: plan.rank."
@@ -306,6 +305,12 @@ def layered_model(
     path = blocks or max(lists, key=lambda name: lists[name])
     if path not in lists:
         raise PlanError(f"plan.search: blocks must be a ModuleList of the model, {', '.join(lists)}; got {path!r}.")
+    shapes = [{name: x.shape for name, x in layer.named_parameters()} for layer in model.get_submodule(path).children()]
+    if different := [str(index) for index, shape in enumerate(shapes) if shape != shapes[0]]:
+        raise PlanError(
+            f"plan.search: the layers {path} must have equal parameters; those of {', '.join(different)} differ from 0's. "
+            "Rank its programs: plan.rank."
+        )
     sample = map_leaves(lambda x: x[:1].to("meta"), batch)
     experts = [x.router.out_features for x in model.modules() if isinstance(x, MoE)]
     experts += [int(x.num_experts) for x in cast(Any, model).modules() if hasattr(x, "_is_expert_parallel")]

@@ -103,6 +103,15 @@ def test_what_a_plan_builds_trains_as_on_one_device(build, options):
         assert trees[2]["calls"] == 3
 
 
+def test_a_search_tries_the_axis_of_experts():
+    model = Transformer(4, 512, 2048, 8, 8, 1000, 128, experts=16, top_k=2, expert_ffn=512)
+    options = {"devices": 8, "cluster": H100, "global_batch": 32, "optimizer": optim.sgd(0.1), "tensor": 1, "rows": 1}
+    plans = search(model, schedule="1f1b", zero_stage=(0, 1), recompute="never", **options)
+    assert {x.plan.experts for x in plans} == {1, 8} and "expert=8" in str(plans)
+    several = search(model, sequence=(1, 2), pipeline=1, experts=1, recompute="never", **options)
+    assert {x.plan.sequence for x in several} == {1, 2}
+
+
 NEAR = [
     *({"data": 4, "zero_stage": stage, "rows": 4} for stage in range(4)),
     *({"data": 2, "tensor": 2, "zero_stage": stage, "rows": 4, **MEGATRON} for stage in (0, 1, 3)),

@@ -119,6 +119,10 @@ def test_any_module_with_a_list_of_layers_is_planned():
         search(Model(), batch, blocks="layers", **options)
     with pytest.raises(PlanError, match=r"must have its repeated layers in a ModuleList; got none"):
         search(nn.Linear(2, 2), batch, **options)
+    unlike = Model()
+    unlike.inner.layers[3] = nn.Linear(32, 32, bias=False)
+    with pytest.raises(PlanError, match=r"layers inner.layers must have equal parameters; those of 3 differ from 0's"):
+        search(unlike, batch, **options)
     with pytest.raises(PlanError, match=r'goal must be "time" or "memory"; got \'cost\''):
         search(Model(), batch, goal="cost", **options)
     with pytest.raises(PlanError, match=r"speed must be among data, pipeline, tensor"):
@@ -181,9 +185,13 @@ def test_sizes_are_read_from_a_config_of_hugging_face(tmp_path, capsys):
     assert Transformer.from_config(gpt2) == Transformer(
         2, 64, 256, 4, 4, 50, 16, gated=False, tied=True, bias=True, dropout=0.1
     )
-    for each in (sizes, Transformer.from_config(gpt2)):
+    moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 24}
+    moe = Transformer.from_config({**CONFIG, **moe})
+    assert (moe.experts, moe.top_k, moe.expert_ffn, moe.shared) == (4, 2, 128, 24)
+    assert moe.flops(1) == 6 * 32 * (moe.parameters - 3 * 2 * 3 * 64 * 128)  # two of four experts, in three layers
+    for each in (sizes, moe, Transformer.from_config(gpt2)):
         assert each.parameters == sum(x.numel() for x in each.build().parameters())
     with pytest.raises(PlanError, match="must have hidden_size or n_embd, intermediate_size or n_inner, num_attention"):
         Transformer.from_config({"num_hidden_layers": 3})
-    with pytest.raises(PlanError, match="must be of a dense model; got num_local_experts"):
-        Transformer.from_config({**CONFIG, "num_local_experts": 8})
+    with pytest.raises(PlanError, match="equal layers with usual attention; got kv_lora_rank, first_k_dense_replace"):
+        Transformer.from_config({**CONFIG, "kv_lora_rank": 8, "first_k_dense_replace": 3})
