@@ -98,27 +98,41 @@ class PlanEstimate:
 
     def _memory_of(self, coordinate: int) -> dict[str, int]:
         plan, cost = self.plan, self.by_device[coordinate]
+        in_stages = plan.pipeline > 1
         sharded = [plan.zero_stage >= stage for stage in (3, 2, 1)]  # parameters, gradients, state
+        sharded[1] &= not in_stages  # there they are reduced after the last microbatch
         sizes = (cost.parameters, cost.sums if plan.microbatches > 1 else cost.gradients, cost.state)
         parameters, gradients, state = (
             size // plan.data if is_sharded else size for size, is_sharded in zip(sizes, sharded, strict=True)
         )
-        unit = max(stage.parameters for stage in self.stages) if plan.pipeline > 1 else self.model.layer.parameters
+        unit = max(stage.parameters for stage in self.stages) if in_stages else self.model.layer.parameters
+        units = min(plan.chunks, 2) if in_stages else 2
         casts = cost.casts // (plan.data if sharded[2] else 1)
         activations = int(self._activations[coordinate]) + self.workspace(coordinate)
         return {
             "parameters": parameters,
             "gradients": gradients,
             "state": state,
-            "unsharded": 2 * unit if sharded[0] and plan.data > 1 else 0,
+            "unsharded": units * unit if sharded[0] and plan.data > 1 else 0,
             **({"activations": activations} if activations >= casts else {"update": casts}),
         }
 
     def workspace(self, coordinate: int) -> int:
-        """Return the bytes beside the activations in flight, of which those after the layers are freed before a layer runs."""
-        layer, last = self.model.layer, self.model.last
-        is_last = coordinate == self._schedule.placement[-1]
-        return max(layer.workspace - last.saved, last.workspace, 0) if is_last else layer.workspace
+        """Return the bytes beside the activations in flight.
+
+        Activations of what is after the layers are freed before a layer runs. In stages a microbatch's gradients are kept until
+        its backward ends, when most of its activations are free.
+        """
+        layer, last, schedule = self.model.layer, self.model.last, self._schedule
+        size = (
+            max(layer.workspace - last.saved, last.workspace, 0)
+            if coordinate == schedule.placement[-1]
+            else layer.workspace
+        )
+        if self.plan.pipeline == 1:
+            return size
+        stages = [cost for cost, device in zip(self.stages, schedule.placement, strict=True) if device == coordinate]
+        return size + max(0, *(stage.gradients - stage.saved + layer.saved for stage in stages))
 
     @cached_property
     def _activations(self) -> tuple[Any, ...]:
@@ -195,7 +209,7 @@ class PlanEstimate:
         """The seconds of a step, by what they are for."""
         work = max(cost.forward + cost.backward for cost in self.by_device) * self.plan.microbatches
         total = work if self.plan.pipeline == 1 and self.plan.zero_stage < 3 else float(self._total)
-        return {"layers": work, "bubble and messages": max(total - work, 0.0), **self._after()}
+        return {"layers": work, "waits": max(total - work, 0.0), **self._after()}
 
     @property
     def _total(self) -> float:

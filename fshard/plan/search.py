@@ -210,7 +210,7 @@ def least_memory(estimate: PlanEstimate) -> int:
     """Return bytes that the fullest device has at least: the first one has most microbatches in flight."""
     plan, sizes = estimate.plan, list[int]()
     for coordinate, cost in enumerate(estimate.by_device):
-        shares = (cost.parameters, 3), (cost.gradients, 2), (cost.state, 1)
+        shares = (cost.parameters, 3), (cost.gradients, 2 if plan.pipeline == 1 else 4), (cost.state, 1)
         static = sum(size // plan.data if plan.zero_stage >= stage else size for size, stage in shares)
         layers = estimate.layers // (plan.pipeline * plan.chunks) * plan.chunks
         saved = cost.saved // plan.chunks if coordinate else estimate.model.layer.saved * layers * estimate.in_flight

@@ -121,6 +121,8 @@ NEAR = [
     {"tensor": 2, "sequence": 2, "rows": 2, "sequence_mode": "ring"},
     {"data": 2, "zero_stage": 2, "rows": 2, "microbatches": 4},
     {"data": 2, "pipeline": 4, "zero_stage": 1, "microbatches": 8},
+    {"data": 4, "pipeline": 2, "zero_stage": 2, "microbatches": 4},
+    {"data": 4, "pipeline": 2, "zero_stage": 3, "microbatches": 4, "recompute": "full"},
     {"pipeline": 2, "tensor": 2, "microbatches": 4, **MEGATRON},
     {"pipeline": 2, "rows": 2, "microbatches": 4, "schedule": "zbv", "chunks": 2},
     {"pipeline": 2, "rows": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 2, "recompute": "full"},
