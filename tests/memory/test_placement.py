@@ -30,17 +30,19 @@ def loss_fn(params, x):
     return (x * params["scale"]).square().mean()
 
 
-def weights(layers):
+def weights(layers, *, tied=True):
     draw = torch.Generator().manual_seed(3)
     made = [{"w": torch.randn(12, 12, generator=draw) / 3, "b": torch.randn(12, generator=draw)} for _ in range(layers)]
-    made[-1]["w"] = made[0]["w"]  # tied
+    if tied:
+        made[-1]["w"] = made[0]["w"]
     return {"layers": made, "scale": torch.ones(12)}
 
 
 def program(n, *, name="adamw", layers=4, memory="host", update_on="device", clips=False, fp16=False, microbatches=1):
     """Return a step, its parameters and state, and a batch."""
     mesh = fs.make_mesh({"data": n})
-    params = fs.shard_params(weights(layers), fs.fsdp("data", unit="layers[*]"), mesh=mesh, memory=memory)
+    tied = not fp16  # gradients of two uses are added in 16 bits if both use one copy, else in 32
+    params = fs.shard_params(weights(layers, tied=tied), fs.fsdp("data", unit="layers[*]"), mesh=mesh, memory=memory)
     opt = OPTIMIZERS[name]
     opt = optim.chain(optim.clip_by_global_norm(0.1), opt) if clips else opt
     opt = optim.loss_scaled(opt, initial=64.0) if fp16 else opt
