@@ -161,17 +161,18 @@ class PlanEstimate:
         _, bandwidth, latency = self.cluster.level_between(0, self.plan.devices // self.plan.pipeline)
         return latency + self.model.message / bandwidth
 
-    def _exchange(self, size: float) -> float:
-        """Return the seconds in which devices along "data" gather bytes of this size, or reduce and scatter them."""
-        n = self.plan.data
+    def _exchange(self, size: float, axis: str = "data") -> float:
+        """Return the seconds in which devices along an axis gather bytes of this size, or reduce and scatter them."""
+        n = self.mesh.get(axis, 1)
         if n == 1:
             return 0.0
-        _, bandwidth, latency = self._level
+        _, bandwidth, latency = self._levels[axis]
         return latency * (n - 1).bit_length() + size * (n - 1) / n / bandwidth
 
     @cached_property
-    def _level(self) -> tuple[int, float, float]:
-        return self.cluster.level(make_mesh(self.plan.mesh, runtime="abstract"), ("data",))
+    def _levels(self) -> dict[str, tuple[int, float, float]]:
+        mesh = make_mesh(self.mesh, runtime="abstract")
+        return {axis: self.cluster.level(mesh, (axis,)) for axis in ("replica", "data") if axis in self.mesh}
 
     def bound(self) -> float:
         """Return the seconds of a step by a formula: the work of the slowest device, and the bubble of its schedule."""
@@ -195,11 +196,13 @@ class PlanEstimate:
         added = (slowest.gradients + 2 * slowest.sums) * plan.microbatches / (self.cluster.bandwidth * part)
         gradients = slowest.sums if has_sums else slowest.gradients
         reduce = self._exchange(gradients) if plan.zero_stage < 3 else 0.0
+        reduce *= 2 if plan.zero_stage == 0 else 1
+        reduce += 2 * self._exchange(gradients / (plan.data if plan.zero_stage else 1), "replica")
         gather = self._exchange(slowest.parameters) if plan.zero_stage in (1, 2) else 0.0
         beside = min(stage.backward for stage in self.stages)  # the last microbatch's
         return {
             "sums of gradients": added if has_sums else 0.0,
-            "reduction": max(reduce * (2 if plan.zero_stage == 0 else 1) - beside, 0.0),
+            "reduction": max(reduce - beside, 0.0),
             "update": slowest.update / (plan.data if plan.zero_stage else 1),
             "gather": gather,
         }
@@ -272,9 +275,8 @@ class PlanEstimate:
 
     def cost(self, model: nn.Module) -> Cost:
         """Return the cost of the program of all layers: see `fs.plan.cost`. The values of the model do not matter."""
-        plan = self.plan
         step, *arguments = self.build(model, mesh=make_mesh(self.mesh, runtime="abstract"))
-        rows = plan.rows * plan.microbatches * plan.data * plan.experts
+        rows = self.plan.rows_of_step
         batch = map_leaves(lambda x: x.new_empty((rows, *x.shape[1:])), self.tracer.model.batch)
         return cost(step, *arguments, batch, cluster=self.cluster)
 

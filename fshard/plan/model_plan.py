@@ -38,6 +38,7 @@ class ModelPlan:
         sequence: size of the axis of tokens.
         sequence_mode: the algorithm of attention on it; or "megatron": devices that share layers share tokens between them.
         experts: size of the axis of experts, whose devices have other samples.
+        replicas: size of an axis of samples along which ZeRO does not shard (HSDP); 1 with stages.
     """
 
     data: int = 1
@@ -52,12 +53,19 @@ class ModelPlan:
     sequence: int = 1
     sequence_mode: SequenceMode = "gather"
     experts: int = 1
+    replicas: int = 1
 
     @property
     def mesh(self) -> dict[str, int]:
         """The sizes of the mesh, for `make_mesh`."""
-        inner = {name: size for name, size in (("expert", self.experts), ("seq", self.sequence)) if size > 1}
-        return {"pipe": self.pipeline, "data": self.data, **inner, "model": self.tensor}
+        sizes = {"replica": self.replicas, "data": self.data, "expert": self.experts, "seq": self.sequence}
+        some = {axis: size for axis, size in sizes.items() if size > 1 or axis == "data"}
+        return {"pipe": self.pipeline, **some, "model": self.tensor}
+
+    @property
+    def rows_of_step(self) -> int:
+        """The samples of a step on all devices."""
+        return self.replicas * self.data * self.experts * self.rows * self.microbatches
 
     @property
     def devices(self) -> int:
@@ -82,6 +90,8 @@ class ModelPlan:
             )
         if self.microbatches > 1 and self.pipeline == 1:
             errors.append(f"microbatches must be 1 without stages; got {self.microbatches}: accumulate in the loop")
+        if self.replicas > 1:
+            errors.append(f"replicas must be 1; got {self.replicas}")
         if errors:
             raise PlanError(f"plan.plugin: {'; '.join(errors)}, and take fs.Booster(replace(plan, ...).plugin(...)).")
         stages: dict[str, Any] = {"microbatches": self.microbatches, "schedule": self.schedule, "chunks": self.chunks}
@@ -102,7 +112,9 @@ class ModelPlan:
         """Return the same plan on fewer devices: the largest axes are halved, the batch with them."""
         plan = self
         while plan.devices > devices:
-            axis = max(("data", "pipeline", "tensor", "sequence", "experts"), key=lambda name: getattr(plan, name))
+            axis = max(
+                ("data", "pipeline", "tensor", "sequence", "experts", "replicas"), key=lambda name: getattr(plan, name)
+            )
             if getattr(plan, axis) % 2:
                 raise PlanError(f"plan.scaled: {axis} must be a multiple of two; got {getattr(plan, axis)}.")
             plan = replace(plan, **{axis: getattr(plan, axis) // 2})

@@ -128,7 +128,8 @@ class LayeredModel:
         opt = partition_optimizer(self.optimizer, mesh=mesh, axis=axes, stage=plan.zero_stage)
         options: Any = {"local": local, "has_buffers": bool(buffers), "donate": True}
         options |= {"accumulate": plan.microbatches} if plan.microbatches > 1 else {}
-        step = train_step(loss_fn, opt, mesh=mesh, batch=P(axes), **options)
+        batch = P((*(("replica",) if plan.replicas > 1 else ()), *axes))
+        step = train_step(loss_fn, opt, mesh=mesh, batch=batch, **options)
         return TrainingProgram(step, [params, opt.init(params), *([buffers] if buffers else [])])
 
     def staged_program(self, module: nn.Module, plan: ModelPlan, mesh: Mesh) -> TrainingProgram:

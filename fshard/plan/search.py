@@ -6,10 +6,10 @@ all sizes and options ──divide?──> ──memory of parameters──> ─
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -38,6 +38,7 @@ LISTED = 12
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "sequence": (1,),
     "experts": (1,),
+    "replicas": (1,),
     "zero_stage": (0, 1, 2, 3),
     "rows": (1, 2, 4, 8),
     "recompute": ("never", "full"),
@@ -123,13 +124,13 @@ def search(
     model: nn.Module | Transformer,
     batch: PyTree = None,
     *,
-    devices: int,
+    devices: int | Sequence[int],
     cluster: Cluster,
     global_batch: int,
     optimizer: Optimizer,
     loss: Loss | None = None,
     blocks: str | None = None,
-    goal: Literal["time", "memory"] = "time",
+    goal: Literal["time", "cost", "memory"] = "time",
     **constraints: Any,
 ) -> Plans:
     """Rank the plans of training a model with repeated layers: sizes of the mesh, ZeRO, stages, microbatches, recomputation.
@@ -137,13 +138,13 @@ def search(
     Args:
         model: a module, on the meta device if it is large; or the sizes of a `Transformer`.
         batch: of one or more samples: the model's input, or a pair of it and labels. Not for a `Transformer`.
-        devices: their number.
+        devices: their number, or several.
         cluster: the machine: see `fs.plan.cluster`.
         global_batch: samples of a step, on all devices.
         optimizer: of `fs.optim`.
         loss: of the output and the batch; default: the cross-entropy of logits and the second part of the batch.
         blocks: path of the repeated layers; default: the longest `ModuleList`.
-        goal: what the best plan has least of.
+        goal: the best plan has the least "time" of a step, "cost", which is time by devices, or "memory" of a device.
         constraints: fields of `ModelPlan` with a value, or several: pipeline=8, zero_stage=(1, 3).
 
     Raises:
@@ -156,8 +157,10 @@ def search(
     >>> plans[0].plan.devices, plans[0].seconds <= plans[1].seconds
     (8, True)
     """
-    if goal not in ("time", "memory"):
-        raise PlanError(f'plan.search: goal must be "time" or "memory"; got {goal!r}.')
+    if goal not in _GOALS:
+        raise PlanError(f"plan.search: goal must be one of {', '.join(_GOALS)}; got {goal!r}.")
+    first_key, key = _GOALS[goal]
+    counts = (devices,) if isinstance(devices, int) else tuple(devices)
     layered = layered_model(model, batch, optimizer, loss, blocks)
     choices = _choices(constraints)
     if "experts" not in constraints:
@@ -166,7 +169,7 @@ def search(
         )
     tracer, errors, tried = LayerTracer(layered, cluster), dict[str, str](), 0
     rejected, fitting = list[tuple[float, RejectedPlan]](), list[tuple[float, PlanEstimate]]()
-    for plan in _plans(layered.layers, devices, global_batch, choices, cluster):
+    for plan in chain.from_iterable(_plans(layered.layers, count, global_batch, choices, cluster) for count in counts):
         tried += 1
         estimate = PlanEstimate(plan, tracer)
         if error := _cost_errors(estimate, errors):
@@ -178,11 +181,11 @@ def search(
             reason = f"{over}, {estimate.in_flight} microbatches in flight"
             rejected.append((least, RejectedPlan(plan, reason)))
         else:
-            fitting.append((estimate.bound() if goal == "time" else least, estimate))
+            fitting.append((first_key(estimate), estimate))
     if not tried:
         given = ", ".join(f"{name}={x!r}" for name, x in constraints.items()) or "any option"
         raise PlanError(
-            f"plan.search: sizes must divide {devices} devices, {layered.layers} layers and a global batch of {global_batch}; "
+            f"plan.search: sizes must divide {' or '.join(map(str, counts))} devices, {layered.layers} layers and a global batch of {global_batch}; "
             f"no plan with {given} does."
         )
     estimates = list[PlanEstimate]()
@@ -197,10 +200,9 @@ def search(
     if not estimates:
         plan, reason = rejected[0][1].plan, rejected[0][1].reason
         raise PlanError(
-            f"plan.search: no plan of {devices} devices fits; the nearest is {plan}: {reason}. "
+            f"plan.search: no plan of {' or '.join(map(str, counts))} devices fits; the nearest is {plan}: {reason}. "
             "Take more devices, or those with more memory."
         )
-    key: Callable[[PlanEstimate], float] = (lambda x: x.seconds) if goal == "time" else (lambda x: x.peak)
     flops = model.flops(global_batch) if isinstance(model, Transformer) else None
     nearest = {plan.reason: plan for _, plan in reversed(rejected)}  # one for each reason
     return Plans(sorted(estimates, key=key), [*reversed(nearest.values())][:LISTED], flops, tried)
@@ -216,6 +218,14 @@ def least_memory(estimate: PlanEstimate) -> int:
         saved = cost.saved // plan.chunks if coordinate else estimate.model.layer.saved * layers * estimate.in_flight
         sizes.append(static + saved + estimate.workspace(coordinate))
     return max(sizes)
+
+
+_GOALS: dict[str, tuple[Callable[[PlanEstimate], float], Callable[[PlanEstimate], float]]] = {
+    "time": (lambda x: x.bound(), lambda x: x.seconds),
+    "cost": (lambda x: x.bound() * x.plan.devices, lambda x: x.seconds * x.plan.devices),
+    "memory": (least_memory, lambda x: x.peak),
+}
+"""Plans are ranked by these, before their schedules are simulated and after."""
 
 
 def _cost_errors(estimate: PlanEstimate, errors: dict[str, str]) -> str:
@@ -237,15 +247,17 @@ def _plans(
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     node = cluster.links[0].devices or devices
     options = [choices[name] for name in ("zero_stage", "rows", "recompute", "schedule")]
-    for tensor, pipeline, sequence, experts in product(divisors, divisors, choices["sequence"], choices["experts"]):
-        data, rest = divmod(devices, tensor * pipeline * sequence * experts)
+    axes = [choices[name] for name in ("sequence", "experts", "replicas")]
+    for tensor, pipeline, sequence, experts, replicas in product(divisors, divisors, *axes):
+        data, rest = divmod(devices, tensor * pipeline * sequence * experts * replicas)
         sizes = {"data": data, "pipeline": pipeline, "tensor": tensor, "sequence": sequence, "experts": experts}
-        is_legal = not rest and tensor <= node and pipeline <= layers
+        sizes["replicas"] = replicas
+        is_legal = not rest and tensor <= node and pipeline <= layers and (replicas == 1 or pipeline == 1)
         if not is_legal or any(size not in choices.get(name, (size,)) for name, size in sizes.items()):
             continue
         mode = choices.get("sequence_mode", ("megatron",) if tensor > 1 and sequence == 1 else ("gather",))
         for zero_stage, rows, recompute, schedule, sequence_mode in product(*options, mode):
-            microbatches, rest = divmod(global_batch, data * experts * rows)
+            microbatches, rest = divmod(global_batch, data * experts * replicas * rows)
             is_sharded = data > 1 or zero_stage == min(choices["zero_stage"])
             is_first = pipeline > 1 or schedule == next(iter(choices["schedule"]))
             if rest or not microbatches or not is_sharded or not is_first:

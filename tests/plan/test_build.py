@@ -65,6 +65,7 @@ TRAINED = [
     (dense, {"data": 2, "zero_stage": 3, "rows": 2, "microbatches": 2}),
     (dense, {"data": 2, "tensor": 2, "zero_stage": 1, "rows": 4, "recompute": "full", **MEGATRON}),
     (dense, {"data": 2, "sequence": 2, "rows": 4, "zero_stage": 2}),
+    (dense, {"data": 2, "replicas": 2, "rows": 2, "zero_stage": 3}),
     (dense, {"sequence": 2, "tensor": 2, "rows": 8, "sequence_mode": "ring", "recompute": "selective"}),
     (dense, {"data": 2, "pipeline": 2, "zero_stage": 1, "microbatches": 4, "schedule": "zb-h1", "recompute": "selective"}),
     (dense, {"pipeline": 2, "tensor": 2, "microbatches": 8, "schedule": "interleaved", "chunks": 2, **MEGATRON}),
@@ -110,12 +111,15 @@ def test_a_search_tries_the_axis_of_experts():
     assert {x.plan.experts for x in plans} == {1, 8} and "expert=8" in str(plans)
     several = search(model, sequence=(1, 2), pipeline=1, experts=1, recompute="never", **options)
     assert {x.plan.sequence for x in several} == {1, 2}
+    copies = search(model, replicas=(1, 2), experts=1, recompute="never", **options)
+    assert {(x.plan.replicas, x.plan.pipeline == 1) for x in copies} > {(1, False), (2, True)}
 
 
 NEAR = [
     *({"data": 4, "zero_stage": stage, "rows": 4} for stage in range(4)),
     *({"data": 2, "tensor": 2, "zero_stage": stage, "rows": 4, **MEGATRON} for stage in (0, 1, 3)),
     {"data": 4, "zero_stage": 1, "rows": 4, "recompute": "full"},
+    *({"data": 2, "replicas": 2, "zero_stage": stage, "rows": 2} for stage in (0, 1, 3)),
     {"data": 2, "tensor": 2, "rows": 2, "recompute": "selective", **MEGATRON},
     {"data": 2, "sequence": 2, "zero_stage": 2, "rows": 2},
     {"tensor": 2, "sequence": 2, "rows": 2, "sequence_mode": "ring"},
@@ -157,5 +161,8 @@ def test_the_best_plan_is_saved_scaled_and_built(tmp_path):
     staged = replace(small, plan=ModelPlan(pipeline=2, tensor=2, microbatches=4, recompute="full", **MEGATRON))
     plugin = staged.plugin()
     assert (plugin.pipeline, plugin.blocks, plugin.sequence_mode) == (2, "layers", "megatron")
-    with pytest.raises(PlanError, match=r'recompute must be "never", .*; microbatches must be 1 without stages; got 2'):
-        replace(staged.plan, pipeline=1, microbatches=2).plugin(blocks="layers")
+    with pytest.raises(
+        PlanError,
+        match=r'recompute must be "never", .*; microbatches must be 1 without stages; got 2.*; replicas must be 1; got 2',
+    ):
+        replace(staged.plan, pipeline=1, microbatches=2, replicas=2).plugin(blocks="layers")

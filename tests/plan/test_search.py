@@ -80,6 +80,9 @@ def test_plans_are_ranked_with_reasons():
     assert {(x.plan.pipeline, x.plan.zero_stage) for x in only} == {(4, 1)}
     least = search(SMALL, cluster=H100, goal="memory", **chosen)
     assert least[0].peak <= min(x.peak for x in plans)
+    several = search(SMALL, cluster=H100, goal="cost", **chosen | {"devices": (2, 8)})
+    costs = [x.seconds * x.plan.devices for x in several]
+    assert costs == sorted(costs) and {x.plan.devices for x in several} == {2, 8}
     tight = replace(H100, memory=float(least[0].peak + 1))
     fits = search(SMALL, cluster=tight, **chosen)
     assert all(x.peak <= tight.memory for x in fits) and "GB over the memory" in fits.rejected[0].reason
@@ -123,8 +126,8 @@ def test_any_module_with_a_list_of_layers_is_planned():
     unlike.inner.layers[3] = nn.Linear(32, 32, bias=False)
     with pytest.raises(PlanError, match=r"layers inner.layers must have equal parameters; those of 3 differ from 0's"):
         search(unlike, batch, **options)
-    with pytest.raises(PlanError, match=r'goal must be "time" or "memory"; got \'cost\''):
-        search(Model(), batch, goal="cost", **options)
+    with pytest.raises(PlanError, match="goal must be one of time, cost, memory; got 'speed'"):
+        search(Model(), batch, goal="speed", **options)
     with pytest.raises(PlanError, match=r"speed must be among data, pipeline, tensor"):
         search(Model(), batch, speed=3, **options)
     with pytest.raises(
