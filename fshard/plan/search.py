@@ -182,11 +182,12 @@ def search(
             rejected.append((least, RejectedPlan(plan, reason)))
         else:
             fitting.append((first_key(estimate), estimate))
+    numbers = " or ".join(map(str, counts))
     if not tried:
         given = ", ".join(f"{name}={x!r}" for name, x in constraints.items()) or "any option"
         raise PlanError(
-            f"plan.search: sizes must divide {' or '.join(map(str, counts))} devices, {layered.layers} layers and a global batch of {global_batch}; "
-            f"no plan with {given} does."
+            f"plan.search: sizes must divide {numbers} devices, {layered.layers} layers and a global batch of "
+            f"{global_batch}; no plan with {given} does."
         )
     estimates = list[PlanEstimate]()
     for _, estimate in sorted(fitting, key=lambda pair: pair[0]):
@@ -200,7 +201,7 @@ def search(
     if not estimates:
         plan, reason = rejected[0][1].plan, rejected[0][1].reason
         raise PlanError(
-            f"plan.search: no plan of {' or '.join(map(str, counts))} devices fits; the nearest is {plan}: {reason}. "
+            f"plan.search: no plan of {numbers} devices fits; the nearest is {plan}: {reason}. "
             "Take more devices, or those with more memory."
         )
     flops = model.flops(global_batch) if isinstance(model, Transformer) else None
