@@ -219,9 +219,8 @@ class LayerTracer:
         layer.register_forward_pre_hook(
             lambda _, args: sizes.append(sum(x.nbytes for x in args if isinstance(x, Tensor)))
         )
-        inputs = self.model.inputs(self.model.batch)
         with torch.no_grad():
-            model(**inputs) if isinstance(inputs, dict) else model(inputs)
+            self.model.call(model, self.model.batch)
         return sizes[0]
 
 

@@ -64,7 +64,8 @@ class LayeredModel:
         blocks: the path of the layers in it.
         layers: their number.
         batch: of one sample, on the meta device.
-        loss: of the output and the batch; None: the cross-entropy of logits and the second part of the batch.
+        loss: of the output and the batch; None: `output.loss` if the batch is a dict of the model's arguments, else the
+            cross-entropy of logits and the second part of the batch.
         optimizer: of `fs.optim`.
         experts: the number of experts of a layer.
     """
@@ -77,14 +78,23 @@ class LayeredModel:
     optimizer: Optimizer
     experts: int = 0
 
-    def inputs(self, batch: PyTree) -> Any:
-        """Return the model's input in a batch."""
-        return batch[0] if isinstance(batch, tuple | list) else batch
+    def arguments(self, batch: PyTree) -> Any:
+        """Return the model's arguments in a batch, which is a dict of them, or has an input first."""
+        if isinstance(batch, Mapping):
+            return batch
+        return (batch[0] if isinstance(batch, tuple | list) else batch,)
+
+    def call(self, model: Callable[..., Any], batch: PyTree, *before: Any) -> Any:
+        """Call the model with a batch."""
+        arguments = self.arguments(batch)
+        return model(*before, **arguments) if isinstance(arguments, Mapping) else model(*before, *arguments)
 
     def loss_of(self, output: Any, batch: PyTree, plan: Plan | None = None) -> Tensor:
         """Return the loss of an output; `plan` is that of the layers."""
         if self.loss is not None:
             return self.loss(output if plan is None else map_leaves(plan.full, output), batch)
+        if isinstance(batch, Mapping):
+            return output.loss if plan is None else plan.full(output.loss)
         if plan is not None:
             return plan.cross_entropy(output, batch[1])
         return functional.cross_entropy(output.flatten(0, -2), batch[1].flatten())
@@ -118,7 +128,7 @@ class LayeredModel:
 
         def loss_fn(params: PyTree, *arguments: PyTree) -> Any:
             *current, batch = arguments
-            output, after = apply(params, current[0] if current else {}, self.inputs(batch))
+            output, after = self.call(apply, batch, params, current[0] if current else {})
             value = loss(output, batch, layers)
             return (value, after) if current else value
 
@@ -134,8 +144,7 @@ class LayeredModel:
 
     def staged_program(self, module: nn.Module, plan: ModelPlan, mesh: Mesh) -> TrainingProgram:
         """Return the step of a plan with stages, and its arguments: see `program`."""
-        sample = map_leaves(lambda x: torch.zeros_like(x, device="cpu"), self.inputs(self.batch))
-        sample = sample if isinstance(sample, dict) else (sample,)
+        sample = map_leaves(lambda x: torch.zeros_like(x, device="cpu"), self.arguments(self.batch))
         plugin = replace(replace(plan, recompute="never").plugin(blocks=self.blocks, sample=sample), mesh=mesh)
         module = self.recomputed(module, plan.recompute)
         source = optimizer_source(self.optimizer, dict(module.named_parameters()), "plan.build")
@@ -154,12 +163,11 @@ class LayeredModel:
             return None
         is_megatron = plan.sequence_mode == "megatron"
         sequence = "model" if is_megatron else "seq" if plan.sequence > 1 else None
-        inputs = self.inputs(self.batch)
         return tensor_parallel(
             module.eval(),  # planned without draws
             axis="model",
             size=plan.tensor,
-            sample=inputs if isinstance(inputs, Mapping) else (inputs,),
+            sample=self.arguments(self.batch),
             sequence=sequence,
             sequence_mode="gather" if sequence is None else plan.sequence_mode,
             experts="expert" if plan.experts > 1 else None,

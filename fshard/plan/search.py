@@ -137,12 +137,13 @@ def search(
 
     Args:
         model: a module, on the meta device if it is large; or the sizes of a `Transformer`.
-        batch: of one or more samples: the model's input, or a pair of it and labels. Not for a `Transformer`.
+        batch: of one or more samples: the model's input, a pair of it and labels, or a dict of arguments. Not for a
+            `Transformer`.
         devices: their number, or several.
         cluster: the machine: see `fs.plan.cluster`.
         global_batch: samples of a step, on all devices.
         optimizer: of `fs.optim`.
-        loss: of the output and the batch; default: the cross-entropy of logits and the second part of the batch.
+        loss: of the output and the batch. Default: `output.loss` for a dict, else the cross-entropy of logits and labels.
         blocks: path of the repeated layers; default: the longest `ModuleList`.
         goal: the best plan has the least "time" of a step, "cost", which is time by devices, or "memory" of a device.
         constraints: fields of `ModelPlan` with a value, or several: pipeline=8, zero_stage=(1, 3).
@@ -199,14 +200,20 @@ def search(
             estimates.append(estimate)
     rejected.sort(key=lambda pair: pair[0])
     if not estimates:
-        plan, reason = rejected[0][1].plan, rejected[0][1].reason
-        raise PlanError(
-            f"plan.search: no plan of {numbers} devices fits; the nearest is {plan}: {reason}. "
-            "Take more devices, or those with more memory."
-        )
+        raise _nothing_fits(rejected[0], numbers)
     flops = model.flops(global_batch) if isinstance(model, Transformer) else None
     nearest = {plan.reason: plan for _, plan in reversed(rejected)}  # one for each reason
     return Plans(sorted(estimates, key=key), [*reversed(nearest.values())][:LISTED], flops, tried)
+
+
+def _nothing_fits(nearest: tuple[float, RejectedPlan], devices: str) -> PlanError:
+    size, (plan, reason) = nearest[0], vars(nearest[1]).values()
+    if size == float("inf"):
+        return PlanError(f"plan.search: the model cannot be planned, such as with {plan}: {reason}")
+    return PlanError(
+        f"plan.search: no plan of {devices} devices fits; the nearest is {plan}: {reason}. "
+        "Take more devices, or those with more memory."
+    )
 
 
 def least_memory(estimate: PlanEstimate) -> int:

@@ -1,6 +1,7 @@
 """A plan is a program: what it builds trains as on one device, and has the needs that were estimated."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,6 +57,14 @@ class CountingModel(ExpertModel):
         return super().forward(ids)
 
 
+class KeywordModel(CountingModel):
+    """Called by name, as models of transformers are, whose results have the loss."""
+
+    def forward(self, ids, labels):
+        logits = super().forward(ids)
+        return SimpleNamespace(loss=functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
 def dense():
     return SMALL.build().to_empty(device="cpu")
 
@@ -75,6 +84,8 @@ TRAINED = [
     (ExpertModel, {"data": 2, "experts": 2, "zero_stage": 3, "rows": 2, "recompute": "full"}),
     (ExpertModel, {"experts": 2, "pipeline": 2, "rows": 2, "microbatches": 2}),
     (CountingModel, {"data": 2, "rows": 4}),
+    (KeywordModel, {"data": 2, "rows": 2, "microbatches": 2, "zero_stage": 3}),
+    (KeywordModel, {"data": 2, "pipeline": 2, "rows": 2, "microbatches": 2}),
 ]  # fmt: skip
 
 
@@ -87,18 +98,20 @@ def test_what_a_plan_builds_trains_as_on_one_device(build, options):
             nn.init.normal_(x, std=0.2)
         return module
 
+    named = build is KeywordModel
+    batch = {"ids": IDS, "labels": IDS} if named else (IDS, IDS)
     plan, module = ModelPlan(**options), model()
     torch_optimizer, losses = torch.optim.AdamW(module.parameters(), lr=3e-3), []
     for _ in range(3):
-        loss = functional.cross_entropy(module(IDS).flatten(0, 1), IDS.flatten())
+        loss = module(**batch).loss if named else functional.cross_entropy(module(IDS).flatten(0, 1), IDS.flatten())
         torch_optimizer.zero_grad()
         loss.backward()
         torch_optimizer.step()
         losses.append(loss.item())
-    layered = layered_model(model(), (IDS, IDS), optim.adamw(3e-3), None, None)
+    layered = layered_model(model(), batch, optim.adamw(3e-3), None, None)
     step, *trees = PlanEstimate(plan, LayerTracer(layered, H100)).build(model(), mesh=fs.make_mesh(plan.mesh))
     for expected in losses:
-        *trees, metrics = step(*trees, (IDS, IDS))
+        *trees, metrics = step(*trees, batch)
         assert metrics["loss"].item() == pytest.approx(expected, rel=1e-4)
     if build is CountingModel:
         assert trees[2]["calls"] == 3
