@@ -449,7 +449,7 @@ WRONG = {  # program, axes, a leaf that diverges, a part of its reason
         partial(experts, mistake="norm", clip=0.1),
         {"expert": 2},
         "experts.3",
-        "times that of one",
+        "times that of one device",
     ),
     "detached router": (partial(experts, mistake="detached"), {"expert": 2}, "router.weight", "the gradient"),
     "swapped": (partial(experts, mistake="swapped"), {"expert": 2}, "experts.0", "is that of experts.1"),

@@ -13,8 +13,8 @@ from fshard.mesh.layout import Layout, Mesh, PyTree
 from fshard.optim.contract import ArrayOptimizer, Optimizer, elementwise_leaves, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.per_device import array_optimizer
-from fshard.testing.certificate import largest
-from fshard.testing.certify.compare import first_difference, pair_shards
+from fshard.testing.certify.compare import shards_of
+from fshard.testing.verdicts import largest
 from fshard.transforms.patterns import named, parts_of
 
 
@@ -83,8 +83,9 @@ def _compare(name: str, leaf: Leaf, expected: Leaf, step: int, mesh: Mesh, is_fl
     if expected is None:
         return
     bound = (1e-3 if expected.dtype.itemsize < 4 else 1e-5) * largest(expected)
-    if not all((pair.error <= bound).all() for pair in pair_shards(leaf, expected)):
-        where = f"{name} {first_difference(leaf, expected, bound)}, step {step}"
+    shards = shards_of(leaf)
+    if (shards.errors(expected) > bound).any():
+        where = f"{name} {shards.first_difference(expected, bound)}, step {step}"
         raise AssertionError(
             f"the optimizer has elementwise=True, but on {mesh.size} flat shards {where}. Use elementwise=False, or "
             "communicate with the other shards, as clip_by_global_norm does."

@@ -14,8 +14,9 @@ import fshard as fs
 from fshard.errors import PromiseError
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.optim.leaves import Leaves, is_frozen
-from fshard.testing.certificate import TOLERANCES, Certificate, CertificateRow, first_of, widest
-from fshard.testing.certify.compare import Snapshot, judge
+from fshard.testing.certificate import Certificate, CertificateRow, first_of
+from fshard.testing.certify.compare import Snapshot, compared
+from fshard.testing.verdicts import TOLERANCES, judge, widest
 
 LOWER_DTYPES = {"precision", "compute", "reduce"}
 """Options that let a step compute or send in another dtype: runs in float64 are without them."""
@@ -49,7 +50,7 @@ def certificate_of(
             with _Casts() as casts:
                 serial = train_serial(0)
             dtype, title, run = casts.dtype, "one device, both in float64", "on one device, repeated"
-            first = first_of(judge(serial, train_serial(1), names, "", {}, dtype))
+            first = first_of(judge(compared(serial, train_serial(1), names, {}, dtype), ""))
             if first is not None and first.verdict == "DIVERGENT":
                 raise PromiseError(
                     "certify: on one device a run must give the same results when it is repeated; got another "
@@ -60,7 +61,8 @@ def certificate_of(
                 unseen = f"The program casts to {dtype}, so bounds are wider. {unseen}"
         for stage in stages:
             run = f"in stage {stage}"
-            rows += judge(serial, train(mesh, stage, serial if train_serial else []), names, stage, hints, dtype)
+            sharded = train(mesh, stage, serial if train_serial else [])
+            rows += judge(compared(serial, sharded, names, hints, dtype), stage)
     except Exception as error:
         error.add_note(f"certify: in the run {run}")
         raise
