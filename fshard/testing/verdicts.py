@@ -6,7 +6,8 @@ device 1   w[2:4]  |  full[2:4]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from math import inf
 from typing import NamedTuple
 
@@ -32,6 +33,17 @@ def bound_of(x: Tensor | None, largest_of_all: float, dtype: torch.dtype) -> flo
 def largest(x: Tensor | None) -> float:
     """Take the largest absolute value of those that are finite."""
     return 0.0 if x is None or not x.numel() else float(widest(x).abs().nan_to_num(0.0, 0.0).max())
+
+
+@contextmanager
+def float64_by_default() -> Generator[None]:
+    """Create tensors in float64 in the block, also constants of a program."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def widest(x: Tensor) -> Tensor:

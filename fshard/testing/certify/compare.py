@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import fshard as fs
-from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout import Mesh
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import shard_of
 from fshard.mesh.spmd.run import local_devices
@@ -69,10 +69,6 @@ def gather_processes(leaf: Leaf) -> Leaf:
     """
     if not isinstance(leaf, Sharded) or leaf.mesh.runtime != "process":
         return leaf
-    mesh, flat = leaf.mesh, leaf.shards[0].reshape(-1)
-    shapes = [leaf.layout.local_shape(leaf.shape, device) for device in range(mesh.size)]
-    row = flat.new_zeros(1, max(map(prod, shapes)))
-    row[0, : flat.numel()] = flat
-    rows = fs.unshard(Sharded((mesh.size, row.shape[1]), Layout(mesh, P(mesh.axis_names)), (row,)))
-    shards = [row[: prod(shape)].reshape(shape) for row, shape in zip(rows, shapes, strict=True)]
-    return Sharded(leaf.shape, leaf.layout.on(Mesh(mesh.axes, "virtual", mesh.device_type)), tuple(shards))
+    shards: list[Any] = [None] * leaf.mesh.size
+    dist.all_gather_object(shards, leaf.shards[0])
+    return Sharded(leaf.shape, leaf.layout.on(Mesh(leaf.mesh.axes, "virtual", leaf.mesh.device_type)), tuple(shards))

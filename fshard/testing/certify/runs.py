@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeGuard
 
 import torch
@@ -16,7 +17,7 @@ from fshard.mesh.layout import Mesh, PyTree
 from fshard.optim.leaves import Leaves, is_frozen
 from fshard.testing.certificate import Certificate, CertificateRow, first_of
 from fshard.testing.certify.compare import Snapshot, compared
-from fshard.testing.verdicts import TOLERANCES, judge, widest
+from fshard.testing.verdicts import TOLERANCES, float64_by_default, judge, widest
 
 LOWER_DTYPES = {"precision", "compute", "reduce"}
 """Options that let a step compute or send in another dtype: runs in float64 are without them."""
@@ -38,36 +39,33 @@ def certificate_of(
     the mesh `alone`, bit for bit. `hints` has likely causes by the field that diverges, `cure` the advice if a run differs
     when it is repeated.
     """
-    rows, dtype, default_dtype = list[CertificateRow](), None, torch.get_default_dtype()
+    rows, dtype, run = list[CertificateRow](), None, "on one device"
     title, unseen = "a mesh of one device, bit for bit", "It does not see an error that a mesh of one device makes too."
-    run = "on one device"
     try:
-        if train_serial is None:
-            serial = [step.mapped(fs.unshard) for step in train(alone, 0, [])]
-        else:
-            torch.set_default_dtype(torch.float64)  # so that constants have it, too
-            run = "on one device in float64: does the program name a dtype?"
-            with _Casts() as casts:
-                serial = train_serial(0)
-            dtype, title, run = casts.dtype, "one device, both in float64", "on one device, repeated"
-            first = first_of(judge(compared(serial, train_serial(1), names, {}, dtype), ""))
-            if first is not None and first.verdict == "DIVERGENT":
-                raise PromiseError(
-                    "certify: on one device a run must give the same results when it is repeated; got another "
-                    f"{first.leaf}, {first.reason}. {cure}"
-                )
-            unseen = "It does not see casts by precision=, compute= or reduce=: reproducible=True does."
-            if dtype != torch.float64:
-                unseen = f"The program casts to {dtype}, so bounds are wider. {unseen}"
-        for stage in stages:
-            run = f"in stage {stage}"
-            sharded = train(mesh, stage, serial if train_serial else [])
-            rows += judge(compared(serial, sharded, names, hints, dtype), stage)
+        with nullcontext() if train_serial is None else float64_by_default():
+            if train_serial is None:
+                serial = [step.mapped(fs.unshard) for step in train(alone, 0, [])]
+            else:
+                run = "on one device in float64: does the program name a dtype?"
+                with _Casts() as casts:
+                    serial = train_serial(0)
+                dtype, title, run = casts.dtype, "one device, both in float64", "on one device, repeated"
+                first = first_of(judge(compared(serial, train_serial(1), names, {}, dtype), ""))
+                if first is not None and first.verdict == "DIVERGENT":
+                    raise PromiseError(
+                        "certify: on one device a run must give the same results when it is repeated; got another "
+                        f"{first.leaf}, {first.reason}. {cure}"
+                    )
+                unseen = "It does not see casts by precision=, compute= or reduce=: reproducible=True does."
+                if dtype != torch.float64:
+                    unseen = f"The program casts to {dtype}, so bounds are wider. {unseen}"
+            for stage in stages:
+                run = f"in stage {stage}"
+                sharded = train(mesh, stage, serial if train_serial else [])
+                rows += judge(compared(serial, sharded, names, hints, dtype), stage)
     except Exception as error:
         error.add_note(f"certify: in the run {run}")
         raise
-    finally:
-        torch.set_default_dtype(default_dtype)
     return Certificate(tuple(rows), len(serial), f"{mesh} against {title}", unseen)
 
 

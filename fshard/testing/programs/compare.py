@@ -56,15 +56,15 @@ def _concatenated(line: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 class _Slice(NamedTuple):
-    """The elements of a parameter that a rank has: the index-th of `count` parts of a dim."""
+    """The elements of a parameter that a rank has: a shard, by its number, of `n` shards of a dim."""
 
     dim: int = 0
-    index: int = 0
-    count: int = 1
+    number: int = 0
+    n: int = 1
 
     def of(self, full: Tensor) -> Tensor:
         """Take the elements of a full tensor."""
-        return full if self.count == 1 else full.tensor_split(self.count, self.dim)[self.index]
+        return full if self.n == 1 else full.tensor_split(self.n, self.dim)[self.number]
 
 
 def judge_ranks(
