@@ -14,7 +14,7 @@ from fshard.optim.contract import ArrayOptimizer, Optimizer, elementwise_leaves,
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.per_device import array_optimizer
 from fshard.testing.certificate import first_of
-from fshard.testing.certify.compare import shards_of
+from fshard.testing.certify.runs import shards_of
 from fshard.testing.verdicts import Comparison, judge, largest
 from fshard.transforms.patterns import named, parts_of
 

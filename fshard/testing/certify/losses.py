@@ -17,8 +17,15 @@ from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.partition import Partitioned
 from fshard.optim.per_device import array_optimizer
 from fshard.testing.certificate import Certificate
-from fshard.testing.certify.compare import Snapshot, gather_processes
-from fshard.testing.certify.runs import LOWER_DTYPES, certificate_of, is_floating, keep_frozen, on_device
+from fshard.testing.certify.runs import (
+    LOWER_DTYPES,
+    Snapshot,
+    certificate_of,
+    gather_processes,
+    is_floating,
+    keep_frozen,
+    on_device,
+)
 from fshard.transforms.patterns import chosen, named, parts_of
 from fshard.transforms.shard_params import Rules
 

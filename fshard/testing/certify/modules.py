@@ -15,8 +15,7 @@ import fshard as fs
 from fshard.mesh.layout import Mesh
 from fshard.optim.contract import copied
 from fshard.testing.certificate import Certificate
-from fshard.testing.certify.compare import SUBJECTS, Snapshot, gather_processes
-from fshard.testing.certify.runs import LOWER_DTYPES, certificate_of, on_device
+from fshard.testing.certify.runs import LOWER_DTYPES, SUBJECTS, Snapshot, certificate_of, gather_processes, on_device
 
 Plugin = fs.DDPPlugin | fs.ZeroPlugin | fs.FSDPPlugin | fs.HybridParallelPlugin
 _PLUGINS: tuple[Plugin, ...] = (fs.DDPPlugin(), fs.ZeroPlugin(stage=1), fs.ZeroPlugin(stage=2), fs.FSDPPlugin())
