@@ -18,30 +18,6 @@ def types(*xs):
 MESH = fs.make_mesh((4, 2), ("a", "b"))
 
 
-def test_intro_elementwise_results_are_sharded_like_their_argument():
-    x = torch.randn(64, 64)
-    y = put(x, MESH, "a", "b")
-    z = torch.sin(y)
-    assert types(y, z) == ["[64@a, 64@b]"] * 2
-    assert len(z.shards) == 8 and tuple(z.shards[0].shape) == (16, 32)
-    torch.testing.assert_close(fs.unshard(z), torch.sin(x))
-
-
-def test_layouts_describe_how_values_are_spread():
-    x = torch.randn(64, 64)
-    for entries, shown, shard in (
-        (("a", "b"), "[64@a, 64@b]", (16, 32)),
-        (("b", "a"), "[64@b, 64@a]", (32, 16)),
-        ((("a", "b"), None), "[64@a+b, 64]", (8, 64)),
-        ((None, "b"), "[64, 64@b]", (64, 32)),
-        ((None, "a"), "[64, 64@a]", (64, 16)),
-        (("a",), "[64@a, 64]", (16, 64)),
-        ((), "[64, 64]", (64, 64)),
-    ):
-        y = put(x, MESH, *entries)
-        assert (types(y), tuple(y.shards[0].shape)) == ([shown], shard)
-
-
 def test_computation_follows_data():
     a, b = torch.randn(64, 64), torch.randn(64, 64)
     x = put(a, MESH, "a", "b")

@@ -27,21 +27,6 @@ def put(x, *entries, **more):
     return fs.device_put(x, fs.Layout(MESH, P(*entries, **more)))
 
 
-def test_the_first_example_of_the_guide():
-    x, b, target = put(torch.randn(8, 6), "data", "model"), put(torch.randn(4)), put(torch.randn(8, 4), "data")
-    w = put(torch.randn(6, 4), "model").requires_grad_()
-    h = x @ w
-    assert str(fs.typeof(h)) == "f32[8@data, 4]{U:model}"
-    y = torch.relu(h + b)
-    loss = F.mse_loss(y, target)
-    assert (str(fs.typeof(y)), str(fs.typeof(loss))) == ("f32[8@data, 4]", "f32[]")
-    loss.backward()
-    assert w.grad.layout == w.layout
-    full = fs.unshard(w).detach().requires_grad_()
-    F.mse_loss(torch.relu(fs.unshard(x) @ full + fs.unshard(b)), fs.unshard(target)).backward()
-    torch.testing.assert_close(fs.unshard(w.grad), full.grad)
-
-
 def test_unreduced_results_are_reduced_once_and_scattered_where_wanted():
     x, w = put(torch.randn(8, 8), None, "model"), put(torch.randn(8, 8), "model")
     with fs.ledger() as comm:
