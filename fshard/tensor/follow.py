@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 
+from fshard.ambient import setting
 from fshard.array.algebra import PRODUCTS
-from fshard.array.communicate import state
 from fshard.array.dispatch import operate
 from fshard.array.modules import shard_module
 from fshard.array.rules import Rule, arrays_in, describe
@@ -134,12 +134,8 @@ def _follow(
         observer.of_inputs.update((id(x), x) for x in arrays)
         return unflatten(structure, arrays)
 
-    before, state.observer = state.observer, observer
-    try:
-        with torch.no_grad(), keyed_random(0), lazy_mode:
-            output = sharded(*to_arrays(list(args)), **to_arrays(dict(kwargs)))
-    finally:
-        state.observer = before
+    with torch.no_grad(), keyed_random(0), lazy_mode, setting(observer=observer):
+        output = sharded(*to_arrays(list(args)), **to_arrays(dict(kwargs)))
     observer.finish(output)
     return observer.products
 
