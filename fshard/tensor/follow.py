@@ -173,7 +173,10 @@ class _DimFollower:
         produced = self._product(call.name, op, arrays, carried)
         for y, value in zip(results, op.outputs, strict=True):
             self.origins[id(y)] = y, [carried.get(label or "", NOTHING) for label in value.labels]
-        self._lengths(results)
+            for length, origin in zip(y.shape, self._origins(y), strict=True):
+                for dim_range in origin:
+                    product = self.products[dim_range.weight]
+                    product.length = gcd(product.length, length)  # the devices must divide it
         if any(id(x) in self.of_inputs for x in arrays):
             self.of_inputs.update((id(y), y) for y in results)
         for value, origins in zip(op.inputs, input_origins, strict=True):
@@ -220,14 +223,6 @@ class _DimFollower:
         if labels[out] is not None:
             carried[labels[out]] = frozenset([DimRange(key)])
         return True
-
-    def _lengths(self, results: Sequence[Sharded]) -> None:
-        """Note the lengths of dims, which the devices must divide."""
-        for y in results:
-            for length, origin in zip(y.shape, self._origins(y), strict=True):
-                for dim_range in origin:
-                    product = self.products[dim_range.weight]
-                    product.length = gcd(product.length, length)
 
     def _record_need(
         self, call: Any, arrays: Sequence[Sharded], results: Sequence[Sharded], dim: int, origin: Origin

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard.errors import OptimizerError
 from fshard.mesh.layout import Layout, Mesh, PyTree
 from fshard.optim.contract import ArrayOptimizer, Optimizer, elementwise_leaves, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
@@ -48,7 +47,9 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
     promised, leaves = elementwise_leaves(opt.elementwise, params), Leaves.of(params)
     names = [named(parts_of(path)) or "params" for path in leaves.paths]
     if isinstance(opt, ArrayOptimizer) and not any(promised):
-        raise OptimizerError("check_elementwise: this optimizer is not elementwise, so there is nothing to compare.")
+        raise fs.errors.OptimizerError(
+            "check_elementwise: this optimizer is not elementwise, so there is nothing to compare."
+        )
     opt = array_optimizer(opt, "check_elementwise")
     grads = [leaves.mapped(lambda x: _uneven(x, draw)) for _ in range(steps)]
     expected = _train(opt, params, grads)
