@@ -51,7 +51,15 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
             "check_elementwise: this optimizer is not elementwise, so there is nothing to compare."
         )
     opt = array_optimizer(opt, "check_elementwise")
-    grads = [leaves.mapped(lambda x: _uneven(x, draw)) for _ in range(steps)]
+
+    def uneven(x: Any) -> Any:
+        """Draw a gradient whose elements grow from the first to the last, by up to 16 times."""
+        if not isinstance(x, Tensor) or not trainable(x):
+            return None
+        sizes = torch.logspace(-2, 2, x.numel(), base=4).reshape(x.shape)
+        return (torch.randn(x.shape, generator=draw) * sizes).to(x)
+
+    grads = [leaves.mapped(uneven) for _ in range(steps)]
     expected = _train(opt, params, grads)
     for axes in ({"data": 2}, {"data": 3}, {"data": 2, "model": 2}, {"data": 7}):
         mesh = Mesh(tuple(axes.items()), "virtual", "cpu")
@@ -77,13 +85,6 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
 
 def _put(tree: PyTree, layout: Layout) -> PyTree:
     return Leaves.of(tree).mapped(lambda x: fs.device_put(x, layout) if isinstance(x, Tensor) else x)
-
-
-def _uneven(x: Any, draw: torch.Generator) -> Any:
-    """Draw a gradient whose elements grow from the first to the last, by up to 16 times."""
-    if not isinstance(x, Tensor) or not trainable(x):
-        return None
-    return (torch.randn(x.shape, generator=draw) * torch.logspace(-2, 2, x.numel(), base=4).reshape(x.shape)).to(x)
 
 
 def _train(opt: Any, params: PyTree, grads: list[PyTree]) -> list[list[Leaf]]:

@@ -14,7 +14,6 @@ import fshard as fs
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, as_axes, flatten
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
-from fshard.optim.partition import Partitioned
 from fshard.optim.per_device import array_optimizer
 from fshard.testing.certificate import Certificate
 from fshard.testing.certify.runs import (
@@ -147,11 +146,16 @@ def _train_sharded(program: _Program, mesh: Mesh, stage: Any, serial: Sequence[S
     opt: Any = fs.partition_optimizer(program.opt, mesh=mesh, axis=program.axis, stage=stage)
     snapshots, recorded = list[Snapshot](), list[PyTree]()
 
+    def like(grad: Leaf, full: Tensor | None) -> Leaf:
+        """Shard a full gradient as another one, unless only that exists or it is a sum not yet reduced."""
+        is_sharded = isinstance(grad, fs.Sharded) and full is not None and not grad.spec.unreduced
+        return fs.device_put(full, grad.layout) if is_sharded else grad
+
     def recording(act: Update) -> Update:
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             recorded.append(copied(grads))  # the step may overwrite them
             if serial:
-                grads = Leaves.of(grads).mapped(_shard_like, serial[len(recorded) - 1].grads)
+                grads = Leaves.of(grads).mapped(like, serial[len(recorded) - 1].grads)
             return act(grads, state, params)
 
         return run
@@ -167,12 +171,6 @@ def _train_sharded(program: _Program, mesh: Mesh, stage: Any, serial: Sequence[S
         trees = recorded[-1], copied(params), copied(buffers)
         snapshots.append(Snapshot(*(Leaves.of(tree).leaves for tree in trees)).mapped(gather_processes))
     return snapshots
-
-
-def _shard_like(grad: Leaf, full: Tensor | None) -> Leaf:
-    """Shard a full gradient as another one, unless only that exists or it is a sum not yet reduced."""
-    is_sharded = isinstance(grad, fs.Sharded) and full is not None and not grad.spec.unreduced
-    return fs.device_put(full, grad.layout) if is_sharded else grad
 
 
 def _train_serial(program: _Program, alone: Mesh, key: int) -> list[Snapshot]:
@@ -231,7 +229,7 @@ def dyadic_like(tree: PyTree, seed: int) -> PyTree:
 def _validate_serial(opt: Optimizer, **trees: PyTree) -> None:
     """Raise if an argument is sharded already, or if the optimizer scales the loss."""
     sharded = [name for name, tree in trees.items() if any(isinstance(x, fs.Sharded) for x in flatten(tree)[0])]
-    if sharded := [*sharded, *["the optimizer"] * isinstance(opt, Partitioned)]:
+    if sharded := [*sharded, *["the optimizer"] * hasattr(opt, "on_mesh")]:
         raise fs.errors.LayoutError(
             f"certify: all tensors must be full and the optimizer not partitioned; got {', '.join(sharded)} sharded. "
             "Leave out fs.device_put, fs.shard_params and fs.partition_optimizer: certify shards for every stage."

@@ -59,20 +59,15 @@ def record(program: Program, axes: Mapping[str, int], steps: int, seed: int, bat
         for _ in range(steps):
             torch.manual_seed(1000 * seed + rank)  # so that a loss that draws differs too
             loss = loss_fn(model, batch)
-            if isinstance(loss, Tensor) and loss.requires_grad and not _has_gradients(model):
-                loss.backward()
+            taken = [x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad for _, x in _named(model)]
+            if isinstance(loss, Tensor) and loss.requires_grad and not any(g is not None and g.any() for g in taken):
+                loss.backward()  # the program has not taken gradients itself
             losses.append(None if loss is None else float(loss.detach()))
             grads.append(full_tensors(model, gradients=True))
             step()
             params.append(full_tensors(model))
     detached = map_leaves(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, rank_batch)
     return RankRecord(detached, losses, start, grads, params)
-
-
-def _has_gradients(model: Any) -> bool:
-    """Return True if the program has taken gradients itself."""
-    grads = [x.grad for _, x in _named(model) if x.grad is not None]
-    return any(bool((g.to_local() if isinstance(g, DTensor) else g).any()) for g in grads)
 
 
 def _named(model: Any) -> Iterable[tuple[str, Tensor]]:
