@@ -124,6 +124,7 @@ def transfer(x: Sharded, to: LayoutChange, operation: str) -> Tensors:
 
 
 def _moves(shape: tuple[int, ...], before: Layout, spec: P) -> tuple[tuple[Move, tuple[str, ...]], ...]:
+    shape = tuple(length or before.mesh.size for length in shape)  # an empty array is moved as another one
     moves = plan_transfer(shape, before, spec).moves
     if moves is None:
         raise LayoutError(

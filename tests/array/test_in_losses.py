@@ -126,5 +126,6 @@ def test_dims_in_zigzag_order_and_uneven_ones_are_exact(name, how, data):
     check_dims(name, *how, [data.draw(st.sampled_from(legal_dims(x, *how))) for x in CASES[name][1]])
 
 
-def test_zigzag_dim_of_which_a_result_has_no_two_chunks_each():
-    check_dims("pshuffle", 2, True, [1])
+@pytest.mark.parametrize(("name", "dim"), [("pshuffle", 1), ("idxl", 0), ("idxl", 1)])
+def test_zigzag_dims_of_results_that_are_shorter_or_empty_are_exact(name, dim):
+    check_dims(name, 2, True, [dim])
