@@ -1,5 +1,6 @@
 """fs.launch: results in order, errors as they are, whole lines, and no process that outlives the call."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -11,8 +12,10 @@ from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 
 import fshard as fs
 from fshard.launching import travel
@@ -215,3 +218,28 @@ def test_launch_processes_end_with_the_script(tmp_path):
         time.sleep(0.05)
     assert len(pids) == 8 and all(map(gone, pids))
     os.rmdir(temporary)  # nothing is left in it
+
+
+CELLS = [
+    "import torch, fshard as fs\nscale = torch.ones(3)",
+    """
+def total(add):
+    print("process", fs.mesh.process_index())
+    return fs.run(lambda: fs.psum(scale, "data") + add, mesh=fs.make_mesh({"data": 2}))[0].tolist()
+
+fs.launch(total, 1.0, processes=2)
+""",
+    "import json\njson.dumps(fs.launch(lambda: fs.mesh.process_index(), processes=2))",
+]
+
+
+def test_launch_in_a_notebook_shows_output(tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    place = {"metadata": {"path": tmp_path}}
+    NotebookClient(notebook, timeout=120, coalesce_streams=True, resources=place).execute()
+    _, launching, again = notebook.cells
+    shown = [output.text for output in launching.outputs if output.output_type == "stream"]
+    assert sorted("".join(shown).splitlines()) == ["process 0", "process 1"]
+    (result,) = [output for output in launching.outputs if output.output_type == "execute_result"]
+    assert json.loads(result.data["text/plain"]) == [[3.0, 3.0, 3.0]] * 2
+    assert again.outputs[0].data["text/plain"] == "'[0, 1]'"
