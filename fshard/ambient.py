@@ -25,6 +25,11 @@ class Ambient(threading.local):
     owner: Any = None  # the device that new storages are made for, outside of its scope: the same
     activations: Any = None  # what becomes of named ones, in place of a policy: fshard.transforms.module.remat
     regions: Any = ()  # recomputed regions around the caller: fshard.transforms.module.remat
+    explicit: bool = False  # implicit communication of arrays raises: fshard.array.dispatch
+    constants: bool = False  # plain tensors that meet arrays are equal everywhere: fshard.array.modules
+    reduces: bool = False  # partial sums of arrays are reduced at once: fshard.tensor.run
+    plan: Any = None  # of the module that runs: fshard.tensor.run
+    observer: Any = None  # is called with each operation on arrays: fshard.tensor.follow
 
 
 ambient = Ambient()

@@ -1,13 +1,4 @@
-"""The command `fshard`, which is also `python -m fshard`.
-
-fshard run train.py                   start a file in several processes (`fshard.launching.torchrun`)
-fshard doctor                         the installation: devices, features, correctness (`fshard.doctor`)
-fshard certify FILE:NAME --mesh ...   a program of torch.distributed against one process (`fshard.testing.programs`)
-fshard plan config.json --devices N   layouts of a model of Hugging Face, ranked (`fshard.plan.command`)
-fshard explore plan.toml -o plan.html the step of a plan as a page (`fshard.explore.page`)
-fshard calibrate -o FILE              the numbers of this machine, for `fs.plan` (`fshard.plan.command`)
-fshard checkpoint inspect PATH        what a checkpoint has; verify it; convert it (`fshard.checkpoint.command`)
-"""
+"""The command `fshard`, which is also `python -m fshard`: each word of `COMMANDS` has a function of its own."""
 
 from __future__ import annotations
 
@@ -55,6 +46,7 @@ def explore(arguments: Sequence[str]) -> int:
 
 
 COMMANDS = {
+    "run": run,
     "doctor": visit,
     "certify": certify.run,
     "plan": run_plan,
@@ -66,22 +58,19 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        match words:
-            case ["run", *rest]:
-                run(rest)
-            case [("doctor" | "certify" | "plan" | "explore" | "calibrate" | "checkpoint") as name, *rest]:
+    match list(sys.argv[1:] if arguments is None else arguments):
+        case [name, *rest] if name in COMMANDS:
+            try:
                 return COMMANDS[name](rest)
-            case ["--version"]:
-                sys.stdout.write(f"fshard {version('fshard')}\n")
-                return 0
-            case ["-h" | "--help"]:
-                sys.stdout.write(USAGE)
-                return 0
-            case _:
-                sys.stderr.write(USAGE)
+            except FshardError as error:
+                sys.stderr.write(f"{error}\n")
                 return 2
-    except FshardError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+        case ["--version"]:
+            sys.stdout.write(f"fshard {version('fshard')}\n")
+            return 0
+        case ["-h" | "--help"]:
+            sys.stdout.write(USAGE)
+            return 0
+        case _:
+            sys.stderr.write(USAGE)
+            return 2

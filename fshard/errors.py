@@ -17,6 +17,7 @@ __all__ = [
     "MismatchError",
     "ModuleError",
     "OptimizerError",
+    "PlanError",
     "PolicyError",
     "PromiseError",
     "ScheduleError",

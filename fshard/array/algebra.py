@@ -49,15 +49,6 @@ def _is_zero(x: Any) -> bool:
     return not isinstance(x, Tensor) and x == 0
 
 
-def _both(x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return both arrays; a number would be added once per device."""
-    return [(0, 1)] if isinstance(x, Tensor) and isinstance(y, Tensor) else ()
-
-
-def _numerator(x: Any, y: Any, rounding_mode: str | None = None, **kwargs: Any) -> Any:
-    return [(0,)] if isinstance(x, Tensor) and rounding_mode is None else ()
-
-
 def _choices(condition: Any, x: Any = None, y: Any = None) -> Any:
     arrays = [operand for operand in (x, y) if isinstance(operand, Tensor)]
     if condition.dtype != torch.bool:  # x.where(condition, y)
@@ -95,8 +86,12 @@ _TO = {"double": torch.float64, "float": torch.float32, "half": torch.float16, "
 for _name, _dtype in _TO.items():
     rule(_name)(elementwise(lambda x, _dtype=_dtype, **_: [(0,)] if _is_exact(x.dtype, _dtype) else ()))
 rule("mul multiply")(elementwise(lambda x, y, **_: "each"))
-rule("add sub subtract rsub lerp")(elementwise(_both))
-rule("div divide true_divide")(elementwise(_numerator))
+rule("add sub subtract rsub lerp")(  # a number would be added once per device
+    elementwise(lambda x, y, *_, **__: [(0, 1)] if isinstance(x, Tensor) and isinstance(y, Tensor) else ())
+)
+rule("div divide true_divide")(
+    elementwise(lambda x, y, rounding_mode=None, **_: [(0,)] if isinstance(x, Tensor) and not rounding_mode else ())
+)
 rule("where")(elementwise(_choices))
 rule("masked_fill")(elementwise(lambda x, mask, value: [(0,)] if _is_zero(value) else ()))
 

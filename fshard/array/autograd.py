@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fshard.array.communicate import operation_site, plan_transfer, state, transfer, with_spec
+from fshard.ambient import ambient
+from fshard.array.communicate import operation_site, plan_transfer, transfer, with_spec
 from fshard.array.dispatch import DIRECT, name_of
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Tensors, recorded
@@ -147,7 +148,7 @@ for _name in (*_GLOBAL.split(), *_SHARD.split()):
 
 
 def _value(x: Sharded) -> Tensor:
-    if state.explicit and any(x.mesh.shape[axis] > 1 for axis in x.spec.axes):
+    if ambient.explicit and any(x.mesh.shape[axis] > 1 for axis in x.spec.axes):
         raise LayoutError(
             f"the value of {typeof(x)} needs communication, which fs.array.explicit() forbids. Use fs.unshard(x)."
         )
@@ -177,4 +178,4 @@ def _as_text(x: Sharded) -> str:
     small = (
         is_outside(x.mesh) and math.prod(x.shape) <= MAX_SHOWN and all(isinstance(shard, Tensor) for shard in x.shards)
     )
-    return f"{x!r}\n{_value(x)}" if small and not state.explicit else repr(x)
+    return f"{x!r}\n{_value(x)}" if small and not ambient.explicit else repr(x)

@@ -6,7 +6,6 @@ psum; after an all_gather together a psum_scatter).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
+from fshard.ambient import ambient
 from fshard.errors import LayoutError
 from fshard.mesh.collectives.autograd import Bound, Tensors, apply, recorded, transformed
 from fshard.mesh.collectives.moves import (
@@ -39,20 +39,6 @@ from fshard.mesh.reshard.execute import plan_reshard
 from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import here, require
 from fshard.source import Site, call_site
-
-
-class _Mode(threading.local):
-    explicit = False
-    constants = False
-    reduces = False
-    plan: Any = None
-    observer: Any = None
-
-
-state = _Mode()
-"""`explicit`: implicit communication raises. `constants`: plain tensors are equal everywhere (in a sharded module).
-`reduces`: partial sums are reduced at once. `plan`: of the module that runs (`fs.tensor_parallel`). `observer`: is called
-with every operation: (call, arrays, args, results)."""
 
 _current_backward: Any = torch._C._current_graph_task_id  # pyright: ignore[reportPrivateUsage]
 """Returns the number of the backward that runs in this thread, or -1."""
@@ -115,7 +101,7 @@ def transfer(x: Sharded, to: LayoutChange, operation: str) -> Tensors:
     if moves == () and (is_own or not (to.vary and _is_followed(x.shards))):
         return x.shards
     key = None
-    if (x.spec.unreduced or state.plan is not None) and not transformed() and not x.shards[0].is_inference():
+    if (x.spec.unreduced or ambient.plan is not None) and not transformed() and not x.shards[0].is_inference():
         backward = _current_backward()  # which recomputes all that a forward has made
         key = to, torch.is_grad_enabled(), x.version, tuple([shard._version for shard in x.shards]), backward
         if key in x.sums:  # what several operations need is made once
@@ -138,6 +124,7 @@ def transfer(x: Sharded, to: LayoutChange, operation: str) -> Tensors:
 
 
 def _moves(shape: tuple[int, ...], before: Layout, spec: P) -> tuple[tuple[Move, tuple[str, ...]], ...]:
+    shape = tuple(length or before.mesh.size for length in shape)  # an empty array is moved as another one
     moves = plan_transfer(shape, before, spec).moves
     if moves is None:
         raise LayoutError(
@@ -221,7 +208,7 @@ def operation_site(operation: str) -> Site:
 def with_spec(x: Sharded, spec: P, operation: str, *, is_explicit: bool = False) -> Sharded:
     """Reshard an array within an operation; with `is_explicit`, also within `explicit`."""
     to = plan_transfer(x.shape, x.layout, spec)
-    if state.explicit and to.elements and not is_explicit:
+    if ambient.explicit and to.elements and not is_explicit:
         raise_implicit(operation, [x], [to])
     return Sharded(x.shape, to.layout, transfer(x, to, operation))
 
@@ -237,7 +224,7 @@ def spec_like(x: Sharded, shape: Sequence[int]) -> P:
 
 def largest(x: Sharded, axes: tuple[str, ...], operation: str, *, is_max: bool) -> Sharded:
     """Take the elementwise maximum (or minimum) over the devices along some axes; without a gradient."""
-    if state.explicit and axes:
+    if ambient.explicit and axes:
         raise_implicit(operation, [x], [plan_transfer(x.shape, x.layout, x.spec)])
     shards = tuple(shard.detach() for shard in x.shards)
     shards = apply_move(x.mesh, Extreme(is_max), axes, shards, operation_site(operation)) if axes else shards

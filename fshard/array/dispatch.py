@@ -9,8 +9,7 @@ Everything that depends only on shapes, dtypes and layouts is a `CachedCall`, ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from math import prod
 from operator import attrgetter
@@ -20,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
-from fshard.ambient import setting
+from fshard.ambient import ambient, setting
 from fshard.array.choose import LayoutChoice, choose
-from fshard.array.communicate import in_loss, raise_implicit, state, transfer, with_spec
+from fshard.array.communicate import in_loss, raise_implicit, transfer, with_spec
 from fshard.array.rules import TABLE, LabelledOperation, LocalProgram, Row, Rule, Where, arrays_in, describe, map_arrays
 from fshard.errors import LayoutError, MeshError
 from fshard.mesh.layout import Layout, P
@@ -42,14 +41,9 @@ _RENAMED = {
 }
 
 
-@contextmanager
-def explicit() -> Generator[None]:
+def explicit() -> setting:
     """Raise where an operation would communicate; communicate by `fs.reshard` or `fs.array.constrain` alone."""
-    before, state.explicit = state.explicit, True
-    try:
-        yield
-    finally:
-        state.explicit = before
+    return setting(explicit=True)
 
 
 def constrain(x: Sharded, spec: P) -> Sharded:
@@ -120,7 +114,7 @@ def _first_run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     row, operands = TABLE.get(name), arrays_in(args, kwargs)
     mesh = next(x.mesh for x in operands if isinstance(x, Sharded))
     if (
-        state.plan is not None
+        ambient.plan is not None
         and mesh.device_type != "meta"
         and any(isinstance(x, Tensor) and x.is_meta for x in operands)
     ):
@@ -243,7 +237,7 @@ def _on_mesh(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         if isinstance(x, Sharded):
             x.check()
             return x
-        if x.ndim and not (state.constants and not x.requires_grad):
+        if x.ndim and not (ambient.constants and not x.requires_grad):
             raise LayoutError(
                 f"{name}: a plain tensor of shape {tuple(x.shape)} meets arrays on {mesh}. Put it on the mesh: "
                 "fs.device_put(x, fs.Layout(mesh, P())). In shard_map, pass the array as an argument, or take array.local."
@@ -301,7 +295,7 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
         return arrays[0]
     if call.is_free or (call.is_local and in_loss()):
         columns = [x.shards for x in arrays]
-    elif state.explicit and call.choice.bytes:
+    elif ambient.explicit and call.choice.bytes:
         raise_implicit(call.name, arrays, call.choice.transfers)
     else:
         columns = [transfer(x, to, call.name) for x, to in zip(arrays, call.choice.transfers, strict=True)]
@@ -324,10 +318,10 @@ def _run(call: CachedCall, arrays: list[Sharded], args: tuple[Any, ...], kwargs:
     if call.is_view:
         for y in results:
             y.viewed = (arrays[0], arrays[0].version, call.name, args)
-    if state.reduces and call.choice.layouts[0].spec.unreduced:
+    if ambient.reduces and call.choice.layouts[0].spec.unreduced:
         results = [with_spec(y, y.spec.replace(unreduced=None), call.name) for y in results]
-    if state.observer is not None:
-        state.observer(call, arrays, args, results)
+    if ambient.observer is not None:
+        ambient.observer(call, arrays, args, results)
     return results[0] if call.rebuild is None else call.rebuild(results)
 
 

@@ -13,8 +13,9 @@ import torch
 from torch.nn import _reduction as _Reduction
 from torch.nn import functional as F
 
+from fshard.ambient import ambient
 from fshard.array.algebra import elementwise
-from fshard.array.communicate import state, with_spec
+from fshard.array.communicate import with_spec
 from fshard.array.create import bernoulli_like
 from fshard.array.rules import Rule, arrays_in, compose, rule
 from fshard.errors import LayoutError
@@ -121,7 +122,7 @@ def _reduced(losses: Any, reduction: str, count: Any = None) -> Any:
     if reduction == "mean":
         n = losses.numel() if count is None else count
         total = total * float("nan") if isinstance(n, int) and n == 0 else total / n
-    return total if state.explicit else with_spec(total, P(), "loss")
+    return total if ambient.explicit else with_spec(total, P(), "loss")
 
 
 def _loss(

@@ -11,7 +11,7 @@ from einops._backends import TorchBackend  # einops has no public registration o
 from torch import Tensor, nn
 from torch.utils import _pytree as torch_trees
 
-from fshard.array.communicate import state
+from fshard.ambient import ambient
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P
 from fshard.mesh.layout.sharded import ArrayNode, Sharded, typeof
@@ -59,11 +59,11 @@ def shard_module(module: nn.Module, rules: Rules, *, mesh: Mesh) -> nn.Module:
     outer: list[bool] = []
 
     def enter(*_: Any) -> None:
-        outer.append(state.constants)
-        state.constants = True
+        outer.append(ambient.constants)
+        ambient.constants = True
 
     def leave(*_: Any) -> None:
-        state.constants = outer.pop()
+        ambient.constants = outer.pop()
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)

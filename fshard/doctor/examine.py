@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fshard as fs
-from fshard.doctor.check import Trial, check_collectives
+from fshard.doctor.check import Trial, check_collectives, options_of
 from fshard.memory.disk import file_of
 from fshard.memory.transfers import Link
 from fshard.memory.transfers import start as begin
@@ -121,21 +122,15 @@ def transport(mesh: Mesh) -> str:
 def measure(mesh: fs.Mesh) -> list[Speed]:
     """Measure on a mesh of one axis, in all its processes."""
     (axis,), n = mesh.axis_names, mesh.size
-    ring = [(i, (i + 1) % n) for i in range(n)]
-    calls: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
-        "psum": (lambda x: fs.psum(x, axis), {}),
-        "all_gather": (lambda x: fs.all_gather(x, axis), {}),
-        "psum_scatter": (lambda x: fs.psum_scatter(x, axis), {}),
-        "ppermute": (lambda x: fs.ppermute(x, axis, ring), {"perm": ring}),
-    }
-    found: list[Speed] = []
-    for name, (call, options) in calls.items():
+    speeds = list[Speed]()
+    for name in ("psum", "all_gather", "psum_scatter", "ppermute"):
+        options = options_of(name, n)
+        call = partial(getattr(fs, name), axis=axis, **options)
         for held, times in SIZES.items():
             size = max(n, held // 4 // n * n) * 4  # every process has a shard of equal size
-            sent = int(ORACLES[name].sent(size, 0, n, **options))
             seconds = fs.run(_timed, call, size // 4, times, mesh.device_type, axis, mesh=mesh)
-            found.append(Speed(name, held, sent, max(seconds)))
-    return found
+            speeds.append(Speed(name, held, int(ORACLES[name].sent(size, 0, n, **options)), max(seconds)))
+    return speeds
 
 
 def _timed(call: Callable[[Tensor], Any], elements: int, times: int, device: str, axis: str) -> float:

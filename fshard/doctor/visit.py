@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,20 +35,25 @@ KIB, GIB = 1 << 10, 1 << 30
 
 
 def visit(arguments: Sequence[str]) -> int:
-    """Run the command line; return the exit status."""
-    known = _parser().parse_args(arguments)
-    gpus = torch.cuda.device_count() if known.device != "cpu" and torch.cuda.is_available() else 0
-    count = known.processes if known.processes is not None else max(2, gpus)
-    findings: list[Findings] = []
+    """Run the command line; return the exit status. Of processes that a launcher has started, the first prints."""
+    options = _parser().parse_args(arguments)
+    gpus = torch.cuda.device_count() if options.device != "cpu" and torch.cuda.is_available() else 0
+    count, rank = options.processes if options.processes is not None else max(2, gpus), 0
+    findings = list[Findings]()
     try:
         if launched():
-            return _examine_launched(known.processes, known.device, known.json)
-        how: dict[str, Any] = {"processes": count, "device": known.device, "timeout": LIMIT}
-        findings = fs.launch(examine, known.device, "fshard doctor", **how)
+            count, rank = fs.mesh.process_count(), fs.mesh.process_index()
+            findings = _examine_launched(options.processes, options.device)
+        else:
+            launch: Any = partial(fs.launch, processes=count, device=options.device, timeout=LIMIT)
+            findings = launch(examine, options.device, "fshard doctor")
         verdict = judge(findings)
     except Exception as error:
         verdict = failed(error, count)
-    _print(findings, verdict, known.json)
+    if rank == 0:
+        _print(findings, verdict, options.json)
+    elif not findings:  # process 0 may have ended
+        sys.stderr.write(f"process {rank}: {verdict.sentence}\n")
     return 0 if verdict.well else 1
 
 
@@ -65,23 +71,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _examine_launched(processes: int | None, device: str | None, as_json: bool) -> int:
-    """Examine the processes that a launcher has started; the first of them prints."""
-    info, count, rank = process_info(), fs.mesh.process_count(), fs.mesh.process_index()
+def _examine_launched(processes: int | None, device: str | None) -> list[Findings]:
+    """Examine the processes that a launcher has started."""
+    info, count = process_info(), fs.mesh.process_count()
     if processes not in (None, count):
         raise MeshError(f"--processes must be the number of processes started, {count}; got {processes}. Leave it out.")
-    found: list[Any] = [None] * count
-    try:
-        own = examine(device, info.launcher if info is not None else "torch.distributed")
-        dist.all_gather_object(found, own)
-        verdict = judge(found)
-    except Exception as error:
-        found, verdict = [], failed(error, count)
-    if rank == 0:
-        _print(found, verdict, as_json)
-    elif not found:  # process 0 may have ended
-        sys.stderr.write(f"process {rank}: {verdict.sentence}\n")
-    return 0 if verdict.well else 1
+    findings: list[Any] = [None] * count
+    dist.all_gather_object(findings, examine(device, info.launcher if info is not None else "torch.distributed"))
+    return findings
 
 
 # -- the verdict --------------------------------------------------------------------------------------------------

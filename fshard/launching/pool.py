@@ -72,8 +72,15 @@ class Processes:
             )
         self.n, self.timeout = n, inf if timeout is None else timeout
         self._is_spawned, self._shown = fresh, shown
-        self._hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
-        self._environment = dict(environment or {})
+        self._environment = {
+            "OMP_NUM_THREADS": "1",
+            **({"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}),
+            **(environment or {}),
+            "WORLD_SIZE": str(n),
+            "LOCAL_WORLD_SIZE": str(n),
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: process 0 is not to open another
+        }
         self._workers: list[Worker] = []
         self._stores: deque[TCPStore] = deque(maxlen=2)  # the one in use, and the one that processes still leave
         self._used = True
@@ -146,7 +153,7 @@ class Processes:
             return
         try:
             for rank in range(self.n):
-                variables = self._variables(rank)
+                variables = {**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 self._workers.append(start(rank, variables, fresh=self._is_spawned, shown=self._shown))
             ready = self._collect(time.monotonic() + START)
             missing = [worker for worker in self._workers if worker.rank not in ready or ready[worker.rank].error]
@@ -167,19 +174,6 @@ class Processes:
             store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
             self._stores.append(store)
         return self._stores[-1].port
-
-    def _variables(self, rank: int) -> dict[str, str]:
-        return {
-            "OMP_NUM_THREADS": "1",
-            **self._hidden,
-            **self._environment,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.n),
-            "LOCAL_WORLD_SIZE": str(self.n),
-            "MASTER_ADDR": "127.0.0.1",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: process 0 is not to open another
-        }
 
     def _kill(self) -> None:
         for worker in self._workers:

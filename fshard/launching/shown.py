@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 STREAMS = ("stdout", "stderr")
@@ -56,13 +55,3 @@ class Shown:
         if text and stream is not None:
             stream.write(text.decode("utf-8", errors="replace"))
             stream.flush()
-
-
-def write_to(pipes: Sequence[Connection]) -> None:
-    """Let all that this process writes, from Python or not, go into pipes."""
-    for number, (pipe, stream) in enumerate(zip(pipes, STREAMS, strict=True), start=1):
-        os.dup2(pipe.fileno(), number)
-        pipe.close()
-        setattr(
-            sys, stream, os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-        )

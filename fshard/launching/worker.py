@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from fshard.errors import LostProcessError, MeshError
-from fshard.launching.shown import STREAMS, Shown, write_to
+from fshard.launching.shown import STREAMS, Shown
 from fshard.launching.travel import by_value
 from fshard.mesh.runtimes import process
 from fshard.mesh.runtimes.transport import LOST
@@ -185,24 +185,25 @@ def _serve_tasks(
 
 def _do(rank: int, task: bytes, connection: Connection, packed: Callable[[Any], bytes], last: bool) -> bool:
     """Run one task and report, after leaving if it is the last; return True on success."""
+    is_done = False
     try:
         fn, args, kwargs = pickle.loads(task)
         result, joined = fn(*args, **kwargs), dist.is_initialized()
         if last:
             process.leave()
         report = packed(WorkerReport(rank, time.monotonic(), result, joined=joined))
+        is_done = True
     except BaseException as error:
         tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
         texts = traceback.TracebackException(type(error), error, tail)
         texts.__notes__ = []  # they travel with the error
         trace = "".join(texts.format())
-        failed = WorkerReport(rank, time.monotonic(), error=_portable(error, packed), trace=trace)
-        _flush()
-        connection.send_bytes(packed(failed))
-        return False
-    _flush()
+        report = packed(WorkerReport(rank, time.monotonic(), error=_portable(error, packed), trace=trace))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # it may be closed
+            stream.flush()
     connection.send_bytes(report)
-    return True
+    return is_done
 
 
 def _portable(error: BaseException, packed: Callable[[Any], bytes]) -> BaseException:
@@ -215,19 +216,16 @@ def _portable(error: BaseException, packed: Callable[[Any], bytes]) -> BaseExcep
     return instead
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # it may be closed
-            stream.flush()
-
-
 def _redirect(stderr: Connection, *outputs: Connection) -> None:
     """Write to these pipes, or stderr to a file; stacks go to the file, whatever `fn` does to stderr."""
     file = os.dup(stderr.fileno())
-    if outputs:
-        write_to(outputs)
-    else:
+    if not outputs:
         os.dup2(file, 2)
+    for number, (pipe, stream) in enumerate(zip(outputs, STREAMS, strict=False), start=1):  # from Python or not
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+        options: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
+        setattr(sys, stream, os.fdopen(number, "w", buffering=1, **options))
     faulthandler.enable(file)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file, all_threads=False)

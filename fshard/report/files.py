@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from fshard.errors import FshardError
 
@@ -28,21 +28,16 @@ class JsonLines:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._file: TextIO | None = None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line."""
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", buffering=1, encoding="utf-8")
         row = {name: x if isfinite(x) else None for name, x in values.items()}
-        self._file.write(json.dumps({"step": step, **row}) + "\n")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **row}) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Nothing is open between steps."""
 
 
 class TensorBoard:

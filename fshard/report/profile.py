@@ -24,6 +24,7 @@ from torch.autograd import profiler as autograd_profiler
 from fshard.errors import FshardError
 from fshard.mesh.spmd.run import MARK, mark
 from fshard.mesh.spmd.scope import here
+from fshard.report.report import count_errors
 
 
 class Profile:
@@ -57,10 +58,7 @@ class Profile:
         scope = here()
         self._alone = dist.get_rank() if dist.is_initialized() else None
         self._virtual = scope.device if scope is not None and scope.mesh.runtime == "virtual" else None
-        counts = {"wait": (wait, 0), "warmup": (warmup, 0), "active": (active, 1)}
-        unfit = {name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least}
-        errors = [f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()]
-        if errors:
+        if errors := count_errors(wait=(wait, 0), warmup=(warmup, 0), active=(active, 1)):
             raise ValueError(f"Profile: {'; '.join(errors)}.")
         self._begins = wait + warmup
         plan = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)

@@ -74,9 +74,7 @@ class Report:
     ) -> None:
         strange = ", ".join(repr(x) for x in writers if not (hasattr(x, "write") and hasattr(x, "close")))
         errors = [f"{strange} cannot write: a writer has write(step, values) and close()"] if strange else []
-        counts = {"every": (every, 1), "step": (step, 0)}
-        unfit = {name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least}
-        errors += [f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()]
+        errors += count_errors(every=(every, 1), step=(step, 0))
         if errors:
             raise ValueError(f"Report: {'; '.join(errors)}.")
         self.writers, self.mesh, self.every, self.step = writers, mesh, every, step
@@ -117,6 +115,12 @@ class Report:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def count_errors(**counts: tuple[Any, int]) -> list[str]:
+    """List the arguments that are no integers, or less than a number."""
+    unfit = {name: (x, least) for name, (x, least) in counts.items() if type(x) is not int or x < least}
+    return [f"{name}= must be an integer >= {least}; got {x!r}" for name, (x, least) in unfit.items()]
 
 
 def _is_number(x: Any) -> bool:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 
+from fshard.ambient import setting
 from fshard.array.algebra import PRODUCTS
-from fshard.array.communicate import state
 from fshard.array.dispatch import operate
 from fshard.array.modules import shard_module
 from fshard.array.rules import Rule, arrays_in, describe
@@ -134,12 +134,8 @@ def _follow(
         observer.of_inputs.update((id(x), x) for x in arrays)
         return unflatten(structure, arrays)
 
-    before, state.observer = state.observer, observer
-    try:
-        with torch.no_grad(), keyed_random(0), lazy_mode:
-            output = sharded(*to_arrays(list(args)), **to_arrays(dict(kwargs)))
-    finally:
-        state.observer = before
+    with torch.no_grad(), keyed_random(0), lazy_mode, setting(observer=observer):
+        output = sharded(*to_arrays(list(args)), **to_arrays(dict(kwargs)))
     observer.finish(output)
     return observer.products
 
@@ -177,7 +173,10 @@ class _DimFollower:
         produced = self._product(call.name, op, arrays, carried)
         for y, value in zip(results, op.outputs, strict=True):
             self.origins[id(y)] = y, [carried.get(label or "", NOTHING) for label in value.labels]
-        self._lengths(results)
+            for length, origin in zip(y.shape, self._origins(y), strict=True):
+                for dim_range in origin:
+                    product = self.products[dim_range.weight]
+                    product.length = gcd(product.length, length)  # the devices must divide it
         if any(id(x) in self.of_inputs for x in arrays):
             self.of_inputs.update((id(y), y) for y in results)
         for value, origins in zip(op.inputs, input_origins, strict=True):
@@ -224,14 +223,6 @@ class _DimFollower:
         if labels[out] is not None:
             carried[labels[out]] = frozenset([DimRange(key)])
         return True
-
-    def _lengths(self, results: Sequence[Sharded]) -> None:
-        """Note the lengths of dims, which the devices must divide."""
-        for y in results:
-            for length, origin in zip(y.shape, self._origins(y), strict=True):
-                for dim_range in origin:
-                    product = self.products[dim_range.weight]
-                    product.length = gcd(product.length, length)
 
     def _record_need(
         self, call: Any, arrays: Sequence[Sharded], results: Sequence[Sharded], dim: int, origin: Origin

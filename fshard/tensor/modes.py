@@ -103,11 +103,7 @@ def mode(kind: Literal["1d", "2d", "2.5d", "3d"], axes: str | tuple[str, ...], m
     (P(("a", "c"), None, "b"), P("c", ("b", "a")), P(("a", "b"), None, "c"))
     """
     mesh = require_mesh("mode", mesh)
-    if kind not in _TABLE:
-        raise ValueError(f'mode: kind must be "1d", "2d", "2.5d" or "3d"; got {kind!r}.')
-    names, count = mesh.check_axes(axes, "mode"), len(_TABLE[kind][0])
-    if len(names) != count or len(set(names)) != count:
-        raise MeshError(f'mode: "{kind}" needs {count} different axes; got {", ".join(names) or "none"}.')
+    names = abstract_mode(kind, mesh.check_axes(axes, "mode")).axes
     square = names[1:] if kind == "2.5d" else names
     sizes = [mesh.shape[name] for name in square]
     if len(set(sizes)) > 1:
@@ -122,9 +118,9 @@ def mode(kind: Literal["1d", "2d", "2.5d", "3d"], axes: str | tuple[str, ...], m
 
 def abstract_mode(kind: str, names: tuple[str, ...]) -> Mode:
     """Return a mode on axes whose sizes are not known yet."""
-    if kind not in _TABLE or len(names) != len(_TABLE[kind][0]):
+    if kind not in _TABLE or not len(names) == len(set(names)) == len(_TABLE[kind][0]):
         needed = ", ".join(f'"{kind}" with {len(letters)} axes' for kind, (letters, *_) in _TABLE.items())
-        raise ValueError(f"mode must be one of {needed}; got {kind!r} with {', '.join(names)}.")
+        raise MeshError(f"mode must be one of {needed}, all different; got {kind!r} with {', '.join(names) or 'none'}.")
     return _mode(kind, names, (1,) * len(names), False)
 
 

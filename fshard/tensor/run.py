@@ -11,15 +11,15 @@ Outside of a step, where no axis is known, the module runs on full parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fshard.array.communicate import state
+from fshard.ambient import ambient, setting
 from fshard.array.dispatch import DIRECT, constrain
 from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P, collected, flatten_with_paths, unflatten
@@ -126,15 +126,9 @@ def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
     return hooks
 
 
-@contextmanager
-def running(plan: LayerPlans) -> Generator[None]:
+def running(plan: LayerPlans) -> setting:
     """Run operations of a plan: plain tensors are equal on all devices, and partial sums are reduced at once."""
-    before = state.constants, state.reduces, state.plan
-    state.constants, state.reduces, state.plan = True, plan.sequence_mode != "megatron", plan
-    try:
-        yield
-    finally:
-        state.constants, state.reduces, state.plan = before
+    return setting(constants=True, reduces=plan.sequence_mode != "megatron", plan=plan)
 
 
 def _forward_by(plan: LayerPlans, path: str, module: nn.Module) -> Callable[..., Any]:
@@ -144,7 +138,7 @@ def _forward_by(plan: LayerPlans, path: str, module: nn.Module) -> Callable[...,
     def forward(*args: Any, **kwargs: Any) -> Any:
         target: Any = reference()
         call = partial(type(target).forward, target) if override is None else override
-        with nullcontext() if state.plan is plan else running(plan):
+        with nullcontext() if ambient.plan is plan else running(plan):
             mesh = plan.own_mesh() if path and path in plan.unsharded else None
             return call(*args, **kwargs) if mesh is None else run_unsharded(mesh, target, call, args, kwargs)
 
@@ -156,7 +150,7 @@ def _attention(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Attend over a sharded sequence on the devices' shards; else by the operation's own rule."""
-    plan, arrays = state.plan, (query, key, value)
+    plan, arrays = ambient.plan, (query, key, value)
     if (
         plan is None
         or plan.sequence is None

@@ -1,4 +1,4 @@
-"""The result of `certify`, `certify_module` and `certify_program`: a row for every leaf, and what rounding explains."""
+"""The result of `certify`, `certify_module` and `certify_program`: a row for every leaf."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
-
-import torch
-from torch import Tensor
 
 from fshard.tables import Tabular
 
@@ -30,54 +27,11 @@ class CertificateRow(NamedTuple):
     step: int | None = None
 
 
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""The relative difference that rounding explains, by the lowest precision of a program."""
-
-
-def bound_of(x: Tensor | None, largest_of_all: float, dtype: torch.dtype) -> float:
-    """Return the error that rounding in a dtype explains: relative to the largest number of a leaf.
-
-    A gradient that is zero up to rounding has no size of its own: it counts as 1e-5, and as a thousandth of the largest
-    number of all leaves; in a lower dtype 32 roundings of that number are allowed.
-    """
-    roundings = max(1e-3 * TOLERANCES[dtype], 32 * torch.finfo(dtype).eps)
-    return max(TOLERANCES[dtype] * max(largest(x), 1e-5), roundings * largest_of_all)
-
-
-def largest(x: Tensor | None) -> float:
-    """Take the largest absolute value of those that are finite."""
-    return 0.0 if x is None or not x.numel() else float(widest(x).abs().nan_to_num(0.0, 0.0).max())
-
-
-def constant_factor(x: Tensor, expected: Tensor, tolerance: float = 1e-3) -> float | None:
-    """Return the number that all of `expected` is multiplied by in x; None if there is none, or it is 1."""
-    x, expected = widest(x), widest(expected)
-    factor = float((x * expected.conj()).sum().real / expected.abs().square().sum())
-    is_constant = (x - factor * expected).abs().max() <= tolerance * abs(factor) * largest(expected)
-    return factor if is_constant and abs(factor - 1) > tolerance else None
-
-
-def widest(x: Tensor) -> Tensor:
-    """Convert any tensor to float64 (complex128)."""
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
-
-
 def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
     """Choose the row that fails first: in the first stage, at the first step; the first leaf, one that diverges if any does."""
     failures = [row for row in rows if row.step is not None]
     stage = [row for row in failures if row.stage == failures[0].stage]
     return min(stage, key=lambda row: (row.step, row.verdict != "DIVERGENT"), default=None)
-
-
-def refer_to_first(rows: Sequence[CertificateRow]) -> list[CertificateRow]:
-    """Let rows of a stage that fail later than its first refer to that one."""
-    first = first_of(rows)
-    return [
-        row._replace(reason=f"step {row.step}: after {first.leaf} has diverged")
-        if first is not None and row.step not in (None, first.step)
-        else row
-        for row in rows
-    ]
 
 
 @dataclass(frozen=True, repr=False)

@@ -16,6 +16,7 @@ Every pytest loads this module where fshard is installed, so imports are delayed
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,7 +32,8 @@ DEFAULT = {"data": 4}
 TIMEOUT = 120.0
 """Seconds that one test may take on processes."""
 
-_pool = pytest.StashKey["Processes | None"]()
+_pools: pytest.StashKey[dict[int, Processes]] = pytest.StashKey()
+"""The processes of tests, by their number: they stay for the next test."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,13 +49,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line("markers", "mesh(**axes): the axes of the test's mesh, such as mesh(data=4, model=2)")
-    config.stash[_pool] = None
+    config.stash[_pools] = {}
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Let the processes end."""
-    pool = config.stash.get(_pool, None)
-    if pool is not None:
+    for pool in config.stash.get(_pools, {}).values():
         pool.close()
 
 
@@ -66,19 +67,15 @@ def mesh(request: pytest.FixtureRequest) -> Mesh:
 
 
 @pytest.fixture(scope="session")
-def certified() -> Generator[Callable[..., Any]]:
+def certified(pytestconfig: pytest.Config) -> Callable[..., Any]:
     """Give `certify_program` whose processes stay for the next test; it raises with the table unless `check=False`."""
     from fshard.testing.programs import certify_program
 
-    pools: dict[int, Processes] = {}
-
     def certify(program: Any, meshes: Any, *, check: bool = True, **options: Any) -> Any:
-        certificate = certify_program(program, meshes, processes=pools, **options)
+        certificate = certify_program(program, meshes, processes=pytestconfig.stash[_pools], **options)
         return certificate.check() if check else certificate
 
-    yield certify
-    for pool in pools.values():
-        pool.close()
+    return certify
 
 
 def _axes(node: pytest.Item) -> dict[str, int]:
@@ -114,8 +111,9 @@ _elsewhere = pytest.StashKey[bool]()
 def _has_mesh(item: pytest.Function) -> bool:
     """Return True if a test has the marker, or uses this plugin's fixture and not another one of that name."""
     fixtures: Any = getattr(item, "_fixtureinfo", None)
-    found = fixtures.name2fixturedefs.get("mesh", ()) if fixtures is not None else ()
-    return item.get_closest_marker("mesh") is not None or any(one.func.__module__ == __name__ for one in found[-1:])
+    definitions = fixtures.name2fixturedefs.get("mesh", ()) if fixtures is not None else ()
+    is_ours = any(definition.func.__module__ == __name__ for definition in definitions[-1:])
+    return item.get_closest_marker("mesh") is not None or is_ours
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -124,13 +122,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     __tracebackhide__ = True
     if not pyfuncitem.stash.get(_elsewhere, False):
         return None
-    from fshard.mesh.layout.mesh import Mesh
+    from fshard.testing.processes import Processes
 
-    n = Mesh(tuple(_axes(pyfuncitem).items()), "process", "cpu").size
-    config = pyfuncitem.config
-    raised = None
+    n, config, raised = prod(_axes(pyfuncitem).values()), pyfuncitem.config, None
+    pool = config.stash[_pools].setdefault(n, Processes(n))
+    pool.timeout = TIMEOUT
     try:
-        _processes(config, n).run(run_one_test, _arguments(config, pyfuncitem))
+        pool.run(run_one_test, _arguments(config, pyfuncitem))
     except SkippedThere as skipped:
         raised = pytest.skip.Exception(str(skipped), _use_item_location=True)
     except BaseException as error:
@@ -138,18 +136,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if raised is not None:
         raise raised
     return True
-
-
-def _processes(config: pytest.Config, n: int) -> Processes:
-    """Return `n` processes: those of the test before, if it had as many."""
-    from fshard.testing.processes import Processes
-
-    pool = config.stash[_pool]
-    if pool is None or pool.n != n:
-        if pool is not None:
-            pool.close()
-        pool = config.stash[_pool] = Processes(n, timeout=TIMEOUT)
-    return pool
 
 
 def _arguments(config: pytest.Config, item: pytest.Function) -> list[str]:

@@ -1,6 +1,7 @@
 """Operations to test: a name, a function and float64 arguments."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -270,13 +271,8 @@ c("triplet", lambda a, b, n: F.triplet_margin_loss(a, b, n), R(8, 4), R(8, 4), R
 c("mrank", lambda a, b, t: F.margin_ranking_loss(a, b, t.detach().sign()), R(8), R(8), R(8))
 c("mmargin", lambda a, t: F.multi_margin_loss(a, t), R(8, 4), I(4, 8))
 c("mlsm", lambda a, b: F.multilabel_soft_margin_loss(a, (b > 0).double()), R(8, 4), R(8, 4))
-c(
-    "cew2",
-    lambda a, t, w: F.cross_entropy(a, t, w.detach(), reduction="none", label_smoothing=0.1),
-    R(8, 4),
-    I(4, 8),
-    U(4),
-)
+WEIGHED = {"label_smoothing": 0.1, "reduction": "none"}
+c("cew2", lambda a, t, w: F.cross_entropy(a, t, w.detach(), **WEIGHED), R(8, 4), I(4, 8), U(4))
 c("ce1", lambda a, t: F.cross_entropy(a, t), R(8), I(8))
 c("ln", lambda x, w, b: F.layer_norm(x, (4,), w, b), R(8, 4), R(4), R(4))
 c("ln2", lambda x: F.layer_norm(x, (8, 4)), R(2, 8, 4))
@@ -287,40 +283,19 @@ c("bne", lambda x, m, v: F.batch_norm(x, m.detach(), v.detach()), R(8, 4), R(4),
 c("in", lambda x: F.instance_norm(x), R(8, 4, 6))
 c("dropout", lambda x: F.dropout(x, 0.3), R(8, 4))
 c("dropout2", lambda x: F.dropout2d(x, 0.3), R(4, 4, 2, 2))
-c("sdpa", lambda q, k, v: F.scaled_dot_product_attention(q, k, v), R(4, 2, 8, 4), R(4, 2, 4, 4), R(4, 2, 4, 4))
-c(
-    "sdpac",
-    lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-    R(4, 2, 8, 4),
-    R(4, 2, 8, 4),
-    R(4, 2, 8, 4),
-)
-c(
-    "sdpam",
-    lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m),
-    R(4, 2, 8, 4),
-    R(4, 2, 4, 4),
-    R(4, 2, 4, 4),
-    R(8, 4),
-)
-c(
-    "mha",
-    lambda x, w, b, o, m: F.multi_head_attention_forward(
-        x, x, x, 4, 2, w, b, None, None, False, 0.0, o, None, key_padding_mask=x[:, :, 0].T, attn_mask=m
-    ),
-    R(6, 2, 4),
-    R(12, 4),
-    R(12),
-    R(4, 4),
-    R(6, 6),
-)
-c(
-    "sdpag",
-    lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
-    R(2, 4, 8, 4),
-    R(2, 2, 8, 4),
-    R(2, 2, 8, 4),
-)
+
+
+def attention_of_module(x, w, b, o, m):
+    options = {"key_padding_mask": x[:, :, 0].T, "attn_mask": m}
+    return F.multi_head_attention_forward(x, x, x, 4, 2, w, b, None, None, False, 0.0, o, None, **options)
+
+
+attend = F.scaled_dot_product_attention
+c("sdpa", attend, R(4, 2, 8, 4), R(4, 2, 4, 4), R(4, 2, 4, 4))
+c("sdpac", partial(attend, is_causal=True), R(4, 2, 8, 4), R(4, 2, 8, 4), R(4, 2, 8, 4))
+c("sdpam", attend, R(4, 2, 8, 4), R(4, 2, 4, 4), R(4, 2, 4, 4), R(8, 4))
+c("sdpag", partial(attend, enable_gqa=True), R(2, 4, 8, 4), R(2, 2, 8, 4), R(2, 2, 8, 4))
+c("mha", attention_of_module, R(6, 2, 4), R(12, 4), R(12), R(4, 4), R(6, 6))
 c("conv1", lambda x, w, b: F.conv1d(x, w, b, padding=1), R(4, 2, 8), R(4, 2, 3), R(4))
 c("conv2", lambda x, w: F.conv2d(x, w, stride=2), R(4, 2, 4, 4), R(4, 2, 2, 2))
 c("convt", lambda x, w: F.conv_transpose2d(x, w), R(4, 2, 4, 4), R(2, 4, 2, 2))

@@ -103,22 +103,29 @@ def legal_dims(x, n, is_zigzag):
     return [None, *(dim for dim, length in enumerate(x.shape) if is_legal(length))]
 
 
+def check_dims(name, n, is_zigzag, dims):
+    """Check values and gradients of an operation in a loss, whose arrays are sharded along some dims."""
+    f, xs = CASES[name]
+    mesh = fs.make_mesh({"data": 1, "model": n})
+    own = replace(mesh["model"], zigzag="model") if is_zigzag else mesh["model"]
+    params = {str(number): x for number, x in enumerate(xs) if x.is_floating_point()}
+
+    def loss_fn(params, batch, *options):
+        return loss_of_case(f, [params.get(str(number), x) for number, x in enumerate(xs)], *options)
+
+    wanted, value = torch.func.grad_and_value(loss_fn)(params, None)
+    gradient = fs.value_and_grad(lambda p, b: loss_fn(p, b, own, dims), mesh=mesh, batch=P("data"))
+    loss, grads = gradient(fs.shard_params(params, P(), mesh=mesh), torch.zeros(1))
+    torch.testing.assert_close(loss, value, check_dtype=False, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fs.unshard(grads), wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
 @pytest.mark.filterwarnings("ignore:reduction:UserWarning")
 @given(st.sampled_from(sorted({*CASES} - RANDOM)), st.sampled_from([(2, True), (3, False)]), st.data())
 def test_dims_in_zigzag_order_and_uneven_ones_are_exact(name, how, data):
-    """Values and gradients of every operation, in a loss."""
-    (f, xs), (n, is_zigzag) = CASES[name], how
-    dims = [data.draw(st.sampled_from(legal_dims(x, n, is_zigzag))) for x in xs]
-    mesh = fs.make_mesh({"data": 1, "model": n})
-    own = replace(mesh["model"], zigzag="model") if is_zigzag else mesh["model"]
-    moving = [place for place, x in enumerate(xs) if x.is_floating_point()]
+    check_dims(name, *how, [data.draw(st.sampled_from(legal_dims(x, *how))) for x in CASES[name][1]])
 
-    def loss_fn(params, batch, *how):
-        return loss_of_case(f, [params.get(str(place), x) for place, x in enumerate(xs)], *how)
 
-    params = {str(place): xs[place] for place in moving}
-    wanted, value = torch.func.grad_and_value(loss_fn)(params, None)
-    gradient = fs.value_and_grad(lambda p, b: loss_fn(p, b, own, dims), mesh=mesh, batch=P("data"))
-    loss, found = gradient(fs.shard_params(params, P(), mesh=mesh), torch.zeros(1))
-    torch.testing.assert_close(loss, value, check_dtype=False, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(fs.unshard(found), wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
+@pytest.mark.parametrize(("name", "dim"), [("pshuffle", 1), ("idxl", 0), ("idxl", 1)])
+def test_zigzag_dims_of_results_that_are_shorter_or_empty_are_exact(name, dim):
+    check_dims(name, 2, True, [dim])

@@ -27,21 +27,6 @@ def put(x, *entries, **more):
     return fs.device_put(x, fs.Layout(MESH, P(*entries, **more)))
 
 
-def test_the_first_example_of_the_guide():
-    x, b, target = put(torch.randn(8, 6), "data", "model"), put(torch.randn(4)), put(torch.randn(8, 4), "data")
-    w = put(torch.randn(6, 4), "model").requires_grad_()
-    h = x @ w
-    assert str(fs.typeof(h)) == "f32[8@data, 4]{U:model}"
-    y = torch.relu(h + b)
-    loss = F.mse_loss(y, target)
-    assert (str(fs.typeof(y)), str(fs.typeof(loss))) == ("f32[8@data, 4]", "f32[]")
-    loss.backward()
-    assert w.grad.layout == w.layout
-    full = fs.unshard(w).detach().requires_grad_()
-    F.mse_loss(torch.relu(fs.unshard(x) @ full + fs.unshard(b)), fs.unshard(target)).backward()
-    torch.testing.assert_close(fs.unshard(w.grad), full.grad)
-
-
 def test_unreduced_results_are_reduced_once_and_scattered_where_wanted():
     x, w = put(torch.randn(8, 8), None, "model"), put(torch.randn(8, 8), "model")
     with fs.ledger() as comm:
@@ -142,6 +127,12 @@ def test_in_place_operations_write_to_their_array():
     with torch.no_grad():
         w -= 0.5
     assert w.requires_grad and fs.unshard(w.detach()).tolist() == [0.5] * 4
+    y = w * 2
+    y.zero_()
+    y.sum().backward()
+    assert fs.unshard(w.grad).tolist() == [0.0] * 4
+    x.copy_(put(torch.ones(2, dtype=torch.float64), "model"))  # in the layout of x
+    assert (x.spec, x.dtype, float(x.sum())) == (P("data"), torch.float32, 8.0)
 
 
 def test_views_are_not_used_when_stale():
@@ -287,23 +278,33 @@ def test_plain_tensors_numbers_and_0d_tensors():
             act()
 
 
-def test_errors_name_operation_layouts_and_fix():
-    x = put(torch.ones(4, 2), "data")
-    with pytest.raises(
-        LayoutError,
-        match=r"torch.fft.fft is no operation on arrays.* got f32\[4@data, 2\], at .*test_protocols.py.*fs.shard_map.*fs.array.constrain",
-    ):
-        torch.fft.fft(x)
-    with pytest.raises(MeshError, match="must be on one mesh"):
-        x + fs.device_put(torch.ones(4, 2), fs.Layout(fs.make_mesh({"other": 2}), P()))
-    with pytest.raises(RuntimeError, match="broadcast"):
-        x + put(torch.ones(3))
-    with pytest.raises(IndexError, match="mask"):
-        x[:, x[:, 0] > 0]
-    with pytest.raises(LayoutError, match="a plain tensor"):
-        torch.ones(4)[[0, 1]] = x[0]
-    with pytest.raises(LayoutError, match="no operation on arrays"):
-        torch.add(x, x, out=x)
+X, CUBE = put(torch.ones(4, 2), "data"), put(torch.randn(4, 2, 6), "data")
+FFT = r"torch.fft.fft is no operation on arrays.* got f32\[4@data, 2\], at .*test_protocols.py.*fs.shard_map.*fs.array.constrain"
+ERRORS = {
+    "no rule": (lambda: torch.fft.fft(X), LayoutError, FFT),
+    "meshes": (
+        lambda: X + fs.device_put(torch.ones(4, 2), fs.Layout(fs.make_mesh({"other": 2}), P())), MeshError,
+        "must be on one mesh",
+    ),
+    "shapes": (lambda: X + put(torch.ones(3)), RuntimeError, "broadcast"),
+    "a sharded mask": (lambda: X[:, X[:, 0] > 0], IndexError, "mask"),
+    "an array into a tensor": (lambda: torch.ones(4).__setitem__([0, 1], X[0]), LayoutError, "a plain tensor"),
+    "out": (lambda: torch.add(X, X, out=X), LayoutError, "no operation on arrays"),
+    "an index": (lambda: F.embedding(put(torch.tensor([0, 9])), put(torch.randn(8, 2), "data")), IndexError, "0..7"),
+    "statistics": (
+        lambda: F.instance_norm(CUBE, put(torch.zeros(2)), put(torch.ones(2))), LayoutError, "running statistics"
+    ),
+    "draws": (lambda: CUBE.normal_(), LayoutError, "no operation on arrays"),
+    "arguments": (lambda: F.dropout3d(CUBE, 0.5), LayoutError, "dropout3d is no operation on arrays with these arguments"),
+    "a device": (lambda: X.to("meta"), LayoutError, "an array stays on its mesh"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_misuse_raises(name):
+    call, error, words = ERRORS[name]
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_guide_lists_operations_without_a_row():
@@ -322,29 +323,6 @@ def test_random_draws_equal_those_of_torch_on_any_layout():
     assert float(fs.array.zeros(3, layout=fs.Layout(MESH)).sum() + fs.array.ones(3, layout=fs.Layout(MESH)).sum()) == 3
 
 
-def test_what_would_be_silently_wrong_raises():
-    index, table = put(torch.tensor([0, 9])), put(torch.randn(8, 2), "data")
-    with pytest.raises(IndexError, match="0..7"):
-        F.embedding(index, table)
-    x = put(torch.randn(4, 2, 6), "data")
-    with pytest.raises(LayoutError, match="running statistics"):
-        F.instance_norm(x, put(torch.zeros(2)), put(torch.ones(2)))
-    with pytest.raises(LayoutError, match="no operation on arrays"):
-        x.normal_()
-    with pytest.raises(LayoutError, match="dropout3d is no operation on arrays with these arguments"):
-        F.dropout3d(x, 0.5)
-    with pytest.raises(LayoutError, match="an array stays on its mesh"):
-        x.to("meta")
-
-
-def test_zero_in_place_has_a_gradient_of_zero():
-    x = put(torch.ones(4), "data").requires_grad_()
-    y = x * 2
-    y.zero_()
-    y.sum().backward()
-    assert fs.unshard(x.grad).tolist() == [0.0] * 4
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_jvp_of_gradients_over_trees_of_arrays():
     def loss(params, x):
@@ -358,9 +336,3 @@ def test_jvp_of_gradients_over_trees_of_arrays():
     found = lift(torch.func.jvp)(gradient, (arrays[0],), (arrays[1],))
     assert found[1]["w"].spec == P("model")
     torch.testing.assert_close([{k: fs.unshard(v) for k, v in tree.items()} for tree in found], list(wanted))
-
-
-def test_copy_writes_values_in_the_own_layout():
-    x = put(torch.zeros(4, 2), "data")
-    x.copy_(put(torch.ones(2, dtype=torch.float64), "model"))
-    assert (x.spec, x.dtype, float(x.sum())) == (P("data"), torch.float32, 8.0)

@@ -30,41 +30,11 @@ def program(runtime=None):
     return types, values, comm.bytes(), comm.calls()
 
 
-def habits(runtime=None):
-    """Index, change in place, clip and print arrays; return full results and texts."""
-    mesh = fs.make_mesh({"data": 2, "model": 2}, runtime=runtime)
-    full = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    x, w = (fs.device_put(full, fs.Layout(mesh, spec)).requires_grad_() for spec in (P("data"), P(None, "model")))
-    gradients = []
-    w.register_hook(gradients.append)
-    y = x * w
-    y[:, 1:3] *= 2
-    y[[0, -1]] = w[1]
-    y[y > 1] = 0.5
-    y[3].fill_(2)
-    z = torch.linalg.inv(y[[1, 2, 4, 5]] + y.new_ones(4, 4)).sum() + y[w > 0].sum() + y[..., [-1], :].sum()
-    z.backward()
-    norm = fs.array.clip_grad_norm_([x, w], 0.5)
-    torch.testing.assert_close(w.grad, gradients[0] * (0.5 / (norm + 1e-6)))
-    results = [z, x.grad, w.grad, norm, (y > 0).nonzero(), y.detach().histc(5), (y * 0).long().flatten().bincount()]
-    return [fs.unshard(r).detach() for r in results], f"{z:.6f} {len(y)}"
-
-
-def two_axes():
-    return program(), habits()
-
-
 def test_processes_equal_virtual_devices():
     types, values, _, calls = program("virtual")
-    results, text = habits("virtual")
-    for (other_types, other_values, _, other_calls), (other_results, other_text) in run_processes(
-        two_axes, 4, timeout=170
-    ):
-        torch.testing.assert_close(other_results, results)
-        assert other_text == text
+    for other_types, other_values, _, other_calls in run_processes(program, 4, timeout=170):
         assert (other_types, other_calls) == (types, calls)
-        for one, other in zip(values, other_values, strict=True):
-            torch.testing.assert_close(one, other)
+        torch.testing.assert_close(other_values, values)
 
 
 def test_abstract_mesh_counts_bytes_and_has_layouts():

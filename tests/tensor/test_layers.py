@@ -4,13 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
-from fshard.tensor.layers import kv_heads_of
 from tests.tensor.serial import (
     GRIDS,
     SMALL,
@@ -208,16 +205,6 @@ def test_self_attention_equals_serial(name, heads, kv):
 
     arguments = randn(batch, 3, n), *weights
     assert_equal_to_serial(mapped(on_shards, mesh, specs, mode.activation(3)), serial, arguments, order=1)
-
-
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
-@settings(max_examples=40)
-def test_each_query_head_takes_its_own_kv_head(n, heads, group):
-    """The oracle repeats each kv head for its group."""
-    all_heads = [head // group for head in range(n * heads)]
-    for index in range(n):
-        used, repeats = kv_heads_of(index, heads, group)
-        assert [used[i] for i in repeats] == all_heads[index * heads : (index + 1) * heads]
 
 
 @pytest.mark.parametrize("gated", [False, True])

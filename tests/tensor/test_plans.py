@@ -1,5 +1,7 @@
 """Planned models equal those of one device: models of transformers, in all modes, over sequences."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.nn import functional as F
 import fshard as fs
 from fshard import P
 from fshard.errors import LayoutError
+from fshard.tensor.sequence import Algorithm
 from tests.tensor.hugging_face import MODELS, block_weights, inputs_of, model_of
 from tests.tensor.small_gpt import Layer, Words, token_ids
 
@@ -55,54 +58,34 @@ def test_models_are_sharded_and_exact(name):
     assert_planned(name, plan, fs.make_mesh({"data": 2, "model": 2}))
 
 
-GRIDS = {
-    "2d": (("i", "j"), {"data": 2, "i": 2, "j": 2}),
-    "2.5d": (("d", "i", "j"), {"data": 1, "d": 2, "i": 2, "j": 2}),
-    "3d": (("a", "b", "c"), {"data": 1, "a": 2, "b": 2, "c": 2}),
+SQUARE, TOKENS = {"data": 2, "i": 2, "j": 2}, {"data": 1, "seq": 2, "model": 2}
+MODES = {
+    "2d": ({"axis": ("i", "j"), "mode": "2d"}, SQUARE),
+    "2.5d": ({"axis": ("d", "i", "j"), "mode": "2.5d"}, {**SQUARE, "data": 1, "d": 2}),
+    "3d": ({"axis": ("a", "b", "c"), "mode": "3d"}, {"data": 1, "a": 2, "b": 2, "c": 2}),
+    **{how: ({"axis": "model", "sequence": "seq", "sequence_mode": how}, TOKENS) for how in get_args(Algorithm)},
 }
+NO_CACHE, POSITIONS = {"use_cache": False}, {"position_ids": torch.arange(8).expand(4, -1)}
+WITH_LABELS = {"labels": inputs_of("Llama")[1]}
+ROWS = [
+    *((name, mode, {}) for name in ("Llama", "ViT") for mode in ("2d", "2.5d", "3d")),
+    *(("Llama", how, {}) for how in get_args(Algorithm)),
+    # Tokens are in their order for the model: its masks, positions and own loss are those of one device.
+    *(("Llama", how, more) for how in ("ring", "zigzag") for more in (NO_CACHE, NO_CACHE | POSITIONS, WITH_LABELS)),
+    ("GPT-2", "zigzag", {}),
+    ("T5", "gather", {}),  # masked attention
+    ("BERT", "gather", {}),
+]
 
 
-@pytest.mark.parametrize("mode", GRIDS)
-@pytest.mark.parametrize("name", ["Llama", "ViT"])
-def test_other_modes_are_exact(name, mode):
-    axes, grid = GRIDS[mode]
-    plan = fs.tensor_parallel(model_of(name), axis=axes, mode=mode, sample=inputs_of(name)[0], check=False)
-    assert_planned(name, plan, fs.make_mesh(grid))
-
-
-@pytest.mark.parametrize(
-    ("name", "how"), [("GPT-2", "zigzag"), *(("Llama", how) for how in ("gather", "ulysses", "ring", "zigzag", "rsa"))]
-)
-def test_sequences_are_exact(name, how):
-    options = {"axis": "model", "sequence": "seq", "sequence_mode": how, "check": False}
-    plan = fs.tensor_parallel(model_of(name), sample=inputs_of(name)[0], **options)
-    assert_planned(name, plan, fs.make_mesh({"data": 1, "seq": 2, "model": 2}))
-
-
-@pytest.mark.parametrize("how", ["ring", "zigzag"])
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"use_cache": False},
-        {"use_cache": False, "position_ids": torch.arange(8).expand(4, -1)},
-        {"labels": inputs_of("Llama")[1]},
-    ],
-    ids=lambda more: "-".join(more),
-)
-def test_models_options_over_a_sequence(more, how):
-    """Tokens are in their order for the model: its masks, positions and own loss are those of one device."""
-    options = {"axis": "model", "sequence": "seq", "sequence_mode": how, "check": False}
-    plan = fs.tensor_parallel(model_of("Llama"), sample={**inputs_of("Llama")[0], **more}, **options)
-    comm = assert_planned("Llama", plan, fs.make_mesh({"data": 1, "seq": 2, "model": 2}), **more)
-    along = {kind for (kind, axes), _ in comm.by_collective().items() if axes == ("seq",)}
-    assert along == {"ppermute", "psum"} or len(more) > 1 or "labels" in more
-
-
-@pytest.mark.parametrize("name", ["T5", "BERT"])
-def test_masked_attention_over_a_sequence_is_exact(name):
-    options = {"axis": "model", "sequence": "seq", "check": False}
-    plan = fs.tensor_parallel(model_of(name), sample=inputs_of(name)[0], **options)
-    assert_planned(name, plan, fs.make_mesh({"data": 1, "seq": 2, "model": 2}))
+@pytest.mark.parametrize(("name", "mode", "more"), ROWS, ids=lambda x: "-".join(x) if isinstance(x, dict) else x)
+def test_other_modes_and_sequences_are_exact(name, mode, more):
+    options, grid = MODES[mode]
+    plan = fs.tensor_parallel(model_of(name), sample={**inputs_of(name)[0], **more}, check=False, **options)
+    comm = assert_planned(name, plan, fs.make_mesh(grid), **more)
+    if more == NO_CACHE:
+        along = {kind for (kind, axes), _ in comm.by_collective().items() if axes == ("seq",)}
+        assert along == {"ppermute", "psum"}
 
 
 @pytest.mark.parametrize("options", [{}, {"sequence": "seq", "sequence_mode": "zigzag"}], ids=["layers", "tokens"])

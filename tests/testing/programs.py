@@ -141,40 +141,23 @@ def dtensors(rank, world):
 # -- right ones by hand ------------------------------------------------------------------------------------------------
 
 
-def reduced(model, n, *, times=1.0):
+def reduced(model, n):
     """Average gradients over all processes."""
     for x in model.parameters():
         dist.all_reduce(x.grad)
-        x.grad.mul_(times / n)
+        x.grad /= n
 
 
-def by_hand(rank, world, *, reduce=reduced):
+def by_hand(rank, world):
     model = mlp()
 
     def loss(model, batch):
         value = square(model, batch)
         value.backward()
-        reduce(model, world)
+        reduced(model, world)
         return value
 
     return model, loss, rows_of(world.mesh), updates(model, torch.optim.SGD)
-
-
-def in_ring(model, n):
-    """Average gradients by sending them around a ring."""
-    rank = dist.get_rank()
-    for x in model.parameters():
-        total, passing = x.grad.clone(), x.grad.clone()
-        for _ in range(n - 1):
-            received = torch.empty_like(passing)
-            requests = dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, passing, (rank + 1) % n), dist.P2POp(dist.irecv, received, (rank - 1) % n)]
-            )
-            for request in requests:
-                request.wait()
-            total += received
-            passing = received
-        x.grad.copy_(total / n)
 
 
 class AddOver(torch.autograd.Function):
@@ -436,7 +419,6 @@ RIGHT = {
     "tensor parallel and fully_shard": (tensor_parallel_and_fully_shard, {"data": 2, "model": 2}, {}),
     "dtensors": (dtensors, {"data": 2}, {}),
     "by hand": (by_hand, {"data": 2}, {}),
-    "ring by hand": (partial(by_hand, reduce=in_ring), {"data": 4}, {}),
     "columns and rows by hand": (megatron, {"model": 2}, {}),
     "pipeline by hand": (pipeline, {"pipe": 2}, {}),
     "experts": (experts, {"expert": 2}, {}),
@@ -449,7 +431,7 @@ WRONG = {  # program, axes, a leaf that diverges, a part of its reason
         partial(experts, mistake="norm", clip=0.1),
         {"expert": 2},
         "experts.3",
-        "times that of one",
+        "times that of one device",
     ),
     "detached router": (partial(experts, mistake="detached"), {"expert": 2}, "router.weight", "the gradient"),
     "swapped": (partial(experts, mistake="swapped"), {"expert": 2}, "experts.0", "is that of experts.1"),

@@ -10,7 +10,7 @@ difference of 1e-9 at most. Gradients and parameters are compared after every st
 
 In reproducible mode bits are promised: both runs are in the program's dtypes, and the serial one is on a mesh of one device.
 
-    losses, modules ─> runs ─> compare ─> certificate       elementwise: optimizers alone
+    losses, modules ─> runs ─> verdicts ─> certificate       elementwise: optimizers alone
 """
 
 from fshard.testing.certificate import Certificate, CertificateRow

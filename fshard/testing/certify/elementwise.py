@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard.errors import OptimizerError
 from fshard.mesh.layout import Layout, Mesh, PyTree
 from fshard.optim.contract import ArrayOptimizer, Optimizer, elementwise_leaves, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.per_device import array_optimizer
-from fshard.testing.certificate import largest
-from fshard.testing.certify.compare import first_difference, pair_shards
+from fshard.testing.certificate import first_of
+from fshard.testing.certify.runs import shards_of
+from fshard.testing.verdicts import Comparison, judge, largest
 from fshard.transforms.patterns import named, parts_of
 
 
@@ -45,30 +45,46 @@ def check_elementwise(opt: Optimizer, params: PyTree = None, *, steps: int = 3, 
     shapes = {"bias": (7,), "matrix": (6, 5), "scale": (), "stack": (2, 3, 4)}
     params = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} if params is None else params
     promised, leaves = elementwise_leaves(opt.elementwise, params), Leaves.of(params)
+    names = [named(parts_of(path)) or "params" for path in leaves.paths]
     if isinstance(opt, ArrayOptimizer) and not any(promised):
-        raise OptimizerError("check_elementwise: this optimizer is not elementwise, so there is nothing to compare.")
+        raise fs.errors.OptimizerError(
+            "check_elementwise: this optimizer is not elementwise, so there is nothing to compare."
+        )
     opt = array_optimizer(opt, "check_elementwise")
-    grads = [leaves.mapped(lambda x: _uneven(x, draw)) for _ in range(steps)]
+
+    def uneven(x: Any) -> Any:
+        """Draw a gradient whose elements grow from the first to the last, by up to 16 times."""
+        if not isinstance(x, Tensor) or not trainable(x):
+            return None
+        sizes = torch.logspace(-2, 2, x.numel(), base=4).reshape(x.shape)
+        return (torch.randn(x.shape, generator=draw) * sizes).to(x)
+
+    grads = [leaves.mapped(uneven) for _ in range(steps)]
     expected = _train(opt, params, grads)
     for axes in ({"data": 2}, {"data": 3}, {"data": 2, "model": 2}, {"data": 7}):
         mesh = Mesh(tuple(axes.items()), "virtual", "cpu")
         parted = fs.partition_optimizer(opt, mesh=mesh, axis=mesh.axis_names, stage=1)
         replicated, shards = Layout(mesh), parted.gradients(Layout(mesh))
         trained = _train(parted, _put(params, replicated), [_put(tree, shards) for tree in grads])
+        comparisons = list[Comparison]()
         for step, (sharded, serial) in enumerate(zip(trained, expected, strict=True)):
-            for path, is_flat, x, y in zip(leaves.paths, promised, sharded, serial, strict=True):
-                _compare(named(parts_of(path)) or "params", x, y, step, mesh, is_flat)
+            for name, x, y in zip(names, sharded, serial, strict=True):
+                if x is not None and y is not None:
+                    bound = (1e-3 if y.dtype.itemsize < 4 else 1e-5) * largest(y)
+                    comparisons.append(Comparison(step, name, "parameter", shards_of(x), y, bound))
+        if (first := first_of(judge(comparisons, mesh.size))) is not None:
+            difference = f"got another {first.leaf}, {first.reason}"
+            raise AssertionError(
+                f"the optimizer has elementwise=True, but on {mesh.size} flat shards {difference}. Use elementwise=False, "
+                "or communicate with the other shards, as clip_by_global_norm does."
+                if dict(zip(names, promised, strict=True))[first.leaf]
+                else f"the optimizer must update each leaf by itself, but with leaves at {mesh.size} owners {difference}. "
+                "Take a norm of all by fs.optim.global_norm(tree)."
+            )
 
 
 def _put(tree: PyTree, layout: Layout) -> PyTree:
     return Leaves.of(tree).mapped(lambda x: fs.device_put(x, layout) if isinstance(x, Tensor) else x)
-
-
-def _uneven(x: Any, draw: torch.Generator) -> Any:
-    """Draw a gradient whose elements grow from the first to the last, by up to 16 times."""
-    if not isinstance(x, Tensor) or not trainable(x):
-        return None
-    return (torch.randn(x.shape, generator=draw) * torch.logspace(-2, 2, x.numel(), base=4).reshape(x.shape)).to(x)
 
 
 def _train(opt: Any, params: PyTree, grads: list[PyTree]) -> list[list[Leaf]]:
@@ -77,18 +93,3 @@ def _train(opt: Any, params: PyTree, grads: list[PyTree]) -> list[list[Leaf]]:
         params, state = step(tree, state, params)
         snapshots.append(Leaves.of(params).leaves)
     return snapshots
-
-
-def _compare(name: str, leaf: Leaf, expected: Leaf, step: int, mesh: Mesh, is_flat: bool) -> None:
-    if expected is None:
-        return
-    bound = (1e-3 if expected.dtype.itemsize < 4 else 1e-5) * largest(expected)
-    if not all((pair.error <= bound).all() for pair in pair_shards(leaf, expected)):
-        where = f"{name} {first_difference(leaf, expected, bound)}, step {step}"
-        raise AssertionError(
-            f"the optimizer has elementwise=True, but on {mesh.size} flat shards {where}. Use elementwise=False, or "
-            "communicate with the other shards, as clip_by_global_norm does."
-            if is_flat
-            else f"the optimizer must update each leaf by itself, but with leaves at {mesh.size} owners {where}. Take a "
-            "norm of all by fs.optim.global_norm(tree)."
-        )

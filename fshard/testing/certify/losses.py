@@ -11,18 +11,21 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard.errors import LayoutError
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, as_axes, flatten
-from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.contract import Optimizer, Update, copied, pure_step, step_of
 from fshard.optim.leaves import Leaf, Leaves, trainable
-from fshard.optim.partition import Partitioned
 from fshard.optim.per_device import array_optimizer
 from fshard.testing.certificate import Certificate
-from fshard.testing.certify.compare import Snapshot, gather_processes
-from fshard.testing.certify.runs import LOWER_DTYPES, certificate_of, is_floating, keep_frozen, on_device
+from fshard.testing.certify.runs import (
+    LOWER_DTYPES,
+    Snapshot,
+    certificate_of,
+    gather_processes,
+    is_floating,
+    keep_frozen,
+    on_device,
+)
 from fshard.transforms.patterns import chosen, named, parts_of
-from fshard.transforms.reproducible.randomness import keyed_random
 from fshard.transforms.shard_params import Rules
 
 _CURE = (
@@ -143,11 +146,16 @@ def _train_sharded(program: _Program, mesh: Mesh, stage: Any, serial: Sequence[S
     opt: Any = fs.partition_optimizer(program.opt, mesh=mesh, axis=program.axis, stage=stage)
     snapshots, recorded = list[Snapshot](), list[PyTree]()
 
+    def like(grad: Leaf, full: Tensor | None) -> Leaf:
+        """Shard a full gradient as another one, unless only that exists or it is a sum not yet reduced."""
+        is_sharded = isinstance(grad, fs.Sharded) and full is not None and not grad.spec.unreduced
+        return fs.device_put(full, grad.layout) if is_sharded else grad
+
     def recording(act: Update) -> Update:
         def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             recorded.append(copied(grads))  # the step may overwrite them
             if serial:
-                grads = Leaves.of(grads).mapped(_shard_like, serial[len(recorded) - 1].grads)
+                grads = Leaves.of(grads).mapped(like, serial[len(recorded) - 1].grads)
             return act(grads, state, params)
 
         return run
@@ -157,7 +165,7 @@ def _train_sharded(program: _Program, mesh: Mesh, stage: Any, serial: Sequence[S
     recorder = opt._replace(step=recording(step_of(opt)), update=recording(opt.update))
     step = fs.train_step(program.loss_fn, recorder, mesh=mesh, batch=program.batch_spec, **program.options)
     for turn in range(program.steps):
-        with keyed_random(program.seed, turn):
+        with fs.keyed_random(program.seed, turn):
             params, state, *after, _ = step(params, state, *([buffers] * program.options["has_buffers"]), program.batch)
         buffers = after[0] if after else buffers
         trees = recorded[-1], copied(params), copied(buffers)
@@ -165,18 +173,12 @@ def _train_sharded(program: _Program, mesh: Mesh, stage: Any, serial: Sequence[S
     return snapshots
 
 
-def _shard_like(grad: Leaf, full: Tensor | None) -> Leaf:
-    """Shard a full gradient as another one, unless only that exists or it is a sum not yet reduced."""
-    is_sharded = isinstance(grad, Sharded) and full is not None and not grad.spec.unreduced
-    return fs.device_put(full, grad.layout) if is_sharded else grad
-
-
 def _train_serial(program: _Program, alone: Mesh, key: int) -> list[Snapshot]:
     """Train on full tensors by plain autograd and the optimizer as it is; all axes have size 1."""
     params, buffers, snapshots = program.params, program.buffers, list[Snapshot]()
     step, state = pure_step(program.opt), program.opt.init(params)
     for turn in range(program.steps):
-        with keyed_random(program.seed, key, turn):
+        with fs.keyed_random(program.seed, key, turn):
             ((grads, buffers),) = fs.run(partial(_gradients, program, params, buffers), mesh=alone)
             params, state = step(Leaves.of(params).rebuild(grads), state, params)
         snapshots.append(Snapshot(grads, Leaves.of(params).leaves, Leaves.of(buffers).leaves))
@@ -226,9 +228,9 @@ def dyadic_like(tree: PyTree, seed: int) -> PyTree:
 
 def _validate_serial(opt: Optimizer, **trees: PyTree) -> None:
     """Raise if an argument is sharded already, or if the optimizer scales the loss."""
-    sharded = [name for name, tree in trees.items() if any(isinstance(x, Sharded) for x in flatten(tree)[0])]
-    if sharded := [*sharded, *["the optimizer"] * isinstance(opt, Partitioned)]:
-        raise LayoutError(
+    sharded = [name for name, tree in trees.items() if any(isinstance(x, fs.Sharded) for x in flatten(tree)[0])]
+    if sharded := [*sharded, *["the optimizer"] * hasattr(opt, "on_mesh")]:
+        raise fs.errors.LayoutError(
             f"certify: all tensors must be full and the optimizer not partitioned; got {', '.join(sharded)} sharded. "
             "Leave out fs.device_put, fs.shard_params and fs.partition_optimizer: certify shards for every stage."
         )

@@ -15,9 +15,7 @@ import fshard as fs
 from fshard.mesh.layout import Mesh
 from fshard.optim.contract import copied
 from fshard.testing.certificate import Certificate
-from fshard.testing.certify.compare import SUBJECTS, Snapshot, gather_processes
-from fshard.testing.certify.runs import LOWER_DTYPES, certificate_of, on_device
-from fshard.transforms.reproducible.randomness import keyed_random
+from fshard.testing.certify.runs import LOWER_DTYPES, SUBJECTS, Snapshot, certificate_of, gather_processes, on_device
 
 Plugin = fs.DDPPlugin | fs.ZeroPlugin | fs.FSDPPlugin | fs.HybridParallelPlugin
 _PLUGINS: tuple[Plugin, ...] = (fs.DDPPlugin(), fs.ZeroPlugin(stage=1), fs.ZeroPlugin(stage=2), fs.FSDPPlugin())
@@ -77,7 +75,7 @@ def certify_module(
     batches = [on_device(batch, mesh, wide=not plugin.reproducible) for batch in batches]
 
     def module() -> nn.Module:
-        with keyed_random(seed):
+        with fs.keyed_random(seed):
             module = factory().to(mesh.device_type)
         return module if plugin.reproducible else module.double()
 
@@ -101,7 +99,7 @@ def certify_module(
         model, snapshots = module(), list[Snapshot]()
         opt = new_optimizer(model.parameters())
         for step, batch in enumerate(batches):
-            with keyed_random(seed, key, step):
+            with fs.keyed_random(seed, key, step):
                 mean = (model(**batch).loss if loss is None else loss(model(batch[0]), batch[1])).mean()
                 mean.backward()
                 opt.step()

@@ -10,9 +10,10 @@ import torch
 
 from fshard.errors import PromiseError
 from fshard.launching.pool import Processes
-from fshard.testing.certificate import TOLERANCES, Certificate, CertificateRow
-from fshard.testing.programs.compare import Axes, Comparison, joined_batch
+from fshard.testing.certificate import Certificate, CertificateRow
+from fshard.testing.programs.compare import Axes, joined_batch, judge_ranks
 from fshard.testing.programs.record import Program, RankRecord, record
+from fshard.testing.verdicts import TOLERANCES
 
 UNSEEN = (
     "It does not see: other batches and later steps, buffers such as BatchNorm's, random draws, an error that one process "
@@ -74,26 +75,26 @@ def certify_program(
                         stack.enter_context(pools[n])
             ranks = pools[prod(axes.values())].run(record, program, axes, steps, 1)
             batch = joined_batch(ranks, axes)
-            one, again = (
+            single, again = (
                 pools[1].run(record, program, dict.fromkeys(axes, 1), steps, seed, batch)[0] for seed in (2, 3)
             )
-            _validate(one, again)
-            rows += Comparison(axes, ranks, one, dtype).rows()
+            _validate(single, again)
+            rows += judge_ranks(axes, ranks, single, dtype)
     return Certificate(tuple(rows), steps, "processes against one process", UNSEEN, "mesh")
 
 
-def _validate(one: RankRecord, again: RankRecord) -> None:
+def _validate(single: RankRecord, again: RankRecord) -> None:
     """Raise if a program draws what is not seeded, draws in its loss, or trains nothing."""
-    if unseeded := [name for name, x in one.start.items() if not torch.equal(x, again.start[name])]:
+    if unseeded := [name for name, x in single.start.items() if not torch.equal(x, again.start[name])]:
         raise PromiseError(
             f"certify_program: two runs must begin alike; got other values of {', '.join(unseeded)}. Call torch.manual_seed(0) "
             "first in the program."
         )
-    if one.losses != again.losses:
+    if single.losses != again.losses:
         raise PromiseError(
             "certify_program: the loss draws random numbers, which no run in one process draws alike. Set dropout to 0."
         )
-    if not one.start or all(not grads for grads in one.grads):
+    if not single.start or all(not grads for grads in single.grads):
         raise PromiseError(
             "certify_program: a program must train parameters; got none with a gradient in one process. Return a model whose "
             "parameters require grad, and a loss that uses them."

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +11,9 @@ from torch import Tensor
 
 from fshard.errors import PromiseError
 from fshard.mesh.layout import PyTree, flatten, unflatten
-from fshard.testing.certificate import TOLERANCES, CertificateRow, bound_of, constant_factor, largest, refer_to_first
-from fshard.testing.programs.record import RankRecord, Tensors, rows_of
+from fshard.testing.certificate import CertificateRow
+from fshard.testing.programs.record import RankRecord, rows_of
+from fshard.testing.verdicts import TOLERANCES, Comparison, Shards, bound_of, judge, largest
 
 Axes = Mapping[str, int]
 
@@ -56,145 +55,84 @@ def _concatenated(line: Sequence[Sequence[Any]]) -> list[Any]:
     return [torch.cat(column) if isinstance(column[0], Tensor) and column[0].ndim else column[0] for column in columns]
 
 
-class _Assembly(NamedTuple):
-    """The assembly of a parameter from those of ranks: all are equal, or each is a part of a dim along an axis."""
+class _Slice(NamedTuple):
+    """The elements of a parameter that a rank has: a shard, by its number, of `n` shards of a dim."""
 
-    dim: int | None
-    groups: list[list[int]]
+    dim: int = 0
+    number: int = 0
+    n: int = 1
 
-    def fits(self, parts: Sequence[Tensors], name: str, expected: Tensor) -> bool:
-        """Return True if each group has the expected tensor."""
-        shapes = {parts[rank][name].shape for group in self.groups for rank in group}
-        if len(shapes) > 1 or any(
-            len(group) * shapes.copy().pop().numel() != expected.numel() for group in self.groups
-        ):
-            return False
-        x, spread = self.tensor(parts, name)
-        return x is not None and torch.equal(x, expected) and not spread
-
-    def tensor(self, parts: Sequence[Tensors], name: str) -> tuple[Tensor | None, float]:
-        """Return the full tensor of the first group that has it, and the largest difference between groups."""
-        tensors = [
-            torch.cat([parts[rank][name] for rank in group], self.dim or 0)
-            if self.dim is not None
-            else parts[group[0]][name]
-            for group in self.groups
-            if all(name in parts[rank] for rank in group)
-        ]
-        spread = max([float((x - tensors[0]).abs().max()) for x in tensors if x.numel()], default=0.0)
-        return (tensors[0], spread) if tensors else (None, 0.0)
+    def of(self, full: Tensor) -> Tensor:
+        """Take the elements of a full tensor."""
+        return full if self.n == 1 else full.tensor_split(self.n, self.dim)[self.number]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The run in the processes of a mesh, against that in one."""
-
-    axes: Axes
-    ranks: Sequence[RankRecord]
-    one: RankRecord
-    dtype: torch.dtype
-
-    def rows(self) -> list[CertificateRow]:
-        """Return the row of the loss, and those of the parameters; those that diverge later refer to the first."""
-        names = dict.fromkeys(name for rank in (self.one, *self.ranks) for name in rank.start)
-        assemblies = {name: self._assembly(name) for name in names}
-        mesh = ", ".join(f"{name}={size}" for name, size in self.axes.items())
-        if unlike := [name for name, assembly in assemblies.items() if assembly is None]:
-            raise PromiseError(
-                f"certify_program: on mesh {mesh} parameters must begin as in one process; got other values, names or parts of "
-                f"{', '.join(unlike)}. Seed all ranks alike, and shard dims in equal parts in the order of an axis."
-            )
-        rows = [self._loss(), *(self._leaf(name, assembly) for name, assembly in assemblies.items() if assembly)]
-        return [row._replace(stage=mesh) for row in refer_to_first(rows)]
-
-    def _assembly(self, name: str) -> _Assembly | None:
-        """Return how a parameter is put together, by its values before the first step."""
-        expected, parts = self.one.start.get(name), [rank.start for rank in self.ranks]
-        holders = [rank for rank, start in enumerate(parts) if name in start]
-        if expected is None:
-            return None
-        candidates = [_Assembly(None, [[rank] for rank in holders])]
-        coordinates = _coordinates(self.axes)
-        for dim, axis in product(range(expected.ndim), range(len(self.axes))):
-            lines: dict[Any, list[int]] = {}
-            for rank in holders:
-                lines.setdefault((*coordinates[rank][:axis], *coordinates[rank][axis + 1 :]), []).append(rank)
-            candidates.append(_Assembly(dim, [*lines.values()]))
-        for candidate in candidates:
-            if candidate.fits(parts, name, expected):
-                return candidate
-        return None
-
-    def _loss(self) -> CertificateRow:
-        """Compare the mean of the losses, weighted by rows, where processes have one."""
-        row = CertificateRow("", "loss", "EXACT", 0.0, 0.0)
-        for step, expected in enumerate(self.one.losses):
-            pairs = [(rank.losses[step], rows_of(rank.batch) or 1) for rank in self.ranks]
-            rows = sum(rows for loss, rows in pairs if loss is not None)
-            if expected is None or not rows or row.step is not None:
-                continue
-            mean = sum(loss * rows for loss, rows in pairs if loss is not None) / rows
-            x, y = (torch.tensor(number, dtype=torch.float64) for number in (mean, expected))
-            row = self._row("loss", "loss", x, y, step, bound_of(y, 0.0, self.dtype))
-        return row
-
-    def _leaf(self, name: str, assembly: _Assembly) -> CertificateRow:
-        """Compare gradients, then changes of the parameter, step by step."""
-        row = CertificateRow("", name, "EXACT", 0.0, 0.0)
-        for step in range(len(self.one.grads)):
-            largest_of_all = max(map(largest, self.one.grads[step].values()), default=0.0)
-            expected = self.one.grads[step].get(name)
-            x, spread = assembly.tensor([rank.grads[step] for rank in self.ranks], name)
-            if x is None and expected is not None:
-                x = torch.zeros_like(expected)
-            if x is not None:
-                expected = torch.zeros_like(x) if expected is None else expected
-                row = self._row(
-                    name, "gradient", x, expected, step, bound_of(expected, largest_of_all, self.dtype), spread
-                )
-            if row.step is None:
-                x, spread = assembly.tensor([rank.params[step] for rank in self.ranks], name)
-                expected = self.one.params[step][name]
-                assert x is not None
-                start, bound = self.one.start[name], bound_of(expected, 0.0, self.dtype)
-                row = self._row(name, "change of the parameter", x - start, expected - start, step, bound, spread)
-            if row.step is not None:
-                return row
-        return row
-
-    def _row(
-        self, name: str, subject: str, x: Tensor, expected: Tensor, step: int, bound: float, spread: float = 0.0
-    ) -> CertificateRow:
-        """Judge one tensor; an error beyond the bound has a reason."""
-        error = float((x - expected).abs().max()) if x.numel() else 0.0
-        error = error if error == error else inf
-        row = CertificateRow("", name, "EXACT" if not error else "BOUNDED", error, bound)
-        if error <= bound and spread <= bound:
-            return row
-        reason = (
-            self._reason(name, subject, x, expected, step)
-            if error > bound
-            else f"differs between ranks by {spread:.3g}"
+def judge_ranks(
+    axes: Axes, ranks: Sequence[RankRecord], single: RankRecord, dtype: torch.dtype
+) -> list[CertificateRow]:
+    """Judge the run in the processes of a mesh: the loss, and each parameter's gradients and changes."""
+    names = dict.fromkeys(name for rank in (single, *ranks) for name in rank.start)
+    slices = {name: _slices(name, axes, ranks, single) for name in names}
+    mesh = ", ".join(f"{name}={size}" for name, size in axes.items())
+    if unlike := [name for name, slices_of_ranks in slices.items() if not slices_of_ranks]:
+        raise PromiseError(
+            f"certify_program: on mesh {mesh} parameters must begin as in one process; got other values, names or parts of "
+            f"{', '.join(unlike)}. Seed all ranks alike, and shard dims in equal parts in the order of an axis."
         )
-        return row._replace(verdict="DIVERGENT", reason=f"step {step}: the {subject} {reason}", step=step)
+    sizes = {**axes, **({"all axes": len(ranks)} if len(axes) > 1 else {})}
+    return judge(_comparisons(ranks, single, slices, dtype), mesh, sizes, 1e-6 + TOLERANCES[dtype])
 
-    def _reason(self, name: str, subject: str, x: Tensor, expected: Tensor, step: int) -> str:
-        if not x.isfinite().all():
-            return "is not finite"
-        if not x.any():
-            return "is 0"
-        near = 1e-6 + TOLERANCES[self.dtype]
-        if factor := constant_factor(x, expected, near):
-            sizes = {**self.axes, **({"all axes": len(self.ranks)} if len(self.axes) > 1 else {})}
-            names = [
-                axis for axis, n in sizes.items() if n > 1 and min(abs(factor - n) / n, abs(factor * n - 1)) < near
-            ]
-            sizes = f": the size of {' or '.join(names)}" if names else ""
-            if names or x.numel() > 1:
-                return f"is {factor:.4g} times that of one process{sizes}"
-        for other, g in self.one.grads[step].items():
-            if subject == "gradient" and other != name and g.shape == x.shape and torch.allclose(g, x, near, 0.0):
-                return f"is that of {other}"
-        index = tuple(int(i) for i in torch.unravel_index((x - expected).abs().argmax(), x.shape))
-        position = f" most at {[*index]}" if index else ""
-        return f"differs{position}: {float(x[index]):.6g} instead of {float(expected[index]):.6g}"
+
+def _slices(name: str, axes: Axes, ranks: Sequence[RankRecord], single: RankRecord) -> dict[int, _Slice]:
+    """Return the slice of a parameter in each rank that has it, by the values before the first step; none if they differ.
+
+    All ranks have the full parameter, or a part of a dim, in the order of an axis.
+    """
+    shards = {rank: record.start[name] for rank, record in enumerate(ranks) if name in record.start}
+    full, coordinates = single.start.get(name), _coordinates(axes)
+    if full is None:
+        return {}
+    for dim, axis in [(0, None), *product(range(full.ndim), range(len(axes)))]:
+        lines: dict[Any, list[int]] = {}
+        for rank in shards:
+            key = rank if axis is None else (*coordinates[rank][:axis], *coordinates[rank][axis + 1 :])
+            lines.setdefault(key, []).append(rank)
+        slices = {rank: _Slice(dim, i, len(line)) for line in lines.values() for i, rank in enumerate(line)}
+        if all(torch.equal(shards[rank], part.of(full)) for rank, part in slices.items()):
+            return slices
+    return {}
+
+
+def _comparisons(
+    ranks: Sequence[RankRecord], single: RankRecord, slices: Mapping[str, Mapping[int, _Slice]], dtype: torch.dtype
+) -> Iterator[Comparison]:
+    """Compare the losses, gradients and changes of parameters of all steps."""
+    for step, grads in enumerate(single.grads):
+        if (loss := _mean_loss(ranks, step)) is not None and single.losses[step] is not None:
+            expected = torch.tensor(single.losses[step], dtype=torch.float64)
+            yield Comparison(
+                step, "loss", "loss", Shards([loss], [0], lambda x: [x]), expected, bound_of(expected, 0.0, dtype)
+            )
+        largest_of_all = max(map(largest, grads.values()), default=0.0)
+        for name, of_ranks in slices.items():
+            start = single.start[name]
+            parts = {rank: ranks[rank].grads[step][name] for rank in of_ranks if name in ranks[rank].grads[step]}
+            if parts or name in grads:
+                expected = grads.get(name, torch.zeros_like(start))
+                parts = parts or {rank: torch.zeros_like(ranks[rank].start[name]) for rank in of_ranks}
+                bound = bound_of(expected, largest_of_all, dtype)
+                yield Comparison(step, name, "gradient", _shards(parts, of_ranks), expected, bound, rivals=grads)
+            parts = {rank: ranks[rank].params[step][name] - ranks[rank].start[name] for rank in of_ranks}
+            expected, bound = single.params[step][name] - start, bound_of(single.params[step][name], 0.0, dtype)
+            yield Comparison(step, name, "change of the parameter", _shards(parts, of_ranks), expected, bound)
+
+
+def _shards(parts: Mapping[int, Tensor], slices: Mapping[int, _Slice]) -> Shards:
+    return Shards([*parts.values()], [*parts], lambda full: [slices[rank].of(full) for rank in parts])
+
+
+def _mean_loss(ranks: Sequence[RankRecord], step: int) -> Tensor | None:
+    """Return the mean of the losses, weighted by rows, of processes that have one."""
+    pairs = [(loss, rows_of(rank.batch) or 1) for rank in ranks if (loss := rank.losses[step]) is not None]
+    rows = sum(rows for _, rows in pairs)
+    return torch.tensor(sum(loss * rows for loss, rows in pairs) / rows, dtype=torch.float64) if rows else None

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fshard.mesh.layout import PyTree, flatten, map_leaves
+from fshard.testing.verdicts import float64_by_default
 
 Program = Callable[[int, "ProgramWorld"], tuple[Any, Callable[[Any, Any], Any], Any, Callable[[], object]]]
 Tensors = dict[str, Tensor]
@@ -43,24 +44,13 @@ class RankRecord(NamedTuple):
     params: list[Tensors]
 
 
-class _Float64:
-    """Create tensors in float64 in the block."""
-
-    def __enter__(self) -> None:
-        self._before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_default_dtype(self._before)
-
-
 def record(program: Program, axes: Mapping[str, int], steps: int, seed: int, batch: PyTree = None) -> RankRecord:
     """Run a program in this process, with the batch of all processes if there is one."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     rank = dist.get_rank()
     world = ProgramWorld(dist.get_world_size())
     world.mesh = mesh
-    with _Float64():
+    with float64_by_default():
         torch.manual_seed(1000 * seed + rank)  # so that what is not seeded by the program differs
         model, loss_fn, rank_batch, step = program(rank, world)
         batch = rank_batch if batch is None else batch
@@ -69,20 +59,15 @@ def record(program: Program, axes: Mapping[str, int], steps: int, seed: int, bat
         for _ in range(steps):
             torch.manual_seed(1000 * seed + rank)  # so that a loss that draws differs too
             loss = loss_fn(model, batch)
-            if isinstance(loss, Tensor) and loss.requires_grad and not _has_gradients(model):
-                loss.backward()
+            taken = [x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad for _, x in _named(model)]
+            if isinstance(loss, Tensor) and loss.requires_grad and not any(g is not None and g.any() for g in taken):
+                loss.backward()  # the program has not taken gradients itself
             losses.append(None if loss is None else float(loss.detach()))
             grads.append(full_tensors(model, gradients=True))
             step()
             params.append(full_tensors(model))
     detached = map_leaves(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, rank_batch)
     return RankRecord(detached, losses, start, grads, params)
-
-
-def _has_gradients(model: Any) -> bool:
-    """Return True if the program has taken gradients itself."""
-    grads = [x.grad for _, x in _named(model) if x.grad is not None]
-    return any(bool((g.to_local() if isinstance(g, DTensor) else g).any()) for g in grads)
 
 
 def _named(model: Any) -> Iterable[tuple[str, Tensor]]:
