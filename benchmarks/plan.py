@@ -2,6 +2,7 @@
 
     python benchmarks/plan.py               calibrate, predict, measure (about two minutes)
     python benchmarks/plan.py --rounds 9
+    python benchmarks/plan.py --search      seconds and memory of two searches
 
 Prints each layout with both times, and Kendall's tau of the two orders.
 """
@@ -9,9 +10,11 @@ Prints each layout with both times, and Kendall's tau of the two orders.
 from __future__ import annotations
 
 import argparse
+import resource
 from collections.abc import Callable
 from itertools import combinations
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -126,11 +129,35 @@ def tau(pairs: list[tuple[float, float]]) -> float:
     return sum(signs) / len(signs)
 
 
+def search() -> None:
+    """Print the seconds of searches, the first of which imports parts of torch, and the memory of the process."""
+    llama = {"vocab": 128256, "sequence": 8192}, {"devices": 16_384, "global_batch": 2048}
+    small = {"vocab": 32000, "sequence": 4096}, {"devices": 8, "global_batch": 64}
+    models = {
+        "7B, 8 devices": (fs.plan.Transformer(32, 4096, 11008, 32, 32, **small[0]), small[1]),
+        "405B, 16,384 devices": (fs.plan.Transformer(126, 16384, 53248, 128, 8, **llama[0]), llama[1]),
+    }
+    optimizer, cluster = fs.optim.with_master_weights(fs.optim.adamw(3e-4)), fs.plan.cluster("h100", node=8)
+    for name, (model, options) in models.items():
+        seconds = list[float]()
+        for _ in range(4):
+            begin = perf_counter()
+            fs.plan.search(model, cluster=cluster, optimizer=optimizer, **options)
+            seconds.append(perf_counter() - begin)
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        print(f"{name}: first {seconds[0]:.1f} s, then {median(seconds[1:]):.1f} s, {memory:.2f} GB")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    (machine, rows), *_ = run_processes(in_process, 2, parser.parse_args().rounds, timeout=900)
+    parser.add_argument("--search", action="store_true")
+    options = parser.parse_args()
+    if options.search:
+        search()
+        return
+    (machine, rows), *_ = run_processes(in_process, 2, options.rounds, timeout=900)
     table = Table("layout", "predicted ms", "measured ms", "ratio", title="2 processes")
     for name, (predicted, measured) in sorted(rows.items(), key=lambda row: row[1][1]):
         table.add_row(name, f"{1e3 * predicted:.1f}", f"{1e3 * measured:.1f}", f"{predicted / measured:.2f}")
