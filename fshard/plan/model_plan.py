@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fshard.booster.hybrid import HybridParallelPlugin
 from fshard.errors import PlanError
-from fshard.pipeline.schedule.builders import pipeline_schedule
+from fshard.pipeline.schedule.builders import BUILDERS, pipeline_schedule
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.tensor.layer_plans import SequenceMode
+from fshard.tensor.sequence import Algorithm
 
 Recompute = Literal["never", "selective", "full"]
 """A layer keeps for its backward: everything; the results of matrix products; its input alone."""
@@ -54,6 +55,23 @@ class ModelPlan:
     sequence_mode: SequenceMode = "gather"
     experts: int = 1
     replicas: int = 1
+
+    def __post_init__(self) -> None:
+        legal = {"zero_stage": (0, 1, 2, 3), "recompute": get_args(Recompute), "schedule": (*BUILDERS,)}
+        legal["sequence_mode"] = (*get_args(Algorithm), "megatron")
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        errors = [
+            f"{name} must be one of {', '.join(map(str, legal[name]))}; got {x!r}"
+            for name, x in values.items()
+            if name in legal and x not in legal[name]
+        ]
+        errors += [
+            f"{name} must be an integer >= 1; got {x!r}"
+            for name, x in values.items()
+            if name not in legal and (type(x) is not int or x < 1)
+        ]
+        if errors:
+            raise PlanError(f"plan: {'; '.join(errors)}.")
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -137,15 +155,9 @@ class ModelPlan:
         """
         table = table_of(path)
         table.pop("run", None)
-        kinds = {field.name: type(field.default) for field in fields(cls)}
-        errors = [f"{key} is unknown" for key in table if key not in kinds]
-        errors += [
-            f"{key} must be of type {kinds[key].__name__}; got {x!r}"
-            for key, x in table.items()
-            if key in kinds and type(x) is not kinds[key]
-        ]
-        if errors:
-            raise PlanError(f"plan.load: {path}: {'; '.join(errors)}. Keys are {', '.join(kinds)}.")
+        keys = [field.name for field in fields(cls)]
+        if unknown := [key for key in table if key not in keys]:
+            raise PlanError(f"plan.load: {path} must have keys of {', '.join(keys)}; got {', '.join(unknown)}.")
         return cls(**table)
 
 

@@ -37,7 +37,6 @@ LISTED = 12
 """The rejected plans that are listed."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "sequence": (1,),
-    "experts": (1,),
     "replicas": (1,),
     "zero_stage": (0, 1, 2, 3),
     "rows": (1, 2, 4, 8),
@@ -161,13 +160,9 @@ def search(
     if goal not in _GOALS:
         raise PlanError(f"plan.search: goal must be one of {', '.join(_GOALS)}; got {goal!r}.")
     first_key, key = _GOALS[goal]
-    counts = (devices,) if isinstance(devices, int) else tuple(devices)
+    counts = _counts(devices, global_batch)
     layered = layered_model(model, batch, optimizer, loss, blocks)
-    choices = _choices(constraints)
-    if "experts" not in constraints:
-        choices["experts"] = tuple(
-            [size for size in (1, 8, 64) if size == 1 or layered.experts % size == 0 < layered.experts]
-        )
+    choices = _choices(constraints, layered.experts)
     tracer, errors, tried = LayerTracer(layered, cluster), dict[str, str](), 0
     rejected, fitting = list[tuple[float, RejectedPlan]](), list[tuple[float, PlanEstimate]]()
     for plan in chain.from_iterable(_plans(layered.layers, count, global_batch, choices, cluster) for count in counts):
@@ -188,7 +183,7 @@ def search(
         given = ", ".join(f"{name}={x!r}" for name, x in constraints.items()) or "any option"
         raise PlanError(
             f"plan.search: sizes must divide {numbers} devices, {layered.layers} layers and a global batch of "
-            f"{global_batch}; no plan with {given} does."
+            f"{global_batch}; no plan with {given} does. Divisors: {_divisors(counts, layered.layers, global_batch)}."
         )
     estimates = list[PlanEstimate]()
     for _, estimate in sorted(fitting, key=lambda pair: pair[0]):
@@ -204,6 +199,21 @@ def search(
     flops = model.flops(global_batch) if isinstance(model, Transformer) else None
     nearest = {plan.reason: plan for _, plan in reversed(rejected)}  # one for each reason
     return Plans(sorted(estimates, key=key), [*reversed(nearest.values())][:LISTED], flops, tried)
+
+
+def _counts(devices: int | Sequence[int], global_batch: int) -> tuple[int, ...]:
+    counts = (devices,) if isinstance(devices, int) else tuple(devices)
+    if not counts or min(*counts, global_batch) < 1:
+        raise PlanError(f"plan.search: devices and global_batch must be >= 1; got {devices} and {global_batch}.")
+    return counts
+
+
+def _divisors(devices: Sequence[int], layers: int, batch: int) -> str:
+    sizes = {"devices": devices[0], "layers": layers, "global batch": batch}
+    return "; ".join(
+        f"of {name} {', '.join(str(size) for size in range(1, count + 1) if count % size == 0)}"
+        for name, count in sizes.items()
+    )
 
 
 def _nothing_fits(nearest: tuple[float, RejectedPlan], devices: str) -> PlanError:
@@ -294,8 +304,8 @@ def _chunks(schedule: str, pipeline: int, layers: int, choices: Mapping[str, Col
             yield chunks
 
 
-def _choices(constraints: Mapping[str, Any]) -> dict[str, Collection[Any]]:
-    """Return the values of each option; raise naming all that are unknown."""
+def _choices(constraints: Mapping[str, Any], experts: int = 0) -> dict[str, Collection[Any]]:
+    """Return the values of each option, of layers with a number of experts; raise naming all that are unknown."""
     names = [field.name for field in fields(ModelPlan)]
     if unknown := [name for name in constraints if name not in names]:
         raise PlanError(f"plan.search: {', '.join(unknown)} must be among {', '.join(names)}.")
@@ -303,7 +313,13 @@ def _choices(constraints: Mapping[str, Any]) -> dict[str, Collection[Any]]:
         name: tuple(x) if isinstance(x, Collection) and not isinstance(x, str) else (x,)
         for name, x in constraints.items()
     }
-    return {**_CHOICES, **given}
+    for name, values in given.items():
+        for value in values:
+            ModelPlan(**{name: value})  # raises if it is not legal
+    if not experts and max(given.get("experts", (1,))) > 1:
+        raise PlanError(f"plan.search: experts must be 1, since the layers have none; got {constraints['experts']}.")
+    sizes = tuple([size for size in (1, 8, 64) if size == 1 or experts % size == 0 < experts])
+    return {**_CHOICES, "experts": sizes, **given}
 
 
 def layered_model(

@@ -134,6 +134,15 @@ def test_any_module_with_a_list_of_layers_is_planned():
         PlanError, match=r"sizes must divide 2 devices, 6 layers and a global batch of 8; no plan with tensor=3"
     ):
         search(Model(), batch, tensor=3, **options)
+    for name, value, message in (
+        ("recompute", "names", "recompute must be one of never, selective, full; got 'names'"),
+        ("schedule", "1f2b", "schedule must be one of gpipe, 1f1b"),
+        ("experts", 2, "experts must be 1, since the layers have none; got 2"),
+        ("devices", (), r"devices and global_batch must be >= 1; got \(\) and 8"),
+        ("global_batch", 7, "Divisors: of devices 1, 2; of layers 1, 2, 3, 6; of global batch 1, 7"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            search(Model(), batch, **options | {"data": 2, name: value})
     with pytest.raises(PlanError, match=r"no plan of 2 devices fits; the nearest is ModelPlan.* GB over the memory"):
         search(SMALL, **options | {"cluster": replace(H100, memory=1e6)})
 
@@ -142,9 +151,16 @@ def test_plans_are_saved_scaled_and_boosted(tmp_path):
     plan = ModelPlan(data=8, pipeline=4, zero_stage=1, rows=2, microbatches=4, recompute="full")
     plan.save(tmp_path / "plan.toml")
     assert ModelPlan.load(tmp_path / "plan.toml") == plan
-    (tmp_path / "wrong.toml").write_text('data = "8"\npipe = 4\n')
-    with pytest.raises(PlanError, match=r"pipe is unknown; data must be of type int; got '8'. Keys are data, pipeline"):
-        ModelPlan.load(tmp_path / "wrong.toml")
+    for text, message in (
+        ("pipe = 4", "must have keys of data, pipeline, .*; got pipe"),
+        (
+            'data = "8"\nrows = 0\nzero_stage = 4',
+            "zero_stage must be one of 0, 1, 2, 3; got 4; data must be an integer >= 1",
+        ),
+    ):
+        (tmp_path / "wrong.toml").write_text(text)
+        with pytest.raises(PlanError, match=message):
+            ModelPlan.load(tmp_path / "wrong.toml")
     small = plan.scaled(4)
     assert (small.data, small.pipeline) == (2, 2)
     batch = torch.randn(16, 8), torch.randn(16, 4)
