@@ -229,5 +229,5 @@ class HybridParallelPlugin(Plugin):
 
 
 def _spec_of_experts(path: str, leaf: Any) -> P:
-    """Return the spec of a leaf: what is in a layer's `experts` is sharded by its first dim."""
-    return P("expert") if "experts" in path.split(".") else P()
+    """Return the spec of a leaf: the tensors of a layer's `experts` are sharded by their first dim."""
+    return P("expert") if path.split(".")[-2:-1] == ["experts"] else P()

@@ -17,6 +17,7 @@ from torch import nn
 from fshard.booster.hybrid import HybridParallelPlugin
 from fshard.copying import copied
 from fshard.errors import PlanError
+from fshard.memory.state import GROUPS, LARGEST
 from fshard.mesh.layout import Mesh, map_leaves
 from fshard.mesh.layout.make import make_mesh
 from fshard.pipeline.schedule.schedule import Schedule
@@ -109,6 +110,9 @@ class PlanEstimate:
         units = min(plan.chunks, 2) if in_stages else 2
         casts = cost.casts // (plan.data if sharded[2] else 1)
         activations = int(self._activations[coordinate]) + self.workspace(coordinate)
+        if plan.state_memory == "host":  # three groups are on the device, each of a part of the state or one large leaf
+            leaf = max(self.model.first.state, self.model.last.state) // (plan.data if sharded[2] else 1)
+            casts, state = casts + 3 * max(min(state // GROUPS, LARGEST), leaf), 0
         return {
             "parameters": parameters,
             "gradients": gradients,
@@ -192,7 +196,10 @@ class PlanEstimate:
         """Return the seconds of sums over microbatches, and those after the last backward."""
         plan, part = self.plan, self.cluster.efficiency.memory
         slowest = max(self.by_device, key=lambda cost: cost.parameters)
-        has_sums = plan.microbatches > 1
+        has_sums, to_host = (
+            plan.microbatches > 1,
+            slowest.state / self.cluster.host if plan.state_memory == "host" else 0.0,
+        )
         added = (slowest.gradients + 2 * slowest.sums) * plan.microbatches / (self.cluster.bandwidth * part)
         gradients = slowest.sums if has_sums else slowest.gradients
         reduce = self._exchange(gradients) if plan.zero_stage < 3 else 0.0
@@ -203,7 +210,7 @@ class PlanEstimate:
         return {
             "sums of gradients": added if has_sums else 0.0,
             "reduction": max(reduce - beside, 0.0),
-            "update": slowest.update / (plan.data if plan.zero_stage else 1),
+            "update": max(slowest.update, to_host) / (plan.data if plan.zero_stage else 1),
             "gather": gather,
         }
 

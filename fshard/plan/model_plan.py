@@ -40,6 +40,7 @@ class ModelPlan:
         sequence_mode: the algorithm of attention on it; or "megatron": devices that share layers share tokens between them.
         experts: size of the axis of experts, whose devices have other samples.
         replicas: size of an axis of samples along which ZeRO does not shard (HSDP); 1 with stages.
+        state_memory: "host" if the optimizer's state is there, and the update streams it to the device; not with stages.
     """
 
     data: int = 1
@@ -55,10 +56,11 @@ class ModelPlan:
     sequence_mode: SequenceMode = "gather"
     experts: int = 1
     replicas: int = 1
+    state_memory: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
         legal = {"zero_stage": (0, 1, 2, 3), "recompute": get_args(Recompute), "schedule": (*BUILDERS,)}
-        legal["sequence_mode"] = (*get_args(Algorithm), "megatron")
+        legal |= {"sequence_mode": (*get_args(Algorithm), "megatron"), "state_memory": ("device", "host")}
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         errors = [
             f"{name} must be one of {', '.join(map(str, legal[name]))}; got {x!r}"
@@ -110,6 +112,8 @@ class ModelPlan:
             errors.append(f"microbatches must be 1 without stages; got {self.microbatches}: accumulate in the loop")
         if self.replicas > 1:
             errors.append(f"replicas must be 1; got {self.replicas}")
+        if self.state_memory != "device":
+            errors.append('state_memory must be "device": the plugin\'s offload= updates on the host')
         if errors:
             raise PlanError(f"plan.plugin: {'; '.join(errors)}, and take fs.Booster(replace(plan, ...).plugin(...)).")
         stages: dict[str, Any] = {"microbatches": self.microbatches, "schedule": self.schedule, "chunks": self.chunks}

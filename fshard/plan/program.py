@@ -135,7 +135,14 @@ class LayeredModel:
         axes, local = ("data", *experts), (*experts, *(() if layers is None else layers.axes))
         rules = fsdp(axes, unit=f"{self.blocks}.*", within=within) if plan.zero_stage == 3 else within or P()
         params = shard_params(params, rules, mesh=mesh)
-        opt = partition_optimizer(self.optimizer, mesh=mesh, axis=axes, stage=plan.zero_stage)
+        opt = partition_optimizer(
+            self.optimizer,
+            mesh=mesh,
+            axis=axes,
+            stage=plan.zero_stage,
+            state_memory=plan.state_memory,
+            update_on="device",
+        )
         options: Any = {"local": local, "has_buffers": bool(buffers), "donate": True}
         options |= {"accumulate": plan.microbatches} if plan.microbatches > 1 else {}
         batch = P((*(("replica",) if plan.replicas > 1 else ()), *axes))

@@ -38,6 +38,7 @@ LISTED = 12
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "sequence": (1,),
     "replicas": (1,),
+    "state_memory": ("device",),
     "zero_stage": (0, 1, 2, 3),
     "rows": (1, 2, 4, 8),
     "recompute": ("never", "full"),
@@ -230,7 +231,8 @@ def least_memory(estimate: PlanEstimate) -> int:
     """Return bytes that the fullest device has at least: the first one has most microbatches in flight."""
     plan, sizes = estimate.plan, list[int]()
     for coordinate, cost in enumerate(estimate.by_device):
-        shares = (cost.parameters, 3), (cost.gradients, 2 if plan.pipeline == 1 else 4), (cost.state, 1)
+        state = cost.state if plan.state_memory == "device" else 0
+        shares = (cost.parameters, 3), (cost.gradients, 2 if plan.pipeline == 1 else 4), (state, 1)
         static = sum(size // plan.data if plan.zero_stage >= stage else size for size, stage in shares)
         layers = estimate.layers // (plan.pipeline * plan.chunks) * plan.chunks
         saved = cost.saved // plan.chunks if coordinate else estimate.model.layer.saved * layers * estimate.in_flight
@@ -264,7 +266,7 @@ def _plans(
     """Yield all plans whose sizes divide, with the values that are chosen."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     node = cluster.links[0].devices or devices
-    options = [choices[name] for name in ("zero_stage", "rows", "recompute", "schedule")]
+    options = [choices[name] for name in ("zero_stage", "rows", "recompute", "schedule", "state_memory")]
     axes = [choices[name] for name in ("sequence", "experts", "replicas")]
     for tensor, pipeline, sequence, experts, replicas in product(divisors, divisors, *axes):
         data, rest = divmod(devices, tensor * pipeline * sequence * experts * replicas)
@@ -274,13 +276,15 @@ def _plans(
         if not is_legal or any(size not in choices.get(name, (size,)) for name, size in sizes.items()):
             continue
         mode = choices.get("sequence_mode", ("megatron",) if tensor > 1 and sequence == 1 else ("gather",))
-        for zero_stage, rows, recompute, schedule, sequence_mode in product(*options, mode):
+        for zero_stage, rows, recompute, schedule, memory, sequence_mode in product(*options, mode):
             microbatches, rest = divmod(global_batch, data * experts * replicas * rows)
             is_sharded = data > 1 or zero_stage == min(choices["zero_stage"])
             is_first = pipeline > 1 or schedule == next(iter(choices["schedule"]))
             if rest or not microbatches or not is_sharded or not is_first:
                 continue
             if sequence_mode == "megatron" and (tensor == 1 or sequence > 1):
+                continue
+            if memory == "host" and pipeline > 1:
                 continue
             for chunks in _chunks(schedule, pipeline, layers, choices):
                 if microbatches in choices.get("microbatches", (microbatches,)):
@@ -293,6 +297,7 @@ def _plans(
                         chunks=chunks,
                         recompute=recompute,
                         sequence_mode=sequence_mode,
+                        state_memory=memory,
                     )
 
 

@@ -69,12 +69,17 @@ def dense():
     return SMALL.build().to_empty(device="cpu")
 
 
+def dense_with_experts():
+    return replace(SMALL, experts=8, top_k=2, expert_ffn=16, shared=8).build().to_empty(device="cpu")
+
+
 IDS = torch.randint(0, 60, (8, 16), generator=torch.manual_seed(1))
 TRAINED = [
     (dense, {"data": 2, "zero_stage": 3, "rows": 2, "microbatches": 2}),
     (dense, {"data": 2, "tensor": 2, "zero_stage": 1, "rows": 4, "recompute": "full", **MEGATRON}),
     (dense, {"data": 2, "sequence": 2, "rows": 4, "zero_stage": 2}),
     (dense, {"data": 2, "replicas": 2, "rows": 2, "zero_stage": 3}),
+    (dense, {"data": 2, "rows": 4, "zero_stage": 1, "state_memory": "host"}),
     (dense, {"sequence": 2, "tensor": 2, "rows": 8, "sequence_mode": "ring", "recompute": "selective"}),
     (dense, {"data": 2, "pipeline": 2, "zero_stage": 1, "microbatches": 4, "schedule": "zb-h1", "recompute": "selective"}),
     (dense, {"pipeline": 2, "tensor": 2, "microbatches": 8, "schedule": "interleaved", "chunks": 2, **MEGATRON}),
@@ -83,6 +88,7 @@ TRAINED = [
     (ExpertModel, {"experts": 2, "tensor": 2, "rows": 4, **MEGATRON}),
     (ExpertModel, {"data": 2, "experts": 2, "zero_stage": 3, "rows": 2, "recompute": "full"}),
     (ExpertModel, {"experts": 2, "pipeline": 2, "rows": 2, "microbatches": 2}),
+    (dense_with_experts, {"experts": 2, "pipeline": 2, "rows": 2, "microbatches": 2}),
     (CountingModel, {"data": 2, "rows": 4}),
     (KeywordModel, {"data": 2, "rows": 2, "microbatches": 2, "zero_stage": 3}),
     (KeywordModel, {"data": 2, "pipeline": 2, "rows": 2, "microbatches": 2}),
@@ -124,8 +130,9 @@ def test_a_search_tries_the_axis_of_experts():
     assert {x.plan.experts for x in plans} == {1, 8} and "expert=8" in str(plans)
     several = search(model, sequence=(1, 2), pipeline=1, experts=1, recompute="never", **options)
     assert {x.plan.sequence for x in several} == {1, 2}
-    copies = search(model, replicas=(1, 2), experts=1, recompute="never", **options)
+    copies = search(model, replicas=(1, 2), state_memory=("device", "host"), experts=1, recompute="never", **options)
     assert {(x.plan.replicas, x.plan.pipeline == 1) for x in copies} > {(1, False), (2, True)}
+    assert {(x.plan.state_memory, x.plan.pipeline == 1) for x in copies} > {("device", False), ("host", True)}
 
 
 NEAR = [
@@ -133,6 +140,8 @@ NEAR = [
     *({"data": 2, "tensor": 2, "zero_stage": stage, "rows": 4, **MEGATRON} for stage in (0, 1, 3)),
     {"data": 4, "zero_stage": 1, "rows": 4, "recompute": "full"},
     *({"data": 2, "replicas": 2, "zero_stage": stage, "rows": 2} for stage in (0, 1, 3)),
+    {"rows": 2, "state_memory": "host"},
+    {"data": 4, "zero_stage": 3, "rows": 2, "microbatches": 2, "state_memory": "host"},
     {"data": 2, "tensor": 2, "rows": 2, "recompute": "selective", **MEGATRON},
     {"data": 2, "sequence": 2, "zero_stage": 2, "rows": 2},
     {"tensor": 2, "sequence": 2, "rows": 2, "sequence_mode": "ring"},
@@ -171,11 +180,13 @@ def test_the_best_plan_is_saved_scaled_and_built(tmp_path):
     assert metrics["samples"] == 32 and step.mesh.size == 4
     with pytest.raises(PlanError, match=r"mesh must have the sizes of the plan, .*; got Mesh\(data=4"):
         small.build(model.build(), mesh=fs.make_mesh({"data": 4}))
+    with pytest.raises(PlanError, match='replicas must be 1; got 2.*; state_memory must be "device"'):
+        ModelPlan(replicas=2, state_memory="host").plugin(blocks="layers")
     staged = replace(small, plan=ModelPlan(pipeline=2, tensor=2, microbatches=4, recompute="full", **MEGATRON))
     plugin = staged.plugin()
     assert (plugin.pipeline, plugin.blocks, plugin.sequence_mode) == (2, "layers", "megatron")
     with pytest.raises(
         PlanError,
-        match=r'recompute must be "never", .*; microbatches must be 1 without stages; got 2.*; replicas must be 1; got 2',
+        match=r'recompute must be "never", .*; microbatches must be 1 without stages; got 2.*',
     ):
-        replace(staged.plan, pipeline=1, microbatches=2, replicas=2).plugin(blocks="layers")
+        replace(staged.plan, pipeline=1, microbatches=2).plugin(blocks="layers")
