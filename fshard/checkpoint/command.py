@@ -16,7 +16,7 @@ from fshard.checkpoint.index import read_manifest
 from fshard.checkpoint.restore import RenamedSource
 from fshard.checkpoint.source import SavedFolder, Source
 from fshard.errors import CheckpointError
-from fshard.mesh.layout.layout import dtype_name
+from fshard.mesh.layout import dtype_name
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -27,6 +27,7 @@ from fshard.checkpoint.foreign.formats import open_source
 from fshard.checkpoint.names import (
     NamedLeaf,
     SummandArray,
+    TreePath,
     build,
     flattened,
     is_array,
@@ -37,11 +38,9 @@ from fshard.checkpoint.names import (
     shaped,
     stored_parts,
 )
-from fshard.checkpoint.names import Path as TreePath
 from fshard.checkpoint.source import Source, StoredArray, Target
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import Mesh, P, PyTree
-from fshard.mesh.layout.layout import dtype_name
+from fshard.mesh.layout import Mesh, P, PyTree, dtype_name
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.spmd.run import local_devices
 from fshard.transforms.module.lazy import reserved

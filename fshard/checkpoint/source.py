@@ -22,8 +22,7 @@ from torch import Tensor
 from fshard.checkpoint.copying import Span, copy
 from fshard.checkpoint.files import BLOCK, BlockReader
 from fshard.checkpoint.index import INDEX, Index, read_index, read_manifest
-from fshard.checkpoint.names import Path as TreePath
-from fshard.checkpoint.names import name_of
+from fshard.checkpoint.names import TreePath, name_of
 from fshard.errors import CheckpointError
 
 THREADS = 4
