@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import PyTree, flatten
-from fshard.mesh.layout.sharded import Sharded, stack
+from fshard.mesh.layout.sharded import Sharded, key_of, stack
 from fshard.mesh.layout.tree import NAMESPACE
 
 _optree: Any = optree
@@ -84,6 +84,11 @@ def stored_parts(x: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
     for array in x.parts:
         yield tuple([start * (dim == x.dim) for dim in range(array.ndim)]), array
         start += array.shape[x.dim]
+
+
+def tie_key(x: Any) -> tuple[Any, ...]:
+    """Return a key that is equal for tied arrays."""
+    return tuple([key_of(array) for _, array in stored_parts(x)])
 
 
 def as_leaf(x: Any) -> Any:

@@ -56,6 +56,11 @@ class Source:
     ties: Mapping[str, str]
     partial: Sequence[str] | None = None
 
+    @property
+    def paths(self) -> dict[str, TreePath]:
+        """The paths of all arrays and values."""
+        return {name: path for name, (path, *_) in [*self.arrays.items(), *self.values.items()]}
+
     def check(self) -> None:
         """Raise if what is to be read is not complete."""
 
