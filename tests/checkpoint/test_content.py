@@ -17,6 +17,7 @@ import fshard as fs
 from fshard import P
 from fshard.checkpoint.names import JoinedArray
 from fshard.errors import CheckpointError
+from tests.checkpoint.programs import mesh
 
 # -- random generators ------------------------------------------------------------------------------------------------
 
@@ -227,10 +228,6 @@ def test_state_of_any_object(state, tmp_path_factory):
 
 
 # -- arrays in parts, and shared numbers ------------------------------------------------------------------------------
-
-
-def mesh():
-    return fs.make_mesh({"data": 2, "model": 2})
 
 
 SPECS = [P(), P("model"), P(None, "model"), P("data", "model"), P.flat("data"), P(at={"data": 1})]

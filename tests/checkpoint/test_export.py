@@ -1,13 +1,7 @@
 """Exports are read by the libraries whose formats they have, bit for bit, and hold one array at a time."""
 
-import ctypes
-import functools
 import json
-import re
 import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +16,7 @@ from fshard import P
 from fshard.errors import CheckpointError
 from fshard.testing.processes import run_processes
 from tests.booster.test_checkpoint import PLUGINS, adamw, network
-from tests.checkpoint.programs import export_all
+from tests.checkpoint.programs import export_all, growth_of_memory, mesh
 from tests.checkpoint.test_foreign import tensors, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -33,11 +27,6 @@ LAYOUTS = [
     lambda x: P(*[None] * (x.ndim - 1), ("data", "model")) if x.ndim and x.shape[-1] % 4 == 0 else P(),
     lambda x: P(at={("data",): 1}),
 ]
-
-
-@functools.cache
-def mesh():
-    return fs.make_mesh({"data": 2, "model": 2})
 
 
 def read_safetensors(path, like):
@@ -99,8 +88,7 @@ def test_values_and_ties_are_kept_by_formats_that_have_them(tmp_path):
     assert load_file(tmp_path / "x.safetensors").keys() == {"b", "part"}  # the first of the tied names
 
 
-@pytest.mark.parametrize("size", [6000, 10**9])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize(("name", "size"), [("gpt2", 6000), ("llama", 10**9), ("bert", 6000)])
 def test_from_pretrained_reads_trained_parameters(name, size, tmp_path):
     model = tiny(name).eval()
     apply, params, buffers = fs.functionalize(model)
@@ -261,25 +249,9 @@ def test_export_has_one_array_in_memory_at_a_time(to, tmp_path):
         f"{n}.w": fs.device_put(torch.ones(1 << 20) * n, fs.Layout(mesh(), P.flat("data", "model"))) for n in range(32)
     }
     fs.export(tmp_path / "warm", {"w": params["0.w"]}, to=to)
-    assert growth(lambda: fs.export(tmp_path / "x", params, to=to)) < 64 << 20  # of 128 MB: an array and copies of it
-
-
-def growth(action):
-    """Return the bytes by which memory grows meanwhile, without pages of mapped files: those are freed when needed."""
-    sizes, is_done = [], threading.Event()
-
-    def watch():
-        while not is_done.wait(0.0005):
-            sizes.append(int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10)
-
-    ctypes.CDLL(None).malloc_trim(0)
-    thread = threading.Thread(target=watch)
-    thread.start()
-    time.sleep(0.05)
-    action()
-    is_done.set()
-    thread.join()
-    return max(sizes) - sizes[0]
+    assert (
+        growth_of_memory(lambda: fs.export(tmp_path / "x", params, to=to)) < 64 << 20
+    )  # of 128 MB: an array and copies of it
 
 
 def test_files_are_replaced(tmp_path):
