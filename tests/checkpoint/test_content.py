@@ -266,6 +266,18 @@ def test_parts_are_one_array(sizes, shift, dim, specs, tmp_path_factory):
     assert torch.equal(torch.cat([fs.unshard(tensor) for tensor in again.parts], dim), x)
 
 
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_unreduced_array_keeps_its_sum_on_any_devices(devices, tmp_path):
+    def unreduced(*shards):
+        layout = fs.Layout(fs.make_mesh({"data": len(shards)}), P(unreduced="data"))
+        return fs.Sharded((3,), layout, tuple(shards))
+
+    fs.save(tmp_path, {"x": unreduced(torch.tensor([1.0, 2, 3]), torch.tensor([10.0, 20, 30]))})
+    target = unreduced(*(torch.full((3,), 7.0) for _ in range(devices)))
+    restored = fs.restore(tmp_path, {"x": target})["x"]
+    assert restored is target and sum(restored.shards).tolist() == [11, 22, 33]
+
+
 def test_numbers_that_were_one_tensor_may_differ(tmp_path):
     """Counts of steps are one tensor for all parameters, until one of them is not used."""
     fs.save(tmp_path, {"a": torch.tensor(1.0), "b": torch.tensor(2.0)})
