@@ -43,7 +43,6 @@ from fshard.checkpoint.snapshot import TreeSnapshot, snapshot_of
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import broadcast, pmax
 from fshard.mesh.layout import PyTree
-from fshard.mesh.runtimes.launchers import process_count, process_index
 from fshard.mesh.runtimes.process import has_ended
 from fshard.mesh.spmd.scope import here
 
@@ -91,7 +90,7 @@ def snapshot(folder: Path, token: str, tree: PyTree, metrics: Mapping[str, Any] 
         return snapshot_of(tree, metrics)
     except BaseException as error:
         if run_token():
-            _mark_failed(folder, token, process_index(), error)
+            _mark_failed(folder, token, dist.get_rank(), error)
         raise
 
 
@@ -223,7 +222,8 @@ def _has_ended(folder: Path, index: Index, token: str, writer: int, device: int)
     """Return True if the process of a writer has ended: its link is closed, or its data unlocked, where locks work."""
     file, locked_file = (folder / f"{token}-{number}.safetensors" for number in (writer, device))
     is_unlocked = file.exists() and not is_locked(file) and is_locked(locked_file)
-    return is_unlocked or (index.devices == process_count() and has_ended(writer))
+    is_process = dist.is_initialized() and index.devices == dist.get_world_size()
+    return is_unlocked or (is_process and has_ended(writer))
 
 
 def _validate_files(folder: Path, token: str, index: Index, names: set[str]) -> None:
