@@ -58,13 +58,13 @@ def test_generators_continue_with_equal_numbers(seed, before, tmp_path_factory):
     assert [target.draw(), target.draw()] == wanted
 
 
-def run_draws(n, path, load, common=False):
+def run_draws(n, path, load):
     """Return two draws of each device, after its state was saved or loaded."""
 
     def main():
         generator = torch.Generator().manual_seed(7)
         state = fs.RandomState(generator)
-        torch.manual_seed(0 if common else fs.axis_index("data"))
+        torch.manual_seed(fs.axis_index("data"))
         fs.restore(path, state) if load else fs.save(path, state)
         return torch.rand(4), torch.rand(4, generator=generator)
 
@@ -106,11 +106,6 @@ SCHEDULES = {
     "step": partial(lr_scheduler.StepLR, step_size=2),
     "milestones": partial(lr_scheduler.MultiStepLR, milestones=[2, 5, 5, 9], gamma=0.5),
     "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=[lambda step: 0.9**step, lambda step: 1.0]),
-    "multiplicative": partial(lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 0.9),
-    "constant": partial(lr_scheduler.ConstantLR, total_iters=4),
-    "linear": lr_scheduler.LinearLR,
-    "exponential": partial(lr_scheduler.ExponentialLR, gamma=0.9),
-    "polynomial": partial(lr_scheduler.PolynomialLR, power=2.0),
     "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=5),
     "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3, T_mult=2),
     "cyclic": partial(lr_scheduler.CyclicLR, base_lr=0.1, max_lr=0.5, step_size_up=3),
